@@ -56,6 +56,7 @@ lint: .venv/installed-test
 	cp -a flowchan_torch build/types/
 	cd build/types && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p flowchan -p flowchan_torch
 	cd build/types && ../../$(BIN)/python ../../tools/typed.py
+	$(BIN)/python tools/complexity.py
 
 # The site, in build/site. A warning is an error, a link that leads nowhere among them.
 docs: .venv/installed-docs

@@ -9,6 +9,8 @@ import socket
 import threading
 import time
 
+LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
+
 
 def delay_between(one: socket.socket, other: socket.socket, delay: float) -> list[threading.Thread]:
     """Passes on what comes from either socket to the other, ``delay`` seconds later, until both have ended.
@@ -52,7 +54,7 @@ def cut() -> int:
             if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(number))) as sock:
-                if sock.family == socket.AF_INET and sock.getpeername()[0] == "127.0.0.1":
+                if sock.family in LOOPBACK and sock.getpeername()[0] == LOOPBACK[sock.family]:
                     sock.shutdown(socket.SHUT_RDWR)
                     found += 1
     return found

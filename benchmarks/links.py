@@ -33,6 +33,7 @@ from benchmarks.peers import CONTEXT, across_processes, processes_channel
 from flowchan import Channel, _core
 from flowchan.hosts.messages import AHEAD, BEHIND
 from flowchan.transport.authentication import meet
+from flowchan.transport.link_events import LinkBroken, next_event
 from flowchan.transport.tcp import prepare
 
 ISOLATES = (
@@ -89,7 +90,7 @@ def _unlink(link: Any, kept: object) -> None:
 
 def _unlink_after(link: Any, kept: object) -> None:
     """When the other side has: what was put last has gone out by then."""
-    while not link.wait().startswith("broken"):
+    while not isinstance(next_event(link), LinkBroken):
         pass
     link.close()
 

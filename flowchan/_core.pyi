@@ -181,21 +181,14 @@ class Link:
     def attach(self, fd: int) -> None:
         """Goes on over this connected socket, which belongs to the link from now on; what was sent over the
         former one and has not arrived is sent again."""
-    def listen_again(self, fd: int, key: bytes) -> None:
-        """At home: after a break the other end comes back to this listening socket, which belongs to the link
-        from now on, and both prove the key of 32 bytes."""
-    def dial_again(self, port: int, key: bytes) -> None:
-        """Away from home: after a break this end dials that port where its connection led. 'broken' is told
-        only if that fails."""
     def line(self, number: int, inputs: list[Any], outputs: list[Any], on_demand: bool = False) -> None:
         """Serves the ports of one worker, under a number that both sides know. on_demand: items come for
         those only who wait for one, or work on one."""
     def drop(self, number: int) -> None:
         """Serves them no more; their sessions stay as they are. Does nothing when there is no such line."""
-    def wait(self, timeout: float | None = None) -> str:
-        """What has happened: 'broken: why' once for each connection that ended; at home 'finished: line' when
-        nothing more comes from its worker and all is put, and 'refused: line port' when an item can't go to
-        another host; 'closed'; '' when nothing has by then."""
+    def wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Wait for the next event and return its kind and values; () when there is none by then.
+        flowchan.transport.link_events makes typed events of them."""
     def state(self) -> dict[str, Any]:
         """Whether it is connected, and its counts."""
     def close(self) -> None:

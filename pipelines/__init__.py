@@ -9,7 +9,7 @@ flowchan only.
 - :class:`Lock`, :class:`Semaphore`, :class:`Barrier`, :class:`Event`, :class:`Condition` and
   :class:`SharedDict`: what several processes share.
 - :class:`Sequential`: an ``nn.Sequential`` whose parts work at the same time; :class:`Stash` and :class:`Pop`
-  for skip connections in it; :class:`Training`, which its ``training(...)`` gives.
+  for skip connections in it; :class:`Training`, which its ``trainer(...)`` gives.
 - :func:`dataset`: a graph as the data of a training loop. It and Sequential are loaded when they are first
   asked for, as they need torch, and nothing else here does.
 """

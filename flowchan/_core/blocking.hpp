@@ -210,6 +210,23 @@ struct Locked {
     PyThreadState* released = nullptr;
 };
 
+// How a sleep of a call that waits has ended. Interrupted and late calls have not slept.
+struct Woken {
+    bool interrupted = false, late = false;
+    int error = 0;
+};
+
+template <class M>
+Woken sleep_without_gil(M& m, const Caller& caller, typename Traits<M>::Waiting& waiting, Deadline deadline) {
+    Woken woken{.interrupted = PyErr_CheckSignals() != 0};
+    woken.late = !woken.interrupted && deadline.passed();
+    if (woken.interrupted || woken.late) return woken;
+    PyThreadState* state = PyEval_SaveThread();
+    woken.error = Traits<M>::sleep(m, caller, waiting, Traits<M>::slice(deadline));
+    take_gil(state);
+    return woken;
+}
+
 template <class M, class Op>
 Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
     using T = Traits<M>;
@@ -231,14 +248,7 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
 
     while (step == Step::Wait) {
         wakes.clear();
-        const bool interrupted = PyErr_CheckSignals() != 0;
-        const bool late = !interrupted && deadline.passed();
-        int error = 0;
-        if (!interrupted && !late) {
-            PyThreadState* state = PyEval_SaveThread();
-            error = T::sleep(m, caller, waiting, T::slice(deadline));
-            take_gil(state);
-        }
+        const auto [interrupted, late, error] = sleep_without_gil(m, caller, waiting, deadline);
         const bool slice_over = error == ETIMEDOUT;
         Locked<M> locked(m);
         const bool called = T::leave(m, caller, waiting, selecting);

@@ -101,9 +101,11 @@ struct Writer {
         if (PyBytes_CheckExact(o)) return bytes(o);
         if (is_plain && PyDict_CheckExact(o)) return dict(o, depth);
         if (is_plain && PyList_CheckExact(o)) return list(o, depth);
+        return PyTuple_CheckExact(o) && tuple(o, depth);
+    }
+    bool tuple(PyObject* o, int depth) {
         const int deepest = is_plain ? DEEPEST_PLAIN : DEEPEST;
-        if (!PyTuple_CheckExact(o) || depth == deepest || PyTuple_GET_SIZE(o) > 255 || !tag(TUPLE, 1))
-            return false;
+        if (depth == deepest || PyTuple_GET_SIZE(o) > 255 || !tag(TUPLE, 1)) return false;
         const bool before = std::exchange(is_shared, is_shared || !is_alone(o, depth));
         Py_ssize_t n = PyTuple_GET_SIZE(o);
         raw(uint8_t(n));
@@ -156,8 +158,20 @@ struct Reader {
         return value;
     }
     PyObject* object(int depth);
+    PyObject* tuple(int depth);
     PyObject* list(int depth);
     PyObject* dict(int depth);
+    template <class Int>
+    PyObject* integer() {
+        static_assert(sizeof(Int) <= sizeof(long));
+        return has(sizeof(Int)) ? PyLong_FromLong(raw<Int>()) : nullptr;
+    }
+    PyObject* real() { return has(sizeof(double)) ? PyFloat_FromDouble(raw<double>()) : nullptr; }
+    // What begins with its length, a number of this type.
+    template <class Length>
+    PyObject* bytes() {
+        return has(sizeof(Length)) ? bytes(raw<Length>()) : nullptr;
+    }
     PyObject* bytes(uint64_t n) {
         if (!has(n)) return nullptr;
         PyObject* o = PyBytes_FromStringAndSize(p, Py_ssize_t(n));
@@ -202,44 +216,48 @@ PyObject* Reader::object(int depth) {
         case FALSE_:
             Py_RETURN_FALSE;
         case INT8:
-            return has(1) ? PyLong_FromLong(raw<int8_t>()) : nullptr;
+            return integer<int8_t>();
         case INT32:
-            return has(4) ? PyLong_FromLong(raw<int32_t>()) : nullptr;
+            return integer<int32_t>();
         case INT64:
-            return has(8) ? PyLong_FromLongLong(raw<int64_t>()) : nullptr;
+            return integer<int64_t>();
         case FLOAT:
-            return has(8) ? PyFloat_FromDouble(raw<double>()) : nullptr;
+            return real();
         case BYTES_SHORT:
-            return has(1) ? bytes(raw<uint8_t>()) : nullptr;
+            return bytes<uint8_t>();
         case BYTES_LONG:
-            return has(4) ? bytes(raw<uint32_t>()) : nullptr;
+            return bytes<uint32_t>();
         case ASCII_SHORT:
             return has(1) ? ascii(raw<uint8_t>()) : nullptr;
         case STR_LONG:
             return text();
-        case TUPLE: {
-            if (!has(1) || depth == deepest) return nullptr;
-            uint8_t n = raw<uint8_t>();
-            PyObject* tuple = PyTuple_New(n);
-            for (uint8_t i = 0; tuple && i < n; ++i) {
-                PyObject* o = object(depth + 1);
-                if (!o)
-                    Py_CLEAR(tuple);
-                else
-                    PyTuple_SET_ITEM(tuple, i, o);
-            }
-            return tuple;
-        }
+        case TUPLE:
+            return tuple(depth);
         case LIST:
-            return has(4) && depth < deepest ? list(depth) : nullptr;
+            return list(depth);
         case DICT:
-            return has(4) && depth < deepest ? dict(depth) : nullptr;
+            return dict(depth);
         default:
             return nullptr;
     }
 }
 
+PyObject* Reader::tuple(int depth) {
+    if (!has(1) || depth == deepest) return nullptr;
+    const uint8_t n = raw<uint8_t>();
+    PyObject* made = PyTuple_New(n);
+    for (uint8_t i = 0; made && i < n; ++i) {
+        PyObject* o = object(depth + 1);
+        if (!o)
+            Py_CLEAR(made);
+        else
+            PyTuple_SET_ITEM(made, i, o);
+    }
+    return made;
+}
+
 PyObject* Reader::list(int depth) {
+    if (!has(4) || depth >= deepest) return nullptr;
     const uint32_t n = raw<uint32_t>();
     if (!has(n)) return nullptr;  // each takes a byte at least
     PyObject* made = PyList_New(n);
@@ -254,6 +272,7 @@ PyObject* Reader::list(int depth) {
 }
 
 PyObject* Reader::dict(int depth) {
+    if (!has(4) || depth >= deepest) return nullptr;
     const uint32_t n = raw<uint32_t>();
     PyObject* made = PyDict_New();
     for (uint32_t i = 0; made && i < n; ++i) {

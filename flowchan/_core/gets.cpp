@@ -118,14 +118,13 @@ nb::object opened_parcel(Ring& ring, const Taken& taken) {
     return nb::make_tuple(list, error);
 }
 
-// What lies in a ring is not freed before it is decoded: see In::copying.
-Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
+// Takes the next item, not decoded yet.
+Step take_encoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, Taken& taken) {
     ReaderState* reader = in ? &in->state : nullptr;
-    Taken taken;
-    uint32_t session = reader ? reader->session : ch.plain_session();
+    const uint32_t session = reader ? reader->session : ch.plain_session();
     bool finished = false;
     if (reader && !reader->once) runs(in, Session::OURS);
-    Step step = perform(
+    const Step step = perform(
         ring,
         [&](bool) {
             return Caller{
@@ -144,11 +143,37 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
         },
         deadline);
     if (finished) in->call_due();
-    if (step != Step::Done) {
-        if (in && in->state.in_hand) runs(in, Session::USERS);
-        return step;
+    if (step != Step::Done && in && in->state.in_hand) runs(in, Session::USERS);
+    return step;
+}
+
+// The memory of an item that was copied or decoded is free again. Its descriptors, if it came with any, are
+// open by now.
+void release_held(Ring& ring, const Taken& taken, bool with_parcel) {
+    Wakes wakes;
+    Locked<Ring> locked(ring);
+    ring.release(taken.held, wakes);
+    if (with_parcel) ring.drop_parcels();
+    locked.unlock(wakes);
+}
+
+// An item that its killed readers could unpickle, and that this worker must not work on again. Wait: its
+// output is out already, so it is done with.
+Step give_up_killer(In& in, PyObject*& item, uint64_t deaths) {
+    runs(&in, Session::OURS);
+    if (has_its_output(in)) {
+        Py_CLEAR(item);
+        return Step::Wait;
     }
-    std::shared_ptr<Block> block =
+    return give_up(in, std::exchange(item, nullptr), deaths, nullptr);
+}
+
+// What lies in a ring is not freed before it is decoded: see In::copying.
+Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
+    Taken taken;
+    const Step step = take_encoded(ring, ch, in, deadline, taking, taken);
+    if (step != Step::Done) return step;
+    const std::shared_ptr<Block> block =
         taken.viewed ? std::make_shared<Block>(ring.shared_from_this(), taken.slot) : nullptr;
     const bool killer = in && in->max_deaths && taken.deaths >= in->max_deaths;
     if (killer && taken.kills_who_unpickles)
@@ -162,20 +187,8 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
     }
     runs(in, result ? Session::USERS : Session::OURS);
     if (!result) return not_received(ring, in, taking, taken);
-    if (taken.held) {
-        Wakes wakes;
-        Locked<Ring> locked(ring);
-        ring.release(taken.held, wakes);
-        if (parcel.is_valid()) ring.drop_parcels();
-        locked.unlock(wakes);
-    }
-    if (!killer) return Step::Done;
-    runs(in, Session::OURS);
-    if (has_its_output(*in)) {
-        Py_CLEAR(result);
-        return Step::Wait;
-    }
-    return give_up(*in, std::exchange(result, nullptr), taken.deaths, nullptr);
+    if (taken.held) release_held(ring, taken, parcel.is_valid());
+    return killer ? give_up_killer(*in, result, taken.deaths) : Step::Done;
 }
 
 // Until there is a place for one more output, or few wait for one.

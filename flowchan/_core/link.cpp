@@ -35,7 +35,6 @@ void Link::after_fork() {
 void Link::in_child() {
     for (Link* link : live) {
         if (link->fd_ >= 0) ::close(std::exchange(link->fd_, -1));
-        link->again_.close();
         link->closed_ = true;
     }
     after_fork();
@@ -81,7 +80,6 @@ void Link::close() {
         if (fd_ >= 0) shutdown(fd_, SHUT_RDWR);
         changed_.notify_all();
         told_.notify_all();
-        again_.ring();
     }
     ring_bell();
     for (std::thread* thread : {&sender_, &receiver_})
@@ -89,14 +87,12 @@ void Link::close() {
     lookouts_.end();
     std::lock_guard lock(mutex_);
     if (fd_ >= 0) ::close(std::exchange(fd_, -1));
-    again_.close();
     lines_.clear();
 }
 
 void Link::attach(int fd) {
     std::unique_lock lock(mutex_);
     take_over(lock, fd);
-    again_.ring();
 }
 
 void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
@@ -126,7 +122,6 @@ void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
         for (Source& source : line->sources) source.connect();
         for (Sink& sink : line->sinks) sink.dirty = true;
     }
-    if (!home_) again_.note(fd);
     heard_at_.store(now_ns(), std::memory_order_relaxed);
     changed_.notify_all();
     ring_bell();
@@ -140,9 +135,7 @@ void Link::leave_connection(int fd, const std::string& why) {
         lost_ = true;
         shutdown(fd, SHUT_RDWR);
         breaks.fetch_add(1, std::memory_order_relaxed);
-        broke_ = true;
-        again_.why = why;
-        if (!closed_ && (home_ || !again_.is_ready())) tell("broken: " + why);
+        if (!closed_) tell({.kind = LinkEvent::Kind::Broken, .why = why});
     }
     if (fd == fd_ && lost_ && users_ == 0 && !closed_) ::close(std::exchange(fd_, -1));
     changed_.notify_all();
@@ -206,12 +199,12 @@ void Link::ring_bell() {
     if (asleep_.load(std::memory_order_seq_cst)) futex_wake(bell_, 1, false);
 }
 
-void Link::tell(std::string event) {
+void Link::tell(LinkEvent event) {
     events_.push_back(std::move(event));
     told_.notify_all();
 }
 
-std::string Link::next_event(int64_t until) {
+LinkEvent Link::next_event(int64_t until) {
     std::unique_lock lock(mutex_);
     while (events_.empty() && !closed_) {
         const int64_t now = now_ns(), left = until - now;
@@ -219,12 +212,12 @@ std::string Link::next_event(int64_t until) {
             // Who wakes late was held up itself, and that time says nothing about the other side.
             heard_at_.store(std::min(now, heard_at_.load(std::memory_order_relaxed) - left),
                             std::memory_order_relaxed);
-            return "";
+            return {};
         }
         told_.wait_for(lock, std::chrono::nanoseconds(left));
     }
-    if (events_.empty()) return "closed";
-    std::string event = std::move(events_.front());
+    if (events_.empty()) return {.kind = LinkEvent::Kind::Closed};
+    LinkEvent event = std::move(events_.front());
     events_.pop_front();
     return event;
 }

@@ -7,7 +7,8 @@
 // Exactly once. What was sent stays on lease where it came from: an output until the other side has put it
 // into its ring, an item until the worker has finished it *and* all its outputs are in their rings at home
 // (R4). Frames of a port are in order and are counted; after a break each side says what it has got, and the
-// other sends from there. A worker does one item after the other, so its outputs come in the order of its
+// other sends from there. Only Python dials, listens and proves secrets; it hands over each new connection
+// (`attach`), with TLS as without. A worker does one item after the other, so its outputs come in the order of its
 // items, and each says of which item it is: home puts it as that item's output, as if the worker were here,
 // and whoever does the item again after a death skips what is out already.
 //
@@ -28,7 +29,6 @@
 #include <thread>
 #include <vector>
 
-#include "link_again.hpp"
 #include "link_ports.hpp"
 #include "lookouts.hpp"
 
@@ -42,6 +42,18 @@ struct LinkLine {
     bool settling = false;       // home: a turn is awaited before an item can be done with
     std::deque<Source> sources;  // home: of the worker's inputs; away: of its outputs
     std::deque<Sink> sinks;      // the other ones
+};
+
+// What has happened to a link: flowchan/transport/link_events.py says what each kind means. Only the fields of
+// its kind are set.
+struct LinkEvent {
+    enum class Kind : uint8_t { None, Broken, Finished, Refused, TooLarge, Closed };
+
+    Kind kind = Kind::None;
+    uint32_t line = 0;
+    uint16_t port = 0;
+    uint64_t size = 0;
+    std::string why;
 };
 
 // The counts of one line at this moment, by input port.
@@ -81,9 +93,6 @@ class Link {
     Link(const Link&) = delete;
 
     void attach(int fd);  // takes over the descriptor; what was sent and is not acknowledged is sent again
-    // After a break the end away from home comes back by itself, to the port that home listens at.
-    void listen_again(int fd, const Digest& key);  // takes over the descriptor
-    void dial_again(uint16_t port, const Digest& key);
     struct Taking {
         std::shared_ptr<Ring> ring;
         uint32_t session;
@@ -99,7 +108,7 @@ class Link {
                    bool on_demand);
     void drop_line(uint32_t number);
     void close();
-    std::string next_event(int64_t until);  // "" when there is none by then
+    LinkEvent next_event(int64_t until);  // of kind None when there is none by then
 
     // Since the last byte came, and there and back; in ns.
     int64_t silent_for() const { return now_ns() - heard_at_.load(std::memory_order_relaxed); }
@@ -138,6 +147,8 @@ class Link {
     // receiving (link_receive.cpp)
     void receive_loop();
     std::string receive(int fd, uint64_t connection);  // until the connection ends: why
+    bool is_said_here_only(Say say) const;
+    bool hear_pong(int64_t pinged_at);
     bool hear(const Head& head, const char* payload);  // false: the other side can't be right
     void release_ring();
     bool hear_item(LinkLine& line, Sink& sink, const Received& item);
@@ -153,6 +164,18 @@ class Link {
         char* at;
         uint64_t room, have = 0;
     };
+    struct Large {  // a large item that is being received
+        Received item;
+        LinkLine* line = nullptr;
+        Sink* sink = nullptr;  // null: nobody wants it
+        Slot* slot = nullptr;  // null: there is no room for it
+        bool skips = false;    // a worker that died has put it already
+        std::vector<char> apart;
+        bool is_to_be_staged() const { return sink && !slot && !skips; }
+    };
+    bool begin_large(const Head& head, Large& large);
+    bool end_large(Large& large, bool whole);
+    void pass_over(const Head& head);
     bool hear_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size,
                     Behind& behind);
     bool read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size, Behind& behind);
@@ -168,9 +191,8 @@ class Link {
         if (std::exchange(stirred_, false)) ring_bell();
     }
     void leave_connection(int fd, const std::string& why);
-    void tell(std::string event);
+    void tell(LinkEvent event);
     void take_over(std::unique_lock<std::mutex>& lock, int fd);
-    void come_back(std::unique_lock<std::mutex>& lock);  // link_again.cpp
 
     static void before_fork();
     static void after_fork();
@@ -188,9 +210,7 @@ class Link {
     int users_ = 0;  // threads that send or receive over fd_
     uint64_t connection_ = 0;
     bool closed_ = false;
-    bool lost_ = false;   // the connection is of no use any more, its last user closes it
-    bool broke_ = false;  // and nobody has begun to come back since
-    Again again_;
+    bool lost_ = false;         // the connection is of no use any more, its last user closes it
     uint32_t served_last_ = 0;  // the line after which the next round begins
 
     Outgoing out_;
@@ -209,7 +229,7 @@ class Link {
     std::atomic<uint32_t> bell_{0};
     std::atomic<bool> asleep_{false};
     std::atomic<int64_t> heard_at_{0}, round_trip_{200'000};
-    std::deque<std::string> events_;
+    std::deque<LinkEvent> events_;
     std::condition_variable& told_ = *new std::condition_variable;  // likewise
     std::thread sender_, receiver_;
     Lookouts lookouts_{[this] { ring_bell(); }};  // the sender's

@@ -55,24 +55,35 @@ void open_line(PyLink& link, uint32_t number, nb::list inputs, nb::list outputs,
     link.open_line(number, takes, puts, on_demand);
 }
 
-Digest key_of(nb::bytes key) {
-    Digest made{};
-    if (key.size() != made.size())
-        throw nb::value_error(("a key has 32 bytes, not " + std::to_string(key.size())).c_str());
-    memcpy(made.data(), key.c_str(), made.size());
-    return made;
+nb::tuple tuple_of(const LinkEvent& event) {
+    switch (event.kind) {
+        case LinkEvent::Kind::None:
+            return nb::make_tuple();
+        case LinkEvent::Kind::Broken:
+            return nb::make_tuple("broken", event.why);
+        case LinkEvent::Kind::Finished:
+            return nb::make_tuple("finished", event.line);
+        case LinkEvent::Kind::Refused:
+            return nb::make_tuple("refused", event.line, event.port);
+        case LinkEvent::Kind::TooLarge:
+            return nb::make_tuple("too large", event.line, event.port, event.size);
+        case LinkEvent::Kind::Closed:
+            break;
+    }
+    return nb::make_tuple("closed");
 }
 
-std::string wait_for_event(PyLink& link, nb::handle timeout) {
+nb::tuple wait_for_event(PyLink& link, nb::handle timeout) {
     Deadline deadline;
     if (!parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
     for (;;) {
-        std::string event;
+        LinkEvent event;
         {
             WithoutGil without;
             event = link.next_event(now_ns() + deadline.slice());
         }
-        if (!event.empty() || deadline.now_only() || deadline.passed()) return event;
+        if (event.kind != LinkEvent::Kind::None || deadline.now_only() || deadline.passed())
+            return tuple_of(event);
         if (PyErr_CheckSignals()) throw nb::python_error();
     }
 }
@@ -122,26 +133,6 @@ void bind_link(nb::module_& m) {
             "fd"_a,
             "Goes on over this connected socket, which belongs to the link from now on; what was sent over "
             "the former one and has not arrived is sent again.")
-        .def(
-            "listen_again",
-            [](PyLink& link, int fd, nb::bytes key) {
-                const Digest made = key_of(key);
-                WithoutGil without;
-                link.listen_again(fd, made);
-            },
-            "fd"_a, "key"_a,
-            "At home: after a break the other end comes back to this listening socket, which belongs to the "
-            "link from now on, and both prove the key of 32 bytes.")
-        .def(
-            "dial_again",
-            [](PyLink& link, uint16_t port, nb::bytes key) {
-                const Digest made = key_of(key);
-                WithoutGil without;
-                link.dial_again(port, made);
-            },
-            "port"_a, "key"_a,
-            "Away from home: after a break this end dials that port where its connection led. "
-            "'broken' is told only if that fails.")
         .def("line", open_line, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
              "Serves the ports of one worker, under a number that both sides know. on_demand: items come for "
              "those only who wait for one, or work on one.")
@@ -154,9 +145,8 @@ void bind_link(nb::module_& m) {
             "number"_a,
             "Serves them no more; their sessions stay as they are. Does nothing when there is no such line.")
         .def("wait", wait_for_event, "timeout"_a = nb::none(),
-             "What has happened: 'broken: why' once for each connection that ended; at home 'finished: line' "
-             "when nothing more comes from its worker and all is put, and 'refused: line port' when an item "
-             "can't go to another host; 'closed'; '' when nothing has by then.")
+             "Wait for the next event and return its kind and values; () when there is none by then. "
+             "flowchan.transport.link_events makes typed events of them.")
         .def("state", state_of, "Whether it is connected, and its counts.")
         .def(
             "close",

@@ -88,36 +88,47 @@ bool Source::take(uint64_t most) {
     }
     while (wants(most) && !is_held_back()) {
         if (take_run(most - entries.size(), holding.wakes)) continue;
-        Taken taken;
-        const Step step = ring->try_take(taken, &reader, reader.session, holding.wakes);
-        if (step == Step::Done) {
-            if (needs_its_slot(taken.kind)) {
-                if (taken.viewed) ring->unview(taken.slot, holding.wakes);
-                ring->put_back(taken, &reader, holding.wakes);
-                refused = true;
-                return true;
-            }
-            if (taken.viewed) ring->unview(taken.slot, holding.wakes);
-            if (entries.empty()) progress_at = now_ns();
-            entries.push_back({taken.at, taken.size, taken.number, taken.made_for, uint8_t(taken.kind),
-                               uint8_t(std::min(taken.deaths, Head::MOST_DEATHS))});
-            bytes += taken.size;
-            continue;
-        }
-        if (step == Step::Broken) {
-            ending = Ending::Broke;
-            cause = ring->cause();
-        } else if (step == Step::Drained && (entries.empty() || (starved && in_hand == entries.size()))) {
-            // Who gathers, and has all there is in hand, is told the end now: what others may still give
-            // back is for them.
-            ending = Ending::Drained;
-        }
-        break;
+        const bool took = take_one(holding.wakes);
+        if (refused) return true;
+        if (!took) break;
     }
     // It may have been called for what it does not take: then another one is.
     if (entries.size() == before && ring->header().head)
         holding.wakes.readers += ring->header().reader_gate.call(1);
     return entries.size() != before || ending != Ending::Open;
+}
+
+// False: there is none now, an end was found, or the item was refused and is where it was. With the ring's lock
+// held.
+bool Source::take_one(Wakes& wakes) {
+    Taken taken;
+    const Step step = ring->try_take(taken, &reader, reader.session, wakes);
+    if (step != Step::Done) {
+        see_end(step);
+        return false;
+    }
+    if (taken.viewed) ring->unview(taken.slot, wakes);
+    refused = needs_its_slot(taken.kind);
+    if (refused) {
+        ring->put_back(taken, &reader, wakes);
+        return false;
+    }
+    if (entries.empty()) progress_at = now_ns();
+    entries.push_back({taken.at, taken.size, taken.number, taken.made_for, uint8_t(taken.kind),
+                       uint8_t(std::min(taken.deaths, Head::MOST_DEATHS))});
+    bytes += taken.size;
+    return true;
+}
+
+void Source::see_end(Step step) {
+    if (step == Step::Broken) {
+        ending = Ending::Broke;
+        cause = ring->cause();
+    } else if (step == Step::Drained && (entries.empty() || (starved && in_hand == entries.size()))) {
+        // Who gathers, and has all there is in hand, is told the end now: what others may still give back is
+        // for them.
+        ending = Ending::Drained;
+    }
 }
 
 // Several small items at once, if that can be. With the ring's lock held.

@@ -186,6 +186,8 @@ class Source {
     }
     bool stand();  // at the gate; false: something is there already
     bool take_run(uint64_t most, Wakes& wakes);
+    bool take_one(Wakes& wakes);
+    void see_end(Step step);  // what a take found
 
     const std::shared_ptr<Ring> ring;
     ReaderState reader;

@@ -30,11 +30,7 @@ void Link::receive_loop() {
         int fd = -1;
         {
             std::unique_lock lock(mutex_);
-            while (!closed_ && (fd_ < 0 || lost_ || connection_ == served))
-                if (again_.is_ready() && std::exchange(broke_, false))
-                    come_back(lock);
-                else
-                    changed_.wait(lock);
+            while (!closed_ && (fd_ < 0 || lost_ || connection_ == served)) changed_.wait(lock);
             if (closed_) return;
             served = connection_;
             fd = fd_;
@@ -148,6 +144,23 @@ uint64_t Link::hear_run(const char* at, uint64_t size) {
     return heard;
 }
 
+// Whether no other side of this link says such a thing.
+bool Link::is_said_here_only(Say say) const {
+    if (home_) return say == Say::ITEM || say == Say::OUTPUT || say == Say::RECALL;
+    return say == Say::OPEN || say == Say::OUT || say == Say::INPUT;
+}
+
+// The answer to what was said at that time.
+bool Link::hear_pong(int64_t pinged_at) {
+    const int64_t now = now_ns();
+    if (pinged_at < 0 || pinged_at > now) return false;
+    const int64_t took = now - pinged_at;
+    least_trip_ = timed_ ? std::min(least_trip_, took) : took;
+    const int64_t before = std::exchange(timed_, true) ? round_trip() : took;
+    round_trip_.store(std::max<int64_t>((3 * before + took) / 4, 1000), std::memory_order_relaxed);
+    return true;
+}
+
 bool Link::hear(const Head& head, const char* payload) {
     if (!head.carries_item()) {
         release_ring();
@@ -158,16 +171,8 @@ bool Link::hear(const Head& head, const char* payload) {
         pong_n_ = head.n;
         return true;
     }
-    if (head.say == Say::PONG) {
-        if (int64_t(head.n) < 0 || int64_t(head.n) > now_ns()) return false;
-        const int64_t took = now_ns() - int64_t(head.n);
-        least_trip_ = timed_ ? std::min(least_trip_, took) : took;
-        const int64_t before = std::exchange(timed_, true) ? round_trip() : took;
-        round_trip_.store(std::max<int64_t>((3 * before + took) / 4, 1000), std::memory_order_relaxed);
-        return true;
-    }
-    if (!home_ && (head.say == Say::OPEN || head.say == Say::OUT || head.say == Say::INPUT)) return false;
-    if (home_ && (head.say == Say::ITEM || head.say == Say::OUTPUT || head.say == Say::RECALL)) return false;
+    if (head.say == Say::PONG) return hear_pong(int64_t(head.n));
+    if (is_said_here_only(head.say)) return false;
     LinkLine* line = find(head.line);
     if (!line) return true;  // it was given up here, or is not open yet
     if (head.say == Say::OPEN) {
@@ -251,68 +256,83 @@ void Link::refuse(const LinkLine& line, Sink& sink, uint64_t size) {
     sink.refuses = true;
     sink.forget_staged();
     const auto port = std::ranges::find(line.sinks, &sink, [](const Sink& one) { return &one; });
-    tell("too large: " + std::to_string(line.number) + " " + std::to_string(port - line.sinks.begin()) + " " +
-         std::to_string(size));
+    tell({.kind = LinkEvent::Kind::TooLarge,
+          .line = line.number,
+          .port = uint16_t(port - line.sinks.begin()),
+          .size = size});
 }
 
 // A large item, of which `size` bytes have come: into the ring without a copy in between, if there is room.
 bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size,
                       Behind& behind) {
     std::unique_lock lock(mutex_);
-    LinkLine* line = find(head.line);
-    if (line && head.port >= line->sinks.size()) return false;
-    Sink* sink = line ? &line->sinks[head.port] : nullptr;
-    if (head.say == (home_ ? Say::ITEM : Say::OUT)) return false;
-    if (sink && sink->left_alone()) sink = nullptr;
-    if (sink && !key_is_right(*line, *sink, head.n)) return false;
-    if (sink && !sink->ring->fits(head.size)) {
-        refuse(*line, *sink, head.size);
-        sink = nullptr;
-    }
-    const Received item{head.n, head.kind(), head.deaths(), head.size, nullptr};
-    Slot* slot = nullptr;
-    const bool skips = sink && sink->staged.empty() && !claim(*line, *sink, item, slot);
-    if (sink) line->filling += 1;
+    Large large{.item = {head.n, head.kind(), head.deaths(), head.size, nullptr}};
+    if (!begin_large(head, large)) return false;
     lock.unlock();
-
-    std::vector<char> apart;
-    char* to = slot ? const_cast<char*>(sink->ring->payload_of(slot)) : nullptr;
+    char* to = large.slot ? const_cast<char*>(large.sink->ring->payload_of(large.slot)) : nullptr;
     bool whole = true;
-    if (!slot && sink && !skips) {
+    if (large.is_to_be_staged()) {
         try {
-            apart.resize(head.size);
-            to = apart.data();
+            large.apart.resize(head.size);
+            to = large.apart.data();
         } catch (const std::bad_alloc&) {  // it comes again, over another connection
             whole = false;
         }
     }
     whole = whole && read_large(fd, to, begun, size, head.size, behind);
-
     lock.lock();
-    if (!sink) {
-        if (whole && line && (line = find(head.line)) && head.port < line->sinks.size())
-            line->sinks[head.port].got += 1, line->sinks[head.port].used += 1;
-        return whole;
+    if (large.sink) return end_large(large, whole && connection == connection_);
+    if (whole && large.line) pass_over(head);
+    return whole;
+}
+
+// Where a large item goes to. False: the other side can't be right.
+bool Link::begin_large(const Head& head, Large& large) {
+    LinkLine* line = large.line = find(head.line);
+    if (line && head.port >= line->sinks.size()) return false;
+    if (head.say == (home_ ? Say::ITEM : Say::OUT)) return false;
+    Sink* sink = line ? &line->sinks[head.port] : nullptr;
+    if (!sink || sink->left_alone()) return true;
+    if (!key_is_right(*line, *sink, head.n)) return false;
+    if (!sink->ring->fits(head.size)) {
+        refuse(*line, *sink, head.size);
+        return true;
     }
-    line->filling -= 1;
+    large.sink = sink;
+    large.skips = sink->staged.empty() && !claim(*line, *sink, large.item, large.slot);
+    line->filling += 1;
+    return true;
+}
+
+// A large item has come that nobody wants.
+void Link::pass_over(const Head& head) {
+    LinkLine* line = find(head.line);
+    if (!line || head.port >= line->sinks.size()) return;
+    line->sinks[head.port].got += 1;
+    line->sinks[head.port].used += 1;
+}
+
+// It has come, or not all of it. False: it comes again, or the other side can't be right.
+bool Link::end_large(Large& large, bool whole) {
+    Sink& sink = *large.sink;
+    large.line->filling -= 1;
     changed_.notify_all();
-    whole = whole && connection == connection_;
-    if (slot) {
-        Holding holding(*sink->ring);
+    if (large.slot) {
+        Holding holding(*sink.ring);
         if (!whole)
-            sink->ring->unclaim(slot, holding.wakes);
+            sink.ring->unclaim(large.slot, holding.wakes);
         else
-            sink->ring->publish(frame_of(item), slot, home_ && sink->writer.keyed ? &sink->writer : nullptr,
-                                holding.wakes);
+            sink.ring->publish(frame_of(large.item), large.slot,
+                               home_ && sink.writer.keyed ? &sink.writer : nullptr, holding.wakes);
     }
     if (!whole) {
-        if (skips) sink->writer.count -= 1;  // it comes again, and is to be skipped again
+        if (large.skips) sink.writer.count -= 1;  // it comes again, and is to be skipped again
         return false;
     }
-    const bool put = slot || skips;
-    if (!sink->look() && !put && !sink->stage(item, std::move(apart))) return false;
-    take_note(*sink, home_ || !slot);
-    if (put) sink->used += 1;
+    const bool put = large.slot || large.skips;
+    if (!sink.look() && !put && !sink.stage(large.item, std::move(large.apart))) return false;
+    take_note(sink, home_ || !large.slot);
+    if (put) sink.used += 1;
     return true;
 }
 

@@ -308,7 +308,7 @@ bool Link::move_staged(LinkLine& line) {
 // An item with descriptors can't go to another host. It stays where it is, until somebody breaks the channel.
 void Link::tell_if_refused(const LinkLine& line, Source& source, uint16_t port) {
     if (!source.refused || std::exchange(source.refused_told, true)) return;
-    tell("refused: " + std::to_string(line.number) + " " + std::to_string(port));
+    tell({.kind = LinkEvent::Kind::Refused, .line = line.number, .port = port});
 }
 
 // Home: nothing more will come from the worker, and nothing is left to be put.
@@ -319,7 +319,7 @@ void Link::tell_if_finished(LinkLine& line) {
         !std::ranges::all_of(line.sinks, is_over))
         return;
     line.finished = true;
-    tell("finished: " + std::to_string(line.number));
+    tell({.kind = LinkEvent::Kind::Finished, .line = line.number});
 }
 
 // Home: says of the items that the worker has finished that no more outputs come for them, where turns depend

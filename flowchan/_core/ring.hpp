@@ -13,6 +13,8 @@
 #include <memory>
 #include <string>
 #include <system_error>
+#include <utility>
+#include <vector>
 
 #include "frame.hpp"
 #include "layout.hpp"
@@ -265,9 +267,14 @@ class Ring : public std::enable_shared_from_this<Ring> {
     Step room(const Frame& frame, const WriterState* writer);
     char* payload(Slot* slot) const { return slot->block ? windows_.block(slot->block) : slot->data; }
     Slot* take_slot(uint64_t size, Change& change);
+    uint32_t free_class(uint32_t cls, uint32_t upto) const;
     Slot* new_slot(uint32_t cls, Change& change);
+    Slot* new_bare_slot(Change& change);
     void free_slot(Slot* slot, Change& change);
     void put_away(Slot* slot, Change& change);
+    using Span = std::pair<uint64_t, uint64_t>;  // of memory: where it begins, and ends
+    bool find_used(std::vector<Span>& used, std::vector<Slot*>& free);
+    void fill_free_lists(const std::vector<uint64_t>& heads, Change& change);
     void tidy(uint32_t cls);
     bool may_view(const Slot* slot) const;
     void forget_view(Session& s, Change& change);
@@ -288,6 +295,10 @@ class Ring : public std::enable_shared_from_this<Ring> {
     static bool is_leased(const Slot* slot) {  // Inside: whoever was giving it back died before it was done
         return slot->place() == SlotState::Leased || slot->place() == SlotState::Inside;
     }
+    bool head_is_right(const Session* session) const;
+    void describe(Taken& taken, Slot* slot) const;
+    void lease(Slot* slot, uint64_t number, uint64_t state, Session& session, Change& change);
+    bool count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64_t& rest);
     void free_leased(Session& s, uint64_t most, Wakes& wakes);
     uint64_t free_run(Session& s, uint64_t most);
     void give_back(Session& s, uint64_t n, Wakes& wakes);

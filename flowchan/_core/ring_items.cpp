@@ -135,17 +135,16 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
 
 // --- take ---
 
-Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes) {
-    if (h_->state >= BROKEN) return h_->state == BROKEN ? Step::Broken : found_damage();
-    if (reader && this->session(reader->session).again_head) return take_again(taken, *reader);
-    if (h_->head == 0) return at_end_for(reader) ? end() : Step::Wait;
-    if (blind_) return Step::NoMemory;
-    Slot* slot = at<Slot>(h_->head);
-    if (!slot_exists(h_->head) || !payload_exists(slot)) return found_damage();
-    if (slot->place() != SlotState::Inside && slot->place() != SlotState::Parked) return found_damage();
-    if (reader && this->session(reader->session).lease_head &&
-        !slot_exists(this->session(reader->session).lease_tail))
-        return found_damage();
+// Whether the slot at the head, and the last one that the session has on lease, are as they must be.
+bool Ring::head_is_right(const Session* session) const {
+    const Slot* slot = at<Slot>(h_->head);
+    if (!slot_exists(h_->head) || !payload_exists(slot)) return false;
+    if (slot->place() != SlotState::Inside && slot->place() != SlotState::Parked) return false;
+    return !session || !session->lease_head || slot_exists(session->lease_tail);
+}
+
+// What a reader is told of the slot at the head, but for where its payload is.
+void Ring::describe(Taken& taken, Slot* slot) const {
     taken.kind = slot->kind;
     taken.size = slot->size;
     taken.deaths = slot->deaths();
@@ -153,6 +152,28 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     taken.made_for = slot->numbered() ? Slot::KEYLESS : slot->number;
     taken.slot = slot;
     taken.viewed = may_view(slot);
+}
+
+// Puts the slot, which was at the head, on lease.
+void Ring::lease(Slot* slot, uint64_t number, uint64_t state, Session& session, Change& change) {
+    change.set(slot->next, 0);
+    change.set(slot->number, number);
+    change.set(slot->state, Slot::placed(state, SlotState::Leased));
+    change.set(session.lease_head ? at<Slot>(session.lease_tail)->next : session.lease_head, offset(slot));
+    change.set(session.lease_tail, offset(slot));
+    change.set(session.leased, session.leased + 1);
+    change.set(h_->leased, h_->leased + 1);
+}
+
+Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes) {
+    if (h_->state >= BROKEN) return h_->state == BROKEN ? Step::Broken : found_damage();
+    Session* const leases = reader ? &this->session(reader->session) : nullptr;
+    if (leases && leases->again_head) return take_again(taken, *reader);
+    if (h_->head == 0) return at_end_for(reader) ? end() : Step::Wait;
+    if (blind_) return Step::NoMemory;
+    if (!head_is_right(leases)) return found_damage();
+    Slot* slot = at<Slot>(h_->head);
+    describe(taken, slot);
     Change change(record(Side::Reader), windows_);
     if (slot->next != h_->tail) prefetch(at<Slot>(slot->next));  // for the next get
     change.set(h_->head, slot->next);
@@ -164,15 +185,8 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
         state |= Slot::NUMBERED;
     }
     if (taken.viewed) state = view(state, slot, session, change);
-    if (reader) {
-        Session& s = this->session(reader->session);
-        change.set(slot->next, 0);
-        change.set(slot->number, taken.number);
-        change.set(slot->state, Slot::placed(state, SlotState::Leased));
-        change.set(s.lease_head ? at<Slot>(s.lease_tail)->next : s.lease_head, offset(slot));
-        change.set(s.lease_tail, offset(slot));
-        change.set(s.leased, s.leased + 1);
-        change.set(h_->leased, h_->leased + 1);
+    if (leases) {
+        lease(slot, taken.number, state, *leases, change);
         change.commit();
         if (reader->in_hand++ == 0) reader->number = taken.number;
         taken.at = payload(slot);

@@ -122,6 +122,19 @@ uint64_t Ring::take_back(Wakes& wakes) {
     return n;
 }
 
+// Counts the death of a reader for the first `suspects` of its leased items. Gives the last of the first `most`
+// items and what comes behind it; false when the ring is damaged.
+bool Ring::count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64_t& rest) {
+    for (uint64_t n = 0; n < most; ++n, last = rest, rest = at<Slot>(rest)->next) {
+        if (!slot_exists(rest) || !is_leased(at<Slot>(rest))) return false;
+        if (n >= suspects) continue;
+        // A death between here and the commit counts twice: `deaths` may then be one too high, nothing else.
+        at<Slot>(rest)->state += Slot::DEATH;
+        fault_point();
+    }
+    return true;
+}
+
 // What a dead reader had in hand, and has not been worked on since: to its successor alone where it may have
 // killed it, so that the others go on meanwhile (R10), or where nobody else may take it (`all`); else nothing,
 // and it goes back to all. All of it stays on lease. Without `blame` it was us who ended the reader.
@@ -133,13 +146,7 @@ void Ring::hand_on(uint32_t from, uint32_t to, bool all, bool blame) {
     if ((s.lease_head && !slot_exists(s.lease_tail)) || (s.again_head && !slot_exists(s.again_tail)))
         return void(found_damage());
     uint64_t last = 0, rest = s.lease_head;
-    for (uint64_t n = 0; n < most; ++n, last = rest, rest = at<Slot>(rest)->next) {
-        if (!slot_exists(rest) || !is_leased(at<Slot>(rest))) return void(found_damage());
-        if (n >= suspects) continue;
-        // A death between here and the commit counts twice: `deaths` may then be one too high, nothing else.
-        at<Slot>(rest)->state += Slot::DEATH;
-        fault_point();
-    }
+    if (!count_deaths(suspects, most, last, rest)) return void(found_damage());
     Change change(record(Side::Writer), windows_);
     if (most) change.set(at<Slot>(last)->next, s.again_head);
     change.set(next.again_head, most ? s.lease_head : s.again_head);

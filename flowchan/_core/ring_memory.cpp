@@ -75,6 +75,12 @@ void Ring::see_growth() {
 
 // --- slots ---
 
+// The first class from `cls` on, before `upto`, in which a slot is free; CLASSES: there is none.
+uint32_t Ring::free_class(uint32_t cls, uint32_t upto) const {
+    while (cls < upto && !h_->free_slots[cls]) ++cls;
+    return cls < upto ? cls : CLASSES;
+}
+
 // A slot with room for `size` bytes of payload. Null when there is no memory now; then nothing has changed.
 Slot* Ring::take_slot(uint64_t size, Change& change) {
     const uint32_t cls = class_of(size);
@@ -85,13 +91,11 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
         if (Slot* slot = new_slot(cls, change)) return slot;
         if (h_->damaged) return nullptr;
     }
-    uint32_t found = cls;
-    while (found < CLASSES && found <= cls + 4 && !h_->free_slots[found])
-        ++found;  // up to twice as large is no great waste
-    if (found == CLASSES || !h_->free_slots[found]) {
+    uint32_t found = free_class(cls, std::min(cls + 6, CLASSES));  // twice as large is no great waste
+    if (found == CLASSES) {
         tidy(cls);
         if (Slot* slot = h_->free_slots[cls] || h_->damaged ? nullptr : new_slot(cls, change)) return slot;
-        for (found = cls; found < CLASSES && !h_->free_slots[found];) ++found;
+        found = free_class(cls, CLASSES);
         if (found == CLASSES || h_->damaged) return nullptr;
     }
     Slot* slot = at<Slot>(h_->free_slots[found]);
@@ -108,8 +112,7 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
 // cache. Nobody who has waited in vain waits again before others have finished more.
 bool Ring::lacks_warm_memory(uint64_t size, bool late) {
     const uint32_t cls = class_of(size);
-    for (uint32_t c = cls; c < std::min(cls + 5, CLASSES); ++c)
-        if (h_->free_slots[c]) return false;
+    if (free_class(cls, std::min(cls + 5, CLASSES)) != CLASSES) return false;
     if (h_->state != OPEN || !h_->slots_used || finished_by_then_ == finished()) return false;
     (late ? finished_by_then_ : h_->short_of_memory) = late ? finished() : 1;
     return !late;
@@ -154,6 +157,56 @@ void Ring::put_away(Slot* slot, Change& change) {
     change.set(h_->slots_used, h_->slots_used - 1);
 }
 
+// Finds the blocks that are used, in their order, and the slots that are free. False: the memory is damaged.
+bool Ring::find_used(std::vector<Span>& used, std::vector<Slot*>& free) {
+    for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
+        Slot* slot = at<Slot>(p);
+        if (slot->place() == SlotState::Free)
+            free.push_back(slot);
+        else if (!payload_exists(slot))
+            return false;
+        else if (slot->cls)
+            used.emplace_back(slot->block, slot->block + class_size(uint32_t(slot->cls)));
+    }
+    std::sort(used.begin(), used.end());
+    return true;
+}
+
+// A slot more, without a block; null when there is no memory.
+Slot* Ring::new_bare_slot(Change& change) {
+    const uint64_t from = h_->slots_at - sizeof(Slot);
+    if (!reserve_high(from)) return nullptr;
+    at<Slot>(from)->state = 0;
+    change.set(h_->slots_at, from);
+    change.commit();
+    return at<Slot>(from);
+}
+
+// The lists are empty before.
+void Ring::fill_free_lists(const std::vector<uint64_t>& heads, Change& change) {
+    for (uint32_t c = 0; c < CLASSES; ++c) {
+        if (!heads[c]) continue;
+        change.set(h_->free_slots[c], heads[c]);
+        change.commit();
+    }
+}
+
+namespace {
+
+// The memory between used blocks, which come in their order. `top` is where it begins, then where the last of
+// them ends.
+std::vector<std::pair<uint64_t, uint64_t>> gaps_between(
+    const std::vector<std::pair<uint64_t, uint64_t>>& used, uint64_t& top) {
+    std::vector<std::pair<uint64_t, uint64_t>> gaps;
+    for (auto [begin, end] : used) {
+        if (top < begin) gaps.emplace_back(top, begin);
+        top = std::max(top, end);
+    }
+    return gaps;
+}
+
+}  // namespace
+
 // Cuts all memory that no used block covers anew: what lies behind the last used block is uncut again, gaps
 // between them become blocks of the class in demand, and what is left of those of the largest class that
 // fits. First all free lists are emptied, so that what is written then belongs to nobody; at the end they are
@@ -161,32 +214,20 @@ void Ring::put_away(Slot* slot, Change& change) {
 // mends, because it looks at what is used only.
 void Ring::tidy(uint32_t cls) {
     if (!memory_is_right()) return void(found_damage());
-    std::vector<std::pair<uint64_t, uint64_t>> used;
+    std::vector<Span> used;
     std::vector<Slot*> free;
-    for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
-        Slot* slot = at<Slot>(p);
-        if (slot->place() == SlotState::Free)
-            free.push_back(slot);
-        else if (!payload_exists(slot))
-            return void(found_damage());
-        else if (slot->cls)
-            used.emplace_back(slot->block, slot->block + class_size(uint32_t(slot->cls)));
-    }
+    if (!find_used(used, free)) return void(found_damage());
     Change change(record(Side::Writer), windows_);
     if (free.empty()) {  // the gaps may need one all the same
-        const uint64_t from = h_->slots_at - sizeof(Slot);
-        if (!reserve_high(from)) return;
-        free.push_back(at<Slot>(from));
-        free[0]->state = 0;
-        change.set(h_->slots_at, from);
-        change.commit();
+        Slot* slot = new_bare_slot(change);
+        if (!slot) return;
+        free.push_back(slot);
     }
     for (uint64_t& list : h_->free_slots) {
         if (!list) continue;
         change.set(list, 0);
         change.commit();
     }
-    std::sort(used.begin(), used.end());
     std::vector<uint64_t> heads(CLASSES, 0);
     auto give = [&](uint32_t of_class, uint64_t block) {
         Slot* slot = free.back();
@@ -198,11 +239,7 @@ void Ring::tidy(uint32_t cls) {
         heads[of_class] = offset(slot);
     };
     uint64_t top = blocks_at_;
-    std::vector<std::pair<uint64_t, uint64_t>> gaps;
-    for (auto [block, end] : used) {
-        if (top < block) gaps.emplace_back(top, block);
-        top = std::max(top, end);
-    }
+    std::vector<Span> gaps = gaps_between(used, top);
     // Of all gaps what is in demand first, then the rest, which must leave a slot for what is cut behind
     // them: there may be no memory for another slot. No block of class 1 is ever cut: it would hold less than
     // a slot without a block.
@@ -220,11 +257,7 @@ void Ring::tidy(uint32_t cls) {
         for (uint32_t piece = cls; piece > 1 && free.size() > 1;)
             if (!cut(piece, begin, end)) piece -= 1;
     while (!free.empty()) give(0, 0);
-    for (uint32_t c = 0; c < CLASSES; ++c) {
-        if (!heads[c]) continue;
-        change.set(h_->free_slots[c], heads[c]);
-        change.commit();
-    }
+    fill_free_lists(heads, change);
     change.set(h_->blocks_top, top);
     change.commit();
 }

@@ -269,7 +269,7 @@ class RemotePeer:
         except BaseException as error:
             if sent and sent[0] < len(data):
                 _shut_down(self._sock)  # it ends within a message
-            if sent or not isinstance(error, OSError) or raised_by_a_handler(error):
+            if sent or not isinstance(error, OSError) or is_interrupt(error):
                 raise
         return bool(sent)
 

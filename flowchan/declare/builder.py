@@ -13,23 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from flowchan.declare.callables import is_async, name_of
-from flowchan.declare.places import Place, Placement, placed
-from flowchan.declare.values import (
-    DEFAULT_CAPACITY,
-    DEFAULT_MAX_DEATHS,
-    DEFAULT_RESTARTS,
-    Gang,
-    Link,
-    Loop,
-    Origin,
-    Output,
-    Stage,
-    Stranger,
-)
+from flowchan.declare.callables import name_of
+from flowchan.declare.options import StageSettings
+from flowchan.declare.places import Place
+from flowchan.declare.values import Link, Loop, Origin, Output, Stage, Stranger
 from flowchan.declare.verbs import VERBS
 from flowchan.errors import Where
-from flowchan.items.arguments import errors_argument, flag, pause, seconds, text, whole
+from flowchan.items.arguments import errors_argument, pause, seconds, text
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -98,52 +88,21 @@ class Builder:
         kind: str,
         *,
         outputs: Sequence[tuple[str, Any]],
-        name: str | None = None,
         inputs: tuple[Origin, ...] = (),
         input_ports: Sequence[str] = ("items",),
         function: Callable[..., Any] | None = None,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
-        capacity: int = DEFAULT_CAPACITY,
-        errors: bool = False,
-        on: Placement = "thread",
-        workers: int = 1,
-        ordered: bool = True,
-        retries: int = 0,
-        retry_delay: float | None = None,
-        retry_on: type[Exception] | tuple[type[Exception], ...] = Exception,
-        timeout: float | None = None,
-        restarts: int = DEFAULT_RESTARTS,
-        max_deaths: int = DEFAULT_MAX_DEATHS,
-        restartable: bool = False,
-        gpus: int = 0,
-        gang: Gang | None = None,
+        **settings: Any,
     ) -> Stage:
-        """Adds one stage, after the checks that all verbs share."""
-        whole(kind, "capacity", capacity, 1)
-        whole(kind, "workers", workers, 1)
-        whole(kind, "retries", retries, 0)
-        whole(kind, "restarts", restarts, 0)
-        whole(kind, "max_deaths", max_deaths, 1)
-        flag(kind, "ordered", ordered)
-        flag(kind, "restartable", restartable)
-        place = placed(kind, on)
-        limit = seconds(kind, "timeout", timeout)
-        if limit is not None and not place.apart and not is_async(function):
-            raise ValueError(
-                f"{kind}: timeout={timeout} needs on='process', a pool of flowchan.hosts or an async def "
-                "function: nothing can end a call on a thread from outside"
-            )
-        if whole(kind, "gpus", gpus, 0) and not place.apart:
-            raise ValueError(
-                f"{kind}: gpus={gpus} needs on='process' or a pool of flowchan.hosts: threads share the "
-                "program's devices"
-            )
-        called = self._free_name(_name_from(function, kind)) if name is None else text(kind, "name", name)
+        """Add one stage, after the checks that all verbs share; ``settings`` are :class:`StageSettings`."""
+        given = StageSettings(**settings)
+        place = given.checked(kind, function)
+        name = self._free_name(_name_from(function, kind)) if given.name is None else given.name
         single = len(outputs) == 1
         stage = Stage(
-            name=called,
+            name=name,
             verb=VERBS[kind],
             where=users_line(),
             feedback=frozenset(
@@ -156,21 +115,21 @@ class Builder:
             inputs=tuple(self._fed(origin) for origin in inputs),
             input_ports=tuple(input_ports),
             outputs=tuple(
-                Output(called if single else f"{called}.{p}", p, item, capacity) for p, item in outputs
+                Output(name if single else f"{name}.{p}", p, item, given.capacity) for p, item in outputs
             ),
-            errors=Output(f"{called}.errors", "errors") if errors else None,
+            errors=Output(f"{name}.errors", "errors") if given.errors else None,
             place=place,
-            workers=workers,
-            ordered=ordered,
-            retries=retries,
-            retry_delay=pause(kind, "retry_delay", retry_delay),
-            retry_on=errors_argument(kind, "retry_on", retry_on),
-            timeout=limit,
-            restarts=restarts,
-            max_deaths=max_deaths,
-            restartable=restartable,
-            gpus=gpus,
-            gang=gang,
+            workers=given.workers,
+            ordered=given.ordered,
+            retries=given.retries,
+            retry_delay=pause(kind, "retry_delay", given.retry_delay),
+            retry_on=errors_argument(kind, "retry_on", given.retry_on),
+            timeout=seconds(kind, "timeout", given.timeout),
+            restarts=given.restarts,
+            max_deaths=given.max_deaths,
+            restartable=given.restartable,
+            gpus=given.gpus,
+            gang=given.gang,
             asked=any(map(self._may_be_asked, inputs)),
         )
         self._add(stage)

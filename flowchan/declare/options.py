@@ -1,14 +1,17 @@
-"""The options that verbs share: what type checkers accept, what ``help`` shows, and the defaults, which are
-those of ``Builder._declare``."""
+"""The options that verbs share: what type checkers accept, what ``help`` shows, the defaults and the checks,
+which are those of ``StageSettings``."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
-from flowchan.declare.builder import Builder
-from flowchan.declare.places import Placement
+from flowchan.declare.callables import is_async
+from flowchan.declare.places import Place, Placement, placed
+from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_MAX_DEATHS, DEFAULT_RESTARTS, Gang
+from flowchan.items.arguments import flag, seconds, text, whole
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -67,12 +70,58 @@ class OrderedOptions(ItemOptions, total=False):
     """Whether several workers together keep it; true if left out."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSettings:
+    """What a verb has been given for its stage, with the defaults of all verbs."""
+
+    name: str | None = None
+    capacity: int = DEFAULT_CAPACITY
+    errors: bool = False
+    on: Placement = "thread"
+    workers: int = 1
+    ordered: bool = True
+    retries: int = 0
+    retry_delay: float | None = None
+    retry_on: type[Exception] | tuple[type[Exception], ...] = Exception
+    timeout: float | None = None
+    restarts: int = DEFAULT_RESTARTS
+    max_deaths: int = DEFAULT_MAX_DEATHS
+    restartable: bool = False
+    gpus: int = 0
+    gang: Gang | None = None
+
+    def checked(self, kind: str, function: Callable[..., Any] | None) -> Place:
+        """Check what all verbs share, for a stage of this kind and function, and return its place."""
+        whole(kind, "capacity", self.capacity, 1)
+        whole(kind, "workers", self.workers, 1)
+        whole(kind, "retries", self.retries, 0)
+        whole(kind, "restarts", self.restarts, 0)
+        whole(kind, "max_deaths", self.max_deaths, 1)
+        flag(kind, "ordered", self.ordered)
+        flag(kind, "restartable", self.restartable)
+        place = placed(kind, self.on)
+        limited = seconds(kind, "timeout", self.timeout) is not None
+        if limited and not place.apart and not is_async(function):
+            raise ValueError(
+                f"{kind}: timeout={self.timeout} needs on='process', a pool of flowchan.hosts or an async "
+                "def function: nothing can end a call on a thread from outside"
+            )
+        if whole(kind, "gpus", self.gpus, 0) and not place.apart:
+            raise ValueError(
+                f"{kind}: gpus={self.gpus} needs on='process' or a pool of flowchan.hosts: threads share the "
+                "program's devices"
+            )
+        if self.name is not None:
+            text(kind, "name", self.name)
+        return place
+
+
 SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable", "gpus")
 
 
 def shows(options: type) -> Callable[[Verb], Verb]:
     """Has ``help`` list the options of a verb by name, with their defaults, instead of its ``**options``."""
-    shared = inspect.signature(Builder._declare).parameters
+    shared = inspect.signature(StageSettings).parameters
     by_name = [shared[name] for name in options.__annotations__]
 
     def shown(verb: Verb) -> Verb:

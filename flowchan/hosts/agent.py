@@ -55,7 +55,7 @@ from flowchan.run.failures import Portable
 from flowchan.run.opening import Ports, open_ports
 from flowchan.run.recovery import take_up
 from flowchan.run.worker_processes import WorkerProcesses
-from flowchan.transport.authentication import key_to_come_back
+from flowchan.transport import link_events
 from flowchan.transport.dialling import reach
 
 
@@ -71,7 +71,6 @@ class Orders:
     graph: str
     tls: bool
     levels: dict[str, int]  # of the program's loggers
-    back: int  # the port to which the core comes back after a break; 0: it does not
 
     @classmethod
     def read(cls, line: str) -> Orders:
@@ -127,10 +126,6 @@ class Agent:
     def run(self) -> None:
         """Until the driver says that the run is over."""
         self._link.attach(self._dial("can't reach the driver").detach())
-        orders = self._orders
-        if orders.back:
-            key = key_to_come_back(orders.secret, orders.number, orders.epoch)
-            self._link.dial_again(orders.back, key)
         for work in (self._keep_link, self._processes.watch):
             threading.Thread(target=_or_end, args=(work,), daemon=True).start()
         for command in self._commands:
@@ -246,19 +241,19 @@ class Agent:
     # --- the link ---
 
     def _keep_link(self) -> None:
-        """Dials again when the connection breaks, and the core has not come back by itself."""
+        """Dial again when the connection breaks; the link then sends what has not arrived."""
         patience = self._orders.patience
-        while (word := self._link.wait(patience / 4)) != "closed":
-            what, _, about = word.partition(": ")
-            if what == "refused":
-                self._refused(*map(int, about.split()))
-            elif what == "too large":
-                self._too_large(*map(int, about.split()))
-            elif what == "broken":
-                silent = self._link.state()["heard_ago"]
-                self._link.attach(self._dial(f"lost the driver ({about})", silent).detach())
-            elif (silent := self._link.state()["heard_ago"]) > patience:
-                self._give_up(f"has not heard the driver for {silent:.1f} s")
+        for event in link_events.watch(self._link, patience / 4):
+            match event:
+                case link_events.ItemRefused(line, port):
+                    self._refused(line, port)
+                case link_events.ItemTooLarge(line, port, size):
+                    self._too_large(line, port, size)
+                case link_events.LinkBroken(why):
+                    silent = self._link.state()["heard_ago"]
+                    self._link.attach(self._dial(f"lost the driver ({why})", silent).detach())
+                case link_events.LinkIdle(silent=silent) if silent > patience:
+                    self._give_up(f"has not heard the driver for {silent:.1f} s")
 
     def _on_line(self, number: int) -> Iterator[_Worker]:
         return (worker for worker in list(self._workers.values()) if worker.start.line == number)

@@ -28,6 +28,7 @@ from flowchan.hosts.neighbours import card
 from flowchan.run.exits import before_exit
 from flowchan.run.latch import Latch
 from flowchan.transport.dialling import reach
+from flowchan.transport.link_events import LinkBroken, LinkIdle, watch
 
 PATIENCE = 10.0
 """Seconds within which a home that this process did not know yet must answer."""
@@ -251,17 +252,16 @@ class Connection(Calls):
 
     def _keep(self) -> None:
         """Dials again when the connection breaks."""
-        while (word := self.link.wait(self._patience / 4)) != "closed":
-            what, _, about = word.partition(": ")
+        for event in watch(self.link, self._patience / 4):
             # Also of who leaves: what it has said goes first.
-            if what == "broken" and not self._told_all.is_set():
+            if isinstance(event, LinkBroken) and not self._told_all.is_set():
                 try:
-                    sock, _ = self._dial(self._patience, f"lost the channels' home ({about})")
+                    sock, _ = self._dial(self._patience, f"lost the channels' home ({event.why})")
                 except HostError as error:
                     self._lose(str(error))
                     break
                 self.link.attach(sock.detach())
-            elif not word and self.link.state()["heard_ago"] > self._patience:
+            elif isinstance(event, LinkIdle) and event.silent > self._patience:
                 self._lose(f"nothing was heard of {self.address} for {self._patience:g} s")
                 break
 

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import socket
 import threading
-import time
 import weakref
 from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,6 +33,7 @@ from flowchan.hosts.asking import (
 from flowchan.hosts.neighbours import Neighbour
 from flowchan.items.codec import keeps_sealed
 from flowchan.transport.descriptors import lacks
+from flowchan.transport.link_events import LineFinished, LinkIdle, watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,28 +102,16 @@ class Guest:
         """Tells what happens to the link. Without a connection it is given up after a while, or as soon as
         its process is known to have ended."""
         most = 1.5 * self._home.patience
-        connected_at = time.monotonic()
-        while not self._over:
-            wait = most if self._process is None else LOOK
-            if self.link.state()["connected"]:
-                connected_at, wait = time.monotonic(), self._home.patience / 4
-            word = self.link.wait(wait)
-            what, _, about = word.partition(": ")
-            if what == "finished":
-                self._soon(self._finish, int(about))
-            elif word == "closed":
-                break
-            elif word and self._left:
-                self._soon(self._give_up)
-            elif not word:
-                state = self.link.state()
-                if state["connected"]:
-                    lost = state["heard_ago"] > most
-                else:  # perhaps not yet, and then nothing was ever heard
-                    lost = time.monotonic() > connected_at + most or self._has_ended()
-                if lost:
+        apart = most if self._process is None else LOOK
+        for event in watch(self.link, self._home.patience / 4, apart):
+            if isinstance(event, LineFinished):
+                self._soon(self._finish, event.line)
+            elif isinstance(event, LinkIdle):
+                if event.silent > most or (not event.connected and self._has_ended()):
                     self._soon(self._give_up)
                     break
+            elif self._left:
+                self._soon(self._give_up)
         if self._process is not None:
             self._process.close()
 

@@ -16,8 +16,7 @@ from flowchan.channel.channel import Channel
 from flowchan.errors import Broken, Closed, Empty, Full
 from flowchan.hosts.messages import Command, Leave, Told, Waiting
 from flowchan.hosts.provider import AGENT, Launch, Provider, Started
-from flowchan.transport.authentication import key_to_come_back
-from flowchan.transport.tcp import joined, listen, split
+from flowchan.transport import link_events
 
 START = 60.0
 """Seconds within which an agent must have dialled, from when it has a place."""
@@ -73,7 +72,6 @@ class Life:
         """Starts the agent, in the background. ``launch``: what it has to know."""
         self._address = launch["address"]
         said = {**launch, "number": self.number, "epoch": self.epoch, "patience": self._patience}
-        said["back"] = 0 if launch["tls"] else self._let_come_back(launch)
         line = json.dumps(said).encode() + b"\n"
         watch = functools.partial(self._watch, Launch(AGENT, line))
         for work, what in ((watch, "watch"), (self._listen, "letters")):
@@ -82,20 +80,8 @@ class Life:
             thread.start()
             self._threads.append(thread)
 
-    def _let_come_back(self, launch: dict[str, Any]) -> int:
-        """The port of this life alone, at which its agent comes back after a break; 0: there is none, and it
-        dials as it did first."""
-        try:
-            listener = listen(joined((split(launch["address"])[0], 0)))
-        except OSError:
-            return 0
-        port = split(listener.address)[1]
-        key = key_to_come_back(bytes.fromhex(launch["secret"]), self.number, self.epoch)
-        self.link.listen_again(listener.detach(), key)
-        return port
-
     def meet(self, sock: socket.socket) -> None:
-        """The agent has dialled, and proved that it is this one."""
+        """Go on over ``sock``: the agent has dialled, at first or after a break, and has proved itself."""
         with self._lock:
             if self.why or self._closed:
                 sock.close()
@@ -174,28 +160,27 @@ class Life:
             f"its agent has not dialled {self._address} within {START:g} s; if that can't be reached from "
             "there, say another address of this machine with address="
         )
-        while not self.why and not self._closed:
-            state = self.link.state()
-            word = self.link.wait(self._patience / 4 if state["connected"] else LOOK)
-            if word == "closed":
+        for event in link_events.watch(self.link, self._patience / 4, LOOK):
+            if self.why or self._closed:
                 return
-            what, _, about = word.partition(": ")
-            if what == "finished":
-                self._heard.finished(self, int(about))
-            elif what == "refused":
-                self._heard.refused(self, *map(int, about.split()))
-            elif what == "too large":
-                self.end("it sent a larger item than the channel takes")
-            elif word:
-                since, why = time.monotonic() + 1.5 * self._patience, about
-            elif state["connected"] and state["heard_ago"] > 1.5 * self._patience:
-                self.end(f"nothing was heard of it for {state['heard_ago']:.1f} s")
-            elif not state["connected"]:  # a break since then is the next word
-                ended = self._started.ended()
-                if not self.has_met and self._started.waits():
-                    since = time.monotonic() + START
-                if ended is not None or time.monotonic() > since:
-                    self.end(ended or why)
+            match event:
+                case link_events.LineFinished(line):
+                    self._heard.finished(self, line)
+                case link_events.ItemRefused(line, port):
+                    self._heard.refused(self, line, port)
+                case link_events.ItemTooLarge():
+                    self.end("it sent a larger item than the channel takes")
+                case link_events.LinkBroken(why):
+                    since = time.monotonic() + 1.5 * self._patience
+                case link_events.LinkIdle(connected=True, silent=silent):
+                    if silent > 1.5 * self._patience:
+                        self.end(f"nothing was heard of it for {silent:.1f} s")
+                case link_events.LinkIdle():
+                    ended = self._started.ended()
+                    if not self.has_met and self._started.waits():
+                        since = time.monotonic() + START
+                    if ended is not None or time.monotonic() > since:
+                        self.end(ended or why)
 
     def _listen(self) -> None:
         more = False

@@ -15,6 +15,7 @@ from flowchan.run.decisions import Terminate
 from flowchan.run.events import CrossedOff, Event, WorkerId
 from flowchan.run.logs import Logged
 from flowchan.run.recovery import Death
+from flowchan.transport.versions import VERSION
 
 AHEAD, BEHIND = 1 << 16, 1024
 """Places of the rings that an agent has for a worker's inputs, which hold what the link has sent ahead, and
@@ -137,10 +138,6 @@ class Waiting:
 
 
 Told = Event | Lacking | Fell | Echo | Waiting | Logged
-
-
-VERSION = "0.1.0"
-"""Of flowchan, as its metadata have it, which an agent would spend a sixth of its start on."""
 
 
 def refusal(channel: str, way: str) -> TypeError:

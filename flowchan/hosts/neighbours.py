@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from flowchan.transport.pidfd import open_pidfd
+
 
 def card() -> dict[str, Any]:
     """What tells others which process this is, and on which machine."""
@@ -35,9 +37,12 @@ def neighbour(shown: dict[str, Any]) -> Neighbour | None:
     if not _machine() or shown.get("machine") != _machine() or not isinstance(pid, int) or pid <= 0:
         return None
     try:
-        found = Neighbour(os.pidfd_open(pid))
+        pidfd = open_pidfd(pid)
     except (OSError, OverflowError):
         return None
+    if pidfd is None:
+        return None
+    found = Neighbour(pidfd)
     if (start := _start(pid)) and start == shown.get("started"):
         return found
     found.close()

@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flowchan.errors import HostError
-from flowchan.hosts.messages import VERSION
 from flowchan.hosts.provider import Launch, Provider, Started
 from flowchan.run.memory import available
 from flowchan.transport.authentication import meet
 from flowchan.transport.door import Door
 from flowchan.transport.tcp import dial, listen
+from flowchan.transport.versions import VERSION
 
 PATIENCE = 30.0  # seconds for a host to start and to dial; and for each of its answers
 ROUNDS = 50

@@ -9,7 +9,6 @@ the process has ended even where Python can't know it: a child of Python's forks
 from __future__ import annotations
 
 import contextlib
-import errno
 import multiprocessing
 import os
 import select
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flowchan.run.starting import forkserver_pid, start_process
+from flowchan.transport.pidfd import open_pidfd
 
 if TYPE_CHECKING:
     import psutil  # slow to import, and needed only where the system refuses pidfds
@@ -53,12 +53,10 @@ class WorkerProcess:
 
     def _find(self) -> None:
         try:
-            self.pidfd = os.pidfd_open(self.pid)
+            self.pidfd = open_pidfd(self.pid)
         except ProcessLookupError:
-            pass
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
-                raise
+            return
+        if self.pidfd is None:
             import psutil
 
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -261,12 +261,6 @@ def proof(key: bytes, role: bytes, what: bytes, message: bytes = b"") -> bytes:
     return hmac.digest(key, role + b": " + what + message, "sha256")
 
 
-def key_to_come_back(secret: bytes, number: int, epoch: int) -> bytes:
-    """By which the core of one life of an agent, and of no other, comes back after a break: see
-    _core/link_again.hpp."""
-    return hmac.digest(secret, f"flowchan back 1\n{number} {epoch}".encode(), "sha256")
-
-
 def check(theirs: bytes, right: bytes) -> None:
     if not hmac.compare_digest(theirs, right):
         raise Refused("it does not know the secret")

@@ -22,6 +22,7 @@ from typing import cast
 
 AT_ONCE = 256 * 1024
 LAST_WORDS = 2.0  # seconds for passing on what came before the end
+PARENT_CHECK_MS = 500  # between two looks at a parent that can't be waited for
 
 
 class Failed(Exception):
@@ -119,12 +120,13 @@ class Encrypted:
 
 class Pump:
     """Passes bytes on in both directions until an end. Nothing is read from a side while what came from it
-    last still waits for the other."""
+    last still waits for the other. ``parent_fd``: the parent's pidfd; None: only its number is known."""
 
-    def __init__(self, local: socket.socket, net: Encrypted, parent: int) -> None:
+    def __init__(self, local: socket.socket, net: Encrypted, parent: int, parent_fd: int | None) -> None:
         local.setblocking(False)
         net.sock.setblocking(False)
-        self._local, self._net, self._parent = local, net, parent
+        self._local, self._net = local, net
+        self._parent, self._parent_fd = parent, parent_fd
         self._local_over = False
         self._give_up: float | None = None  # set when an end is near
         self._plain = bytearray(AT_ONCE)
@@ -135,7 +137,7 @@ class Pump:
     def run(self) -> None:
         while not self._done():
             for fd, events in self._wait():
-                if fd == self._parent:
+                if fd == self._parent_fd:
                     self._end_soon()
                 elif fd == self._local.fileno():
                     self._serve_local(events)
@@ -168,8 +170,13 @@ class Pump:
             if reading or writing or self._give_up is None:
                 waiting.register(fd, select.POLLIN * bool(reading) | select.POLLOUT * bool(writing))
         if self._give_up is None:
-            waiting.register(self._parent, select.POLLIN)
-            return waiting.poll()
+            if self._parent_fd is not None:
+                waiting.register(self._parent_fd, select.POLLIN)
+                return waiting.poll()
+            ready = waiting.poll(PARENT_CHECK_MS)
+            if os.getppid() != self._parent:
+                self._end_soon()
+            return ready
         return waiting.poll(max(0.0, self._give_up - time.monotonic()) * 1000)
 
     def _serve_local(self, events: int) -> None:
@@ -223,10 +230,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         told = json.loads(sys.stdin.readline() or "{}")
-        parent = os.pidfd_open(told["parent"])
-    except (KeyError, ProcessLookupError):  # who started it has died
+        parent, parent_fd = told["parent"], told["parent_fd"]
+    except KeyError:  # who started it has died
         return 1
-    if os.getppid() != told["parent"]:
+    if os.getppid() != parent:
         return 1
     with socket.socket(fileno=told["local"]) as local, socket.socket(fileno=told["net"]) as sock:
         net = Encrypted(sock, told["pem"])
@@ -239,7 +246,7 @@ def main() -> int:
                 os.write(1, f"{failed}\n".encode())
             return 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing more will be said
-        Pump(local, net, parent).run()
+        Pump(local, net, parent, parent_fd).run()
     return 0
 
 

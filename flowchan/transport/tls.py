@@ -17,8 +17,11 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from flowchan.transport.pidfd import open_pidfd
 
 RELAY = Path(__file__).with_name("relay.py")
 BUFFER = 512 * 1024  # of the plain side: as much as the relay passes on at a time, and more
@@ -65,6 +68,17 @@ def certificate() -> Certificate:
     return Certificate(pem, hashlib.sha256(made.public_bytes(encoding.DER)).digest())
 
 
+@contextlib.contextmanager
+def _own_pidfd() -> Iterator[int | None]:
+    """A handle of this process, for one that is to end with it; None where there are none."""
+    pidfd = open_pidfd(os.getpid())
+    try:
+        yield pidfd
+    finally:
+        if pidfd is not None:
+            os.close(pidfd)
+
+
 class Relay:
     """The process that does TLS for ``sock``, which it takes over. ``end`` is what to use in its place; the
     process ends after it has been closed.
@@ -77,21 +91,23 @@ class Relay:
         self.end, far = socket.socketpair()
         for side in (self.end, far):
             side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-        told = {
-            "local": far.fileno(),
-            "net": sock.fileno(),
-            "pem": mine.pem if mine else "",
-            "fingerprint": theirs.hex(),
-            "timeout": timeout,
-            "parent": os.getpid(),
-        }
         try:
-            with far:
+            with far, _own_pidfd() as parent_fd:
+                told = {
+                    "local": far.fileno(),
+                    "net": sock.fileno(),
+                    "pem": mine.pem if mine else "",
+                    "fingerprint": theirs.hex(),
+                    "timeout": timeout,
+                    "parent": os.getpid(),
+                    "parent_fd": parent_fd,
+                }
+                handles = () if parent_fd is None else (parent_fd,)
                 process = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(RELAY)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    pass_fds=(far.fileno(), sock.fileno()),
+                    pass_fds=(far.fileno(), sock.fileno(), *handles),
                     start_new_session=True,  # Ctrl-C goes to the session of the terminal
                 )
         except BaseException:

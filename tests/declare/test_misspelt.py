@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -15,7 +16,7 @@ import flowchan.hosts as hosts
 import flowchan.pipelines as pipelines
 from flowchan import Channel, Empty, Graph, In, Out, Stream, select
 from flowchan.collective import group, members
-from flowchan.declare.builder import Builder
+from flowchan.declare.options import StageSettings
 
 
 def count(n: int) -> Iterator[int]:
@@ -120,7 +121,8 @@ def test_an_option_like_no_other_is_told_what_there_is() -> None:
 
 
 VERBS = [verb for verb in vars(Stream).values() if inspect.isfunction(verb) and verb.__name__[0] != "_"]
-SHARED = {**Builder._declare.__kwdefaults__, "elastic": False}  # which only stages have
+SHARED = {setting.name: setting.default for setting in dataclasses.fields(StageSettings)}
+SHARED["elastic"] = False  # which only stages have
 
 
 @pytest.mark.parametrize("verb", [*VERBS, Graph.source, Graph.merge, Graph.stage], ids=lambda v: v.__name__)

@@ -18,15 +18,15 @@ class BreaksMeanwhile:
     afterwards. Only after that the word comes."""
 
     def __init__(self) -> None:
-        self.words = iter(["", "broken: reset by peer", "closed"])
+        self.events: Any = iter([(), ("broken", "reset by peer"), ("closed",)])
         self.looks = 0
 
     def state(self) -> dict[str, Any]:
         self.looks += 1
         return {"connected": self.looks == 1, "heard_ago": 0.0}
 
-    def wait(self, seconds: float) -> str:
-        return next(self.words)
+    def wait(self, seconds: float) -> tuple[Any, ...]:
+        return next(self.events)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         pass

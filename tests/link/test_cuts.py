@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from flowchan import Channel, _core
+from flowchan.transport.link_events import LinkBroken, LinkClosed, next_event
 from tests.link.linked import FarWorker, Linked, feeding
 from tests.waiting import PATIENCE, wait_until
 
@@ -37,8 +38,8 @@ class Cut(Linked):
     def _redial(self, cuts: tuple[int, ...]) -> None:
         for cut in cuts:
             self._connect_through(cut)
-            while not (said := self.home.wait(PATIENCE)).startswith("broken: "):
-                if said == "closed":  # all came before the cut
+            while not isinstance(said := next_event(self.home, PATIENCE), LinkBroken):
+                if isinstance(said, LinkClosed):  # all came before the cut
                     return
             for relay in self._relays:
                 relay.join(PATIENCE)

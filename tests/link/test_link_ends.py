@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from flowchan import Broken, Channel, _core
+from flowchan.transport.link_events import ItemTooLarge, LinkBroken, LinkClosed, next_event
 from tests.link.linked import FarWorker, Linked
 from tests.peers import ProcessPeer
 from tests.waiting import PATIENCE, wait_until
@@ -142,7 +143,8 @@ def test_two_may_close_a_link_at_once() -> None:
             closing.start()
             both.wait()
             linked.home.close()
-            assert linked.home.wait(PATIENCE) in {"closed", "broken: the other side closed the connection"}
+            ended = LinkBroken("the other side closed the connection")
+            assert next_event(linked.home, PATIENCE) in {LinkClosed(), ended}
             closing.join()
 
 
@@ -210,11 +212,10 @@ def test_an_item_that_has_no_place_on_the_other_side_is_told_and_nothing_after_i
         working.start()
         for item in (b"fits", bytes(size), b"fits, too"):
             source.put(item)
-        word = linked.away.wait(PATIENCE)
-        what, _, about = word.partition(": ")
-        line, port, told = map(int, about.split())
-        assert (what, line, port) == ("too large", 1, 0)
-        assert told >= size
+        event = next_event(linked.away, PATIENCE)
+        assert isinstance(event, ItemTooLarge)
+        assert (event.line, event.port) == (1, 0)
+        assert event.size >= size
         heard = linked.away.state()["bytes_in"]
         wait_until(lambda: linked.away.state()["bytes_in"] > heard)
         into.abort(None)

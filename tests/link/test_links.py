@@ -15,6 +15,7 @@ import numpy
 import pytest
 
 from flowchan import Broken, Channel, Closed, Drained, Empty, _core
+from flowchan.transport.link_events import LinkBroken, next_event
 from tests.link.linked import FarWorker, Linked, feeding
 from tests.waiting import PATIENCE, wait_until
 
@@ -366,7 +367,7 @@ def test_rubbish_ends_the_connection_and_nothing_else(home: bool) -> None:
             )
             there.sendall(frame + draw.randbytes(draw.randrange(200)))
             there.close()
-            while not link.wait(PATIENCE).startswith("broken: "):
+            while not isinstance(next_event(link, PATIENCE), LinkBroken):
                 pass  # what it says may be right
     finally:
         link.close()

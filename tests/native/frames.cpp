@@ -120,8 +120,10 @@ class Peer {
     void end() {
         shutdown(fd_, SHUT_WR);
         while (hear()) {}
-        for (std::string event; !event.starts_with("broken"); must(!event.empty(), "the link says no end"))
+        for (LinkEvent event; event.kind != LinkEvent::Kind::Broken;) {
             event = link_.next_event(now_ns() + SOON);
+            must(event.kind != LinkEvent::Kind::None, "the link says no end");
+        }
     }
 
   private:

@@ -71,8 +71,8 @@ void break_often(Linked& linked, uint64_t often, const std::atomic<bool>& over) 
     while (!over) {
         usleep(useconds_t(random() % (2'000'000 / often)));
         linked.connect();
-        while (!linked.home.next_event(0).empty()) {}
-        while (!linked.away.next_event(0).empty()) {}
+        while (linked.home.next_event(0).kind != LinkEvent::Kind::None) {}
+        while (linked.away.next_event(0).kind != LinkEvent::Kind::None) {}
     }
 }
 

@@ -9,7 +9,9 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
+import psutil
 import seccomp
 
 from flowchan import Channel, Graph, GraphError, select
@@ -109,6 +111,33 @@ def threads() -> None:
     full = Channel()
     full.put("item")
     print(graph.run()[doubled], select([Channel(), full]).item)
+
+
+def tls() -> None:
+    """Two ends that meet over TLS, then a death while a child still has copies of both."""
+    from flowchan.transport import tcp
+    from flowchan.transport.authentication import meet
+
+    secret = bytes(32)
+    with tcp.listen("127.0.0.1:0") as listener:
+        dialled, listens = tcp.dial(listener.address, 30), listener.accept(30)
+    answered: list[object] = []
+
+    def answer() -> None:
+        answered.extend(meet(listens, secret, dialled=False, hello={}, timeout=30, tls=True))
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    sock, _ = meet(dialled, secret, dialled=True, hello={}, timeout=30, tls=True)
+    answering.join()
+    there: Any = answered[0]
+    sock.sendall(b"over TLS")
+    relays = [child.pid for child in psutil.Process().children()]
+    if os.fork() == 0:
+        sys.stdin.read()
+        os._exit(0)
+    print(there.recv(8).decode(), os.getpid(), *relays, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def parts() -> None:

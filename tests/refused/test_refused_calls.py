@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import seccomp
+from peers import wait_for_the_end_of
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 
@@ -58,6 +59,18 @@ def test_c12_workers_end_with_their_killed_parent_without_pidfd_open(error: int)
         assert [parent.stdout.readline() for _ in range(2)] == ["at work\n"] * 2
         parent.send_signal(signal.SIGKILL)
         assert parent.stdout.read() == ""  # its end comes when the workers, who have it too, are gone
+
+
+@both_errors
+def test_tls_works_and_ends_with_its_process_without_pidfd_open(error: int) -> None:
+    pytest.importorskip("cryptography")
+    command = [sys.executable, PROGRAMS, "tls", "pidfd_open", str(error)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        *words, _, first, second = program.stdout.readline().split()
+        assert words == ["over", "TLS"]
+        for relay in (first, second):
+            wait_for_the_end_of(int(relay))
 
 
 @both_errors

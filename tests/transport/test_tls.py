@@ -149,7 +149,7 @@ def test_it_ends_when_its_process_is_killed() -> None:
 def test_it_says_nothing_when_its_process_died_before_it_began() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
-    for told in (b"", b'{"parent": %d}\n' % process.pid):
+    for told in (b"", b'{"parent": %d, "parent_fd": null}\n' % process.pid):
         relay = subprocess.run([sys.executable, "-I", "-S", str(tls.RELAY)], input=told, capture_output=True)
         assert (relay.returncode, relay.stdout, relay.stderr) == (1, b"", b"")
 

@@ -48,6 +48,7 @@ from typing import Any, NamedTuple
 from flowchan.errors import ChannelError
 from flowchan.items.device.pool import Block, Device, NoRoom, Pool
 from flowchan.transport import descriptors
+from flowchan.transport.pidfd import open_pidfd
 
 SWITCH = "FLOWCHAN_CUDA_IPC"
 EXIT_WAIT = "FLOWCHAN_CUDA_EXIT_WAIT"
@@ -245,8 +246,9 @@ class Owner:
         self._fd: int | None = None
         self._ended = False
         try:
-            self._fd = os.pidfd_open(pid)
-            self._poll.register(self._fd, select.POLLIN)
+            self._fd = open_pidfd(pid)
+            if self._fd is not None:
+                self._poll.register(self._fd, select.POLLIN)
         except OSError:  # it has ended, or its number means nothing here: opening its memory will tell
             pass
 
