@@ -34,7 +34,7 @@
 namespace flowchan {
 
 constexpr uint64_t MAGIC = 0x6e616863776f6c66;  // "flowchan"
-constexpr uint64_t VERSION = 7;
+constexpr uint64_t VERSION = 8;
 // Ports, and plain users and HOLDERs beside them; number 0 is nobody's.
 constexpr uint32_t SESSIONS = 4096 + 256;
 constexpr uint32_t RECORDS = 16;    // of redo
@@ -83,6 +83,7 @@ struct alignas(64) Session {
     // Reader: how many of the items on lease, from the oldest on, a worker elsewhere has begun to work on, for
     // which a link holds the leases; 0: all of them.
     uint64_t begun;
+    uint64_t orders;  // Reader: see Orders
 
     uint64_t suspects() const { return begun && begun < leased ? begun : leased; }
 };

@@ -137,7 +137,14 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
 
 Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes) {
     if (h_->state >= BROKEN) return h_->state == BROKEN ? Step::Broken : found_damage();
+    const uint64_t orders = reader && !reader->in_hand ? this->session(reader->session).orders : 0;
+    if (orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
     if (reader && this->session(reader->session).again_head) return take_again(taken, *reader);
+    // What was given back it still takes: the others may all wait behind that for their turns.
+    if (orders & RETIRE && !is_next_before(UINT64_MAX)) {
+        if (h_->head) h_->reader_gate.call_in_turn(1, wakes);  // it may have been woken for that item
+        return Step::Drained;
+    }
     if (h_->head == 0) return at_end_for(reader) ? end() : Step::Wait;
     if (blind_) return Step::NoMemory;
     Slot* slot = at<Slot>(h_->head);

@@ -15,6 +15,7 @@ from flowchan.run.decisions import State
 from flowchan.run.events import WorkerId
 from flowchan.run.opening import Channels
 from flowchan.run.plan import Plan
+from flowchan.run.policy.scaling import Size
 from flowchan.run.stats import HostStats, LinkStats, RunState, RunStats, StageStats
 
 IDLE = 0.005
@@ -102,8 +103,9 @@ def summarise(
             unwanted=account.unwanted.get(stage.name, 0),
             worked=account.worked.get(stage.name, 0.0),
             pids=tuple(pids.get(stage.name, ())),
+            size=state.sizes.get(stage.name),
         )
-        stages.append(_stage(about, elapsed))
+        stages.append(_stage(about, elapsed, state.began + elapsed))
     links = tuple(_link(snapshot, elapsed, plan.share) for snapshot in snapshots)
     return RunStats(
         plan.graph.name,
@@ -146,12 +148,13 @@ class _About:
     unwanted: int
     worked: float
     pids: tuple[int, ...]
+    size: Size | None = None
 
 
-def _stage(about: _About, elapsed: float) -> StageStats:
+def _stage(about: _About, elapsed: float, now: float) -> StageStats:
     stage, reads, writes = about.stage, about.reads, about.writes
-    workers = stage.worker_count
-    whole = workers * elapsed
+    workers = stage.worker_count if about.size is None else about.size.workers
+    whole = workers * elapsed if about.size is None else max(about.size.seconds(now), 1e-9)
     items_in = sum(s.stats.items_out for s in reads)
     in_hand = sum(s.stats.leased for s in reads)
     failed = about.broken + sum(s.stats.items_in for s in writes if s.link.errors)
