@@ -72,7 +72,7 @@ def picture(blueprint: Blueprint) -> Picture:
         (number[link.writer], None if link.reader is None else number.get(link.reader), link)
         for link in blueprint.links
         if link.writer in number
-        and link.worker <= 1  # one arrow for the channels of all workers
+        and max(link.worker, link.to_worker) <= 1  # one arrow for the channels of all workers
         and drawn.get(link.reader or "", "") is not None
     )
     error_readers = {reader for _, reader, link in arrows if link.errors and reader is not None}
@@ -135,6 +135,7 @@ def channel_text(link: Link, said: Mapping[str, str]) -> tuple[str, str]:
         return "", ""
     unusual = [f"capacity {link.capacity:,}"] if link.capacity != DEFAULT_CAPACITY else []
     unusual += ["one for each worker"] if link.worker else []
+    unusual += ["to the worker named"] if link.to_worker else []
     return type_text(link.item), " · ".join(unusual)
 
 

@@ -141,6 +141,28 @@ void retire(Out& out, const std::vector<uint64_t>& items) {
     });
 }
 
+void order(LocalQueue& queue, In& in, Orders what, Wakes& wakes) { queue.order(in.state, &in, what, wakes); }
+void order(Ring& ring, In& in, Orders what, Wakes& wakes) {
+    const Session& s = ring.session(in.state.session);  // its worker may have ended it
+    if (s.role == Session::READER && s.generation == in.generation) ring.order(in.state.session, what, wakes);
+}
+
+// Tells a reader, wherever its worker runs.
+void order(In& in, Orders what) {
+    in.ch->with([&](auto& medium) {
+        Wakes wakes;
+        Locked locked(medium);
+        if (in.open) order(medium, in, what, wakes);
+        locked.unlock(wakes);
+    });
+}
+
+bool is_retired(In& in) {
+    return in.ch->with(
+        Each{[&](LocalQueue&) { return (in.state.orders & RETIRE) != 0; },
+             [&](Ring& ring) { return in.open && (ring.session(in.state.session).orders & RETIRE) != 0; }});
+}
+
 // A worker that lives on does again what it has in hand: it gets that once more, and of its outputs those are
 // skipped that are out.
 void begin_again(In& in) {
@@ -322,6 +344,9 @@ NB_MODULE(_core, m) {
                              [&](Ring& ring, Wakes&) { ring.session(in.state.session).at = Session::OURS; });
              })
         .def("_begin_again", begin_again)
+        .def("_retire", [](In& in) { order(in, RETIRE); })
+        .def("_keep_turns", [](In& in) { order(in, KEEP_TURNS); })
+        .def_prop_ro("_retired", is_retired)
         .def("_read_alone", [](In& in) { in.state.alone = true; })
         .def("_begin_once", [](In& in) { in.state.once = true; })
         .def(
@@ -349,14 +374,15 @@ NB_MODULE(_core, m) {
         .def("close", &Out::close, nb::lock_self(), "Leave; the last writer to leave closes the channel.")
         .def(
             "_follow",
-            [](nb::handle self, nb::handle reader, bool ordered, bool single) {
+            [](nb::handle self, nb::handle reader, bool ordered, bool single, bool later) {
                 Out& out = *nb::inst_ptr<Out>(self);
                 out.reader = nb::borrow(reader);
                 out.state.ordered = ordered;
+                out.may_have_turns = later;
                 out.state.single = single;
                 out.follows()->feeds.push_back(&out);
             },
-            "reader"_a, "ordered"_a, "single"_a)
+            "reader"_a, "ordered"_a, "single"_a, "later"_a = false)
         .def("_waited", waited<Out>)
         .def("_replay", [](Out& out) { out.replays = true; })
         .def("_fall", fall, "pid"_a)

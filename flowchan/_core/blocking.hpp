@@ -34,7 +34,8 @@ struct Traits<LocalQueue> {
     }
     static bool may_pass(LocalQueue& q, const Caller& caller, const Node* node) {
         const Node* first = q.line(caller.side).starving;
-        return !first || caller.ordered || first == node || !q.could_go(first->caller);
+        if (!first || caller.ordered || first == node) return true;
+        return (caller.orders && *caller.orders) || !q.could_go(first->caller);
     }
     static void starve(LocalQueue& q, const Caller& caller, Node& node) {
         Node*& first = q.line(caller.side).starving;

@@ -181,6 +181,7 @@ struct Out {
     std::atomic<bool> open = true;
     std::atomic<uint32_t> copying =
         0;  // large items that threads are writing to their places: it can't be closed just now
+    bool may_have_turns = false;  // as soon as its stage has several workers
     bool replays =
         false;  // a source's: all it puts belongs to one item, number 0, so that a successor can skip it
 

@@ -119,7 +119,8 @@ nb::object opened_parcel(Ring& ring, const Taken& taken) {
 }
 
 // Takes the next item, not decoded yet.
-Step take_encoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, Taken& taken) {
+[[gnu::always_inline]] inline Step take_encoded(Ring& ring, Channel& ch, In* in, Deadline deadline,
+                                                Taking taking, Taken& taken) {
     ReaderState* reader = in ? &in->state : nullptr;
     const uint32_t session = reader ? reader->session : ch.plain_session();
     bool finished = false;
@@ -234,7 +235,8 @@ Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, 
             return Caller{.side = Side::Reader,
                           .port = in,
                           .exchangeable = reader && reader->lazy,
-                          .clock = reader ? &reader->clock : nullptr};
+                           .clock = reader ? &reader->clock : nullptr,
+                          .orders = reader ? &reader->orders : nullptr};
         },
         [&](Wakes& wakes) {
             if (in && !in->open) return queue.state == BROKEN ? Step::Broken : Step::PortClosed;
@@ -269,8 +271,40 @@ Step get(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, PyOb
     return get_decoded(ring, ch, in, deadline, taking, result);
 }
 
+// The first item that outputs of this port's worker may still belong to. A thread is not replaced, so before
+// all others it had what its port had; where workers die, the ring knows what they had.
+uint64_t first_unfinished(In& in) {
+    return in.ch->with(Each{[&](LocalQueue&) { return in.state.number + 1; },
+                            [&](Ring& ring) {
+                                Locked locked(ring);
+                                const uint64_t first = ring.first_unfinished();
+                                locked.unlock({});
+                                return first;
+                            }});
+}
+
+// Its worker is the only one of its stage no longer, and has nothing in hand.
+void keep_turns(In& in) {
+    const uint64_t first = first_unfinished(in);
+    for (Out* out : in.feeds) {
+        if (!out->may_have_turns) continue;
+        out->ch->with([&](auto& medium) {
+            Wakes wakes;
+            Locked locked(medium);
+            medium.turn_is(first, wakes);
+            out->state.ordered = true;
+            locked.unlock(wakes);
+        });
+    }
+    in.state.keeps_turns = true;
+}
+
+// Wait: go on with the next item.
 Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
-    return ch.with([&](auto& medium) { return get(medium, ch, in, deadline, taking, result); });
+    const Step step = ch.with([&](auto& medium) { return get(medium, ch, in, deadline, taking, result); });
+    if (step != Step::KeepTurns) return step;
+    keep_turns(*in);
+    return Step::Wait;
 }
 
 }  // namespace

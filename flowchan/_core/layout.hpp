@@ -84,6 +84,7 @@ struct alignas(64) Session {
     // which a link holds the leases; 0: all of them.
     uint64_t begun;
     PortClock clock;  // how long it has waited; no redo
+    uint64_t orders;  // Reader: see Orders
 
     uint64_t suspects() const { return begun && begun < leased ? begun : leased; }
 };

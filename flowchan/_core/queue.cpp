@@ -68,6 +68,10 @@ Step LocalQueue::try_put(const Item& item, WriterState* writer, Wakes& wakes) {
 
 Step LocalQueue::try_take(Item& item, ReaderState* reader, Wakes& wakes) {
     if (state == BROKEN) return Step::Broken;
+    if (reader && reader->orders && !reader->in_hand) {
+        if (reader->orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
+        if (reader->orders & RETIRE) return Step::Drained;  // the next one is called as the call ends
+    }
     if (count_ == 0)
         return nothing_coming() && (leased == 0 || (reader && (reader->alone || reader->in_hand)))
                    ? Step::Drained
@@ -142,6 +146,23 @@ void LocalQueue::advance(Wakes& wakes) {
         call_turn(wakes);
         tell_end(wakes);
     }
+}
+
+// As in Ring.
+void LocalQueue::turn_is(uint64_t number, Wakes& wakes) {
+    if (state != OPEN || number <= turn) return;
+    const uint64_t parked_to = std::min<uint64_t>(number - turn, groups_.size());
+    for (uint64_t i = 0; i < parked_to; ++i) groups_[i].complete = true;
+    advance(wakes);
+    if (!groups_.empty() || turn >= number) return;
+    turn = number;
+    call_turn(wakes);
+    tell_end(wakes);
+}
+
+void LocalQueue::order(ReaderState& reader, const void* port, Orders what, Wakes& wakes) {
+    reader.orders |= what;
+    reader_line.call_port(port, wakes);
 }
 
 void LocalQueue::close(Wakes& wakes) {

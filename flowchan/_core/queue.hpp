@@ -81,6 +81,8 @@ class LocalQueue {
     void give_back(const std::vector<Item>& items, ReaderState& reader,
                    Wakes& wakes);  // takes over the references
     void begin_item(WriterState& writer, uint64_t number);
+    void turn_is(uint64_t number, Wakes& wakes);
+    void order(ReaderState& reader, const void* port, Orders what, Wakes& wakes);
     Step item_done(WriterState& writer, Wakes& wakes);
     void close(Wakes& wakes);
     // The caller drops the references, unlocked.

@@ -28,12 +28,20 @@ namespace flowchan {
 
 using Change = ChangeOf<Windows>;
 
+// What a supervisor has told a reader, as bits. The reader obeys when it has no item in hand.
+enum Orders : uint32_t {
+    RETIRE = 1,      // to this port alone the channel is drained from now on
+    KEEP_TURNS = 2,  // its outputs have turns from now on: its stage gets more workers
+};
+
 // What a port remembers between two operations. Everything that must survive its process lies in Session.
 struct ReaderState {
     uint32_t session = 0;
     mutable PortClock clock;  // between threads; a ring has it in the session
-    uint64_t number = 0;      // of the first item in hand
+    uint64_t number = UINT64_MAX;  // of the first item in hand, or the last that was; before that UINT64_MAX
     uint32_t in_hand = 0;
+    uint32_t orders = 0;       // threads: see Orders; of a ring they are in Session
+    bool keeps_turns = false;  // it has obeyed KEEP_TURNS
     bool lazy =
         false;  // a stage's reader. It wakes writers when a quarter of the places is free, not for each place:
                 // its next item matters more than the writer's, and their slices bound the delay.
@@ -166,6 +174,9 @@ class Ring : public std::enable_shared_from_this<Ring> {
     uint32_t await_turn(Session& s, uint64_t number, bool again);  // gives what its word is now
     void have_turn(Session& s);                                    // it waits no more
     void call_turns(Wakes& wakes);                                 // those whose turn has come
+    void turn_is(uint64_t number, Wakes& wakes);  // no item before that one has outputs to come
+    uint64_t first_unfinished() const;            // of the items that were taken, and of those to come
+    void order(uint32_t session, Orders what, Wakes& wakes);
     bool has_room(uint64_t size) const {
         const bool fits = h_->bytes_in - h_->bytes_out + size <= most_inside() || h_->puts == h_->takes;
         return fits && h_->puts - h_->takes + h_->parked + h_->claimed < capacity_;

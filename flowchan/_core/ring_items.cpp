@@ -136,7 +136,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
 // --- take ---
 
 // Whether the slot at the head, and the last one that the session has on lease, are as they must be.
-bool Ring::head_is_right(const Session* session) const {
+[[gnu::always_inline]] inline bool Ring::head_is_right(const Session* session) const {
     const Slot* slot = at<Slot>(h_->head);
     if (!slot_exists(h_->head) || !payload_exists(slot)) return false;
     if (slot->place() != SlotState::Inside && slot->place() != SlotState::Parked) return false;
@@ -144,7 +144,7 @@ bool Ring::head_is_right(const Session* session) const {
 }
 
 // What a reader is told of the slot at the head, but for where its payload is.
-void Ring::describe(Taken& taken, Slot* slot) const {
+[[gnu::always_inline]] inline void Ring::describe(Taken& taken, Slot* slot) const {
     taken.kind = slot->kind;
     taken.size = slot->size;
     taken.deaths = slot->deaths();
@@ -155,7 +155,8 @@ void Ring::describe(Taken& taken, Slot* slot) const {
 }
 
 // Puts the slot, which was at the head, on lease.
-void Ring::lease(Slot* slot, uint64_t number, uint64_t state, Session& session, Change& change) {
+[[gnu::always_inline]] inline void Ring::lease(Slot* slot, uint64_t number, uint64_t state, Session& session,
+                                               Change& change) {
     change.set(slot->next, 0);
     change.set(slot->number, number);
     change.set(slot->state, Slot::placed(state, SlotState::Leased));
@@ -168,7 +169,14 @@ void Ring::lease(Slot* slot, uint64_t number, uint64_t state, Session& session, 
 Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes) {
     if (h_->state >= BROKEN) return h_->state == BROKEN ? Step::Broken : found_damage();
     Session* const leases = reader ? &this->session(reader->session) : nullptr;
+    const uint64_t orders = reader && !reader->in_hand ? leases->orders : 0;
+    if (orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
     if (leases && leases->again_head) return take_again(taken, *reader);
+    // What was given back it still takes: the others may all wait behind that for their turns.
+    if (orders & RETIRE && !is_next_before(UINT64_MAX)) {
+        if (h_->head) h_->reader_gate.call_in_turn(1, wakes);  // it may have been woken for that item
+        return Step::Drained;
+    }
     if (h_->head == 0) return at_end_for(reader) ? end() : Step::Wait;
     if (blind_) return Step::NoMemory;
     if (!head_is_right(leases)) return found_damage();

@@ -206,6 +206,28 @@ void Ring::begin_again(ReaderState& reader) {
     change.commit();
 }
 
+// Items are taken in the order of their numbers, so the first that is not finished is the oldest that somebody
+// has in hand or is to try again, or has been given back; or else the next to be taken.
+uint64_t Ring::first_unfinished() const {
+    uint64_t first = h_->numbered;
+    const auto look = [&](uint64_t slot) {
+        if (slot && slot_exists(slot) && at<Slot>(slot)->numbered())
+            first = std::min(first, at<Slot>(slot)->number);
+    };
+    look(h_->head);
+    for (const Session& s : h_->sessions()) {
+        if (s.role != Session::READER) continue;
+        look(s.lease_head);
+        look(s.again_head);
+    }
+    return first;
+}
+
+void Ring::order(uint32_t index, Orders what, Wakes& wakes) {
+    session(index).orders |= what;
+    wakes.readers += h_->reader_gate.call_all();
+}
+
 // A session that ends before it has tried them again: they are everybody's.
 void Ring::give_back_again(Session& s, Wakes& wakes) {
     if (h_->damaged) return;

@@ -23,7 +23,7 @@ uint32_t Ring::free_session(Wakes& wakes) {
                 s.views = s.forked = 0;
             s.at_reader_gate = s.at_writer_gate = s.called = 0;
             s.clock = PortClock();
-            s.awaits = s.at = s.begun = s.again_head = s.again_tail = s.again = s.again_at = 0;
+            s.awaits = s.at = s.begun = s.again_head = s.again_tail = s.again = s.again_at = s.orders = 0;
             fault_point();
             return i;
         }

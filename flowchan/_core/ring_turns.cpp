@@ -83,6 +83,26 @@ void Ring::advance(Wakes& wakes) {
     }
 }
 
+// A stage with one worker keeps no turns. When it gets more, its port is told to (Orders), and begins with the
+// first item that is not finished: all before that have their outputs in the FIFO. Where others have begun
+// already, their outputs for earlier items are parked and complete.
+void Ring::turn_is(uint64_t number, Wakes& wakes) {
+    if (h_->state != OPEN || number <= h_->turn) return;
+    const uint64_t parked_to = std::min(number, h_->turn + groups_);
+    for (uint64_t i = h_->turn; i < parked_to; ++i) {
+        Change change(record(Side::Writer), windows_);
+        change.set(group(i).complete, 1);
+        change.commit();
+    }
+    advance(wakes);
+    if (h_->turn >= number || h_->damaged) return;
+    Change change(record(Side::Writer), windows_);
+    change.set(h_->turn, number);
+    change.commit();
+    call_turns(wakes);
+    tell_end(wakes);
+}
+
 // --- waiting for a turn ---
 //
 // Each such writer sleeps on a word of its own session, so that those are woken who can go on and no others:

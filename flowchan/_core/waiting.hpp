@@ -260,9 +260,11 @@ struct Caller {
     uint64_t number = 0;
     bool exchangeable = false;   // whoever waits through another port may as well go on in its place
     PortClock* clock = nullptr;  // between threads: of its port, which outlives the call
+    const uint32_t* orders = nullptr;  // threads: the port's Orders, which it obeys although others starve
 };
 
 // How an operation on a channel ended. `Wait` never leaves the core: it becomes NotNow or a sleep.
+// KeepTurns: before the port takes an item, its outputs begin to keep turns (In::keep_turns).
 // Refused: its descriptors could not be sent (Frame::refused).
 enum class Step {
     Done,
@@ -275,7 +277,8 @@ enum class Step {
     NoMemory,
     PortClosed,
     Interrupted,
-    Refused
+    Refused,
+    KeepTurns
 };
 
 // Spinning pays when the other side is running now. The budget doubles when a spin met its chance and halves

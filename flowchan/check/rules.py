@@ -280,7 +280,8 @@ def _limits(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     reading = {stage.name: 1 if stage.verb.worker_per_input else stage.workers for stage in stages}
     places = {stage.name: place for place, stage in enumerate(stages)}
     for link in graph.links:
-        ports = (1 if link.worker else writing.get(link.writer, 0)) + reading.get(link.reader or "", 0)
+        readers = 1 if link.to_worker else reading.get(link.reader or "", 0)
+        ports = (1 if link.worker else writing.get(link.writer, 0)) + readers
         if link.medium.copies and ports > _MOST_PORTS:
             message = (
                 f"its channel {link.name!r} is written and read by {ports:,} workers; between "
@@ -365,6 +366,18 @@ def _gangs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             yield place, Problem("gang", stage.name, stage.where, message)
 
 
+def _addressed(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    """Streams whose items go to the worker that the sender names."""
+    places = {stage.name: place for place, stage in enumerate(stages)}
+    for link in graph.links:
+        if link.errors and link.to_worker == 1 and link.reader is not None:
+            message = (
+                f"its per_worker input {link.reader_port!r} reads the errors stream of {link.writer!r}, "
+                "whose items name no worker; put a map between them that gives pairs (worker, item)"
+            )
+            yield places[link.reader], Problem("ports", link.reader, link.where, message)
+
+
 def _bytes_of(link: Link) -> int:
     return link.capacity * _BYTES_PER_ITEM + _BYTES_PER_CHANNEL
 
@@ -389,4 +402,5 @@ _RULES = (
     _daemonic,
     _hosts,
     _gangs,
+    _addressed,
 )

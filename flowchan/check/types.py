@@ -9,6 +9,7 @@ and unresolved names; and loading it takes 77 ms for what are 35 lines here.)
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import numbers
 import types
@@ -120,7 +121,8 @@ def _asked(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tuple[Out
         items = {port.name: port.item for port in ports_of(stage.function) if port.reads}
         for port, stream in read.items():
             if stream.item is not None and items.get(port) is not None:
-                yield stream, port, items[port]
+                pair = port in stage.per_worker
+                yield _in_pairs(stream, port, items[port]) if pair else (stream, port, items[port])
     elif stage.verb.calls in _ITEMS:
         parameters = _positional(stage.function)
         place = _ITEMS[stage.verb.calls] - 1
@@ -128,6 +130,14 @@ def _asked(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tuple[Out
         for stream in read.values():
             if stream.item is not None and asked is not None:
                 yield stream, parameters[place].name, asked
+
+
+def _in_pairs(stream: Output, port: str, asked: Any) -> tuple[Output, str, Any]:
+    """The same for a stream of pairs ``(worker, item)``, of which the item goes to the parameter."""
+    args = typing.get_args(stream.item)
+    if typing.get_origin(stream.item) is tuple and len(args) == 2 and fits(args[0], int):
+        return dataclasses.replace(stream, item=args[1]), port, asked
+    return stream, port, types.GenericAlias(tuple, (int, asked))
 
 
 def _positional(function: Any) -> list[inspect.Parameter]:

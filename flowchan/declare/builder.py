@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -202,6 +203,11 @@ class Builder:
         """Gives an output's channel another capacity."""
         self._change_output(origin, capacity=capacity)
 
+    def _address(self, per_worker: frozenset[str]) -> None:
+        """Lets the items of these inputs of the last stage go to the worker that the sender names."""
+        self._stages[-1] = dataclasses.replace(self._stages[-1], per_worker=per_worker)
+        self._links = None
+
     def _tell_apart(self, origin: Origin) -> None:
         """Gives each worker of a stage a channel of its own for this output."""
         self._change_output(origin, apart=True)
@@ -245,9 +251,11 @@ class Builder:
 
 
 def _links(stage: Stage, output: Output, reader: Stage | None, port: str | None) -> Iterator[Link]:
-    for worker, name in stage.channels(output):
+    addressed = reader is not None and port in reader.per_worker
+    readers = range(1, reader.worker_count + 1) if reader is not None and addressed else (0,)
+    for (worker, name), to_worker in itertools.product(stage.channels(output), readers):
         yield Link(
-            name=name,
+            name=f"{name} to {to_worker}" if to_worker else name,
             writer=stage.name,
             writer_port=output.port,
             reader=None if reader is None else reader.name,
@@ -259,6 +267,7 @@ def _links(stage: Stage, output: Output, reader: Stage | None, port: str | None)
             where=stage.where,
             feedback=reader is not None and port in reader.feedback,
             worker=worker,
+            to_worker=to_worker,
         )
 
 

@@ -16,8 +16,9 @@ from flowchan.declare.shapes import Untold
 from flowchan.declare.stream import Stream, origins, streams_argument, streams_of
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS, Gang
 from flowchan.items.arguments import callable_argument, flag, no_misspelt_option
+from flowchan.items.text import shown
 
-STAGE_OPTIONS = (*SOURCE_OPTIONS, "workers", "elastic")
+STAGE_OPTIONS = (*SOURCE_OPTIONS, "workers", "elastic", "per_worker")
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -146,6 +147,7 @@ class General(Builder):
         restartable: bool = False,
         elastic: bool = False,
         gpus: int = 0,
+        per_worker: str | tuple[str, ...] = (),
         **kwargs: Any,
     ) -> Any:
         """The general stage: ``function`` is called once per worker with its ports, the parameters annotated
@@ -153,6 +155,10 @@ class General(Builder):
         parameters that are no ports. Returns ``None``, one stream or a tuple of streams, as there are ``Out``
         parameters. ``restartable``: the function keeps no state between items, so a worker process that died
         may be replaced, up to ``restarts`` times. ``gpus``: that each worker has for itself.
+
+        ``per_worker``: the ``In`` parameter, or several of them, whose items go to the worker that the sender
+        names. The items of such a stream are pairs ``(worker, item)``, with workers numbered from 1, and the
+        worker gets the item. An item for a worker that died goes to its replacement.
 
         With a parameter annotated ``flowchan.collective.Group`` its workers are a gang: they start together,
         each with its member of a group. When one dies and the stage is restartable, all begin again, each
@@ -173,6 +179,7 @@ class General(Builder):
                 f"stage: a restartable stage without inputs has one worker, not workers={workers!r}"
             )
         readers = [port.name for port in ports if port.reads][: len(streams)]
+        addressed = _per_worker(per_worker, readers)
         surplus = [f"surplus{number}" for number in range(1, len(streams) - len(readers) + 1)]
         stage = self._declare(
             "stage",
@@ -190,5 +197,19 @@ class General(Builder):
             gpus=gpus,
             gang=None if seat is None else Gang(*seat, elastic),
         )
+        self._address(addressed)
         outs = streams_of(self, stage)
         return None if not outs else outs[0] if len(outs) == 1 else outs
+
+
+def _per_worker(given: Any, readers: list[str]) -> frozenset[str]:
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"stage: per_worker must be a name or a tuple of names, got {shown(given)}")
+    for name in names:
+        if name not in readers:
+            have = ", ".join(map(repr, readers)) or "none"
+            raise ValueError(
+                f"stage: per_worker must name In parameters that read a stream ({have}), got {name!r}"
+            )
+    return frozenset(names)

@@ -117,6 +117,8 @@ class Stage:
     feedback: frozenset[str] = frozenset()
     """The input ports that read what a stage further on puts."""
     gang: Gang | None = None
+    per_worker: frozenset[str] = frozenset()
+    """The input ports whose items go to the worker that the sender names."""
     asked: bool = False
     """Whether the program may ask its items: it stands behind an input."""
 
@@ -141,9 +143,14 @@ class Stage:
         return len(self.inputs) if self.verb.worker_per_input else self.workers
 
     @property
+    def output_per_worker(self) -> bool:
+        """Whether an output's reader tells the workers apart."""
+        return any(output.apart for output in self.all_outputs)
+
+    @property
     def told_apart(self) -> bool:
         """Whether somebody tells its workers apart by their outputs."""
-        return self.worker_count > 1 and any(output.apart for output in self.all_outputs)
+        return self.worker_count > 1 and self.output_per_worker
 
     @property
     def keeps_its_own(self) -> bool:
@@ -168,7 +175,8 @@ class Link:
     """A channel of the graph: which port writes it, which stage's port reads it (``reader`` is ``None`` for a
     result that leaves the graph, or when nobody reads it), and the medium that the places of both ends
     ask for. ``feedback``: it leads back to a stage that its writer depends on. ``worker``: the number of the
-    only worker that writes it; 0: all of the stage do."""
+    only worker that writes it; 0: all of the stage do. ``to_worker``: the number of the only worker that
+    reads it; 0: all of the stage do."""
 
     name: str
     writer: str
@@ -182,6 +190,12 @@ class Link:
     where: Where
     feedback: bool = False
     worker: int = 0
+    to_worker: int = 0
+
+    @property
+    def writing_end(self) -> str:
+        """The name of the port at which it is written."""
+        return f"{self.writer_port}.{self.to_worker}" if self.to_worker else self.writer_port
 
     @property
     def reading_end(self) -> str:

@@ -29,7 +29,7 @@ from flowchan.run.chance import Worker
 from flowchan.run.events import Began, Event, Failure, WorkerId
 from flowchan.run.leaving import Leaving
 from flowchan.run.opening import Ports
-from flowchan.run.worker import end, job_of, join_ports, let_go, tell_aborts
+from flowchan.run.worker import end, ends_of, job_of, join_ports, let_go, tell_aborts
 
 ANSWER_WITHIN_S = 0.05
 """An event loop that does not answer in this time has work."""
@@ -152,7 +152,7 @@ def work_together(
                 job.timeout = stage.timeout
                 job.on_clean_up = tasks.leave_alone
                 tell(Began(worker))
-                await stage.verb.run_async()(job, **ports.inputs, **ports.outputs)
+                await stage.verb.run_async()(job, **ends_of(job, stage, ports))
         except BaseException as error:
             ended_by = let_go(error, ports)
         silent.discard(worker)

@@ -166,6 +166,10 @@ class Job:
                     self.let_go(item)
         return number
 
+    def count_unwanted(self) -> None:
+        """Nobody gets an item."""
+        self.unwanted += 1
+
     def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
         """Takes an item that can't be used: by ``error`` it can't be unpickled (then an :class:`Unreadable`
         stands for it), or ``deaths`` workers have died with it. It counts as failed, and its neighbours are

@@ -61,9 +61,8 @@ class Breaks:
     def hear_met(self, met: Met) -> None:
         """A worker has met a break, and passes it on."""
         if not self._over:
-            worker = next(worker for worker in self._plan.workers if worker.id == met.worker)
             self._found += met.channels
-            self._passed_on |= {*worker.channels()} - {*met.channels}
+            self._passed_on |= {*self._plan.worker(met.worker).channels()} - {*met.channels}
 
     @property
     def pending(self) -> bool:

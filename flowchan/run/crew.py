@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flowchan import _core
+from flowchan.channel.addressed import ports_of_end
 from flowchan.channel.awaiting import waits_of_loops
 from flowchan.channel.channel import Channel, In
 from flowchan.declare.callables import is_async
@@ -86,6 +87,16 @@ class Crew(Protocol):
     def start_again(self, id: WorkerId) -> None:
         """Starts the successor of a worker that was recovered."""
 
+    def add(self, id: WorkerId) -> None:
+        """Opens the ports of a further worker of a stage, and starts it; or raises and leaves nothing of
+        it."""
+
+    def remove(self, id: WorkerId) -> None:
+        """Lets a worker end after the item in hand."""
+
+    def forget(self, id: WorkerId) -> None:
+        """Keeps nothing of a process that is gone, if its worker was removed and has ended."""
+
     def cross_off(self, question: int) -> None:
         """Lets workers that can't see it on the program's board drop the item of this question."""
 
@@ -144,6 +155,8 @@ class LocalCrew:
         self._tasks: list[Tasks] = []  # of the async stages
         self._gangs = Gangs()
         self.obituaries = Obituaries(plan)
+        self._grown: set[str] = set()  # stages with more workers than declared
+        self._leaving: set[WorkerId] = set()
         self._tell: Callable[[Event], None] = _is_over
         # What worker processes tell comes by mail, and a thread of its own hands it on. What the watch sees
         # of them goes the same way, and so comes last.
@@ -297,9 +310,12 @@ class LocalCrew:
             channel.abort(cause)
 
     def release_ports(self, id: WorkerId) -> None:
-        for port in self._opened.ports[id].everything():
+        ports = self._opened.ports.get(id)
+        for port in () if ports is None else ports.everything():
             port._may_close = None  # its worker has ended, or is given up
             port.close()
+        if id in self._leaving:
+            self._opened.ports.pop(id, None)
 
     def broken(self, id: WorkerId | None) -> list[str]:
         names = self.channels if id is None else self._workers[id].channels()
@@ -316,7 +332,7 @@ class LocalCrew:
         return ()
 
     def glance(self) -> Glance:
-        opened = any(not out.channel.closed for out in self.inputs.values())
+        opened = any(not port.channel.closed for end in self.inputs.values() for port in ports_of_end(end))
         unread = frozenset(
             id for id in self._workers.keys() - self.threads.keys() if self._workers[id].gathers
         )
@@ -361,9 +377,54 @@ class LocalCrew:
 
     def hand_on(self, id: WorkerId, blame: bool = True) -> None:
         """Gives what a worker had in hand to new ports in its place."""
-        old, new = self._opened.ports[id], open_ports(self._workers[id], self.channels)
+        old, new = self._opened.ports[id], self._new_ports(id)
         take_up(old, new, self._workers[id].stage.keeps_its_own, blame)
         self._opened.ports[id] = new
+
+    def _new_ports(self, id: WorkerId) -> Ports:
+        ports = open_ports(self._workers[id], self.channels)
+        for reader in ports.inputs.values():
+            if id.stage in self._grown:
+                reader._keep_turns()
+            if id in self._leaving:
+                reader._retire()
+        return ports
+
+    # --- more workers, and fewer ---
+
+    def add(self, id: WorkerId) -> None:
+        for gone in [gone for gone in self._leaving & self.threads.keys() if not self._is_at_work(gone)]:
+            self.forget(gone)
+        worker = self.plan.worker(id)
+        if worker.stage.workers == 1 and id.stage not in self._grown:
+            self._grown.add(id.stage)
+            for mate in [mate for mate in self._opened.ports if mate.stage == id.stage]:
+                for reader in self._opened.ports[mate].inputs.values():
+                    reader._keep_turns()
+        self._workers[id] = worker
+        self._number_of[id.stage] = id.number
+        try:
+            self._opened.ports[id] = self._new_ports(id)
+            self._start_process(id) if worker.stage.place.apart else self.start_thread(id)
+        except BaseException:
+            self.release_ports(id)
+            raise
+
+    def _is_at_work(self, id: WorkerId) -> bool:
+        return id in self._opened.ports or self.threads[id].is_alive()
+
+    def remove(self, id: WorkerId) -> None:
+        self._leaving.add(id)
+        for reader in self._opened.ports[id].inputs.values():
+            reader._retire()
+
+    def forget(self, id: WorkerId) -> None:
+        if id not in self._leaving or id in self._opened.ports:
+            return
+        self._leaving.remove(id)
+        del self._workers[id]
+        if self.threads.pop(id, None) is None and self._apart is not None:
+            self._apart.forget(id)
 
     def regroup(self, ids: Sequence[WorkerId]) -> None:
         self._gangs.form(self._workers[ids[0]].stage, ids)
@@ -380,8 +441,8 @@ class LocalCrew:
         self._gangs.clear()
         for id in self._workers.keys() - abandoned:
             self.release_ports(id)
-        for out in self.inputs.values():
-            out.channel.close()  # not the port: it is the user's, whose next put shall raise Closed
+        for port in (port for end in self.inputs.values() for port in ports_of_end(end)):
+            port.channel.close()  # not the port: it is the user's, whose next put shall raise Closed
         self._end_helpers()
         self._tell = _is_over  # and no circle holds the channels
         deadline = time.monotonic() + (patience or 0.0)

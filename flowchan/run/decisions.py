@@ -28,6 +28,9 @@ Of an elastic gang only the worker that died is replaced. Who finds its group ov
 that are at work get it once none of them has a group, and who takes the place of a dead one ends their group
 when it comes, so that the next one has it, too. Groups that are over though nobody died or came are as many
 as the stage has restarts.
+
+How a stage gets more workers, or fewer: ``policy.scaling``. One that dies before it has left is replaced as
+usual, and its replacement leaves.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from typing import Literal
 from flowchan.errors import MemberDied, MemberLeft
 from flowchan.run.events import Bereft, Ended, Failure, WorkerId
 from flowchan.run.failures import text_of
+from flowchan.run.policy.scaling import Add, Remove, Scale, Size, scaled
 
 GRACE = 2.0
 """Seconds that a worker has to end by itself once it shall."""
@@ -74,7 +78,10 @@ class State:
 
     ``elastic``: gangs that go on while one of them is replaced. ``waiting``: their workers that have no
     group, with what they heard; ``coming``: their workers that are replaced and have not come yet;
-    ``changed``: those gangs of which one died, ended or came since they had their group."""
+    ``changed``: those gangs of which one died, ended or came since they had their group.
+
+    ``began``: when the run did. ``sizes``: of the stages that may get more workers, or fewer. ``leaving``:
+    workers that are to end."""
 
     alive: frozenset[WorkerId]
     processes: frozenset[WorkerId]
@@ -99,6 +106,9 @@ class State:
     waiting: Mapping[WorkerId, Failure | None] = field(default_factory=dict)
     coming: frozenset[WorkerId] = frozenset()
     changed: frozenset[str] = frozenset()
+    began: float = 0.0
+    sizes: Mapping[str, Size] = field(default_factory=dict)
+    leaving: frozenset[WorkerId] = frozenset()
 
     def ends_with_mates(self, worker: WorkerId) -> bool:
         """Whether the end of its process says nothing that is not known: it is bereft, or was ended so that
@@ -164,7 +174,9 @@ class Moved:
     """Items have moved since the run was stopped, or since this was last told."""
 
 
-Happening = Ended | Failure | Died | Fell | Bereft | Stuck | Broke | StopAsked | AbortAsked | Moved | Tick
+Happening = (
+    Ended | Failure | Died | Fell | Bereft | Stuck | Broke | StopAsked | AbortAsked | Moved | Tick | Scale
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +227,9 @@ class Meet:
     workers: tuple[WorkerId, ...]
 
 
-Action = StopSources | BreakChannels | ReleasePorts | Terminate | Replace | Regroup | Disband | Meet
+Action = (
+    StopSources | BreakChannels | ReleasePorts | Terminate | Replace | Regroup | Disband | Meet | Add | Remove
+)
 
 
 def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple[Action, ...]]:
@@ -253,6 +267,8 @@ def _decide(state: State, happening: Happening, now: float) -> tuple[State, tupl
         return _abort(state, now)
     if isinstance(happening, Moved):
         return (dataclasses.replace(state, since=now) if state.phase == "stopping" else state), ()
+    if isinstance(happening, Scale):
+        return _scale(state, happening, now)
     return _tick(state, now)
 
 
@@ -274,6 +290,24 @@ def _ended(state: State, ended: Ended, now: float) -> tuple[State, tuple[Action,
     return _gone(state, ended.worker, now)
 
 
+def _scale(state: State, scale: Scale, now: float) -> tuple[State, tuple[Action, ...]]:
+    """Does nothing once the stage or the run comes to its end."""
+    mates = frozenset(worker for worker in state.alive - state.leaving if worker.stage == scale.stage)
+    if state.phase not in ("running", "stopping") or not mates:
+        return state, ()
+    size, new, fewer = scaled(state.sizes[scale.stage], scale, mates, now)
+    new_ones = frozenset(new)
+    state = dataclasses.replace(
+        state,
+        sizes={**state.sizes, scale.stage: size},
+        alive=state.alive | new_ones,
+        processes=state.processes | (new_ones if mates & state.processes else frozenset()),
+        ends=state.ends | (new_ones if mates & state.ends else frozenset()),
+        leaving=state.leaving | frozenset(fewer),
+    )
+    return state, (*map(Add, new), *map(Remove, fewer))
+
+
 def _gone(state: State, worker: WorkerId, now: float) -> tuple[State, tuple[Action, ...]]:
     alive = state.alive - {worker}
     state = _forgotten(state, worker)
@@ -285,7 +319,8 @@ def _gone(state: State, worker: WorkerId, now: float) -> tuple[State, tuple[Acti
         if phase == "running":  # a stage that waits for an item does not see that nobody wants it
             actions = (*actions, StopSources())
         phase, since = "finishing", now
-    return dataclasses.replace(state, alive=alive, phase=phase, since=since), actions
+    leaving = state.leaving - {worker}
+    return dataclasses.replace(state, alive=alive, phase=phase, since=since, leaving=leaving), actions
 
 
 def _failed(state: State, failure: Failure, now: float, expected: bool) -> tuple[State, tuple[Action, ...]]:

@@ -15,6 +15,7 @@ from typing import Any
 from flowchan.run import chance, decisions
 from flowchan.run.decisions import AbortAsked, Died, Happening, State, StopAsked, Terminate, Tick
 from flowchan.run.events import Started, WorkerId
+from flowchan.run.failures import text_of
 from flowchan.run.plan import Plan
 
 log = logging.getLogger("flowchan.run")
@@ -64,6 +65,12 @@ class Journal:
         else:
             what += "; it is replaced"
         self._tell(logging.WARNING, what, died.worker)
+
+    def not_added(self, worker: WorkerId, error: BaseException) -> str:
+        """A further worker of a stage could not be started. Returns the text."""
+        text = f"worker {worker} could not be added: {text_of(error)}"
+        self._tell(logging.WARNING, text, worker)
+        return text
 
     def slow(self, ended: Terminate) -> None:
         """A process did not end by itself after all that it waits for had ended."""

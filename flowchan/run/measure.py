@@ -15,6 +15,7 @@ from flowchan.run.events import WorkerId
 from flowchan.run.observe.clocks import Worked
 from flowchan.run.opening import Channels, Ports
 from flowchan.run.plan import Plan
+from flowchan.run.policy.scaling import Size
 from flowchan.run.stats import HostStats, LinkStats, RunState, RunStats, StageStats, WorkerStats, WorkSeconds
 
 
@@ -89,6 +90,7 @@ def summarise(
             unwanted=account.unwanted.get(stage.name, 0),
             worked=account.worked.get(stage.name, Worked()),
             pids=tuple(pids.get(stage.name, ())),
+            size=state.sizes.get(stage.name),
         )
         stages.append(_stage(about))
     links = tuple(_link(snapshot, plan.share) for snapshot in snapshots)
@@ -133,10 +135,12 @@ class _About:
     unwanted: int
     worked: Worked
     pids: tuple[int, ...]
+    size: Size | None = None
 
 
 def _stage(about: _About) -> StageStats:
     stage, reads, writes = about.stage, about.reads, about.writes
+    workers = stage.worker_count if about.size is None else about.size.workers
     items_in = sum(s.stats.items_out for s in reads)
     in_hand = sum(s.stats.leased for s in reads)
     failed = about.broken + sum(s.stats.items_in for s in writes if s.link.errors)
@@ -154,7 +158,7 @@ def _stage(about: _About) -> StageStats:
         members = max(0, failed - max(0, items_in - items_out - in_hand - unwanted))
         failed -= members
     return StageStats(
-        name=stage.name, kind=stage.kind, on=stage.place.name, workers=stage.worker_count,
+        name=stage.name, kind=stage.kind, on=stage.place.name, workers=workers,
         alive=about.alive, items_in=items_in, items_out=items_out, failed=failed, retried=about.retried,
         restarts=about.restarts, unwanted=unwanted, in_hand=in_hand,
         rate=0.0, busy=0.0, waiting_input=0.0, waiting_output=0.0,

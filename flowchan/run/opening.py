@@ -4,10 +4,11 @@ and readers from the beginning and can't close too early."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from flowchan.channel.addressed import Addressed
 from flowchan.channel.channel import Channel, In, Out, most_bytes
 from flowchan.declare.values import Link
 from flowchan.run.events import WorkerId
@@ -28,6 +29,19 @@ class Ports:
         """Readers first: what they had in hand is finished before the outputs end."""
         yield from self.inputs.values()
         yield from self.writers()
+
+    def by_parameter(self, unwanted: Callable[[], None] | None = None) -> dict[str, Any]:
+        """What a verb's body is called with. Ports to the workers of one reader are one end; ``unwanted``
+        hears of items for those of them that have ended."""
+        ends: dict[str, Any] = dict(self.inputs)
+        addressed: dict[str, list[Out[Any]]] = {}
+        for name, port in self.outputs.items():
+            parameter, dot, _ = name.partition(".")
+            if dot:
+                addressed.setdefault(parameter, []).append(port)
+            else:
+                ends[name] = port
+        return ends | {name: Addressed(ports, unwanted) for name, ports in addressed.items()}
 
     def writers(self) -> Iterator[Out[Any]]:
         yield from self.outputs.values()
@@ -54,7 +68,7 @@ class Opened:
 
     channels: dict[str, Channel[Any]]
     ports: dict[WorkerId, Ports]
-    inputs: dict[str, Out[Any]]
+    inputs: dict[str, Out[Any] | Addressed]
 
 
 def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> Opened:
@@ -64,8 +78,15 @@ def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> Opened:
     channels = {link.name: _open_channel(link, plan) for link in plan.links}
     for name in {name for worker in plan.workers if worker.host for name in worker.inputs.values()}:
         channels[name]._leaves_host()
-    inputs: dict[str, Out[Any]] = {stage: channels[name].writer() for stage, name in plan.inputs.items()}
+    inputs = {stage: _open_input(plan, names, channels) for stage, names in plan.inputs.items()}
     return Opened(channels, {worker.id: open_ports(worker, channels) for worker in workers}, inputs)
+
+
+def _open_input(plan: Plan, names: tuple[str, ...], channels: Channels) -> Out[Any] | Addressed:
+    """The end into which the user puts."""
+    ports = [channels[name].writer() for name in names]
+    addressed = any(link.to_worker for link in plan.links if link.name in names)
+    return Addressed(ports) if addressed else ports[0]
 
 
 def open_ports(worker: PortNames, channels: Channels) -> Ports:

@@ -54,13 +54,14 @@ class PlannedWorker:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """All that one run consists of. Its channels, one for each of ``links``, share ``memory`` bytes.
-    ``inputs`` are the channels that the user fills, by stage name; all that its workers draw by chance begins
+    ``inputs`` are the channels that the user fills, by stage name: one, or one for each worker of its reader;
+    all that its workers draw by chance begins
     with ``seed``."""
 
     graph: Blueprint
     links: tuple[Link, ...]
     workers: tuple[PlannedWorker, ...]
-    inputs: Mapping[str, str]
+    inputs: Mapping[str, tuple[str, ...]]
     seed: int
     memory: int
 
@@ -77,6 +78,24 @@ class Plan:
             for stage in self.graph.stages
             if stage.place.apart
         }
+
+    def worker(self, id: WorkerId) -> PlannedWorker:
+        """The worker of that name. One that its stage has got in addition has the same channels as the
+        others."""
+        first = next(worker for worker in self.workers if worker.id.stage == id.stage)
+        return next((one for one in self.workers if one.id == id), dataclasses.replace(first, id=id))
+
+    def is_fixed(self, stage: Stage) -> str:
+        """Why the number of a stage's workers can't change while the graph runs; empty: it can."""
+        if not stage.verb.per_item:
+            return f"a {stage.kind}"
+        if is_async(stage.function):
+            return f"a {stage.kind} with an async def function"
+        if stage.place.is_far:
+            return f"a {stage.kind} on hosts"
+        if stage.gpus:
+            return f"a {stage.kind} with gpus={stage.gpus} for each worker"
+        return f"a {stage.kind} whose workers are told apart" if stage.output_per_worker else ""
 
     @property
     def elastic(self) -> frozenset[str]:
@@ -111,12 +130,11 @@ def plan(graph: Blueprint, seed: int, memory: int) -> Plan:
     """What a run of ``graph`` will consist of."""
     links = tuple(link for link in graph.links if link.reader is not None)
     workers: list[PlannedWorker] = []
-    inputs: dict[str, str] = {}
-    writing = {(link.writer, link.writer_port): link.name for link in links}
+    inputs: dict[str, tuple[str, ...]] = {}
     taken: Taken = Counter()
     for stage in graph.stages:
         if stage.verb.outside:
-            inputs[stage.name] = writing[stage.name, "out"]
+            inputs[stage.name] = tuple(link.name for link in links if link.writer == stage.name)
         else:
             workers += _hosted(_workers(stage, links), stage.place, taken)
     return Plan(graph, links, tuple(workers), inputs, seed, memory)
@@ -137,13 +155,14 @@ def _hosted(workers: Iterator[PlannedWorker], place: Place, taken: Taken) -> Ite
 
 def _workers(stage: Stage, links: tuple[Link, ...]) -> Iterator[PlannedWorker]:
     for number in range(1, stage.worker_count + 1):
-        writing = {
-            link.writer_port: link.name
-            for link in links
-            if link.writer == stage.name and link.worker in (0, number)
+        mine = [link for link in links if link.writer == stage.name and link.worker in (0, number)]
+        outputs = {
+            link.writing_end: link.name
+            for output in stage.outputs
+            for link in mine
+            if link.writer_port == output.port
         }
-        outputs = {output.port: writing[output.port] for output in stage.outputs if output.port in writing}
-        errors = None if stage.errors is None else writing.get(stage.errors.port)
+        errors = next((link.name for link in mine if link.errors), None)
         inputs = _inputs(stage, number, links)
         yield PlannedWorker(WorkerId(stage.name, number), stage, inputs, outputs, errors)
 
@@ -151,5 +170,5 @@ def _workers(stage: Stage, links: tuple[Link, ...]) -> Iterator[PlannedWorker]:
 def _inputs(stage: Stage, number: int, links: tuple[Link, ...]) -> dict[str, str]:
     """The channels of a worker's input ports: of all that its stage has, or of one where each has its own."""
     mine = stage.input_ports[number - 1 : number] if stage.verb.worker_per_input else stage.input_ports
-    read = [link for link in links if link.reader == stage.name]
+    read = [link for link in links if link.reader == stage.name and link.to_worker in (0, number)]
     return {link.reading_end: link.name for port in mine for link in read if link.reader_port == port}

@@ -18,8 +18,9 @@ from typing import Any, NoReturn, TypeVar, cast
 from flowchan import _core
 from flowchan.channel.channel import Out
 from flowchan.declare.stream import Input, Stream
+from flowchan.declare.verbs import VERBS
 from flowchan.errors import Broken, Deadlock, Interrupted, RunError, StageError
-from flowchan.items.arguments import finite_seconds, refuses_misspelt, seconds
+from flowchan.items.arguments import finite_seconds, refuses_misspelt, seconds, whole
 from flowchan.run.asking import NOTHING, Asking, answering_ends
 from flowchan.run.decisions import AbortAsked, StopAsked
 from flowchan.run.events import Failure, WorkerId
@@ -32,6 +33,7 @@ from flowchan.run.limits import say
 from flowchan.run.measure import state_of
 from flowchan.run.observe.feed import Subscription
 from flowchan.run.plan import Plan
+from flowchan.run.policy.scaling import Scale
 from flowchan.run.report import render
 from flowchan.run.results import Gathering, Results
 from flowchan.run.spread import crew_of
@@ -53,6 +55,7 @@ class Run:
 
     def __init__(self, plan: Plan, lasting: LastingProcesses | None = None) -> None:
         self._plan = plan
+        self._lasting = lasting is not None
         self._crew = crew_of(plan, lasting)
         self._supervisor = Supervisor(plan, self._crew)
         self._gathering = Gathering(plan, self._crew, self._supervisor)
@@ -79,11 +82,12 @@ class Run:
     # --- what goes in and comes out ---
 
     def __getitem__(self, stream: Input[T]) -> Out[T]:
+        """The writing end of an input; to a reader with ``per_worker`` it takes pairs ``(worker, item)``."""
         if not self._owns(stream) or stream.stage not in self._crew.inputs:
             raise KeyError(
                 f"{stream!r} is no input of this run; run[…] takes the stream that graph.input() returned"
             )
-        return self._crew.inputs[stream.stage]
+        return cast(Out[T], self._crew.inputs[stream.stage])
 
     def iter(self, stream: Stream[list[T]]) -> Iterator[T]:
         """The items of a ``collect`` stream, one by one as they come; leaving the loop early stops the stages
@@ -242,6 +246,40 @@ class Run:
     def abort(self) -> None:
         """Breaks every channel at once; what is in flight is discarded. Returns at once."""
         self._supervisor.ask(AbortAsked())
+
+    @refuses_misspelt("scale")
+    def scale(self, stage: Stream[Any] | str, workers: int) -> None:
+        """Give a stage more workers, or fewer, while the graph runs (R13). Returns at once; ``stats()`` tells
+        how many are at work.
+
+        A removed worker finishes its item and ends. Numbers of workers are not used again. Does nothing once
+        the stage or the run comes to its end.
+
+        Args:
+            stage: A ``map``, ``filter``, ``flat_map``, ``partition`` or ``sink`` on threads or processes,
+                by its name or one of its streams.
+            workers: How many workers the stage is to have, at least 1.
+
+        Raises:
+            KeyError: The graph has no such stage.
+            ValueError: The number of its workers can't change: another kind of stage, one on hosts, with an
+                async function or with GPUs of its own, or one with processes of a pool.
+        """
+        name = stage.stage if isinstance(stage, Stream) and self._owns(stage) else stage
+        if not isinstance(name, str):
+            raise KeyError(f"{stage!r} is no stage of graph {self._plan.graph.name!r}")
+        whole("run.scale", "workers", workers, 1)
+        found = self._plan.graph.stage_named(name)
+        why = self._plan.is_fixed(found)
+        if not why and self._lasting and found.place.apart:
+            why = f"a {found.kind} with the processes of a pool"
+        if why:
+            allowed = ", ".join(verb.name for verb in VERBS.values() if verb.per_item)
+            raise ValueError(
+                f"run.scale: stage must be one of {allowed} on threads or processes, got {name!r}, {why}; "
+                "declare it with workers= instead"
+            )
+        self._supervisor.ask(Scale(name, workers))
 
     def _end_interrupted(self) -> NoReturn:
         """After a Ctrl-C: finishes the run, and says what it gave."""

@@ -44,6 +44,10 @@ The run contract. If the code disagrees with it, that is a bug; each clause name
   finishes a run that goes on, and raises what the last one failed by unless that was raised.
   (test_lasting_workers.py, test_lasting_after_harm.py, test_lasting_blocks.py,
   test_lasting_ends.py)
+- R13 Elastic stages. ``run.scale()`` adds and removes workers of a stage that works item by item, on threads
+  and in processes, while the graph runs. Order is kept, and each item has its outputs once, also when workers
+  are killed meanwhile. A removed worker finishes its item. A new worker that can't be started leaves the
+  others at work. (test_elastic_stages.py, tests/crash/test_scaling_deaths.py)
 """
 
 from __future__ import annotations
@@ -106,6 +110,7 @@ from flowchan.run.observe.clocks import WorkerClocks
 from flowchan.run.observe.feed import Feed
 from flowchan.run.observe.windows import History, between
 from flowchan.run.plan import Plan
+from flowchan.run.policy.scaling import Add, Remove, Size
 from flowchan.run.stats import RunStats
 from flowchan.transport.interrupts import interrupts_deferred
 
@@ -137,6 +142,12 @@ class Supervisor:
             gangs=frozenset(stage.name for stage in plan.graph.stages if stage.gang),
             elastic=plan.elastic,
             since=self.started_at,
+            began=self.started_at,
+            sizes={
+                stage.name: Size(stage.workers, self.started_at, stage.workers)
+                for stage in plan.graph.stages
+                if not plan.is_fixed(stage)
+            },
         )
         # Takes in results that nobody reads while somebody outside waits for the run to move.
         self.take_in: Callable[[frozenset[WorkerId]], None] = lambda _: None
@@ -215,7 +226,8 @@ class Supervisor:
         return True
 
     def ask(self, happening: Happening) -> None:
-        """Asks for a stop or an abort; returns at once. Does nothing when the run has ended."""
+        """Asks for a stop, an abort or other numbers of workers; returns at once. Does nothing when the run
+        has ended."""
         with contextlib.suppress(Closed):
             self._events.put(happening)
 
@@ -349,6 +361,7 @@ class Supervisor:
     def _bury(self, id: WorkerId) -> None:
         """A process has ended; unless it has told how, it died."""
         if id not in self.state.alive or id in self._breaks.ended():
+            self.crew.forget(id)
             return
         if self.state.ends_with_mates(id):
             self._handle(Fell(id))
@@ -397,6 +410,10 @@ class Supervisor:
             self.crew.disband(action.stage)
         elif isinstance(action, Meet):
             self._let_meet(action)
+        elif isinstance(action, Add):
+            self._add(action.worker)
+        elif isinstance(action, Remove):
+            self.crew.remove(action.worker)
 
     def _regroup(self, action: Regroup) -> None:
         for worker in action.workers:
@@ -415,6 +432,14 @@ class Supervisor:
             self.crew.meet(action.workers)
         except OSError as error:
             self._handle(decisions.Stuck(Failure(action.workers[0], error, None, self.pid)))
+
+    def _add(self, worker: WorkerId) -> None:
+        """Starts a further worker. The run goes on without it if that fails."""
+        try:
+            self.crew.add(worker)
+        except Exception as error:
+            self._last_error = self._journal.not_added(worker, error)
+            self._handle(Ended(worker))
 
     def _cancel_tasks(self) -> None:
         """At once when the run is broken off, and sources when nobody wants their elements any more; when

@@ -45,10 +45,11 @@ def join_ports(ports: Ports, stage: Stage) -> None:
     if len(ports.inputs) != 1:
         return
     (reader,) = ports.inputs.values()
-    ordered = stage.ordered and stage.workers > 1 and stage.verb.ordered
+    in_order = stage.ordered and stage.verb.ordered
     apart = {output.port for output in stage.outputs if output.apart}
     for port, out in ports.outputs.items():
-        out._follow(reader, ordered and port not in apart, stage.verb.one_output)
+        keeps = in_order and port not in apart
+        out._follow(reader, keeps and stage.workers > 1, stage.verb.one_output, later=keeps)
     if ports.errors is not None:
         ports.errors._follow(reader, False, False)
 
@@ -111,18 +112,24 @@ def work(
 
 def run_body(job: Job, stage: Stage, ports: Ports, membership: Membership | None) -> None:
     """Does the worker's work."""
-    body = stage.verb.run()
+    body, ends = stage.verb.run(), ends_of(job, stage, ports)
     if membership is None:
-        body(job, **ports.inputs, **ports.outputs)
+        body(job, **ends)
         return
     assert stage.gang is not None
     parameter, kwargs = stage.gang.parameter, job.kwargs
 
     def call(member: Any) -> None:
         job.kwargs = {**kwargs, parameter: member}
-        body(job, **ports.inputs, **ports.outputs)
+        body(job, **ends)
 
     membership.work(call)
+
+
+def ends_of(job: Job, stage: Stage, ports: Ports) -> dict[str, Any]:
+    """What the verb's body is called with. Where the user's code puts, it hears itself of a worker that takes
+    no more items."""
+    return ports.by_parameter(None if stage.verb.calls == "ports" else job.count_unwanted)
 
 
 def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
@@ -198,7 +205,8 @@ def end(
         reader._on_poison(0, None)  # it holds the job, and so the run: without it no collector need end them
     failed = error is not None and not _clean_end(error, ports)
     if not failed and not chance.worker().host:
-        job.unwanted += sum(map(job.let_go_of_the_rest, ports.inputs.values()))
+        left = [reader for reader in ports.inputs.values() if not reader._retired]
+        job.unwanted += sum(map(job.let_go_of_the_rest, left))
     last: Event = Ended(worker, job.unwanted)
     if error is not None and failed:
         cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error

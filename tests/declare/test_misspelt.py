@@ -122,7 +122,7 @@ def test_an_option_like_no_other_is_told_what_there_is() -> None:
 
 VERBS = [verb for verb in vars(Stream).values() if inspect.isfunction(verb) and verb.__name__[0] != "_"]
 SHARED = {setting.name: setting.default for setting in dataclasses.fields(StageSettings)}
-SHARED["elastic"] = False  # which only stages have
+SHARED |= {"elastic": False, "per_worker": ()}  # those of stages alone
 
 
 @pytest.mark.parametrize("verb", [*VERBS, Graph.source, Graph.merge, Graph.stage], ids=lambda v: v.__name__)

@@ -26,6 +26,7 @@ from flowchan.run.decisions import (
     next_at,
 )
 from flowchan.run.events import Bereft, Ended, WorkerId
+from flowchan.run.policy.scaling import Add, Remove, Scale, Size
 
 
 class Runs(RuleBasedStateMachine):
@@ -65,6 +66,7 @@ class Runs(RuleBasedStateMachine):
             limits=dict.fromkeys(map(str, range(len(stages))), restarts),
             gangs=frozenset(map(str, gangs)),
             elastic=frozenset(map(str, gangs & processes if elastic else ())),
+            sizes={str(s): Size(count, 0.0, count) for s, count in enumerate(stages) if s not in gangs},
         )
 
     @property
@@ -86,6 +88,11 @@ class Runs(RuleBasedStateMachine):
                     self.killed.add(action.worker)
             elif isinstance(action, StopSources):
                 assert before.phase == "running"
+            elif isinstance(action, Add):
+                assert action.worker in self.state.alive
+                assert action.worker not in before.alive | self.released, "numbers are not used again"
+            elif isinstance(action, Remove):
+                assert action.worker in before.alive - before.leaving
             elif isinstance(action, Meet):
                 stage = action.workers[0].stage
                 mates = {worker for worker in self.state.alive - self.state.coming if worker.stage == stage}
@@ -131,6 +138,18 @@ class Runs(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_process_dies(self, data: st.DataObject) -> None:
         self.goes(self.some(data, self.living & self.state.processes))
+
+    @precondition(lambda self: self.state.sizes)
+    @rule(data=st.data(), workers=st.integers(1, 4))
+    def somebody_scales_a_stage(self, data: st.DataObject, workers: int) -> None:
+        stage = data.draw(st.sampled_from(sorted(self.state.sizes)))
+        before = self.at_work(stage)
+        self.happens(Scale(stage, workers))
+        going_on = self.state.phase in ("running", "stopping") and before
+        assert len(self.at_work(stage)) == (workers if going_on else len(before))
+
+    def at_work(self, stage: str) -> frozenset[WorkerId]:
+        return frozenset(one for one in self.state.alive - self.state.leaving if one.stage == stage)
 
     @rule()
     def somebody_stops_the_run(self) -> None:

@@ -47,7 +47,7 @@ def test_a_graph_with_an_input_plans_the_channel_that_the_user_fills() -> None:
     graph = Graph("planned")
     graph.input(name="mine").sink(same, name="sink")
     made = plan(graph, seed=1, memory=1 << 20)
-    assert made.inputs == {"mine": "mine"}
+    assert made.inputs == {"mine": ("mine",)}
     assert [worker.id.stage for worker in made.workers] == ["sink"]
     opened = open_plan(made, made.workers)
     opened.inputs["mine"].put(1)

@@ -20,6 +20,7 @@ from flowchan.run.decisions import STOP_SECONDS, AbortAsked, Died, StopAsked, Ti
 from flowchan.run.events import Aborted, Crashed, Ended, Event, Failure, Gone, Result, Retried, WorkerId
 from flowchan.run.measure import Snapshot
 from flowchan.run.plan import Plan, plan
+from flowchan.run.policy.scaling import Scale
 from flowchan.run.stats import HostStats
 from flowchan.run.supervisor import Supervisor
 
@@ -49,6 +50,7 @@ class FakeCrew:
         self.deaths = 1
         self.hears_all = True
         self.result_unread = False
+        self.forgotten: list[WorkerId] = []
 
     def start(self, tell: Callable[[Event], None]) -> None:
         self.asked.append(("start",))
@@ -89,6 +91,17 @@ class FakeCrew:
         self.asked.append(("start again", id))
         if self.refuses_to_start is not None:
             raise self.refuses_to_start
+
+    def add(self, id: WorkerId) -> None:
+        self.asked.append(("add", id))
+        if self.refuses_to_start is not None:
+            raise self.refuses_to_start
+
+    def remove(self, id: WorkerId) -> None:
+        self.asked.append(("remove", id))
+
+    def forget(self, id: WorkerId) -> None:
+        self.forgotten.append(id)
 
     def all_is_heard(self) -> bool:
         return self.hears_all
@@ -231,6 +244,26 @@ def test_a_successor_that_can_not_be_started_fails_the_run(crew: FakeCrew, super
     crew.refuses_to_start = OSError("no process")
     supervisor.turn(Gone(WORK))
     assert crew.asked[-2:] == [("break", crew.refuses_to_start), ("release", WORK)]
+
+
+def test_stage_gets_a_worker_and_loses_it_again(crew: FakeCrew, supervisor: Supervisor) -> None:
+    added = WorkerId(WORK.stage, 2)
+    supervisor.turn(Scale(WORK.stage, 2))
+    assert supervisor.stats().stages[1].workers == 2
+    supervisor.turn(Scale(WORK.stage, 1))
+    supervisor.turn(Ended(added))
+    supervisor.turn(Gone(added))
+    assert crew.asked == [("add", added), ("remove", added), ("release", added)]
+    assert crew.forgotten == [added]
+    assert supervisor.state.failures == ()
+
+
+def test_worker_that_cannot_be_added_does_not_fail_the_run(crew: FakeCrew, supervisor: Supervisor) -> None:
+    crew.refuses_to_start = OSError("no process")
+    supervisor.turn(Scale(WORK.stage, 2))
+    assert "no process" in supervisor.stats().last_error
+    assert supervisor.state.failures == ()
+    assert supervisor.stats().stages[1].alive == 1
 
 
 def test_a_process_that_has_told_how_it_ended_did_not_die(crew: FakeCrew, supervisor: Supervisor) -> None:

@@ -1,0 +1,102 @@
+"""A writing end whose items go to the worker that the sender names: it has a port for each of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from flowchan.channel.ports import Out
+from flowchan.errors import Closed
+from flowchan.items.text import shown
+from flowchan.items.whole import is_whole
+
+
+class Addressed:
+    """What a sender has in place of an ``Out`` where its reader is declared with ``per_worker``. It takes
+    pairs ``(worker, item)``; workers are numbered from 1. One that has ended gets no more: ``unwanted`` hears
+    of each item for it, or the put raises ``Closed`` where there is nobody to hear."""
+
+    def __init__(self, ports: Sequence[Out[Any]], unwanted: Callable[[], None] | None = None) -> None:
+        self.ports = tuple(ports)
+        self._unwanted = unwanted
+
+    def put(self, item: tuple[int, Any], timeout: float | None = None) -> None:
+        """Put an item into the channel of its worker, waiting up to ``timeout`` seconds for a place."""
+        port, item = self._addressee(item)
+        try:
+            port.put(item, timeout)
+        except Closed as end:
+            self._ended(port, end)
+
+    def put_nowait(self, item: tuple[int, Any], /) -> None:
+        """Put an item in if there is a place now, else raise ``Full``."""
+        self.put(item, 0)
+
+    def put_many(self, items: Iterable[tuple[int, Any]], timeout: float | None = None) -> None:
+        """Put every item of an iterable in, in order, waiting as needed."""
+        until = None if timeout is None else time.monotonic() + timeout
+        for number, item in enumerate(items):
+            try:
+                self.put(item, None if until is None else max(0.0, until - time.monotonic()))
+            except Exception as error:
+                error.items_put = number  # type: ignore[attr-defined]
+                raise
+
+    async def aput(self, item: tuple[int, Any]) -> None:
+        """Put an item in while the event loop goes on."""
+        port, item = self._addressee(item)
+        try:
+            await port.aput(item)
+        except Closed as end:
+            self._ended(port, end)
+
+    def _addressee(self, item: Any) -> tuple[Out[Any], Any]:
+        if not isinstance(item, tuple) or len(item) != 2 or not is_whole(item[0]):
+            raise TypeError(
+                f"put: item must be a pair (worker, item), got {shown(item)}; the reader is declared with "
+                "per_worker"
+            )
+        worker, inner = item
+        if not 1 <= worker <= len(self.ports):
+            raise ValueError(f"put: worker must be from 1 to {len(self.ports)}, got {worker}")
+        return self.ports[worker - 1], inner
+
+    def _ended(self, port: Out[Any], end: Closed) -> None:
+        """After a put into a channel that has ended."""
+        of_user = not port.channel.closed  # what pickles the item has raised it, about another channel
+        if self._unwanted is None or of_user or self.closed:
+            raise end
+        self._unwanted()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more can be put: none of the workers takes items any more."""
+        return all(port.closed for port in self.ports)
+
+    @property
+    def channel(self) -> Any:
+        """Of the channels that it writes one that is broken, or else one that is open."""
+        channels = [port.channel for port in self.ports]
+        still_open = next((channel for channel in channels if not channel.closed), channels[0])
+        return next((channel for channel in channels if channel.broken), still_open)
+
+    def close(self) -> None:
+        """Leave every channel."""
+        for port in self.ports:
+            port.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for port in self.ports:
+            port.__exit__(type, error, traceback)
+
+
+def ports_of_end(end: Out[Any] | Addressed) -> tuple[Out[Any], ...]:
+    """The ports of a writing end."""
+    return end.ports if isinstance(end, Addressed) else (end,)

@@ -1,0 +1,59 @@
+"""How the number of a stage's workers changes while its graph runs (R13), as a pure function.
+
+New workers get numbers that no worker of the stage has had. The workers with the highest numbers are removed;
+each finishes its item first. Workers that are about to leave count no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from flowchan.run.events import WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many workers an elastic stage has ``since`` when, and which number was given last. ``spent``: the
+    seconds of worker time that it had before that."""
+
+    workers: int
+    since: float
+    last: int
+    spent: float = 0.0
+
+    def seconds(self, now: float) -> float:
+        """The worker time until ``now``, in seconds: with two workers two for each second."""
+        return self.spent + self.workers * (now - self.since)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """``run.scale()``: the stage is to have so many workers."""
+
+    stage: str
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Open the ports of a further worker of a stage, and start it."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Let a worker end after the item in hand."""
+
+    worker: WorkerId
+
+
+def scaled(
+    size: Size, scale: Scale, mates: Collection[WorkerId], now: float
+) -> tuple[Size, list[WorkerId], list[WorkerId]]:
+    """The stage's next size, and the workers to add and to remove, where ``mates`` are its workers now."""
+    more = max(0, scale.workers - len(mates))
+    new = [WorkerId(scale.stage, size.last + number) for number in range(1, more + 1)]
+    fewer = sorted(mates, key=lambda worker: worker.number)[scale.workers :]
+    return Size(scale.workers, now, size.last + more, size.seconds(now)), new, fewer
