@@ -15,17 +15,13 @@ from flowchan.collective.meeting import meet
 from flowchan.collective.seats import Seat
 from flowchan.collective.shared import make_all
 from flowchan.collective.steps import Edge
-from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
+from flowchan.errors import GroupError
 from flowchan.items.arguments import refuses_misspelt, secret_bytes, text, whole
 
 __all__ = [
     "Edge",
     "Group",
-    "GroupError",
     "Handle",
-    "MemberDied",
-    "MemberLeft",
-    "Mismatch",
     "group",
     "members",
 ]

@@ -316,7 +316,10 @@ class Inference:
             failures.append(stream.errors)
         failed = self.graph.merge(*failures, name="errors") if len(failures) > 1 else failures[0]
         self.graph.stage(self._attend, stream, failed, name="results")
-        self.graph.drawn |= {part.name: part.drawn for part in parts} | {"errors": None, "results": "outputs"}
+        self.graph._drawn |= {part.name: part.drawn for part in parts} | {
+            "errors": None,
+            "results": "outputs",
+        }
 
     def _attend(self, outputs: In[Any], failures: In[Failed[Any]]) -> None:
         assert self._line is not None

@@ -395,8 +395,8 @@ def _declare(
         onward = named.get("onward")
         if "back" in named:
             backs.append(named["back"])
-        graph.drawn[_name(job)] = "\n".join(part.drawn for part in job.parts)
-    graph.drawn |= dict.fromkeys([*(f"commands {number}" for number in range(size)), "merge", "answers"])
+        graph._drawn[_name(job)] = "\n".join(part.drawn for part in job.parts)
+    graph._drawn |= dict.fromkeys([*(f"commands {number}" for number in range(size)), "merge", "answers"])
     if ring:
         assert round_about is not None
         assert onward is not None

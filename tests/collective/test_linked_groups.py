@@ -16,8 +16,9 @@ from collective_members import SECRET, OverHosts, free_address, over_hosts, rais
 from waiting import wait_until
 
 from flowchan import collective
-from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch, gathering, slicing
+from flowchan.collective import gathering, slicing
 from flowchan.collective.links import Links
+from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abb", "abcabc", "aaaab"])

@@ -8,7 +8,8 @@ import pytest
 from collective_members import OverHosts, die, shrunk, work
 
 from flowchan import Channel
-from flowchan.collective import GroupError, MemberDied, at_address
+from flowchan.collective import at_address
+from flowchan.errors import GroupError, MemberDied
 
 
 @pytest.mark.parametrize(
