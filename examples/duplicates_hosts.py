@@ -1,10 +1,9 @@
 """The search for duplicates of duplicates.py over hosts: they compute the hashes, and say what each has done.
 
-    python examples/duplicates_hosts.py [DIRECTORY [POOL]]
+    python examples/duplicates_hosts.py [DIRECTORY [HOST …]]
     flowchan viz examples/duplicates_hosts.py -o duplicates_hosts.svg
 
-DIRECTORY has to be there on every host. POOL is local:2 unless another is named: ssh:gpu1,gpu2, slurm or
-ray:4.
+DIRECTORY has to be on every host. The hosts are reached by ssh; without any, two agents run on this machine.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from duplicates import STANDARD_LIBRARY, group, show, sized_files, unreadable, w
 
 import flowchan
 from flowchan import Graph
-from flowchan.hosts import parse
+from flowchan.hosts import local, ssh
 
 
 def with_digest_and_host(file: Path) -> tuple[tuple[bytes, Path], str]:
@@ -30,11 +29,12 @@ def tell(hosts: list[str]) -> None:
     print("".join(lines), end="")  # at once, for the other sink prints beside this one
 
 
-def duplicates_on_hosts(directory: str = str(STANDARD_LIBRARY), pool: str = "local:2") -> Graph:
+def duplicates_on_hosts(directory: str = str(STANDARD_LIBRARY), *hosts: str) -> Graph:
+    pool = ssh(*hosts) if hosts else local(2)
     graph = Graph("duplicates on hosts")
     files = graph.source(sized_files, Path(directory), name="files")
     candidates = graph.stage(group, files, name="same size").unbatch(name="candidates")
-    hashed = candidates.map(with_digest_and_host, on=parse(pool), workers=4, ordered=False, name="hash")
+    hashed = candidates.map(with_digest_and_host, on=pool, workers=4, ordered=False, name="hash")
     hashed.errors.sink(unreadable)
     keyed, done = hashed.tee(2)
     graph.stage(group, keyed.map(itemgetter(0), name="keyed"), name="equal").collect(name="report").sink(show)
@@ -45,9 +45,9 @@ def duplicates_on_hosts(directory: str = str(STANDARD_LIBRARY), pool: str = "loc
 def main() -> None:
     parser = argparse.ArgumentParser(description="Find files with equal content, with hashes from hosts.")
     parser.add_argument("directory", nargs="?", default=str(STANDARD_LIBRARY))
-    parser.add_argument("pool", nargs="?", default="local:2")
+    parser.add_argument("hosts", nargs="*")
     asked = parser.parse_args()
-    duplicates_on_hosts(asked.directory, asked.pool).run(progress=True)
+    duplicates_on_hosts(asked.directory, *asked.hosts).run(progress=True)
 
 
 if __name__ == "__main__":

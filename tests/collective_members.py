@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from flowchan import Channel, collective
-from flowchan.collective import GroupError, MemberDied
 from flowchan.collective.rendezvous.address import meet_at
+from flowchan.errors import GroupError, MemberDied
 
 Body = Callable[..., Any]
 

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from flowchan.viz.dot import to_dot
 from flowchan.viz.mermaid import to_mermaid
-from flowchan.viz.render import PICTURES, RenderError, render
+from flowchan.viz.render import PICTURES, RenderError
+from flowchan.viz.render import render as _render
 
 if TYPE_CHECKING:
     from flowchan.declare.blueprint import Blueprint
 
-__all__ = ["FORMATS", "RenderError", "draw", "render", "svg", "to_dot", "to_mermaid"]
+__all__ = ["FORMATS", "RenderError", "draw", "svg", "to_dot", "to_mermaid"]
 
 FORMATS = (*PICTURES, "dot", "mmd")
 """The suffixes that :func:`draw` knows."""
@@ -26,7 +27,7 @@ FORMATS = (*PICTURES, "dot", "mmd")
 
 def svg(blueprint: Blueprint) -> str:
     """The picture of ``blueprint`` as SVG, as notebooks show it. Raises :class:`RenderError`."""
-    return render(to_dot(blueprint), "svg").decode()
+    return _render(to_dot(blueprint), "svg").decode()
 
 
 def draw(blueprint: Blueprint, path: str | os.PathLike[str]) -> Path:
@@ -47,6 +48,6 @@ def draw(blueprint: Blueprint, path: str | os.PathLike[str]) -> Path:
     elif suffix == "dot":
         content = to_dot(blueprint).encode()
     else:
-        content = render(to_dot(blueprint), suffix)
+        content = _render(to_dot(blueprint), suffix)
     path.write_bytes(content)
     return path

@@ -63,7 +63,7 @@ class Picture:
 
 def picture(blueprint: Blueprint) -> Picture:
     """Read a graph's frozen values into what is drawn. Runs nothing."""
-    drawn = blueprint.drawn
+    drawn = blueprint._drawn
     stages = tuple(stage for stage in blueprint.stages if drawn.get(stage.name, "") is not None)
     number: dict[str, int] = {}
     for index, stage in enumerate(stages):

@@ -128,14 +128,14 @@ def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     written = {Origin(stage.name, output.port) for stage in stages for output in stage.all_outputs}
     for place, stage in enumerate(stages):
         for origin in stage.inputs:
-            stranger = graph.strangers.get(origin)
+            stranger = graph._strangers.get(origin)
             if stranger is not None:
                 message = (
                     f"reads stream {stranger.name!r} of another graph, {stranger.graph!r} declared at "
                     f"{stranger.where}; declare both ends in one graph"
                 )
                 yield place, Problem("foreign", stage.name, stage.where, message)
-            elif origin not in written and origin not in graph.loops:
+            elif origin not in written and origin not in graph._loops:
                 message = f"reads stream {str(origin)!r}, but no stage of graph {graph.name!r} writes it"
                 yield place, Problem("foreign", stage.name, stage.where, message)
 
@@ -185,7 +185,7 @@ def _goes_in_circles(edges: list[tuple[str, str]]) -> bool:
 
 def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     """Each feedback is fed, and who reads it can end by itself."""
-    for origin, loop in graph.loops.items():
+    for origin, loop in graph._loops.items():
         if loop.fed_by is None:
             message = f"nothing feeds {loop.name!r}; close the loop with .feed(stream)"
             places = [place for place, stage in enumerate(stages) if origin in stage.inputs]

@@ -170,10 +170,11 @@ def _logging() -> Iterator[None]:
 
 
 def _pool(hosts: str) -> Any:
-    from flowchan.hosts import HostError, parse
+    from flowchan.errors import HostError
+    from flowchan.hosts.spec import pool_from
 
     try:
-        return parse(hosts)
+        return pool_from(hosts)
     except (ValueError, HostError) as error:
         raise click.BadParameter(str(error), param_hint="--hosts") from None
 

@@ -15,17 +15,13 @@ from flowchan.collective.rendezvous.address import meet_at
 from flowchan.collective.rendezvous.host import meet
 from flowchan.collective.shared import make_all
 from flowchan.collective.steps import ConnectionStats
-from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
+from flowchan.errors import GroupError
 from flowchan.items.arguments import refuses_misspelt, secret_bytes, text, whole
 
 __all__ = [
     "ConnectionStats",
     "Group",
-    "GroupError",
     "Handle",
-    "MemberDied",
-    "MemberLeft",
-    "Mismatch",
     "group",
     "members",
 ]

@@ -36,9 +36,9 @@ class Builder:
         self._by_port: dict[Origin, int] = {}
         self._last_number: dict[str, int] = {}
         self._links: tuple[Link, ...] | None = None
-        self._loops: dict[Origin, Loop] = {}
-        self._strangers: dict[Origin, Stranger] = {}
-        self.drawn: dict[str, str | None] = {}
+        self._loops: dict[Origin, Loop] = {}  # by the origin that stands for it
+        self._strangers: dict[Origin, Stranger] = {}  # streams of other graphs that a stage here reads
+        self._drawn: dict[str, str | None] = {}
         """What pictures say of a stage, by its name, in place of its verb and line; ``None``: they leave it
         out."""
 
@@ -71,16 +71,6 @@ class Builder:
         if self._links is None:
             self._links = tuple(self._joined())
         return self._links
-
-    @property
-    def loops(self) -> Mapping[Origin, Loop]:
-        """Every feedback by the origin that stands for it until it is fed."""
-        return MappingProxyType(self._loops)
-
-    @property
-    def strangers(self) -> Mapping[Origin, Stranger]:
-        """Every stream of another graph that a stage here reads, by the origin that stands for it."""
-        return MappingProxyType(self._strangers)
 
     # Behind the verbs
 

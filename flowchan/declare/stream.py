@@ -296,7 +296,7 @@ class Feedback(Stream[T]):
         streams_argument("feed", (stream,))
         if isinstance(stream, Feedback):
             raise TypeError(f"feed: takes the stream of a stage, not {stream!r}")
-        fed_by = self.graph.loops[self._origin].fed_by
+        fed_by = self.graph._loops[self._origin].fed_by
         if fed_by is not None:
             raise ValueError(f"{self!r} is fed by {str(fed_by)!r} already; ask for another graph.feedback()")
         self.graph._feed(self._origin, *origins(self.graph, stream))

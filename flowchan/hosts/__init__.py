@@ -14,12 +14,10 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from flowchan.errors import HostError
 from flowchan.hosts.local import local as _local
 from flowchan.hosts.pool import PATIENCE, Pool, pool_of
 from flowchan.hosts.ray import ray as _ray
 from flowchan.hosts.slurm import slurm as _slurm
-from flowchan.hosts.spec import parse as _parse
 from flowchan.hosts.ssh import ssh as _ssh
 from flowchan.items.arguments import refuses_misspelt
 
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from flowchan.hosts.far import open_channel
     from flowchan.hosts.hosting import serve
 
-__all__ = ["HostError", "Pool", "local", "open_channel", "parse", "ray", "serve", "slurm", "ssh"]
+__all__ = ["Pool", "local", "open_channel", "ray", "serve", "slurm", "ssh"]
 
 
 @refuses_misspelt("local")
@@ -70,13 +68,6 @@ def ray(
     """``count`` agents, each held by an actor of Ray on a node of its own that has these ``resources``.
     ``address`` as for :func:`ssh`."""
     return pool_of("ray", _ray(count, resources=resources, address=address), patience, tls)
-
-
-def parse(spec: str) -> Pool:
-    """The pool that a text means, as ``flowchan run --hosts`` takes it: ``local:2``, ``ssh:gpu1,user@gpu2``,
-    ``slurm``, ``ray:4``; options behind the hosts, as in ``ssh:gpu1,tls,patience=30`` and ``ray:4,GPU=1``.
-    Raises ``ValueError``."""
-    return pool_of("parse", *_parse(spec))
 
 
 _LATER = {"open_channel": "far", "serve": "hosting"}

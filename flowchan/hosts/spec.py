@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from flowchan.hosts.local import local
-from flowchan.hosts.pool import PATIENCE
+from flowchan.hosts.pool import PATIENCE, Pool, pool_of
 from flowchan.hosts.provider import Provider
 from flowchan.hosts.ray import ray
 from flowchan.hosts.slurm import slurm
@@ -30,6 +30,11 @@ class Spec(NamedTuple):
     provider: Provider
     patience: float
     tls: bool
+
+
+def pool_from(spec: str) -> Pool:
+    """Make the pool that a text describes. Raises ``ValueError``."""
+    return pool_of("parse", *parse(spec))
 
 
 def parse(spec: str) -> Spec:

@@ -129,7 +129,7 @@ class InferenceRun(PipelineRun):
             failures.append(stream.errors)
         failed = self.graph.merge(*failures, name="errors") if len(failures) > 1 else failures[0]
         self.lend(stream, failed)
-        self.graph.drawn |= {part.name: part.drawn for part in parts} | {"errors": None, "results": "outputs"}
+        self.graph._drawn |= {part.name: part.drawn for part in parts} | {"errors": None, "results": "outputs"}
 
     def begin(self) -> None:
         """Start the parts."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from collective_members import OverHosts, refused
 
-from flowchan.collective import Mismatch
+from flowchan.errors import Mismatch
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from collective_members import in_threads
 
 from flowchan import Mismatch
-from flowchan.collective import MemberDied
+from flowchan.errors import MemberDied
 
 
 def add(a: Any, b: Any) -> Any:

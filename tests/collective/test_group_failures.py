@@ -18,7 +18,7 @@ from collective_members import Processes, in_threads, over_hosts, raised
 from waiting import wait_until
 
 from flowchan import Channel, collective
-from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch
+from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 
 
 def test_a_member_killed_anywhere_is_named_by_all_survivors() -> None:
@@ -443,7 +443,7 @@ def wait_for_the_other():
     g = members[1].__enter__()
     try:
         g.receive(0)
-    except collective.MemberLeft as error:
+    except flowchan.MemberLeft as error:
         print(error)
 
 threading.Thread(target=wait_for_the_other).start()

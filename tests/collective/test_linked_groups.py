@@ -16,9 +16,10 @@ from collective_members import SECRET, OverHosts, free_address, over_hosts, rais
 from waiting import wait_until
 
 from flowchan import collective
-from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch, leader_links
+from flowchan.collective import leader_links
 from flowchan.collective.leader_links import Links
 from flowchan.collective.rendezvous import forming
+from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abb", "abcabc", "aaaab"])

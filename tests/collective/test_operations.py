@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowchan.collective import GroupError
+from flowchan.errors import GroupError
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")
 

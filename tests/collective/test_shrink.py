@@ -13,9 +13,10 @@ import pytest
 from collective_members import Processes, die, in_threads, raised, shrunk
 from waiting import wait_until
 
-from flowchan.collective import MemberDied, MemberLeft, shrinking
+from flowchan.collective import shrinking
 from flowchan.collective.shared import SharedGroup
 from flowchan.collective.shrinking import Shrinking
+from flowchan.errors import MemberDied, MemberLeft
 
 
 @pytest.mark.parametrize("victims", [{0}, {2}, {0, 1}, {1, 3}, {0, 1, 2}])

@@ -8,8 +8,8 @@ import pytest
 from collective_members import OverHosts, die, shrunk, work
 
 from flowchan import Channel
-from flowchan.collective import GroupError, MemberDied
 from flowchan.collective.rendezvous import address
+from flowchan.errors import GroupError, MemberDied
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ import pytest
 from collective_members import Processes, in_processes, in_threads, raised
 
 from flowchan import collective
-from flowchan.collective import GroupError, MemberDied, Mismatch, operations, ways
+from flowchan.collective import operations, ways
+from flowchan.errors import GroupError, MemberDied, Mismatch
 
 torch = pytest.importorskip("torch")
 

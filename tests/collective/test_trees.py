@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from waiting import wait_until
 from wires import Wire
 
-from flowchan.collective import MemberDied, Mismatch, steps, trees
+from flowchan.collective import steps, trees
 from flowchan.collective.leader_links import Links
 from flowchan.collective.steps import HEADER
 from flowchan.collective.trees import Table, Times, Tree, grown, meetings
+from flowchan.errors import MemberDied, Mismatch
 from flowchan.transport.tcp import dial
 
 NEAR, FAR = Times(3e-5, 2e-4), Times(1e-2, 2e-4)

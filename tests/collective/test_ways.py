@@ -15,8 +15,8 @@ import pytest
 from collective_members import Processes, in_processes, in_threads, raised
 
 from flowchan import collective
-from flowchan.collective import Mismatch
 from flowchan.collective.values import dumps, loads
+from flowchan.errors import Mismatch
 
 LARGE = 400_000
 WAYS = {

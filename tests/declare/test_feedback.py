@@ -99,7 +99,7 @@ def test_a_feedback_that_is_never_fed_is_reported_at_its_line(graph: Blueprint) 
     work.sink(print)
     problem = only(graph)
     assert (problem.rule, problem.stage) == ("loop", "steer")
-    assert problem.where == graph.loops[again._origin].where
+    assert problem.where == graph._loops[again._origin].where
     assert problem.where.file == __file__
     assert problem.message == "nothing feeds 'again'; close the loop with .feed(stream)"
 

@@ -9,7 +9,7 @@ from flowchan.hosts.local import local
 from flowchan.hosts.pool import PATIENCE
 from flowchan.hosts.ray import ray
 from flowchan.hosts.slurm import slurm
-from flowchan.hosts.spec import parse
+from flowchan.hosts.spec import parse, pool_from
 from flowchan.hosts.ssh import ssh
 
 SPECS = {
@@ -41,7 +41,7 @@ def test_a_text_means_a_provider(spec):
 
 @pytest.mark.parametrize("spec", POOLS)
 def test_and_a_pool_with_its_options(spec):
-    assert hosts.parse(spec) == POOLS[spec]
+    assert pool_from(spec) == POOLS[spec]
 
 
 @pytest.mark.parametrize(

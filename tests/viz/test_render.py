@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from picture_graphs import chain, declared, link, stage, wordcount
 
-from flowchan.viz import RenderError, draw, render
+from flowchan.viz import RenderError, draw
 from flowchan.viz.dot import FONT
 from flowchan.viz.labels import PER_ROW
+from flowchan.viz.render import render
 
 HEADS = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF", "dot": b"digraph", "mmd": b"---\ntitle"}
 

@@ -48,7 +48,7 @@ def declare(
         onward = named.get("onward")
         if "back" in named:
             backs.append(named["back"])
-        graph.drawn[job.name] = "\n".join(part.drawn for part in job.parts)
+        graph._drawn[job.name] = "\n".join(part.drawn for part in job.parts)
     if ring:
         assert round_about is not None
         assert onward is not None
@@ -59,7 +59,7 @@ def declare(
     streams = [answers.pop(jobs[0].owners.of[-1])]
     if answers:
         streams.append(graph.merge(*answers, name="answers") if len(answers) > 1 else answers[0])
-    graph.drawn |= dict.fromkeys([*(f"commands {number}" for number in range(size)), "answers", "results"])
+    graph._drawn |= dict.fromkeys([*(f"commands {number}" for number in range(size)), "answers", "results"])
     return commands, streams
 
 
