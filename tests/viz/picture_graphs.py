@@ -25,7 +25,7 @@ class Declared:
     name: str
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
-    drawn: dict[str, str | None] = field(default_factory=dict)
+    _drawn: dict[str, str | None] = field(default_factory=dict)
 
 
 def declared(name: str, stages: list[Stage], links: list[Link]) -> Blueprint:
