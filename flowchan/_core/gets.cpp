@@ -119,7 +119,8 @@ nb::object opened_parcel(Ring& ring, const Taken& taken) {
 }
 
 // Takes the next item, not decoded yet.
-Step take_encoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, Taken& taken) {
+[[gnu::always_inline]] inline Step take_encoded(Ring& ring, Channel& ch, In* in, Deadline deadline,
+                                                Taking taking, Taken& taken) {
     ReaderState* reader = in ? &in->state : nullptr;
     const uint32_t session = reader ? reader->session : ch.plain_session();
     bool finished = false;

@@ -136,7 +136,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
 // --- take ---
 
 // Whether the slot at the head, and the last one that the session has on lease, are as they must be.
-bool Ring::head_is_right(const Session* session) const {
+[[gnu::always_inline]] inline bool Ring::head_is_right(const Session* session) const {
     const Slot* slot = at<Slot>(h_->head);
     if (!slot_exists(h_->head) || !payload_exists(slot)) return false;
     if (slot->place() != SlotState::Inside && slot->place() != SlotState::Parked) return false;
@@ -144,7 +144,7 @@ bool Ring::head_is_right(const Session* session) const {
 }
 
 // What a reader is told of the slot at the head, but for where its payload is.
-void Ring::describe(Taken& taken, Slot* slot) const {
+[[gnu::always_inline]] inline void Ring::describe(Taken& taken, Slot* slot) const {
     taken.kind = slot->kind;
     taken.size = slot->size;
     taken.deaths = slot->deaths();
@@ -155,7 +155,8 @@ void Ring::describe(Taken& taken, Slot* slot) const {
 }
 
 // Puts the slot, which was at the head, on lease.
-void Ring::lease(Slot* slot, uint64_t number, uint64_t state, Session& session, Change& change) {
+[[gnu::always_inline]] inline void Ring::lease(Slot* slot, uint64_t number, uint64_t state, Session& session,
+                                               Change& change) {
     change.set(slot->next, 0);
     change.set(slot->number, number);
     change.set(slot->state, Slot::placed(state, SlotState::Leased));
