@@ -36,6 +36,7 @@ class WorkSeconds:
 
     @property
     def work(self) -> float:
+        """Seconds in which it did not wait."""
         return max(0.0, self.working - self.input - self.place - self.turn)
 
     def since(self, earlier: WorkSeconds) -> WorkSeconds:

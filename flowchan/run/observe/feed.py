@@ -115,7 +115,7 @@ class Feed:
                 ended.
             events: Gets what the supervisor hears of workers and decides on (``flowchan.run.events``), in
                 order and not later than the statistics that follow it.
-            every: WorkSeconds between two statistics.
+            every: Seconds between two statistics.
         """
         new = Subscription(self, stats, events, every)
         with self._changed:
