@@ -218,7 +218,9 @@ struct Woken {
 };
 
 template <class M>
-Woken sleep_without_gil(M& m, const Caller& caller, typename Traits<M>::Waiting& waiting, Deadline deadline) {
+[[gnu::always_inline]] inline Woken sleep_without_gil(M& m, const Caller& caller,
+                                                      typename Traits<M>::Waiting& waiting,
+                                                      Deadline deadline) {
     Woken woken{.interrupted = PyErr_CheckSignals() != 0};
     woken.late = !woken.interrupted && deadline.passed();
     if (woken.interrupted || woken.late) return woken;

@@ -103,7 +103,7 @@ struct Writer {
         if (is_plain && PyList_CheckExact(o)) return list(o, depth);
         return PyTuple_CheckExact(o) && tuple(o, depth);
     }
-    bool tuple(PyObject* o, int depth) {
+    [[gnu::always_inline]] bool tuple(PyObject* o, int depth) {
         const int deepest = is_plain ? DEEPEST_PLAIN : DEEPEST;
         if (depth == deepest || PyTuple_GET_SIZE(o) > 255 || !tag(TUPLE, 1)) return false;
         const bool before = std::exchange(is_shared, is_shared || !is_alone(o, depth));

@@ -76,7 +76,7 @@ void Ring::see_growth() {
 // --- slots ---
 
 // The first class from `cls` on, before `upto`, in which a slot is free; CLASSES: there is none.
-uint32_t Ring::free_class(uint32_t cls, uint32_t upto) const {
+[[gnu::always_inline]] inline uint32_t Ring::free_class(uint32_t cls, uint32_t upto) const {
     while (cls < upto && !h_->free_slots[cls]) ++cls;
     return cls < upto ? cls : CLASSES;
 }
