@@ -10,7 +10,7 @@ from typing import Any, Self
 from flowchan.channel.ports import Out
 from flowchan.errors import Closed
 from flowchan.items.text import shown
-from flowchan.items.whole import is_whole
+from flowchan.items.arguments import is_whole
 
 
 class Addressed:
