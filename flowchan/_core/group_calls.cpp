@@ -213,18 +213,34 @@ PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t n, Py
 // What they do is described at Group, of which a core's member is one.
 PyMethodDef group_methods[] = {
     {"allreduce", fast(allreduce), FASTCALL,
-     "allreduce($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\nSee Group.allreduce."},
+     "allreduce($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\n"
+     "Combine what all members give, element by element, in the order of their ranks: all get the same "
+     "bits.\n\n"
+     "An array or tensor is overwritten with the result and returned; with ``out`` it stays, and that one is "
+     "returned. Any other value is combined by Python's operators, and the result returned. ``op``: 'sum', "
+     "'mean', 'prod', 'min', 'max', 'and', 'or', 'xor', for values also a function of two. ``wait=False`` "
+     "gives "
+     "a handle."},
     {"broadcast", fast(broadcast), FASTCALL,
-     "broadcast($self, /, x=None, root=0, timeout=None, wait=True)\n--\n\nSee Group.broadcast."},
+     "broadcast($self, /, x=None, root=0, timeout=None, wait=True)\n--\n\n"
+     "Give all members what ``root`` has: an array or tensor of the same shape and type is overwritten and "
+     "returned; any other value is returned."},
     {"barrier", fast(barrier), FASTCALL,
-     "barrier($self, /, timeout=None, wait=True)\n--\n\nSee Group.barrier."},
+     "barrier($self, /, timeout=None, wait=True)\n--\n\nReturn when all members have called it."},
     {"allgather", fast(allgather), FASTCALL,
-     "allgather($self, /, x, out=None, timeout=None, wait=True)\n--\n\nSee Group.allgather."},
+     "allgather($self, /, x, out=None, timeout=None, wait=True)\n--\n\n"
+     "What every member gives, as a list in the order of the ranks. Arrays and tensors may differ in shape. "
+     "``out``: an array of ``size`` times as many elements, or a list of arrays, to be filled instead and "
+     "returned; raises ValueError where what a member gave does not fit. ``wait=False`` gives a handle."},
     {"alltoall", fast(alltoall), FASTCALL,
-     "alltoall($self, /, xs, out=None, timeout=None, wait=True)\n--\n\nSee Group.alltoall."},
+     "alltoall($self, /, xs, out=None, timeout=None, wait=True)\n--\n\n"
+     "What each member has for this one: a list in the order of the ranks. ``xs[i]`` goes to member i. "
+     "``out``: arrays to be filled instead, then all of ``xs`` are arrays, too. ``wait=False`` gives a "
+     "handle."},
     {"reduce_scatter", fast(reduce_scatter), FASTCALL,
-     "reduce_scatter($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\nSee "
-     "Group.reduce_scatter."},
+     "reduce_scatter($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\n"
+     "Combine arrays as ``allreduce`` does, and give each member its part of the result: the first of "
+     "``size`` equal parts along the first dimension to rank 0, and so on. ``wait=False`` gives a handle."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
