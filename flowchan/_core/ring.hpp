@@ -37,7 +37,7 @@ enum Orders : uint32_t {
 // What a port remembers between two operations. Everything that must survive its process lies in Session.
 struct ReaderState {
     uint32_t session = 0;
-    mutable PortClock clock;  // between threads; a ring has it in the session
+    mutable PortClock clock;       // between threads; a ring has it in the session
     uint64_t number = UINT64_MAX;  // of the first item in hand, or the last that was; before that UINT64_MAX
     uint32_t in_hand = 0;
     uint32_t orders = 0;       // threads: see Orders; of a ring they are in Session
@@ -308,6 +308,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     }
     bool head_is_right(const Session* session) const;
     void describe(Taken& taken, Slot* slot) const;
+    void take_head(Taken& taken, ReaderState* reader, Session* leases, uint32_t session, Wakes& wakes);
     void lease(Slot* slot, uint64_t number, uint64_t state, Session& session, Change& change);
     bool count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64_t& rest);
     void free_leased(Session& s, uint64_t most, Wakes& wakes);

@@ -166,20 +166,9 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     change.set(h_->leased, h_->leased + 1);
 }
 
-Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes) {
-    if (h_->state >= BROKEN) return h_->state == BROKEN ? Step::Broken : found_damage();
-    Session* const leases = reader ? &this->session(reader->session) : nullptr;
-    const uint64_t orders = reader && !reader->in_hand ? leases->orders : 0;
-    if (orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
-    if (leases && leases->again_head) return take_again(taken, *reader);
-    // What was given back it still takes: the others may all wait behind that for their turns.
-    if (orders & RETIRE && !is_next_before(UINT64_MAX)) {
-        if (h_->head) h_->reader_gate.call_in_turn(1, wakes);  // it may have been woken for that item
-        return Step::Drained;
-    }
-    if (h_->head == 0) return at_end_for(reader) ? end() : Step::Wait;
-    if (blind_) return Step::NoMemory;
-    if (!head_is_right(leases)) return found_damage();
+// Takes the slot at the head, which is as it must be. ``leases``: the session that gets it on lease, if any.
+[[gnu::always_inline]] inline void Ring::take_head(Taken& taken, ReaderState* reader, Session* leases,
+                                                   uint32_t session, Wakes& wakes) {
     Slot* slot = at<Slot>(h_->head);
     describe(taken, slot);
     Change change(record(Side::Reader), windows_);
@@ -214,6 +203,23 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     if (h_->head) h_->reader_gate.call_in_turn(1, wakes);
     call_writers(wakes, reader);
     tell_end(wakes);
+}
+
+Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes) {
+    if (h_->state >= BROKEN) return h_->state == BROKEN ? Step::Broken : found_damage();
+    Session* const leases = reader ? &this->session(reader->session) : nullptr;
+    const uint64_t orders = reader && !reader->in_hand ? leases->orders : 0;
+    if (orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
+    if (leases && leases->again_head) return take_again(taken, *reader);
+    // What was given back it still takes: the others may all wait behind that for their turns.
+    if (orders & RETIRE && !is_next_before(UINT64_MAX)) {
+        if (h_->head) h_->reader_gate.call_in_turn(1, wakes);  // it may have been woken for that item
+        return Step::Drained;
+    }
+    if (h_->head == 0) return at_end_for(reader) ? end() : Step::Wait;
+    if (blind_) return Step::NoMemory;
+    if (!head_is_right(leases)) return found_damage();
+    take_head(taken, reader, leases, session, wakes);
     return Step::Done;
 }
 
