@@ -65,9 +65,9 @@ docs: .venv/installed-docs
 # Which lines of the Python package its quicker tests run in this process; what worker processes run is not counted.
 coverage: .venv/installed-test
 	$(BIN)/python -m pytest --cov=flowchan --cov=viz --cov=pipelines --cov-report=term-missing:skip-covered \
-	    tests/declare tests/check tests/viz tests/cli tests/run/test_verbs.py tests/run/test_verbs_per_item.py tests/run/test_failure.py \
+	    tests/declare tests/check tests/viz tests/cli tests/run/test_operators.py tests/run/test_operators_per_item.py tests/run/test_failure.py \
 	    tests/run/test_handle.py tests/run/test_decisions.py tests/run/test_decisions_at_random.py tests/run/test_async_stages.py tests/run/test_explain.py \
-	    tests/crash/test_exactly_once.py tests/pipelines tests/contract/test_values.py
+	    tests/deaths/test_exactly_once.py tests/pipelines tests/contract/test_values.py
 
 # What takes too long for every change and `make test` has not run: models, crash walks, stress and combinations of
 # parameters in full; then random graphs and random kills,
@@ -83,7 +83,7 @@ soak: .venv/installed-test
 	$(NATIVE) sanitized
 	$(RUN_TESTS) --part="--large without" --part="--large with" --long --only-long --timeout 1200 --durations 12 \
 	    --frames $(FRAMES) $(if $(SKIP),-k "not ($(SKIP))") $(if $(MODELS),,--ignore=tests/model)
-	$(BIN)/python -m tests.crash.soak --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m tests.deaths.soak --minutes $(MINUTES) --seed $(SEED)
 	$(BIN)/python -m tests.hosts.soak --minutes $(MINUTES) --seed $(SEED)
 
 bench: .venv/installed-bench

@@ -46,7 +46,7 @@ class Flowchan:
 
     def training(self, elements: int) -> Operation:
         """With gradients of so many elements, by ``Gradients``."""
-        from flowchan.collective.parallel import Gradients
+        from flowchan.collective.training.gradients import Gradients
 
         net = dense(elements)
         gradients = Gradients(net, self.group)
@@ -142,7 +142,7 @@ class Backend(Gloo):
     """flowchan as a backend of torch.distributed."""
 
     def backend(self) -> str:
-        import flowchan.collective.torch_backend  # noqa: F401
+        import flowchan.collective.torch.backend  # noqa: F401
 
         return "flowchan"
 

@@ -31,9 +31,8 @@ from benchmarks.harness import (
 )
 from benchmarks.peers import CONTEXT, across_processes, processes_channel
 from flowchan import Channel, _core
-from flowchan.hosts.messages import AHEAD, BEHIND
 from flowchan.transport.authentication import meet
-from flowchan.transport.link_events import LinkBroken, next_event
+from flowchan.transport.link_events import AHEAD, BEHIND, LinkBroken, next_event
 from flowchan.transport.tcp import prepare
 
 ISOLATES = (

@@ -53,17 +53,17 @@ MAKERS: dict[str, dict[str, Callable[[], Ends]]] = {
 def measure(effort: Effort) -> Report:
     report = Report()
     count = 2000 if effort.full else 20
-    for medium, makers in MAKERS.items():
+    for transport, makers in MAKERS.items():
         # Queues outlive the rounds: making one is not part of waking a reader.
-        cases = [_wakes(name, make(), medium, count) for name, make in makers.items()]
-        mine, *peers = report.interleave(f"wake-up, {medium}", cases, effort.rounds)
+        cases = [_wakes(name, make(), transport, count) for name, make in makers.items()]
+        mine, *peers = report.interleave(f"wake-up, {transport}", cases, effort.rounds)
         report.rows += [at_most(1, mine, peer, quantile) for peer in peers for quantile in QUANTILES]
     return report
 
 
-def _wakes(name: str, ends: Ends, medium: str, count: int) -> Case:
+def _wakes(name: str, ends: Ends, transport: str, count: int) -> Case:
     def work() -> tuple[Sequence[float], int]:
-        start = threading.Thread if medium == "threads" else CONTEXT.Process
+        start = threading.Thread if transport == "threads" else CONTEXT.Process
         writer = start(target=_put_now_and_then, args=(ends, WARM_UP + count))
         writer.start()
         get, now = ends.get, time.perf_counter_ns

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 
 from flowchan import Graph, In, Out, Reduced
 from flowchan.collective import Group
-from flowchan.collective.parallel import AllReduceSGD, check_equal, synchronize
+from flowchan.collective.training.gradients import AllReduceSGD, check_equal, synchronize
 from flowchan.pipelines import Sequential
 
 BATCH, HELD_OUT = 32, 400

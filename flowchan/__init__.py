@@ -29,10 +29,10 @@ from flowchan.items.codec import Unreadable, pack, unpack
 from flowchan.items.combining import Reduced
 from flowchan.run import (
     Cause,
+    EdgeStats,
     Failed,
     Graph,
     HostStats,
-    LinkStats,
     Results,
     Run,
     RunStats,
@@ -41,7 +41,7 @@ from flowchan.run import (
     WorkerStats,
     WorkSeconds,
 )
-from flowchan.run.chance import Worker, worker
+from flowchan.run.policy.seeds import Worker, worker
 
 __all__ = [
     "Broken",
@@ -52,6 +52,7 @@ __all__ = [
     "Closed",
     "Deadlock",
     "Drained",
+    "EdgeStats",
     "Empty",
     "Failed",
     "Feedback",
@@ -66,7 +67,6 @@ __all__ = [
     "In",
     "Input",
     "Interrupted",
-    "LinkStats",
     "MemberDied",
     "MemberLeft",
     "Mismatch",

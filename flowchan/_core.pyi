@@ -66,7 +66,7 @@ class Channel(Generic[T]):
         """How many bytes may be inside; None: no such limit."""
     @property
     def across(self) -> Literal["threads", "processes", "hosts"]:
-        """The medium."""
+        """The transport."""
     _hosts: bool
     @property
     def closed(self) -> bool:

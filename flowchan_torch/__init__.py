@@ -17,6 +17,6 @@ def register() -> None:
 
 
 def _process_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
-    from flowchan.collective.torch_backend import ProcessGroup
+    from flowchan.collective.torch.backend import ProcessGroup
 
     return ProcessGroup(store, rank, size, timeout)

@@ -19,11 +19,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from flowchan.pipelines.barriers import Barrier, Condition, Event
 from flowchan.pipelines.client_server import Client, ServedClient, Server, Traffic
 from flowchan.pipelines.locks import Lock, Semaphore
-from flowchan.pipelines.map_workers import Workers, map  # noqa: A004
 from flowchan.pipelines.marshalled import Marshalled, marshal
-from flowchan.pipelines.meetings import Barrier, Condition, Event
+from flowchan.pipelines.parallel_map import Workers, map  # noqa: A004
 from flowchan.pipelines.shared_dict import SharedDict
 from flowchan.pipelines.task_pool import BackgroundTask, TaskPool
 from flowchan.pipelines.work_queue import WorkQueue, workqueue

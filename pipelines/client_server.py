@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan import Broken, Channel, Closed, Empty, In, NothingReady, Out, select
-from flowchan.hosts.joining import Clients, Member, join, sealed_once
 from flowchan.items.arguments import flag, refuses_misspelt
+from flowchan.remote.joining import Clients, JoinedClient, join, sealed_once
 
 LATE = 300.0
 """Seconds for which a client waits for its server, and a server for its clients."""
@@ -102,7 +102,7 @@ class Client(_End):
 class ServedClient(_End):
     """A client as its server has it. Its ``tag`` may be set anew."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: JoinedClient) -> None:
         super().__init__("client", member.id, member.tag, member.inbox, member.outbox, member.link)
 
     def _has_gone(self) -> bool:
@@ -127,7 +127,7 @@ class Server:
     def __repr__(self) -> str:
         return f"<server at {self.address}, {len(self._all)} clients>"
 
-    def _has_come(self, member: Member) -> None:
+    def _has_come(self, member: JoinedClient) -> None:
         with self._lock:
             self._all.append(ServedClient(member))
             told = list(self._told)

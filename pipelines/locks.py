@@ -13,7 +13,7 @@ import time
 
 from flowchan import Channel, Empty, In
 from flowchan.items.arguments import refuses_misspelt, whole
-from flowchan.pipelines.sharing import Among, Held, Shared, check_among, give_back
+from flowchan.pipelines.channel_backed import Among, Held, Shared, check_among, give_back
 
 
 class Lock(Held, Shared):

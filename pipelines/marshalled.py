@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 
 from flowchan import Channel, Drained
-from flowchan.pipelines.sharing import give_back
+from flowchan.pipelines.channel_backed import give_back
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from flowchan import Channel, pack, unpack
 from flowchan.items.arguments import refuses_misspelt
+from flowchan.pipelines.channel_backed import Among, Shared, arrive, check_among, give_back
 from flowchan.pipelines.locks import Lock
-from flowchan.pipelines.sharing import Among, Shared, arrive, check_among, give_back
 
 K = TypeVar("K")
 V = TypeVar("V")

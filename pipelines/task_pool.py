@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from flowchan import Broken, ChannelError, Failed, Graph, Run, pack, unpack, worker
-from flowchan.declare.places import Place, Placement, placed
+from flowchan.declare.placements import Placement, PlacementOption, placement_argument
 from flowchan.items.arguments import refuses_misspelt, whole
-from flowchan.pipelines.calls import call, name_of, reason
-from flowchan.run.failures import Retires
+from flowchan.pipelines.user_calls import call, name_of, reason
+from flowchan.run.policy.failures import Retires
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,13 +56,13 @@ class TaskPool(Executor):
     def __init__(
         self,
         workers: int | None = None,
-        on: Placement = "thread",
+        on: PlacementOption = "thread",
         name: str = "tasks",
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
         max_tasks_per_child: int | None = None,
     ) -> None:
-        self._place = placed("TaskPool", on)
+        self._place = placement_argument("TaskPool", on)
         workers = _usual_workers(self._place) if workers is None else workers
         if initializer is not None and not callable(initializer):
             raise TypeError(f"TaskPool: initializer must be callable, or None, not {initializer!r}")
@@ -171,7 +171,9 @@ class BackgroundTask(Future[T]):
     broken off.
     """
 
-    def __init__(self, fn: Callable[..., T], /, *args: Any, on: Placement = "thread", **kwargs: Any) -> None:
+    def __init__(
+        self, fn: Callable[..., T], /, *args: Any, on: PlacementOption = "thread", **kwargs: Any
+    ) -> None:
         super().__init__()
         if not callable(fn):
             raise TypeError(f"BackgroundTask: the first argument must be callable, not {fn!r}")
@@ -297,12 +299,12 @@ class _Book:
 def _nothing() -> None: ...
 
 
-def _usual_workers(place: Place) -> int:
+def _usual_workers(placement: Placement) -> int:
     """How many a pool has where it is not said."""
-    if place.hosts:
+    if placement.hosts:
         raise TypeError("TaskPool: say by workers= how many workers there shall be on the hosts together")
     cores = len(os.sched_getaffinity(0))
-    return cores if place.apart else min(MOST_THREADS, cores + 4)
+    return cores if placement.apart else min(MOST_THREADS, cores + 4)
 
 
 def _end(end: Callable[[Any], None], value: Any) -> None:

@@ -18,19 +18,19 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from flowchan import Channel, Drained, Empty, In
-from flowchan.channel.media import MEDIA, Across
+from flowchan.channel.transports import TRANSPORTS, Across
 from flowchan.items.arguments import refuses_misspelt
-from flowchan.pipelines.names import claim, find, naming
-from flowchan.pipelines.sharing import Shared
+from flowchan.pipelines.channel_backed import Shared
+from flowchan.pipelines.registry import claim, find, naming
 
-LOOK = 0.1
+POLL_INTERVAL_S = 0.1
 """Seconds between two looks of an owner that waits for the last answers."""
 
 ANSWERS = {"threads": 10**12, "processes": 10**7, "hosts": 10**7}
 """Answers that may wait for the owner: more than memory holds. Between processes each place costs 256 bytes
 of address space, hence the smaller number."""
 
-PATIENCE = 10.0
+OWNER_TIMEOUT_S = 10.0
 """Seconds for which a name may be taken before it can be found: the maker needs microseconds, unless it is
 stopped."""
 
@@ -184,7 +184,7 @@ class _Sides(Shared):
             if questions.closed:  # the last worker may leave without a word
                 if questions.drained and len(answers) == 0:
                     answers.close()
-                left = LOOK if left is None else min(left, LOOK)
+                left = POLL_INTERVAL_S if left is None else min(left, POLL_INTERVAL_S)
             try:
                 item = answers.get(timeout=left)
             except Empty:
@@ -267,14 +267,14 @@ def workqueue(name: str | None = None, capacity: int = 64, across: Across = "thr
             if not (known.is_owner and known.channels[0].closed):
                 return WorkQueue(known, creator=False)
             known.give_up_name()
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + OWNER_TIMEOUT_S
         while True:
             opened = find(name)
             if isinstance(opened, WorkQueue):
                 return opened
             if sides.name is None:
                 sides.make(name, capacity, across)
-            if not MEDIA[across].copies or sides.claim_name(name):
+            if not TRANSPORTS[across].copies or sides.claim_name(name):
                 _named[name] = sides
                 return WorkQueue(sides, creator=True)
             if time.monotonic() > give_up:

@@ -40,13 +40,12 @@ from typing import Any
 import psutil
 import pytest
 import pytest_timeout
-import scripts
-from optional import LARGE, LOADED, optional
-from peers import Apart
-from support import combinations
+from support import combinations, scripts
+from support.optional_packages import LARGE, LOADED, optional
 from support.outcomes import Outcomes
-from waiting import wait_until
-from warm import TORCH, OurTemplate, SharedTemplate, Template
+from support.peers import Apart
+from support.preloaded_programs import TORCH, OurTemplate, SharedTemplate, Template
+from support.waiting import wait_until
 
 GRACE = 20.0  # seconds by which faulthandler's last word comes after pytest-timeout's
 REAL_HOSTS = Path(__file__).parent / "hosts_real"
@@ -218,7 +217,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path != item.path:
         Apart.end()
         if seeds_of_agents():
-            sys.modules["flowchan.hosts.forked"].end_seeds()
+            sys.modules["flowchan.hosts.providers.forked_agents"].end_seeds()
 
 
 @pytest.fixture(scope="session")
@@ -241,7 +240,7 @@ def impatient() -> Iterator[None]:
     """Of channels across hosts: who is not heard of for two seconds is given up."""
     from flowchan.hosts import serve  # not every test needs it
 
-    serve(patience=2)
+    serve(peer_timeout=2)
     yield
     serve()
 
@@ -350,13 +349,13 @@ def helpers_of_all() -> tuple[str, ...]:
 
 def seeds_of_agents() -> list[Any]:
     """What forks the agents of ``local``, if this process has used it."""
-    forked = sys.modules.get("flowchan.hosts.forked")
+    forked = sys.modules.get("flowchan.hosts.providers.forked_agents")
     return forked.seeds() if forked else []
 
 
 def dropped() -> bool:
     """Whether a home still has to look at a channel that was dropped."""
-    homes = sys.modules.get("flowchan.hosts.home")
+    homes = sys.modules.get("flowchan.remote.channel_server")
     return homes is not None and any(home._dropped for home in homes._homes.values())
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from named import there_is
+from support.listed_tests import there_is
 
 from flowchan import Channel, Graph
 
@@ -61,8 +61,8 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     6: (
         "a consumer waits for ever after a retried generator",
         (
-            "run/test_verbs_per_item.py::test_a_retry_of_flat_map_does_not_repeat_what_is_out",
-            "crash/test_exactly_once.py::test_c11_flat_map_between_any_two_of_its_outputs",
+            "run/test_operator_per_item.py::test_a_retry_of_flat_map_does_not_repeat_what_is_out",
+            "deaths/test_exactly_once.py::test_c11_flat_map_between_any_two_of_its_outputs",
             "run/test_explain.py::test_a_tee_whose_branches_wait_for_each_other_is_recognised",
         ),
     ),
@@ -126,7 +126,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     ),
     18: (
         "the same, found by an eight-day soak in the field",
-        ("crash/test_soak.py::test_c11_random_kills_in_random_graphs_lose_and_repeat_nothing",),
+        ("deaths/test_soak.py::test_c11_random_kills_in_random_graphs_lose_and_repeat_nothing",),
     ),
     19: (
         "orphans when the parent is killed; false leak warnings",
@@ -233,7 +233,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     ),
     35: (
         "innocent tasks are blamed for a death",
-        ("crash/test_exactly_once.py::test_r4_a_poison_item_is_blamed_alone",),
+        ("deaths/test_exactly_once.py::test_r4_a_poison_item_is_blamed_alone",),
     ),
     36: (
         "shared-memory allreduce: memory order, threads, groups",

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from optional import LOADED
-from warm import OurTemplate, SharedTemplate
+from support.optional_packages import LOADED
+from support.preloaded_programs import OurTemplate, SharedTemplate
 
 from flowchan import Channel
 

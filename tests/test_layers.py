@@ -1,5 +1,5 @@
-"""Imports go down only, and there is no cycle. Function-level imports count; those under TYPE_CHECKING do
-not."""
+"""Imports go down only, and there is no cycle. Function-level imports count, and so do those under
+TYPE_CHECKING."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from flowchan.channel.media import MEDIA
-from flowchan.declare.places import PLACES
-from flowchan.declare.verbs import VERBS
+from flowchan.channel.transports import TRANSPORTS
+from flowchan.declare.operators import OPERATORS
+from flowchan.declare.placements import PLACEMENTS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
@@ -21,22 +21,35 @@ PACKAGES = {
     "flowchan.viz": ROOT / "viz",
 }
 
-# From the ground up. Parts of one row do not know each other. "flowchan" is the public face,
-# flowchan/__init__.py: the framework below it never imports it, and what is built upon the framework may.
+# From the ground up. A part is a folder below flowchan/, or the front of a package with folders below it:
+# "collective front" is flowchan/collective/__init__.py. Parts of one row do not know each other. "flowchan"
+# is the public face, flowchan/__init__.py: the framework below it never imports it, what uses it may.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("_core",),
     ("transport",),
+    ("transport.device",),
     ("items",),
     ("channel",),
     ("declare",),
     ("check",),
+    ("run.policy",),
+    ("run.worker",),
+    ("run.observe",),
+    ("run.crew",),
     ("run",),
-    ("hosts", "collective"),
+    ("hosts.providers", "remote", "collective"),
+    ("hosts", "collective.rendezvous", "collective.training"),
+    ("collective.torch",),
+    ("collective front",),
     ("flowchan",),
     ("pipelines", "viz"),
+    ("viz.live",),
     ("cli",),
 )
+FRONTS = {"flowchan.collective": "collective front"}
+WHOLE = ("pipelines",)
+"""Parts whose folders count as one."""
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 
@@ -55,8 +68,15 @@ KNOWN = {*MODULES, "flowchan._core"}
 
 
 def part(module: str) -> str:
-    """The part of the house that a module belongs to: ``flowchan.run.worker`` belongs to ``run``."""
-    return module.split(".")[1] if "." in module else module
+    """Return the part that a module belongs to: ``run.worker`` for ``flowchan.run.worker.logs``."""
+    if module in FRONTS:
+        return FRONTS[module]
+    _, *folders = module.split(".")
+    if module not in MODULES or MODULES[module].name != "__init__.py":
+        folders = folders[:-1] or folders  # a module at the root is a part by itself
+    if not folders:
+        return module
+    return folders[0] if folders[0] in WHOLE else ".".join(folders)
 
 
 def import_statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -124,12 +144,34 @@ def test_there_is_no_circle_of_imports():
         pytest.fail(f"modules import each other in a circle: {' <- '.join(error.args[1])}", pytrace=False)
 
 
+PRODUCT = [*MODULES.values(), *(ROOT / "flowchan_torch").rglob("*.py")]
+
+
+def test_class_name_is_defined_in_one_file():
+    """A reader who meets a class name finds one class of that name."""
+    files: dict[str, set[str]] = {}
+    for path in PRODUCT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
+    assert not {name: sorted(found) for name, found in files.items() if len(found) > 1}
+
+
+def test_file_stem_occurs_once():
+    """A file is found by its name alone."""
+    files: dict[str, list[str]] = {}
+    for path in PRODUCT:
+        if path.name != "__init__.py":
+            files.setdefault(path.stem, []).append(str(path.relative_to(ROOT)))
+    assert not {stem: found for stem, found in files.items() if len(found) > 1}
+
+
 HOMES = {
-    "declare/verbs.py",  # the table of verbs
+    "declare/operators.py",  # the table of operators
     "declare/places.py",
-    "channel/media.py",
+    "channel/transports.py",
 }
-NAMES = {*VERBS, *PLACES, *MEDIA}
+NAMES = {*OPERATORS, *PLACEMENTS, *TRANSPORTS}
 
 
 def compared_with(node: ast.AST) -> set[str]:
@@ -144,7 +186,7 @@ def compared_with(node: ast.AST) -> set[str]:
 @pytest.mark.parametrize(
     "module", [name for name in MODULES if MODULES[name].is_relative_to(ROOT / "flowchan")]
 )
-def test_no_verb_place_or_medium_is_known_by_its_name(module):
+def test_no_operator_place_or_medium_is_known_by_its_name(module):
     """What follows from one stands in its table; everybody else asks that."""
     path = MODULES[module]
     if str(path.relative_to(ROOT / "flowchan")) in HOMES:

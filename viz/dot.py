@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from flowchan.declare.values import Link, Stage
+from flowchan.declare.values import Edge, Stage
 from flowchan.viz import labels
 from flowchan.viz.labels import Ground, Picture, Role
 
@@ -78,14 +78,14 @@ def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
     )
     for number, stage in enumerate(picture.stages):
         _node(dot, number, stage, picture, LIVE.format(blueprint.stages.index(stage)) if live else "")
-    for index, (writer, reader, link) in enumerate(picture.arrows):
+    for index, (writer, reader, edge) in enumerate(picture.arrows):
         if reader is None:
-            _loose_end(dot, f"end{index}", picture.stages[writer], link)
-            dot.edge(f"n{writer}", f"end{index}", **_arrow(link, picture.said))
+            _loose_end(dot, f"end{index}", picture.stages[writer], edge)
+            dot.edge(f"n{writer}", f"end{index}", **_arrow(edge, picture.said))
         elif picture.rows[writer] == picture.rows[reader]:
-            dot.edge(f"n{writer}", f"n{reader}", **_arrow(link, picture.said))
+            dot.edge(f"n{writer}", f"n{reader}", **_arrow(edge, picture.said))
         else:
-            _broken(dot, index, picture, writer, reader, link)
+            _broken(dot, index, picture, writer, reader, edge)
     _begin_rows(dot, picture)
     return str(dot.source)
 
@@ -98,7 +98,7 @@ def _node(dot: Digraph, number: int, stage: Stage, picture: Picture, does: str) 
         f"n{number}",
         label=_stage_label(stage, picture.said, does),
         tooltip=graphviz.escape(f"{stage.name}: {stage.kind}, {labels.relative(file)}:{line}"),
-        **_look(picture.roles[number], GROUNDS[labels.ground(stage.place)][0]),
+        **_look(picture.roles[number], GROUNDS[labels.ground(stage.placement)][0]),
     )
 
 
@@ -122,7 +122,7 @@ def _stage_label(stage: Stage, said: Mapping[str, str], does: str) -> str:
     return f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="1">{cells}</TABLE>>'
 
 
-def _loose_end(dot: Digraph, node: str, writer: Stage, link: Link) -> None:
+def _loose_end(dot: Digraph, node: str, writer: Stage, edge: Edge) -> None:
     import graphviz
 
     role = labels.end_role(writer)
@@ -132,12 +132,12 @@ def _loose_end(dot: Digraph, node: str, writer: Stage, link: Link) -> None:
     dot.node(
         node,
         label=f'<<FONT POINT-SIZE="10">{words}</FONT>>',
-        tooltip=graphviz.escape(link.name),
+        tooltip=graphviz.escape(edge.name),
         **_look(role, END if role == "result" else "#ffffff"),
     )
 
 
-def _broken(dot: Digraph, index: int, picture: Picture, writer: int, reader: int, link: Link) -> None:
+def _broken(dot: Digraph, index: int, picture: Picture, writer: int, reader: int, edge: Edge) -> None:
     """An arrow from one row to another, as two ends that name each other."""
     for node, other, arrow in ((f"to{index}", reader, "→ {}"), (f"from{index}", writer, "{} →")):
         words = escape(arrow.format(picture.stages[other].name))
@@ -147,7 +147,7 @@ def _broken(dot: Digraph, index: int, picture: Picture, writer: int, reader: int
             shape="plaintext",
             margin="0.02,0.02",
         )
-    look = _arrow(link, picture.said) | {"constraint": "true"}
+    look = _arrow(edge, picture.said) | {"constraint": "true"}
     dot.edge(f"n{writer}", f"to{index}", **look)
     dot.edge(f"from{index}", f"n{reader}", **{key: look[key] for key in look if key != "label"})
 
@@ -160,8 +160,8 @@ def _begin_rows(dot: Digraph, picture: Picture) -> None:
         return
     led = {
         reader
-        for writer, reader, link in picture.arrows
-        if reader is not None and picture.rows[writer] == picture.rows[reader] and not link.feedback
+        for writer, reader, edge in picture.arrows
+        if reader is not None and picture.rows[writer] == picture.rows[reader] and not edge.feedback
     }
     entered: dict[int, list[str]] = {}
     for index, (writer, reader, _) in enumerate(picture.arrows):
@@ -178,20 +178,20 @@ def _begin_rows(dot: Digraph, picture: Picture) -> None:
             dot.edge(f"row{row}", node, style="invis")
 
 
-def _arrow(link: Link, said: Mapping[str, str]) -> dict[str, Any]:
+def _arrow(edge: Edge, said: Mapping[str, str]) -> dict[str, Any]:
     import graphviz
 
-    look = {"tooltip": graphviz.escape(labels.channel_tooltip(link))}
-    item, rest = labels.channel_text(link, said)
+    look = {"tooltip": graphviz.escape(labels.channel_tooltip(edge))}
+    item, rest = labels.channel_text(edge, said)
     if item or rest:
         lines = "<BR/>".join(filter(None, (item and f"<B>{escape(item)}</B>", escape(rest))))
         # a table for the room around it
         look["label"] = f'<<TABLE BORDER="0" CELLPADDING="3"><TR><TD>{lines}</TD></TR></TABLE>>'
-    if link.medium.copies:
+    if edge.transport.copies:
         look |= {"penwidth": "2.2"}
-    if link.feedback:  # it runs against the order of the stages, which it must not pull apart
+    if edge.feedback:  # it runs against the order of the stages, which it must not pull apart
         look |= {"style": "dashed", "constraint": "false"}
-    if link.errors:
+    if edge.errors:
         look |= {"color": RED, "fontcolor": RED, "style": "dashed"}
     return look
 
@@ -213,14 +213,14 @@ def _legend(picture: Picture) -> str:
     ]
     # These characters are in the small fonts that renderers bring along; dashed and heavy arrows are not.
     arrows = []
-    if {link.medium.copies for _, _, link in picture.arrows} == {True, False}:
+    if {edge.transport.copies for _, _, edge in picture.arrows} == {True, False}:
         arrows += [
             _line("→", BLUE) + _key("within the program"),
             _line("▬►", BLUE) + _key("between processes"),
         ]
-    if any(link.feedback for _, _, link in picture.arrows):
+    if any(edge.feedback for _, _, edge in picture.arrows):
         arrows.append(_line("← –", BLUE) + _key("feedback"))
-    if any(link.errors for _, _, link in picture.arrows):
+    if any(edge.errors for _, _, edge in picture.arrows):
         arrows.append(_line("– →", RED) + _key("failed items"))
     title = (
         f'<TR><TD ALIGN="LEFT"><FONT POINT-SIZE="15"><B>{escape(picture.name) or "?"}</B></FONT></TD></TR>'

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flowchan.declare.annotations import type_name
 from flowchan.declare.callables import bare, is_async
-from flowchan.declare.places import Place
-from flowchan.declare.values import DEFAULT_CAPACITY, Link, Stage
+from flowchan.declare.placements import Placement
+from flowchan.declare.values import DEFAULT_CAPACITY, Edge, Stage
 from flowchan.errors import Where
 
 if TYPE_CHECKING:
@@ -44,21 +44,21 @@ PER_ROW = 6
 @dataclass(frozen=True, slots=True)
 class Picture:
     """A graph as a picture needs it. Stages are numbered in declaration order, because names need not be
-    unique in a graph that is still wrong. ``arrows`` are (writer, reader, link), with the reader ``None``
+    unique in a graph that is still wrong. ``arrows`` are (writer, reader, edge), with the reader ``None``
     where the channel leaves the graph. ``rows`` has the row of each stage, from the top. ``said`` is what a
-    graph says of a stage itself, in place of its verb and line."""
+    graph says of a stage itself, in place of its operator and line."""
 
     name: str
     stages: tuple[Stage, ...]
     roles: tuple[Role, ...]
-    arrows: tuple[tuple[int, int | None, Link], ...]
+    arrows: tuple[tuple[int, int | None, Edge], ...]
     rows: tuple[int, ...]
     said: Mapping[str, str]
 
     @property
     def grounds(self) -> set[Ground]:
         """Which kinds of places there are."""
-        return {ground(stage.place) for stage in self.stages}
+        return {ground(stage.placement) for stage in self.stages}
 
 
 def picture(blueprint: Blueprint) -> Picture:
@@ -69,13 +69,13 @@ def picture(blueprint: Blueprint) -> Picture:
     for index, stage in enumerate(stages):
         number.setdefault(stage.name, index)
     arrows = tuple(
-        (number[link.writer], None if link.reader is None else number.get(link.reader), link)
-        for link in blueprint.links
-        if link.writer in number
-        and max(link.worker, link.to_worker) <= 1  # one arrow for the channels of all workers
-        and drawn.get(link.reader or "", "") is not None
+        (number[edge.writer], None if edge.reader is None else number.get(edge.reader), edge)
+        for edge in blueprint.edges
+        if edge.writer in number
+        and max(edge.worker, edge.to_worker) <= 1  # one arrow for the channels of all workers
+        and drawn.get(edge.reader or "", "") is not None
     )
-    error_readers = {reader for _, reader, link in arrows if link.errors and reader is not None}
+    error_readers = {reader for _, reader, edge in arrows if edge.errors and reader is not None}
     roles = tuple(_role(index, stage, error_readers) for index, stage in enumerate(stages))
     said = {name: text for name, text in drawn.items() if text}
     return Picture(blueprint.name, stages, roles, arrows, _rows(stages, arrows), said)
@@ -84,14 +84,14 @@ def picture(blueprint: Blueprint) -> Picture:
 def _role(index: int, stage: Stage, error_readers: set[int]) -> Role:
     if index in error_readers:
         return "errors"
-    return stage.verb.role
+    return stage.operator.role
 
 
-def _rows(stages: Sequence[Stage], arrows: Sequence[tuple[int, int | None, Link]]) -> tuple[int, ...]:
+def _rows(stages: Sequence[Stage], arrows: Sequence[tuple[int, int | None, Edge]]) -> tuple[int, ...]:
     """The row of each stage: as a text into lines, a long graph is broken into rows of one length."""
     depth = [0] * len(stages)
-    for writer, reader, link in sorted(arrows, key=lambda arrow: arrow[0]):
-        if reader is not None and reader > writer and not link.feedback:
+    for writer, reader, edge in sorted(arrows, key=lambda arrow: arrow[0]):
+        if reader is not None and reader > writer and not edge.feedback:
             depth[reader] = max(depth[reader], depth[writer] + 1)
     length = max(depth, default=0) + 1
     rows = -(-length // PER_ROW)
@@ -99,28 +99,28 @@ def _rows(stages: Sequence[Stage], arrows: Sequence[tuple[int, int | None, Link]
     return tuple(place // each for place in depth)
 
 
-def hosts_text(place: Place) -> str:
+def hosts_text(placement: Placement) -> str:
     """Which hosts a place has; of many the first and the last."""
-    if place.nowhere:
+    if placement.nowhere:
         return "hosts still to be given"
-    if place.missing:
-        return f"hosts of {place.name}"
-    if not place.hosts:
+    if placement.missing:
+        return f"hosts of {placement.name}"
+    if not placement.hosts:
         return ""
-    hosts = ", ".join(place.hosts)
-    if len(place.hosts) > 4:
-        hosts = f"{place.hosts[0]} … {place.hosts[-1]}"
-    return f"host {hosts}" if len(place.hosts) == 1 else f"{len(place.hosts)} hosts: {hosts}"
+    hosts = ", ".join(placement.hosts)
+    if len(placement.hosts) > 4:
+        hosts = f"{placement.hosts[0]} … {placement.hosts[-1]}"
+    return f"host {hosts}" if len(placement.hosts) == 1 else f"{len(placement.hosts)} hosts: {hosts}"
 
 
-def ground(place: Place) -> Ground:
+def ground(placement: Placement) -> Ground:
     """Which of the three colours a place has: threads, processes, or processes on hosts."""
-    return "hosts" if place.is_far else "processes" if place.apart else "threads"
+    return "hosts" if placement.is_remote else "processes" if placement.apart else "threads"
 
 
 def end_role(stage: Stage) -> Role:
     """How the loose end of a channel that nobody in the graph reads is drawn."""
-    return "result" if stage.verb.result else "unread"
+    return "result" if stage.operator.result else "unread"
 
 
 def workers_text(stage: Stage) -> str:
@@ -128,20 +128,20 @@ def workers_text(stage: Stage) -> str:
     return f"\N{MULTIPLICATION SIGN}{stage.workers}" if stage.workers > 1 else ""
 
 
-def channel_text(link: Link, said: Mapping[str, str]) -> tuple[str, str]:
+def channel_text(edge: Edge, said: Mapping[str, str]) -> tuple[str, str]:
     """The two lines beside a channel, each of which may be empty: its item type, and what else is unusual.
     Where the graph says itself what a stage is, both: what such stages pass on is their own."""
-    if link.writer in said or link.reader in said:
+    if edge.writer in said or edge.reader in said:
         return "", ""
-    unusual = [f"capacity {link.capacity:,}"] if link.capacity != DEFAULT_CAPACITY else []
-    unusual += ["one for each worker"] if link.worker else []
-    unusual += ["to the worker named"] if link.to_worker else []
-    return type_text(link.item), " · ".join(unusual)
+    unusual = [f"capacity {edge.capacity:,}"] if edge.capacity != DEFAULT_CAPACITY else []
+    unusual += ["one for each worker"] if edge.worker else []
+    unusual += ["to the worker named"] if edge.to_worker else []
+    return type_text(edge.item), " · ".join(unusual)
 
 
-def channel_tooltip(link: Link) -> str:
+def channel_tooltip(edge: Edge) -> str:
     """Everything of a channel, for whoever points at it."""
-    return f"{link.name}: capacity {link.capacity:,}, {link.medium}"
+    return f"{edge.name}: capacity {edge.capacity:,}, {edge.transport}"
 
 
 def type_text(item: Any) -> str:
@@ -150,16 +150,16 @@ def type_text(item: Any) -> str:
 
 
 def option_text(stage: Stage) -> str:
-    """What its declaration says beyond verb and function, where it is not the default."""
+    """What its declaration says beyond operator and function, where it is not the default."""
     return " · ".join(_options(stage))
 
 
 def _options(stage: Stage) -> Iterator[str]:
-    if stage.verb.says is not None:
-        yield stage.verb.says(stage.options)
+    if stage.operator.says is not None:
+        yield stage.operator.says(stage.options)
     if stage.function is not None and is_async(stage.function):
         yield "async"
-    if stage.workers > 1 and stage.verb.ordered and not stage.ordered:
+    if stage.workers > 1 and stage.operator.ordered and not stage.ordered:
         yield "unordered"
     if stage.retries:
         yield "1 retry" if stage.retries == 1 else f"{stage.retries} retries"
@@ -167,12 +167,13 @@ def _options(stage: Stage) -> Iterator[str]:
         yield f"{stage.timeout:g} s each"
     if stage.gpus:
         yield f"{stage.gpus} GPU{'s' * (stage.gpus > 1)} each"
-    if where := hosts_text(stage.place):
+    if where := hosts_text(stage.placement):
         yield where
 
 
 def detail_text(stage: Stage, said: Mapping[str, str]) -> str:
-    """The verb, unless it is the name too, and the place of the function; or what the graph says itself."""
+    """The operator, unless it is the name too, and the place of the function; or what the graph says
+    itself."""
     if stage.name in said:
         return said[stage.name]
     kind = "" if stage.kind == stage.name else f"{stage.kind} · "

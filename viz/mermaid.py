@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from flowchan.declare.values import Link, Stage
+from flowchan.declare.values import Edge, Stage
 from flowchan.viz import labels
 from flowchan.viz.labels import Ground, Role
 
@@ -44,10 +44,10 @@ def to_mermaid(blueprint: Blueprint) -> str:
     lines = ["---", f"title: {json.dumps(picture.name)}", "---", "flowchart LR"]
     classes = {}
     for number, stage in enumerate(picture.stages):
-        role, ground = picture.roles[number], labels.ground(stage.place)
+        role, ground = picture.roles[number], labels.ground(stage.placement)
         classes[f"{role}_{ground}"] = f"{FILLS[ground]},{STROKES[role]}"
         lines.append(f"    n{number}{_shaped(role, _words(stage, picture.said))}:::{role}_{ground}")
-    for index, (writer, reader, link) in enumerate(picture.arrows):
+    for index, (writer, reader, edge) in enumerate(picture.arrows):
         if reader is None:
             role = labels.end_role(picture.stages[writer])
             words = labels.MEANING[role]
@@ -56,9 +56,9 @@ def to_mermaid(blueprint: Blueprint) -> str:
             classes[role] = f"{ENDS},{STROKES[role]}"
             lines.append(f"    out{index}{_shaped(role, words)}:::{role}")
         lines.append(
-            f"    n{writer} {_arrow(link, picture.said)} {f'out{index}' if reader is None else f'n{reader}'}"
+            f"    n{writer} {_arrow(edge, picture.said)} {f'out{index}' if reader is None else f'n{reader}'}"
         )
-    red = [str(index) for index, (_, _, link) in enumerate(picture.arrows) if link.errors]
+    red = [str(index) for index, (_, _, edge) in enumerate(picture.arrows) if edge.errors]
     if red:
         lines.append(f"    linkStyle {','.join(red)} stroke:#c53030")
     lines += [f"    classDef {name} {style},color:#1f2933" for name, style in classes.items()]
@@ -75,9 +75,9 @@ def _shaped(role: Role, words: str) -> str:
     return f"{left}{_quoted(words)}{right}"
 
 
-def _arrow(link: Link, said: Mapping[str, str]) -> str:
-    words = "\n".join(filter(None, labels.channel_text(link, said)))
-    line = "-.->" if link.errors or link.feedback else "==>" if link.medium.copies else "-->"
+def _arrow(edge: Edge, said: Mapping[str, str]) -> str:
+    words = "\n".join(filter(None, labels.channel_text(edge, said)))
+    line = "-.->" if edge.errors or edge.feedback else "==>" if edge.transport.copies else "-->"
     return f"{line}|{_quoted(words)}|" if words else line
 
 

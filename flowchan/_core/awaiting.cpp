@@ -114,7 +114,7 @@ nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
     nb::list found;
     for (size_t i = 0; i < all.size(); ++i) {
         // who would have woken it may be dead
-        all[i]->place->ch->with([](auto& medium) { look_for_dead(medium); });
+        all[i]->place->ch->with([](auto& transport) { look_for_dead(transport); });
         if (!changed(*all[i])) continue;
         all[i]->leave(false);
         found.append(i);

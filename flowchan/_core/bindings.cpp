@@ -43,23 +43,23 @@ PyType_Slot out_slots[] = {{Py_tp_methods, out_methods},
 // Who polls learns of dead processes, too.
 uint64_t state_of(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
-    return ch.with([](auto& medium) {
-        look_for_dead(medium);
-        return medium.seen_state();
+    return ch.with([](auto& transport) {
+        look_for_dead(transport);
+        return transport.seen_state();
     });
 }
 
 uint64_t length(Channel& ch) {
     if (state_of(ch) == BROKEN) return 0;
-    return locked(ch, [](auto& medium, Wakes&) { return medium.inside(); });
+    return locked(ch, [](auto& transport, Wakes&) { return transport.inside(); });
 }
 
 bool is_drained(Channel& ch) {
-    return state_of(ch) == CLOSED && locked(ch, [](auto& medium, Wakes&) { return medium.drained(); });
+    return state_of(ch) == CLOSED && locked(ch, [](auto& transport, Wakes&) { return transport.drained(); });
 }
 
 bool is_broken(Channel& ch) {
-    return state_of(ch) != OPEN && locked(ch, [](auto& medium, Wakes&) { return medium.broken(); });
+    return state_of(ch) != OPEN && locked(ch, [](auto& transport, Wakes&) { return transport.broken(); });
 }
 
 void close_channel(Channel& ch) {
@@ -149,10 +149,10 @@ void order(Ring& ring, In& in, Orders what, Wakes& wakes) {
 
 // Tells a reader, wherever its worker runs.
 void order(In& in, Orders what) {
-    in.ch->with([&](auto& medium) {
+    in.ch->with([&](auto& transport) {
         Wakes wakes;
-        Locked locked(medium);
-        if (in.open) order(medium, in, what, wakes);
+        Locked locked(transport);
+        if (in.open) order(transport, in, what, wakes);
         locked.unlock(wakes);
     });
 }
@@ -284,7 +284,7 @@ NB_MODULE(_core, m) {
             },
             "How many bytes may be inside; None: no such limit.")
         .def_prop_ro(
-            "across", [](Channel& ch) { return ch.across(); }, "The medium.")
+            "across", [](Channel& ch) { return ch.across(); }, "The transport.")
         .def_rw("_hosts", &Channel::hosts)
         .def_prop_ro(
             "closed", [](Channel& ch) { return state_of(ch) != OPEN; }, "Whether nobody can put any more.")
@@ -292,15 +292,16 @@ NB_MODULE(_core, m) {
         .def_prop_ro("broken", is_broken,
                      "Whether it was aborted, or has come to an end that is no clean one.")
         .def_rw("_name", &Channel::name)
-        .def_prop_ro("_fd", [](Channel& ch) { return ch.with([](auto& medium) { return medium.fd(); }); })
+        .def_prop_ro("_fd",
+                     [](Channel& ch) { return ch.with([](auto& transport) { return transport.fd(); }); })
         .def_prop_rw(
-            "_share", [](Channel& ch) { return ch.with([](auto& medium) { return medium.share(); }); },
-            [](Channel& ch, uint64_t bytes) { ch.with([&](auto& medium) { medium.share() = bytes; }); })
+            "_share", [](Channel& ch) { return ch.with([](auto& transport) { return transport.share(); }); },
+            [](Channel& ch, uint64_t bytes) { ch.with([&](auto& transport) { transport.share() = bytes; }); })
         .def("_leaves_host",
              [](Channel& ch) { locked_ring(ch, [](Ring& ring, Wakes&) { ring.header().leaves = 1; }); })
         .def("_undo_abort", [](Channel& ch) { locked_ring(ch, [](Ring& ring, Wakes&) { ring.unbreak(); }); })
         .def_prop_ro("_socket",
-                     [](Channel& ch) { return ch.with([](auto& medium) { return medium.socket(); }); })
+                     [](Channel& ch) { return ch.with([](auto& transport) { return transport.socket(); }); })
         .def("_stats", channel_stats)
         .def("_pinned",
              [](Channel& ch) {

@@ -1,6 +1,6 @@
 // How a call on a channel tries, waits, and gives up: the loop around the gates of waiting.hpp.
 //
-// `op` is the operation on the medium; it is called with the medium's lock held and answers with a Step. For
+// `op` is the operation on the transport; it is called with the transport's lock held and answers with a Step. For
 // a ring it touches no Python object. The GIL is held on entry and on return, and released while the call
 // sleeps.
 #pragma once
@@ -13,9 +13,9 @@
 
 namespace flowchan {
 
-static_assert(Medium<LocalQueue> && Medium<Ring>);
+static_assert(Transport<LocalQueue> && Transport<Ring>);
 
-// What the loop must know of a medium.
+// What the loop must know of a transport.
 template <class M>
 struct Traits;
 
@@ -195,7 +195,7 @@ Step finish_item(M& m, WriterState& writer, uint64_t number, Wakes& wakes) {
 // Gets the lock; when that means waiting, without the GIL. Returns whether the GIL is released now.
 template <class M>
 struct Locked {
-    explicit Locked(M& medium) : m(medium) {
+    explicit Locked(M& transport) : m(transport) {
         if (m.lock(false)) return;
         released = PyEval_SaveThread();
         m.lock(true);

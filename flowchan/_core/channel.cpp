@@ -87,7 +87,7 @@ uint32_t Channel::plain_session() {
     return plain;
 }
 
-static void abort_medium(LocalQueue& queue, PyObject* cause) {
+static void abort_transport(LocalQueue& queue, PyObject* cause) {
     Wakes wakes;
     std::vector<PyObject*> dropped;
     Locked locked(queue);
@@ -96,7 +96,7 @@ static void abort_medium(LocalQueue& queue, PyObject* cause) {
     for (PyObject* o : dropped) Py_DECREF(o);
 }
 
-static void abort_medium(Ring& ring, PyObject* cause) {
+static void abort_transport(Ring& ring, PyObject* cause) {
     Wakes wakes;
     const Cause pickled = cause == Py_None ? Cause{} : pickle_cause(cause);
     Locked locked(ring);
@@ -106,7 +106,7 @@ static void abort_medium(Ring& ring, PyObject* cause) {
 
 void abort_channel(Channel& ch, PyObject* cause) {
     if (!ch.usable()) throw nb::python_error();
-    ch.with([&](auto& medium) { abort_medium(medium, cause); });
+    ch.with([&](auto& transport) { abort_transport(transport, cause); });
 }
 
 // (pid, blocks, bytes) of each process that looks at blocks of the channel.
@@ -118,13 +118,13 @@ static nb::list as_list(const std::vector<Held>& held) {
 
 nb::dict channel_stats(Channel& ch) {
     std::vector<Held> held;
-    const Counts c = locked(ch, [&](auto& medium, Wakes& wakes) {
-        held = medium.held();
+    const Counts c = locked(ch, [&](auto& transport, Wakes& wakes) {
+        held = transport.held();
         if (!held.empty()) {
-            medium.sweep(wakes);  // the dead hold nothing
-            held = medium.held();
+            transport.sweep(wakes);  // the dead hold nothing
+            held = transport.held();
         }
-        return medium.counts();
+        return transport.counts();
     });
     const auto seconds = [](int64_t ns) { return double(ns) / 1e9; };
     nb::dict stats;
@@ -157,7 +157,7 @@ nb::tuple look_at(nb::list channels) {
     uint64_t moved = 0, reading = 0, writing = 0;
     for (nb::handle one : channels) {
         const Counts c =
-            locked(*nb::inst_ptr<Channel>(one), [](auto& medium, Wakes&) { return medium.counts(); });
+            locked(*nb::inst_ptr<Channel>(one), [](auto& transport, Wakes&) { return transport.counts(); });
         moved += c.items_in + c.items_out;
         reading += c.waiting_readers;
         writing += c.waiting_writers;

@@ -1,6 +1,6 @@
-// The Python objects: Channel over its medium, and its ports In and Out.
+// The Python objects: Channel over its transport, and its ports In and Out.
 //
-// What a medium's lock does not guard of a port is guarded by the GIL, and where there is none by the critical
+// What a transport's lock does not guard of a port is guarded by the GIL, and where there is none by the critical
 // section of the port's object: every thread holds that section while it uses the port, and releases it wherever
 // it would release the GIL.
 #pragma once
@@ -21,7 +21,7 @@
 
 namespace flowchan {
 
-// Functions for the media where these differ, one each: `ch.with(Each{[](LocalQueue&) {}, [](Ring&) {}})`.
+// Functions for the transports where these differ, one each: `ch.with(Each{[](LocalQueue&) {}, [](Ring&) {}})`.
 template <class... F>
 struct Each : F... {
     using F::operator()...;
@@ -47,7 +47,7 @@ class Channel {
     Channel(int fd, int socket, std::string name);
     ~Channel();
 
-    // Does `f` with its medium. Nobody else asks which it is.
+    // Does `f` with its transport. Nobody else asks which it is.
     template <class F>
     auto with(F&& f) const {
         return queue_ ? f(*queue_) : f(*ring_);
@@ -59,14 +59,14 @@ class Channel {
     bool usable();                 // false with a Python error set: a `threads` channel in a forked child
 };
 
-// Does `f` with the medium of a channel, under its lock.
+// Does `f` with the transport of a channel, under its lock.
 template <class F>
 auto locked(Channel& ch, F&& f) {
     if (!ch.usable()) throw nb::python_error();
-    return ch.with([&](auto& medium) {
+    return ch.with([&](auto& transport) {
         Wakes wakes;
-        Locked lock(medium);
-        auto result = f(medium, wakes);
+        Locked lock(transport);
+        auto result = f(transport, wakes);
         lock.unlock(wakes);
         return result;
     });
@@ -86,11 +86,11 @@ void locked_ring(Channel& ch, F&& f) {
 
 // Looks for dead processes when it is time to.
 template <class M>
-void look_for_dead(M& medium) {
-    if (!Traits<M>::time_to_look(medium)) return;
+void look_for_dead(M& transport) {
+    if (!Traits<M>::time_to_look(transport)) return;
     Wakes wakes;
-    Locked lock(medium);
-    Traits<M>::look_for_dead(medium, wakes);
+    Locked lock(transport);
+    Traits<M>::look_for_dead(transport, wakes);
     lock.unlock(wakes);
 }
 
@@ -246,7 +246,7 @@ class Place {
     const Caller caller;
 
   private:
-    std::tuple<Traits<LocalQueue>::Waiting, Traits<Ring>::Waiting> waiting_;  // that of its medium is used
+    std::tuple<Traits<LocalQueue>::Waiting, Traits<Ring>::Waiting> waiting_;  // that of its transport is used
     std::atomic<uint32_t>* word_ = nullptr;
     uint32_t seen_ = 0;
 };

@@ -1,4 +1,4 @@
-// What a get does, from the medium to the Python object.
+// What a get does, from the transport to the Python object.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -215,7 +215,7 @@ Step await_places(In& in) {
     for (size_t i = 0; i < in.feeds.size(); ++i) {
         Out& out = *in.feeds[i];
         if (!out.state.ordered) continue;
-        const Step step = out.ch->with([&](auto& medium) { return await_place(medium, out); });
+        const Step step = out.ch->with([&](auto& transport) { return await_place(transport, out); });
         if (step != Step::Done) return step;
     }
     return Step::Done;
@@ -235,7 +235,7 @@ Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, 
             return Caller{.side = Side::Reader,
                           .port = in,
                           .exchangeable = reader && reader->lazy,
-                           .clock = reader ? &reader->clock : nullptr,
+                          .clock = reader ? &reader->clock : nullptr,
                           .orders = reader ? &reader->orders : nullptr};
         },
         [&](Wakes& wakes) {
@@ -288,10 +288,10 @@ void keep_turns(In& in) {
     const uint64_t first = first_unfinished(in);
     for (Out* out : in.feeds) {
         if (!out->may_have_turns) continue;
-        out->ch->with([&](auto& medium) {
+        out->ch->with([&](auto& transport) {
             Wakes wakes;
-            Locked locked(medium);
-            medium.turn_is(first, wakes);
+            Locked locked(transport);
+            transport.turn_is(first, wakes);
             out->state.ordered = true;
             locked.unlock(wakes);
         });
@@ -301,7 +301,8 @@ void keep_turns(In& in) {
 
 // Wait: go on with the next item.
 Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
-    const Step step = ch.with([&](auto& medium) { return get(medium, ch, in, deadline, taking, result); });
+    const Step step =
+        ch.with([&](auto& transport) { return get(transport, ch, in, deadline, taking, result); });
     if (step != Step::KeepTurns) return step;
     keep_turns(*in);
     return Step::Wait;

@@ -28,8 +28,8 @@
 #pragma once
 
 #include "kernels.hpp"
-#include "manners.hpp"
-#include "trial.hpp"
+#include "plans.hpp"
+#include "tuner.hpp"
 #include "waiting.hpp"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Values of Python as bytes: plain ones in the direct encoding of codec.cpp, without a pickle. The last byte
-// says how the rest is to be read (flowchan/collective/values.py has the other ways).
+// says how the rest is to be read (flowchan/collective/value_bytes.py has the other ways).
 #include "codec.hpp"
 #include "group_calls.hpp"
 

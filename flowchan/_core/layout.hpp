@@ -27,8 +27,8 @@
 #include <algorithm>
 #include <span>
 
-#include "medium.hpp"
 #include "redo.hpp"
+#include "transport.hpp"
 #include "waiting.hpp"
 
 namespace flowchan {

@@ -29,8 +29,8 @@
 #include <thread>
 #include <vector>
 
+#include "extra_sleepers.hpp"
 #include "link_ports.hpp"
-#include "lookouts.hpp"
 
 namespace flowchan {
 

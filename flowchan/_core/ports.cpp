@@ -62,7 +62,7 @@ uint64_t open_session(Ring& ring, Channel& ch, int given, bool writer, uint32_t&
 
 uint64_t open_port(Channel& ch, int given, bool writer, uint32_t& session) {
     if (!ch.usable()) throw nb::python_error();
-    return ch.with([&](auto& medium) { return open_session(medium, ch, given, writer, session); });
+    return ch.with([&](auto& transport) { return open_session(transport, ch, given, writer, session); });
 }
 
 // Whether the port's session is still this port's and, unless `anyway`, still this process's (it may have
@@ -95,12 +95,12 @@ void Turn::leave() {
     if (waiting_.load(std::memory_order_seq_cst)) futex_wake(owner_, 1, false);
 }
 
-// Waits, with the medium's lock free, until nobody of this process reads or writes where the port's items
+// Waits, with the transport's lock free, until nobody of this process reads or writes where the port's items
 // lie.
-template <class Medium, class Busy>
-static void lock_when_idle(Medium& medium, Busy busy, std::optional<Locked<Medium>>& locked) {
+template <class Transport, class Busy>
+static void lock_when_idle(Transport& transport, Busy busy, std::optional<Locked<Transport>>& locked) {
     for (;;) {
-        locked.emplace(medium);
+        locked.emplace(transport);
         if (!busy()) return;
         locked->unlock({});
         locked.reset();
@@ -140,7 +140,7 @@ bool tell_followers(In& in) {
     if (!in.state.in_hand) return true;
     for (Out* out : in.feeds) {
         const bool told =
-            out->ch->with([&](auto& medium) { return done_with(medium, *out, in.state.number); });
+            out->ch->with([&](auto& transport) { return done_with(transport, *out, in.state.number); });
         if (!told) return false;
         out->state.count = 0;
     }
@@ -219,7 +219,7 @@ Out::~Out() {
 void In::close(bool finished) {
     if (!open.exchange(false)) return;
     if (finished && !tell_followers(*this)) PyErr_Clear();  // interrupted; leaving goes on all the same
-    ch->with([&](auto& medium) { leave(medium, finished); });
+    ch->with([&](auto& transport) { leave(transport, finished); });
     const std::vector<nb::object> calls = std::exchange(due, {});
     if (finished) call_all(calls);
 }
@@ -249,7 +249,7 @@ void In::leave(Ring& ring, bool finished) {
 
 void Out::close() {
     if (!open.exchange(false)) return;
-    ch->with([&](auto& medium) { leave(medium); });
+    ch->with([&](auto& transport) { leave(transport); });
 }
 
 void Out::leave(LocalQueue& queue) {

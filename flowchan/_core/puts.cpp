@@ -1,4 +1,4 @@
-// What a put does, from the Python object to the medium.
+// What a put does, from the Python object to the transport.
 #include "channel.hpp"
 #include "raising.hpp"
 #include "sizes.hpp"
@@ -172,7 +172,7 @@ Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, u
 }
 
 Step put_step(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
-    return ch.with([&](auto& medium) { return put(medium, ch, out, item, deadline, size); });
+    return ch.with([&](auto& transport) { return put(transport, ch, out, item, deadline, size); });
 }
 }  // namespace
 
@@ -231,7 +231,7 @@ static nb::object lend(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadlin
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout) {
     Deadline deadline;
     if (!ch.usable() || !parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
-    return ch.with([&](auto& medium) { return lend(medium, ch, out, size, deadline); });
+    return ch.with([&](auto& transport) { return lend(transport, ch, out, size, deadline); });
 }
 
 PyObject* put_item(Channel& ch, Out* out, PyObject* item, Deadline deadline) {

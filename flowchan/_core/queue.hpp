@@ -16,8 +16,8 @@
 #include <deque>
 #include <vector>
 
-#include "line.hpp"
 #include "ring.hpp"
+#include "stream.hpp"
 
 namespace flowchan {
 

@@ -45,9 +45,9 @@ PyObject* writer_died(const std::string& who, uint64_t pid) {
 // How full a channel is that takes nothing now; and whose views keep memory back.
 std::string fill(Channel& ch) {
     std::vector<Held> held;
-    const Counts counts = locked(ch, [&](auto& medium, Wakes&) {
-        held = medium.held();
-        return medium.counts();
+    const Counts counts = locked(ch, [&](auto& transport, Wakes&) {
+        held = transport.held();
+        return transport.counts();
     });
     std::string text = std::to_string(counts.inside) + " of " + std::to_string(ch.capacity) + " items inside";
     if (ch.max_bytes == UINT64_MAX) return text;
@@ -163,7 +163,7 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
                 raise("Full", who + " is full, nothing could be put " + seconds(deadline) + ": " + fill(ch));
             else
                 raise("Empty", who + " is empty, nothing could be got " + seconds(deadline) + "; it is " +
-                                   (ch.with([](auto& medium) { return medium.seen_state(); }) == OPEN
+                                   (ch.with([](auto& transport) { return transport.seen_state(); }) == OPEN
                                         ? "not closed"
                                         : "closed, but a reader may give back what it has in hand"));
             break;
@@ -176,7 +176,7 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
         case Step::Broken: {
             const auto [cut_off, damaged, _] = fault(ch);
             PyObject* cause = cut_off ? writer_died(who, cut_off)
-                                      : ch.with([](auto& medium) { return stored_cause(medium); });
+                                      : ch.with([](auto& transport) { return stored_cause(transport); });
             raise_broken(who + (damaged   ? " is broken: its shared memory is damaged"
                                 : cut_off ? " is broken: a writer died, what it had put has been read"
                                           : " is broken"),

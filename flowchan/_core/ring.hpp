@@ -20,8 +20,8 @@
 #include "layout.hpp"
 #include "lock.hpp"
 #include "memory.hpp"
-#include "pace.hpp"
 #include "process.hpp"
+#include "turn_taking.hpp"
 #include "windows.hpp"
 
 namespace flowchan {

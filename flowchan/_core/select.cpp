@@ -89,10 +89,10 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
 
 // Whether a get would not wait, for an item is inside or the channel is drained.
 Step look(Channel& ch) {
-    ch.with([](auto& medium) { look_for_dead(medium); });
-    const Step step = locked(ch, [](auto& medium, Wakes&) {
-        if (medium.broken()) return Step::Broken;
-        return medium.counts().inside || medium.drained() ? Step::Done : Step::NotNow;
+    ch.with([](auto& transport) { look_for_dead(transport); });
+    const Step step = locked(ch, [](auto& transport, Wakes&) {
+        if (transport.broken()) return Step::Broken;
+        return transport.counts().inside || transport.drained() ? Step::Done : Step::NotNow;
     });
     if (step == Step::Broken) raise_step(ch, step, Side::Reader, 0, Deadline{0});
     return step;
@@ -135,7 +135,7 @@ static nb::object try_each(const std::vector<Operation>& ops) {
 static std::vector<uint64_t> moves(const std::vector<Operation>& ops) {
     std::vector<uint64_t> found;
     for (const Operation& op : ops) {
-        const Counts now = locked(*op.ch, [](auto& medium, Wakes&) { return medium.counts(); });
+        const Counts now = locked(*op.ch, [](auto& transport, Wakes&) { return transport.counts(); });
         found.insert(found.end(), {now.items_in, now.items_out});
     }
     return found;

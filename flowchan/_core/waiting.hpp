@@ -258,8 +258,8 @@ struct Caller {
     uint64_t size = 0;
     bool ordered = false;
     uint64_t number = 0;
-    bool exchangeable = false;   // whoever waits through another port may as well go on in its place
-    PortClock* clock = nullptr;  // between threads: of its port, which outlives the call
+    bool exchangeable = false;         // whoever waits through another port may as well go on in its place
+    PortClock* clock = nullptr;        // between threads: of its port, which outlives the call
     const uint32_t* orders = nullptr;  // threads: the port's Orders, which it obeys although others starve
 };
 

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 from flowchan.channel.ports import Out
 from flowchan.errors import Closed
-from flowchan.items.text import shown
 from flowchan.items.arguments import is_whole
+from flowchan.items.text import shown
 
 
 class Addressed:

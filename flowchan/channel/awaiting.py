@@ -91,7 +91,7 @@ class Watcher:
                     return
             if waits:
                 idle_since = time.monotonic()
-            alone = waits and all(not wait.channel.medium.copies for _, wait in waits)
+            alone = waits and all(not wait.channel.transport.copies for _, wait in waits)
             changed = self._watch.sleep(heard, [wait for _, wait in waits], LONG if alone else SLICE)
             if futures := self._take([waits[index] for index in changed]):
                 try:

@@ -1,4 +1,4 @@
-"""The channel: a bounded, closable FIFO with one contract on every medium.
+"""The channel: a bounded, closable FIFO with one contract on every transport.
 
 The contract, C1 to C15, is written in docs/channels.md; each clause is a test in ``tests/contract/``.
 ``put`` and ``get`` and their kin are native methods inherited from the core; here are the checks of
@@ -18,8 +18,8 @@ from typing import Any, Protocol, TypeVar
 import flowchan.items.codec  # tells the core how to serialise  # noqa: F401
 from flowchan import _core
 from flowchan.channel import awaiting
-from flowchan.channel.media import MEDIA, Across, Medium
 from flowchan.channel.ports import In, Out
+from flowchan.channel.transports import TRANSPORTS, Across, Transport
 from flowchan.errors import Broken, ChannelError
 from flowchan.items import arrays
 from flowchan.items.arguments import is_whole, refuses_misspelt, whole
@@ -130,25 +130,25 @@ class Channel(_core.Channel[T]):
         across: Across = "threads",
         max_bytes: int | None = None,
     ) -> None:
-        medium = MEDIA.get(across)
-        if medium is None:
-            raise ValueError(f"across must be {' or '.join(map(repr, MEDIA))}, not {across!r}")
-        capacity = _places(capacity, medium)
+        transport = TRANSPORTS.get(across)
+        if transport is None:
+            raise ValueError(f"across must be {' or '.join(map(repr, TRANSPORTS))}, not {across!r}")
+        capacity = _places(capacity, transport)
         if max_bytes is not None:
             whole("Channel", "max_bytes", max_bytes, 1, LARGEST)
         else:
-            max_bytes = most_bytes() if medium.copies else _NO_LIMIT
-        super().__init__(capacity=capacity, processes=medium.copies, max_bytes=max_bytes, name="")
-        if medium.copies:
+            max_bytes = most_bytes() if transport.copies else _NO_LIMIT
+        super().__init__(capacity=capacity, processes=transport.copies, max_bytes=max_bytes, name="")
+        if transport.copies:
             _known[os.fstat(self._fd).st_ino] = self
-        if medium.reached_by:
+        if transport.reached_by:
             self._hosts = True
-            self._reached: Reached = importlib.import_module(medium.reached_by).let_in(self)
+            self._reached: Reached = importlib.import_module(transport.reached_by).let_in(self)
 
     @property
-    def medium(self) -> Medium:
+    def transport(self) -> Transport:
         """What it is made of, and what follows from that."""
-        return MEDIA[self.across]
+        return TRANSPORTS[self.across]
 
     @property
     def address(self) -> str:
@@ -162,13 +162,13 @@ class Channel(_core.Channel[T]):
         return self._where().secret
 
     def _where(self) -> Reached:
-        if not self.medium.reached_by:
+        if not self.transport.reached_by:
             raise ChannelError(f"{self!r} has no address; make it with across='hosts'")
         return self._reached
 
     def _another(self, capacity: int) -> Channel[Any]:
         """A new channel for those who have this one: made of the same, and with the same home."""
-        if self.medium.reached_by:
+        if self.transport.reached_by:
             return self._reached.another(capacity)
         return Channel(capacity, across=self.across)
 
@@ -211,17 +211,17 @@ class Channel(_core.Channel[T]):
         return f"<Channel({name}{capacity}, across={self.across!r}{limit}) {state}, {len(self)} inside>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not self.medium.copies:
+        if not self.transport.copies:
             raise TypeError(f"{self!r} can't be sent to another process; make it with across='processes'")
-        if self.medium.reached_by:
+        if self.transport.reached_by:
             return beside_packed(self) or self._reached.reduced()
         return _arrive, (hand_over(self._fd, self._socket, self), self._name)
 
 
-def _places(capacity: int | None, medium: Medium) -> int:
+def _places(capacity: int | None, transport: Transport) -> int:
     """How many items the queue is made for."""
     if capacity is None:
-        if medium.copies:
+        if transport.copies:
             raise ValueError(
                 "Channel: capacity=None, any number of items, is for across='threads'; between processes "
                 "items take shared memory, which max_bytes bounds: give a number, such as capacity=10**9"

@@ -15,12 +15,12 @@ T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
 
-Asked = Callable[[Any, BaseException | None], bool]
+Request = Callable[[Any, BaseException | None], bool]
 """Whether this port is closed; by an error, if there is one that ends a block."""
 
 
 def _leaves(port: In[Any] | Out[Any], error: BaseException | None) -> bool:
-    ask: Asked | None = getattr(port, "_may_close", None)
+    ask: Request | None = getattr(port, "_may_close", None)
     return ask is None or ask(port, error)
 
 
@@ -28,7 +28,7 @@ class In(_core.In[T_co]):
     """A stage's reading end of a channel. Taking the next item finishes the one before."""
 
     __slots__ = ("_may_close",)  # what runs a stage is asked before one of its ports is closed
-    _may_close: Asked | None
+    _may_close: Request | None
 
     def close(self) -> None:
         """Leave: the items in hand count as finished."""
@@ -50,7 +50,7 @@ class Out(_core.Out[T_contra]):
     """A stage's writing end of a channel."""
 
     __slots__ = ("_may_close",)  # what runs a stage is asked before one of its ports is closed
-    _may_close: Asked | None
+    _may_close: Request | None
 
     def close(self) -> None:
         """Leave; the last writer to leave closes the channel."""
@@ -70,7 +70,7 @@ class Out(_core.Out[T_contra]):
 def moved(port: In[Any] | Out[Any]) -> tuple[Any, ...]:
     """Ports cross to another process with their session: the port moves, it is not copied. Raises
     ``TypeError`` where it can't."""
-    if port.channel.medium.reached_by:
+    if port.channel.transport.reached_by:
         raise TypeError(
             f"a port of {port.channel!r} can't be sent to another process; send the channel, and open a port "
             "there: channel.reader(), channel.writer()"

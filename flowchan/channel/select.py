@@ -59,7 +59,8 @@ def select(
     ready: Iterable[Channel[Any]] = (),
 ) -> Selected[Any]:
     """Does one of the operations and no other: a get from one of ``gets``, or one of ``puts``, pairs of a
-    channel and an item. They may be channels or ports of any media. Of several that can be done one is chosen
+    channel and an item. They may be channels or ports of any transports. Of several that can be done one is
+    chosen
     at random.
 
     ``ready`` are channels of which nothing is taken: one is chosen when a get from it would not wait, because

@@ -10,7 +10,7 @@ from typing import Any
 from flowchan.declare.callables import name_of
 from flowchan.declare.values import Stage
 from flowchan.errors import Problem
-from flowchan.items.refusal import a_kind_of, refusal, smallest
+from flowchan.items.unpicklable import a_kind_of, refusal, smallest
 
 _REMEDY = (
     "make it inside the function, or in a callable class, which is built once per worker inside the process; "
@@ -20,7 +20,7 @@ _REMEDY = (
 
 def pickle_problems(stage: Stage) -> Iterator[Problem]:
     """One problem for each part of a stage in a process that cannot be sent there."""
-    if not stage.place.apart:
+    if not stage.placement.apart:
         return
     for name, part in _parts(stage):
         error = refusal(part)
@@ -37,8 +37,8 @@ def pickle_problems(stage: Stage) -> Iterator[Problem]:
 def _parts(stage: Stage) -> Iterator[tuple[str, Any]]:
     if stage.function is not None:
         yield f"function {name_of(stage.function)!r}", stage.function
-    for place, value in enumerate(stage.args, 1):
-        yield f"argument {place}", value
+    for index, value in enumerate(stage.args, 1):
+        yield f"argument {index}", value
     for name, value in stage.kwargs.items():
         yield f"argument {name!r}", value
     for name, value in stage.options.items():

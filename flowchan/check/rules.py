@@ -7,7 +7,7 @@ started.
 | duplicate | two stages, or two channels, have one name |
 | foreign | a stage reads a stream of another graph, or one that no stage writes |
 | cycle | stages wait for each other in a loop without a declared feedback |
-| loop | a feedback that nothing feeds, or that another verb than ``stage`` reads |
+| loop | a feedback that nothing feeds, or that another operator than ``stage`` reads |
 | unread | nobody reads an output |
 | read-twice | several stages read one stream |
 | ports | streams and arguments do not fit the function's parameters |
@@ -42,8 +42,8 @@ from flowchan.check.pickling import pickle_problems
 from flowchan.check.types import port_problems, type_problems
 from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.callables import is_async
-from flowchan.declare.values import Link, Origin, Stage
-from flowchan.declare.verbs import VERBS
+from flowchan.declare.operators import OPERATORS
+from flowchan.declare.values import Edge, Origin, Stage
 from flowchan.errors import GraphError, Problem
 from flowchan.items.arguments import is_whole
 
@@ -56,7 +56,7 @@ _MOST_PORTS = 4096
 _MOST_SELECTED = 128  # operations of one select, which is what Linux can wait for at once
 
 Found = Iterator[tuple[int, Problem]]
-"""Problems, each with the place of its stage in the graph (-1: the graph as a whole)."""
+"""Problems, each with the index of its stage in the graph (-1: the graph as a whole)."""
 
 
 def check(graph: Blueprint) -> tuple[Problem, ...]:
@@ -73,9 +73,9 @@ def check(graph: Blueprint) -> tuple[Problem, ...]:
         if count[stage.name] == 1
         for output in stage.all_outputs
     }
-    for place, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         for problems in (port_problems(stage), type_problems(stage, items), pickle_problems(stage)):
-            found.extend((place, problem) for problem in problems)
+            found.extend((index, problem) for problem in problems)
     return tuple(problem for _, problem in sorted(found, key=itemgetter(0)))
 
 
@@ -104,13 +104,13 @@ def _empty(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 def _duplicates(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     first: dict[str, Stage] = {}
     channels: dict[str, Stage] = {}
-    for place, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         owner = first.setdefault(stage.name, stage)
         if owner is not stage:
             message = (
                 f"the name {stage.name!r} is taken by the {owner.kind} at {owner.where}; give another name="
             )
-            yield place, Problem("duplicate", stage.name, stage.where, message)
+            yield index, Problem("duplicate", stage.name, stage.where, message)
             continue
         names = [name for output in stage.all_outputs for _, name in stage.channels(output)]
         for name in names:
@@ -121,12 +121,12 @@ def _duplicates(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
                     f"at {owner.where}; "
                     "give one of the stages another name="
                 )
-                yield place, Problem("duplicate", stage.name, stage.where, message)
+                yield index, Problem("duplicate", stage.name, stage.where, message)
 
 
 def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     written = {Origin(stage.name, output.port) for stage in stages for output in stage.all_outputs}
-    for place, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         for origin in stage.inputs:
             stranger = graph._strangers.get(origin)
             if stranger is not None:
@@ -134,22 +134,22 @@ def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
                     f"reads stream {stranger.name!r} of another graph, {stranger.graph!r} declared at "
                     f"{stranger.where}; declare both ends in one graph"
                 )
-                yield place, Problem("foreign", stage.name, stage.where, message)
+                yield index, Problem("foreign", stage.name, stage.where, message)
             elif origin not in written and origin not in graph._loops:
                 message = f"reads stream {str(origin)!r}, but no stage of graph {graph.name!r} writes it"
-                yield place, Problem("foreign", stage.name, stage.where, message)
+                yield index, Problem("foreign", stage.name, stage.where, message)
 
 
 def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     """One problem per knot of stages that wait for each other. A name given twice joins stages which are not
     joined, so such names are left out; they have a problem of their own."""
     count = Counter(stage.name for stage in stages)
-    places = {stage.name: place for place, stage in enumerate(stages) if count[stage.name] == 1}
+    indexes = {stage.name: index for index, stage in enumerate(stages) if count[stage.name] == 1}
     edges = [
         (origin.stage, stage.name)
         for stage in stages
         for port, origin in stage.read
-        if stage.name in places and origin.stage in places and port not in stage.feedback
+        if stage.name in indexes and origin.stage in indexes and port not in stage.feedback
     ]
     if not _goes_in_circles(edges):
         return
@@ -157,19 +157,19 @@ def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
     joined = networkx.DiGraph(edges)
     for knot in networkx.strongly_connected_components(joined):
-        start = min(knot, key=places.__getitem__)
+        start = min(knot, key=indexes.__getitem__)
         if len(knot) == 1 and not joined.has_edge(start, start):
             continue
         loop = [writer for writer, _ in networkx.find_cycle(joined.subgraph(knot), start)]
-        turn = loop.index(min(loop, key=places.__getitem__))
+        turn = loop.index(min(loop, key=indexes.__getitem__))
         loop = [*loop[turn:], *loop[: turn + 1]]
-        stage = stages[places[loop[0]]]
+        stage = stages[indexes[loop[0]]]
         message = (
             f"the stages wait for each other in a loop: {' → '.join(loop)}; break it at one of "
             "them, or declare which of "
             "them leads back: graph.feedback()"
         )
-        yield places[stage.name], Problem("cycle", stage.name, stage.where, message)
+        yield indexes[stage.name], Problem("cycle", stage.name, stage.where, message)
 
 
 def _goes_in_circles(edges: list[tuple[str, str]]) -> bool:
@@ -188,17 +188,17 @@ def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for origin, loop in graph._loops.items():
         if loop.fed_by is None:
             message = f"nothing feeds {loop.name!r}; close the loop with .feed(stream)"
-            places = [place for place, stage in enumerate(stages) if origin in stage.inputs]
-            place = places[0] if places else -1
-            yield place, Problem("loop", stages[place].name if places else "", loop.where, message)
-    for place, stage in enumerate(stages):
-        if stage.feedback and not stage.verb.ends_loops:
+            indexes = [index for index, stage in enumerate(stages) if origin in stage.inputs]
+            index = indexes[0] if indexes else -1
+            yield index, Problem("loop", stages[index].name if indexes else "", loop.where, message)
+    for index, stage in enumerate(stages):
+        if stage.feedback and not stage.operator.ends_loops:
             message = (
                 f"{stage.kind} reads a feedback, and would wait for its own end; let a "
                 "graph.stage read it, which "
                 "returns when its work is done"
             )
-            yield place, Problem("loop", stage.name, stage.where, message)
+            yield index, Problem("loop", stage.name, stage.where, message)
 
 
 def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
@@ -209,16 +209,16 @@ def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for stage in stages:
         for origin in stage.inputs:
             readers.setdefault(origin, []).append(stage)
-    for place, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         for output in stage.all_outputs if count[stage.name] == 1 else ():
             reading = readers.get(Origin(stage.name, output.port), [])
-            if not reading and output is not stage.errors and not stage.verb.result:
+            if not reading and output is not stage.errors and not stage.operator.result:
                 message = (
                     f"nobody reads its output {output.name!r}; end it with .sink(function), "
                     "or with .collect() "
                     "to have the items as a result"
                 )
-                yield place, Problem("unread", stage.name, stage.where, message)
+                yield index, Problem("unread", stage.name, stage.where, message)
             if len(reading) > 1:
                 who = " and ".join(f"{reader.name!r} ({reader.where})" for reader in reading)
                 message = (
@@ -226,32 +226,32 @@ def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
                     "stream has one reader: "
                     f"give each its own with .tee({len(reading)})"
                 )
-                yield place, Problem("read-twice", stage.name, stage.where, message)
+                yield index, Problem("read-twice", stage.name, stage.where, message)
 
 
 def _capacities(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    for place, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         for output in stage.all_outputs:
             if not _is_capacity(output.capacity):
                 message = f"capacity of {output.name!r} must be an int of at least 1, not {output.capacity!r}"
-                yield place, Problem("capacity", stage.name, stage.where, message)
+                yield index, Problem("capacity", stage.name, stage.where, message)
 
 
 def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     """A lower bound, reserved when the run begins; items that are larger need more."""
-    shared = [link for link in graph.links if link.medium.copies and _is_capacity(link.capacity)]
+    shared = [edge for edge in graph.edges if edge.transport.copies and _is_capacity(edge.capacity)]
     if not shared:
         return
     needed, free = sum(map(_bytes_of, shared)), _free_memory()
     if needed > free:
         largest = max(shared, key=_bytes_of)
-        place = next(place for place, stage in enumerate(stages) if stage.name == largest.writer)
+        index = next(index for index, stage in enumerate(stages) if stage.name == largest.writer)
         message = (
             f"the {len(shared)} channels between processes need at least {needed:,} bytes, "
             f"but {free:,} are free; "
             f"the largest is {largest.name!r} with capacity={largest.capacity:,}: lower it"
         )
-        yield place, Problem("memory", largest.writer, largest.where, message)
+        yield index, Problem("memory", largest.writer, largest.where, message)
 
 
 def _free_memory() -> float:
@@ -264,59 +264,61 @@ def _free_memory() -> float:
 
 
 def _system(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    shared = next((link for link in graph.links if link.medium.copies), None)
+    shared = next((edge for edge in graph.edges if edge.transport.copies), None)
     if shared is None:
         return
     try:
         _core.Channel(capacity=1, processes=True, max_bytes=4096, name="")
     except OSError as error:
         if error.errno in _REFUSED:
-            place = next(place for place, stage in enumerate(stages) if stage.name == shared.writer)
-            yield place, Problem("system", shared.writer, shared.where, str(error.strerror))
+            index = next(index for index, stage in enumerate(stages) if stage.name == shared.writer)
+            yield index, Problem("system", shared.writer, shared.where, str(error.strerror))
 
 
 def _limits(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     writing = {stage.name: stage.worker_count for stage in stages}
-    reading = {stage.name: 1 if stage.verb.worker_per_input else stage.workers for stage in stages}
-    places = {stage.name: place for place, stage in enumerate(stages)}
-    for link in graph.links:
-        readers = 1 if link.to_worker else reading.get(link.reader or "", 0)
-        ports = (1 if link.worker else writing.get(link.writer, 0)) + readers
-        if link.medium.copies and ports > _MOST_PORTS:
+    reading = {stage.name: 1 if stage.operator.worker_per_input else stage.workers for stage in stages}
+    indexes = {stage.name: index for index, stage in enumerate(stages)}
+    for edge in graph.edges:
+        readers = 1 if edge.to_worker else reading.get(edge.reader or "", 0)
+        ports = (1 if edge.worker else writing.get(edge.writer, 0)) + readers
+        if edge.transport.copies and ports > _MOST_PORTS:
             message = (
-                f"its channel {link.name!r} is written and read by {ports:,} workers; between "
+                f"its channel {edge.name!r} is written and read by {ports:,} workers; between "
                 "processes a channel has "
                 f"{_MOST_PORTS:,} ports: lower workers=, or merge in steps"
             )
-            yield places[link.writer], Problem("limit", link.writer, link.where, message)
-    for place, stage in enumerate(stages):
+            yield indexes[edge.writer], Problem("limit", edge.writer, edge.where, message)
+    for index, stage in enumerate(stages):
         ports = len(stage.inputs) + len(stage.outputs)
         names = getattr(getattr(stage.function, "__code__", None), "co_names", ())
-        if stage.verb.calls == "ports" and ports > _MOST_SELECTED and "select" in names:
+        if stage.operator.calls == "ports" and ports > _MOST_SELECTED and "select" in names:
             message = (
                 f"its function calls select and has {ports} ports, but select takes "
                 f"{_MOST_SELECTED} operations; merge "
                 "some of the streams before"
             )
-            yield place, Problem("limit", stage.name, stage.where, message)
+            yield index, Problem("limit", stage.name, stage.where, message)
 
 
 def _asyncs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    for place, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         if not is_async(stage.function):
             continue
-        if not stage.verb.async_body:
-            others = ", ".join(sorted(verb.name for verb in VERBS.values() if verb.async_body))
+        if not stage.operator.async_body:
+            others = ", ".join(
+                sorted(operator.name for operator in OPERATORS.values() if operator.async_body)
+            )
             message = f"{stage.kind} takes no async function; {others} do"
-            yield place, Problem("async", stage.name, stage.where, message)
+            yield index, Problem("async", stage.name, stage.where, message)
 
 
 def _spent(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     """A process iterates over a copy of its iterator, so only those of threads are read; a channel says
     itself when it is at its end."""
-    for place, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         items = stage.options.get("iterable")
-        if stage.place.apart or not isinstance(items, Iterator) or isinstance(items, Channel | In):
+        if stage.placement.apart or not isinstance(items, Iterator) or isinstance(items, Channel | In):
             continue
         if inspect.isgenerator(items) and inspect.getgeneratorstate(items) == inspect.GEN_CLOSED:
             how = "is at its end already, so there would be no items"
@@ -328,58 +330,58 @@ def _spent(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             f"its {type(items).__name__} {how}; give a callable that makes a new one for each run: "
             "graph.source(function, *arguments)"
         )
-        yield place, Problem("spent", stage.name, stage.where, message)
+        yield index, Problem("spent", stage.name, stage.where, message)
 
 
 def _daemonic(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     process = multiprocessing.current_process()
     if process.daemon:
-        for place, stage in enumerate(stages):
-            if stage.place.apart:
+        for index, stage in enumerate(stages):
+            if stage.placement.apart:
                 message = (
                     f"process {process.name!r} is daemonic, and Python lets it start no "
                     "processes; start it with "
                     "daemon=False, or let the stage run on='thread'"
                 )
-                yield place, Problem("daemon", stage.name, stage.where, message)
+                yield index, Problem("daemon", stage.name, stage.where, message)
 
 
 def _hosts(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    for place, stage in enumerate(stages):
-        if stage.place.missing:
-            yield place, Problem("hosts", stage.name, stage.where, stage.place.missing)
-        elif stage.place.nowhere:
+    for index, stage in enumerate(stages):
+        if stage.placement.missing:
+            yield index, Problem("hosts", stage.name, stage.where, stage.placement.missing)
+        elif stage.placement.nowhere:
             message = (
                 "nobody has said which hosts it runs on; give them with `flowchan run FILE --hosts local:2`, "
                 "or declare it with on=pool"
             )
-            yield place, Problem("hosts", stage.name, stage.where, message)
+            yield index, Problem("hosts", stage.name, stage.where, message)
 
 
 def _gangs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    for place, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         if stage.gang is not None and is_async(stage.function):
             message = "its workers form a group, whose operations wait: an async function can't call them"
-            yield place, Problem("gang", stage.name, stage.where, message)
-        if stage.gang is not None and stage.gang.elastic and not stage.place.apart:
+            yield index, Problem("gang", stage.name, stage.where, message)
+        if stage.gang is not None and stage.gang.elastic and not stage.placement.apart:
             message = "elastic=True is for processes: no thread dies by itself; say on='process' or on=pool"
-            yield place, Problem("gang", stage.name, stage.where, message)
+            yield index, Problem("gang", stage.name, stage.where, message)
 
 
 def _addressed(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     """Streams whose items go to the worker that the sender names."""
-    places = {stage.name: place for place, stage in enumerate(stages)}
-    for link in graph.links:
-        if link.errors and link.to_worker == 1 and link.reader is not None:
+    indexes = {stage.name: index for index, stage in enumerate(stages)}
+    for edge in graph.edges:
+        if edge.errors and edge.to_worker == 1 and edge.reader is not None:
             message = (
-                f"its per_worker input {link.reader_port!r} reads the errors stream of {link.writer!r}, "
+                f"its per_worker input {edge.reader_port!r} reads the errors stream of {edge.writer!r}, "
                 "whose items name no worker; put a map between them that gives pairs (worker, item)"
             )
-            yield places[link.reader], Problem("ports", link.reader, link.where, message)
+            yield indexes[edge.reader], Problem("ports", edge.reader, edge.where, message)
 
 
-def _bytes_of(link: Link) -> int:
-    return link.capacity * _BYTES_PER_ITEM + _BYTES_PER_CHANNEL
+def _bytes_of(edge: Edge) -> int:
+    return edge.capacity * _BYTES_PER_ITEM + _BYTES_PER_CHANNEL
 
 
 def _is_capacity(value: object) -> bool:

@@ -33,9 +33,9 @@ def port_problems(stage: Stage) -> Iterator[Problem]:
     """Whether the streams and arguments given fit the parameters of the function."""
     if stage.function is None:
         return
-    if stage.verb.calls == "ports":
+    if stage.operator.calls == "ports":
         found = _port_messages(stage)
-    elif stage.verb.calls == "arguments":
+    elif stage.operator.calls == "arguments":
         found = _source_messages(stage)
     else:
         found = _call_messages(stage)
@@ -45,7 +45,7 @@ def port_problems(stage: Stage) -> Iterator[Problem]:
 def type_problems(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[Problem]:
     """Whether the annotated item type of each stream fits the annotation of the parameter that takes it.
     ``outputs``: what the origins of the graph are."""
-    if stage.verb.iterates and stage.function is not None:
+    if stage.operator.iterates and stage.function is not None:
         given = returned_type(stage.function)
         if not _iterable(given) and not is_async(stage.function):
             yield Problem(
@@ -117,19 +117,19 @@ def _asked(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tuple[Out
     if stage.function is None:
         return
     read = {port: outputs[origin] for port, origin in stage.read if origin in outputs}
-    if stage.verb.calls == "ports":
+    if stage.operator.calls == "ports":
         items = {port.name: port.item for port in ports_of(stage.function) if port.reads}
         for port, stream in read.items():
             if stream.item is not None and items.get(port) is not None:
                 pair = port in stage.per_worker
                 yield _in_pairs(stream, port, items[port]) if pair else (stream, port, items[port])
-    elif stage.verb.calls in _ITEMS:
+    elif stage.operator.calls in _ITEMS:
         parameters = _positional(stage.function)
-        place = _ITEMS[stage.verb.calls] - 1
-        asked = known(parameters[place].annotation) if len(parameters) > place else None
+        index = _ITEMS[stage.operator.calls] - 1
+        asked = known(parameters[index].annotation) if len(parameters) > index else None
         for stream in read.values():
             if stream.item is not None and asked is not None:
-                yield stream, parameters[place].name, asked
+                yield stream, parameters[index].name, asked
 
 
 def _in_pairs(stream: Output, port: str, asked: Any) -> tuple[Output, str, Any]:
@@ -156,8 +156,8 @@ def _item_signature(function: Any) -> inspect.Signature | None:
 
 
 def _call_messages(stage: Stage) -> Iterator[str]:
-    """A verb that calls the function with the item."""
-    count = _CALLED_WITH.get(stage.verb.calls or "")
+    """An operator that calls the function with the item."""
+    count = _CALLED_WITH.get(stage.operator.calls or "")
     if count is None:
         return
     signature = _item_signature(stage.function)

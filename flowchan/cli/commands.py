@@ -111,14 +111,14 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
     (SIGQUIT) shows which stage waits on which channel.
     """
     from flowchan.cli.loading import LoadError, load
-    from flowchan.cli.results import result_lines
+    from flowchan.cli.result_lines import result_lines
     from flowchan.errors import RunError
-    from flowchan.run.report import render
+    from flowchan.run.observe.report import render
     from flowchan.viz.live.terminal import LiveView
 
     with _Interrupts() as interrupts, _logging():
         graph: Any = load(file, args)
-        inputs = [stage.name for stage in graph.stages if stage.verb.outside]
+        inputs = [stage.name for stage in graph.stages if stage.operator.outside]
         if inputs:
             raise LoadError(
                 f"{file}: graph {graph.name!r} gets items from outside, by its input {inputs[0]!r}, "
@@ -391,11 +391,11 @@ def _tell_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
 
 def _counts(graph: Blueprint) -> str:
     workers = sum(stage.workers for stage in graph.stages)
-    far = [stage for stage in graph.stages if stage.place.is_far]
+    far = [stage for stage in graph.stages if stage.placement.is_remote]
     there = sum(stage.workers for stage in far)
-    apart = sum(stage.workers for stage in graph.stages if stage.place.apart) - there
+    apart = sum(stage.workers for stage in graph.stages if stage.placement.apart) - there
     return (
-        f"{_number(len(graph.stages), 'stage')}, {_number(len(graph.links), 'channel')}, "
+        f"{_number(len(graph.stages), 'stage')}, {_number(len(graph.edges), 'channel')}, "
         f"{_number(workers, 'worker')}"
         + (f", {apart} of them in processes" if apart else "")
         + (f", {there} on hosts" if there else "")

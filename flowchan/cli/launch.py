@@ -21,11 +21,11 @@ from typing import BinaryIO, TextIO
 
 import click
 
-from flowchan.run.exits import die_with
-from flowchan.run.processes import signal_name
+from flowchan.run.crew.at_exit import die_with
+from flowchan.run.crew.process import signal_name
 from flowchan.transport.tcp import joined, listen
 
-PATIENCE = 5.0  # seconds from the request to end until the kill
+KILL_DELAY_S = 5.0  # seconds from the request to end until the kill
 _OWN_END = 1.0  # seconds in which the others may end by themselves when one has failed
 _LOOK = 0.05
 _FOLLOWED = ("MemberDied", "MemberLeft")  # what a rank says that failed because another one had
@@ -187,7 +187,7 @@ class Rank:
         return f"rank {self.number} (process {self.process.pid}) {how}{f': {self.last}' if self.last else ''}"
 
 
-class Job:
+class LaunchJob:
     """The ranks of a script on this host, ``first`` and those after it, from their start until none is
     left. ``pin``: each has cores of its own, if there are enough."""
 
@@ -273,7 +273,7 @@ class Job:
         self._end(signal.SIGINT if self.interrupts == 1 else signal.SIGKILL, time.monotonic())
 
     def _end(self, number: int, now: float) -> None:
-        self._end_by, self._kill_by = float("inf"), now + PATIENCE
+        self._end_by, self._kill_by = float("inf"), now + KILL_DELAY_S
         for rank in self.ranks:
             if rank.code() is None or number == signal.SIGKILL:
                 rank.signal(number)
@@ -320,7 +320,7 @@ def launch(count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[st
     """Runs all ranks of a script, or after ``-m`` of a module, to their end; its arguments follow. Who failed
     first and why, empty if nobody did, and whether it was interrupted."""
     environ = variables(count, count, free_address("127.0.0.1"), secrets.token_hex(8))
-    job = Job(count, [sys.executable, *script], environ, tell, pin)
+    job = LaunchJob(count, [sys.executable, *script], environ, tell, pin)
     try:
         job.run()
     finally:

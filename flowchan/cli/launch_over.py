@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from flowchan import ChannelError, Empty, Graph, In, Out
-from flowchan.cli.launch import Job, Tell, first_of, free_address, variables
-from flowchan.hosts.pool import Pool
+from flowchan.cli.launch import LaunchJob, Tell, first_of, free_address, variables
+from flowchan.hosts.host_pool import Pool
 from flowchan.transport.tcp import route_to
 
 LATER = 1.0  # seconds in which the ranks of other hosts may end by themselves when one has failed
@@ -34,14 +34,14 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Line:
+class OutputLine:
     rank: int
     text: str
     is_error: bool
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankEnded:
     """No rank is left on a host. ``failure``: who failed there first, and why."""
 
     failure: str
@@ -70,7 +70,7 @@ def ranks_here(share: Share, script: Sequence[str], pin: bool, orders: In[Any], 
     environ = variables(share.count, share.here, begin.master, begin.secret[:8], share.host, share.hosts)
     environ |= {"FLOWCHAN_AT": begin.at, "FLOWCHAN_SECRET": begin.secret}
     command = [sys.executable, *script]
-    job = Job(share.here, command, environ, lambda *line: said.put(Line(*line)), pin, share.first)
+    job = LaunchJob(share.here, command, environ, lambda *line: said.put(OutputLine(*line)), pin, share.first)
     try:
         while job.goes_on():
             job.look()
@@ -80,10 +80,10 @@ def ranks_here(share: Share, script: Sequence[str], pin: bool, orders: In[Any], 
     finally:
         job.close()
     failure = job.first_failure
-    said.put(Ended(f"{failure}, on host {share.name!r}" if failure else ""))
+    said.put(RankEnded(f"{failure}, on host {share.name!r}" if failure else ""))
 
 
-class Launcher:
+class HostLauncher:
     """Of ``count`` ranks, evenly on the hosts of a pool."""
 
     def __init__(self, pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool) -> None:
@@ -110,14 +110,14 @@ class Launcher:
         """Until no rank is left, and all that they said is passed on."""
         with self._run as run:
             for word in run.iter(self._said):
-                if isinstance(word, Line):
+                if isinstance(word, OutputLine):
                     self._tell(word.rank, word.text, word.is_error)
                 elif isinstance(word, Begin):
                     self._orders.put(word)
                 else:
                     self._host_ended(word)
 
-    def _host_ended(self, word: Ended) -> None:
+    def _host_ended(self, word: RankEnded) -> None:
         self._left -= 1
         if word.failure:
             if not self.failures and not self.interrupts:
@@ -140,7 +140,7 @@ class Launcher:
 def launch_over(pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, bool]:
     """As ``launch``, on the hosts of a pool. Raises :class:`flowchan.HostError`, and :class:`RunError` when a
     host is lost."""
-    launcher = Launcher(pool, count, script, tell, pin)
+    launcher = HostLauncher(pool, count, script, tell, pin)
     before = {number: signal.signal(number, launcher.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         launcher.run()

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from flowchan.cli.arguments import converted
+from flowchan.cli.conversion import converted
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import FlowchanError, GraphError
 

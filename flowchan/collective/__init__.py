@@ -6,15 +6,15 @@ import itertools
 import os
 from collections import defaultdict
 
+from flowchan.collective.call_arguments import seconds_argument
 from flowchan.collective.environment import Launched, place
-from flowchan.collective.given import seconds_argument
+from flowchan.collective.exchange import ConnectionStats
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
-from flowchan.collective.membership import Membership
+from flowchan.collective.one_host import make_all
 from flowchan.collective.rendezvous.address import meet_at
 from flowchan.collective.rendezvous.host import meet
-from flowchan.collective.shared import make_all
-from flowchan.collective.steps import ConnectionStats
+from flowchan.collective.rendezvous.membership import Membership
 from flowchan.errors import GroupError
 from flowchan.items.arguments import refuses_misspelt, secret_bytes, text, whole
 

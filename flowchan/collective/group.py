@@ -13,13 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flowchan.collective import arrays
-from flowchan.collective.countdown import countdown
-from flowchan.collective.given import array_argument, function_argument, op_argument, parts_argument, received
+from flowchan.collective import array_access
+from flowchan.collective.algorithms import not_here
+from flowchan.collective.call_arguments import (
+    array_argument,
+    function_argument,
+    op_argument,
+    parts_argument,
+    received,
+)
+from flowchan.collective.data_moves import Moving
+from flowchan.collective.deadline import countdown
+from flowchan.collective.exchange import ConnectionStats
 from flowchan.collective.handles import Starting
-from flowchan.collective.messages import Messages
-from flowchan.collective.moving import Moving
-from flowchan.collective.once import REPEATABLE, number_of_function, run_once
 from flowchan.collective.operations import (
     ALLGATHER,
     ALLREDUCE,
@@ -33,9 +39,9 @@ from flowchan.collective.operations import (
     SPLIT,
     VALUES,
 )
-from flowchan.collective.steps import ConnectionStats
-from flowchan.collective.values import dumps, loads
-from flowchan.collective.ways import not_here
+from flowchan.collective.point_to_point import Messages
+from flowchan.collective.run_at_root import REPEATABLE, number_of_function, run_once
+from flowchan.collective.value_bytes import dumps, loads
 from flowchan.errors import MemberDied
 from flowchan.items.arguments import is_whole
 from flowchan.items.combining import OPERATIONS, combined, of_one_shape
@@ -270,7 +276,8 @@ class Group(Moving, Starting):
         one is closed. All who are left call it; those that still work with this group hear of it by
         :class:`MemberDied`. Whoever dies meanwhile is not in it.
 
-        Over hosts they meet again at the address (``at=``) where they met first, and rank 0 says who is left.
+        RendezvousOver hosts they meet again at the address (``at=``) where they met first, and rank 0 says
+        who is left.
         Raises :class:`GroupError` for who can't reach it, for all when it is gone, and where there is no
         address.
 
@@ -326,18 +333,18 @@ class Group(Moving, Starting):
     def _gathered_from_all(self, x: Any, out: Any, timeout: float | None) -> Any:
         if out is not None:
             return self._gather_into(x, out, timeout)
-        if not arrays.is_dense(x):
+        if not array_access.is_dense(x):
             return self._values(x, timeout)
         return self._gather_arrays(ALLGATHER, x, range(self.size), timeout)
 
     def _gather(self, x: Any, root: int, timeout: float | None) -> list[Any] | None:
         mine = self.rank == root
-        if arrays.is_dense(x):
+        if array_access.is_dense(x):
             found = self._gather_arrays(GATHER, x, range(self.size) if mine else (), timeout, root)
         else:
             key = VALUES + 4 * root
             found = self._collect(GATHER, key, dumps(x), root, timeout, x, root)
-        return (found if arrays.is_array(x) else [loads(part) for part in found]) if mine else None
+        return (found if array_access.is_array(x) else [loads(part) for part in found]) if mine else None
 
     def _alltoall_any(
         self, xs: Sequence[Any], out: Sequence[Any] | None, timeout: float | None, wait: bool | None
@@ -362,7 +369,7 @@ class Group(Moving, Starting):
         array_argument("reduce_scatter", "x", x)
         if out is not None:
             array_argument("reduce_scatter", "out", out)
-        target = arrays.part_like(x, self.size) if out is None else out
+        target = array_access.part_like(x, self.size) if out is None else out
         return self._do(lambda left: self._part_reduced(x, target, op or "sum", left), timeout, wait, x)
 
     # --- parts of the above ---
@@ -371,19 +378,19 @@ class Group(Moving, Starting):
         op_argument(NAMES[doing], op)
         if out is not None:
             array_argument(NAMES[doing], "out", out)
-        if isinstance(op, str) and arrays.is_dense(x):
+        if isinstance(op, str) and array_access.is_dense(x):
             target = x if out is None else out
             if root not in (-1, self.rank):
-                target = arrays.contiguous(x)
-            flat = arrays.contiguous(target)
-            source = flat if target is x else arrays.contiguous(x)
+                target = array_access.contiguous(x)
+            flat = array_access.contiguous(target)
+            source = flat if target is x else array_access.contiguous(x)
             if root in (-1, self.rank):
-                arrays.check_out(x, target)
-                arrays.check_apart(source, flat)
+                array_access.check_out(x, target)
+                array_access.check_apart(source, flat)
             by = self._by(doing, source)
             if by._reduce(doing, source, flat, op, root, timeout) is NotImplemented:
                 raise TypeError(not_here(NAMES[doing], x))
-            return arrays.give_back(flat, target)
+            return array_access.give_back(flat, target)
         function = OPERATIONS[op] if isinstance(op, str) else op
 
         def result(found: list[bytes]) -> Any:
@@ -406,17 +413,17 @@ class Group(Moving, Starting):
         if op == "mean":
             total = total / self.size
         target = out if out is not None else x
-        return arrays.fill(target, total) if arrays.is_array(target) else total
+        return array_access.fill(target, total) if array_access.is_array(target) else total
 
     def _spread_any(self, x: Any, root: int, timeout: float | None) -> Any:
         self._check_root(root)
-        if arrays.is_dense(x):
+        if array_access.is_dense(x):
             if self.rank != root:
-                arrays.check_writable(x)
-            flat = arrays.contiguous(x)
+                array_access.check_writable(x)
+            flat = array_access.contiguous(x)
             if self._by(BROADCAST, flat)._spread(flat, root, timeout) is NotImplemented:
                 raise TypeError(not_here("broadcast", x))
-            return arrays.give_back(flat, x)
+            return array_access.give_back(flat, x)
         mine = dumps(x) if self.rank == root else b""
         found = self._tell(BROADCAST, VALUES + 4 * root, mine, root, timeout, x, root)
         return x if self.rank == root else loads(found)
@@ -460,7 +467,7 @@ class Group(Moving, Starting):
         self._check_other("source", source)
         if out is not None:
             array_argument("receive", "out", out)
-            arrays.check_writable(out)
+            array_access.check_writable(out)
 
     def _failed_before(self, call: str) -> BaseException:
         """What a call of a group that can't be used any more raises."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from flowchan.collective import arrays
-from flowchan.collective.countdown import countdown
+from flowchan.collective import array_access
+from flowchan.collective.deadline import countdown
 from flowchan.transport.interrupts import unless_interrupted
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class Handle:
         return self._future.done()
 
 
-class Member(Protocol):
+class HandleOwner(Protocol):
     """Whose operations they are. It is told how many are started and not done yet, by changes of that."""
 
     def _queue(self, change: int) -> None: ...
@@ -45,7 +45,7 @@ class Member(Protocol):
 class Later:
     """The thread of a member that does started operations, one after the other."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: HandleOwner) -> None:
         self._member = weakref.proxy(member)  # who drops a member leaves at once
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flowchan-collective")
         self._last: Future[Any] | None = None
@@ -54,16 +54,16 @@ class Later:
     def start(self, call: Callable[[], Any], given: Sequence[Any] = ()) -> Handle:
         """``given``: what the call works on. Of what lies on a device the caller's stream finishes its part
         first, and the thread's its own before the call counts as done."""
-        there = [x for x in given if not arrays.is_here(x)]
+        there = [x for x in given if not array_access.is_here(x)]
 
         def run() -> Any:
             result = call()
             for x in there:
-                arrays.finish(x)
+                array_access.finish(x)
             return result
 
         for x in there:
-            arrays.finish(x)
+            array_access.finish(x)
         self._member._queue(1)
         future = self._thread.submit(run if there else call)
         future.add_done_callback(lambda _: self._member._queue(-1))

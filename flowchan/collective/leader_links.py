@@ -12,8 +12,24 @@ from dataclasses import replace
 from typing import Any
 
 from flowchan import _core
-from flowchan.collective import arrays, trees
-from flowchan.collective.countdown import Left, countdown
+from flowchan.collective import array_access, trees
+from flowchan.collective.deadline import Left, countdown
+from flowchan.collective.exchange import (
+    DATA,
+    FAILED,
+    HEADER,
+    LEFT,
+    Call,
+    Connections,
+    ConnectionStats,
+    Differs,
+    ExchangeStep,
+    Gathering,
+    LeaderPeer,
+    Leaves,
+    Spreading,
+    segments,
+)
 from flowchan.collective.operations import (
     ALLTOALL,
     BARRIER,
@@ -23,24 +39,8 @@ from flowchan.collective.operations import (
     REDUCE_SCATTER,
     SCATTER,
 )
-from flowchan.collective.steps import (
-    DATA,
-    FAILED,
-    HEADER,
-    LEFT,
-    Call,
-    Connections,
-    ConnectionStats,
-    Differs,
-    Gathering,
-    Leaves,
-    Peer,
-    Spreading,
-    Step,
-    segments,
-)
 from flowchan.collective.trees import REFERENCE, Table, Tree
-from flowchan.collective.values import dumps
+from flowchan.collective.value_bytes import dumps
 from flowchan.errors import GroupError, MemberDied
 
 LAST = 1.0
@@ -96,8 +96,8 @@ class Links(Connections):
         """One step. ``out(host)`` goes there, one piece after the other; what comes from there is written
         ``into(host)``, or into new memory. Raises what another leader has failed by, :class:`Differs`,
         ``TimeoutError``, :class:`MemberDied`."""
-        peers = {host: Peer(call, out(host)) for host in self.sockets}
-        return self._heard(Step(self, call, peers, into, timeout))
+        peers = {host: LeaderPeer(call, out(host)) for host in self.sockets}
+        return self._heard(ExchangeStep(self, call, peers, into, timeout))
 
     def combine(self, call: Call, total: Any, op: str, left: Left) -> None:
         """``total``, which holds what this host has, becomes the combination of all hosts', in several steps:
@@ -116,17 +116,20 @@ class Links(Connections):
         mine = slices[self.host]
         self._add_others(call, slices.__getitem__, mine, op, left)
         self.swap(
-            call, lambda _: [arrays.memory(mine)], lambda host: arrays.memory(slices[host]), timeout=left()
+            call,
+            lambda _: [array_access.memory(mine)],
+            lambda host: array_access.memory(slices[host]),
+            timeout=left(),
         )
 
     def _add_others(self, call: Call, out: Callable[[int], Any], mine: Any, op: str, left: Left) -> None:
         """Gives each other host ``out(host)``, and combines ``mine`` with what they give, in the order of the
         hosts."""
-        found = {host: arrays.empty_like(mine) for host in self.sockets}
+        found = {host: array_access.empty_like(mine) for host in self.sockets}
         self.swap(
             call,
-            lambda host: [arrays.memory(out(host))],
-            lambda host: arrays.memory(found[host]),
+            lambda host: [array_access.memory(out(host))],
+            lambda host: array_access.memory(found[host]),
             timeout=left(),
         )
         _core._combine(mine, [found.get(host, mine) for host in range(len(found) + 1)], op)
@@ -173,10 +176,10 @@ class Links(Connections):
 
     def _time_with(self, host: int, call: Call, data: bytes, timeout: float | None) -> float:
         begun = time.perf_counter()
-        self._heard(Step(self, call, {host: Peer(call, [data])}, lambda _: None, timeout))
+        self._heard(ExchangeStep(self, call, {host: LeaderPeer(call, [data])}, lambda _: None, timeout))
         return time.perf_counter() - begun
 
-    def _heard(self, step: Step) -> dict[int, memoryview]:
+    def _heard(self, step: ExchangeStep) -> dict[int, memoryview]:
         self._go(step)
         step.raise_what_they_say()
         if any(peer.differs for peer in step.peers.values()):
@@ -189,16 +192,16 @@ class Links(Connections):
         if self._leaving:
             return  # that is what they are to hear
         word = dumps(error)
-        peers = {host: Peer(call, [word], FAILED) for host in self.sockets}
+        peers = {host: LeaderPeer(call, [word], FAILED) for host in self.sockets}
         if goes_on:
-            self._go(Step(self, call, peers, lambda _: None, None))
+            self._go(ExchangeStep(self, call, peers, lambda _: None, None))
             return
         for host, peer in peers.items():
             with contextlib.suppress(OSError):  # it is gone, too, or takes nothing: then it hears the end
                 self.sockets[host].sendmsg(peer.out)
         self.close()
 
-    def _go(self, step: Step) -> None:
+    def _go(self, step: ExchangeStep) -> None:
         """Whatever it raises, nobody knows where in a message the connections are: they are closed, or are
         about to be."""
         with self._in_use:
@@ -218,9 +221,9 @@ class Links(Connections):
                 self.close()
                 raise
 
-    def _say_last(self, step: Step, error: MemberDied) -> None:
+    def _say_last(self, step: ExchangeStep, error: MemberDied) -> None:
         """So the others hear who has died, and do not take it for us."""
-        word = Peer(step.call, [dumps(error)], FAILED)
+        word = LeaderPeer(step.call, [dumps(error)], FAILED)
         for host, peer in step.peers.items():
             if not peer.is_torn:
                 with contextlib.suppress(OSError):  # it is gone, too
@@ -243,8 +246,8 @@ class Links(Connections):
     def last_word(self, host: int, call: str) -> BaseException:
         """What the leader of that host, which :meth:`ended` has given, ended by. These connections can't be
         used any more."""
-        peers = {host: Peer((call, 0, 0), [])}
-        step = Step(self, (call, 0, 0), peers, lambda _: None, LAST)
+        peers = {host: LeaderPeer((call, 0, 0), [])}
+        step = ExchangeStep(self, (call, 0, 0), peers, lambda _: None, LAST)
         try:
             self._go(step)
             step.raise_what_they_say()

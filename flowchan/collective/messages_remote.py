@@ -24,12 +24,12 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from flowchan.channel.channel import Channel, Out
-from flowchan.collective.values import dumps, loads
+from flowchan.collective.value_bytes import dumps, loads
 from flowchan.errors import Broken, ChannelError, Closed, GroupError, MemberDied, MemberLeft, Refused
 from flowchan.transport.authentication import Hello, meet
 from flowchan.transport.descriptors import lacks
-from flowchan.transport.door import Door
 from flowchan.transport.interrupts import is_interrupt, unless_interrupted
+from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.tcp import dial, joined, listen
 
 SIZE = struct.Struct("<q")
@@ -61,9 +61,9 @@ class Way:
     listen_at: str
     tls: bool = False
 
-    def door(self, hello: Hello) -> Door:
+    def door(self, hello: Hello) -> AuthenticatedListener:
         """Listen for one of them."""
-        return Door(listen(joined((self.listen_at, 0))), self.secret, hello, tls=self.tls)
+        return AuthenticatedListener(listen(joined((self.listen_at, 0))), self.secret, hello, tls=self.tls)
 
     def connect(
         self, address: str, hello: Hello, wanted: Callable[[], bool], give_up: float = math.inf
@@ -98,7 +98,7 @@ class RemotePeers:
     """The members on other hosts, as member ``rank`` sends to them and hears of them. It listens at ``door``,
     the others at ``addresses``."""
 
-    def __init__(self, rank: int, door: Door, addresses: Sequence[str], way: Way) -> None:
+    def __init__(self, rank: int, door: AuthenticatedListener, addresses: Sequence[str], way: Way) -> None:
         self.rank, self.addresses, self.way = rank, addresses, way
         self.is_closed = self._is_leaving = False
         self.leaders: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
-from flowchan.collective import arrays
+from flowchan.collective import array_access
 
 NAMES = (
     "nothing", "barrier", "broadcast", "reduce", "allreduce", "reduce_scatter", "allgather", "gather",
@@ -27,4 +27,4 @@ four times as much as what else belongs to it."""
 
 def key_of(key: int, x: Any) -> int:
     """``key``; of arrays of one type, with that type in it. (Where memory is shared, the core does that.)"""
-    return key if key % 4 != TYPED else zlib.crc32(repr((key, arrays.kind(x)[0])).encode())
+    return key if key % 4 != TYPED else zlib.crc32(repr((key, array_access.kind(x)[0])).encode())

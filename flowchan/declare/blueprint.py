@@ -8,8 +8,8 @@ from typing import Any, TypeVar, Unpack
 from flowchan.declare.annotations import element_type, returned_type
 from flowchan.declare.general import General
 from flowchan.declare.options import SOURCE_OPTIONS, PlainOptions, shows
-from flowchan.declare.places import Placement
-from flowchan.declare.shapes import Many, Opened
+from flowchan.declare.placements import PlacementOption
+from flowchan.declare.shapes import Many, SourceObject
 from flowchan.declare.stream import Feedback, Input, Stream, origins, streams_argument, streams_of
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS
 from flowchan.items.arguments import known_options, no_misspelt_option, refuses_misspelt, text
@@ -22,7 +22,8 @@ class Blueprint(General):
     """A graph as declared: its ``name``, the stages in the order of declaration, and the channels between
     them.
 
-    Stages are declared by :meth:`source`, :meth:`input`, :meth:`merge`, :meth:`stage` and by the verbs of the
+    Stages are declared by :meth:`source`, :meth:`input`, :meth:`merge`, :meth:`stage` and by the operators
+    of the
     ``Stream`` values which these return. :meth:`feedback` lets a graph lead back.
     """
 
@@ -33,10 +34,10 @@ class Blueprint(General):
 
     def source(
         self,
-        items: Iterable[T] | Callable[..., Many[T]] | type[Opened[Many[T]]],
+        items: Iterable[T] | Callable[..., Many[T]] | type[SourceObject[Many[T]]],
         *args: Any,
         name: str | None = None,
-        on: Placement = "thread",
+        on: PlacementOption = "thread",
         capacity: int = DEFAULT_CAPACITY,
         restarts: int = DEFAULT_RESTARTS,
         restartable: bool = False,

@@ -1,8 +1,9 @@
 """What grows while the user declares: the stages of a graph, and the channels that join them. Nothing here
 runs.
 
-Every :class:`~flowchan.declare.values.Stage` is a frozen value; what changes is the list of them. The verbs
-of streams and graphs add to it, and the checks, the pictures and the run read ``stages`` and ``links``.
+Every :class:`~flowchan.declare.values.Stage` is a frozen value; what changes is the list of them. The
+operators
+of streams and graphs add to it, and the checks, the pictures and the run read ``stages`` and ``edges``.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from types import MappingProxyType
 from typing import Any
 
 from flowchan.declare.callables import name_of
+from flowchan.declare.operators import OPERATORS
 from flowchan.declare.options import StageSettings
-from flowchan.declare.places import Place
-from flowchan.declare.values import Link, Loop, Origin, Output, Stage, Stranger
-from flowchan.declare.verbs import VERBS
+from flowchan.declare.placements import Placement
+from flowchan.declare.values import Edge, Loop, Origin, Output, Stage, Stranger
 from flowchan.errors import Where
 from flowchan.items.arguments import errors_argument, pause, seconds, text
 
@@ -26,7 +27,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class Builder:
-    """A graph as far as it is declared: its ``name``, and the place where that was given."""
+    """A graph as far as it is declared: its ``name``, and the index where that was given."""
 
     def __init__(self, name: str) -> None:
         self.name = text("Graph", "name", name)
@@ -35,11 +36,12 @@ class Builder:
         self._by_name: dict[str, int] = {}
         self._by_port: dict[Origin, int] = {}
         self._last_number: dict[str, int] = {}
-        self._links: tuple[Link, ...] | None = None
+        self._edges: tuple[Edge, ...] | None = None
         self._loops: dict[Origin, Loop] = {}  # by the origin that stands for it
         self._strangers: dict[Origin, Stranger] = {}  # streams of other graphs that a stage here reads
         self._drawn: dict[str, str | None] = {}
-        """What pictures say of a stage, by its name, in place of its verb and line; ``None``: they leave it
+        """What pictures say of a stage, by its name, in index of its operator and line; ``None``: they leave
+        it
         out."""
 
     def __repr__(self) -> str:
@@ -64,15 +66,15 @@ class Builder:
             raise KeyError(f"graph {self.name!r} has no stage named {name!r}") from None
 
     @property
-    def links(self) -> tuple[Link, ...]:
+    def edges(self) -> tuple[Edge, ...]:
         """Every channel: each output of each stage with its reader, and each error stream that somebody
-        reads. A stream with several readers, which ``check`` reports, gives one link per reader; one whose
+        reads. A stream with several readers, which ``check`` reports, gives one edge per reader; one whose
         reader tells the workers apart gives one per worker."""
-        if self._links is None:
-            self._links = tuple(self._joined())
-        return self._links
+        if self._edges is None:
+            self._edges = tuple(self._joined())
+        return self._edges
 
-    # Behind the verbs
+    # Behind the operators
 
     def _declare(
         self,
@@ -87,14 +89,15 @@ class Builder:
         options: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Stage:
-        """Add one stage, after the checks that all verbs share; ``settings`` are :class:`StageSettings`."""
+        """Add one stage, after the checks that all operators share; ``settings`` are
+        :class:`StageSettings`."""
         given = StageSettings(**settings)
-        place = given.checked(kind, function)
+        placement = given.checked(kind, function)
         name = self._free_name(_name_from(function, kind)) if given.name is None else given.name
         single = len(outputs) == 1
         stage = Stage(
             name=name,
-            verb=VERBS[kind],
+            operator=OPERATORS[kind],
             where=users_line(),
             feedback=frozenset(
                 port for port, origin in zip(input_ports, inputs, strict=False) if origin in self._loops
@@ -109,7 +112,7 @@ class Builder:
                 Output(name if single else f"{name}.{p}", p, item, given.capacity) for p, item in outputs
             ),
             errors=Output(f"{name}.errors", "errors") if given.errors else None,
-            place=place,
+            placement=placement,
             workers=given.workers,
             ordered=given.ordered,
             retries=given.retries,
@@ -129,12 +132,12 @@ class Builder:
     def _add(self, stage: Stage) -> None:
         """Takes a stage in. A name that exists already stays with its first owner, and is for the check to
         report."""
-        place = len(self._stages)
+        index = len(self._stages)
         self._stages.append(stage)
-        self._by_name.setdefault(stage.name, place)
+        self._by_name.setdefault(stage.name, index)
         for output in stage.all_outputs:
-            self._by_port.setdefault(Origin(stage.name, output.port), place)
-        self._links = None
+            self._by_port.setdefault(Origin(stage.name, output.port), index)
+        self._edges = None
 
     def _may_be_asked(self, origin: Origin) -> bool:
         """Whether the program may ask what comes from there."""
@@ -142,11 +145,11 @@ class Builder:
             return False
         stage = self._stage_at(origin)
         failed = stage.errors is not None and origin.port == stage.errors.port
-        return (stage.asked or stage.verb.outside) and not failed
+        return (stage.asked or stage.operator.outside) and not failed
 
     def _gives_lists(self, origin: Origin) -> bool:
         """Whether each item there is a list of several."""
-        return origin in self._by_port and self._stage_at(origin).verb.groups
+        return origin in self._by_port and self._stage_at(origin).operator.groups
 
     def _stage_at(self, origin: Origin) -> Stage:
         """The stage that has this output."""
@@ -173,21 +176,22 @@ class Builder:
         return origin if loop is None or loop.fed_by is None else loop.fed_by
 
     def _feed(self, feedback: Origin, by: Origin) -> None:
-        """Closes a loop: whoever reads ``feedback`` reads ``by``, by a new value in the place of its
+        """Closes a loop: whoever reads ``feedback`` reads ``by``, by a new value in the index of its
         stage."""
         self._loops[feedback] = dataclasses.replace(self._loops[feedback], fed_by=by)
-        for place, stage in enumerate(self._stages):
+        for index, stage in enumerate(self._stages):
             if feedback in stage.inputs:
                 inputs = tuple(by if origin == feedback else origin for origin in stage.inputs)
-                self._stages[place] = dataclasses.replace(stage, inputs=inputs)
-        self._links = None
+                self._stages[index] = dataclasses.replace(stage, inputs=inputs)
+        self._edges = None
 
-    def _give_hosts(self, pool: Place) -> None:
+    def _give_hosts(self, pool: Placement) -> None:
         """Lets the stages whose hosts were still to be given run on those of ``pool``."""
         self._stages = [
-            dataclasses.replace(stage, place=pool) if stage.place.nowhere else stage for stage in self._stages
+            dataclasses.replace(stage, placement=pool) if stage.placement.nowhere else stage
+            for stage in self._stages
         ]
-        self._links = None
+        self._edges = None
 
     def _resize(self, origin: Origin, capacity: int) -> None:
         """Gives an output's channel another capacity."""
@@ -196,26 +200,26 @@ class Builder:
     def _address(self, per_worker: frozenset[str]) -> None:
         """Lets the items of these inputs of the last stage go to the worker that the sender names."""
         self._stages[-1] = dataclasses.replace(self._stages[-1], per_worker=per_worker)
-        self._links = None
+        self._edges = None
 
     def _tell_apart(self, origin: Origin) -> None:
         """Gives each worker of a stage a channel of its own for this output."""
         self._change_output(origin, apart=True)
 
     def _change_output(self, origin: Origin, **changes: Any) -> None:
-        """By a new value in the place of its stage."""
+        """By a new value in the index of its stage."""
 
         def changed(output: Output) -> Output:
             return dataclasses.replace(output, **changes) if output.port == origin.port else output
 
-        place = self._by_port[origin]
-        stage = self._stages[place]
-        self._stages[place] = dataclasses.replace(
+        index = self._by_port[origin]
+        stage = self._stages[index]
+        self._stages[index] = dataclasses.replace(
             stage,
             outputs=tuple(changed(output) for output in stage.outputs),
             errors=None if stage.errors is None else changed(stage.errors),
         )
-        self._links = None
+        self._edges = None
 
     def _free_name(self, base: str) -> str:
         """``base``, or ``base-2``, ``base-3``, … if that is taken."""
@@ -225,7 +229,7 @@ class Builder:
             name = f"{base}-{self._last_number[base]}"
         return name
 
-    def _joined(self) -> Iterator[Link]:
+    def _joined(self) -> Iterator[Edge]:
         readers: dict[Origin, list[tuple[Stage | None, str | None]]] = {}
         nobody: list[tuple[Stage | None, str | None]] = [(None, None)]
         for stage in self._stages:
@@ -234,17 +238,17 @@ class Builder:
         for stage in self._stages:
             for output in stage.outputs:
                 for reader, port in readers.get(Origin(stage.name, output.port), nobody):
-                    yield from _links(stage, output, reader, port)
+                    yield from _edges(stage, output, reader, port)
             if stage.errors is not None:
                 for reader, port in readers.get(Origin(stage.name, stage.errors.port), ()):
-                    yield from _links(stage, stage.errors, reader, port)
+                    yield from _edges(stage, stage.errors, reader, port)
 
 
-def _links(stage: Stage, output: Output, reader: Stage | None, port: str | None) -> Iterator[Link]:
+def _edges(stage: Stage, output: Output, reader: Stage | None, port: str | None) -> Iterator[Edge]:
     addressed = reader is not None and port in reader.per_worker
     readers = range(1, reader.worker_count + 1) if reader is not None and addressed else (0,)
     for (worker, name), to_worker in itertools.product(stage.channels(output), readers):
-        yield Link(
+        yield Edge(
             name=f"{name} to {to_worker}" if to_worker else name,
             writer=stage.name,
             writer_port=output.port,
@@ -252,7 +256,7 @@ def _links(stage: Stage, output: Output, reader: Stage | None, port: str | None)
             reader_port=port,
             item=output.item,
             capacity=output.capacity,
-            medium=stage.place.medium_to(stage.place if reader is None else reader.place),
+            transport=stage.placement.transport_to(stage.placement if reader is None else reader.placement),
             errors=output is stage.errors,
             where=stage.where,
             feedback=reader is not None and port in reader.feedback,
@@ -262,13 +266,13 @@ def _links(stage: Stage, output: Output, reader: Stage | None, port: str | None)
 
 
 def _name_from(function: Any, kind: str) -> str:
-    """A stage's name from its function's: the verb for a lambda, or where there is none."""
+    """A stage's name from its function's: the operator for a lambda, or where there is none."""
     name = "" if function is None else name_of(function)
     return kind if name in ("", "<lambda>") else name.strip("_") or kind
 
 
 def users_line() -> Where:
-    """The place of the call that came from outside this package."""
+    """The index of the call that came from outside this package."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_back is not None:
         module = frame.f_globals.get("__name__", "")

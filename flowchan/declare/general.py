@@ -11,7 +11,7 @@ from flowchan.channel.ports import Out
 from flowchan.declare.annotations import ports_of, seat_of
 from flowchan.declare.builder import Builder
 from flowchan.declare.options import SOURCE_OPTIONS
-from flowchan.declare.places import Placement
+from flowchan.declare.placements import PlacementOption
 from flowchan.declare.shapes import Untold
 from flowchan.declare.stream import Stream, origins, streams_argument, streams_of
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS, Gang
@@ -140,7 +140,7 @@ class General(Builder):
         function: Callable[..., Any],
         *streams: Stream[Any],
         name: str | None = None,
-        on: Placement = "thread",
+        on: PlacementOption = "thread",
         workers: int = 1,
         capacity: int = DEFAULT_CAPACITY,
         restarts: int = DEFAULT_RESTARTS,

@@ -1,4 +1,5 @@
-"""The options that verbs share: what type checkers accept, what ``help`` shows, the defaults and the checks,
+"""The options that operators share: what type checkers accept, what ``help`` shows, the defaults and the
+checks,
 which are those of ``StageSettings``."""
 
 from __future__ import annotations
@@ -9,31 +10,31 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
 from flowchan.declare.callables import is_async
-from flowchan.declare.places import Place, Placement, placed
+from flowchan.declare.placements import Placement, PlacementOption, placement_argument
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_MAX_DEATHS, DEFAULT_RESTARTS, Gang
 from flowchan.items.arguments import flag, seconds, text, whole
 
-Verb = TypeVar("Verb", bound=Callable[..., Any])
+Operator = TypeVar("Operator", bound=Callable[..., Any])
 
 
 class NameOption(TypedDict, total=False):
-    """What every verb takes."""
+    """What every operator takes."""
 
     name: str | None
-    """The stage's name; the function's or the verb's if it is left out."""
+    """The stage's name; the function's or the operator's if it is left out."""
 
 
 class PlainOptions(NameOption, total=False):
-    """What a verb takes that has an output and calls no function of the user's."""
+    """What an operator takes that has an output and calls no function of the user's."""
 
     capacity: int
     """Of the output channel, in items; 64 if left out."""
 
 
 class WorkOptions(NameOption, total=False):
-    """What every verb takes that calls a function of the user's for each item."""
+    """What every operator takes that calls a function of the user's for each item."""
 
-    on: Placement
+    on: PlacementOption
     """Its workers run on a ``"thread"`` (default) or in a ``"process"`` each; on the hosts of a pool, or on
     ``"hosts"``, those of ``flowchan run --hosts``."""
     workers: int
@@ -57,14 +58,14 @@ class WorkOptions(NameOption, total=False):
 
 
 class ItemOptions(WorkOptions, total=False):
-    """The same for a verb with an output."""
+    """The same for an operator with an output."""
 
     capacity: int
     """Of the output channel, in items; 64 if left out."""
 
 
 class OrderedOptions(ItemOptions, total=False):
-    """The same for a verb that can keep the order of its input."""
+    """The same for an operator that can keep the order of its input."""
 
     ordered: bool
     """Whether several workers together keep it; true if left out."""
@@ -72,12 +73,12 @@ class OrderedOptions(ItemOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """What a verb has been given for its stage, with the defaults of all verbs."""
+    """What an operator has been given for its stage, with the defaults of all operators."""
 
     name: str | None = None
     capacity: int = DEFAULT_CAPACITY
     errors: bool = False
-    on: Placement = "thread"
+    on: PlacementOption = "thread"
     workers: int = 1
     ordered: bool = True
     retries: int = 0
@@ -90,8 +91,8 @@ class StageSettings:
     gpus: int = 0
     gang: Gang | None = None
 
-    def checked(self, kind: str, function: Callable[..., Any] | None) -> Place:
-        """Check what all verbs share, for a stage of this kind and function, and return its place."""
+    def checked(self, kind: str, function: Callable[..., Any] | None) -> Placement:
+        """Check what all operators share, for a stage of this kind and function, and return its place."""
         whole(kind, "capacity", self.capacity, 1)
         whole(kind, "workers", self.workers, 1)
         whole(kind, "retries", self.retries, 0)
@@ -99,35 +100,36 @@ class StageSettings:
         whole(kind, "max_deaths", self.max_deaths, 1)
         flag(kind, "ordered", self.ordered)
         flag(kind, "restartable", self.restartable)
-        place = placed(kind, self.on)
+        placement = placement_argument(kind, self.on)
         limited = seconds(kind, "timeout", self.timeout) is not None
-        if limited and not place.apart and not is_async(function):
+        if limited and not placement.apart and not is_async(function):
             raise ValueError(
                 f"{kind}: timeout={self.timeout} needs on='process', a pool of flowchan.hosts or an async "
                 "def function: nothing can end a call on a thread from outside"
             )
-        if whole(kind, "gpus", self.gpus, 0) and not place.apart:
+        if whole(kind, "gpus", self.gpus, 0) and not placement.apart:
             raise ValueError(
                 f"{kind}: gpus={self.gpus} needs on='process' or a pool of flowchan.hosts: threads share the "
                 "program's devices"
             )
         if self.name is not None:
             text(kind, "name", self.name)
-        return place
+        return placement
 
 
 SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable", "gpus")
 
 
-def shows(options: type) -> Callable[[Verb], Verb]:
-    """Has ``help`` list the options of a verb by name, with their defaults, instead of its ``**options``."""
+def shows(options: type) -> Callable[[Operator], Operator]:
+    """Has ``help`` list the options of an operator by name, with their defaults, instead of its
+    ``**options``."""
     shared = inspect.signature(StageSettings).parameters
     by_name = [shared[name] for name in options.__annotations__]
 
-    def shown(verb: Verb) -> Verb:
-        signature = inspect.signature(verb)
+    def shown(operator: Operator) -> Operator:
+        signature = inspect.signature(operator)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        verb.__signature__ = signature.replace(parameters=[*own, *by_name])  # type: ignore[attr-defined]
-        return verb
+        operator.__signature__ = signature.replace(parameters=[*own, *by_name])  # type: ignore[attr-defined]
+        return operator
 
     return shown

@@ -1,7 +1,9 @@
-"""The shapes of the functions that verbs take, as type checkers see them. ``A`` is what one is called with,
+"""The shapes of the functions that operators take, as type checkers see them. ``A`` is what one is called
+with,
 and ``B`` what comes of it.
 
-A verb takes a function, or a class whose instances are called: it is built once per worker, by itself or by a
+An operator takes a function, or a class whose instances are called: it is built once per worker, by itself
+or by a
 ``functools.partial``. Either may be ``async``.
 """
 
@@ -28,7 +30,7 @@ class Folds(Protocol[B, A_contra]):
     def __call__(self, so_far: B, item: A_contra, /) -> B: ...
 
 
-class Opened(Protocol[B_co]):
+class SourceObject(Protocol[B_co]):
     """An object that is called with the arguments of a source."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> B_co: ...
@@ -59,7 +61,7 @@ Awaited: TypeAlias = (
 """An ``async def`` function of an item, or a class whose ``__call__`` is one."""
 
 AnyFunction: TypeAlias = Callable[..., Any] | Bound[Any]
-"""Whatever of these a verb takes."""
+"""Whatever of these an operator takes."""
 
 Many: TypeAlias = Iterable[B] | AsyncIterable[B] | Coroutine[Any, Any, Iterable[B]]
 """What is iterated over, once it is awaited if need be."""

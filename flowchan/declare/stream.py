@@ -1,6 +1,7 @@
-"""A stream: the handle of one output channel of a declared stage, with the verbs that declare the next stage.
+"""A stream: the handle of one output channel of a declared stage, with the operators that declare the next
+stage.
 
-Declaring runs nothing. Each verb adds one frozen ``Stage`` to the graph and returns the
+Declaring runs nothing. Each operator adds one frozen ``Stage`` to the graph and returns the
 handle of its output. Arguments that are wrong by themselves raise at once, ``TypeError`` or ``ValueError``,
 by the caller's act; what only the whole graph can tell is left to ``check``.
 """
@@ -46,7 +47,8 @@ class Stream(Generic[T_co]):
 
     One stage reads a stream; several readers ask for :meth:`tee`.
 
-    The verbs that call a function for each item share the options of :class:`ItemOptions`. A callable class
+    The operators that call a function for each item share the options of :class:`ItemOptions`. A callable
+    class
     is built once per worker.
     """
 
@@ -69,7 +71,7 @@ class Stream(Generic[T_co]):
     @shows(OrderedOptions)
     def map(self, function: AnyFunction, **options: Unpack[OrderedOptions]) -> Stream[Any]:
         """``function(item)`` for each item: one output per item. Of a batch it may return a list of as many,
-        with an exception in the place of each member that failed: only those count as failed."""
+        with an exception in the index of each member that failed: only those count as failed."""
         return self._one("map", function, returned_type, options)
 
     @overload
@@ -247,7 +249,7 @@ class Stream(Generic[T_co]):
         own: dict[str, Any] | None = None,
         errors: bool = False,
     ) -> tuple[Tried[Any, Any], ...]:
-        """The outputs of a new stage that reads this stream. ``own``: what only its verb takes."""
+        """The outputs of a new stage that reads this stream. ``own``: what only its operator takes."""
         stage = self.graph._declare(
             kind,
             function=function,
@@ -307,10 +309,10 @@ class Feedback(Stream[T]):
 
 def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[Stream[Any], ...]:
     """The values, if all of them are streams; else ``TypeError`` naming the first that is not."""
-    for place, value in enumerate(values, 1):
+    for index, value in enumerate(values, 1):
         if not isinstance(value, Stream):
             hint = f"; write {call}(*streams)" if isinstance(value, (list, tuple, set)) else ""
-            raise TypeError(f"{call}: argument {place} must be a stream, not {shown(value)}{hint}")
+            raise TypeError(f"{call}: argument {index} must be a stream, not {shown(value)}{hint}")
     return values
 
 

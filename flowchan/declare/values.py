@@ -1,6 +1,6 @@
 """The frozen values that a declared graph consists of. Nothing here runs, and nothing here changes.
 
-A declared graph is a list of :class:`Stage` values; :class:`Link` values are derived from them and name every
+A declared graph is a list of :class:`Stage` values; :class:`Edge` values are derived from them and name every
 channel of the graph. The checks, the pictures and the supervisor all read these. A stage can be sent to
 another process as it is.
 """
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from flowchan.channel.media import Medium
-from flowchan.declare.places import THREAD, Place
-from flowchan.declare.verbs import Verb
+from flowchan.channel.transports import Transport
+from flowchan.declare.operators import Operator
+from flowchan.declare.placements import THREAD, Placement
 from flowchan.errors import Where
 
 DEFAULT_CAPACITY = 64
@@ -87,11 +87,11 @@ class Gang:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """A node of the graph. ``options`` holds what only its verb takes (``size`` of batch, ``n`` of take,
+    """A node of the graph. ``options`` holds what only its operator takes (``size`` of batch, ``n`` of take,
     …)."""
 
     name: str
-    verb: Verb
+    operator: Operator
     where: Where
     function: Callable[..., Any] | None = None
     args: tuple[Any, ...] = ()
@@ -101,7 +101,7 @@ class Stage:
     input_ports: tuple[str, ...] = ()
     outputs: tuple[Output, ...] = ()
     errors: Output | None = None
-    place: Place = THREAD
+    placement: Placement = THREAD
     workers: int = 1
     ordered: bool = True
     retries: int = 0
@@ -124,8 +124,8 @@ class Stage:
 
     @property
     def kind(self) -> str:
-        """The name of its verb."""
-        return self.verb.name
+        """The name of its operator."""
+        return self.operator.name
 
     @property
     def begins(self) -> bool:
@@ -140,7 +140,7 @@ class Stage:
     @property
     def worker_count(self) -> int:
         """How many workers it has."""
-        return len(self.inputs) if self.verb.worker_per_input else self.workers
+        return len(self.inputs) if self.operator.worker_per_input else self.workers
 
     @property
     def output_per_worker(self) -> bool:
@@ -171,9 +171,9 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Edge:
     """A channel of the graph: which port writes it, which stage's port reads it (``reader`` is ``None`` for a
-    result that leaves the graph, or when nobody reads it), and the medium that the places of both ends
+    result that leaves the graph, or when nobody reads it), and the transport that the places of both ends
     ask for. ``feedback``: it leads back to a stage that its writer depends on. ``worker``: the number of the
     only worker that writes it; 0: all of the stage do. ``to_worker``: the number of the only worker that
     reads it; 0: all of the stage do."""
@@ -185,7 +185,7 @@ class Link:
     reader_port: str | None
     item: Any
     capacity: int
-    medium: Medium
+    transport: Transport
     errors: bool
     where: Where
     feedback: bool = False

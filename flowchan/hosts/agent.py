@@ -5,7 +5,7 @@ A worker here has rings of its own, one for each port; the link fills and emptie
 any other: when it dies, its rings give back what it had in hand, and its successor goes on with them.
 
 Three threads: one does what the driver says, one keeps the link, one watches the processes. An agent that
-does not hear the driver for its patience ends, and its workers end with it.
+does not hear the driver for its peer_timeout ends, and its workers end with it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,14 @@ from typing import Any, NamedTuple, NoReturn
 from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out, most_bytes
 from flowchan.errors import Broken, Closed, HostError
-from flowchan.hosts.code import lacking
-from flowchan.hosts.messages import (
-    AHEAD,
-    BEHIND,
-    Ask,
+from flowchan.hosts.agent_messages import (
+    AskWaits,
     Close,
     Command,
     Echo,
-    Fell,
     Lacking,
     Leave,
+    PeerEnded,
     Recover,
     Release,
     Seated,
@@ -45,18 +42,20 @@ from flowchan.hosts.messages import (
     Waits,
     refusal,
     too_large,
-    versions,
 )
-from flowchan.run import logs
-from flowchan.run.boards import Board, use_on_host
-from flowchan.run.decisions import Terminate
-from flowchan.run.events import CrossedOff, Failure, Gone, Started, WorkerId
-from flowchan.run.failures import Portable
-from flowchan.run.opening import Ports, open_ports
-from flowchan.run.recovery import take_up
-from flowchan.run.worker_processes import WorkerProcesses
+from flowchan.hosts.code import lacking
+from flowchan.run.crew.recovery import take_up
+from flowchan.run.crew.worker_processes import WorkerProcesses
+from flowchan.run.policy.decisions import Terminate
+from flowchan.run.policy.events import CrossedOff, Failure, Gone, Started, WorkerId
+from flowchan.run.policy.failures import Portable
+from flowchan.run.worker import logs
+from flowchan.run.worker.cancelled_requests import CancelledRequests, use_board
+from flowchan.run.worker.opening import Ports, open_ports
 from flowchan.transport import link_events
-from flowchan.transport.dialling import reach
+from flowchan.transport.dial import reach
+from flowchan.transport.link_events import AHEAD, BEHIND
+from flowchan.transport.versions import versions
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Orders:
     address: str
     number: int
     epoch: int
-    patience: float
+    peer_timeout: float
     graph: str
     tls: bool
     levels: dict[str, int]  # of the program's loggers
@@ -86,7 +85,7 @@ class Orders:
             ) from None
 
 
-class _Names(NamedTuple):
+class _PortNames(NamedTuple):
     """Of the channels under the ports of a worker."""
 
     inputs: Mapping[str, str]
@@ -116,8 +115,8 @@ class Agent:
         self._said, self._heard = commands.writer(), self._events.reader()  # the link's ends
         self._workers: dict[WorkerId, _Worker] = {}
         self._next_seats: dict[WorkerId, Channel[Any]] = {}  # by which those of elastic gangs get theirs
-        self._board = Board()
-        use_on_host(self._board.path)
+        self._board = CancelledRequests()
+        use_board(self._board.path)
         self._processes = WorkerProcesses(orders.graph, self._events, self._gone)
         logs.set_levels(orders.levels)  # for those who are forked from here
         self._link = _core.Link(False)
@@ -156,7 +155,7 @@ class Agent:
             self._processes.terminate(command.worker, command.force)
         elif isinstance(command, Echo):
             self._events.put(command)
-        elif isinstance(command, Ask):
+        elif isinstance(command, AskWaits):
             waits = {id: self._waits(worker) for id, worker in self._workers.items()}
             self._events.put(Waiting(command.number, waits))
         elif isinstance(command, Close) and command.worker in self._workers:
@@ -236,14 +235,14 @@ class Agent:
         worker = self._workers.get(gone.worker)
         if worker is not None:
             with contextlib.suppress(Closed, Broken):
-                self._events.put(Fell(gone.worker, self._processes.death(gone.worker, worker.ports)))
+                self._events.put(PeerEnded(gone.worker, self._processes.death(gone.worker, worker.ports)))
 
     # --- the link ---
 
     def _keep_link(self) -> None:
         """Dial again when the connection breaks; the link then sends what has not arrived."""
-        patience = self._orders.patience
-        for event in link_events.watch(self._link, patience / 4):
+        peer_timeout = self._orders.peer_timeout
+        for event in link_events.watch(self._link, peer_timeout / 4):
             match event:
                 case link_events.ItemRefused(line, port):
                     self._refused(line, port)
@@ -252,7 +251,7 @@ class Agent:
                 case link_events.LinkBroken(why):
                     silent = self._link.state()["heard_ago"]
                     self._link.attach(self._dial(f"lost the driver ({why})", silent).detach())
-                case link_events.LinkIdle(silent=silent) if silent > patience:
+                case link_events.LinkIdle(silent=silent) if silent > peer_timeout:
                     self._give_up(f"has not heard the driver for {silent:.1f} s")
 
     def _on_line(self, number: int) -> Iterator[_Worker]:
@@ -271,10 +270,10 @@ class Agent:
 
     def _dial(self, why: str, silent: float = 0.0) -> socket.socket:
         """A connection to the driver that both have proved the secret over; ends when there is none within
-        the patience. ``silent``: since when it has not been heard, in seconds."""
+        the peer_timeout. ``silent``: since when it has not been heard, in seconds."""
         orders = self._orders
         hello = {**versions(), "number": orders.number, "epoch": orders.epoch}
-        within = max(0.0, orders.patience - silent)
+        within = max(0.0, orders.peer_timeout - silent)
         try:
             sock, theirs = reach(orders.address, orders.secret, hello, why=why, within=within, tls=orders.tls)
         except OSError as error:
@@ -306,7 +305,7 @@ def _open_ports(start: Start, channels: Mapping[str, Channel[Any]]) -> Ports:
     """What the process of a worker reads and writes."""
     inputs = {port: f"in {port}" for port in start.inputs}
     outputs = {port: f"out {port}" for port in start.outputs}
-    return open_ports(_Names(inputs, outputs, None if start.errors is None else "errors"), channels)
+    return open_ports(_PortNames(inputs, outputs, None if start.errors is None else "errors"), channels)
 
 
 def _or_end(work: Callable[[], None]) -> None:

@@ -23,14 +23,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flowchan.errors import HostError
-from flowchan.hosts.provider import Launch, Provider, Started
-from flowchan.run.memory import available
+from flowchan.hosts.providers.provider import Launch, Provider, StartedAgent
+from flowchan.run.crew.memory import available
 from flowchan.transport.authentication import meet
-from flowchan.transport.door import Door
+from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.tcp import dial, listen
 from flowchan.transport.versions import VERSION
 
-PATIENCE = 30.0  # seconds for a host to start and to dial; and for each of its answers
+HOST_TIMEOUT_S = 30.0  # seconds for a host to start and to dial; and for each of its answers
 ROUNDS = 50
 LONG_ENOUGH = 0.2  # seconds that a measured transfer takes at least
 LEAST, MOST = 1 << 20, 1 << 28  # bytes of it
@@ -54,7 +54,7 @@ class Facts:
     rate: float = 0.0
 
 
-def look(provider: Provider, patience: float = PATIENCE) -> list[Facts]:
+def look(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> list[Facts]:
     """Starts a probe on every host, and measures the ways to them one after the other. Raises
     :class:`flowchan.HostError` where nothing could be tried."""
     secret = secrets.token_bytes(32)
@@ -62,8 +62,8 @@ def look(provider: Provider, patience: float = PATIENCE) -> list[Facts]:
     address = _listen_at(provider, found)
     with ExitStack() as left:
         listener = listen(f"[{address}]:0" if ":" in address else f"{address}:0")
-        door = left.enter_context(Door(listener, secret, {}))
-        started: dict[int, Started] = {}
+        door = left.enter_context(AuthenticatedListener(listener, secret, {}))
+        started: dict[int, StartedAgent] = {}
         for number, host in enumerate(provider.hosts):
             if number in found:
                 continue
@@ -73,15 +73,16 @@ def look(provider: Provider, patience: float = PATIENCE) -> list[Facts]:
                 started[number] = left.enter_context(closing(provider.start(number, launch)))
             except HostError as error:
                 found[number] = Facts(host, str(error))
-        for sock, hello in _guests(door, started, patience):
+        for sock, hello in _guests(door, started, host_timeout):
             number = hello.pop("number")
-            sock.settimeout(patience)
+            sock.settimeout(host_timeout)
             with sock:
                 found[number] = _measured(_facts(provider.hosts[number], hello), sock)
             del started[number]
         for number, one in started.items():
             late = (
-                f"did not dial {door.address} within {patience:g} s; if that can't be reached from there, "
+                f"did not dial {door.address} within {host_timeout:g} s; if that can't be reached from "
+                f"there, "
                 "say another address of this machine with address="
             )
             found[number] = Facts(provider.hosts[number], one.ended() or f"{provider.hosts[number]} {late}")
@@ -103,10 +104,10 @@ def _listen_at(provider: Provider, found: dict[int, Facts]) -> str:
 
 
 def _guests(
-    door: Door, waiting: dict[int, Started], patience: float
+    door: AuthenticatedListener, waiting: dict[int, StartedAgent], host_timeout: float
 ) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
     """Those who dial, until all have that may still come."""
-    give_up = time.monotonic() + patience
+    give_up = time.monotonic() + host_timeout
     while time.monotonic() < give_up and not all(one.ended() for one in waiting.values()):
         try:
             yield door.accept(0.1)
@@ -197,8 +198,8 @@ def _gpus() -> list[str]:
 def main() -> None:
     told = json.loads(sys.stdin.readline())
     hello = {"number": told["number"], **_about_us()}
-    sock = dial(told["address"], PATIENCE)
-    sock, _ = meet(sock, bytes.fromhex(told["secret"]), dialled=True, hello=hello, timeout=PATIENCE)
+    sock = dial(told["address"], HOST_TIMEOUT_S)
+    sock, _ = meet(sock, bytes.fromhex(told["secret"]), dialled=True, hello=hello, timeout=HOST_TIMEOUT_S)
     with sock:
         _answer(sock)
 

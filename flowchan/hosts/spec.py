@@ -1,5 +1,5 @@
 """A pool as text, as commands take it: ``local:2``, ``ssh:gpu1,user@gpu2``, ``slurm``, ``ray:4``; options
-stand behind the hosts, as in ``ssh:gpu1,gpu2,tls,patience=30`` and ``ray:4,GPU=1``."""
+stand behind the hosts, as in ``ssh:gpu1,gpu2,tls,peer_timeout=30`` and ``ray:4,GPU=1``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from flowchan.hosts.local import local
-from flowchan.hosts.pool import PATIENCE, Pool, pool_of
-from flowchan.hosts.provider import Provider
-from flowchan.hosts.ray import ray
-from flowchan.hosts.slurm import slurm
-from flowchan.hosts.ssh import ssh
+from flowchan.hosts.host_pool import Pool, pool_of
+from flowchan.hosts.providers.local import local
+from flowchan.hosts.providers.provider import Provider
+from flowchan.hosts.providers.ray import ray
+from flowchan.hosts.providers.slurm import slurm
+from flowchan.hosts.providers.ssh import ssh
+from flowchan.transport.link_events import PEER_TIMEOUT_S
 
 FORMS = "local:2, ssh:gpu1,user@gpu2, slurm or ray:4"
 OPTIONS: Mapping[str, tuple[str, ...]] = {
@@ -21,14 +22,14 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "slurm": ("address",),
     "ray": ("address",),  # and any resource of Ray's
 }
-"""What may be said of each provider; of all pools ``tls`` and ``patience=``."""
+"""What may be said of each provider; of all pools ``tls`` and ``peer_timeout=``."""
 
 
 class Spec(NamedTuple):
     """What a text means."""
 
     provider: Provider
-    patience: float
+    peer_timeout: float
     tls: bool
 
 
@@ -43,9 +44,9 @@ def parse(spec: str) -> Spec:
     words = rest.split(",") if colon else []
     given = [word for word in words if "=" not in word and word != "tls"]
     options = dict(word.split("=", 1) for word in words if "=" in word)
-    patience = _number(spec, "patience", options.pop("patience", str(PATIENCE)))
-    if not patience:
-        raise ValueError(f"{spec!r}: patience= takes a number of seconds greater than 0")
+    peer_timeout = _number(spec, "peer_timeout", options.pop("peer_timeout", str(PEER_TIMEOUT_S)))
+    if not peer_timeout:
+        raise ValueError(f"{spec!r}: peer_timeout= takes a number of seconds greater than 0")
     resources = {
         name: _number(spec, name, options.pop(name))
         for name in list(options)
@@ -54,11 +55,11 @@ def parse(spec: str) -> Spec:
     for name in options:
         if name not in OPTIONS.get(kind, (name,)):
             takes = ", ".join(["tls", *(f"{known}=" for known in OPTIONS[kind])])
-            raise ValueError(f"{spec!r}: {kind} takes {takes} and patience=, not {name}=")
+            raise ValueError(f"{spec!r}: {kind} takes {takes} and peer_timeout=, not {name}=")
     provider = _provider(kind, given, options, resources)
     if provider is None or words[:1] == [""]:
         raise ValueError(f"hosts are given as {FORMS}, not {spec!r}")
-    return Spec(provider, patience, "tls" in words)
+    return Spec(provider, peer_timeout, "tls" in words)
 
 
 def _provider(

@@ -28,8 +28,8 @@ from typing import Any, Literal
 
 from flowchan._core import View
 from flowchan.errors import Closed
-from flowchan.items import frames, together
-from flowchan.items.device import crossing
+from flowchan.items import arrow, shared_tensors
+from flowchan.transport.device import transfer
 
 MOST_LENT = 2**63
 """Bytes: more than any channel takes."""
@@ -39,7 +39,7 @@ _CODES = "bBcdfhHiIlLnNqQ?"  # what memoryview.cast takes, and so what can arriv
 _Reducers = dict[Any, Callable[[Any], Any]]
 _made: _Reducers = {}
 _made_from: tuple[int, ...] = ()
-_LIBRARIES = ("numpy", "torch", *frames.LIBRARIES)
+_LIBRARIES = ("numpy", "torch", *arrow.LIBRARIES)
 
 
 def reducers() -> _Reducers:
@@ -56,8 +56,8 @@ def reducers() -> _Reducers:
         if tensor := getattr(sys.modules.get("torch"), "Tensor", None):
             table[tensor] = _reduce_tensor
         if storage := getattr(sys.modules.get("torch"), "UntypedStorage", None):
-            table[storage] = together.reduce_storage
-        table.update(frames.reducers())
+            table[storage] = shared_tensors.reduce_storage
+        table.update(arrow.reducers())
         _made, _made_from = table, state
     return _made
 
@@ -131,8 +131,8 @@ def _reduce_tensor(tensor: Any) -> Any:
         or tensor.__dict__
     ):
         return tensor.__reduce_ex__(5)
-    if kind == "cpu" and together.is_shared(tensor):
-        return together.reduce_tensor(tensor)
+    if kind == "cpu" and shared_tensors.is_shared(tensor):
+        return shared_tensors.reduce_tensor(tensor)
     data = tensor.detach().resolve_conj().resolve_neg()
     if not _is_dense(data):
         data = data.contiguous()
@@ -141,7 +141,7 @@ def _reduce_tensor(tensor: Any) -> Any:
         return tensor.__reduce_ex__(5)
     if kind == "cuda":
         form = data.dtype, tuple(data.shape), data.stride(), tensor.requires_grad
-        return crossing.reduce(data, form, size, "cuda")
+        return transfer.reduce(data, form, size, "cuda")
     memory = View.of(data.data_ptr(), size, data)
     return _rebuild_tensor, (
         PickleBuffer(memory),
@@ -198,7 +198,7 @@ def loan(self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout:
                 f"loan: dtype must be of plain values, not {dtype!r}: objects can't lie in shared memory"
             )
     channel = getattr(self, "channel", self)
-    if not channel.medium.copies:
+    if not channel.transport.copies:
         if channel.closed:
             raise Closed(f"{channel!r}: nothing can be put into it any more, so nothing is lent")
         return torch.empty(sizes, dtype=dtype) if torch and as_torch else numpy.empty(sizes, dtype)

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan import _core
-from flowchan.items import together
+from flowchan.items import shared_tensors
 from flowchan.items.arrays import reducers
-from flowchan.items.device import crossing
-from flowchan.items.refusal import smallest
 from flowchan.items.text import short
+from flowchan.items.unpicklable import smallest
 from flowchan.transport import descriptors
+from flowchan.transport.device import transfer
 from flowchan.transport.interrupts import is_interrupt, unless_interrupted
 
 # Names of modules whose functions and classes other processes can't import.
@@ -53,7 +53,7 @@ def pack_to_pass_on(value: object) -> tuple[Packed, Callable[[], None]]:
 
 def pack_away(value: object) -> Packed:
     """The same for a value that leaves the machine: memory that processes share is copied."""
-    return _beside(*_pack_with(value, descriptors.Copies()))
+    return _beside(*_pack_with(value, descriptors.DuplicatedDescriptors()))
 
 
 def _beside(packed: Packed, companions: descriptors.Parcel) -> Packed:
@@ -98,7 +98,7 @@ def unpack(packed: Packed) -> Any:
 
 
 def _unpack(packed: list[Any]) -> Any:
-    beside = [part for part in packed if isinstance(part, _core.Channel) or together.is_storage(part)]
+    beside = [part for part in packed if isinstance(part, _core.Channel) or shared_tensors.is_storage(part)]
     outer, descriptors.now.beside = descriptors.now.beside, beside
     try:
         return pickle.loads(packed[0], buffers=packed[1 : len(packed) - len(beside)])
@@ -114,7 +114,7 @@ def dumps(item: object, leaves: bool = False) -> Packed | Kept:
     channel once the item is inside or None, the id of its parcel or 0, the descriptors in that, and what
     keeps them open. ``leaves``: to another host."""
     packed, channels = _pack_with(item, descriptors.Leaving() if leaves else descriptors.Parcel())
-    on_device = None if isinstance(packed, bytes) else crossing.parcel(packed[1:])
+    on_device = None if isinstance(packed, bytes) else transfer.parcel(packed[1:])
     if on_device is None and not channels.id:
         return packed
     whole = [packed] if isinstance(packed, bytes) else packed
@@ -176,10 +176,10 @@ def _sharing_pickler() -> Any:
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: object) -> Any:
-            if together.is_storage(obj):
-                return together.reduce_storage(obj)
-            if together.is_tensor(obj) and together.is_shared(obj):
-                return together.reduce_tensor(obj)
+            if shared_tensors.is_storage(obj):
+                return shared_tensors.reduce_storage(obj)
+            if shared_tensors.is_tensor(obj) and shared_tensors.is_shared(obj):
+                return shared_tensors.reduce_tensor(obj)
             return super().reducer_override(obj)
 
     return Pickler
@@ -217,9 +217,12 @@ def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) ->
     if not isinstance(data, tuple):
         return unpack(data)
     keep, packed, parcel = data
-    outer, descriptors.now.opened = descriptors.now.opened, descriptors.Opened(*parcel) if parcel else None
+    outer, descriptors.now.opened = (
+        descriptors.now.opened,
+        descriptors.OpenedDescriptors(*parcel) if parcel else None,
+    )
     try:
-        return unpack(crossing.arrivals(keep, packed))
+        return unpack(transfer.arrivals(keep, packed))
     finally:
         if descriptors.now.opened is not None:
             descriptors.now.opened.close()

@@ -2,17 +2,25 @@
 
 from flowchan.items.failed import Failed
 from flowchan.run.graph import Graph
-from flowchan.run.pool import WorkerPool
+from flowchan.run.policy.stats import (
+    Cause,
+    EdgeStats,
+    HostStats,
+    RunStats,
+    StageStats,
+    WorkerStats,
+    WorkSeconds,
+)
 from flowchan.run.results import Results
 from flowchan.run.run import Run
-from flowchan.run.stats import Cause, HostStats, LinkStats, RunStats, StageStats, WorkerStats, WorkSeconds
+from flowchan.run.worker_pool import WorkerPool
 
 __all__ = [
     "Cause",
+    "EdgeStats",
     "Failed",
     "Graph",
     "HostStats",
-    "LinkStats",
     "Results",
     "Run",
     "RunStats",

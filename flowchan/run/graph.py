@@ -7,12 +7,13 @@ import pkgutil
 from flowchan.check.rules import check
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import FlowchanError, Problem
-from flowchan.run.pool import WorkerPool
 from flowchan.run.runnable import Runnable
+from flowchan.run.worker_pool import WorkerPool
 
 
 class Graph(Blueprint, Runnable):
-    """Stages joined by channels. Declare with :meth:`source`, :meth:`input`, :meth:`stage` and the verbs of
+    """Stages joined by channels. Declare with :meth:`source`, :meth:`input`, :meth:`stage` and the operators
+    of
     the streams they return; then :meth:`run` it, or :meth:`start` it and take part while it runs."""
 
     def _repr_svg_(self) -> str | None:

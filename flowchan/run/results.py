@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 from flowchan.channel.channel import Channel
 from flowchan.declare.stream import Stream
 from flowchan.errors import Broken, Closed
-from flowchan.run.asking import NOTHING
-from flowchan.run.crew import LocalCrew
-from flowchan.run.decisions import AbortAsked
-from flowchan.run.events import Began, Ended, Event, Failure, WorkerId
-from flowchan.run.plan import Plan
+from flowchan.run.crew.local_crew import LocalCrew
+from flowchan.run.policy.decisions import AbortAsked
+from flowchan.run.policy.events import Began, Ended, Event, Failure, WorkerId
+from flowchan.run.policy.plan import Plan
 from flowchan.run.supervisor import Supervisor
+from flowchan.run.worker.requests import NOTHING
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class Results(Mapping[Stream[Any], Any]):
         return f"<Results of {self._graph!r}: {', '.join(stream.name for stream in self._values) or 'none'}>"
 
 
-class Gathering:
+class ResultGathering:
     """Who takes the items of each result of one run, by the name of its stage."""
 
     def __init__(self, plan: Plan, crew: LocalCrew, supervisor: Supervisor) -> None:

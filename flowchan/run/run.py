@@ -17,28 +17,28 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from flowchan import _core
 from flowchan.channel.channel import Out
+from flowchan.declare.operators import OPERATORS
 from flowchan.declare.stream import Input, Stream
-from flowchan.declare.verbs import VERBS
 from flowchan.errors import Broken, Deadlock, Interrupted, RunError, StageError
 from flowchan.items.arguments import finite_seconds, refuses_misspelt, seconds, whole
-from flowchan.run.asking import NOTHING, Asking, answering_ends
-from flowchan.run.decisions import AbortAsked, StopAsked
-from flowchan.run.events import Failure, WorkerId
-from flowchan.run.exits import before_exit
-from flowchan.run.explain import explain
-from flowchan.run.failures import text_of
-from flowchan.run.guard import Unguarded
-from flowchan.run.lasting import LastingProcesses
-from flowchan.run.limits import say
-from flowchan.run.measure import state_of
+from flowchan.run.crew.at_exit import before_exit
+from flowchan.run.crew.main_guard import Unguarded
+from flowchan.run.crew.pool_processes import LastingProcesses
+from flowchan.run.crew.router import crew_of
 from flowchan.run.observe.feed import Subscription
-from flowchan.run.plan import Plan
+from flowchan.run.observe.measure import state_of
+from flowchan.run.observe.report import render
+from flowchan.run.policy.decisions import AbortAsked, StopAsked
+from flowchan.run.policy.events import Failure, WorkerId
+from flowchan.run.policy.explain import explain
+from flowchan.run.policy.failures import text_of
+from flowchan.run.policy.plan import Plan
 from flowchan.run.policy.scaling import Scale
-from flowchan.run.report import render
-from flowchan.run.results import Gathering, Results
-from flowchan.run.spread import crew_of
-from flowchan.run.stats import RunState, RunStats
+from flowchan.run.policy.stats import RunState, RunStats
+from flowchan.run.results import ResultGathering, Results
 from flowchan.run.supervisor import Supervisor
+from flowchan.run.worker.item_timeout import say
+from flowchan.run.worker.requests import NOTHING, Requests, answering_ends
 from flowchan.transport.interrupts import InterruptWatch, interrupts_deferred
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Run:
         self._lasting = lasting is not None
         self._crew = crew_of(plan, lasting)
         self._supervisor = Supervisor(plan, self._crew)
-        self._gathering = Gathering(plan, self._crew, self._supervisor)
+        self._gathering = ResultGathering(plan, self._crew, self._supervisor)
         interrupted = weakref.WeakMethod(self._interrupted)  # a run needs no garbage collector to go
         self._interrupts = InterruptWatch(lambda: method() if (method := interrupted()) is not None else None)
         self._in_block = False
@@ -68,7 +68,7 @@ class Run:
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         failure = weakref.WeakMethod(self._failure)
         cross_off = weakref.WeakMethod(self._supervisor.cross_off)
-        self._asking = Asking(
+        self._asking = Requests(
             lambda: method() if (method := failure()) is not None else None,
             lambda question: method(question) if (method := cross_off()) is not None else None,
         )
@@ -271,10 +271,10 @@ class Run:
         whole("run.scale", "workers", workers, 1)
         found = self._plan.graph.stage_named(name)
         why = self._plan.is_fixed(found)
-        if not why and self._lasting and found.place.apart:
+        if not why and self._lasting and found.placement.apart:
             why = f"a {found.kind} with the processes of a pool"
         if why:
-            allowed = ", ".join(verb.name for verb in VERBS.values() if verb.per_item)
+            allowed = ", ".join(operator.name for operator in OPERATORS.values() if operator.per_item)
             raise ValueError(
                 f"run.scale: stage must be one of {allowed} on threads or processes, got {name!r}, {why}; "
                 "declare it with workers= instead"
@@ -479,11 +479,11 @@ def _where(failure: Failure) -> str:
 
 
 def _channel_error(failure: Failure, plan: Plan) -> StageError:
-    link = next(link for link in plan.links if link.name == failure.channel)
+    edge = next(edge for edge in plan.edges if edge.name == failure.channel)
     worker = f"{failure.worker}" if failure.worker.number else ""
     by = f" by worker {worker} ({_where(failure)})" if worker else ""
     error = StageError(
-        f"channel {link.name!r} (from {link.writer!r} to {link.reader!r}) was aborted{by}: "
+        f"channel {edge.name!r} (from {edge.writer!r} to {edge.reader!r}) was aborted{by}: "
         f"{text_of(failure.error)}",
         stage=failure.worker.stage,
         worker=worker,

@@ -12,9 +12,9 @@ from flowchan.check.rules import raise_for
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import Interrupted
 from flowchan.items.arguments import flag, refuses_misspelt, whole
-from flowchan.run.guard import leave_if_unguarded
-from flowchan.run.memory import budget
-from flowchan.run.plan import Plan, plan
+from flowchan.run.crew.main_guard import leave_if_unguarded
+from flowchan.run.crew.memory import budget
+from flowchan.run.policy.plan import Plan, plan
 from flowchan.run.results import Results
 from flowchan.run.run import Run
 from flowchan.transport.interrupts import interrupts_deferred, terminate_as_interrupt

@@ -27,7 +27,7 @@ The run contract. If the code disagrees with it, that is a bug; each clause name
 - R8 Account. ``stats()`` at any time and ``report()`` at the end; items in = items out + items failed.
   (test_account.py)
 - R9 Chance. Every worker has its own seed, derived from the run's, its stage, its number and its incarnation,
-  and what its process draws begins there. (test_chance.py)
+  and what its process draws begins there. (test_seeds.py)
 - R10 Blame. An item is blamed only for deaths inside the user's code (or inside its own unpickling), by one
   worker at a time while the others go on, and with how each of them died. With ``max_deaths=1`` also for
   deaths until its output is out, so it is never begun twice. (test_blame.py, test_begun_once.py)
@@ -36,18 +36,18 @@ The run contract. If the code disagrees with it, that is a bug; each clause name
   survivor's MemberDied is no failure of its own. So over hosts, too, where connections that break count as a
   death. When one ends because nobody reads what they put, all end. Of an elastic gang the others go on
   meanwhile, in their processes, as a smaller group; the one that takes its place makes it whole again, and
-  each item has its outputs once. (test_gangs.py, tests/crash/test_gang_deaths.py,
-  tests/crash/test_elastic_gangs.py, tests/hosts/test_host_gangs.py, tests/hosts/test_elastic_host_gangs.py)
+  each item has its outputs once. (test_gangs.py, tests/deaths/test_gang_deaths.py,
+  tests/deaths/test_elastic_gangs.py, tests/hosts/test_host_gangs.py, tests/hosts/test_elastic_host_gangs.py)
 - R12 Pools. The processes of a pool last from one run to the next, each with its callable, and keep nothing
   else of a run; forked ones keep memory of other runs that go on when the pool starts them. Each run is
-  whole. Who has failed, died or not come to an end has a fresh process in the next. Leaving the block
+  whole. Who has failed, died or not come to an end has a fresh process in the next. PortRelease the block
   finishes a run that goes on, and raises what the last one failed by unless that was raised.
-  (test_lasting_workers.py, test_lasting_after_harm.py, test_lasting_blocks.py,
-  test_lasting_ends.py)
+  (test_pool_workers.py, test_pool_after_failures.py, test_pool_blocks.py,
+  test_pool_ends.py)
 - R13 Elastic stages. ``run.scale()`` adds and removes workers of a stage that works item by item, on threads
   and in processes, while the graph runs. Order is kept, and each item has its outputs once, also when workers
   are killed meanwhile. A removed worker finishes its item. A new worker that can't be started leaves the
-  others at work. (test_elastic_stages.py, tests/crash/test_scaling_deaths.py)
+  others at work. (test_elastic_stages.py, tests/deaths/test_scaling_deaths.py)
 """
 
 from __future__ import annotations
@@ -64,28 +64,32 @@ from collections.abc import Callable
 from typing import Any
 
 from flowchan.channel.channel import Channel
+from flowchan.channel.latch import Latch
 from flowchan.errors import Closed, Empty, Full
-from flowchan.run import breaks, decisions
-from flowchan.run.asking import Asking, answers_in
-from flowchan.run.breaks import Breaks
-from flowchan.run.crew import Crew
-from flowchan.run.deadlock import Deadlocks, Look
-from flowchan.run.decisions import (
+from flowchan.run.crew.local_crew import Crew
+from flowchan.run.observe.clocks import WorkerClocks
+from flowchan.run.observe.feed import Feed
+from flowchan.run.observe.measure import Account, summarise
+from flowchan.run.observe.windows import History, between
+from flowchan.run.policy import break_cause, decisions
+from flowchan.run.policy.break_cause import Breaks
+from flowchan.run.policy.deadlock import Deadlocks, Look
+from flowchan.run.policy.decisions import (
     Action,
     BreakChannels,
     Disband,
-    Fell,
-    Happening,
+    MateEnded,
     Meet,
+    PolicyState,
     Regroup,
     ReleasePorts,
     Replace,
-    State,
     StopSources,
+    SupervisorEvent,
     Terminate,
     decide,
 )
-from flowchan.run.events import (
+from flowchan.run.policy.events import (
     Aborted,
     Answered,
     Began,
@@ -102,19 +106,15 @@ from flowchan.run.events import (
     Troubled,
     WorkerId,
 )
-from flowchan.run.failures import text_of
-from flowchan.run.journal import Journal
-from flowchan.run.latch import Latch
-from flowchan.run.measure import Account, summarise
-from flowchan.run.observe.clocks import WorkerClocks
-from flowchan.run.observe.feed import Feed
-from flowchan.run.observe.windows import History, between
-from flowchan.run.plan import Plan
+from flowchan.run.policy.failures import text_of
+from flowchan.run.policy.journal import Journal
+from flowchan.run.policy.plan import Plan
 from flowchan.run.policy.scaling import Add, Remove, Size
-from flowchan.run.stats import RunStats
+from flowchan.run.policy.stats import RunStats
+from flowchan.run.worker.requests import Requests, answers_in
 from flowchan.transport.interrupts import interrupts_deferred
 
-LOOK = 0.05
+POLL_INTERVAL_S = 0.05
 """Seconds between two looks at what nobody announces: whether all has been heard. Nothing that time decides
 comes more exactly."""
 
@@ -133,9 +133,9 @@ class Supervisor:
         ids = frozenset(worker.id for worker in plan.workers)
         self.started_at = time.monotonic()
         self.ended_at: float | None = None
-        self.state = State(
+        self.state = PolicyState(
             alive=ids,
-            processes=frozenset(worker.id for worker in plan.workers if worker.stage.place.apart),
+            processes=frozenset(worker.id for worker in plan.workers if worker.stage.placement.apart),
             sources=frozenset(id for id in ids if id.stage in plan.sources),
             ends=frozenset(id for id in ids if id.stage in plan.ends),
             limits=plan.limits(),
@@ -163,12 +163,12 @@ class Supervisor:
         self._journal = Journal(plan)
         self._last_error = ""
         self._refused: Counter[str] = Counter()
-        self.asking: Asking | None = None
+        self.asking: Requests | None = None
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, crew.broken, crew.cause_of)
         self._moved = 0  # items that channels had passed when the run was stopped, or at the last look since
         self._due: dict[WorkerId, float] = {}  # when a replaced worker is to be started
-        self._events: Channel[Happening | Event] = Channel(1024)  # as references
+        self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # as references
         self._thread: threading.Thread | None = None
 
     # --- called by the run, on any thread ---
@@ -225,7 +225,7 @@ class Supervisor:
                 thread.join()
         return True
 
-    def ask(self, happening: Happening) -> None:
+    def ask(self, happening: SupervisorEvent) -> None:
         """Asks for a stop, an abort or other numbers of workers; returns at once. Does nothing when the run
         has ended."""
         with contextlib.suppress(Closed):
@@ -293,8 +293,8 @@ class Supervisor:
         stats = self.stats()
         return stats.state, stats.elapsed, self.state.abandoned
 
-    def _next(self) -> Happening | Event:
-        event: Happening | Event = decisions.Tick()
+    def _next(self) -> SupervisorEvent | Event:
+        event: SupervisorEvent | Event = decisions.Tick()
         with contextlib.suppress(Empty):
             event = self._events.get(timeout=self._pause())
         return event
@@ -303,19 +303,19 @@ class Supervisor:
         """Seconds until something must be looked at though nothing is heard: workers announce their ends, so
         that is whether anybody can move, and what only time decides."""
         if self._breaks.pending:
-            return LOOK
+            return POLL_INTERVAL_S
         now = time.monotonic()
         if self._due:
-            return min(max(0.0, min(self._due.values()) - now), breaks.LOOK)
+            return min(max(0.0, min(self._due.values()) - now), break_cause.POLL_INTERVAL_S)
         late = self._late_at if self.state.phase == "finishing" and self._late_at > now else math.inf
-        return max(LOOK, min(self._deadlocks.next_at, decisions.next_at(self.state), late) - now)
+        return max(POLL_INTERVAL_S, min(self._deadlocks.next_at, decisions.next_at(self.state), late) - now)
 
     @property
     def _late_at(self) -> float:
         """From when on workers that nobody needs don't end by themselves."""
         return self.state.since + decisions.GRACE / 2
 
-    def turn(self, event: Happening | Event) -> None:
+    def turn(self, event: SupervisorEvent | Event) -> None:
         """Hears what has happened, and does what it and the time that has passed ask for."""
         self._look_for_movement()
         self._hear(event)
@@ -328,7 +328,7 @@ class Supervisor:
         self._start_due()
         self._history.look(self._counters)
 
-    def _hear(self, event: Happening | Event) -> None:
+    def _hear(self, event: SupervisorEvent | Event) -> None:
         if isinstance(event, Result):
             self.results[event.stage] = event.value
         elif isinstance(event, Retried):
@@ -364,14 +364,14 @@ class Supervisor:
             self.crew.forget(id)
             return
         if self.state.ends_with_mates(id):
-            self._handle(Fell(id))
+            self._handle(MateEnded(id))
         else:
-            self._handle(self.crew.obituary(id, self.state.restarts.get(id.stage, 0)))
+            self._handle(self.crew.death_of(id, self.state.restarts.get(id.stage, 0)))
 
-    def _handle(self, happening: Happening) -> None:
+    def _handle(self, happening: SupervisorEvent) -> None:
         now = time.monotonic()
         if (
-            isinstance(happening, Ended | Failure | Fell | decisions.Died)
+            isinstance(happening, Ended | Failure | MateEnded | decisions.Died)
             and happening.worker in self.state.alive
         ):
             self._clocks.end(happening.worker)
@@ -502,7 +502,7 @@ class Supervisor:
             except Exception as error:
                 self._handle(Failure(id, error, None, self.pid))
 
-    def _clear_up(self, patience: float | None = None) -> None:
+    def _clear_up(self, timeout: float | None = None) -> None:
         self._events.close()  # before those are joined who may wait to put into it
-        stuck = self.crew.clear_up(self.state.abandoned, patience)
+        stuck = self.crew.clear_up(self.state.abandoned, timeout)
         self.state = dataclasses.replace(self.state, abandoned=self.state.abandoned | stuck)

@@ -33,7 +33,7 @@ from typing import Any
 from flowchan.errors import Refused
 from flowchan.transport.interrupts import append_result
 from flowchan.transport.tcp import joined
-from flowchan.transport.tls import Certificate, Relay, certificate
+from flowchan.transport.tls import Certificate, TlsProxy, certificate
 
 SPOKEN = b"flowchan link 1\n"
 NONCE = 32
@@ -79,7 +79,7 @@ def meet(
     silent, or speaks otherwise, all of it within ``timeout`` seconds. If it raises, ``sock`` is closed.
     """
     try:
-        guest = Guest(sock, handshake(secret, hello, dialled=dialled, tls=tls), timeout)
+        guest = PendingHandshake(sock, handshake(secret, hello, dialled=dialled, tls=tls), timeout)
     except BaseException:
         sock.close()
         raise
@@ -97,7 +97,7 @@ def meet(
         raise
 
 
-class Guest:
+class PendingHandshake:
     """A connection whose peer has not proved the secret yet. Never waits: ``go_on()`` takes what has come."""
 
     def __init__(self, sock: socket.socket, steps: Handshake, timeout: float) -> None:
@@ -108,7 +108,7 @@ class Guest:
         self._steps = steps
         self._wanted = 0
         self._came = bytearray()
-        self._relay: Relay | None = None
+        self._relay: TlsProxy | None = None
         self._last: Last | None = None
         self._sent: list[int] = []
         self.peer = "a peer that has gone"
@@ -204,7 +204,7 @@ class Guest:
 
     def _encrypt(self, step: Encrypt) -> None:
         left = max(0.1, self.give_up - time.monotonic())
-        self._relay = Relay(self.sock, step.mine, step.theirs, left)
+        self._relay = TlsProxy(self.sock, step.mine, step.theirs, left)
         self.sock = self._relay.end
         self.sock.setblocking(False)
 

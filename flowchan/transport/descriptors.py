@@ -129,7 +129,7 @@ class Companions(Parcel):
         return Beside(len(self.kept) - 1, os.fstat(memory).st_ino)
 
 
-class Copies(Companions):
+class DuplicatedDescriptors(Companions):
     """The same for a value that leaves the machine."""
 
     shares = keeps_far = False
@@ -142,7 +142,7 @@ class Unopened(Companions):
     keeps_far = False
 
 
-class Opened:
+class OpenedDescriptors:
     """The descriptors that came with one item, while it is unpickled. ``missing``: why there are not all of
     them."""
 
@@ -164,7 +164,7 @@ class Opened:
 
 class _Now(threading.local):
     packing: Parcel | None = None
-    opened: Opened | None = None
+    opened: OpenedDescriptors | None = None
     beside: list[Any] | None = None
 
 

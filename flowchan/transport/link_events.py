@@ -7,6 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+PEER_TIMEOUT_S = 10.0
+"""Seconds for which an agent goes on without hearing the driver, and others without the home of a channel."""
+
+AHEAD, BEHIND = 1 << 16, 1024
+"""Places of the rings that an agent has for a worker's inputs, which hold what the link has sent ahead, and
+for its outputs."""
+
 
 @dataclass(frozen=True, slots=True)
 class LinkBroken:

@@ -25,7 +25,7 @@ LATE = "not all of the other members have said something in time while they met"
 Accept = Callable[[float], tuple[socket.socket, dict[str, Any]]]
 
 
-class Ended(Exception):
+class RendezvousEnded(Exception):
     """The rendezvous has ended, and why. ``refused``: those who have come can't meet at all."""
 
     def __init__(self, why: str, refused: bool = False) -> None:
@@ -99,7 +99,7 @@ class Coordinator:
 
         Raises:
             TimeoutError: Some have not come in time; it names them.
-            Ended: Two come as one rank, or sizes differ.
+            RendezvousEnded: Two come as one rank, or sizes differ.
         """
         size = len(self._said)
         while missing := set(range(1, size)) - self.sockets.keys():
@@ -119,7 +119,7 @@ class Coordinator:
             if self.over:
                 while self.sockets:  # until they have heard it
                     self._look()
-                raise Ended(self.over, True)
+                raise RendezvousEnded(self.over, True)
 
     def gather(self, value: Any) -> list[Any]:
         """As a participant's, of rank 0."""
@@ -127,7 +127,7 @@ class Coordinator:
         while not told:
             told = self._look()
             if self.over:
-                raise Ended(self.over)
+                raise RendezvousEnded(self.over)
         return list(json.loads(told))
 
     def _look(self) -> bytes:
@@ -175,7 +175,8 @@ class Participant:
         self._has = b""
 
     def gather(self, value: Any) -> list[Any]:
-        """Says a value that JSON has, and gives what all say in this round, by rank. Raises :class:`Ended`,
+        """Says a value that JSON has, and gives what all say in this round, by rank. Raises
+        :class:`RendezvousEnded`,
         and ``TimeoutError`` as the socket does."""
         return list(self._hear(json.dumps(value).encode() + b"\n"))
 
@@ -192,10 +193,10 @@ class Participant:
                 raise TimeoutError(LATE) from None
             line = b""
         if not line:
-            raise Ended(f"{self._coordinator} ended while the members met")
+            raise RendezvousEnded(f"{self._coordinator} ended while the members met")
         said = json.loads(line)
         if isinstance(said, dict):
-            raise Ended(said["over"], said["refused"])
+            raise RendezvousEnded(said["over"], said["refused"])
         return said
 
     def _line(self) -> bytes:

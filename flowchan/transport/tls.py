@@ -79,7 +79,7 @@ def _own_pidfd() -> Iterator[int | None]:
             os.close(pidfd)
 
 
-class Relay:
+class TlsProxy:
     """The process that does TLS for ``sock``, which it takes over. ``end`` is what to use in its place; the
     process ends after it has been closed.
 

@@ -44,8 +44,8 @@ from flowchan.pipelines.sequential.engine.worker_messages import (
 from flowchan.pipelines.sequential.parts import Part, casting_here
 from flowchan.pipelines.sequential.shared_memory import share
 from flowchan.pipelines.sequential.state import modes_of, state_of
-from flowchan.pipelines.sequential.timeline import Event
-from flowchan.pipelines.sequential.values import mapped, tensors
+from flowchan.pipelines.sequential.tensor_trees import mapped, tensors
+from flowchan.pipelines.sequential.timeline import TimelineEvent
 
 
 class _Workers:
@@ -123,7 +123,7 @@ class Differentiable:
         recompute: bool,
         deferred: bool,
         numbers: Iterator[int],
-        events: deque[Event],
+        events: deque[TimelineEvent],
     ) -> None:
         self.cut, self._name, self._options = cut, name, (recompute, deferred)
         self._numbers, self._events = numbers, events
@@ -182,7 +182,7 @@ class Differentiable:
 class _Through:
     """A call and its backward passes."""
 
-    def __init__(self, workers: _Workers, number: int, events: deque[Event]) -> None:
+    def __init__(self, workers: _Workers, number: int, events: deque[TimelineEvent]) -> None:
         self.workers, self.number, self.events = workers, number, events
         self.wants: list[tuple[bool, ...]] = []  # of each micro-batch's outputs
         self._asked = [

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from flowchan.pipelines.sequential.engine.split_backward import SplitBackward
 from flowchan.pipelines.sequential.parts import Part, run_part
 from flowchan.pipelines.sequential.skip import Skips
-from flowchan.pipelines.sequential.values import mapped, tensors
+from flowchan.pipelines.sequential.tensor_trees import mapped, tensors
 
 ROUNDS, SECONDS = 2, 0.3
 """Layers are timed in at least so many rounds, and for about so long."""

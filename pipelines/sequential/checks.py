@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from flowchan.declare.places import Place
+from flowchan.declare.placements import Placement
 from flowchan.items.arguments import is_whole
-from flowchan.items.refusal import refusal, smallest
 from flowchan.items.text import short, shown
+from flowchan.items.unpicklable import refusal, smallest
 from flowchan.pipelines.sequential.parts import Part, forks, run_part
 from flowchan.pipelines.sequential.skip import Pop, Stash
-from flowchan.pipelines.sequential.values import batch_size, leaves, mapped
+from flowchan.pipelines.sequential.tensor_trees import batch_size, leaves, mapped
 
 BALANCES = ("time", "memory")
 PLACEMENTS = ("thread", "process")
@@ -205,14 +205,14 @@ def check_choices(
 
 
 def _check_placement(on: Any) -> None:
-    if isinstance(on, Place) and on.missing:
+    if isinstance(on, Placement) and on.missing:
         raise ValueError(f"Sequential: {on.missing}")
     is_word = isinstance(on, str) and on in PLACEMENTS
-    if not is_word and not (isinstance(on, Place) and on.hosts):
+    if not is_word and not (isinstance(on, Placement) and on.hosts):
         raise ValueError(
             f'Sequential: on must be "thread", "process" or a pool of flowchan.hosts, not {shown(on)}'
         )
-    if isinstance(on, Place) and on.shares:
+    if isinstance(on, Placement) and on.shares:
         raise ValueError(
             f"Sequential: a part goes to each host of the pool in turn, so {on} can't have shares of workers"
         )
@@ -237,7 +237,7 @@ def _check_balance(balance: Any, sample: Any, counts: int | list[int]) -> None:
         raise ValueError(f"Sequential: balance={balance!r} measures the layers; give sample=, a usual batch")
 
 
-def checked_devices(devices: Any, parts: int, on: Place) -> list[torch.device] | None:
+def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.device] | None:
     """One device for each part, each of which is there. Which devices another host has is not known here."""
     if devices is None:
         return None

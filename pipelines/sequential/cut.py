@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from flowchan.declare.places import Place
+from flowchan.declare.placements import Placement
 from flowchan.pipelines.sequential import balance as balancing
 from flowchan.pipelines.sequential.checks import check_shapes
 from flowchan.pipelines.sequential.parts import Part, compute_threads, divided
-from flowchan.pipelines.sequential.values import batch_size, evenly, join_checked, split
+from flowchan.pipelines.sequential.tensor_trees import batch_size, evenly, join_checked, split
 
 CHUNKS = 8
 """A batch has at most so many micro-batches where their number is left to us."""
@@ -46,7 +46,7 @@ class Cut:
         self,
         module: nn.Sequential,
         counts: int | Sequence[int],
-        on: Place,
+        on: Placement,
         chunks: int | None,
         devices: Sequence[torch.device] | None,
         dim: int = 0,

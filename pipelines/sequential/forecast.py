@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from flowchan.declare.places import PLACES
+from flowchan.declare.placements import PLACEMENTS
 from flowchan.items.arguments import is_whole
 from flowchan.pipelines.sequential.balance import best_split, costs, step_seconds
 from flowchan.pipelines.sequential.checks import checked_module
@@ -20,7 +20,7 @@ from flowchan.pipelines.sequential.cut import CHUNKS, PASSING
 from flowchan.pipelines.sequential.engine.schedule import IN_A_V, SCHEDULES, Schedule, plan
 from flowchan.pipelines.sequential.parts import compute_threads
 from flowchan.pipelines.sequential.simulate import simulate
-from flowchan.pipelines.sequential.values import split
+from flowchan.pipelines.sequential.tensor_trees import split
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def forecasts(
     if not is_whole(workers) or not 1 <= workers <= len(module):
         raise ValueError(f"forecasts: workers must be from 1 to {len(module)}, the layers, not {workers!r}")
     pieces = split(sample, chunks, "sample")
-    threads = compute_threads(workers) if PLACES[on].apart else torch.get_num_threads()
+    threads = compute_threads(workers) if PLACEMENTS[on].apart else torch.get_num_threads()
     times = step_seconds(module, pieces[0], threads)
     kept = costs(module, pieces[0], "memory", threads, param_scale=0.0)
     found = []

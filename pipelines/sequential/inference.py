@@ -32,8 +32,8 @@ from flowchan.pipelines.sequential.engine.driver import PipelineRun, part_error
 from flowchan.pipelines.sequential.parts import Part, called, is_torchs_own, run_part, take_cores
 from flowchan.pipelines.sequential.shared_memory import share
 from flowchan.pipelines.sequential.state import PartState, modes_of, state_of
-from flowchan.pipelines.sequential.timeline import Event
-from flowchan.pipelines.sequential.values import Micro, mapped
+from flowchan.pipelines.sequential.tensor_trees import Micro, mapped
+from flowchan.pipelines.sequential.timeline import TimelineEvent
 from flowchan.pipelines.sequential.wire_format import (
     Sent,
     closed,
@@ -42,7 +42,7 @@ from flowchan.pipelines.sequential.wire_format import (
     opened,
     received,
 )
-from flowchan.run.failures import ItemFailed
+from flowchan.run.policy.failures import ItemFailed
 from flowchan.transport.interrupts import append_result
 
 
@@ -112,7 +112,7 @@ class InferenceRun(PipelineRun):
     """One run of the parts, each of them a ``map``, and the batches in flight, by number. Ctrl-C may break
     off what notes a result; the same result is then noted again from the start."""
 
-    def __init__(self, name: str, cut: Cut, room: int, events: deque[Event]) -> None:
+    def __init__(self, name: str, cut: Cut, room: int, events: deque[TimelineEvent]) -> None:
         super().__init__(name)
         self.events = events
         self.out: dict[int, Batch] = {}
@@ -129,7 +129,10 @@ class InferenceRun(PipelineRun):
             failures.append(stream.errors)
         failed = self.graph.merge(*failures, name="errors") if len(failures) > 1 else failures[0]
         self.lend(stream, failed)
-        self.graph._drawn |= {part.name: part.drawn for part in parts} | {"errors": None, "results": "outputs"}
+        self.graph._drawn |= {part.name: part.drawn for part in parts} | {
+            "errors": None,
+            "results": "outputs",
+        }
 
     def begin(self) -> None:
         """Start the parts."""
@@ -167,7 +170,7 @@ class InferenceRun(PipelineRun):
 
     def _note_times(self, micro: Micro) -> None:
         for part, (begin, end) in enumerate(micro.events):
-            self.events.append(Event(part, part, "F", micro.batch, micro.chunk, begin, end))
+            self.events.append(TimelineEvent(part, part, "F", micro.batch, micro.chunk, begin, end))
 
     def end_batches(self, error: BaseException) -> None:
         """End all batches that are out by ``error``."""
@@ -236,7 +239,7 @@ class InferenceRun(PipelineRun):
 class Inference:
     """The graph of some parts, its run, and the batches that go through."""
 
-    def __init__(self, cut: Cut, name: str, numbers: Iterator[int], events: deque[Event]) -> None:
+    def __init__(self, cut: Cut, name: str, numbers: Iterator[int], events: deque[TimelineEvent]) -> None:
         self.cut, self.name = cut, name
         self._numbers, self.events = numbers, events
         self._most = 2 * len(cut.parts) + 2

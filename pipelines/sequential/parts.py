@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flowchan.pipelines.sequential.shared_memory import Lent
 from flowchan.pipelines.sequential.skip import Skips, skip_store
-from flowchan.pipelines.sequential.values import Inputs, mapped
+from flowchan.pipelines.sequential.tensor_trees import Inputs, mapped
 
 MOST_DRAWN = 6
 """Lines for the layers of a part in a picture."""
@@ -159,7 +159,7 @@ def take_cores(number: int, processes: int, hosts: int = 0) -> None:
     torch.set_num_threads(compute_threads(processes, forked=False if hosts else None))
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= processes:
-        # some containers refuse it; the parts are then placed by the system
+        # some containers refuse it; the parts are then placement_argument by the system
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, cores[number::processes])
 

@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flowchan import Graph
-from flowchan.declare.places import Place, placed
+from flowchan.declare.placements import Placement, placement_argument
 from flowchan.items.arguments import refuses_misspelt
 from flowchan.pipelines.sequential import balance as balancing
 from flowchan.pipelines.sequential.autograd import Differentiable
@@ -40,10 +40,10 @@ from flowchan.pipelines.sequential.engine.schedule import Schedule
 from flowchan.pipelines.sequential.engine.worker_messages import Loss, Optimizers
 from flowchan.pipelines.sequential.inference import Inference
 from flowchan.pipelines.sequential.parts import Part, casting_here, compute_threads
-from flowchan.pipelines.sequential.timeline import REMEMBERED, Event, Timeline
+from flowchan.pipelines.sequential.tensor_trees import Inputs, split, tensors, without_gradient
+from flowchan.pipelines.sequential.timeline import REMEMBERED, Timeline, TimelineEvent
 from flowchan.pipelines.sequential.tracing import Traced
 from flowchan.pipelines.sequential.training import Training, TrainingOptions
-from flowchan.pipelines.sequential.values import Inputs, split, tensors, without_gradient
 
 
 class Sequential(nn.Module):
@@ -83,7 +83,7 @@ class Sequential(nn.Module):
         module: nn.Module | Iterable[nn.Module],
         parts: int | Sequence[int] | Sequence[str] = 2,
         *,
-        on: Literal["thread", "process"] | Place = "thread",
+        on: Literal["thread", "process"] | Placement = "thread",
         chunks: int | None = None,
         balance: Literal["time", "memory"] | None = None,
         sample: Any = None,
@@ -108,7 +108,7 @@ class Sequential(nn.Module):
         check_choices(on, chunks, balance, sample, param_scale, dim, counts)
         check_switches(recompute=recompute, deferred_batch_norm=deferred_batch_norm)
         number = counts if isinstance(counts, int) else len(counts)
-        place = placed("Sequential", on)
+        place = placement_argument("Sequential", on)
         places = checked_devices(devices, number, place)
         super().__init__()
         if isinstance(counts, int) and balance is not None:
@@ -139,8 +139,8 @@ class Sequential(nn.Module):
     ) -> None:
         """What is not copied with a pipe."""
         name, numbers = type(self).__name__, itertools.count()
-        self._events: deque[Event] = deque(maxlen=REMEMBERED)
-        on = placed(name, self.on)
+        self._events: deque[TimelineEvent] = deque(maxlen=REMEMBERED)
+        on = placement_argument(name, self.on)
         verify = None if self._traced is None else self._traced.verify
         self._cut = Cut(self._layers, counts, on, self.chunks, places, dim, join, verify)
         self._inference = Inference(self._cut, name, numbers, self._events)

@@ -19,7 +19,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flowchan.pipelines.sequential.engine.schedule import Op, Step
-from flowchan.pipelines.sequential.timeline import Event, Timeline
+from flowchan.pipelines.sequential.timeline import Timeline, TimelineEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Simulated:
     pass has not ended.
     """
 
-    events: tuple[tuple[Event, ...], ...]
+    events: tuple[tuple[TimelineEvent, ...], ...]
     peaks: tuple[int, ...]
 
     def held(self, sizes: Sequence[float]) -> tuple[float, ...]:
@@ -187,7 +187,7 @@ class _Network:
         self, lists: list[list[Step]], durations: dict[Op, list[float]], capacity: int | None
     ) -> None:
         self.moves = 0
-        self.events: list[list[Event]] = [[] for _ in lists]
+        self.events: list[list[TimelineEvent]] = [[] for _ in lists]
         self.workers = [self._work(worker, steps) for worker, steps in enumerate(lists)]
         self._durations = durations
         self._capacity = capacity
@@ -204,7 +204,7 @@ class _Network:
             for needed in self._needs(step):
                 now = yield from self._receive(worker, step, needed, done, now)
             begin, now = now, now + self._durations[step.op][step.part]
-            self.events[worker].append(Event(worker, step.part, step.op, 0, step.chunk, begin, now))
+            self.events[worker].append(TimelineEvent(worker, step.part, step.op, 0, step.chunk, begin, now))
             done.update(_done_by(step))
             self.moves += 1
             now = yield from self._send(worker, step, now)
@@ -275,11 +275,11 @@ def _owners(lists: list[list[Step]]) -> dict[int, int]:
     return owners
 
 
-def _busy(events: Iterable[Event]) -> float:
+def _busy(events: Iterable[TimelineEvent]) -> float:
     return sum(event.end - event.begin for event in events)
 
 
-def _peak(events: Iterable[Event], sizes: Sequence[float] | None = None) -> float:
+def _peak(events: Iterable[TimelineEvent], sizes: Sequence[float] | None = None) -> float:
     """How much is held at most by forward passes that wait for the end of their backward pass; without sizes
     how many."""
     held = highest = 0.0

@@ -26,13 +26,13 @@ Skips = dict[str, Tensor | None]
 """What is stashed, by name."""
 
 
-class _Here(threading.local):
+class _ThreadStore(threading.local):
     def __init__(self) -> None:
         self.store: Skips = {}
         self.in_pipe = False  # then the store holds nothing of an earlier batch
 
 
-_here = _Here()
+_here = _ThreadStore()
 
 
 class Stash(nn.Module):

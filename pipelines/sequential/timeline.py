@@ -50,7 +50,7 @@ FONT = 12.0
 LETTER = 0.62  # of the font's size: about as wide as a letter or digit is
 
 
-class Event(NamedTuple):
+class TimelineEvent(NamedTuple):
     """One thing that a worker did, from ``begin`` to ``end``: seconds of ``time.monotonic()``, one clock for
     all processes of a host.
 
@@ -85,7 +85,7 @@ class Timeline:
     """Events of all workers of one pipeline, in the order of their beginnings. ``title`` stands above the
     picture."""
 
-    def __init__(self, events: Iterable[Event], title: str = "pipeline") -> None:
+    def __init__(self, events: Iterable[TimelineEvent], title: str = "pipeline") -> None:
         self.events = sorted(events, key=lambda event: (event.begin, event.worker))
         self.title = title
 
@@ -237,7 +237,7 @@ class _Picture:
             LEFT + self.plot + 12, top + BOX / 2 + 4, f"{self.timeline.busy()[worker]:.0%} busy", fill=FAINT
         )
 
-    def _box(self, event: Event, top: float, shade: int) -> None:
+    def _box(self, event: TimelineEvent, top: float, shade: int) -> None:
         x, wide = LEFT + (event.begin - self.zero) * self.scale, (event.end - event.begin) * self.scale
         colour = _colour(event.op, shade)
         box = self._rect(x, top, wide, BOX, colour)

@@ -25,7 +25,7 @@ from flowchan.items.text import short
 from flowchan.pipelines.sequential.parts import called
 from flowchan.pipelines.sequential.segments import Name, Operation, Owned, Segment
 from flowchan.pipelines.sequential.skip import Pop, Stash
-from flowchan.pipelines.sequential.values import mapped, tensors
+from flowchan.pipelines.sequential.tensor_trees import mapped, tensors
 
 MAKERS = "arange", "zeros", "ones", "full", "empty", "eye", "linspace"
 """Functions that make a tensor of numbers, which fx does not see when these are stand-ins."""

@@ -29,16 +29,16 @@ from flowchan.pipelines.sequential.engine.worker_messages import (
     Evaluate,
     Loss,
     Optimizers,
-    Scale,
+    ScaleGradients,
     Train,
 )
 from flowchan.pipelines.sequential.parts import Part, casting_here
-from flowchan.pipelines.sequential.report import Kept, TrainingReport, measured, report
 from flowchan.pipelines.sequential.shared_memory import share
 from flowchan.pipelines.sequential.state import modes_of, state_of
-from flowchan.pipelines.sequential.timeline import Event, Timeline
+from flowchan.pipelines.sequential.tensor_trees import batch_size, mapped, split, without_gradient
+from flowchan.pipelines.sequential.timeline import Timeline, TimelineEvent
 from flowchan.pipelines.sequential.training_checks import check_training
-from flowchan.pipelines.sequential.values import batch_size, mapped, split, without_gradient
+from flowchan.pipelines.sequential.training_report import Kept, TrainingReport, measured, report
 
 KEPT = 10
 """The number of last steps whose timeline is kept."""
@@ -88,7 +88,7 @@ class Training:
         self._begun = self._over = False
         self._steps = 0
         self._sent = [{1: 0, -1: 0} for _ in range(self._owners.workers)]  # to the neighbours' sides
-        self._done: deque[list[tuple[tuple[Event, ...], float]]] = deque(maxlen=KEPT)
+        self._done: deque[list[tuple[tuple[TimelineEvent, ...], float]]] = deque(maxlen=KEPT)
         self._first_micro: Any = None
         self._kept: list[Kept] | None = None
 
@@ -194,7 +194,7 @@ class Training:
                 # as torch's clip_grad_norm_, also where it is not a number
                 factor = self._clip / (norm + 1e-6)
                 for job in self._jobs:
-                    run.put(job.worker, Scale(1.0 if factor >= 1.0 else factor))
+                    run.put(job.worker, ScaleGradients(1.0 if factor >= 1.0 else factor))
             answers, _ = run.answers()
         self._done.append([(answer.events, answer.communication) for answer in answers])
         self._steps += 1
@@ -305,7 +305,7 @@ class Training:
     def _reached(self, job: Assignment, chunks: int, plan: list[list[Step]]) -> str:
         """How far a worker that died had come for certain, from what the others had taken of what it sent."""
         ports = {f"{job.name}.onward": 1, f"{job.name}.back": -1}
-        taken = {ports[link.name]: link.passed for link in self._run.run.stats().links if link.name in ports}
+        taken = {ports[link.name]: link.passed for link in self._run.run.stats().edges if link.name in ports}
         left = {side: taken.get(side, 0) - self._sent[job.worker][side] for side in (1, -1)}
         done = None
         for step in plan[job.worker]:

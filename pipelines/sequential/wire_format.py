@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flowchan._core import View
 from flowchan.pipelines.sequential.parts import Part, may_write
-from flowchan.pipelines.sequential.values import Micro
+from flowchan.pipelines.sequential.tensor_trees import Micro
 
 _NAMES = {
     kind: str(kind).removeprefix("torch.")

@@ -16,8 +16,8 @@ from typing import Any
 import children
 import numpy as np
 import pytest
-from peers import ThreadPeer
-from waiting import wait_blocked
+from support.peers import ThreadPeer
+from support.waiting import wait_blocked
 
 from flowchan import Channel
 
@@ -167,7 +167,7 @@ def test_a_pickled_channel_is_the_same_channel_here():
 
 
 def test_a_threads_channel_is_neither_pickled_nor_copied():
-    """The error names the medium that can be."""
+    """The error names the transport that can be."""
     ch = Channel(across="threads")
     for action in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="across='processes'"):
@@ -175,7 +175,7 @@ def test_a_threads_channel_is_neither_pickled_nor_copied():
 
 
 def test_a_threads_channel_cannot_be_an_argument_of_another_process():
-    """The error names both media."""
+    """The error names both transports."""
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=children.echo, args=(Channel(across="threads"), None))
     with pytest.raises((TypeError, RuntimeError), match="threads") as caught:
@@ -185,7 +185,7 @@ def test_a_threads_channel_cannot_be_an_argument_of_another_process():
 
 @pytest.mark.parametrize("call", ["put", "get", "put_nowait", "get_nowait"])
 def test_using_a_threads_channel_in_a_forked_child_is_refused(call):
-    """It would only reach the child's own copy; the error says so and names the medium that works."""
+    """It would only reach the child's own copy; the error says so and names the transport that works."""
     ch = Channel(across="threads")
     ch.put("in the parent")
     answer = Channel(across="processes")

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 import pytest
-from waiting import wait_blocked, wait_until
+from support.waiting import wait_blocked, wait_until
 
 from flowchan import Channel, Drained
 

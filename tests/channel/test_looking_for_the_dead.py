@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from peers import ProcessPeer, ThreadPeer
-from waiting import wait_blocked, wait_until
+from support.peers import ProcessPeer, ThreadPeer
+from support.waiting import wait_blocked, wait_until
 
 from flowchan import Channel
 

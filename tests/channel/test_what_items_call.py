@@ -8,7 +8,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from waiting import wait_blocked
+from support.waiting import wait_blocked
 
 from flowchan import Channel, In, select
 

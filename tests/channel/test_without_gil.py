@@ -18,7 +18,7 @@ from collections.abc import Callable
 import pytest
 
 from flowchan import Channel, ChannelError, Graph
-from flowchan.run.async_worker import StageLoop, only_wait_for
+from flowchan.run.worker.async_worker import StageLoop, only_wait_for
 
 AT_ONCE = 6
 free_threaded = pytest.mark.skipif(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from declared import by_hand, handle, only, pass_on, rules, to_int, to_text
+from support.graph_samples import by_hand, handle, only, pass_on, rules, to_int, to_text
 
 from flowchan import In, Out
 from flowchan.check.rules import check, raise_for

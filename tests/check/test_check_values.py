@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from declared import Animal, Dog, Row, Speaks, T, UserId, only, pass_on, to_int, to_text
+from support.graph_samples import Animal, Dog, Row, Speaks, T, UserId, only, pass_on, to_int, to_text
 
 from flowchan import In, Out
 from flowchan.check.rules import check

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agents_of_local import agents_of
-from waiting import wait_until
+from support.local_agents import agents_of
+from support.waiting import wait_until
 
 from flowchan.cli import launch
 
@@ -211,7 +211,7 @@ def test_a_group_is_signalled_only_while_its_number_is_that_of_the_rank(
     """Once a rank that has ended is collected, another process may have its number."""
     found: list[bool] = []
     monkeypatch.setattr(os, "killpg", lambda pid, _: found.append(psutil.pid_exists(pid)))
-    job = launch.Job(2, [sys.executable, "-c", ""], dict(os.environ), launch.show, False)
+    job = launch.LaunchJob(2, [sys.executable, "-c", ""], dict(os.environ), launch.show, False)
     job.run()
     job.interrupt()
     job.interrupt()

@@ -17,7 +17,7 @@ import os, sys
 import torch
 import torch.distributed as dist
 if sys.argv[1] == "flowchan":
-    import flowchan.collective.torch_backend
+    import flowchan.collective.torch.backend
 
 dist.init_process_group(sys.argv[1])
 assert dist.is_torchelastic_launched()

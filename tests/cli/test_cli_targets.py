@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from flowchan.cli.arguments import converted
 from flowchan.cli.commands import main
+from flowchan.cli.conversion import converted
 
 NUMBERS = """
 from flowchan import Graph

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from terminals import on_terminal
+from support.terminals import on_terminal
 
 from flowchan import Graph
-from flowchan.cli.results import result_lines
+from flowchan.cli.result_lines import result_lines
 
 PRINTS = """
 import itertools, logging, os, subprocess, sys, threading

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from collective_members import in_processes, in_threads, over_hosts, raised
+from support.group_members import in_processes, in_threads, over_hosts, raised
 
 HERE = {"threads": in_threads, "processes": in_processes}
 ANYWHERE = HERE | {"hosts": over_hosts}

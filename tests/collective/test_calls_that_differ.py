@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import OverHosts, refused
+from support.group_members import OverHosts, refused
 
 from flowchan.errors import Mismatch
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import free_address, in_threads, raised
+from support.group_members import free_address, in_threads, raised
 
 from flowchan import collective
 

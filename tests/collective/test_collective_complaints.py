@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from named import there_is
+from support.listed_tests import there_is
 
 TESTS = Path(__file__).parents[1]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import in_threads
+from support.group_members import in_threads
 
 from flowchan import Mismatch
 from flowchan.errors import MemberDied

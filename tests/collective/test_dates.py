@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import in_threads, raised
+from support.group_members import in_threads, raised
 
 from flowchan import Mismatch
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import in_threads, raised
+from support.group_members import in_threads, raised
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from flowchan import Graph  # noqa: E402
-from flowchan.collective.engine import HOOKS, Engine, Mean  # noqa: E402
-from flowchan.collective.parallel import check_equal  # noqa: E402
+from flowchan.collective.training.engine import HOOKS, Engine, Mean  # noqa: E402
+from flowchan.collective.training.gradients import check_equal  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 

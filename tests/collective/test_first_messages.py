@@ -8,14 +8,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
-from collective_members import SECRET
-from peers import ThreadPeer
+from support.group_members import SECRET
+from support.peers import ThreadPeer
 
 from flowchan import GroupError, MemberDied
 from flowchan.collective import members, messages_remote
-from flowchan.collective.messages import Messages
 from flowchan.collective.messages_remote import RemotePeers, Way
-from flowchan.transport.door import Door
+from flowchan.collective.point_to_point import Messages
+from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.tcp import listen as listen_at
 
 WAY = Way(SECRET, "127.0.0.1")
@@ -125,7 +125,7 @@ def test_who_has_left_sends_nothing_to_another_host() -> None:
 
 
 @contextmanager
-def stranger() -> Iterator[Door]:
+def stranger() -> Iterator[AuthenticatedListener]:
     """Another program at a port of this host, which knows another secret."""
     over = threading.Event()
 
@@ -134,7 +134,7 @@ def stranger() -> Iterator[Door]:
             with suppress(TimeoutError):
                 door.accept(0.02)
 
-    with Door(listen_at("127.0.0.1:0"), b"of another program", {}) as door:
+    with AuthenticatedListener(listen_at("127.0.0.1:0"), b"of another program", {}) as door:
         listener = ThreadPeer(listen)
         try:
             yield door

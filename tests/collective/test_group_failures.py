@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import Processes, in_threads, over_hosts, raised
-from waiting import wait_until
+from support.group_members import Processes, in_threads, over_hosts, raised
+from support.waiting import wait_until
 
 from flowchan import Channel, collective
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import scripts
-from collective_members import free_address
-from peers import ProcessPeer, ThreadPeer
-from waiting import wait_until
-from warm import Template
+from support import scripts
+from support.group_members import free_address
+from support.peers import ProcessPeer, ThreadPeer
+from support.preloaded_programs import Template
+from support.waiting import wait_until
 
 from flowchan import GroupError, collective
 from flowchan.collective.environment import place
+from flowchan.collective.one_host import SharedGroup
 from flowchan.collective.rendezvous.host import meet
-from flowchan.collective.shared import SharedGroup
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import SECRET, free_address
+from support.group_members import SECRET, free_address
 
 from flowchan import MemberDied, collective
+from flowchan.collective.exchange import Connections, ExchangeStep, LeaderPeer
 from flowchan.collective.rendezvous.address import meet_at
-from flowchan.collective.steps import Connections, Peer, Step
 
 
 class TimeIsUp(TimeoutError):
@@ -131,7 +131,7 @@ def test_it_comes_out_of_a_meeting(interrupted: Any, rank: int) -> None:
 
 def test_it_comes_out_of_a_backend_of_torch(interrupted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from flowchan.collective.torch_ways import TorchWay
+    from flowchan.collective.torch_algorithms import TorchWay
 
     monkeypatch.setattr(TorchWay, "_address", lambda _: "")
     monkeypatch.setattr(TorchWay, "_connect", lambda *_: signal.raise_signal(signal.SIGALRM))
@@ -165,10 +165,10 @@ def test_it_is_not_taken_for_a_connections(interrupted: Any, call: str, kind: ty
     with here, there:
         there.send(b"x")
         sockets: Any = {1: Interrupted(here, call)}
-        step = Step(
+        step = ExchangeStep(
             Connections(sockets, {0: 0, 1: 1}, 0),
             ("barrier", 1, 1),
-            {1: Peer(("", 1, 1), [])},
+            {1: LeaderPeer(("", 1, 1), [])},
             lambda _: None,
             None,
         )

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import SECRET, OverHosts, free_address, over_hosts, raised
-from waiting import wait_until
+from support.group_members import SECRET, OverHosts, free_address, over_hosts, raised
+from support.waiting import wait_until
 
 from flowchan import collective
 from flowchan.collective import leader_links

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import Processes, in_threads, over_hosts, raised
-from waiting import wait_blocked
+from support.group_members import Processes, in_threads, over_hosts, raised
+from support.waiting import wait_blocked
 
 from flowchan import Full, GroupError, MemberDied, MemberLeft, Mismatch
-from flowchan.collective import members, messages
+from flowchan.collective import members, point_to_point
 
 
 def test_messages_of_any_kind_arrive_in_order(run: Any) -> None:
@@ -192,7 +192,7 @@ def test_messages_of_anybody_arrive_with_their_sender_and_each_senders_in_order(
     run: Any, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     """Also from more members than one select takes."""
-    monkeypatch.setattr(messages, "CHANNELS_OF_ONE_SELECT", at_once)
+    monkeypatch.setattr(point_to_point, "CHANNELS_OF_ONE_SELECT", at_once)
 
     def body(g: Any) -> Any:
         if g.rank:

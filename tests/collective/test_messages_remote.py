@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from collective_members import SECRET, free_address, in_threads, over_hosts, raised
-from peers import ProcessPeer, ThreadPeer
-from waiting import wait_until
+from support.group_members import SECRET, free_address, in_threads, over_hosts, raised
+from support.peers import ProcessPeer, ThreadPeer
+from support.waiting import wait_until
 
 from flowchan import GroupError, MemberDied, MemberLeft
-from flowchan.collective.membership import Membership
-from flowchan.collective.messages import Messages
 from flowchan.collective.messages_remote import READ_AHEAD, SIZE, RemotePeers, Way
+from flowchan.collective.point_to_point import Messages
 from flowchan.collective.rendezvous.address import meet_at
 from flowchan.collective.rendezvous.forming import this_host
-from flowchan.collective.values import dumps
+from flowchan.collective.rendezvous.membership import Membership
+from flowchan.collective.value_bytes import dumps
 
 WAY = Way(SECRET, "127.0.0.1")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import GroupError, MemberDied, collective
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import in_threads, over_hosts, raised
-from optional import optional
+from support.group_members import in_threads, over_hosts, raised
+from support.optional_packages import optional
 
 torch = optional("torch")
 

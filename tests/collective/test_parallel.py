@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from collective_members import in_processes, in_threads, over_hosts
+from support.group_members import in_processes, in_threads, over_hosts
 
 from flowchan import GroupError, Mismatch
-from flowchan.collective import arrays
+from flowchan.collective import array_access
 
 torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 
-from flowchan.collective.parallel import (  # noqa: E402
+from flowchan.collective.training.gradients import (  # noqa: E402
     AllReduceSGD,
     ElasticAverage,
     Gradients,
@@ -415,7 +415,7 @@ class Nothing:
 def test_gradients_stay_on_the_device_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer is on one device, and what the device still has to do to it is done before others read it."""
     finished: list[str] = []
-    monkeypatch.setattr(arrays, "finish", lambda x: finished.append(str(x.device)))
+    monkeypatch.setattr(array_access, "finish", lambda x: finished.append(str(x.device)))
 
     def body(g: Any) -> list[str]:
         there, here = nn.Linear(3, 4, device="meta"), nn.Linear(4, 2)

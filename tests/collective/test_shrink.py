@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from collective_members import Processes, die, in_threads, raised, shrunk
-from waiting import wait_until
+from support.group_members import Processes, die, in_threads, raised, shrunk
+from support.waiting import wait_until
 
-from flowchan.collective import shrinking
-from flowchan.collective.shared import SharedGroup
-from flowchan.collective.shrinking import Shrinking
+from flowchan.collective import shrink
+from flowchan.collective.one_host import SharedGroup
+from flowchan.collective.shrink import Shrinking
 from flowchan.errors import MemberDied, MemberLeft
 
 
@@ -184,14 +184,14 @@ def test_a_leader_that_is_interrupted_lets_those_go_that_have_their_seats(
 def test_who_lacks_descriptors_for_the_new_group_says_so_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    take_over, at_their_limit = shrinking.take_over, set()
+    take_over, at_their_limit = shrink.take_over, set()
 
     def take_over_or_fail(handle: Any) -> Any:
         if threading.get_ident() in at_their_limit:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return take_over(handle)
 
-    monkeypatch.setattr(shrinking, "take_over", take_over_or_fail)
+    monkeypatch.setattr(shrink, "take_over", take_over_or_fail)
 
     def body(g: Any) -> Any:
         if g.rank == 1:

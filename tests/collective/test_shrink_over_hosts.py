@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from collective_members import OverHosts, die, shrunk, work
+from support.group_members import OverHosts, die, shrunk, work
 
 from flowchan import Channel
 from flowchan.collective.rendezvous import address
@@ -28,7 +28,7 @@ def test_the_survivors_become_a_group_in_their_order(
     hosts: str, victims: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one host or several. A host of which nobody comes is waited for, but not for ever."""
-    monkeypatch.setattr(address, "PATIENCE", 2.0)
+    monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 2.0)
 
     def body(g: Any) -> Any:
         g.barrier()
@@ -44,7 +44,7 @@ def test_the_survivors_become_a_group_in_their_order(
 @pytest.mark.parametrize("at", ["meet_by", "_follow"])
 def test_a_death_during_it_is_survived(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it has come, or when all are about to meet."""
-    monkeypatch.setattr(address, "PATIENCE", 1.0)
+    monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
 
     def body(g: Any) -> Any:
         g.barrier()
@@ -60,7 +60,7 @@ def test_a_death_during_it_is_survived(at: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_group_that_has_been_shrunk_can_be_shrunk_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address, "PATIENCE", 1.0)
+    monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
 
     def body(g: Any) -> Any:
         g.barrier()
@@ -81,7 +81,7 @@ def test_a_group_that_has_been_shrunk_can_be_shrunk_again(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("late", "hosts"), [(0, "abb"), (2, "aab"), (3, "aaab")])
 def test_who_is_late_is_waited_for(late: int, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long: it can be dialled, so it lives. Those that wait are not given up meanwhile."""
-    monkeypatch.setattr(address, "PATIENCE", 0.2)
+    monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 0.2)
     asked: Channel[None] = Channel(across="processes")
     is_late = address._is_late
 
@@ -109,7 +109,7 @@ def test_who_is_late_is_waited_for(late: int, hosts: str, monkeypatch: pytest.Mo
 
 def test_who_stops_when_all_have_come_is_met_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time-out was given, so none is raised."""
-    monkeypatch.setattr(address, "PATIENCE", 1.0)
+    monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
     was_late: Channel[None] = Channel(across="processes")
     meet_by = address.meet_by
 
@@ -138,7 +138,7 @@ def test_who_stops_when_all_have_come_is_met_once_more(monkeypatch: pytest.Monke
 
 def test_a_time_out_ends_the_wait_for_who_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of who has come to rank 0, too."""
-    monkeypatch.setattr(address, "PATIENCE", 1.0)
+    monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
     ended: Channel[None] = Channel(across="processes")
 
     def body(g: Any) -> Any:
@@ -162,7 +162,7 @@ def test_a_time_out_ends_the_wait_for_who_is_late(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_rank_0_nobody_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address, "PATIENCE", 0.5)
+    monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 0.5)
 
     def body(g: Any) -> Any:
         g.barrier()
@@ -179,7 +179,7 @@ def test_without_rank_0_nobody_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_cannot_reach_rank_0_fails_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """So of a network that is cut in two parts one goes on."""
-    monkeypatch.setattr(address, "PATIENCE", 1.0)
+    monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
 
     def cut(*_: Any, why: str, **__: Any) -> Any:
         raise OSError(why)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from collective_members import refused
-from optional import optional
+from support.group_members import refused
+from support.optional_packages import optional
 
 torch = optional("torch")
 

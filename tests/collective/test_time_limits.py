@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import in_threads, over_hosts, raised
+from support.group_members import in_threads, over_hosts, raised
 
-from flowchan.collective import countdown
+from flowchan.collective import deadline
 
 Calls = Callable[[Any, float], Any]
 CALLS: dict[str, Calls] = {
@@ -54,7 +54,7 @@ def steps_of(g: Any, call: Calls) -> list[float]:
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goes on with each look at it."""
     ticks = itertools.count(0.0, 0.001)
-    monkeypatch.setattr(countdown, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
 
 
 @pytest.mark.usefixtures("_clock")

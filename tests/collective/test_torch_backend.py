@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
+from support.preloaded_programs import Template
 from torch_cases import CASES, LACKS
-from warm import Template
 
 from flowchan.collective.rendezvous import forming
 from flowchan.collective.rendezvous.store import meet_by_store
@@ -64,7 +64,7 @@ def test_results_are_those_of_gloo(found: dict[str, list[Any]], backend: str, na
 DEATH = """
 import os, signal, sys
 import torch, torch.distributed as dist
-import flowchan.collective.torch_backend
+import flowchan.collective.torch.backend
 from torch import nn
 dist.init_process_group("flowchan", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
 net = nn.parallel.DistributedDataParallel(nn.Linear(100, 1000))
@@ -113,7 +113,7 @@ def test_groups_that_meet_by_one_store_leave_nothing_in_it(
 MISTAKE = """
 import sys
 import torch, torch.distributed as dist
-import flowchan.collective.torch_backend
+import flowchan.collective.torch.backend
 rank = int(sys.argv[1])
 dist.init_process_group("flowchan", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 if rank == 0:
@@ -148,7 +148,7 @@ def test_a_rank_that_an_exception_ends_does_not_wait_for_what_it_has_started(
 BESIDE = """
 import sys
 import torch, torch.distributed as dist
-import flowchan.collective.torch_backend
+import flowchan.collective.torch.backend
 dist.init_process_group(sys.argv[1], store=dist.HashStore(), rank=0, world_size=1)
 for call in (lambda: dist.all_reduce(torch.ones(2)), dist.barrier):
     try:
@@ -177,7 +177,7 @@ def test_nccl_beside_it_says_what_happens_anyway(torch_programs: Template, named
 
 ODD = """
 import torch, torch.distributed as dist
-import flowchan.collective.torch_backend
+import flowchan.collective.torch.backend
 dist.init_process_group("flowchan", store=dist.HashStore(), rank=0, world_size=1)
 x = torch.ones(3)
 for call in (
@@ -219,7 +219,7 @@ def test_lists_of_another_length_than_the_group_and_what_is_not_dense_are_refuse
 DIFFER = """
 import sys
 import torch, torch.distributed as dist
-import flowchan.collective.torch_backend
+import flowchan.collective.torch.backend
 rank = int(sys.argv[1])
 dist.init_process_group("flowchan", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 x, whole = torch.ones(2), [torch.ones(2)] * 2
@@ -263,7 +263,7 @@ def test_calls_that_differ_raise_on_both_ranks(torch_programs: Template, tmp_pat
 
 ON_A_DEVICE = """
 import torch, torch.distributed as dist
-import flowchan.collective.torch_backend
+import flowchan.collective.torch.backend
 from flowchan.collective import arrays
 dist.init_process_group("flowchan", store=dist.HashStore(), rank=0, world_size=1)
 arrays.finish = lambda x: print("finished", x.device)

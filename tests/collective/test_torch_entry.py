@@ -20,7 +20,7 @@ dist.init_process_group("flowchan", store=dist.HashStore(), rank=0, world_size=1
 x = torch.full((3,), 2.0)
 dist.all_reduce(x)
 print(type(dist.group.WORLD).__module__, x.tolist())
-import flowchan.collective.torch_backend
+import flowchan.collective.torch.backend
 dist.new_group([0]).barrier().wait()
 dist.destroy_process_group()
 """
@@ -44,7 +44,7 @@ def output(program: str) -> list[str]:
 
 
 def test_the_name_is_enough() -> None:
-    assert output(USE) == ["[]", "flowchan.collective.torch_backend [2.0, 2.0, 2.0]"]
+    assert output(USE) == ["[]", "flowchan.collective.torch.backend [2.0, 2.0, 2.0]"]
 
 
 def test_a_torch_that_registers_backends_otherwise_is_imported_all_the_same() -> None:

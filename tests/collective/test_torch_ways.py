@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import Processes, in_processes, in_threads, raised
+from support.group_members import Processes, in_processes, in_threads, raised
 
 from flowchan import collective
-from flowchan.collective import operations, ways
+from flowchan.collective import algorithms, operations
 from flowchan.errors import GroupError, MemberDied, Mismatch
 
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from flowchan.collective import torch_ways  # noqa: E402
+from flowchan.collective import torch_algorithms  # noqa: E402
 
 OPERATIONS = ["allreduce", "reduce", "broadcast", "allgather", "gather", "reduce_scatter", "alltoall"]
 DEVICES = torch.cuda.device_count()
@@ -241,7 +241,7 @@ def test_who_fails_while_others_are_on_their_way_is_heard_by_them(monkeypatch: p
     def make(*_: Any) -> None:
         raise RuntimeError("it can't be made")
 
-    monkeypatch.setitem(torch_ways.MAKERS, "gloo", make)
+    monkeypatch.setitem(torch_algorithms.MAKERS, "gloo", make)
 
     def body(g: Any) -> None:
         by(g, "gloo")
@@ -284,7 +284,7 @@ def test_a_death_in_a_backend_is_told_by_all(step: str) -> None:
 
 def test_who_gives_up_in_a_backend_is_missed_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """By Ctrl-C: its connections stay, so the backends of the others notice nothing."""
-    monkeypatch.setattr(torch_ways, "GRACE", 0.05)
+    monkeypatch.setattr(torch_algorithms, "GRACE", 0.05)
     read, write = os.pipe()
 
     def interrupt() -> None:
@@ -374,8 +374,8 @@ def test_a_device_has_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(Noted())
         return made[-1]
 
-    monkeypatch.setattr(ways, "BY_DEVICE", {"meta": "noted"})
-    monkeypatch.setitem(torch_ways.MAKERS, "noted", make)
+    monkeypatch.setattr(algorithms, "BY_DEVICE", {"meta": "noted"})
+    monkeypatch.setitem(torch_algorithms.MAKERS, "noted", make)
     x, parts = torch.ones(4, device="meta"), [torch.ones(2, device="meta")] * 2
 
     def body(g: Any) -> Any:

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import OverHosts
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import wait_until
-from wires import Wire
+from support.group_members import OverHosts
+from support.network_proxy import Wire
+from support.waiting import wait_until
 
-from flowchan.collective import steps, trees
+from flowchan.collective import exchange, trees
+from flowchan.collective.exchange import HEADER
 from flowchan.collective.leader_links import Links
-from flowchan.collective.steps import HEADER
 from flowchan.collective.trees import Table, Times, Tree, grown, meetings
 from flowchan.errors import MemberDied, Mismatch
 from flowchan.transport.tcp import dial
@@ -219,7 +219,11 @@ class Willing(socket.socket):
 
 
 def test_what_several_have_comes_whole_however_much_a_connection_takes_at_once() -> None:
-    links, call, sizes = joined(3), ("allreduce_with", 12, 0), [0, 3 * steps.PIECE // 2, 2 * steps.PIECE + 1]
+    links, call, sizes = (
+        joined(3),
+        ("allreduce_with", 12, 0),
+        [0, 3 * exchange.PIECE // 2, 2 * exchange.PIECE + 1],
+    )
     for one in links:
         one.sockets = {host: Willing(fileno=sock.detach()) for host, sock in one.sockets.items()}
     tree = grown(3, 0, {(0, 1): NEAR, (1, 2): NEAR, (0, 2): Times(10, 10)})
@@ -325,7 +329,7 @@ def test_who_is_late_is_named_and_not_who_waits_for_it(
     links: list[Links], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 2 is late; rank 1, which is to bring what it has, is not."""
-    monkeypatch.setattr(steps, "STALLED", 0.1)
+    monkeypatch.setattr(exchange, "STALLED", 0.1)
     table = {pair: Times(9.0, 9.0) for pair in all_alike(4, NEAR)} | {
         (0, 1): NEAR,
         (1, 2): NEAR,

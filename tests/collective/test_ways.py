@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import Processes, in_processes, in_threads, raised
+from support.group_members import Processes, in_processes, in_threads, raised
 
 from flowchan import collective
-from flowchan.collective.values import dumps, loads
+from flowchan.collective.value_bytes import dumps, loads
 from flowchan.errors import Mismatch
 
 LARGE = 400_000

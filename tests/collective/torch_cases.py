@@ -17,7 +17,7 @@ from torch.distributed import get_rank as rank
 from torch.distributed import get_world_size as size
 from torch.nn.parallel import DistributedDataParallel
 
-import flowchan.collective.torch_backend  # noqa: F401
+import flowchan.collective.torch.backend  # noqa: F401
 from flowchan.collective.rendezvous import forming
 
 Case = Callable[[], Any]

@@ -1,9 +1,10 @@
 """Fixtures of the contract suite.
 
-A test that takes ``make`` runs once per medium. A test that also takes ``spawn_peer`` runs once per medium
-and place of its peers. ``@pytest.mark.copying`` limits a test to media that copy items;
+A test that takes ``make`` runs once per transport. A test that also takes ``spawn_peer`` runs once per
+transport
+and place of its peers. ``@pytest.mark.copying`` limits a test to transports that copy items;
 ``@pytest.mark.other_process`` limits it to peers in another process; ``@pytest.mark.one_machine(why)`` to
-peers on the machine where the channels are; ``@pytest.mark.not_hosts(why)`` to the other media.
+peers on the machine where the channels are; ``@pytest.mark.not_hosts(why)`` to the other transports.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from media import MEDIA, Medium
-from peers import Gate, HostPeer, Peer, ProcessPeer, ThreadPeer
-from waiting import wait_until
+from support.peers import Gate, HostPeer, Peer, ProcessPeer, ThreadPeer
+from support.waiting import wait_until
+from transports import TRANSPORTS, Transport
 
 from flowchan import Channel
 from flowchan.hosts import serve
@@ -23,7 +24,7 @@ KINDS = {"thread": ThreadPeer, "process": ProcessPeer, "host": HostPeer}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "copying: only over media that copy items")
+    config.addinivalue_line("markers", "copying: only over transports that copy items")
     config.addinivalue_line("markers", "other_process: only with peers in another process")
     config.addinivalue_line("markers", "one_machine(why): not with peers on another host")
     config.addinivalue_line("markers", "not_hosts(why): not over channels across hosts")
@@ -32,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _impatient() -> Iterator[None]:
     """Who dies elsewhere counts as dead after one and a half times that."""
-    serve(patience=5)
+    serve(peer_timeout=5)
     yield
     serve()
 
@@ -46,22 +47,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         unwanted.add("host")
     not_hosts = metafunc.definition.get_closest_marker("not_hosts") is not None
     on_device = "fake_device" in metafunc.fixturenames
-    media = [medium for medium in MEDIA if medium.copies or not copying]
-    media = [medium for medium in media if medium.devices or not on_device]
-    media = [medium for medium in media if not (not_hosts and "host" in medium.peers)]
+    transports = [transport for transport in TRANSPORTS if transport.copies or not copying]
+    transports = [transport for transport in transports if transport.devices or not on_device]
+    transports = [transport for transport in transports if not (not_hosts and "host" in transport.peers)]
     if "peer_kind" in metafunc.fixturenames:
-        pairs = [(medium, kind) for medium in media for kind in medium.peers if kind not in unwanted]
-        names = [f"{medium.name}-{kind}" for medium, kind in pairs]
-        metafunc.parametrize(("medium", "peer_kind"), pairs, ids=names)
-    elif "medium" in metafunc.fixturenames:
-        metafunc.parametrize("medium", media, ids=[medium.name for medium in media])
+        pairs = [
+            (transport, kind) for transport in transports for kind in transport.peers if kind not in unwanted
+        ]
+        names = [f"{transport.name}-{kind}" for transport, kind in pairs]
+        metafunc.parametrize(("transport", "peer_kind"), pairs, ids=names)
+    elif "transport" in metafunc.fixturenames:
+        metafunc.parametrize("transport", transports, ids=[transport.name for transport in transports])
 
 
 class Factory:
-    """Makes channels of one medium and remembers them."""
+    """Makes channels of one transport and remembers them."""
 
-    def __init__(self, medium: Medium) -> None:
-        self._medium = medium
+    def __init__(self, transport: Transport) -> None:
+        self._medium = transport
         self._made: list[Channel] = []
 
     def __call__(self, capacity: Any = 64, **options: Any) -> Channel:
@@ -78,9 +81,9 @@ class Factory:
 
 
 @pytest.fixture
-def make(medium: Medium) -> Iterator[Factory]:
-    """The factory ``make(capacity=64, **options)`` of one medium."""
-    factory = Factory(medium)
+def make(transport: Transport) -> Iterator[Factory]:
+    """The factory ``make(capacity=64, **options)`` of one transport."""
+    factory = Factory(transport)
     yield factory
     factory.forget()
 
@@ -125,16 +128,16 @@ def fake_device(monkeypatch: pytest.MonkeyPatch, by_fork: None) -> Iterator[None
     have too."""
     from fake_device import FAKE
 
-    from flowchan.items.device import crossing
+    from flowchan.transport.device import transfer
 
-    monkeypatch.setattr(crossing, "_state", crossing.State())
+    monkeypatch.setattr(transfer, "_state", transfer.TransferState())
     monkeypatch.setattr(FAKE, "seen", ["fake-A", "fake-B"])
     monkeypatch.setattr(FAKE, "full", False)
-    monkeypatch.delenv(crossing.SWITCH, raising=False)
+    monkeypatch.delenv(transfer.SWITCH, raising=False)
     FAKE.begin_anew()
-    crossing.use(FAKE)
+    transfer.use(FAKE)
     yield
-    wait_until(lambda: not crossing._state.looking)
-    for owner in crossing._state.owners.values():
+    wait_until(lambda: not transfer._state.looking)
+    for owner in transfer._state.owners.values():
         owner.close()
     FAKE.begin_anew()

@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from waiting import wait_until
+from support.waiting import wait_until
 
-from flowchan.items.device import crossing
-from flowchan.items.device.pool import NoRoom
+from flowchan.transport.device import transfer
+from flowchan.transport.device.arenas import NoRoom
 
 MOST_EVENTS = 4096
 
@@ -222,8 +222,8 @@ class FakeDevice:
 
 def kept() -> int:
     """For how many items something is kept in this process."""
-    crossing._state.sweep()
-    return sum(len(channel.blocks) for channel in crossing._state.kept.values())
+    transfer._state.sweep()
+    return sum(len(channel.blocks) for channel in transfer._state.kept.values())
 
 
 FAKE = FakeDevice()
@@ -231,7 +231,7 @@ os.register_at_fork(after_in_child=FAKE.begin_anew)
 
 
 def _reduce(tensor: FakeTensor) -> Any:
-    return crossing.reduce(tensor, (tensor.array.dtype, tensor.array.shape), tensor.array.nbytes, FAKE.name)
+    return transfer.reduce(tensor, (tensor.array.dtype, tensor.array.shape), tensor.array.nbytes, FAKE.name)
 
 
 copyreg.pickle(FakeTensor, _reduce)

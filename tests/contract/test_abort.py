@@ -6,7 +6,7 @@ import threading
 import weakref
 
 import pytest
-from waiting import wait_blocked
+from support.waiting import wait_blocked
 
 from flowchan import Broken, Channel, Drained
 

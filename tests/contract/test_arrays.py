@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from optional import optional
-from tensors import LARGE, TENSORS
-from waiting import wait_until
+from support.optional_packages import optional
+from support.tensors import LARGE, TENSORS
+from support.waiting import wait_until
 
 from flowchan import Channel, Full
 

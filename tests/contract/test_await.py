@@ -1,4 +1,4 @@
-"""C9 for asyncio: ``aput``, ``aget`` and ``async for`` on channels and ports of every medium. A cancelled
+"""C9 for asyncio: ``aput``, ``aget`` and ``async for`` on channels and ports of every transport. A cancelled
 call has taken and put nothing, a wait costs no thread, and the event loop goes on meanwhile.
 
 That a blocked await costs no CPU can't be told without a clock; it sleeps in the same call as ``select``.
@@ -14,8 +14,8 @@ import weakref
 from collections import Counter
 
 import pytest
-from peers import ProcessPeer, ThreadPeer
-from waiting import PATIENCE, wait_blocked, wait_until
+from support.peers import ProcessPeer, ThreadPeer
+from support.waiting import WAIT_LIMIT_S, wait_blocked, wait_until
 
 from flowchan import Broken, Channel, Closed, Drained
 from flowchan.channel import awaiting
@@ -25,7 +25,7 @@ def run(coroutine):
     """Runs it in a loop of its own, and gives a hang up."""
 
     async def limited():
-        return await asyncio.wait_for(coroutine, PATIENCE)
+        return await asyncio.wait_for(coroutine, WAIT_LIMIT_S)
 
     return asyncio.run(limited())
 

@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass, field
 
 import pytest
-from waiting import wait_blocked
+from support.waiting import wait_blocked
 
 from flowchan import Channel
 

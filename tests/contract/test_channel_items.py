@@ -9,7 +9,7 @@ import weakref
 from itertools import pairwise
 
 import pytest
-from waiting import wait_blocked
+from support.waiting import wait_blocked
 
 from flowchan import Channel, Drained
 
@@ -47,12 +47,12 @@ def test_a_peer_answers_through_the_channel_it_was_sent(make, spawn_peer):
 
 
 @pytest.mark.not_hosts("its home ends as soon as it has what was put")
-def test_a_peer_makes_a_channel_and_sends_it_here(make, spawn_peer, medium):
+def test_a_peer_makes_a_channel_and_sends_it_here(make, spawn_peer, transport):
     """C14: a channel that was made elsewhere works here, in both directions."""
     carrier = make(1)
 
     def offer():
-        own = medium.make(2)
+        own = transport.make(2)
         carrier.put(own)
         return [own.get(), own.get()]
 
@@ -188,11 +188,11 @@ def test_a_channel_that_is_held_by_the_cause_of_its_break_is_collected():
 
 
 @pytest.mark.not_hosts("a channel that is under way lasts at its home, whatever becomes of the item")
-def test_channels_dropped_unread_hold_no_descriptor(medium):
+def test_channels_dropped_unread_hold_no_descriptor(transport):
     """Dropped unread, C12: many channels, filled and forgotten, with channels inside of them."""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        outer, inner = medium.make(4), medium.make(4)
+        outer, inner = transport.make(4), transport.make(4)
         inner.put_many([b"x" * 1_000, 2])
         outer.put(inner)
         del outer, inner

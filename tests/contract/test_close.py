@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from waiting import wait_blocked
+from support.waiting import wait_blocked
 
 from flowchan import Closed, Drained, Empty
 

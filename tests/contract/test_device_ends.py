@@ -16,10 +16,10 @@ import numpy as np
 import psutil
 import pytest
 from fake_device import FAKE, FakeTensor, kept
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Channel, ChannelError, Full, Graph, RunError
-from flowchan.items.device import pool
+from flowchan.transport.device import arenas
 
 MB = 1 << 20
 
@@ -271,7 +271,7 @@ def _check_and_spoil(ch: Channel, seen: Channel, dies_after: int) -> None:
 def test_under_load_and_with_receivers_killed_every_tensor_arrives_as_it_was_put(
     make, spawn_peer, monkeypatch
 ):
-    monkeypatch.setattr(pool, "ARENA", MB)
+    monkeypatch.setattr(arenas, "ARENA", MB)
     ch, seen = make(16), make(10_000)
     receivers = [
         spawn_peer(_check_and_spoil, ch, seen, dies_after) for dies_after in (10, 20, COUNT**2, COUNT**2)

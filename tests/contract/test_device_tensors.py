@@ -14,11 +14,12 @@ import weakref
 import numpy as np
 import pytest
 from fake_device import FAKE, FakeTensor, kept
-from waiting import merge_counts, wait_until
+from support.waiting import merge_counts, wait_until
 
 from flowchan import Channel, ChannelError, Full, select
-from flowchan.items.device import crossing, pool
-from flowchan.items.device.pool import Arena
+from flowchan.transport.device import arenas as pool
+from flowchan.transport.device import transfer
+from flowchan.transport.device.arenas import Arena
 
 MB = 1 << 20
 pytestmark = [pytest.mark.copying, pytest.mark.usefixtures("fake_device")]
@@ -153,7 +154,7 @@ def test_a_long_stream_opens_once_closes_never_and_waits_for_nothing(make, spawn
     total, theirs = answers.get()
     assert total == 999 * 500
     assert theirs["open"] == 1  # 1 MB each, in an arena of 64 MB
-    assert theirs["open event"] <= 4 * crossing.EVERY_FEW
+    assert theirs["open event"] <= 4 * transfer.EVERY_FEW
     assert theirs["copy out"] == 1000
     assert not {"close", "finish", "from host"} & theirs.keys()
     assert FAKE.counts["copy in"] == 1000
@@ -191,8 +192,8 @@ def test_blocks_are_kept_while_their_items_exist_and_used_again(make):
     for _ in range(24):
         ch.get()
     assert kept() == 0
-    crossing._state.pools["fake"]._collect()
-    (arena,) = crossing._state.pools["fake"].arenas
+    transfer._state.pools["fake"]._collect()
+    (arena,) = transfer._state.pools["fake"].arenas
     assert arena.free == [(0, arena.size)]
 
 
@@ -233,8 +234,8 @@ def test_a_put_that_fails_keeps_nothing(make):
     assert kept() == 1
     ch.get()
     assert kept() == 0
-    crossing._state.pools["fake"]._collect()
-    assert all(arena.free == [(0, arena.size)] for arena in crossing._state.pools["fake"].arenas)
+    transfer._state.pools["fake"]._collect()
+    assert all(arena.free == [(0, arena.size)] for arena in transfer._state.pools["fake"].arenas)
 
 
 def test_a_block_is_not_lent_again_before_it_is_written(make):
@@ -244,7 +245,7 @@ def test_a_block_is_not_lent_again_before_it_is_written(make):
         with pytest.raises(TypeError, match="can't be pickled"):
             ch.put((FakeTensor(np.zeros(10)), threading.Lock()))
         ch.put(FakeTensor(np.ones(10)))
-        pool = crossing._state.pools["fake"]
+        pool = transfer._state.pools["fake"]
         assert len(pool._back) >= 2  # plain pickle was tried, then cloudpickle
     assert (ch.get().numpy() == 1).all()
     assert kept() == 0

@@ -8,12 +8,12 @@ import sys
 import numpy as np
 import pytest
 from fake_device import FAKE, FakeTensor, kept
-from peers import HostPeer
+from support.peers import HostPeer
 
 from flowchan import Channel, ChannelError, Graph
 from flowchan.hosts import local
-from flowchan.items.device import crossing
 from flowchan.pipelines import Client, Server
+from flowchan.transport.device import transfer
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
@@ -25,7 +25,7 @@ def through_the_host():
 
 def of_another_host(*devices):
     """This program has such devices."""
-    crossing.use(FAKE)
+    transfer.use(FAKE)
     FAKE.seen = list(devices)
 
 

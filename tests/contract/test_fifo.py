@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from waiting import wait_blocked, wait_stats
+from support.waiting import wait_blocked, wait_stats
 
 from flowchan import Channel, Closed, Empty, Full
 
@@ -119,8 +119,8 @@ def test_defaults_are_64_items_between_threads():
     assert (ch.capacity, ch.across, ch.max_bytes) == (64, "threads", None)
 
 
-def test_a_channel_tells_its_medium(make, medium):
-    assert make().across == medium.across
+def test_a_channel_tells_its_medium(make, transport):
+    assert make().across == transport.across
 
 
 def test_put_waits_while_the_channel_is_full(make, spawn_peer):

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from peers import ProcessPeer, ThreadPeer
-from waiting import wait_blocked, wait_until
+from support.peers import ProcessPeer, ThreadPeer
+from support.waiting import wait_blocked, wait_until
 
 from flowchan import Channel, ChannelError, Closed, Graph, select
 

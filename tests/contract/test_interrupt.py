@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from scripts import start
+from support.scripts import start
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -16,7 +16,7 @@ WRITES = ["ch.put(2)", "ch.put(2, timeout=1e6)", "ch.put_many([2, 3])", "ch.writ
 
 SCRIPT = """
 import os, signal, sys, threading
-from waiting import wait_blocked
+from support.waiting import wait_blocked
 from flowchan import Channel
 
 def tell_when_blocked():
@@ -57,42 +57,42 @@ def answer_after(script, signum):
 
 
 @pytest.mark.parametrize("call", READS)
-def test_ctrl_c_interrupts_a_waiting_reader(medium, call):
+def test_ctrl_c_interrupts_a_waiting_reader(transport, call):
     """C9: afterwards nobody waits, and the channel works as before."""
     after = "ch.put('next'); print(ch.get())" if "reader()" not in call else "print('next')"
-    script = run_until_blocked(across=medium.across, side="readers", prepare="", call=call, after=after)
+    script = run_until_blocked(across=transport.across, side="readers", prepare="", call=call, after=after)
     assert answer_after(script, signal.SIGINT) == "interrupted 0 0 0\nnext\n"
 
 
 @pytest.mark.parametrize("call", WRITES)
-def test_ctrl_c_interrupts_a_waiting_writer(medium, call):
+def test_ctrl_c_interrupts_a_waiting_writer(transport, call):
     """C9: the item was not put, nobody waits, and the channel works as before."""
     after = "print(ch.get_many(5))"
     script = run_until_blocked(
-        across=medium.across, side="writers", prepare="ch.put(1)", call=call, after=after
+        across=transport.across, side="writers", prepare="ch.put(1)", call=call, after=after
     )
     assert answer_after(script, signal.SIGINT) == "interrupted 0 0 1\n[1]\n"
 
 
-def test_a_signal_whose_handler_returns_ends_no_call(medium):
+def test_a_signal_whose_handler_returns_ends_no_call(transport):
     """C9: the call goes on waiting after the handler has run, and here the handler itself brings the item."""
     prepare = "signal.signal(signal.SIGUSR1, lambda *_: ch.put_nowait('from the handler'))"
     script = run_until_blocked(
-        across=medium.across, side="readers", prepare=prepare, call="ch.get()", after=""
+        across=transport.across, side="readers", prepare=prepare, call="ch.get()", after=""
     )
     assert answer_after(script, signal.SIGUSR1) == "ended with from the handler\n"
 
 
-def test_a_handler_may_close_the_channel_that_the_main_thread_waits_in(medium):
+def test_a_handler_may_close_the_channel_that_the_main_thread_waits_in(transport):
     """C9, C3: no lock is held while a handler runs."""
     prepare = "signal.signal(signal.SIGUSR1, lambda *_: ch.close())"
     script = run_until_blocked(
-        across=medium.across, side="readers", prepare=prepare, call="list(ch)", after=""
+        across=transport.across, side="readers", prepare=prepare, call="list(ch)", after=""
     )
     assert answer_after(script, signal.SIGUSR1) == "ended with []\n"
 
 
-def test_an_exception_of_a_handler_comes_out_of_the_call(medium):
+def test_an_exception_of_a_handler_comes_out_of_the_call(transport):
     """C9: as from any blocked call of Python."""
     prepare = "ch.put(1)\nsignal.signal(signal.SIGUSR1, lambda *_: 1 / 0)"
     call = "[error for error in [None] if catch(lambda: ch.put(2))]"
@@ -104,6 +104,6 @@ def catch(call):
         print("came out", len(ch), flush=True)
 """
     script = run_until_blocked(
-        across=medium.across, side="writers", prepare=prepare + catch, call=call, after=""
+        across=transport.across, side="writers", prepare=prepare + catch, call=call, after=""
     )
     assert answer_after(script, signal.SIGUSR1) == "came out 1\nended with []\n"

@@ -8,8 +8,8 @@ import threading
 
 import numpy as np
 import pytest
-from optional import optional
-from waiting import wait_until
+from support.optional_packages import optional
+from support.waiting import wait_until
 
 from flowchan import Channel, ChannelError, Closed, Full
 

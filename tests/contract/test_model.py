@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from histories import histories
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -18,6 +17,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.state_machines import histories
 
 from flowchan import Broken, ChannelError, Closed, Drained, Empty, Full
 
@@ -219,9 +219,9 @@ class Machine(RuleBasedStateMachine):
             port.close()
 
 
-def test_a_channel_answers_like_its_model(medium, long_walk):
+def test_a_channel_answers_like_its_model(transport, long_walk):
     """C1 to C7, C15, over many random histories of one caller."""
     run_state_machine_as_test(
-        lambda: Machine(medium.make),
+        lambda: Machine(transport.make),
         settings=histories(long_walk, 50, 150),
     )

@@ -187,7 +187,7 @@ def open_all():
 
 @pytest.mark.other_process
 @pytest.mark.not_hosts("it takes a connection there, which is tried again for a while")
-def test_a_channel_is_received_once_there_are_descriptors_again(make, spawn_peer, medium):
+def test_a_channel_is_received_once_there_are_descriptors_again(make, spawn_peer, transport):
     """C14: the error says what is short and what helps, and the item waits."""
     carrier = make()
 
@@ -205,7 +205,7 @@ def test_a_channel_is_received_once_there_are_descriptors_again(make, spawn_peer
         return carrier.get().get()
 
     peer = spawn_peer(receive)
-    sent = medium.make()  # the peer does not know it by inheritance
+    sent = transport.make()  # the peer does not know it by inheritance
     sent.put("inside")
     carrier.put(sent)
     assert peer.result() == "inside"

@@ -7,7 +7,7 @@ import queue
 import time
 
 import pytest
-from waiting import wait_blocked
+from support.waiting import wait_blocked
 
 from flowchan import Closed, Empty, Full
 

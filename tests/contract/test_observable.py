@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from waiting import wait_blocked, wait_stats
+from support.waiting import wait_blocked, wait_stats
 
 COUNTS = (
     "items_in",
@@ -157,7 +157,7 @@ def test_the_state_is_told_by_three_words(make):
     assert not broken.drained
 
 
-@pytest.mark.parametrize("word", ["capacity", "medium", "closed"])
+@pytest.mark.parametrize("word", ["capacity", "transport", "closed"])
 def test_repr_tells_what_one_wants_to_know(make, word):
     """C15: for messages and for the debugger."""
     ch = make(7)
@@ -165,4 +165,4 @@ def test_repr_tells_what_one_wants_to_know(make, word):
     ch.close()
     text = repr(ch)
     assert "Channel" in text
-    assert {"capacity": "7", "medium": ch.across, "closed": "closed"}[word] in text
+    assert {"capacity": "7", "transport": ch.across, "closed": "closed"}[word] in text

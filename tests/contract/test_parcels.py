@@ -14,7 +14,7 @@ import struct
 
 import numpy as np
 import pytest
-from waiting import wait_stats
+from support.waiting import wait_stats
 
 from flowchan import Channel, ChannelError, pack, unpack
 
@@ -28,10 +28,10 @@ def put_new(carrier, make, *more):
     carrier.put((sent, *more) if more else sent)
 
 
-def test_a_channel_that_its_sender_has_dropped_is_received(make, medium):
+def test_a_channel_that_its_sender_has_dropped_is_received(make, transport):
     """C14: by the sender itself too."""
     carrier = make()
-    put_new(carrier, medium.make)
+    put_new(carrier, transport.make)
     gc.collect()
     arrived = carrier.get()
     assert arrived.get_many(4) == ["inside", 2]
@@ -42,12 +42,12 @@ def test_a_channel_that_its_sender_has_dropped_is_received(make, medium):
 @pytest.mark.parametrize("size", [0, 50_000])
 @pytest.mark.other_process
 @pytest.mark.not_hosts("a channel ends with the process that made it, its home")
-def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, medium, size):
+def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, transport, size):
     """C14: beside contents small and large."""
     carrier = make()
 
     def send_and_stay():
-        put_new(carrier, medium.make, b"x" * size, np.zeros(size))
+        put_new(carrier, transport.make, b"x" * size, np.zeros(size))
         carrier.put("next")
         signal.pause()
 
@@ -62,19 +62,19 @@ def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, med
 
 
 @pytest.mark.other_process
-def test_any_later_receiver_gets_it(make, spawn_peer, medium):
+def test_any_later_receiver_gets_it(make, spawn_peer, transport):
     """C14: one that was there before, and one that dies with it in hand first."""
-    dies_with_it_in_hand(make, spawn_peer, medium, keeps=True)
+    dies_with_it_in_hand(make, spawn_peer, transport, keeps=True)
 
 
 @pytest.mark.other_process
 @pytest.mark.not_hosts("home hears that a channel has come, and not that its item is finished")
-def test_any_later_receiver_gets_what_the_first_has_dropped(make, spawn_peer, medium):
+def test_any_later_receiver_gets_what_the_first_has_dropped(make, spawn_peer, transport):
     """C14: its item was not finished."""
-    dies_with_it_in_hand(make, spawn_peer, medium, keeps=False)
+    dies_with_it_in_hand(make, spawn_peer, transport, keeps=False)
 
 
-def dies_with_it_in_hand(make, spawn_peer, medium, keeps):
+def dies_with_it_in_hand(make, spawn_peer, transport, keeps):
     carrier, answers = make(), make()
 
     def take_and_stay():
@@ -90,14 +90,14 @@ def dies_with_it_in_hand(make, spawn_peer, medium, keeps):
         for channel in carrier:
             answers.put(channel.get_many(4))
 
-    put_new(carrier, medium.make)
+    put_new(carrier, transport.make)
     stays = carrier.reader()  # else the last one's death would close it
     first = spawn_peer(take_and_stay)
     wait_stats(carrier, leased=1)
     second = spawn_peer(answer)
     first.kill()
     assert answers.get() == ["inside", 2]
-    put_new(carrier, medium.make)
+    put_new(carrier, transport.make)
     assert answers.get() == ["inside", 2]
     carrier.close()
     first.join()
@@ -106,11 +106,11 @@ def dies_with_it_in_hand(make, spawn_peer, medium, keeps):
 
 
 @pytest.mark.other_process
-def test_channels_in_channels_go_on_through_other_hands(make, spawn_peer, medium):
+def test_channels_in_channels_go_on_through_other_hands(make, spawn_peer, transport):
     """C14: whoever received it can send it on, and through what it has received."""
     hops = [make() for _ in range(3)]
-    outer = medium.make(2)
-    put_new(outer, medium.make)
+    outer = transport.make(2)
+    put_new(outer, transport.make)
     hops[0].put(outer)
     del outer
     for source, target in itertools.pairwise(hops):
@@ -119,25 +119,25 @@ def test_channels_in_channels_go_on_through_other_hands(make, spawn_peer, medium
 
 
 @pytest.mark.not_hosts("an item carries addresses, and no descriptors")
-def test_many_channels_in_one_item(make, medium):
+def test_many_channels_in_one_item(make, transport):
     """C14: up to what one message of the kernel takes; more are refused with the number, and nothing is
     put."""
     carrier = make()
-    carrier.put([medium.make(2) for _ in range(126)])
+    carrier.put([transport.make(2) for _ in range(126)])
     many = carrier.get()
     many[0].put("first")
     many[125].put("last")
     assert (many[0].get(), many[125].get()) == ("first", "last")
-    many.append(medium.make(2))
+    many.append(transport.make(2))
     with pytest.raises(ChannelError, match="takes at most 126"):
         carrier.put(many)
     assert len(carrier) == 0
 
 
 @pytest.mark.not_hosts("an item carries addresses, and no descriptors")
-def test_too_many_on_their_way_are_refused_and_then_taken_again(make, medium):
+def test_too_many_on_their_way_are_refused_and_then_taken_again(make, transport):
     """C14: what the kernel keeps for a channel is bounded; the put says so, and the channel works on."""
-    carrier, sent = make(100_000), medium.make(2)
+    carrier, sent = make(100_000), transport.make(2)
     with pytest.raises(ChannelError, match="receive some first") as caught:
         carrier.put_many(itertools.repeat(sent))
     count = caught.value.items_put
@@ -160,18 +160,18 @@ def parcels(channel):
 
 @pytest.mark.parametrize("port", [False, True])
 @pytest.mark.not_hosts("no descriptors travel")
-def test_what_was_received_is_kept_by_nobody_else(make, medium, port):
+def test_what_was_received_is_kept_by_nobody_else(make, transport, port):
     """C12: the kernel's copies of its descriptors go with the item; of a port's last one, with the next that
     comes."""
     carrier = make()
     for _ in range(3):
-        put_new(carrier, medium.make)
+        put_new(carrier, transport.make)
     assert parcels(carrier)
     if port:
         with carrier.reader() as end, carrier.reader():
             assert [channel.capacity for channel in (end.get(), end.get(), end.get())] == [4, 4, 4]
         carrier = make()
-        put_new(carrier, medium.make)
+        put_new(carrier, transport.make)
     else:
         assert [carrier.get().capacity for _ in range(2)] == [4, 4]
     assert parcels(carrier)
@@ -180,32 +180,32 @@ def test_what_was_received_is_kept_by_nobody_else(make, medium, port):
 
 
 @pytest.mark.not_hosts("an item carries addresses, and no descriptors")
-def test_what_a_killed_sender_left_behind_goes_too(make, medium):
+def test_what_a_killed_sender_left_behind_goes_too(make, transport):
     """C12: a parcel without an item, sent just before a put that was never done."""
     carrier = make()
     with socket.socket(fileno=os.dup(carrier._socket)) as queue:
         socket.send_fds(queue, [struct.pack("QQ", 12345, 2)], [carrier._fd, carrier._socket])
     assert parcels(carrier)
-    put_new(carrier, medium.make)
+    put_new(carrier, transport.make)
     assert carrier.get().get() == "inside"
     assert not parcels(carrier)
 
 
-def test_the_port_of_a_stage_gets_channels_too(make, medium):
+def test_the_port_of_a_stage_gets_channels_too(make, transport):
     """C14: one item on lease after the other, and a batch of them."""
     carrier = make()
     for _ in range(4):
-        put_new(carrier, medium.make)
+        put_new(carrier, transport.make)
     carrier.close()
     with carrier.reader() as port:
         assert port.get().get_many(4) == ["inside", 2]
         assert [channel.get() for channel in port.get_many(3)] == ["inside"] * 3
 
 
-def test_a_receiver_without_descriptors_leaves_the_item(make, medium):
+def test_a_receiver_without_descriptors_leaves_the_item(make, transport):
     """C14: and gets it once it has some."""
     carrier = make()
-    put_new(carrier, medium.make)
+    put_new(carrier, transport.make)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(int(fd) for fd in os.listdir("/proc/self/fd")) + 1
     holes = [os.open("/dev/null", os.O_RDONLY)]
@@ -223,9 +223,9 @@ def test_a_receiver_without_descriptors_leaves_the_item(make, medium):
     assert carrier.get().get_many(4) == ["inside", 2]
 
 
-def test_channels_in_what_was_packed_cross_while_they_are_held(make, medium):
+def test_channels_in_what_was_packed_cross_while_they_are_held(make, transport):
     """C14: bytes carry no descriptors."""
-    carrier, sent = make(), medium.make(2)
+    carrier, sent = make(), transport.make(2)
     carrier.put([pack(sent), pickle.dumps(sent)])
     packed, pickled = carrier.get()
     assert unpack(packed) is sent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Channel, Closed, Drained, Graph, In
 

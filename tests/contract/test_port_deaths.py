@@ -9,7 +9,7 @@ import os
 import signal
 
 import pytest
-from waiting import wait_blocked, wait_stats, wait_until
+from support.waiting import wait_blocked, wait_stats, wait_until
 
 from flowchan import Broken, Channel, Closed, Empty, NothingReady, WorkerDied, select
 
@@ -157,7 +157,7 @@ def test_the_others_go_on_after_the_death_of_a_writer(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("before the patience is over nobody knows of the death")
+@pytest.mark.one_machine("before the peer_timeout is over nobody knows of the death")
 def test_a_close_after_the_death_of_a_writer_does_not_make_it_clean(make, spawn_peer):
     """C5: though nobody had looked for the dead in between."""
     ch = make()
@@ -285,7 +285,7 @@ def test_a_wait_for_several_channels_of_which_one_is_busy_learns_of_a_writers_de
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("it polls for as long as the patience")
+@pytest.mark.one_machine("it polls for as long as the peer_timeout")
 def test_a_put_that_never_waits_learns_of_the_last_readers_death(make, spawn_peer):
     """C5: nobody would read what it puts."""
     ch = make(10**6)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from waiting import wait_blocked
+from support.waiting import wait_blocked
 
 from flowchan import Broken, Closed, Drained, Empty, Full
 

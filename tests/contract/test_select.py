@@ -1,4 +1,4 @@
-"""C10: ``select`` completes exactly one of several operations, fairly, over any mix of media in one
+"""C10: ``select`` completes exactly one of several operations, fairly, over any mix of transports in one
 process."""
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import threading
 from collections import Counter
 
 import pytest
-from media import MEDIA, Medium
-from peers import HostPeer, ProcessPeer, ThreadPeer
-from waiting import nobody_waits, wait_blocked, wait_until
+from support.peers import HostPeer, ProcessPeer, ThreadPeer
+from support.waiting import nobody_waits, wait_blocked, wait_until
+from transports import TRANSPORTS, Transport
 
 from flowchan import Broken, Channel, Closed, Drained, Empty, Full, NothingReady, Selected, select
 
-MIXES = [*([medium] for medium in MEDIA), *map(list, itertools.combinations(MEDIA, 2))]
-ELSEWHERE = Medium("elsewhere", "hosts", peers=(), copies=True)
+MIXES = [*([transport] for transport in TRANSPORTS), *map(list, itertools.combinations(TRANSPORTS, 2))]
+ELSEWHERE = Transport("elsewhere", "hosts", peers=(), copies=True)
 """Channels that have their home in another program."""
-FAR_MIXES = [[ELSEWHERE], [MEDIA[0], ELSEWHERE]]
+FAR_MIXES = [[ELSEWHERE], [TRANSPORTS[0], ELSEWHERE]]
 
 
 def hold(told, over):
@@ -46,16 +46,18 @@ def elsewhere():
 
 
 def name(mix):
-    return "+".join(medium.name for medium in mix)
+    return "+".join(transport.name for transport in mix)
 
 
 @pytest.fixture(params=[*MIXES, *FAR_MIXES], ids=name)
 def several(request, elsewhere):
-    """``several(n, capacity)``: n channels of one medium, or of two in turn."""
+    """``several(n, capacity)``: n channels of one transport, or of two in turn."""
 
     def make(n, capacity=64):
-        media = itertools.islice(itertools.cycle(request.param), n)
-        return [elsewhere._another(capacity) if one is ELSEWHERE else one.make(capacity) for one in media]
+        transports = itertools.islice(itertools.cycle(request.param), n)
+        return [
+            elsewhere._another(capacity) if one is ELSEWHERE else one.make(capacity) for one in transports
+        ]
 
     return make
 

@@ -12,9 +12,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from media import MEDIA
-from peers import ProcessPeer, ThreadPeer
-from waiting import nobody_waits, wait_blocked, wait_until
+from support.peers import ProcessPeer, ThreadPeer
+from support.waiting import nobody_waits, wait_blocked, wait_until
+from transports import TRANSPORTS
 
 from flowchan import Channel, Drained, NothingReady, Selected, select
 
@@ -22,7 +22,7 @@ from flowchan import Channel, Drained, NothingReady, Selected, select
 @pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])
 @pytest.mark.parametrize("chosen", [0, 1])
 def test_a_put_elsewhere_wakes_a_waiting_select(kind, chosen):
-    """C8, C10: from another thread for each medium, from another process for one that reaches it."""
+    """C8, C10: from another thread for each transport, from another process for one that reaches it."""
     channels = [Channel(across="processes"), Channel(across="threads" if kind is ThreadPeer else "processes")]
     waiting = ThreadPeer(select, channels)
     for ch in channels:
@@ -50,12 +50,12 @@ def test_a_get_elsewhere_wakes_a_select_that_waits_to_put(kind):
     assert [ch.get() for ch in channels] == ["old", "new"]
 
 
-@pytest.mark.parametrize("across", [pytest.param(one.across, id=one.name) for one in MEDIA])
+@pytest.mark.parametrize("across", [pytest.param(one.across, id=one.name) for one in TRANSPORTS])
 def test_ctrl_c_interrupts_a_waiting_select(across):
     """C9, C10: nothing was done, nobody waits, and the channels work as before."""
     text = f"""
 import threading
-from waiting import nobody_waits, wait_blocked
+from support.waiting import nobody_waits, wait_blocked
 from flowchan import Channel, select
 
 def tell():

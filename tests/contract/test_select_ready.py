@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from peers import ProcessPeer, ThreadPeer
-from waiting import nobody_waits, wait_blocked
+from support.peers import ProcessPeer, ThreadPeer
+from support.waiting import nobody_waits, wait_blocked
 
 from flowchan import Broken, Channel, NothingReady, Selected, select
 

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Closed, Drained
 
@@ -115,7 +115,7 @@ def test_items_of_every_size_keep_their_content(make, spawn_peer, make_gate):
     assert seen == {0: 60, 1: 60, 2: 60}
 
 
-def test_channel_through_channel(make, spawn_peer, make_gate, medium):
+def test_channel_through_channel(make, spawn_peer, make_gate, transport):
     """C14: channels are made, sent, filled, closed and drained by different parties, many times over."""
     rounds, items = 40, 25
     requests = make(4)
@@ -134,7 +134,7 @@ def test_channel_through_channel(make, spawn_peer, make_gate, medium):
     servers = [spawn_peer(serve) for _ in range(3)]
     gate.open()
     for number in range(rounds):
-        reply = medium.make(3)
+        reply = transport.make(3)
         requests.put((number, reply))
         assert list(reply) == list(range(number, number + items))
     requests.close()

@@ -292,12 +292,12 @@ def test_an_arrived_array_stays_what_it_is(make):
         arrived[0] = 99
 
 
-def test_the_object_itself_crosses_between_threads(medium):
+def test_the_object_itself_crosses_between_threads(transport):
     """No copy where none is needed."""
-    ch = medium.make()
-    sent = [object()] if not medium.copies else [1]
+    ch = transport.make()
+    sent = [object()] if not transport.copies else [1]
     ch.put(sent)
-    assert (ch.get() is sent) == (not medium.copies)
+    assert (ch.get() is sent) == (not transport.copies)
 
 
 LEAVES = st.one_of(
@@ -319,7 +319,7 @@ VALUES = st.recursive(
 )
 
 
-def test_any_values_arrive_as_they_were_sent(medium, long_walk):
+def test_any_values_arrive_as_they_were_sent(transport, long_walk):
     """Whatever small built-ins are nested in whatever way, one by one and in batches."""
     examples = 150 if long_walk else 50
 
@@ -328,7 +328,7 @@ def test_any_values_arrive_as_they_were_sent(medium, long_walk):
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=slow)
     @given(values=st.lists(VALUES, min_size=1, max_size=8))
     def arrive(values):
-        ch = medium.make(8)
+        ch = transport.make(8)
         ch.put_many(values)
         assert same(values, [ch.get() for _ in values])
         for value in values:

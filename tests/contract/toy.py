@@ -1,6 +1,9 @@
-"""A toy medium, to show that a new one is one entry and nothing else: channels of one process, but every item
+"""A toy transport, to show that a new one is one entry and nothing else: channels of one process, but every
+item
 goes through the codec, as between hosts. ``pytest -p toy -k toy tests/contract`` runs the contract on it."""
 
-import media
+import transports
 
-media.MEDIA.append(media.Medium("toy", "processes", peers=("thread",), copies=True, devices=True))
+transports.TRANSPORTS.append(
+    transports.Transport("toy", "processes", peers=("thread",), copies=True, devices=True)
+)

@@ -1,1 +1,1 @@
-from declared import graph  # noqa: F401
+from support.graph_samples import graph  # noqa: F401

@@ -1,4 +1,4 @@
-"""Arguments of the verbs that are wrong by themselves: each is refused at once, with what is allowed."""
+"""Arguments of the operators that are wrong by themselves: each is refused at once, with what is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Declaring a graph: what the verbs leave in it, and what they refuse at once."""
+"""Declaring a graph: what the operators leave in it, and what they refuse at once."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_stages_keep_the_order_of_declaration(graph: Blueprint) -> None:
     ]
 
 
-def test_every_verb_notes_the_users_line(graph: Blueprint, stream: Stream) -> None:
+def test_every_operator_notes_the_users_line(graph: Blueprint, stream: Stream) -> None:
     here = line()
     stream.map(to_text)
     graph.input()
@@ -179,7 +179,7 @@ def test_buffer_changes_the_channel_and_adds_no_stage(graph: Blueprint, stream: 
     assert [output.capacity for output in graph.stage_named("to_text").outputs] == [1000]
     assert [stage.name for stage in graph.stages] == ["start", "to_text"]
     mapped.sink(print)
-    assert [link.capacity for link in graph.links] == [64, 1000]
+    assert [edge.capacity for edge in graph.edges] == [64, 1000]
 
 
 def test_buffer_changes_only_its_own_channel(graph: Blueprint, stream: Stream) -> None:
@@ -205,14 +205,14 @@ def test_a_result_is_a_stream_and_a_sink_is_none(stream: Stream) -> None:
     assert stream.sink(print) is None  # type: ignore[func-returns-value]
 
 
-def test_verbs_with_a_function_have_an_errors_stream(stream: Stream) -> None:
+def test_operator_with_a_function_have_an_errors_stream(stream: Stream) -> None:
     for out in (stream.map(int), stream.flat_map(words), stream.filter(bool), stream.reduce(max)):
         assert out.errors.name == f"{out.stage}.errors"
     parts = stream.partition(hash, 2)
     assert parts[0].errors == parts[1].errors
 
 
-def test_other_verbs_have_no_errors_stream(stream: Stream) -> None:
+def test_other_operator_have_no_errors_stream(stream: Stream) -> None:
     with pytest.raises(
         AttributeError, match="has no errors stream; map, flat_map, filter, partition and reduce"
     ):
@@ -227,11 +227,11 @@ def test_other_verbs_have_no_errors_stream(stream: Stream) -> None:
 def test_options_reach_the_stage(graph: Blueprint, stream: Stream) -> None:
     stream.map(to_text, name="m", on="process", workers=3, capacity=9, retries=2, ordered=False)
     stage = graph.stage_named("m")
-    assert (stage.place.name, stage.workers, stage.retries, stage.ordered) == ("process", 3, 2, False)
+    assert (stage.placement.name, stage.workers, stage.retries, stage.ordered) == ("process", 3, 2, False)
     assert stage.outputs[0].capacity == 9
 
 
-def test_options_of_one_verb_are_in_its_options(graph: Blueprint, stream: Stream) -> None:
+def test_options_of_one_operator_are_in_its_options(graph: Blueprint, stream: Stream) -> None:
     stream.batch(4, timeout=0.5)
     stream.take(2)
     stream.tee(3)
@@ -353,7 +353,7 @@ def test_links_name_both_ends_and_their_medium(graph: Blueprint, stream: Stream)
     left.sink(print)
     result = right.collect()
     assert [
-        (link.name, link.writer, link.reader, link.reader_port, link.medium.name) for link in graph.links
+        (edge.name, edge.writer, edge.reader, edge.reader_port, edge.transport.name) for edge in graph.edges
     ] == [
         ("start", "start", "to_text", "items", "processes"),
         ("to_text", "to_text", "batch", "items", "processes"),
@@ -367,9 +367,9 @@ def test_links_name_both_ends_and_their_medium(graph: Blueprint, stream: Stream)
 def test_an_error_stream_is_a_link_once_it_is_read(graph: Blueprint, stream: Stream) -> None:
     mapped = stream.map(to_text)
     mapped.sink(print)
-    assert not any(link.errors for link in graph.links)
+    assert not any(edge.errors for edge in graph.edges)
     mapped.errors.sink(print)
-    assert [(link.name, link.reader) for link in graph.links if link.errors] == [
+    assert [(edge.name, edge.reader) for edge in graph.edges if edge.errors] == [
         ("to_text.errors", "print-2")
     ]
 
@@ -377,7 +377,7 @@ def test_an_error_stream_is_a_link_once_it_is_read(graph: Blueprint, stream: Str
 def test_each_reader_of_a_stream_has_a_link(graph: Blueprint, stream: Stream) -> None:
     stream.sink(print)
     stream.sink(print)
-    assert [link.reader for link in graph.links] == ["print", "print-2"]
+    assert [edge.reader for edge in graph.edges] == ["print", "print-2"]
 
 
 # The whole
@@ -389,7 +389,7 @@ def test_a_thousand_stages_are_declared(graph: Blueprint) -> None:
         stream = stream.map(to_text)
     stream.sink(print)
     assert len(graph.stages) == len({stage.name for stage in graph.stages}) == 1002
-    assert len(graph.links) == 1001
+    assert len(graph.edges) == 1001
 
 
 def test_declaring_loads_no_heavy_package() -> None:

@@ -10,8 +10,8 @@ import cloudpickle
 import pytest
 
 from flowchan import Graph
-from flowchan.channel.media import PROCESSES, THREADS
-from flowchan.declare.places import PLACES, PROCESS, THREAD, Place
+from flowchan.channel.transports import PROCESSES, THREADS
+from flowchan.declare.placements import PLACEMENTS, PROCESS, THREAD, Placement
 from flowchan.declare.values import Origin
 
 
@@ -22,8 +22,8 @@ def test_every_stage_can_be_sent_to_another_process_as_it_is() -> None:
     left.batch(2, timeout=1.5).reduce(lambda so_far, batch: so_far + sum(batch), 0)
     for stage in graph.stages:
         sent = pickle.loads(cloudpickle.dumps(stage))
-        assert (sent.name, sent.verb, sent.inputs, sent.place, sent.workers, dict(sent.options)) == (
-            (stage.name, stage.verb, stage.inputs, stage.place, stage.workers, dict(stage.options))
+        assert (sent.name, sent.operator, sent.inputs, sent.place, sent.workers, dict(sent.options)) == (
+            (stage.name, stage.operator, stage.inputs, stage.placement, stage.workers, dict(stage.options))
         )
     assert graph.stage_named("negative").inputs == (Origin("numbers", "out"),)
 
@@ -44,7 +44,7 @@ def test_an_item_type_that_cannot_be_sent_does_not_keep_its_stage_back() -> None
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "medium"),
+    ("one", "other", "transport"),
     [
         (THREAD, THREAD, THREADS),
         (THREAD, PROCESS, PROCESSES),
@@ -52,9 +52,9 @@ def test_an_item_type_that_cannot_be_sent_does_not_keep_its_stage_back() -> None
         (PROCESS, PROCESS, PROCESSES),
     ],
 )
-def test_two_places_say_what_joins_them(one: Place, other: Place, medium: Any) -> None:
-    assert one.medium_to(other) is medium
+def test_two_places_say_what_joins_them(one: Placement, other: Placement, transport: Any) -> None:
+    assert one.transport_to(other) is transport
 
 
 def test_only_a_worker_with_a_process_of_its_own_is_apart() -> None:
-    assert [place.name for place in PLACES.values() if place.apart] == ["process", "hosts"]
+    assert [place.name for place in PLACEMENTS.values() if place.apart] == ["process", "hosts"]

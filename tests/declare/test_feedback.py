@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from declared import only, pass_on, rules, to_text
+from support.graph_samples import only, pass_on, rules, to_text
 
 from flowchan import Feedback, In, Out
 from flowchan.check.rules import check
@@ -49,9 +49,9 @@ def test_the_reader_reads_the_stream_that_was_fed_and_remembers_its_port(graph: 
 
 def test_only_the_link_that_leads_back_is_one_of_feedback(graph: Blueprint) -> None:
     again, work = looped(graph)
-    assert not any(link.feedback for link in graph.links)
+    assert not any(edge.feedback for edge in graph.edges)
     again.feed(work)
-    assert [(link.writer, link.reader) for link in graph.links if link.feedback] == [("step", "steer")]
+    assert [(edge.writer, edge.reader) for edge in graph.edges if edge.feedback] == [("step", "steer")]
 
 
 def test_a_feedback_may_be_fed_before_it_is_read(graph: Blueprint) -> None:
@@ -115,8 +115,8 @@ def test_a_feedback_that_nobody_reads_leaves_its_writer_unread(graph: Blueprint)
     assert rules(graph) == ["unread"]
 
 
-@pytest.mark.parametrize("verb", ["map", "merge", "batch", "zip", "collect"])
-def test_no_other_verb_reads_a_feedback(graph: Blueprint, verb: str) -> None:
+@pytest.mark.parametrize("operator", ["map", "merge", "batch", "zip", "collect"])
+def test_no_other_operator_reads_a_feedback(graph: Blueprint, operator: str) -> None:
     again = graph.feedback()
     source = graph.source(range(3))
     readers = {
@@ -126,11 +126,11 @@ def test_no_other_verb_reads_a_feedback(graph: Blueprint, verb: str) -> None:
         "zip": lambda: source.zip(again, name="reader"),
         "collect": lambda: again.collect(name="reader"),
     }
-    read = readers[verb]()
+    read = readers[operator]()
     again.feed(read)
     problems = [problem for problem in check(graph) if problem.rule == "loop"]
     assert [(problem.stage, problem.where.file) for problem in problems] == [("reader", __file__)]
-    assert f"{verb} reads a feedback" in problems[0].message
+    assert f"{operator} reads a feedback" in problems[0].message
 
 
 def test_the_items_that_come_back_are_checked_against_the_port(graph: Blueprint) -> None:

@@ -1,4 +1,4 @@
-"""A misspelt option is refused where it stands, with the verb's name and the option that was meant."""
+"""A misspelt option is refused where it stands, with the operator's name and the option that was meant."""
 
 from __future__ import annotations
 
@@ -49,10 +49,12 @@ MISSPELT: list[tuple[str, str, Callable[[Graph, Stream], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("verb", "meant", "call"), MISSPELT)
-def test_a_misspelt_option_names_the_verb_and_what_was_meant(verb: str, meant: str, call: Any) -> None:
+@pytest.mark.parametrize(("operator", "meant", "call"), MISSPELT)
+def test_a_misspelt_option_names_the_operator_and_what_was_meant(
+    operator: str, meant: str, call: Any
+) -> None:
     graph = Graph("g")
-    with pytest.raises(TypeError, match=rf"^{verb}: has no option '\w+'; did you mean '{meant}'\?$"):
+    with pytest.raises(TypeError, match=rf"^{operator}: has no option '\w+'; did you mean '{meant}'\?$"):
         call(graph, graph.source([1]))
 
 
@@ -67,7 +69,7 @@ CALLS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("put", "timeout", Channel(1).put, (1,)),
     ("get", "timeout", Channel(1, across="processes").get, ()),
     ("get_many", "timeout", Channel(1).reader().get_many, (1,)),
-    ("local", "patience", hosts.local, (1,)),
+    ("local", "peer_timeout", hosts.local, (1,)),
     ("ssh", "python", hosts.ssh, ("nowhere",)),
     ("slurm", "address", hosts.slurm, ()),
     ("ray", "resources", hosts.ray, (1,)),
@@ -120,19 +122,28 @@ def test_an_option_like_no_other_is_told_what_there_is() -> None:
         Graph("g").source([1]).map(abs, threads=2)  # type: ignore[call-arg]
 
 
-VERBS = [verb for verb in vars(Stream).values() if inspect.isfunction(verb) and verb.__name__[0] != "_"]
+OPERATORS = [
+    operator
+    for operator in vars(Stream).values()
+    if inspect.isfunction(operator) and operator.__name__[0] != "_"
+]
 SHARED = {setting.name: setting.default for setting in dataclasses.fields(StageSettings)}
 SHARED |= {"elastic": False, "per_worker": ()}  # those of stages alone
 
 
-@pytest.mark.parametrize("verb", [*VERBS, Graph.source, Graph.merge, Graph.stage], ids=lambda v: v.__name__)
-def test_help_lists_every_option_by_name(verb: Callable[..., Any]) -> None:
-    shown = inspect.signature(verb).parameters
+@pytest.mark.parametrize(
+    "operator", [*OPERATORS, Graph.source, Graph.merge, Graph.stage], ids=lambda v: v.__name__
+)
+def test_help_lists_every_option_by_name(operator: Callable[..., Any]) -> None:
+    shown = inspect.signature(operator).parameters
     assert "options" not in shown
     options = {name: one.default for name, one in shown.items() if one.kind is one.KEYWORD_ONLY}
     assert options == {name: SHARED[name] for name in options}
-    assert "name" in options or verb is Stream.buffer
-    assert verb.__name__ not in ("map", "flat_map", "filter") or {"on", "workers", "ordered"} < options.keys()
+    assert "name" in options or operator is Stream.buffer
+    assert (
+        operator.__name__ not in ("map", "flat_map", "filter")
+        or {"on", "workers", "ordered"} < options.keys()
+    )
 
 
 def test_arguments_of_the_users_function_are_no_options() -> None:

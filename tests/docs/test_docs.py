@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from execute import FENCE
-from warm import Template
+from support.preloaded_programs import Template
 
 import flowchan
 
@@ -34,8 +34,8 @@ PUBLIC = {
     "flowchan.pipelines": "pipelines/__init__.py",
     "flowchan.hosts": "flowchan/hosts/__init__.py",
     "flowchan.collective": "flowchan/collective/__init__.py",
-    "flowchan.collective.parallel": "flowchan/collective/parallel.py",
-    "flowchan.collective.engine": "flowchan/collective/engine.py",
+    "flowchan.collective.training.gradients": "flowchan/collective/training/gradients.py",
+    "flowchan.collective.training.engine": "flowchan/collective/training/engine.py",
     "flowchan.viz": "viz/__init__.py",
 }
 

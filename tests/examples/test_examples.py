@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
-import scripts
-from warm import Template
+from support import scripts
+from support.preloaded_programs import Template
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

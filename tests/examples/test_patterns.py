@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import scripts
+from support import scripts
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

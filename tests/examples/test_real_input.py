@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from warm import Template
+from support.preloaded_programs import Template
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 from pathlib import Path
 
-from warm import Template
+from support.preloaded_programs import Template
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "replicas.py"
 COMMAND = "from flowchan.cli.commands import main; main()"

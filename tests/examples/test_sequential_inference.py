@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from warm import Template
+from support.preloaded_programs import Template
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sequential_inference.py"
 

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from warm import Template
+from support.preloaded_programs import Template
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sequential_training.py"
 

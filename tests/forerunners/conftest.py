@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from executors import WORKERS
-from gates import Gate
+from support.worker_latch import Gate
 
 from flowchan.pipelines import TaskPool
 

@@ -37,8 +37,8 @@ from typing import Any
 
 import pytest
 from executors import WORKERS, Thing
-from gates import Gate
-from waiting import wait_freed, wait_until
+from support.waiting import wait_freed, wait_until
+from support.worker_latch import Gate
 
 from flowchan import Channel, WorkerDied
 from flowchan.pipelines import TaskPool

@@ -24,7 +24,7 @@ from pickle import PicklingError, UnpicklingError
 from typing import Any
 
 import pytest
-from gates import Gate
+from support.worker_latch import Gate
 
 from flowchan import WorkerDied
 from flowchan.pipelines import TaskPool

@@ -11,8 +11,8 @@ from concurrent import futures
 
 import pytest
 from executors import Thing, cancelled, ended
-from gates import Gate
-from waiting import wait_freed
+from support.waiting import wait_freed
+from support.worker_latch import Gate
 
 from flowchan.pipelines import TaskPool
 

@@ -34,7 +34,7 @@ from typing import Any
 
 import pytest
 from executors import Thing
-from waiting import wait_blocked
+from support.waiting import wait_blocked
 
 from flowchan import Channel, Closed, Drained, Empty, Full, select
 

@@ -24,8 +24,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from support.waiting import wait_blocked
 from test_crossbeam import across
-from waiting import wait_blocked
 
 from flowchan import Channel, Closed, Drained, Empty, NothingReady, Selected, select
 

@@ -35,7 +35,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from waiting import wait_blocked
+from support.waiting import wait_blocked
 
 from flowchan import Channel, Closed, Drained, Empty, Full, NothingReady, select
 

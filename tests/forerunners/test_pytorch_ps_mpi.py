@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import in_threads, raised
+from support.group_members import in_threads, raised
 
 SIZE = 3
 
@@ -66,7 +66,7 @@ def test_iallgather_and_async_diff_sizes_and_sync_same_size() -> None:
 def test_a_code_decodes_what_all_have_encoded() -> None:
     """``MPI_PS(…, code=…)`` has no test there. Codes of any size, and the mean in place of the sum."""
     torch = pytest.importorskip("torch")
-    from flowchan.collective.parallel import Gradients
+    from flowchan.collective.training.gradients import Gradients
 
     class NotZero:
         def encode(self, x: Any) -> Any:

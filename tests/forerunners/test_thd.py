@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import Body, in_threads, raised
+from support.group_members import Body, in_threads, raised
 
 SIZE = 4
 OPS: dict[str, Callable[..., Any]] = {"sum": sum, "prod": math.prod, "min": min, "max": max}

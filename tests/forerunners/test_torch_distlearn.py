@@ -1,4 +1,5 @@
-"""What torch-distlearn tests, asked of ``flowchan.collective.parallel``. The members are threads, as there.
+"""What torch-distlearn tests, asked of ``flowchan.collective.training.gradients``. The members are threads,
+as there.
 
 Each test has the name it has there, and none of its code. ``synchronizeParameters`` and ``synchronizeCenter``
 are ``rest`` here: who has run out of steps makes those of the others. So nothing has to be spread from who
@@ -11,11 +12,11 @@ import random
 from typing import Any
 
 import pytest
-from collective_members import in_threads, raised
+from support.group_members import in_threads, raised
 
 torch = pytest.importorskip("torch")
 
-from flowchan.collective.parallel import AllReduceSGD, ElasticAverage, check_equal, synchronize  # noqa: E402
+from flowchan.collective.training.gradients import AllReduceSGD, ElasticAverage, check_equal, synchronize  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 

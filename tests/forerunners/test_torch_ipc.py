@@ -33,7 +33,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from waiting import wait_blocked, wait_until
+from support.waiting import wait_blocked, wait_until
 
 from flowchan import Channel, Closed, Drained, Empty, RunError
 from flowchan.pipelines import (

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import SECRET, Body, free_address, in_threads, over_hosts, raised
+from support.group_members import SECRET, Body, free_address, in_threads, over_hosts, raised
 
 from flowchan import collective
 

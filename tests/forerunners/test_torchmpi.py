@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import Body, in_processes, in_threads, over_hosts, raised
+from support.group_members import Body, in_processes, in_threads, over_hosts, raised
 
 TYPES = ["int8", "int32", "int64", "float32", "float64"]
 LENGTHS = [1, 100, 2**13, 2**17]

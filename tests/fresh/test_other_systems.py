@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from optional import optional
+from support.optional_packages import optional
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,8 +6,8 @@ import contextlib
 import os
 
 import psutil
-from agents_of_local import agents_of
-from waiting import wait_until
+from support.local_agents import agents_of
+from support.waiting import wait_until
 
 from flowchan import Run
 

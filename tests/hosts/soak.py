@@ -1,5 +1,6 @@
 """Graphs over hosts under chaos, for some minutes: workers and agents are killed, connections cut and reset,
-hosts silent for less and for more than the patience, over wires with a delay; and every result is compared
+hosts silent for less and for more than the peer_timeout, over wires with a delay; and every result is
+compared
 exactly: ``python -m tests.hosts.soak --minutes 5 --seed 1``."""
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ import psutil
 
 from benchmarks.far import cut
 from flowchan import Graph, Reduced
-from flowchan.hosts.pool import Pool
-from flowchan.run import recovery
-from tests.agents_of_local import agents_of
-from tests.gangs import in_step
-from tests.wires import Wire, wired
+from flowchan.hosts.host_pool import Pool
+from flowchan.run.crew import recovery
+from tests.support.gangs import in_step
+from tests.support.local_agents import agents_of
+from tests.support.network_proxy import Wire, wired
 
 HANG = 120.0
 MOST_AGENTS = 8  # killed or cut off in one run: a host whose agents die too often is given up
-PATIENCE = 2.0  # seconds
+PEER_TIMEOUT_S = 2.0  # seconds
 DEEDS = {
     "connections cut": 4, "connections reset": 4, "workers killed": 4, "agents killed": 4,
     "short silences": 2, "long silences": 1,
@@ -87,9 +88,9 @@ def chaos(chance: random.Random, over: threading.Event, deeds: Counter[str], wir
             elif deed == "connections reset":
                 chance.choice(wires).reset()
             elif deed == "short silences":
-                chance.choice(wires).be_silent(chance.uniform(0.1, 0.7) * PATIENCE)
+                chance.choice(wires).be_silent(chance.uniform(0.1, 0.7) * PEER_TIMEOUT_S)
             elif deed == "long silences":
-                chance.choice(wires).be_silent(chance.uniform(1.2, 2.5) * PATIENCE)
+                chance.choice(wires).be_silent(chance.uniform(1.2, 2.5) * PEER_TIMEOUT_S)
             elif deed == "workers killed":
                 chance.choice(chance.choice(agents()).children()).kill()
             else:
@@ -100,7 +101,7 @@ def chaos(chance: random.Random, over: threading.Event, deeds: Counter[str], wir
 def one_run(seed: int, items: int, deeds: Counter[str]) -> None:
     chance = random.Random(seed)
     wires = tuple(Wire(chance.choice([0, 0.001, 0.02])) for _ in range(2))
-    with wired(2, *wires, patience=PATIENCE) as pool:
+    with wired(2, *wires, peer_timeout=PEER_TIMEOUT_S) as pool:
         _one_run(seed, chance, items, deeds, pool, wires)
 
 
@@ -112,18 +113,18 @@ def _one_run(
     graph = Graph(f"soak {seed}")
     stream = graph.source(range(items)).map(slow, workers=chance.choice([1, 2, 4]), **options)
     expected: list[Any] = list(range(items))
-    verb = chance.choice(["", "flat_map", "gang", "allreduce"])
-    if verb == "flat_map":
+    kind = chance.choice(["", "flat_map", "gang", "allreduce"])
+    if kind == "flat_map":
         stream = stream.flat_map(several, workers=chance.choice([1, 3]), **options)
         expected = [output for item in range(items) for output in several(item)]
-    elif verb == "gang":
+    elif kind == "gang":
         gang: dict[str, Any] = {"on": pool, "workers": chance.choice([2, 3]), "restarts": 10**6}
         elastic = chance.random() < 0.5
         stream = graph.stage(in_step, stream, restartable=True, elastic=elastic, **gang)
         ordered = False
         # A stage with ports takes no max_deaths.
         graph._stages[-1] = dataclasses.replace(graph._stages[-1], max_deaths=10**6)
-    elif verb == "allreduce":
+    elif kind == "allreduce":
         rounds = stream.map(alone, workers=3, **options).allreduce(operator.add)
         stream, ordered = rounds.map(parted).unbatch(), False
     most = chance.choice([1, 100, items // 2]) if chance.random() < 0.2 else None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from peers import HostPeer
+from support.peers import HostPeer
 
 from flowchan import Channel
-from flowchan.hosts import connection, serve
-from flowchan.hosts.asking import Ask, Cancel, Finished, Over
+from flowchan.hosts import serve
+from flowchan.remote import connection
+from flowchan.remote.messages import CallRequest, Cancel, Finished, ServerClosed
 
 WORDS = [
     "make",
@@ -30,13 +31,13 @@ WORDS = [
 
 @pytest.fixture(autouse=True)
 def impatient():
-    serve(patience=2)
+    serve(peer_timeout=2)
     yield
     serve()
 
 
 def anything(draw: random.Random) -> object:
-    return draw.choice([None, 0, 1, -1, 2**70, 0.0, "", "1", b"", (), {}, [1], Ask, object])
+    return draw.choice([None, 0, 1, -1, 2**70, 0.0, "", "1", b"", (), {}, [1], CallRequest, object])
 
 
 def ask_anything(address: str, secret: bytes, seed: int) -> int:
@@ -52,7 +53,9 @@ def ask_anything_of(home: connection.Connection, number: int, draw: random.Rando
     for _ in range(300):
         what = draw.choice(WORDS) if draw.random() < 0.8 else anything(draw)
         channel = draw.choice([1000, -1, None, "1"])  # none that there is
-        home._asks.put(draw.choice([Cancel(draw.randrange(400)), Finished(1), Over("over"), anything(draw)]))
+        home._asks.put(
+            draw.choice([Cancel(draw.randrange(400)), Finished(1), ServerClosed("over"), anything(draw)])
+        )
         try:
             home.ask(channel, what, *(anything(draw) for _ in range(draw.randrange(3))))
         except Exception:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gangs import check_each_once, kill_agent, kill_worker, once
-from waiting import wait_until
+from support.gangs import check_each_once, kill_agent, kill_worker, once
+from support.waiting import wait_until
 
 from flowchan import Graph, In, MemberDied, Out, RunError, worker
 from flowchan.collective import Group

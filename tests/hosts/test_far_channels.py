@@ -7,8 +7,8 @@ import contextlib
 import secrets
 
 import pytest
-from peers import HostPeer, ThreadPeer
-from waiting import wait_blocked, wait_until
+from support.peers import HostPeer, ThreadPeer
+from support.waiting import wait_blocked, wait_until
 
 from flowchan import (
     Channel,
@@ -93,8 +93,8 @@ def test_wrong_words_are_refused_with_what_is_allowed():
         open_channel("127.0.0.1:1/1", bytes(32), tls="x")
     with pytest.raises(TypeError, match="serve: tls must be True or False, not 1"):
         serve(tls=1)
-    with pytest.raises(ValueError, match="serve: patience must be greater than 0 seconds, not -1"):
-        serve(patience=-1)
+    with pytest.raises(ValueError, match="serve: peer_timeout must be greater than 0 seconds, not -1"):
+        serve(peer_timeout=-1)
 
 
 def test_no_secret_is_shown():
@@ -229,7 +229,7 @@ def test_an_item_that_came_for_an_interrupted_call_is_read_before_the_end():
 
 def test_tls_goes_along_with_the_channel():
     pytest.importorskip("cryptography")
-    serve(patience=2, tls=True)
+    serve(peer_timeout=2, tls=True)
     channel = make()
     HostPeer(channel.put, "encrypted").result()
     assert channel.get() == "encrypted"

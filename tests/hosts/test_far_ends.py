@@ -14,16 +14,17 @@ import threading
 import weakref
 
 import pytest
-from peers import HostPeer, ProcessPeer, ThreadPeer, child_of_multiprocessing
-from waiting import wait_stats, wait_until
+from support.peers import HostPeer, ProcessPeer, ThreadPeer, child_of_multiprocessing
+from support.waiting import wait_stats, wait_until
 
 from benchmarks.far import cut
 from flowchan import Broken, Channel, Closed, HostError, WorkerDied
-from flowchan.hosts import connection, hosting, open_channel, serve
-from flowchan.hosts.guest import Guest
-from flowchan.hosts.home import Home
-from flowchan.hosts.neighbours import Neighbour
+from flowchan.hosts import open_channel, serve
 from flowchan.pipelines import Server
+from flowchan.remote import connection, serving
+from flowchan.remote.channel_server import ChannelServer
+from flowchan.remote.session import ClientSession
+from flowchan.transport.local_peers import LocalPeer
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -190,8 +191,8 @@ def test_a_writer_of_what_has_ended_ends_at_once(cause):
 
 
 def test_a_process_of_this_machine_that_is_killed_is_known_to_have_ended():
-    """C11: whatever the patience is. What it had in hand comes back."""
-    serve(patience=3600)
+    """C11: whatever the peer_timeout is. What it had in hand comes back."""
+    serve(peer_timeout=3600)
     channel, ready = make(), make()
 
     def read():
@@ -214,7 +215,7 @@ def test_waiting_calls_elsewhere_are_broken_when_home_is_killed():
     told, answers = make(), make()
 
     def hold():
-        serve(patience=2)
+        serve(peer_timeout=2)
         mine = make()
         told.put(mine)
         mine.reader().get()
@@ -287,7 +288,7 @@ def test_nothing_is_left_when_the_last_handle_goes():
 def test_of_who_wrote_to_what_was_aborted_nothing_waits_for_the_collector():
     """C12: its links have descriptors, and in a program that allocates little the collector seldom comes."""
     channel, ready = make(), make()
-    (home,) = hosting._homes
+    (home,) = serving._homes
 
     def write():
         writer = channel.writer()
@@ -311,7 +312,7 @@ def test_of_who_wrote_to_what_was_aborted_nothing_waits_for_the_collector():
 def test_a_home_is_over_as_soon_as_its_last_channel_goes():
     """Its thread hears of that, and may look before anything else does."""
     channel, found = make(), []
-    (home,) = hosting._homes
+    (home,) = serving._homes
     weakref.finalize(channel, lambda: found.append(home.is_over()))
     del channel
     assert found == [True]
@@ -337,7 +338,7 @@ def test_a_port_that_is_left_by_an_exception_gives_back_what_it_has_in_hand(fail
 
 def test_a_program_is_not_given_up_before_home_comes_to_join_its_connection(monkeypatch):
     """C11: home, with much to do, has looked for it twice by then."""
-    looks, has_ended, meet = [], Neighbour.has_ended, Guest.meet
+    looks, has_ended, meet = [], LocalPeer.has_ended, ClientSession.meet
 
     def look(process):
         looks.append(process)
@@ -347,8 +348,8 @@ def test_a_program_is_not_given_up_before_home_comes_to_join_its_connection(monk
         wait_until(lambda: len(looks) > 1 or not guest._watching.is_alive())
         meet(guest, sock)
 
-    monkeypatch.setattr(Neighbour, "has_ended", look)
-    monkeypatch.setattr(Guest, "meet", meet_late)
+    monkeypatch.setattr(LocalPeer, "has_ended", look)
+    monkeypatch.setattr(ClientSession, "meet", meet_late)
     channel = make()
     HostPeer(channel.put, "item").result()
     assert channel.get() == "item"
@@ -375,7 +376,7 @@ def test_a_home_that_does_not_answer_holds_up_no_other():
 
 def test_a_home_says_goodbye_to_all_at_a_time():
     """One that does not hear it keeps nobody else waiting."""
-    home, said = Home(kept=True), []
+    home, said = ChannelServer(kept=True), []
 
     class Deaf:
         def __init__(self):
@@ -396,9 +397,9 @@ def test_a_home_says_goodbye_to_all_at_a_time():
 WRONG = [
     ({"secret": "x" * 40}, TypeError, "serve: secret must be bytes, at least 16 of them, not str"),
     ({"secret": b"x"}, ValueError, "serve: secret must have at least 16 bytes, not 1"),
-    ({"patience": 0}, ValueError, "serve: patience must be greater than 0"),
-    ({"patience": "3"}, TypeError, "serve: patience must be a number of seconds"),
-    ({"patience": None}, TypeError, "serve: patience must be a number of seconds, not None"),
+    ({"peer_timeout": 0}, ValueError, "serve: peer_timeout must be greater than 0"),
+    ({"peer_timeout": "3"}, TypeError, "serve: peer_timeout must be a number of seconds"),
+    ({"peer_timeout": None}, TypeError, "serve: peer_timeout must be a number of seconds, not None"),
     ({"tls": "no"}, TypeError, "serve: tls must be True or False, not 'no'"),
 ]
 

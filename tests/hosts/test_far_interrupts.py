@@ -14,11 +14,11 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-from peers import HostPeer
-from waiting import wait_blocked, wait_stats, wait_until
+from support.peers import HostPeer
+from support.waiting import wait_blocked, wait_stats, wait_until
 
 from flowchan import Channel, Empty, hosts, select
-from flowchan.run import latch
+from flowchan.channel import latch
 
 pytestmark = pytest.mark.usefixtures("impatient")
 OURS = tuple(str(Path(module.__file__ or "").parent) for module in (hosts, latch))

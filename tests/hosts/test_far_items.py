@@ -14,14 +14,15 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from peers import HostPeer, ProcessPeer, child_of_multiprocessing
-from waiting import wait_stats, wait_until
+from support.peers import HostPeer, ProcessPeer, child_of_multiprocessing
+from support.waiting import wait_stats, wait_until
 
 from flowchan import Broken, Channel, ChannelError, pack, select, unpack
-from flowchan.hosts import far, hosting, open_channel
-from flowchan.hosts import home as home_module
-from flowchan.hosts.calls import Asked
-from flowchan.hosts.connection import Connection
+from flowchan.hosts import open_channel
+from flowchan.remote import channel_server as home_module
+from flowchan.remote import remote_channel, serving
+from flowchan.remote.connection import Connection
+from flowchan.remote.pending_calls import PendingCall
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -79,7 +80,7 @@ def test_a_channel_that_was_made_elsewhere_comes_here_and_goes_on(monkeypatch):
     assert peer.result() == ["from here", "from a third program"]
     with pytest.raises(Broken, match=r"127\.0\.0\.1:\d+"):
         arrived.put("nobody is there any more")
-    monkeypatch.setattr(far, "PATIENCE", 0.1)
+    monkeypatch.setattr(remote_channel, "PEER_TIMEOUT_S", 0.1)
     carrier.put([arrived])  # who receives it is told
     with pytest.raises(Broken, match="can't be received"):
         carrier.get()
@@ -200,7 +201,7 @@ def test_a_channel_is_there_for_who_takes_its_item_up():
 def test_a_channel_lasts_until_the_last_item_that_has_it_is_finished():
     """C14: others have dropped it before, or opened it by its address. C12: then it goes."""
     carrier, inner = make(), make()
-    (home,) = hosting._homes
+    (home,) = serving._homes
     carrier.put_many([inner, inner])
     told = inner.address, inner.secret
 
@@ -242,7 +243,7 @@ def test_what_is_packed_keeps_its_channels():
 def test_a_channel_lasts_in_an_item_that_is_put_again(place):
     """C14: by a forked child of its home, or elsewhere. C12: and no longer."""
     carrier = make()
-    (home,) = hosting._homes
+    (home,) = serving._homes
     carrier.put(make())
 
     def put_again():
@@ -261,7 +262,7 @@ def test_a_channel_lasts_in_an_item_that_is_put_again(place):
 
 def interrupt(which, call, *arguments):
     """Ctrl-C just when the answer to that question of the call has come."""
-    wait, questions = Asked.wait, []
+    wait, questions = PendingCall.wait, []
 
     def interrupted(asked, within):
         wait(asked, within)
@@ -269,18 +270,18 @@ def interrupt(which, call, *arguments):
         if len(questions) == which:
             signal.raise_signal(signal.SIGINT)
 
-    Asked.wait = interrupted
+    PendingCall.wait = interrupted
     try:
         with pytest.raises(KeyboardInterrupt):
             call(*arguments)
     finally:
-        Asked.wait = wait
+        PendingCall.wait = wait
 
 
 def test_a_channel_is_not_kept_for_a_call_that_ctrl_c_ended():
     """C12: neither one that was opened, nor one that was made, nor one that was put into an item."""
     inner, other, over = make(), make(), make()
-    (home,) = hosting._homes
+    (home,) = serving._homes
     told = inner.address, inner.secret
 
     def use():
@@ -306,7 +307,7 @@ def test_a_channel_is_not_kept_for_a_call_that_ctrl_c_ended():
 def test_a_channel_is_not_kept_for_a_put_that_was_given_up_and_not_done():
     """C9, C12: by who cancels it, by Ctrl-C, or by a select."""
     inner, full, over = make(), make(1), make()
-    (home,) = hosting._homes
+    (home,) = serving._homes
     full.put("full")
 
     def give_up():
@@ -352,7 +353,7 @@ def test_an_end_that_ctrl_c_took_from_who_opened_it_counts_no_more():
 def test_a_channel_whose_last_item_is_finished_just_then_is_sent_no_more():
     """C14: whoever put it into an item would find nothing in it."""
     spare = make()  # while it is there, its home is
-    (home,) = hosting._homes
+    (home,) = serving._homes
     inner = make()
     number = int(inner.address.rpartition("/")[2])
     home.send(number)
@@ -376,7 +377,7 @@ def test_a_channel_whose_last_item_is_finished_just_then_is_sent_no_more():
 def test_channels_in_items_that_nobody_takes_end_with_their_carrier(aborted):
     """C12: also those in the items of such a channel."""
     kept, carrier, other, inner = make(), make(), make(), make()
-    (home,) = hosting._homes
+    (home,) = serving._homes
     other.put(inner)
     carrier.put_many([other, inner, 1])
     carrier.put([other] * 2)
@@ -391,7 +392,7 @@ def test_channels_in_items_that_nobody_takes_end_with_their_carrier(aborted):
 
 def test_they_last_while_a_forked_child_has_their_carrier():
     carrier, inner, go, kept = make(), make(), make(), make()
-    (home,) = hosting._homes
+    (home,) = serving._homes
     carrier.put(inner)
 
     def take(carrier):
@@ -412,7 +413,7 @@ def test_they_last_while_a_forked_child_has_their_carrier():
 def test_a_channel_that_a_forked_child_has_received_can_be_sent_on():
     """C14: also when its item is finished, and nobody else has it. C12: then it goes."""
     carrier, target, go = make(), make(), make()
-    (home,) = hosting._homes
+    (home,) = serving._homes
     carrier.put(make())
 
     def pass_on():

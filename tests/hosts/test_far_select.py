@@ -8,12 +8,13 @@ import signal
 from collections import Counter
 
 import pytest
-from peers import HostPeer, ThreadPeer
-from waiting import wait_blocked, wait_stats, wait_until
+from support.peers import HostPeer, ThreadPeer
+from support.waiting import wait_blocked, wait_stats, wait_until
 
 from benchmarks.far import cut
 from flowchan import Broken, Channel, Closed, Drained, HostError, NothingReady, Selected, select
-from flowchan.hosts import choosing, hosting, serve
+from flowchan.hosts import serve
+from flowchan.remote import remote_select, serving
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -24,7 +25,7 @@ def make(capacity=64):
 
 def hold(told, over):
     """Runs elsewhere: another home."""
-    serve(patience=2)
+    serve(peer_timeout=2)
     mine = make()
     told.put(mine)
     over.get()
@@ -205,7 +206,7 @@ def test_a_channel_in_an_item_that_was_not_put_is_not_kept_for_it():
     """C12: neither by a select, nor by a put, whose time was over or which was refused."""
     full = make(1)
     full.put("old")
-    (home,) = hosting._homes
+    (home,) = serving._homes
 
     def offer(inner):
         with pytest.raises(NothingReady):
@@ -239,6 +240,6 @@ def test_a_select_that_does_not_wait_ends_though_something_moves_all_the_time():
         def try_now(self):
             self.moves += 1
             assert self.moves < 10_000
-            return choosing.NOT_NOW, None
+            return remote_select.NOT_NOW, None
 
-    assert choosing._try_at_one_moment([Busy()]) == (choosing.NOT_NOW, None)
+    assert remote_select._try_at_one_moment([Busy()]) == (remote_select.NOT_NOW, None)

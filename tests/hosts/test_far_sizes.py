@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
-from peers import HostPeer
+from support.peers import HostPeer
 
 from flowchan import Channel, Drained
 from flowchan.channel import channel as channels
-from flowchan.hosts import guest
+from flowchan.remote import session
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -33,7 +33,7 @@ def test_what_the_channel_takes_its_line_takes(monkeypatch):
 def test_an_answer_has_items_up_to_a_bound(monkeypatch):
     """C9: the others stay where they are."""
     channel = Channel(64, across="hosts")
-    monkeypatch.setattr(guest, "TOGETHER", 100)
+    monkeypatch.setattr(session, "TOGETHER", 100)
     items = [b"x" * 60, "y" * 60, [b"z" * 60], 4, 5]
     channel.put_many(items)
     channel.close()
@@ -51,7 +51,7 @@ def test_an_answer_has_items_up_to_a_bound(monkeypatch):
 
 def test_who_asks_hears_that_the_answer_can_not_be_given(monkeypatch):
     channel = Channel(8, across="hosts")
-    monkeypatch.setattr(guest, "control_ring", lambda: Channel(64, across="processes", max_bytes=10_000))
+    monkeypatch.setattr(session, "control_ring", lambda: Channel(64, across="processes", max_bytes=10_000))
     channel.put_many([b"x" * 20_000, "after"])
 
     def use():

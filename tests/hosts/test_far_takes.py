@@ -11,13 +11,14 @@ import signal
 from pathlib import Path
 
 import pytest
-from peers import HostPeer, ThreadPeer
-from waiting import wait_blocked, wait_until
+from support.peers import HostPeer, ThreadPeer
+from support.waiting import wait_blocked, wait_until
 
 from flowchan import Channel, Drained, Empty, HostError, NothingReady, select
 from flowchan.channel.channel import LARGEST
-from flowchan.hosts import calls, choosing, connection, far, guest, open_channel, serve
-from flowchan.hosts.asking import Answer
+from flowchan.hosts import open_channel, serve
+from flowchan.remote import connection, pending_calls, remote_channel, remote_select, session
+from flowchan.remote.messages import Reply
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -190,7 +191,7 @@ def test_an_item_that_came_for_a_cancelled_call_goes_to_who_waits(how):
         return waiting.result()
 
     calls_of_the_loop = []
-    made = calls.Asked.__init__
+    made = pending_calls.PendingCall.__init__
 
     def noted(asked, *arguments):
         made(asked, *arguments)
@@ -198,7 +199,7 @@ def test_an_item_that_came_for_a_cancelled_call_goes_to_who_waits(how):
             calls_of_the_loop.append(asked)
 
     def use_noted():
-        calls.Asked.__init__ = noted
+        pending_calls.PendingCall.__init__ = noted
         return use()
 
     channel_of_peer = HostPeer(use_noted)
@@ -254,7 +255,7 @@ def test_a_home_that_is_known_and_stopped_is_opened_in_time_or_not():
     keep = make()
     keep.put(other)  # home has it still
     del other
-    wait_until(lambda: theirs._connection.user(far.number_in(address)) is None)
+    wait_until(lambda: theirs._connection.user(remote_channel.number_in(address)) is None)
     os.kill(home.pid(), signal.SIGSTOP)
     wait_until(lambda: has_stopped(home.pid()))  # until then it may answer
     try:
@@ -272,14 +273,14 @@ def test_an_answer_that_comes_late_forgets_nothing_that_came_since():
     """C9: Ctrl-C finds what the second call has got, and puts it back."""
     heard, back = [], []
 
-    class Line:
+    class RemotePort:
         def answered_within(self, timeout):
             return timeout
 
         def ask(self, *_, late, take, **__):
             heard.append(late)
             if len(heard) == 1:
-                raise calls.Unanswered
+                raise pending_calls.Unanswered
             return take((0, "second", []))
 
     class Far:
@@ -291,11 +292,11 @@ def test_an_answer_that_comes_late_forgets_nothing_that_came_since():
         def put_back(self, items):
             back.append(items)
 
-    group = choosing._There(Line())
-    group.add(choosing.GET, 0, Far())
-    assert group.select(0) == (choosing.NOT_NOW, None)
+    group = remote_select._There(RemotePort())
+    group.add(remote_select.GET, 0, Far())
+    assert group.select(0) == (remote_select.NOT_NOW, None)
     assert group.select(0) == (0, "second")
-    heard[0](Answer(1, (0, "first", [])))
+    heard[0](Reply(1, (0, "first", [])))
     group.put_back()
     assert back == [["first"], ["second"]]
 
@@ -310,14 +311,14 @@ def be_a_home(told):
 def test_a_late_answer_is_heard_once():
     """C1: though home is lost just when its call is given up."""
 
-    class Line(calls.Calls):
+    class RemotePort(pending_calls.Calls):
         def __init__(self):
             super().__init__("127.0.0.1:1")
             self._asks = Channel().writer()
 
     for _ in range(300):
-        heard, home = [], Line()
-        asked = calls.Asked(heard.append)
+        heard, home = [], RemotePort()
+        asked = pending_calls.PendingCall(heard.append)
         home._send(asked, 1, "get", ())
         threads = [ThreadPeer(home.abandon, asked), ThreadPeer(home._answer_all)]
         for thread in threads:
@@ -331,7 +332,7 @@ class Scarce(Channel):
     lacking: list[object] = []
 
     async def aput(self, item):
-        if isinstance(item, Answer) and item.wrong is None:
+        if isinstance(item, Reply) and item.wrong is None:
             value = item.value[1] if isinstance(item.value, tuple) and len(item.value) == 3 else item.value
             first = value[0] if isinstance(value, list) else value
             if first in self.lacking:
@@ -342,7 +343,7 @@ class Scarce(Channel):
 
 @pytest.fixture
 def scarce(monkeypatch):
-    monkeypatch.setattr(guest, "control_ring", lambda: Scarce(1024, across="processes", max_bytes=LARGEST))
+    monkeypatch.setattr(session, "control_ring", lambda: Scarce(1024, across="processes", max_bytes=LARGEST))
     monkeypatch.setattr(Scarce, "lacking", ["first", "second"])
 
 

@@ -12,14 +12,15 @@ from typing import Any
 
 import psutil
 import pytest
-from agents_of_local import agents_of, seeds_of
-from gates import Gate
 from hosted import agents, wait_ended, workers_of
-from scripts import run_python, script, start
-from waiting import wait_until
+from support.local_agents import agents_of, seeds_of
+from support.scripts import run_python, script, start
+from support.waiting import wait_until
+from support.worker_latch import Gate
 
 from flowchan import Graph
-from flowchan.hosts import forked, local
+from flowchan.hosts import local
+from flowchan.hosts.providers import forked_agents
 
 SCRIPT = """
     import os, pathlib, resource, signal, sys, threading
@@ -296,7 +297,7 @@ def test_agents_end_with_a_killed_program_though_a_forked_child_of_it_lives_on(t
 def test_a_program_that_can_not_start_python_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from flowchan import HostError
 
-    monkeypatch.setattr(forked.sys, "executable", "/no/such/python")
+    monkeypatch.setattr(forked_agents.sys, "executable", "/no/such/python")
     with pytest.raises(HostError, match="/no/such/python can't be started here: No such file"):
         ran(abs)
 

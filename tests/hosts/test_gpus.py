@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gates import Gate
+from support.worker_latch import Gate
 
 from flowchan import Graph, HostError, RunError, worker
 from flowchan.hosts import local
-from flowchan.run.gpus import present
+from flowchan.run.worker.gpus import present
 
 pytestmark = pytest.mark.usefixtures("no_agent_stays")
 

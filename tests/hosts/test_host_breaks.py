@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from waiting import wait_until
+from support.waiting import wait_until
 
 from benchmarks.far import cut
 from flowchan import Graph, Run
@@ -47,7 +47,7 @@ def test_items_cross_breaks_exactly_once_and_in_order(tls: bool) -> None:
 
 
 def test_a_worker_goes_on_when_its_link_breaks_while_it_works() -> None:
-    from gates import Gate
+    from support.worker_latch import Gate
 
     gate = Gate()
     graph = Graph("held")

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 from hosted import agents, workers_of
-from named import there_is
-from wires import Wire, wired
+from support.listed_tests import there_is
+from support.network_proxy import Wire, wired
 
 from flowchan import Graph, Run
 from flowchan.hosts import local
@@ -137,7 +137,7 @@ def hold_the_gil(seconds: float) -> None:
 
 @pytest.mark.parametrize("who", ["worker", "program"])
 def test_who_holds_the_gil_is_not_taken_for_dead(who: str) -> None:
-    """For three times the patience."""
+    """For three times the peer_timeout."""
 
     def work(number: int) -> int:
         if number == 5 and who == "worker":
@@ -151,7 +151,7 @@ def test_who_holds_the_gil_is_not_taken_for_dead(who: str) -> None:
 
     found: list[int] = []
     graph = Graph("held")
-    graph.source(range(10)).map(work, on=local(1, patience=1)).sink(take)
+    graph.source(range(10)).map(work, on=local(1, peer_timeout=1)).sink(take)
     with graph.start() as run:
         run.wait()
     assert found == list(range(10))
@@ -160,9 +160,9 @@ def test_who_holds_the_gil_is_not_taken_for_dead(who: str) -> None:
 
 @pytest.mark.parametrize("function", [len, bytes], ids=["there", "there and back"])
 def test_a_large_item_on_a_slow_wire_takes_nobody_for_dead(function: Callable[[Any], Any]) -> None:
-    """It is on its way for several times the patience."""
+    """It is on its way for several times the peer_timeout."""
     item = bytes(48 << 20)
-    with wired(1, Wire(rate=16 << 20), patience=1) as pool:
+    with wired(1, Wire(rate=16 << 20), peer_timeout=1) as pool:
         graph = Graph("large")
         result = graph.source([item, item[:7]]).map(function, on=pool).collect()
         with graph.start() as run:

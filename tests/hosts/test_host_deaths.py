@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gates import Gate
 from hosted import agents, wait_ended, workers_of
-from waiting import wait_until
+from support.waiting import wait_until
+from support.worker_latch import Gate
 
 from flowchan import Graph, HostError, RunError, RunStats, WorkerDied, worker
 from flowchan.hosts import local
-from flowchan.hosts.life import Life
-from flowchan.hosts.local import Local
-from flowchan.hosts.pool import pool_of
-from flowchan.hosts.provider import Launch
-from flowchan.run.leaving import Leaving
+from flowchan.hosts.agent_handle import AgentHandle
+from flowchan.hosts.host_pool import pool_of
+from flowchan.hosts.providers.local import Local
+from flowchan.hosts.providers.provider import Launch
+from flowchan.run.worker.port_release import PortRelease
 
 ITEMS = 300
 
@@ -75,7 +75,7 @@ def test_a_worker_that_is_killed_before_it_leaves_its_ports_has_ended(deed: Call
 
     def work(item: int) -> int:
         if not worker().incarnation:
-            Leaving.close = lambda self: deed()  # type: ignore[method-assign]
+            PortRelease.close = lambda self: deed()  # type: ignore[method-assign]
         return item
 
     graph = Graph("ends")
@@ -116,7 +116,7 @@ def test_of_agents_that_have_died_nothing_stays_while_the_run_goes_on() -> None:
 
     def lives() -> int:
         gc.collect()
-        return sum(isinstance(one, Life) for one in gc.get_objects())
+        return sum(isinstance(one, AgentHandle) for one in gc.get_objects())
 
     gate = Gate()
     graph = Graph("lasting")
@@ -212,7 +212,7 @@ def test_an_agent_that_is_silent_is_fenced_and_replaced(tmp_path: Path) -> None:
         os.kill(os.getppid(), signal.SIGSTOP)
         signal.pause()
 
-    found, stats, _ = both(local(2, patience=1), once(tmp_path, 50, stop_agent))
+    found, stats, _ = both(local(2, peer_timeout=1), once(tmp_path, 50, stop_agent))
     assert found == list(range(ITEMS))
     (death,) = (death for host in stats.hosts for death in host.deaths)
     assert "nothing was heard of it" in death

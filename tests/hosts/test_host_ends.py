@@ -13,16 +13,17 @@ from typing import Any
 
 import psutil
 import pytest
-from gates import Gate
 from hosted import agents, wait_ended, workers_of
-from scripts import script, start
-from waiting import wait_until
+from support.scripts import script, start
+from support.waiting import wait_until
+from support.worker_latch import Gate
 
 from flowchan import Graph, HostError, In, Out, RunError
-from flowchan.hosts import crew, local, messages
-from flowchan.hosts.local import Local
-from flowchan.hosts.pool import pool_of
-from flowchan.hosts.provider import Launch
+from flowchan.hosts import host_crew, local
+from flowchan.hosts.host_pool import pool_of
+from flowchan.hosts.providers.local import Local
+from flowchan.hosts.providers.provider import Launch
+from flowchan.transport import versions
 
 
 @pytest.fixture(autouse=True)
@@ -193,7 +194,7 @@ def test_when_the_driver_is_killed_its_agents_end(tmp_path: Path, all_gone: list
 
 
 def test_other_versions_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "versions", lambda: {"python": "3.99", "flowchan": "0.0.1"})
+    monkeypatch.setattr(versions, "versions", lambda: {"python": "3.99", "flowchan": "0.0.1"})
     graph = Graph("mismatched")
     graph.source([1]).map(abs, on=local(1)).sink(abs)
     with pytest.raises(HostError) as caught:
@@ -269,7 +270,9 @@ def test_an_output_that_has_no_place_at_home_fails_where_it_is_put() -> None:
 def test_an_item_that_has_no_place_on_a_host_ends_the_run_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(crew, "most_bytes", lambda: 1_000_000)  # what hosts hear of this machine's memory
+    monkeypatch.setattr(
+        host_crew, "most_bytes", lambda: 1_000_000
+    )  # what hosts hear of this machine's memory
     graph = Graph("large")
     graph.source([b"", bytes(2_000_000)]).map(len, on=local(1)).sink(abs)
     with pytest.raises(RunError) as caught:

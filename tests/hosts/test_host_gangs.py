@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gangs import few, in_step, kill_agent, kill_worker, once
-from waiting import wait_until
+from support.gangs import few, in_step, kill_agent, kill_worker, once
+from support.waiting import wait_until
 
 from flowchan import Graph, In, MemberDied, Out, Reduced, RunError, worker
 from flowchan.collective import Group
 from flowchan.hosts import local
-from flowchan.hosts.crew import HostCrew
-from flowchan.hosts.lines import Line
-from flowchan.hosts.messages import Lacking
-from flowchan.run.events import WorkerId
+from flowchan.hosts.agent_messages import Lacking
+from flowchan.hosts.host_crew import HostCrew
+from flowchan.hosts.worker_ports import WorkerPorts
+from flowchan.run.policy.events import WorkerId
 from flowchan.viz import to_mermaid
 
 ITEMS = 60
@@ -101,9 +101,9 @@ def test_who_begins_when_a_mate_is_dead_does_not_wait_for_it(
     """A host that lacks a module asks for what the stage uses of it. Meanwhile a mate died, and this worker
     was to end, which had no process yet."""
     send, end, may = HostCrew._send_by_value, HostCrew.terminate, tmp_path / "may"
-    late: list[tuple[Lacking, Line]] = []
+    late: list[tuple[Lacking, WorkerPorts]] = []
 
-    def send_late(crew: HostCrew, told: Lacking, line: Line) -> None:
+    def send_late(crew: HostCrew, told: Lacking, line: WorkerPorts) -> None:
         if told.worker.number == 2 and not may.exists():
             late.append((told, line))
             may.touch()

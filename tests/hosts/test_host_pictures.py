@@ -76,7 +76,7 @@ def test_a_host_that_can_not_be_used_is_one_line_of_the_command(tmp_path: Path) 
 
 
 def test_explain_names_the_hosts_of_a_stage() -> None:
-    from gates import Gate
+    from support.worker_latch import Gate
 
     gate = Gate()
     graph = Graph("explained")

@@ -7,12 +7,12 @@ import os
 from typing import Any
 
 import pytest
-from gates import Gate
-from waiting import wait_until
+from support.waiting import wait_until
+from support.worker_latch import Gate
 
 from flowchan import Graph, WorkerDied
 from flowchan.hosts import local
-from flowchan.run.spread import Spread
+from flowchan.run.crew.router import CrewRouter
 
 Calls: list[Any] = []  # in the worker's process
 
@@ -28,13 +28,13 @@ def test_what_nobody_waits_for_any_more_is_dropped_on_hosts_too(
         return gate.wait(item) if item in ("held", ["held"]) else [list(Calls)] if batch else list(Calls)
 
     crossed_off = []
-    real = Spread.cross_off
+    real = CrewRouter.cross_off
 
-    def cross_off(self: Spread, question: int) -> None:
+    def cross_off(self: CrewRouter, question: int) -> None:
         real(self, question)
         crossed_off.append(question)
 
-    monkeypatch.setattr(Spread, "cross_off", cross_off)
+    monkeypatch.setattr(CrewRouter, "cross_off", cross_off)
 
     async def main() -> Any:
         graph = Graph("asked")

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gates import Gate
 from hosted import host_of
+from support.worker_latch import Gate
 
 from flowchan import Channel, Failed, Graph, In, Out, RunError, StageError, worker
-from flowchan.hosts import crew, local
-from flowchan.hosts.local import Local
-from flowchan.hosts.pool import pool_of
-from flowchan.hosts.provider import Launch
-from flowchan.transport.door import Door
-from tests.waiting import wait_until
+from flowchan.hosts import host_crew, local
+from flowchan.hosts.host_pool import pool_of
+from flowchan.hosts.providers.local import Local
+from flowchan.hosts.providers.provider import Launch
+from flowchan.transport.listener import AuthenticatedListener
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
@@ -161,7 +161,7 @@ def test_what_runs_in_a_process_runs_on_a_host() -> None:
             out.put(number)
             log.put(f"{number}")
 
-    graph = Graph("verbs")
+    graph = Graph("operators")
     numbers = graph.source(lambda: iter(range(20)), on=pool, name="numbers")
     even = numbers.filter(lambda n: n % 2 == 0, on=pool, workers=2)
     some = even.flat_map(lambda n: [n] * (n % 3), on=pool, workers=2)
@@ -263,11 +263,11 @@ def test_a_greeting_tells_of_those_hosts_alone_that_had_an_agent_before(monkeypa
     """It has room for some hundred."""
     hellos = []
 
-    def door(listener: Any, secret: bytes, hello: Any, tls: bool) -> Door:
+    def door(listener: Any, secret: bytes, hello: Any, tls: bool) -> AuthenticatedListener:
         hellos.append(hello)
-        return Door(listener, secret, hello, tls=tls)
+        return AuthenticatedListener(listener, secret, hello, tls=tls)
 
-    monkeypatch.setattr(crew, "Door", door)
+    monkeypatch.setattr(host_crew, "AuthenticatedListener", door)
     graph = Graph("greeted")
     found = graph.source(range(4)).map(abs, on=local(2), workers=2).collect()
     assert results(graph, found) == [0, 1, 2, 3]

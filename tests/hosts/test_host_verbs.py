@@ -1,4 +1,4 @@
-"""Each verb gives over two hosts what it gives on one machine."""
+"""Each operator gives over two hosts what it gives on one machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flowchan import Failed, Feedback, Graph, In, Out, Stream, worker
-from flowchan.declare.verbs import VERBS
+from flowchan.declare.operators import OPERATORS
 from flowchan.hosts import local
 
 POOL = local(2)
@@ -165,16 +165,16 @@ CASES = [
 
 
 def test_there_is_a_case_for_each_verb() -> None:
-    assert {case.__name__.rstrip("_") for case in CASES} == set(VERBS)
+    assert {case.__name__.rstrip("_") for case in CASES} == set(OPERATORS)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.rstrip("_"))
-def test_a_verb_gives_over_two_hosts_what_it_gives_here(case: Any) -> None:
-    found, expected = case(Graph("verbs"))
+def test_a_operator_gives_over_two_hosts_what_it_gives_here(case: Any) -> None:
+    found, expected = case(Graph("operators"))
     assert found == expected
 
 
-def test_each_verb_that_fails_an_item_gives_it_to_its_errors_from_any_host() -> None:
+def test_each_operator_that_fails_an_item_gives_it_to_its_errors_from_any_host() -> None:
     def refuse(number: int) -> int:
         if number % 3 == 0:
             raise ValueError(f"{number} at {worker().host}")

@@ -11,17 +11,18 @@ from typing import Any
 
 import psutil
 import pytest
-from gates import Gate
 from hosted import agents, workers_of
-from waiting import wait_until
-from wires import Wire, wired
+from support.network_proxy import Wire, wired
+from support.waiting import wait_until
+from support.worker_latch import Gate
 
 from benchmarks.far import cut
 from flowchan import Deadlock, Graph, In, Out, Run, RunError, StageError
 from flowchan.hosts import local
-from flowchan.hosts.crew import HostCrew
-from flowchan.run import deadlock, supervisor
-from flowchan.run.deadlock import Elsewhere
+from flowchan.hosts.host_crew import HostCrew
+from flowchan.run import supervisor
+from flowchan.run.policy import deadlock
+from flowchan.run.policy.deadlock import Elsewhere
 
 POOL = local(2)
 
@@ -42,7 +43,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Elsewhere]:
         return told
 
     monkeypatch.setattr(HostCrew, "elsewhere", ask)
-    monkeypatch.setattr(supervisor, "LOOK", 0.001)
+    monkeypatch.setattr(supervisor, "POLL_INTERVAL_S", 0.001)
     monkeypatch.setattr(deadlock, "STILL", 0.001)
     return found
 

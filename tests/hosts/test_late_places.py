@@ -10,10 +10,10 @@ import threading
 import pytest
 
 from flowchan import Graph, HostError
-from flowchan.hosts import life
-from flowchan.hosts.local import Local
-from flowchan.hosts.pool import pool_of
-from flowchan.hosts.provider import Launch, Started
+from flowchan.hosts import agent_handle
+from flowchan.hosts.host_pool import pool_of
+from flowchan.hosts.providers.local import Local
+from flowchan.hosts.providers.provider import Launch, StartedAgent
 
 
 class Queued:
@@ -22,12 +22,12 @@ class Queued:
     def __init__(self, patch: pytest.MonkeyPatch, launch: Launch) -> None:
         self._patch, self._launch = patch, launch
         self._looks = 0
-        self._child: Started | None = None
+        self._child: StartedAgent | None = None
 
     def waits(self) -> bool:
         self._looks += 1
         if self._looks == 10:
-            self._patch.setattr(life, "START", 60)
+            self._patch.setattr(agent_handle, "START", 60)
             self._child = Local(1).start(0, self._launch)
         return self._looks <= 10
 
@@ -56,14 +56,14 @@ class Queue:
 
 
 def test_it_is_waited_for_as_long_as_it_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life, "START", 0.2)  # four looks
+    monkeypatch.setattr(agent_handle, "START", 0.2)  # four looks
     graph = Graph("late")
     result = graph.source(range(3)).map(str, on=pool_of("late", Queue(monkeypatch))).collect()
     assert graph.run()[result] == ["0", "1", "2"]
 
 
 def test_who_does_not_dial_is_told_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life, "START", 0.2)
+    monkeypatch.setattr(agent_handle, "START", 0.2)
     monkeypatch.setattr(Queued, "waits", lambda self: False)
     graph = Graph("late")
     graph.source(range(3)).map(str, on=pool_of("late", Queue(monkeypatch)), restarts=0).collect()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flowchan.hosts import life
+from flowchan.hosts import agent_handle
 
 
 class BreaksMeanwhile:
@@ -33,12 +33,12 @@ class BreaksMeanwhile:
 
 
 def test_a_break_that_has_just_happened_does_not_end_the_agent(monkeypatch):
-    """It has its patience to dial again, from the break on."""
-    monkeypatch.setattr(life, "START", 0.0)  # it is long since it was started
+    """It has its peer_timeout to dial again, from the break on."""
+    monkeypatch.setattr(agent_handle, "START", 0.0)  # it is long since it was started
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
     provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)
-    heard = life.Heard(*[lambda *_: None] * 6)
-    one = life.Life(provider, 0, 0, 10.0, heard)
+    heard = agent_handle.Heard(*[lambda *_: None] * 6)
+    one = agent_handle.AgentHandle(provider, 0, 0, 10.0, heard)
     one.link.close()
     one.link = BreaksMeanwhile()  # type: ignore[assignment]
     try:
@@ -52,7 +52,7 @@ def test_an_agent_that_has_not_come_yet_is_not_waited_for_at_the_end():
     """It has nothing to finish: after Ctrl-C while the agents start the program ends at once."""
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
     provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)
-    one = life.Life(provider, 0, 0, 10.0, life.Heard(*[lambda *_: None] * 6))
+    one = agent_handle.AgentHandle(provider, 0, 0, 10.0, agent_handle.Heard(*[lambda *_: None] * 6))
     one._started = started
     one.leave()
     one.close(math.inf)

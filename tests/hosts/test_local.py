@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-from agents_of_local import seeds_of
-from waiting import wait_until
+from support.local_agents import seeds_of
+from support.waiting import wait_until
 
-from flowchan.hosts.child import Child
-from flowchan.hosts.local import local
-from flowchan.hosts.provider import Launch, Provider, Started
-from flowchan.run.processes import exit_text
+from flowchan.hosts.providers.child import Child
+from flowchan.hosts.providers.local import local
+from flowchan.hosts.providers.provider import Launch, Provider, StartedAgent
+from flowchan.run.crew.process import exit_text
 
 ECHO = "import sys; open(sys.argv[1], 'wb').write(sys.stdin.buffer.read())"
 SLEEP = (
@@ -31,26 +31,26 @@ def launch(program: str, *arguments: object, stdin: bytes = b"a secret\n") -> La
 
 
 @pytest.fixture
-def started() -> Iterator[list[Started]]:
+def started() -> Iterator[list[StartedAgent]]:
     """What is put in here is closed, whatever the test does."""
-    all_of_them: list[Started] = []
+    all_of_them: list[StartedAgent] = []
     yield all_of_them
     for one in all_of_them:
         one.close()
 
 
-Starting = Callable[..., Started]
+Starting = Callable[..., StartedAgent]
 
 
 @pytest.fixture(params=["local", "child"])
-def start(request: pytest.FixtureRequest, started: list[Started]) -> Starting:
+def start(request: pytest.FixtureRequest, started: list[StartedAgent]) -> Starting:
     """Starts one of the hosts ``local-1`` and so on."""
 
-    def by_local(said: Launch, number: int = 0) -> Started:
+    def by_local(said: Launch, number: int = 0) -> StartedAgent:
         started.append(local(number + 1).start(number, said))
         return started[-1]
 
-    def by_child(said: Launch, number: int = 0) -> Started:
+    def by_child(said: Launch, number: int = 0) -> StartedAgent:
         host = local(number + 1).hosts[number]
         command = (sys.executable, *said.arguments)
         started.append(Child(host, command, said, lambda code, _: f"the agent {host} {exit_text(code)}"))
@@ -73,7 +73,7 @@ def processes() -> Callable[[], list[psutil.Process]]:
     return found
 
 
-def end_of(one: Started) -> str:
+def end_of(one: StartedAgent) -> str:
     wait_until(lambda: one.ended() is not None)
     return one.ended() or ""
 
@@ -178,9 +178,9 @@ def test_ctrl_c_in_a_terminal_does_not_reach_an_agent(start, processes, tmp_path
 IGNORING = """
 import signal, sys
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-from flowchan.hosts.child import Child
-from flowchan.hosts.local import local
-from flowchan.hosts.provider import Launch
+from flowchan.hosts.providers.child import Child
+from flowchan.hosts.providers.local import local
+from flowchan.hosts.providers.provider import Launch
 said = Launch(("-c", "print('hello')"), b"")
 one = {start}
 while one.ended() is None:

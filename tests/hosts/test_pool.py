@@ -9,7 +9,7 @@ from hosted import agents
 
 from flowchan import Graph, GraphError
 from flowchan.hosts import local
-from flowchan.run.plan import plan
+from flowchan.run.policy.plan import plan
 
 
 def test_a_pool_compares_pickles_and_prints_as_what_was_written() -> None:
@@ -75,11 +75,11 @@ def test_a_host_that_the_pool_does_not_have_is_refused(wrong: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("patience", "error"), [(0, ValueError), (-1, ValueError), (None, TypeError), ("10", TypeError)]
+    ("peer_timeout", "error"), [(0, ValueError), (-1, ValueError), (None, TypeError), ("10", TypeError)]
 )
-def test_patience_is_a_number_of_seconds(patience: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match="local: patience must be") as raised:
-        local(1, patience=patience)  # type: ignore[arg-type]
+def test_patience_is_a_number_of_seconds(peer_timeout: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="local: peer_timeout must be") as raised:
+        local(1, peer_timeout=peer_timeout)  # type: ignore[arg-type]
     assert "None:" not in str(raised.value)
 
 

@@ -17,11 +17,11 @@ from click.testing import CliRunner
 from flowchan.cli.commands import main
 from flowchan.errors import HostError
 from flowchan.hosts import probe
-from flowchan.hosts.addresses import address_towards
-from flowchan.hosts.local import Local, local
-from flowchan.hosts.provider import Launch
+from flowchan.hosts.providers.local import Local, local
+from flowchan.hosts.providers.provider import Launch
+from flowchan.hosts.providers.ssh import ssh
 from flowchan.hosts.spec import Spec
-from flowchan.hosts.ssh import ssh
+from flowchan.transport.addresses import address_towards
 
 TOWARDS = {"local-1": "127.0.0.1", "local-2": "127.0.0.1", "local-3": "no.such.host.invalid"}
 
@@ -101,7 +101,7 @@ def test_where_no_name_is_known_each_is_told():
 
 
 def test_a_host_that_does_not_dial_is_given_up():
-    _, two = probe.look(odd("import signal; signal.pause()"), patience=5.0)
+    _, two = probe.look(odd("import signal; signal.pause()"), peer_timeout=5.0)
     assert two.problem.startswith("local-2 did not dial 127.0.0.1:")
     assert two.problem.endswith("say another address of this machine with address=")
     assert " within 5 s; " in two.problem

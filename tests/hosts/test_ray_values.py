@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from flowchan.errors import HostError
-from flowchan.hosts.ray import _Reservation, ray
+from flowchan.hosts.providers.ray import _Reservation, ray
 
 
 def test_a_provider_is_a_value():

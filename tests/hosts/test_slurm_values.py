@@ -10,7 +10,7 @@ import flowchan.hosts
 from flowchan import Graph, GraphError
 from flowchan.check.rules import check
 from flowchan.errors import HostError
-from flowchan.hosts.slurm import slurm
+from flowchan.hosts.providers.slurm import slurm
 from flowchan.viz import to_mermaid
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from flowchan import hosts
-from flowchan.hosts.local import local
-from flowchan.hosts.pool import PATIENCE
-from flowchan.hosts.ray import ray
-from flowchan.hosts.slurm import slurm
+from flowchan.hosts.providers.local import local
+from flowchan.hosts.providers.ray import ray
+from flowchan.hosts.providers.slurm import slurm
+from flowchan.hosts.providers.ssh import ssh
 from flowchan.hosts.spec import parse, pool_from
-from flowchan.hosts.ssh import ssh
+from flowchan.transport.link_events import PEER_TIMEOUT_S
 
 SPECS = {
     "local:2": local(2),
@@ -29,14 +29,14 @@ POOLS = {
     "local:2,tls": hosts.local(2, tls=True),
     "ssh:gpu1,tls,gpu2": hosts.ssh("gpu1", "gpu2", tls=True),
     "slurm:tls": hosts.slurm(tls=True),
-    "slurm:patience=2.5": hosts.slurm(patience=2.5),
-    "ray:4,patience=30,GPU=1": hosts.ray(4, resources={"GPU": 1}, patience=30),
+    "slurm:peer_timeout=2.5": hosts.slurm(peer_timeout=2.5),
+    "ray:4,peer_timeout=30,GPU=1": hosts.ray(4, resources={"GPU": 1}, peer_timeout=30),
 }
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_text_means_a_provider(spec):
-    assert parse(spec) == (SPECS[spec], PATIENCE, False)
+    assert parse(spec) == (SPECS[spec], PEER_TIMEOUT_S, False)
 
 
 @pytest.mark.parametrize("spec", POOLS)
@@ -71,12 +71,15 @@ def test_what_means_none_is_refused_with_the_forms_that_do(spec):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("local:2,python=x", "'local:2,python=x': local takes tls and patience=, not python="),
-        ("ssh:a,user=b", "ssh takes tls, python=, address= and patience=, not user="),
-        ("ssh:a,tls=1", "ssh takes tls, python=, address= and patience=, not tls="),
+        ("local:2,python=x", "'local:2,python=x': local takes tls and peer_timeout=, not python="),
+        ("ssh:a,user=b", "ssh takes tls, python=, address= and peer_timeout=, not user="),
+        ("ssh:a,tls=1", "ssh takes tls, python=, address= and peer_timeout=, not tls="),
         ("ray:2,GPU=x", "'ray:2,GPU=x': GPU= takes a number of at least 0, not 'x'"),
-        ("local:2,patience=0", "'local:2,patience=0': patience= takes a number of seconds greater than 0"),
-        ("local:2,patience=-1", "patience= takes a number of at least 0, not '-1'"),
+        (
+            "local:2,peer_timeout=0",
+            "'local:2,peer_timeout=0': peer_timeout= takes a number of seconds greater than 0",
+        ),
+        ("local:2,peer_timeout=-1", "peer_timeout= takes a number of at least 0, not '-1'"),
         ("k8s:2,a=b", "hosts are given as"),
         ("ssh:python=x", "hosts are given as"),
     ],

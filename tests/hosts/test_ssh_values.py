@@ -8,10 +8,10 @@ import subprocess
 import pytest
 
 from flowchan.errors import HostError
-from flowchan.hosts import addresses
-from flowchan.hosts.relay import Said
-from flowchan.hosts.remote import around, as_text, explainer
-from flowchan.hosts.ssh import ssh
+from flowchan.hosts.providers.output import Said
+from flowchan.hosts.providers.shell import around, as_text, explainer
+from flowchan.hosts.providers.ssh import ssh
+from flowchan.transport import addresses
 
 
 def test_a_provider_is_a_value():

@@ -11,9 +11,9 @@ from hosted import wait_ended
 PROGRAM = """
 import os, signal, sys
 from flowchan import Graph
-from flowchan.hosts.child import Child
-from flowchan.hosts.local import Local
-from flowchan.hosts.pool import pool_of
+from flowchan.hosts.providers.child import Child
+from flowchan.hosts.providers.local import Local
+from flowchan.hosts.host_pool import pool_of
 
 class Apart(Local):
     def start(self, number, launch):
@@ -24,7 +24,7 @@ def tell(item):
     signal.pause()
 
 graph = Graph("unheard")
-graph.source(range(1)).map(tell, on=pool_of("apart", Apart(1), patience=1)).collect()
+graph.source(range(1)).map(tell, on=pool_of("apart", Apart(1), peer_timeout=1)).collect()
 graph.run()
 """
 

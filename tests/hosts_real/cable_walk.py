@@ -15,9 +15,9 @@ from networks import HEAD
 from pool_walks import run_over
 
 from flowchan import worker
-from flowchan.hosts.child import Child
-from flowchan.hosts.pool import pool_of
-from flowchan.hosts.provider import Launch
+from flowchan.hosts.host_pool import pool_of
+from flowchan.hosts.providers.child import Child
+from flowchan.hosts.providers.provider import Launch
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def pull(head: str) -> None:
 def main() -> None:
     head, *hosts, folder = sys.argv[1:]
     first = hosts[0]
-    pool = pool_of("apart", Apart(tuple(hosts)), patience=2)
+    pool = pool_of("apart", Apart(tuple(hosts)), peer_timeout=2)
     run = run_over(pool, Path(folder), partial(pull, head), lambda: worker().host == first)
     print(run.report())
 

@@ -14,7 +14,7 @@ import pytest
 from networks import Networks
 from nodes import Nodes
 from servers import Servers, free_ports, need, need_root, program
-from waiting import wait_until
+from support.waiting import wait_until
 
 SSHD = """
 ListenAddress 127.0.0.1

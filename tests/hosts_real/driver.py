@@ -8,9 +8,9 @@ import socket
 from typing import Any
 
 import psutil
-from waiting import wait_until
+from support.waiting import wait_until
 
-from flowchan.hosts.provider import Launch, Provider, Started
+from flowchan.hosts.providers.provider import Launch, Provider, StartedAgent
 
 SECRET = "27e1b0ff-nobody-else-sees-this"
 
@@ -42,7 +42,7 @@ STAYING = AGENT.replace("sock.makefile().readline().strip()", "__import__('signa
 assert STAYING != AGENT
 
 
-def end_of(one: Started) -> str:
+def end_of(one: StartedAgent) -> str:
     """Why it ended, once that is known."""
     wait_until(lambda: one.ended() is not None)
     return one.ended() or ""
@@ -87,7 +87,7 @@ class Driver:
         self.address = provider.listen_at()
         self._listener = socket.create_server((self.address, 0))
         self._listener.settimeout(60)
-        self.started: dict[int, Started] = {}
+        self.started: dict[int, StartedAgent] = {}
         self._lines: dict[int, socket.socket] = {}
 
     def launch(self, number: int) -> Launch:
@@ -98,7 +98,7 @@ class Driver:
         }
         return Launch(("-c", self._agent), json.dumps(told).encode() + b"\n")
 
-    def start(self, number: int) -> Started:
+    def start(self, number: int) -> StartedAgent:
         self.started[number] = self.provider.start(number, self.launch(number))
         return self.started[number]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from networks import HEAD, Networks
 from servers import Servers, family_of
-from waiting import wait_until
+from support.waiting import wait_until
 
 QUICKLY = (
     '{"health_check_initial_delay_ms":1000,"health_check_period_ms":500,"health_check_failure_threshold":3}'

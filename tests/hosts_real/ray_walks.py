@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import psutil
 from driver import SECRET, STAYING, Driver, end_of
 from pool_walks import deaths, kill_node, not_on_the_head, run_over
-from waiting import wait_until
+from support.waiting import wait_until
 
 import flowchan.hosts
 from flowchan.errors import HostError
-from flowchan.hosts.provider import Launch
-from flowchan.hosts.ray import ray
+from flowchan.hosts.providers.provider import Launch
+from flowchan.hosts.providers.ray import ray
 
 
 def say(*words: object) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from waiting import wait_until
+from support.waiting import wait_until
 
 
 def need(*programs: str, package: str) -> None:

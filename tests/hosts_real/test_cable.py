@@ -10,7 +10,8 @@ from networks import Networks
 
 
 def test_a_graph_over_three_networks_goes_on_when_one_loses_its_cable(networks: Networks, tmp_path: Path):
-    """The silence is noticed within the patience, and the work is done by the others. The report shows it."""
+    """The silence is noticed within the peer_timeout, and the work is done by the others. The report shows
+    it."""
     head, first, second = networks.names
     walk = Path(__file__).with_name("cable_walk.py")
     command = ("ip", "netns", "exec", head, sys.executable, walk, head, first, second, tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from pool_walks import cancel_step, cut_ssh, deaths, kill_agent, nothing, run_over
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan.hosts import slurm, ssh
 
@@ -49,7 +49,7 @@ def work(item):
     signal.pause()
 
 graph = Graph("lost")
-graph.source(range(2)).map(work, on=ssh("gpu1", python=sys.executable, patience=2)).collect()
+graph.source(range(2)).map(work, on=ssh("gpu1", python=sys.executable, peer_timeout=2)).collect()
 graph.run()
 """
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from networks import HEAD
 from nodes import Nodes
-from waiting import wait_until
+from support.waiting import wait_until
 
 WALKS = Path(__file__).with_name("ray_walks.py")
 

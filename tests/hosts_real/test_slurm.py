@@ -14,10 +14,10 @@ from driver import (
     assert_the_secret_is_hidden,
     end_of,
 )
-from waiting import wait_until
+from support.waiting import wait_until
 
-from flowchan.hosts.provider import Launch
-from flowchan.hosts.slurm import slurm
+from flowchan.hosts.providers.provider import Launch
+from flowchan.hosts.providers.slurm import slurm
 
 
 def steps(job: str) -> list[str]:

@@ -16,10 +16,10 @@ from driver import (
     assert_the_secret_is_hidden,
     end_of,
 )
-from waiting import wait_until
+from support.waiting import wait_until
 
-from flowchan.hosts.provider import Launch
-from flowchan.hosts.ssh import ssh
+from flowchan.hosts.providers.provider import Launch
+from flowchan.hosts.providers.ssh import ssh
 
 pytestmark = pytest.mark.usefixtures("sshd")
 
@@ -60,7 +60,7 @@ def test_output_comes_to_standard_error_with_the_name_of_the_host(capfd):
 
 
 def test_the_agent_outlives_a_killed_ssh_which_is_not_said_to_be_its_end():
-    """Only its patience ends it; here it is the end of its connection to the driver."""
+    """Only its peer_timeout ends it; here it is the end of its connection to the driver."""
     with Driver(ssh("gpu1", python=sys.executable)) as driver:
         one = driver.start(0)
         agent = psutil.Process(driver.hear()["pid"])

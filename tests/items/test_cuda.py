@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from waiting import PATIENCE, wait_until
+from support.waiting import WAIT_LIMIT_S, wait_until
 
 from flowchan import Channel, ChannelError
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
-from flowchan.items.device import crossing  # noqa: E402
-from flowchan.items.device.cuda import Driver  # noqa: E402
+from flowchan.transport.device import transfer  # noqa: E402
+from flowchan.transport.device.cuda import Driver  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA device: run these on a machine that has one"
@@ -58,15 +58,15 @@ def start() -> Iterator[Callable[..., Any]]:
 
     yield begin
     for process in started:
-        process.join(PATIENCE)
+        process.join(WAIT_LIMIT_S)
         if process.exitcode is None:
             process.kill()
             process.join()
 
 
 def kept() -> int:
-    crossing._state.sweep()
-    return sum(len(kept.blocks) for kept in crossing._state.kept.values())
+    transfer._state.sweep()
+    return sum(len(kept.blocks) for kept in transfer._state.kept.values())
 
 
 TENSORS = {
@@ -99,7 +99,7 @@ def _echo(ch: Channel, back: Channel) -> None:
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_every_kind_of_tensor_arrives_equal(start, monkeypatch, switch):
     """To another process and back, within this one, and as to another host."""
-    monkeypatch.setenv(crossing.SWITCH, switch)
+    monkeypatch.setenv(transfer.SWITCH, switch)
     there, back, here, far = channel(), channel(), channel(), Channel(across="hosts")
     start(_echo, there, back)
     for name, make in TENSORS.items():
@@ -209,7 +209,7 @@ def test_a_producer_that_exits_after_its_last_put_loses_nothing(start):
     process = start(_put_some, ch, 20)
     wait_until(lambda: len(ch) == 20)
     assert [int(ch.get()[-1]) for _ in range(20)] == list(range(20))
-    process.join(PATIENCE)
+    process.join(WAIT_LIMIT_S)
     assert process.exitcode == 0
 
 
@@ -226,7 +226,7 @@ def test_a_killed_producers_items_are_an_error_that_names_it(start, opened):
     arrived = ch.get() if opened else None
     process.kill()
     process.join()
-    with pytest.raises(ChannelError, match=rf"process {process.pid} put.*{crossing.SWITCH}=0"):
+    with pytest.raises(ChannelError, match=rf"process {process.pid} put.*{transfer.SWITCH}=0"):
         ch.get()
     if arrived is not None:
         assert arrived.sum() == 0  # what has arrived is the receiver's own
@@ -308,7 +308,7 @@ def _answer_with_the_error(ch: Channel, answers: Channel) -> None:
 
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_a_device_that_the_receiver_cannot_see_is_named(start, monkeypatch, switch):
-    monkeypatch.setenv(crossing.SWITCH, switch)
+    monkeypatch.setenv(transfer.SWITCH, switch)
     ch, answers = channel(), channel()
     ch.put(torch.ones(LARGE, device="cuda"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -327,7 +327,7 @@ def test_a_put_while_a_graph_is_captured_is_refused():
     with torch.cuda.graph(graph):
         tensor.add_(1)
         with pytest.raises(RuntimeError, match="CUDA graph is being captured"):
-            crossing.reduce(
+            transfer.reduce(
                 tensor, (tensor.dtype, tuple(tensor.shape), tensor.stride(), False), tensor.nbytes, "cuda"
             )
     graph.replay()

@@ -9,19 +9,19 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from tensors import TENSORS
+from support.tensors import TENSORS
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
-from flowchan.items.device import crossing, cuda, pool  # noqa: E402
-from flowchan.items.device.cuda import Driver, TorchDevice, read, write  # noqa: E402
-from flowchan.items.device.pool import NoRoom  # noqa: E402
+from flowchan.transport.device import arenas, cuda, transfer  # noqa: E402
+from flowchan.transport.device.arenas import NoRoom  # noqa: E402
+from flowchan.transport.device.cuda import Driver, TorchDevice, read, write  # noqa: E402
 
 torch_device = torch.device
 
 STUB = """
 #include <stdint.h>
 #include <string.h>
-typedef struct { unsigned char reserved[64]; } Handle;
+typedef struct { unsigned char reserved[64]; } IpcHandle;
 static uint64_t current, depth, wrong;
 int cuInit(unsigned flags) { return flags != 0; }
 int cuDeviceGet(int* device, int ordinal) { *device = 100 + ordinal; return ordinal == 7 ? 101 : 0; }
@@ -37,13 +37,13 @@ int cuMemAlloc_v2(uint64_t* address, size_t size) {
     return current == 0;
 }
 int cuMemFree_v2(uint64_t address) { return 0; }
-int cuIpcGetMemHandle(Handle* handle, uint64_t address) {
+int cuIpcGetMemHandle(IpcHandle* handle, uint64_t address) {
     memset(handle, 0, sizeof *handle);
     memcpy(handle, &address, 8);
     handle->reserved[63] = 77;
     return depth != 1;
 }
-int cuIpcOpenMemHandle_v2(uint64_t* address, Handle handle, unsigned flags) {
+int cuIpcOpenMemHandle_v2(uint64_t* address, IpcHandle handle, unsigned flags) {
     if (flags != 1 || handle.reserved[63] != 77) return 201;
     memcpy(address, &handle, 8);
     *address += 0x1000;
@@ -198,32 +198,32 @@ def host_as_device(driver, monkeypatch):
     monkeypatch.setattr(TorchDevice, "_tensor", tensor)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    monkeypatch.setattr(crossing, "_state", crossing.State())
+    monkeypatch.setattr(transfer, "_state", transfer.TransferState())
     return functions
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_torchs_part_of_the_protocol(host_as_device, monkeypatch, switch):
-    monkeypatch.setenv(crossing.SWITCH, switch)
+    monkeypatch.setenv(transfer.SWITCH, switch)
     monkeypatch.setattr(torch, "device", lambda *named: "cpu" if switch == "0" else torch_device(*named))
     sent = torch.arange(1000).reshape(10, -1).t()
     form = sent.dtype, tuple(sent.shape), sent.stride(), False
     monkeypatch.setattr(TorchDevice, "identity", lambda self, tensor: "GPU-1234")
-    rebuild, (content, *more) = crossing.reduce(sent, form, 8000, "cuda")
+    rebuild, (content, *more) = transfer.reduce(sent, form, 8000, "cuda")
     if switch == "1":
         ticket = memoryview(content).obj
         # as the sender itself gets it, and as another process does
-        for owner in (crossing._state.owner, b"another's"):
-            monkeypatch.setattr(crossing._state, "owner", owner)
-            (content,) = crossing.arrivals("keep", [bytes(ticket)])
+        for owner in (transfer._state.owner, b"another's"):
+            monkeypatch.setattr(transfer._state, "owner", owner)
+            (content,) = transfer.arrivals("keep", [bytes(ticket)])
             arrived = rebuild(content, *more)
             assert torch.equal(arrived, sent)
             assert arrived.stride() == sent.stride()
-        shared, own = Event.made[: pool.AT_ONCE], Event.made[pool.AT_ONCE :]
+        shared, own = Event.made[: arenas.AT_ONCE], Event.made[arenas.AT_ONCE :]
         assert all(event.interprocess for event in shared)
         assert sorted((event.recorded, event.waited) for event in shared)[-2:] == [(0, 0), (1, 2)]
         assert [(event.interprocess, event.recorded) for event in own] == [(False, 1)] * 2
-        for other in crossing._state.owners.values():
+        for other in transfer._state.owners.values():
             other.close()
     else:
         assert torch.equal(rebuild(content, *more), sent)
@@ -240,5 +240,5 @@ def test_a_graph_that_is_captured_refuses_a_put(host_as_device):
     assert TorchDevice().identity(tensor) == "GPU-1234"
     host_as_device.is_current_stream_capturing = lambda: True
     with pytest.raises(RuntimeError, match="being captured"):
-        crossing.reduce(tensor, None, 12, "cuda")
-    assert crossing._state.pools == {}
+        transfer.reduce(tensor, None, 12, "cuda")
+    assert transfer._state.pools == {}

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from optional import optional
+from support.optional_packages import optional
 
 from flowchan import Channel, pack
-from flowchan.items import frames
+from flowchan.items import arrow
 
 pl, pa = optional("polars"), optional("pyarrow")
 Image, ImageDraw = optional("PIL.Image", "pillow"), optional("PIL.ImageDraw", "pillow")
@@ -147,8 +147,8 @@ def test_who_changes_an_image_that_arrived_changes_a_copy() -> None:
 
 
 def test_without_arrow_the_libraries_own_pickling_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "_has_arrow", lambda: False)
-    assert list(frames.reducers()) == []
+    monkeypatch.setattr(arrow, "_has_arrow", lambda: False)
+    assert list(arrow.reducers()) == []
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_without_arrow_the_libraries_own_pickling_does_it(monkeypatch: pytest.Mo
 def test_so_it_does_for_versions_that_do_not_know_arrow_yet(
     monkeypatch: pytest.MonkeyPatch, module: Any, newer: str, kind: type
 ) -> None:
-    assert kind in dict(frames.reducers())
+    assert kind in dict(arrow.reducers())
     monkeypatch.delattr(module, newer)
-    assert kind not in dict(frames.reducers())
+    assert kind not in dict(arrow.reducers())
 
 
 def test_a_table_in_pieces_arrives_equal() -> None:

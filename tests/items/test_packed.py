@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from optional import optional
+from support.optional_packages import optional
 
 from flowchan import Channel, pack, unpack
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from optional import optional
+from support.optional_packages import optional
 
 from flowchan import Channel, pack, unpack
 from flowchan.pipelines import SharedDict, TaskPool, map, marshal  # noqa: A004

@@ -12,7 +12,6 @@ from collections import deque
 from typing import Any
 
 import numpy
-from histories import histories
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -22,6 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.state_machines import histories
 
 from flowchan import Channel, Drained, Full
 

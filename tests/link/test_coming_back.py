@@ -12,11 +12,11 @@ import pytest
 from benchmarks.far import cut
 from flowchan import Channel
 from flowchan.transport import link_events
-from flowchan.transport.dialling import reach
-from flowchan.transport.door import Door
+from flowchan.transport.dial import reach
+from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.tcp import listen
 from tests.link.linked import FarWorker, Linked, feeding, kill_relays
-from tests.waiting import PATIENCE, wait_until
+from tests.support.waiting import WAIT_LIMIT_S, wait_until
 
 
 class Returning(Linked):
@@ -26,14 +26,14 @@ class Returning(Linked):
         super().__init__()
         self.tls = tls
         self.secret = secrets.token_bytes(32)
-        self.door = Door(listen(address), self.secret, {}, tls=tls)
+        self.door = AuthenticatedListener(listen(address), self.secret, {}, tls=tls)
         self.over = threading.Event()
         self.keepers = [threading.Thread(target=work) for work in (self._let_in, self._keep)]
 
     def connect(self) -> None:
         sock, _ = reach(
             self.door.address, self.secret, {},
-            why="can't reach home", within=PATIENCE, tls=self.tls, wanted=lambda: not self.over.is_set(),
+            why="can't reach home", within=WAIT_LIMIT_S, tls=self.tls, wanted=lambda: not self.over.is_set(),
         )  # fmt: skip
         self.away.attach(sock.detach())
 
@@ -47,7 +47,7 @@ class Returning(Linked):
         self.over.set()
         super().__exit__(*exc)
         for keeper in self.keepers:
-            keeper.join(PATIENCE)
+            keeper.join(WAIT_LIMIT_S)
         self.door.close()
 
     def _let_in(self) -> None:
@@ -59,7 +59,7 @@ class Returning(Linked):
             self.home.attach(sock.detach())
 
     def _keep(self) -> None:
-        for event in link_events.watch(self.away, PATIENCE):
+        for event in link_events.watch(self.away, WAIT_LIMIT_S):
             if isinstance(event, link_events.LinkBroken) and not self.over.is_set():
                 with contextlib.suppress(OSError):  # the test ends
                     self.connect()
@@ -87,8 +87,8 @@ def test_items_cross_many_breaks_once_and_in_order(tls: bool) -> None:
             if item % often == often // 2:
                 linked.break_()
         assert found == list(range(20_000))
-        feeder.join(PATIENCE)
-        working.join(PATIENCE)
+        feeder.join(WAIT_LIMIT_S)
+        working.join(WAIT_LIMIT_S)
         assert linked.home.state()["breaks"] > (1 if tls else 20)
 
 

@@ -14,7 +14,7 @@ import pytest
 from flowchan import Channel, _core
 from flowchan.transport.link_events import LinkBroken, LinkClosed, next_event
 from tests.link.linked import FarWorker, Linked, feeding
-from tests.waiting import PATIENCE, wait_until
+from tests.support.waiting import WAIT_LIMIT_S, wait_until
 
 LARGE = bytes(200_000)
 
@@ -33,16 +33,16 @@ class Cut(Linked):
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
-        self._again.join(PATIENCE)
+        self._again.join(WAIT_LIMIT_S)
 
     def _redial(self, cuts: tuple[int, ...]) -> None:
         for cut in cuts:
             self._connect_through(cut)
-            while not isinstance(said := next_event(self.home, PATIENCE), LinkBroken):
+            while not isinstance(said := next_event(self.home, WAIT_LIMIT_S), LinkBroken):
                 if isinstance(said, LinkClosed):  # all came before the cut
                     return
             for relay in self._relays:
-                relay.join(PATIENCE)
+                relay.join(WAIT_LIMIT_S)
         self.connect()
 
     def _connect_through(self, cut: int) -> None:
@@ -90,9 +90,9 @@ def test_what_is_cut_in_the_middle_comes_once(times: int) -> None:
     with Cut(*CUTS) as linked:
         source, results = channel(4), channel(1000)
         thread = FarWorker(linked, 1, source, results).start(large)
-        feeding(source, range(3)).join(PATIENCE)
+        feeding(source, range(3)).join(WAIT_LIMIT_S)
         assert [output[:2] for output in results] == EVERYTHING
-        thread.join(PATIENCE)
+        thread.join(WAIT_LIMIT_S)
 
 
 @pytest.mark.parametrize("times", range(5))
@@ -101,7 +101,7 @@ def test_what_is_cut_while_it_is_skipped_is_skipped_once(times: int) -> None:
     with Linked() as first:
         far = FarWorker(first, 1, source, results)
         feeder = feeding(source, range(3))
-        assert far.inside.get(timeout=PATIENCE) == 0
+        assert far.inside.get(timeout=WAIT_LIMIT_S) == 0
         far.outside[0].put((0, 0, LARGE))
         wait_until(lambda: results.stats().items_in == 1)
         first.home.drop(1)
@@ -114,6 +114,6 @@ def test_what_is_cut_while_it_is_skipped_is_skipped_once(times: int) -> None:
             writer.close()
             thread = again.start(large)
             outputs = [output[:2] for output in results]
-            thread.join(PATIENCE)
-            feeder.join(PATIENCE)
+            thread.join(WAIT_LIMIT_S)
+            feeder.join(WAIT_LIMIT_S)
     assert sorted(outputs) == EVERYTHING

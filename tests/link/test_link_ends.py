@@ -16,8 +16,8 @@ import pytest
 from flowchan import Broken, Channel, _core
 from flowchan.transport.link_events import ItemTooLarge, LinkBroken, LinkClosed, next_event
 from tests.link.linked import FarWorker, Linked
-from tests.peers import ProcessPeer
-from tests.waiting import PATIENCE, wait_until
+from tests.support.peers import ProcessPeer
+from tests.support.waiting import WAIT_LIMIT_S, wait_until
 
 
 def channel(max_bytes: int = 1 << 26) -> Channel[Any]:
@@ -87,8 +87,8 @@ def test_a_link_of_many_workers_sleeps_as_soundly() -> None:
             assert may_sleep_less or rate < 150  # a second
         for number, ((feed, worker_in, worker_out, outcome), *_) in enumerate(far):
             feed.put(number)
-            worker_out.put(worker_in.get(timeout=PATIENCE) + 1)
-            assert outcome.get(timeout=PATIENCE) == number + 1
+            worker_out.put(worker_in.get(timeout=WAIT_LIMIT_S) + 1)
+            assert outcome.get(timeout=WAIT_LIMIT_S) == number + 1
         child = os.fork()
         if child == 0:
             linked.home.close()
@@ -144,7 +144,7 @@ def test_two_may_close_a_link_at_once() -> None:
             both.wait()
             linked.home.close()
             ended = LinkBroken("the other side closed the connection")
-            assert next_event(linked.home, PATIENCE) in {LinkClosed(), ended}
+            assert next_event(linked.home, WAIT_LIMIT_S) in {LinkClosed(), ended}
             closing.join()
 
 
@@ -170,10 +170,10 @@ def test_a_forked_child_has_no_copy_of_the_connection() -> None:
                 else:
                     linked.__dict__.clear()
                 os._exit(len(has))
-            assert [results.get(timeout=PATIENCE) for _ in range(100)] == list(range(100))
+            assert [results.get(timeout=WAIT_LIMIT_S) for _ in range(100)] == list(range(100))
             assert os.waitpid(child, 0)[1] == 0
         writer.close()
-        working.join(PATIENCE)
+        working.join(WAIT_LIMIT_S)
 
 
 def test_a_forked_child_may_drop_a_link_that_its_parent_has_closed() -> None:
@@ -212,13 +212,13 @@ def test_an_item_that_has_no_place_on_the_other_side_is_told_and_nothing_after_i
         working.start()
         for item in (b"fits", bytes(size), b"fits, too"):
             source.put(item)
-        event = next_event(linked.away, PATIENCE)
+        event = next_event(linked.away, WAIT_LIMIT_S)
         assert isinstance(event, ItemTooLarge)
         assert (event.line, event.port) == (1, 0)
         assert event.size >= size
         heard = linked.away.state()["bytes_in"]
         wait_until(lambda: linked.away.state()["bytes_in"] > heard)
         into.abort(None)
-        working.join(PATIENCE)
+        working.join(WAIT_LIMIT_S)
         assert got == [b"fits"]
         del reader, feed

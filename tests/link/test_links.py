@@ -17,7 +17,7 @@ import pytest
 from flowchan import Broken, Channel, Closed, Drained, Empty, _core
 from flowchan.transport.link_events import LinkBroken, next_event
 from tests.link.linked import FarWorker, Linked, feeding
-from tests.waiting import PATIENCE, wait_until
+from tests.support.waiting import WAIT_LIMIT_S, wait_until
 
 Function = Callable[[Any], Iterable[tuple[int, Any]]]
 
@@ -63,7 +63,7 @@ def run(
     outputs = list(results)
     over.set()
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(WAIT_LIMIT_S)
     return outputs
 
 
@@ -115,7 +115,7 @@ def test_slow_items_are_not_taken_ahead_of_other_workers(linked: Linked) -> None
     go = threading.Event()
 
     def wait(item: int) -> list[tuple[int, Any]]:
-        go.wait(PATIENCE)
+        go.wait(WAIT_LIMIT_S)
         return [(0, item)]
 
     far = [FarWorker(linked, number, source, results, one_output=True) for number in (1, 2)]
@@ -139,7 +139,7 @@ def test_what_a_worker_has_not_begun_is_called_back_when_others_wait(linked: Lin
 
     def wait_at_last(item: int) -> list[tuple[int, Any]]:
         if item == 3_000:
-            go.wait(PATIENCE)
+            go.wait(WAIT_LIMIT_S)
         return [(0, item)]
 
     thread = FarWorker(linked, 1, source, results, one_output=True).start(wait_at_last)
@@ -149,7 +149,7 @@ def test_what_a_worker_has_not_begun_is_called_back_when_others_wait(linked: Lin
         wait_until(lambda: results.stats().items_in == 3_000, what=linked.home.state)
         if breaks:
             linked.connect()
-        assert sorted(reader.get(timeout=PATIENCE) for _ in range(499)) == list(range(3_001, 3_500))
+        assert sorted(reader.get(timeout=WAIT_LIMIT_S) for _ in range(499)) == list(range(3_001, 3_500))
         go.set()
     reader.close()
     assert list(results) == list(range(3_001))
@@ -162,7 +162,7 @@ def test_items_are_called_back_as_often_as_others_wait(linked: Linked) -> None:
 
     def wait_now_and_then(item: int) -> list[tuple[int, Any]]:
         if item % 1_000 == 999:
-            gates[item // 1_000].wait(PATIENCE)
+            gates[item // 1_000].wait(WAIT_LIMIT_S)
         return [(0, item)]
 
     thread = FarWorker(linked, 1, source, results, one_output=True).start(wait_now_and_then)
@@ -172,7 +172,7 @@ def test_items_are_called_back_as_often_as_others_wait(linked: Linked) -> None:
             done = results.stats().items_in
             writer.put_many(range(number * 1_000, number * 1_000 + 1_010))
             wait_until(lambda done=done: results.stats().items_in == done + 999, what=linked.home.state)
-            assert sorted(reader.get(timeout=PATIENCE) for _ in range(10)) == [
+            assert sorted(reader.get(timeout=WAIT_LIMIT_S) for _ in range(10)) == [
                 number * 1_000 + 1_000 + k for k in range(10)
             ]
             gate.set()
@@ -187,7 +187,7 @@ def test_a_channel_that_breaks_breaks_with_its_cause_on_the_far_side(linked: Lin
     far = FarWorker(linked, 1, source, results)
     source.abort(ValueError("no more"))
     with pytest.raises(Broken) as caught:
-        far.inside.get(timeout=PATIENCE)
+        far.inside.get(timeout=WAIT_LIMIT_S)
     assert repr(caught.value.__cause__) == "ValueError('no more')"
 
 
@@ -196,7 +196,7 @@ def test_a_far_worker_that_breaks_its_channel_breaks_it_at_home(linked: Linked) 
     far = FarWorker(linked, 1, source, results)
     far.outside[0].channel.abort(ValueError("no more"))
     with pytest.raises(Broken) as caught:
-        results.get(timeout=PATIENCE)
+        results.get(timeout=WAIT_LIMIT_S)
     assert repr(caught.value.__cause__) == "ValueError('no more')"
 
 
@@ -209,7 +209,7 @@ def test_however_large_its_cause_is_the_connection_holds(linked: Linked, size: i
     other.outside[0].channel.abort(cause)
     for broken in (one.inside, other.results[0]):
         with pytest.raises(Broken) as caught:
-            broken.get(timeout=PATIENCE)
+            broken.get(timeout=WAIT_LIMIT_S)
         assert "no more" in str(caught.value.__cause__)
     assert linked.home.state()["breaks"] == 0
 
@@ -229,12 +229,12 @@ def test_a_far_reader_that_leaves_gives_back_what_it_has_not_taken(linked: Linke
     other = source.reader()
     for item in range(10):
         source.put(item)
-    assert far.inside.get(timeout=PATIENCE) == 0
+    assert far.inside.get(timeout=WAIT_LIMIT_S) == 0
     for port in (far.inside, *far.outside):
         port.close()
-    assert [other.get(timeout=PATIENCE) for _ in range(9)] == list(range(1, 10))
+    assert [other.get(timeout=WAIT_LIMIT_S) for _ in range(9)] == list(range(1, 10))
     with pytest.raises(Drained):
-        results.get(timeout=PATIENCE)
+        results.get(timeout=WAIT_LIMIT_S)
 
 
 @pytest.mark.parametrize("size", [40, 3_000])
@@ -259,7 +259,7 @@ def test_a_far_worker_that_gathers_gets_what_it_waits_for(linked: Linked, size: 
     thread = threading.Thread(target=gather)
     thread.start()
     feeding(source, range(size * 5 // 2)).join()
-    thread.join(PATIENCE)
+    thread.join(WAIT_LIMIT_S)
     assert [len(batch) for batch in batches] == [size, size, size // 2]
     assert sum(batches, []) == list(range(size * 5 // 2))  # noqa: RUF017 - three of them
 
@@ -270,7 +270,7 @@ def test_outputs_of_a_host_that_died_are_not_repeated() -> None:
     with Linked() as first:
         far = FarWorker(first, 1, source, results)
         feeder = feeding(source, range(3))
-        assert far.inside.get(timeout=PATIENCE) == 0
+        assert far.inside.get(timeout=WAIT_LIMIT_S) == 0
         for k in range(5):
             far.outside[0].put((0, k))
         wait_until(lambda: results.stats().items_in == 5)
@@ -284,8 +284,8 @@ def test_outputs_of_a_host_that_died_are_not_repeated() -> None:
             writer.close()
             thread = again.start(lambda item: [(0, (item, k)) for k in range(8)])
             outputs = list(results)
-            thread.join(PATIENCE)
-            feeder.join(PATIENCE)
+            thread.join(WAIT_LIMIT_S)
+            feeder.join(WAIT_LIMIT_S)
     assert sorted(outputs) == [(item, k) for item in range(3) for k in range(8)]
 
 
@@ -306,7 +306,7 @@ def test_an_item_is_its_workers_until_what_several_inputs_gave_has_found_room(li
 
     sources[0].put_many([0, 1])
     for item in range(2):
-        assert insides[0].get(timeout=PATIENCE) == item
+        assert insides[0].get(timeout=WAIT_LIMIT_S) == item
         outside.put(item)
     wait_for(staged=1, in_hand=1)
     with pytest.raises(Empty):
@@ -338,7 +338,7 @@ def test_deaths_lose_and_repeat_nothing_however_many_items_were_ahead(linked: Li
             threads.append(far[line % 3].start(same))
     assert (outputs if ordered else sorted(outputs)) == list(range(20_000))
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(WAIT_LIMIT_S)
 
 
 @pytest.mark.parametrize("home", [True, False], ids=["home", "away"])
@@ -367,7 +367,7 @@ def test_rubbish_ends_the_connection_and_nothing_else(home: bool) -> None:
             )
             there.sendall(frame + draw.randbytes(draw.randrange(200)))
             there.close()
-            while not isinstance(next_event(link, PATIENCE), LinkBroken):
+            while not isinstance(next_event(link, WAIT_LIMIT_S), LinkBroken):
                 pass  # what it says may be right
     finally:
         link.close()
@@ -399,7 +399,7 @@ def test_over_a_long_wire_more_is_under_way_the_quicker_the_worker_is(one_output
         finally:
             seen.set()
             for thread in (feeder, working, reading):
-                thread.join(PATIENCE)
+                thread.join(WAIT_LIMIT_S)
         assert outputs == (list(range(len(outputs))) if one_output else [])
 
 
@@ -449,5 +449,5 @@ def test_over_a_long_wire_more_bytes_are_under_way_while_the_worker_is_quick(one
         finally:
             over.set()
             for thread in (feeder, working, reading):
-                thread.join(PATIENCE)
+                thread.join(WAIT_LIMIT_S)
         assert outputs == (source.stats().items_out if one_output else 0)

@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "pace.hpp"
+#include "turn_taking.hpp"
 
 namespace {
 

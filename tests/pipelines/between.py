@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from peers import HostPeer, ProcessPeer
+from support.peers import HostPeer, ProcessPeer
 
 from flowchan.pipelines import map  # noqa: A004
 

@@ -9,14 +9,14 @@ from functools import partial
 
 import numpy as np
 import pytest
-from optional import optional
-from peers import HostPeer, ThreadPeer
-from waiting import wait_until
+from support.optional_packages import optional
+from support.peers import HostPeer, ThreadPeer
+from support.waiting import wait_until
 
 from flowchan import Broken, Closed, Drained, Empty, HostError
-from flowchan.hosts import joining
-from flowchan.hosts.home import Home
 from flowchan.pipelines import Client, Server
+from flowchan.remote import joining
+from flowchan.remote.channel_server import ChannelServer
 
 torch = optional("torch")
 
@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_refused_and_stays_the_next_message(server, wrong):
 VIEWS = {
     "whole": lambda: torch.arange(12.0).reshape(3, 4),
     "easy": lambda: torch.arange(24.0).reshape(4, 6)[:, 1:4],
-    "medium": lambda: torch.arange(60.0).reshape(3, 4, 5)[:, 1:3, 1:4],
+    "transport": lambda: torch.arange(60.0).reshape(3, 4, 5)[:, 1:3, 1:4],
     "hard": lambda: torch.arange(360.0).reshape(3, 4, 5, 6)[1:, ::2, 1:4, 2:5],
     "transposed": lambda: torch.arange(12.0).reshape(3, 4).T,
     "no elements": lambda: torch.zeros(0, 3),
@@ -221,7 +221,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_tensors(server, view):
-    """testTensor, testNoncontiguousTensorEasy, Medium and Hard, testTensorZeroSized: also into views."""
+    """testTensor, testNoncontiguousTensorEasy, Transport and Hard, testTensorZeroSized: also into views."""
     peer = beside(server, lambda client: client.send(VIEWS[view]()))
     (client,) = server.clients(1)
     into = torch.full_like(VIEWS[view](), -1)
@@ -310,12 +310,12 @@ def test_nobody_comes_any_more_once_the_server_was_closed():
         Client(server.address, server.secret, timeout=0.2)
 
 
-ImpatientHome = partial(Home, patience=2)
+ImpatientHome = partial(ChannelServer, peer_timeout=2)
 
 
 def test_a_client_that_dies_is_told_apart_from_one_that_goes(monkeypatch):
     """All that it had sent is received first."""
-    monkeypatch.setattr(joining, "Home", ImpatientHome)
+    monkeypatch.setattr(joining, "ChannelServer", ImpatientHome)
 
     def work(address, secret):
         client = Client(address, secret, tag="dies")
@@ -339,7 +339,7 @@ def test_a_server_that_dies_is_told_apart_from_one_that_goes():
     address = free_address()
 
     def serve():
-        joining.Home = ImpatientHome
+        joining.ChannelServer = ImpatientHome
         server = Server(address, secret=SECRET)
         server.clients(1)[0].send("alive")
         server.recv_any()

@@ -9,8 +9,8 @@ from itertools import count
 from typing import Any
 
 import pytest
-from optional import optional
-from waiting import wait_until
+from support.optional_packages import optional
+from support.waiting import wait_until
 
 from flowchan import Graph, RunError, worker
 from flowchan.pipelines import dataset

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from between import PEERS, between, everywhere, start
-from waiting import wait_blocked, wait_until
+from support.waiting import wait_blocked, wait_until
 
 from flowchan import Broken, Channel
 from flowchan.pipelines import Lock, Semaphore, map  # noqa: A004

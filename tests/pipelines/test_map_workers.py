@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Channel, GraphError, RunError, WorkerDied
 from flowchan.pipelines import Lock, map  # noqa: A004

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from waiting import wait_stats
+from support.waiting import wait_stats
 
 from flowchan import Channel, Closed
 from flowchan.pipelines import Marshalled, map, marshal, workqueue  # noqa: A004

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from between import PEERS, between, everywhere, start
-from peers import ThreadPeer
-from waiting import wait_blocked, wait_stats, wait_until
+from support.peers import ThreadPeer
+from support.waiting import wait_blocked, wait_stats, wait_until
 
 from flowchan import Broken, Channel
 from flowchan.hosts import serve
@@ -407,7 +407,7 @@ def test_a_notifier_that_is_killed_leaves_the_lock_and_those_it_has_not_woken(ac
 
 def home_of_all(told: Channel[Any]) -> None:
     """Runs on another host: what it makes lasts as long as it lives."""
-    serve(patience=2)
+    serve(peer_timeout=2)
     condition = Condition(across="hosts")
     told.put([Barrier(2, across="hosts"), Event(across="hosts"), condition, SharedDict(across="hosts")])
     with condition:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts import start
-from waiting import wait_blocked, wait_until
+from support.scripts import start
+from support.waiting import wait_blocked, wait_until
 
 from flowchan import Channel, Closed, Drained
-from flowchan.pipelines import names, work_queue, workqueue
+from flowchan.pipelines import registry, work_queue, workqueue
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -198,7 +198,7 @@ def end(child: Any) -> None:
 
 def taken(name: str) -> bool:
     """Whether anybody in this program has the name."""
-    return names._address(name) in Path("/proc/net/unix").read_text(errors="replace")
+    return registry._address(name) in Path("/proc/net/unix").read_text(errors="replace")
 
 
 def test_a_name_is_free_when_its_owner_gives_the_queue_up() -> None:
@@ -250,9 +250,9 @@ def test_a_creator_killed_in_the_middle_does_not_keep_the_name() -> None:
 
 
 def test_a_creator_stopped_in_the_middle_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_queue, "PATIENCE", 0.05)
+    monkeypatch.setattr(work_queue, "OWNER_TIMEOUT_S", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stopped:
-        stopped.bind("\0" + names._address("stopped"))
+        stopped.bind("\0" + registry._address("stopped"))
         with pytest.raises(TimeoutError, match="'stopped'"):
             workqueue("stopped", across="processes")
     assert workqueue("stopped", across="processes").creator
@@ -320,14 +320,14 @@ def test_a_queue_between_threads_has_its_name_in_its_process_alone() -> None:
 
 
 def test_what_is_not_signed_with_the_key_is_not_opened() -> None:
-    address = names._address("forged")
+    address = registry._address("forged")
     with (
         os.fdopen(os.memfd_create("flowchan-name"), "wb", buffering=0) as card,
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as where,
     ):
         card.write(hmac.digest(b"another key", address.encode(), "sha256") + b"not a pickle")
         where.bind(f"\0{address}-{os.getpid()}-{card.fileno()}")
-        assert names.find("forged") is None
+        assert registry.find("forged") is None
 
 
 def test_whoever_opens_a_closed_queue_sees_its_end() -> None:

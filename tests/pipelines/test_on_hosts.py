@@ -15,12 +15,12 @@ from typing import Any
 
 import psutil
 import pytest
-from waiting import PATIENCE, wait_until
+from support.waiting import WAIT_LIMIT_S, wait_until
 
 from flowchan import RunError, WorkerDied, pipelines, worker
 from flowchan.hosts import local
-from flowchan.hosts.crew import HostCrew
-from flowchan.run.recovery import deaths_in_hand
+from flowchan.hosts.host_crew import HostCrew
+from flowchan.run.crew.recovery import deaths_in_hand
 
 
 def where(number: int) -> tuple[int, str | None]:
@@ -165,7 +165,7 @@ def test_ctrl_c_ends_a_program_that_waits_for_calls_on_hosts(tmp_path: Path) -> 
                 assert said, line
         process.communicate()
     assert process.returncode == -signal.SIGINT
-    _, left = psutil.wait_procs(others, timeout=PATIENCE)
+    _, left = psutil.wait_procs(others, timeout=WAIT_LIMIT_S)
     assert not left
 
 

@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 
 import pytest
-from optional import optional
+from support.optional_packages import optional
 
 import flowchan
 from flowchan import pipelines
@@ -36,15 +36,15 @@ def test_every_public_name_and_method_has_a_docstring(name: str) -> None:
 # What patterns may use besides the public names: what placement, argument checks, refusals and failures are
 # for everybody.
 SHARED = {
-    "flowchan.channel.media",
+    "flowchan.channel.transports",
     "flowchan.items.arguments",
     "flowchan.declare.callables",
-    "flowchan.declare.places",
-    "flowchan.items.refusal",
-    "flowchan.hosts.joining",
+    "flowchan.declare.placements",
+    "flowchan.items.unpicklable",
+    "flowchan.remote.joining",
     "flowchan.items.text",
-    "flowchan.run.failures",
-    "flowchan.run.latch",
+    "flowchan.run.policy.failures",
+    "flowchan.channel.latch",
     "flowchan.transport.interrupts",
 }
 # The core itself, where something must be a single step in C, or touch memory without a copy.

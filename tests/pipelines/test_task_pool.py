@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gates import Gate
-from waiting import wait_until
+from support.waiting import wait_until
+from support.worker_latch import Gate
 
 from flowchan import Channel, WorkerDied
 from flowchan.pipelines import BackgroundTask, TaskPool

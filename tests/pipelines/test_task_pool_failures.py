@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Channel, WorkerDied
 from flowchan.pipelines import BackgroundTask, TaskPool

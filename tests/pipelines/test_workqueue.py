@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from waiting import wait_blocked, wait_until
+from support.waiting import wait_blocked, wait_until
 
 from flowchan import Closed, Drained, Empty, Full
 from flowchan.pipelines import Lock, WorkQueue, workqueue

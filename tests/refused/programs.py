@@ -26,7 +26,7 @@ def waiting(channels: list[Channel]) -> bool:
 def blocked_select() -> None:
     """The share of a core that a blocked select takes; then what it gets when an item comes to the last
     channel."""
-    channels = [Channel(across=medium) for medium in ("threads", "processes", "processes")]
+    channels = [Channel(across=transport) for transport in ("threads", "processes", "processes")]
     got: list[object] = []
     selecting = threading.Thread(target=lambda: got.append(select(channels).item))
     selecting.start()
@@ -41,8 +41,8 @@ def blocked_select() -> None:
 
 
 def blocked_coroutines() -> None:
-    """Two calls of one event loop that wait, one for each medium."""
-    channels = [Channel(across=medium) for medium in ("threads", "processes")]
+    """Two calls of one event loop that wait, one for each transport."""
+    channels = [Channel(across=transport) for transport in ("threads", "processes")]
 
     async def get_both() -> list[object]:
         getting = asyncio.gather(*(channel.aget() for channel in channels))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import seccomp
-from peers import wait_for_the_end_of
+from support.peers import wait_for_the_end_of
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 

@@ -9,7 +9,8 @@ from multiprocessing import forkserver, resource_tracker
 
 import pytest
 
-from flowchan.run import deadlock, decisions, supervisor
+from flowchan.run import supervisor
+from flowchan.run.policy import deadlock, decisions
 from flowchan.run.supervisor import Supervisor
 
 
@@ -37,7 +38,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         seen[0] = next(count)
 
     monkeypatch.setattr(Supervisor, "_look_for_deadlock", look)
-    monkeypatch.setattr(supervisor, "LOOK", 0.001)
+    monkeypatch.setattr(supervisor, "POLL_INTERVAL_S", 0.001)
     monkeypatch.setattr(deadlock, "STILL", 0.001)
     return lambda: seen[0]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flowchan.errors import MemberDied
-from flowchan.run.decisions import Died
-from flowchan.run.events import Failure, WorkerId
+from flowchan.run.policy.decisions import Died
+from flowchan.run.policy.events import Failure, WorkerId
 
 
 def failure(worker: WorkerId, text: str = "wrong") -> Failure:

@@ -7,14 +7,14 @@ import signal
 from collections.abc import Callable
 
 import psutil
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import (
     Channel,
     Graph,
     WorkerPool,
 )
-from flowchan.run.lasting import LastingProcess
+from flowchan.run.crew.pool_processes import LastingProcess
 
 
 class Square:

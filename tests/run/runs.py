@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from gates import Gate as Gate
-from scripts import run_python as run_python
-from scripts import script as script
-from scripts import start as start
-from waiting import wait_until
+from support.scripts import run_python as run_python
+from support.scripts import script as script
+from support.scripts import start as start
+from support.waiting import wait_until
+from support.worker_latch import Gate as Gate
 
 from flowchan import Graph, In, Out, Run, StageStats
 

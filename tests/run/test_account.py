@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from runs import Gate, everywhere, stage_of
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Graph, In, Out, Run, RunError, StageStats
 
@@ -133,12 +133,12 @@ def test_the_statistics_show_the_fill_of_a_channel() -> None:
     graph.source(range(100), name="numbers", capacity=5).sink(lambda _: gate.wait())
     run = graph.start()
     gate.wait_held()
-    (link,) = run.stats().links
-    wait_until(lambda: run.stats().links[0].inside == 5)
-    assert (link.name, link.capacity, link.medium) == ("numbers", 5, "threads")
+    (edge,) = run.stats().edges
+    wait_until(lambda: run.stats().edges[0].inside == 5)
+    assert (edge.name, edge.capacity, edge.transport) == ("numbers", 5, "threads")
     gate.open()
     run.wait()
-    assert run.stats().links[0].passed == 100
+    assert run.stats().edges[0].passed == 100
 
 
 @everywhere

@@ -128,7 +128,7 @@ def test_the_account_and_the_channels_are_those_of_each_worker() -> None:
     run = graph.start()
     run.wait()
     stats = run.stats()
-    inputs = {(link.name, link.passed, link.capacity) for link in stats.links if link.writer == "some"}
+    inputs = {(edge.name, edge.passed, edge.capacity) for edge in stats.edges if edge.writer == "some"}
     assert inputs == {("some 1", 1, 5), ("some 2", 2, 5), ("some 3", 3, 5)}
     (allreduce,) = (stage for stage in stats.stages if stage.name == "allreduce")
     assert (allreduce.items_in, allreduce.items_out) == (6, 3)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from optional import optional
+from support.optional_packages import optional
 
 from flowchan import Graph, RunError
 

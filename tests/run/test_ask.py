@@ -1,4 +1,4 @@
-"""Asking a running graph: each answer comes to who asked, however items travel."""
+"""Requests a running graph: each answer comes to who asked, however items travel."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from gates import Gate
 from runs import stage_of
-from waiting import wait_until
+from support.waiting import wait_until
+from support.worker_latch import Gate
 
 from flowchan import Graph, Run, RunError, Stream, WorkerDied
-from flowchan.run import asking, boards, chance
+from flowchan.run.policy import seeds
+from flowchan.run.worker import cancelled_requests, requests
 
 
 def double(number: int) -> int:
@@ -235,18 +236,18 @@ def test_what_nobody_waits_for_any_more_is_dropped_at_the_next_stage(on: Any) ->
 
 def test_a_question_that_is_forgotten_late_crosses_off_nobody_elses() -> None:
     async def main() -> None:
-        chance.enter(chance.Worker("stage", 1, 1, 0, 0))
+        seeds.enter(seeds.Worker("stage", 1, 1, 0, 0))
         told: list[int] = []
-        questions = asking.Asking(lambda: None, told.append)
+        questions = requests.Requests(lambda: None, told.append)
         try:
-            first, *others, last = [questions.begin(None)[0] for _ in range(boards.PLACES + 1)]
+            first, *others, last = [questions.begin(None)[0] for _ in range(cancelled_requests.PLACES + 1)]
             for one in others:
                 questions.forget(one.question)
             questions.forget(first.question)
-            assert not boards.is_crossed_off(last.question, last.board)
+            assert not cancelled_requests.is_crossed_off(last.question, last.board)
             questions.forget(last.question)
-            assert boards.is_crossed_off(last.question, last.board)
-            assert not boards.is_crossed_off(first.question, first.board)
+            assert cancelled_requests.is_crossed_off(last.question, last.board)
+            assert not cancelled_requests.is_crossed_off(first.question, first.board)
             assert told == [one.question for one in (*others, first, last)]
         finally:
             questions.end()
@@ -416,13 +417,13 @@ def test_a_run_that_has_ended_answers_no_more() -> None:
 
 def test_a_run_has_not_ended_before_it_takes_no_more_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     had_ended: list[bool] = []
-    usual = asking.Asking.end
+    usual = requests.Requests.end
 
-    def end(self: asking.Asking) -> None:
+    def end(self: requests.Requests) -> None:
         had_ended.append(run._supervisor.ended.is_set())
         usual(self)
 
-    monkeypatch.setattr(asking.Asking, "end", end)
+    monkeypatch.setattr(requests.Requests, "end", end)
     graph = Graph("asked")
     graph.input("questions").collect()
     with graph.start() as run:

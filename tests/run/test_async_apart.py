@@ -8,12 +8,12 @@ import os
 from collections.abc import AsyncIterator
 
 import pytest
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Graph, In, Out, RunError
 from flowchan.hosts import local
 
-PLACES = ["process", local(2)]
+PLACEMENTS = ["process", local(2)]
 
 
 async def numbers(count: int) -> AsyncIterator[int]:
@@ -70,8 +70,8 @@ class Unclosable:
         raise ValueError("can't be closed")
 
 
-@pytest.mark.parametrize("on", PLACES, ids=str)
-def test_each_verb_does_what_it_does_on_threads(on: object) -> None:
+@pytest.mark.parametrize("on", PLACEMENTS, ids=str)
+def test_each_operator_does_what_it_does_on_threads(on: object) -> None:
     """Order, errors and retries included."""
     graph = Graph("async")
     mapped = graph.source(numbers, 10, on=on).map(ten_times, on=on, workers=3, retries=1)
@@ -94,7 +94,7 @@ async def lasts(item: int) -> int:
     return item
 
 
-@pytest.mark.parametrize("on", PLACES, ids=str)
+@pytest.mark.parametrize("on", PLACEMENTS, ids=str)
 def test_one_that_waits_for_ever_ends_with_an_abort(on: object) -> None:
     graph = Graph("async")
     graph.source(range(3)).map(lasts, on=on).sink(print)
@@ -105,7 +105,7 @@ def test_one_that_waits_for_ever_ends_with_an_abort(on: object) -> None:
     assert run.stats().state == "aborted"
 
 
-@pytest.mark.parametrize("on", PLACES, ids=str)
+@pytest.mark.parametrize("on", PLACEMENTS, ids=str)
 def test_an_item_that_takes_too_long_is_given_up(on: object) -> None:
     graph = Graph("async")
     mapped = graph.source(range(1)).map(lasts, on=on, timeout=0.2, max_deaths=1)
@@ -151,7 +151,7 @@ def test_workers_of_a_pool_keep_their_loop() -> None:
         assert [pool.run()[result] for _ in range(2)] == [[1, 2, 3]] * 2
 
 
-@pytest.mark.parametrize("on", PLACES, ids=str)
+@pytest.mark.parametrize("on", PLACEMENTS, ids=str)
 def test_an_error_of_its_close_is_told(on: object) -> None:
     graph = Graph("async")
     graph.source(range(3)).map(Unclosable, on=on).sink(print)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from runs import Gate, stage_of
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Failed, Graph, In, Out, RunError, StageError
 
@@ -121,7 +121,7 @@ def test_outputs_come_as_they_are_done_where_order_is_not_wanted() -> None:
     assert overtaking(ordered=False) == [1, 0]
 
 
-# the verbs
+# the operators
 
 
 def test_filter() -> None:
@@ -286,8 +286,8 @@ def test_failed_items_go_to_the_errors_stream() -> None:
     ]
 
 
-@pytest.mark.parametrize("verb", ["map", "filter", "sink"])
-def test_retries(verb: str) -> None:
+@pytest.mark.parametrize("operator", ["map", "filter", "sink"])
+def test_retries(operator: str) -> None:
     tries: Counter[int] = Counter()
 
     async def second_time(item: int) -> int:
@@ -298,7 +298,7 @@ def test_retries(verb: str) -> None:
         return item
 
     graph = Graph("async")
-    out = getattr(graph.source(range(1, 10)), verb)(second_time, workers=3, retries=1, name="tried")
+    out = getattr(graph.source(range(1, 10)), operator)(second_time, workers=3, retries=1, name="tried")
     if out is not None:
         out.sink(same)
     run = graph.start()
@@ -468,7 +468,7 @@ async def add(left: int, right: int) -> int:
     return left + right
 
 
-def test_verbs_that_take_no_async_function_say_so() -> None:
+def test_operator_that_take_no_async_function_say_so() -> None:
     graph = Graph("async")
     source = graph.source(numbers)
     for branch in source.partition(key, 2, name="parts"):

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from runs import Gate, waits
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Failed, Graph, In, Out, WorkerDied
 from flowchan.pipelines import TaskPool

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Drained, Graph, In, Out, Run, RunStats, select
 from flowchan.run.observe.causes import cause_of
 from flowchan.run.observe.windows import between
-from flowchan.run.stats import Cause, LinkStats, StageStats, WorkSeconds
+from flowchan.run.policy.stats import Cause, EdgeStats, StageStats, WorkSeconds
 
 MS = 0.001
 
@@ -88,14 +88,14 @@ def load(
     return StageStats(name=name, **(known | values)), worked
 
 
-def chain(*loads: tuple[StageStats, WorkSeconds], **links: dict[str, Any]) -> Cause | None:
-    """The cause of stages one behind the other; ``links`` are values of the channel behind the stage of that
+def chain(*loads: tuple[StageStats, WorkSeconds], **edges: dict[str, Any]) -> Cause | None:
+    """The cause of stages one behind the other; ``edges`` are values of the channel behind the stage of that
     name."""
     stages = tuple(stage for stage, _ in loads)
     between_two = itertools.pairwise(stages)
     edges = tuple(
         dataclasses.replace(
-            LinkStats(one.name, one.name, other.name, "threads", 0, 64, 100, 100.0), **links.get(one.name, {})
+            EdgeStats(one.name, one.name, other.name, "threads", 0, 64, 100, 100.0), **edges.get(one.name, {})
         )
         for one, other in between_two
     )

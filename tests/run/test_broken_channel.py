@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from runs import Gate, everywhere
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Broken, Graph, In, Out, RunError, StageError
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from runs import Gate, everywhere, stage_of
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Graph, In, Out
 
@@ -42,7 +42,7 @@ def test_an_empty_source_ends_the_run(on: Any) -> None:
 
 
 @everywhere
-def test_every_verb_drains_and_closes(on: Any) -> None:
+def test_every_operator_drains_and_closes(on: Any) -> None:
     graph = Graph("r1")
     evens = graph.source(range(100), on=on).filter(is_even, on=on).flat_map(twice, on=on)
     left, right = evens.batch(7).unbatch().tee(2)

@@ -11,10 +11,12 @@ from typing import Any
 import psutil
 import pytest
 from runs import Gate, run_python, script
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Graph, In, Out, Run, RunError, StageError
-from flowchan.run import breaks, deadlock, supervisor, watch
+from flowchan.run import supervisor
+from flowchan.run.crew import watch
+from flowchan.run.policy import break_cause, deadlock
 
 
 def workers_of(run: Run) -> list[psutil.Process]:
@@ -119,7 +121,12 @@ def test_a_process_that_dies_at_its_birth_is_reported() -> None:
 
 def test_a_death_announces_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing looks for it: whatever is looked at now and then is not looked at here."""
-    for module, name in ((watch, "LOOK"), (supervisor, "LOOK"), (deadlock, "STILL"), (breaks, "LOOK")):
+    for module, name in (
+        (watch, "POLL_INTERVAL_S"),
+        (supervisor, "POLL_INTERVAL_S"),
+        (deadlock, "STILL"),
+        (break_cause, "POLL_INTERVAL_S"),
+    ):
         monkeypatch.setattr(module, name, 3600.0)
     gate = Gate()
     graph = Graph("r4")

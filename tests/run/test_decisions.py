@@ -11,36 +11,39 @@ import pytest
 from deciding import died, failure, missing
 
 from flowchan.errors import MemberLeft
-from flowchan.run import decisions, measure
-from flowchan.run.decisions import (
+from flowchan.run.observe import measure
+from flowchan.run.policy import decisions
+from flowchan.run.policy.decisions import (
     GRACE,
     STOP_SECONDS,
     AbortAsked,
     BreakChannels,
     Disband,
-    Fell,
+    MateEnded,
     Meet,
     Moved,
     Phase,
+    PolicyState,
     Regroup,
     ReleasePorts,
     Replace,
-    State,
     StopAsked,
     StopSources,
     Terminate,
     Tick,
     decide,
 )
-from flowchan.run.events import Bereft, Ended, Failure, WorkerId
+from flowchan.run.policy.events import Ended, Failure, GroupLost, WorkerId
 
 SOURCE, MAP, SINK = (WorkerId(name, 1) for name in ("source", "map", "sink"))
 ALL = frozenset({SOURCE, MAP, SINK})
-START = State(alive=ALL, processes=frozenset({MAP}), sources=frozenset({SOURCE}), ends=frozenset({SINK}))
+START = PolicyState(
+    alive=ALL, processes=frozenset({MAP}), sources=frozenset({SOURCE}), ends=frozenset({SINK})
+)
 GOING_ON = [phase for phase in get_args(Phase) if phase != "ended"]
 
 
-def at(phase: Phase, **values: Any) -> State:
+def at(phase: Phase, **values: Any) -> PolicyState:
     return dataclasses.replace(START, phase=phase, **values)
 
 
@@ -85,7 +88,7 @@ def test_a_failure_breaks_the_channels(phase: Phase) -> None:
     assert (state.phase, state.since, state.failures) == ("failing", 7.0, (failure_in(state),))
 
 
-def failure_in(state: State) -> Failure:
+def failure_in(state: PolicyState) -> Failure:
     (found,) = state.failures
     return found
 
@@ -140,7 +143,7 @@ def test_a_run_that_ends_anyway_has_not_failed_by_a_death_that_it_would_have_gon
 
 
 GANG = tuple(WorkerId("gang", number) for number in (1, 2, 3))
-GANG_AT_WORK = State(
+GANG_AT_WORK = PolicyState(
     alive=frozenset(GANG), processes=frozenset(GANG), sources=frozenset(), ends=frozenset(GANG),
     limits={"gang": 2}, gangs=frozenset({"gang"}),
 )  # fmt: skip
@@ -153,9 +156,9 @@ def test_a_gang_begins_again_once_all_that_are_left_of_it_are_gone() -> None:
     state, actions = decide(state, died(first), 0.0)
     assert actions == (Terminate(second, force=True), Terminate(third, force=True))
     assert state.ends_with_mates(second)
-    state, actions = decide(state, Fell(third), 0.0)
+    state, actions = decide(state, MateEnded(third), 0.0)
     assert actions == ()
-    state, actions = decide(state, Fell(second), 0.0)
+    state, actions = decide(state, MateEnded(second), 0.0)
     assert actions == (Regroup(GANG, 0.0, first),)
     assert state == dataclasses.replace(GANG_AT_WORK, restarts={"gang": 1})
 
@@ -169,7 +172,7 @@ def test_who_is_missing_in_a_gang_of_a_run_that_was_aborted_is_no_failure() -> N
 def test_of_a_gang_only_those_begin_again_that_have_not_ended() -> None:
     first, second, third = GANG
     state, _ = decide(GANG_AT_WORK, died(first), 0.0)
-    state, _ = decide(state, Fell(third), 0.0)
+    state, _ = decide(state, MateEnded(third), 0.0)
     state, actions = decide(state, Ended(second), 0.0)
     assert actions == (ReleasePorts(second), Regroup((first, third), 0.0, first))
 
@@ -180,9 +183,9 @@ def test_a_gang_in_which_somebody_is_missing_but_nobody_died_begins_again_as_oft
         for worker in GANG:
             state, _ = decide(state, missing(worker), 0.0)
         for worker in GANG[:2]:
-            state, actions = decide(state, Fell(worker), 0.0)
+            state, actions = decide(state, MateEnded(worker), 0.0)
             assert actions == ()
-        state, actions = decide(state, Fell(GANG[2]), 0.0)
+        state, actions = decide(state, MateEnded(GANG[2]), 0.0)
         if restart < 3:
             assert actions == (Regroup(GANG, 0.0, None),)
             assert state == dataclasses.replace(GANG_AT_WORK, restarts={"gang": restart})
@@ -205,7 +208,7 @@ def test_what_its_mates_missed_is_not_told_when_the_failure_of_one_is_heard_late
 def test_where_one_ends_because_nobody_reads_what_they_put_its_mates_end_too(heard: int) -> None:
     """On other hosts they may have missed it before that is heard. The third waits for an item."""
     first, second, third = GANG
-    happenings = [missing(second), *([Fell(second)] if heard else [])]
+    happenings = [missing(second), *([MateEnded(second)] if heard else [])]
     happenings.insert(heard, Ended(first, early=True))
     state = GANG_AT_WORK
     for happening in happenings:
@@ -224,7 +227,7 @@ def test_a_run_that_fails_waits_for_no_gang() -> None:
     first, second, third = GANG
     state = dataclasses.replace(GANG_AT_WORK, limits={})
     state, _ = decide(state, missing(third), 0.0)
-    state, _ = decide(state, Fell(third), 0.0)
+    state, _ = decide(state, MateEnded(third), 0.0)
     state, actions = decide(state, died(first), 0.0)
     assert (state.phase, state.alive) == ("failing", frozenset({second}))
     assert actions == (BreakChannels(), ReleasePorts(first), ReleasePorts(third))
@@ -235,11 +238,11 @@ def test_a_run_that_fails_waits_for_no_gang() -> None:
 def test_when_a_gang_breaks_the_run_off_the_gangs_before_it_wait_for_nobody_either() -> None:
     left, here, *others = (WorkerId(stage, number) for stage in ("a", "b") for number in (1, 2))
     workers = frozenset({left, here, *others})
-    state = State(workers, workers, frozenset(), workers, gangs=frozenset({"a", "b"}))
+    state = PolicyState(workers, workers, frozenset(), workers, gangs=frozenset({"a", "b"}))
     actions: tuple[Any, ...] = ()
     for worker in (left, *others):
         state, _ = decide(state, missing(worker), 0.0)
-        state, actions = decide(state, Fell(worker), 0.0)
+        state, actions = decide(state, MateEnded(worker), 0.0)
     assert (state.phase, state.alive, state.fallen) == ("failing", {here}, frozenset())
     assert ReleasePorts(left) in actions
 
@@ -251,13 +254,13 @@ def test_of_an_elastic_gang_the_others_meet_and_meet_again_when_another_has_come
     first, second, third = GANG
     state, actions = decide(ELASTIC, died(first), 0.0)
     assert actions == (Replace(first, 0.0),)
-    state, actions = decide(state, Bereft(third, missing(third)), 0.0)
+    state, actions = decide(state, GroupLost(third, missing(third)), 0.0)
     assert actions == (Disband("gang"),)
-    state, actions = decide(state, Bereft(second, missing(second)), 0.0)
+    state, actions = decide(state, GroupLost(second, missing(second)), 0.0)
     assert actions == (Disband("gang"), Meet((second, third)))
-    state, actions = decide(state, Bereft(first, None), 0.0)
+    state, actions = decide(state, GroupLost(first, None), 0.0)
     assert actions == (Disband("gang"),)
-    state, actions = decide(state, Bereft(second, missing(second)), 0.0)
+    state, actions = decide(state, GroupLost(second, missing(second)), 0.0)
     state, actions = decide(state, Ended(third), 0.0)
     assert actions == (ReleasePorts(third), Meet((second, first)))  # who is new comes last
     assert state.restarts == {"gang": 1}
@@ -268,9 +271,9 @@ def test_of_an_elastic_gang_the_others_meet_and_meet_again_when_another_has_come
 def test_who_dies_before_it_has_a_group_is_not_waited_for() -> None:
     first, second, third = GANG
     state, _ = decide(ELASTIC, died(first), 0.0)
-    state, _ = decide(state, Bereft(third, missing(third)), 0.0)
+    state, _ = decide(state, GroupLost(third, missing(third)), 0.0)
     state, _ = decide(state, died(third), 0.0)
-    state, actions = decide(state, Bereft(second, missing(second)), 0.0)
+    state, actions = decide(state, GroupLost(second, missing(second)), 0.0)
     assert actions == (Disband("gang"), Meet((second,)))
 
 
@@ -278,7 +281,7 @@ def test_an_elastic_gang_in_which_nobody_died_meets_as_often_as_it_may() -> None
     state = ELASTIC
     for meeting in (1, 2, 3):
         for worker in GANG:
-            state, actions = decide(state, Bereft(worker, missing(worker)), 0.0)
+            state, actions = decide(state, GroupLost(worker, missing(worker)), 0.0)
         if meeting < 3:
             assert actions[-1] == Meet(GANG)
     assert (state.phase, actions[-1]) == ("failing", BreakChannels())

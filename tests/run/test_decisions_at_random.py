@@ -11,13 +11,13 @@ from deciding import died, failure, missing
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flowchan.run.decisions import (
+from flowchan.run.policy.decisions import (
     AbortAsked,
     BreakChannels,
-    Fell,
+    MateEnded,
     Meet,
+    PolicyState,
     ReleasePorts,
-    State,
     StopAsked,
     StopSources,
     Terminate,
@@ -25,7 +25,7 @@ from flowchan.run.decisions import (
     decide,
     next_at,
 )
-from flowchan.run.events import Bereft, Ended, WorkerId
+from flowchan.run.policy.events import Ended, GroupLost, WorkerId
 from flowchan.run.policy.scaling import Add, Remove, Scale, Size
 
 
@@ -56,7 +56,7 @@ class Runs(RuleBasedStateMachine):
         self.released: set[WorkerId] = set()
         self.killed: set[WorkerId] = set()
         last = len(stages) - 1
-        self.state = State(
+        self.state = PolicyState(
             alive=frozenset(workers),
             processes=frozenset(worker for worker in workers if int(worker.stage) in processes),
             sources=frozenset(worker for worker in workers if worker.stage == "0"),
@@ -103,7 +103,7 @@ class Runs(RuleBasedStateMachine):
 
     def goes(self, worker: WorkerId) -> None:
         """A process is gone that has not told how it ended."""
-        self.happens(Fell(worker) if self.state.ends_with_mates(worker) else died(worker))
+        self.happens(MateEnded(worker) if self.state.ends_with_mates(worker) else died(worker))
 
     @precondition(lambda self: self.living - self.state.bereft.keys())
     @rule(data=st.data())
@@ -126,7 +126,7 @@ class Runs(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_worker_finds_its_group_over(self, data: st.DataObject) -> None:
         worker = self.some(data, self.without_group)
-        self.happens(Bereft(worker, None if worker in self.state.coming else missing(worker)))
+        self.happens(GroupLost(worker, None if worker in self.state.coming else missing(worker)))
 
     @property
     def without_group(self) -> frozenset[WorkerId]:
@@ -166,7 +166,9 @@ class Runs(RuleBasedStateMachine):
 
     @invariant()
     def no_failure_is_lost(self) -> None:
-        assert len(getattr(self, "state", State(*[frozenset()] * 4)).failures) >= getattr(self, "failed", 0)
+        assert len(getattr(self, "state", PolicyState(*[frozenset()] * 4)).failures) >= getattr(
+            self, "failed", 0
+        )
 
     @invariant()
     def ended_means_nobody_is_alive(self) -> None:

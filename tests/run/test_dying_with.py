@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from flowchan.run.exits import die_with
+from flowchan.run.crew.at_exit import die_with
 
 
 def test_a_child_whose_parent_has_died_already_ends() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from runs import Gate, everywhere, stage_of
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Channel, Graph, In, Out, Run, hosts, worker
-from flowchan.run import crew
-from flowchan.run.decisions import State, StopAsked, decide
-from flowchan.run.events import Ended, WorkerId
+from flowchan.run.crew import local_crew
+from flowchan.run.policy.decisions import PolicyState, StopAsked, decide
+from flowchan.run.policy.events import Ended, WorkerId
 from flowchan.run.policy.scaling import Add, Remove, Scale, Size
 
 
@@ -65,7 +65,7 @@ def test_map_keeps_order_while_workers_come_and_go(on: Any, workers: int) -> Non
 
 @everywhere
 @pytest.mark.parametrize("ordered", [True, False])
-def test_every_elastic_verb_loses_and_repeats_nothing(on: Any, ordered: bool) -> None:
+def test_every_elastic_operator_loses_and_repeats_nothing(on: Any, ordered: bool) -> None:
     seen: Channel[int] = Channel(10**6, across="processes")
     graph = Graph("scaled")
     numbers = graph.input("numbers", capacity=8)
@@ -306,7 +306,7 @@ def test_worker_that_cannot_be_started_leaves_the_others_at_work(monkeypatch: An
         def refused(*_: Any) -> None:
             raise OSError("no processes left")
 
-        monkeypatch.setattr(crew.LocalCrew, "_start_process", refused)
+        monkeypatch.setattr(local_crew.LocalCrew, "_start_process", refused)
         run.scale("work", 2)
         wait_until(lambda: "no processes left" in run.stats().last_error)
         alive(run, "work", 1)
@@ -397,10 +397,10 @@ ONE, TWO, THREE = (WorkerId("work", number) for number in (1, 2, 3))
 SINK = WorkerId("sink", 1)
 
 
-def running(*workers: WorkerId, last: int) -> State:
+def running(*workers: WorkerId, last: int) -> PolicyState:
     ids = frozenset(workers)
     size = Size(len(workers), since=10.0, last=last)
-    return State(ids | {SINK}, ids, frozenset(), frozenset({SINK}), sizes={"work": size})
+    return PolicyState(ids | {SINK}, ids, frozenset(), frozenset({SINK}), sizes={"work": size})
 
 
 def test_scale_adds_workers_with_new_numbers() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 import pytest
 from runs import script, start
-from waiting import wait_until
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from runs import Gate, everywhere, feedback, script, start, waits
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Deadlock, Graph, In, Out, Run, RunError, StageError
 
@@ -239,7 +239,7 @@ def test_the_time_that_an_async_stage_waits_is_told() -> None:
     with graph.start() as run:
         waits(run, "numbers", readers=1)
         # the watching thread has looked again
-        wait_until(lambda: run.stats().links[0].readers_waiting_for > 0.3)
+        wait_until(lambda: run.stats().edges[0].readers_waiting_for > 0.3)
         found = re.search(r"for (\d+\.\d) s", line_of(run, "same"))
         assert found is not None
         assert 0.3 <= float(found[1]) <= run.stats().elapsed

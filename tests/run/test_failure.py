@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from runs import Gate, everywhere
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Broken, Failed, Graph, In, Out, RunError, StageError
-from flowchan.run.failures import LostError
+from flowchan.run.policy.failures import LostError
 
 
 class UsersError(Exception):
@@ -120,10 +120,10 @@ def test_the_causes_of_an_exception_are_shown(on: Any) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize("verb", ["map", "filter", "flat_map", "sink"])
-def test_a_function_that_raises_fails_the_run(verb: str, on: Any) -> None:
+@pytest.mark.parametrize("operator", ["map", "filter", "flat_map", "sink"])
+def test_a_function_that_raises_fails_the_run(operator: str, on: Any) -> None:
     graph = Graph("r3")
-    stream = getattr(graph.source(itertools.count), verb)(fail_at_three, on=on, name="bad")
+    stream = getattr(graph.source(itertools.count), operator)(fail_at_three, on=on, name="bad")
     if stream is not None:
         stream.sink(id)
     error = fails_once(graph)
@@ -325,13 +325,13 @@ def test_an_item_without_a_repr_is_told(on: Any) -> None:
     assert fails_once(graph).item == "<BrokenItem whose repr raises SystemExit>"
 
 
-@pytest.mark.parametrize("verb", ["map", "flat_map"])
-def test_a_result_that_can_not_be_sent_fails_with_its_item(verb: str) -> None:
+@pytest.mark.parametrize("operator", ["map", "flat_map"])
+def test_a_result_that_can_not_be_sent_fails_with_its_item(operator: str) -> None:
     def locks(item: int) -> Any:
         return [threading.Lock()]
 
     graph = Graph("r3")
-    getattr(graph.source([5]), verb)(locks, on="process", name="locks").sink(id)
+    getattr(graph.source([5]), operator)(locks, on="process", name="locks").sink(id)
     error = fails_once(graph)
     assert (error.stage, error.item) == ("locks", "5")
     assert "lock" in str(error)

@@ -7,11 +7,11 @@ import threading
 from typing import Any
 
 import pytest
-from gates import Gate
+from support.worker_latch import Gate
 
 from flowchan import Graph, RunStats
-from flowchan.run.decisions import StopAsked
-from flowchan.run.events import Began, Ended, Retried, WorkerId
+from flowchan.run.policy.decisions import StopAsked
+from flowchan.run.policy.events import Began, Ended, Retried, WorkerId
 
 
 def fed() -> Graph:

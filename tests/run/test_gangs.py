@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from gangs import few, in_step
 from runs import everywhere
+from support.gangs import few, in_step
 
 from flowchan import (
     Channel,
@@ -30,9 +30,9 @@ from flowchan import (
     worker,
 )
 from flowchan.collective import Group
-from flowchan.run.events import WorkerId
-from flowchan.run.gangs import Membership
-from flowchan.run.opening import Ports
+from flowchan.run.policy.events import WorkerId
+from flowchan.run.worker.gang_membership import GangMembership
+from flowchan.run.worker.opening import Ports
 
 
 def add(a: int, b: int) -> int:
@@ -105,7 +105,7 @@ def test_who_ends_because_nobody_reads_what_it_puts_is_gone_for_its_mates() -> N
     ports = Ports({}, {"out": channel.writer()}, None)
     channel.close()
     first, second = Group._make_all(2, "gang")
-    one = Membership(WorkerId("gang", 1), first, None, lambda _: None, ports)
+    one = GangMembership(WorkerId("gang", 1), first, None, lambda _: None, ports)
     other = threading.Thread(target=one.enter)
     other.start()
     with second:

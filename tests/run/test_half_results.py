@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from gates import Gate
 from runs import everywhere
-from waiting import wait_until
+from support.waiting import wait_until
+from support.worker_latch import Gate
 
 from flowchan import Broken, Graph, In, Out, Run, RunError
 from flowchan.hosts import local
-from flowchan.run.crew import LocalCrew
+from flowchan.run.crew.local_crew import LocalCrew
 
 WHERE = pytest.mark.parametrize("on", ["thread", "process", local(1)], ids=["thread", "process", "host"])
 
@@ -89,7 +89,7 @@ def test_what_is_behind_a_stage_that_meets_the_abort_sees_no_clean_end(
 def gather(run: Run, result: Any, number: int) -> None:
     """Has the run take in its results, and returns once it has so many of one."""
     run._gathering.begin()
-    (name,) = [link.name for link in run._plan.links if link.reader == result.stage]
+    (name,) = [edge.name for edge in run._plan.edges if edge.reader == result.stage]
     wait_until(lambda: run._crew.channels[name].stats().items_out >= number)
 
 

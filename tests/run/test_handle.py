@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from runs import Gate, everywhere, stage_of
-from waiting import wait_blocked, wait_until
+from support.waiting import wait_blocked, wait_until
 
 from flowchan import Broken, Closed, Graph, GraphError, In, Run, RunError, Stream
 

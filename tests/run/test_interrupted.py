@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from runs import script, start
-from waiting import wait_until
+from support.waiting import wait_until
 
 import flowchan
 from flowchan import Graph, Interrupted, RunError
@@ -132,7 +132,7 @@ def test_ctrl_c_while_a_loop_without_a_block_waits_for_an_item(tmp_path: Path) -
         from flowchan import Graph, Interrupted
 
         def announce():
-            while not run.stats().links[0].waiting_readers:
+            while not run.stats().edges[0].waiting_readers:
                 threading.Event().wait(0.001)
             os.write(1, b"going\\n")  # which needs no lock at the end
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowchan.run.deadlock import (
+from flowchan.run.policy.deadlock import (
     MORE_MEMORY,
     NOBODY_PUTS,
     REMEDY,
@@ -18,9 +18,9 @@ from flowchan.run.deadlock import (
     Look,
     judge,
 )
-from flowchan.run.decisions import Stuck
-from flowchan.run.events import WorkerId
-from flowchan.run.stats import LinkStats, RunStats, StageStats
+from flowchan.run.policy.decisions import Stuck
+from flowchan.run.policy.events import WorkerId
+from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 RESULT = WorkerId("result", 1)
 TWO = frozenset({WorkerId("first", 1), WorkerId("second", 1)})
@@ -30,20 +30,20 @@ def stage(name: str, kind: str = "map", alive: int = 1, restarts: int = 0) -> St
     return StageStats(name, kind, "thread", 1, alive, 0, 0, 0, 0, restarts, 0, 0, 0.0, 0.0, 0.0, 0.0)
 
 
-def link(writer: str, reader: str, readers: int = 0, writers: int = 0, **counts: Any) -> LinkStats:
-    found = LinkStats(writer, writer, reader, "threads", 1, 1, 0, 0.0, readers, writers)
+def edge(writer: str, reader: str, readers: int = 0, writers: int = 0, **counts: Any) -> EdgeStats:
+    found = EdgeStats(writer, writer, reader, "threads", 1, 1, 0, 0.0, readers, writers)
     return dataclasses.replace(found, **counts)
 
 
-def look(*links: LinkStats, stages: tuple[StageStats, ...] | None = None, **about: Any) -> Look:
+def look(*edges: EdgeStats, stages: tuple[StageStats, ...] | None = None, **about: Any) -> Look:
     if stages is None:
-        stages = tuple(stage(name) for name in dict.fromkeys(one.writer for one in links))
-    return Look(RunStats("graph", "running", 1.0, stages, links, None), **about)
+        stages = tuple(stage(name) for name in dict.fromkeys(one.writer for one in edges))
+    return Look(RunStats("graph", "running", 1.0, stages, edges, None), **about)
 
 
-LOOP = look(link("first", "second", readers=1), link("second", "first", readers=1))
+LOOP = look(edge("first", "second", readers=1), edge("second", "first", readers=1))
 """Each waits for what the other puts."""
-FULL = look(link("first", "second", writers=1), link("second", "first", writers=1))
+FULL = look(edge("first", "second", writers=1), edge("second", "first", writers=1))
 
 
 def text_of(stuck: object) -> str:
@@ -57,7 +57,7 @@ def test_two_equal_looks_at_which_everybody_waits_are_a_deadlock() -> None:
 
 
 def test_a_writer_who_waits_for_bytes_is_told_to_take_more_memory() -> None:
-    short = look(link("first", "second", writers=1, short_of_bytes=True), link("second", "first", writers=1))
+    short = look(edge("first", "second", writers=1, short_of_bytes=True), edge("second", "first", writers=1))
     assert MORE_MEMORY in text_of(judge(short, short))
 
 
@@ -68,10 +68,10 @@ def test_one_look_proves_nothing() -> None:
 @pytest.mark.parametrize(
     "moved",
     [
-        look(link("first", "second", readers=1, passed=1), link("second", "first", readers=1)),
-        look(link("first", "second", readers=1, inside=0), link("second", "first", readers=1)),
-        look(*LOOP.stats.links, stages=(stage("first", restarts=1), stage("second"))),
-        look(*LOOP.stats.links, counts=(1,)),
+        look(edge("first", "second", readers=1, passed=1), edge("second", "first", readers=1)),
+        look(edge("first", "second", readers=1, inside=0), edge("second", "first", readers=1)),
+        look(*LOOP.stats.edges, stages=(stage("first", restarts=1), stage("second"))),
+        look(*LOOP.stats.edges, counts=(1,)),
     ],
     ids=["an item was taken", "an item was put", "a worker was replaced", "something on another host"],
 )
@@ -84,9 +84,9 @@ def test_what_has_moved_between_two_looks_is_no_deadlock(moved: Look) -> None:
 @pytest.mark.parametrize(
     "going_on",
     [
-        look(link("first", "second", readers=1), link("second", "first")),
-        look(link("first", "second", readers=1, woken=1), link("second", "first", readers=1)),
-        look(link("first", "second", readers=1, selecting=1), link("second", "first", readers=1)),
+        look(edge("first", "second", readers=1), edge("second", "first")),
+        look(edge("first", "second", readers=1, woken=1), edge("second", "first", readers=1)),
+        look(edge("first", "second", readers=1, selecting=1), edge("second", "first", readers=1)),
         dataclasses.replace(LOOP, outside=True),
         dataclasses.replace(LOOP, unread=frozenset({RESULT})),
     ],
@@ -101,9 +101,9 @@ def test_somebody_who_may_go_on_at_either_look_is_no_deadlock(going_on: Look) ->
 def results(writers: int, putting: int = 0, getting: int = 0) -> Look:
     """The program fills an input and reads two results; one of them has a writer who waits."""
     return look(
-        link("input", "work", writers=putting),
-        link("work", "result", writers=writers),
-        link("other", "another", readers=getting),
+        edge("input", "work", writers=putting),
+        edge("work", "result", writers=writers),
+        edge("other", "another", readers=getting),
         unread=frozenset({RESULT, WorkerId("another", 1)}),
         inputs=frozenset({"input"}),
     )
@@ -181,9 +181,9 @@ def test_other_hosts_are_asked_until_they_have_answered() -> None:
 def test_workers_elsewhere_wait_for_what_they_say_and_not_what_their_links_ask_for() -> None:
     away = (stage("first"), dataclasses.replace(stage("second"), hosts=("far",)))
     stats = look(
-        link("first", "second", readers=5), link("second", "first", readers=1, writers=1), stages=away
+        edge("first", "second", readers=5), edge("second", "first", readers=1, writers=1), stages=away
     ).stats
-    into, out = Elsewhere(reading={"first": 1}, writing={"second": 2}).put_into(stats).links
+    into, out = Elsewhere(reading={"first": 1}, writing={"second": 2}).put_into(stats).edges
     assert (into.waiting_readers, out.waiting_readers, out.waiting_writers) == (1, 1, 2)
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from optional import optional
+from support.optional_packages import optional
 
 from flowchan import Graph, Holder
-from flowchan.run.explain import explain
-from flowchan.run.stats import LinkStats, RunStats, StageStats
+from flowchan.run.policy.explain import explain
+from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 torch = optional("torch")
 
@@ -81,10 +81,10 @@ def test_the_explanation_names_who_holds_memory() -> None:
     """Pressure is visible: a writer that waits for memory is told who keeps it."""
     stage = StageStats("resize", "map", "process", 1, 1, 5, 5, 0, 0, 0, 0, 0, 1.0, 0.1, 0.0, 0.9)
     held = (Holder(7, 2, 3_200_000),)
-    link = LinkStats(
+    edge = EdgeStats(
         "resize", "resize", "upload", "processes", 3, 64, 5, 1.0, waiting_writers=1, holders=held
     )
-    said = explain(RunStats("images", "running", 1.0, (stage,), (link,), None))
+    said = explain(RunStats("images", "running", 1.0, (stage,), (edge,), None))
     assert "waits to put into 'resize' (3 of 64; process 7 holds 2 blocks, 3.2 MB)" in said
 
 

@@ -9,8 +9,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from gates import Gate
 from runs import script, stage_of, start
+from support.worker_latch import Gate
 
 from flowchan import Graph
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from runs import everywhere, stage_of
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Deadlock, Drained, Graph, In, Out, RunError, Stream, select
 
@@ -176,8 +176,8 @@ def test_a_loop_in_which_everybody_waits_is_a_deadlock(on: Any) -> None:
 
 
 def test_a_loop_that_moves_slowly_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowchan.run.deadlock.STILL", 0.0)
-    monkeypatch.setattr("flowchan.run.supervisor.LOOK", 0.0001)
+    monkeypatch.setattr("flowchan.run.policy.deadlock.STILL", 0.0)
+    monkeypatch.setattr("flowchan.run.supervisor.POLL_INTERVAL_S", 0.0001)
 
     def one_by_one(fresh: In[Any], again: In[Any], work: Out[Any], done: Out[Any]) -> None:
         for item in fresh:

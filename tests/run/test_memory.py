@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from runs import Gate, everywhere
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Deadlock, Graph, RunError, _core
-from flowchan.run import memory
+from flowchan.run.crew import memory
 
 KB, MB = 1000, 1_000_000
 
@@ -44,13 +44,13 @@ def test_channels_share_the_budget_of_a_run(on: Any) -> None:
     run = graph.start(memory=9 * MB)
     gate.wait_held()
     wait_until(
-        lambda: all(link.inside == 2 and link.short_of_bytes for link in run.stats().links[1:]),
+        lambda: all(edge.inside == 2 and edge.short_of_bytes for edge in run.stats().edges[1:]),
         what=run.explain,
     )
     stats = run.stats()  # a third item would be more than 3 MB, with what a list of rows costs
     assert stats.memory == 9 * MB
-    assert {link.share for link in stats.links} == {3 * MB}
-    assert all(link.bytes <= link.share for link in stats.links)
+    assert {edge.share for edge in stats.edges} == {3 * MB}
+    assert all(edge.bytes <= edge.share for edge in stats.edges)
     assert re.search(
         r"\(2 of 64; 2\.\d MB of the 3\.0 MB that it may take of the run's memory\)", run.explain()
     )
@@ -79,8 +79,8 @@ def test_small_items_fill_all_places(on: Any) -> None:
     run = graph.start(memory=10 * MB)
     gate.wait_held()
     # a stage wakes its writer when a quarter of the places is free
-    wait_until(lambda: run.stats().links[0].inside >= 48)
-    assert not run.stats().links[0].short_of_bytes
+    wait_until(lambda: run.stats().edges[0].inside >= 48)
+    assert not run.stats().edges[0].short_of_bytes
     gate.open()
     run.wait()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from runs import run_python, script, start
-from waiting import wait_until
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

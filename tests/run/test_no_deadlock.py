@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 from runs import Gate, feedback, together, waits
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Channel, Graph, In, Out, Run, _core, select
-from flowchan.run import deadlock, supervisor
+from flowchan.run import supervisor
+from flowchan.run.policy import deadlock
 
 
 def same(item: Any) -> Any:
@@ -149,7 +150,7 @@ def test_a_loop_that_has_other_work_is_no_deadlock(works: Any, looks: Callable[[
 
     run = feedback(first).start()
     waits(run, "first", readers=1)
-    wait_until(lambda: run.stats().links[0].waiting_readers + run.stats().links[1].waiting_readers == 2)
+    wait_until(lambda: run.stats().edges[0].waiting_readers + run.stats().edges[1].waiting_readers == 2)
     assert goes_on(run, looks)
     over[0].set()
     run.wait()
@@ -164,7 +165,7 @@ def test_worker_that_awaits_another_task_counts_as_working(looks: Callable[[], i
 
     run = feedback(first).start()
     waits(run, "first", readers=1)
-    wait_until(lambda: run.stats().links[0].waiting_readers + run.stats().links[1].waiting_readers == 2)
+    wait_until(lambda: run.stats().edges[0].waiting_readers + run.stats().edges[1].waiting_readers == 2)
     assert goes_on(run, looks)
     run.abort()
     run.wait()
@@ -206,7 +207,7 @@ def test_a_loop_that_waits_for_a_future_from_outside_is_no_deadlock(
 
     run = feedback(first).start()
     waits(run, "first", readers=1)
-    wait_until(lambda: run.stats().links[0].waiting_readers + run.stats().links[1].waiting_readers == 2)
+    wait_until(lambda: run.stats().edges[0].waiting_readers + run.stats().edges[1].waiting_readers == 2)
     assert goes_on(run, looks)
     over.set()
     run.wait()
@@ -349,7 +350,7 @@ def test_a_run_that_waits_costs_its_supervisor_one_look_now_and_then(monkeypatch
         monkeypatch.setattr(owner, name, counted)
 
     monkeypatch.setattr(deadlock, "STILL", 0.02)
-    monkeypatch.setattr(supervisor, "LOOK", 0.0001)
+    monkeypatch.setattr(supervisor, "POLL_INTERVAL_S", 0.0001)
     graph = Graph("idle")
     numbers = graph.input()
     stream = numbers
@@ -357,7 +358,7 @@ def test_a_run_that_waits_costs_its_supervisor_one_look_now_and_then(monkeypatch
         stream = stream.map(same)
     stream.sink(same)
     with graph.start() as run:
-        wait_until(lambda: sum(link.waiting_readers for link in run.stats().links) == 51)
+        wait_until(lambda: sum(edge.waiting_readers for edge in run.stats().edges) == 51)
         for owner, name in (
             (supervisor, "summarise"),
             (_core, "_look_at"),
@@ -374,7 +375,7 @@ def test_a_run_that_waits_costs_its_supervisor_one_look_now_and_then(monkeypatch
 def test_a_moving_run_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny channels, everybody waits nearly all the time, and the supervisor never stops looking."""
     monkeypatch.setattr(deadlock, "STILL", 0.0)
-    monkeypatch.setattr(supervisor, "LOOK", 0.0001)
+    monkeypatch.setattr(supervisor, "POLL_INTERVAL_S", 0.0001)
     graph = Graph("moving")
     left, right = graph.source(range(300), capacity=1).tee(2, capacity=1)
     result = left.map(same, capacity=1).zip(right.map(same, capacity=1), capacity=1).collect()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from runs import Gate, everywhere, script, start
-from waiting import wait_blocked
+from support.waiting import wait_blocked
 
 from flowchan import Broken, Channel, ChannelError, Closed, Graph, In, Out, RunError, Stream
 
@@ -48,7 +48,7 @@ async def same_async(item: int) -> int:
     return item
 
 
-VERBS: dict[str, Callable[[Graph, Stream], Stream]] = {
+OPERATORS: dict[str, Callable[[Graph, Stream], Stream]] = {
     "map": lambda _, numbers: numbers.map(same, capacity=1),
     "map in processes": lambda _, numbers: numbers.map(same, on="process", capacity=1),
     "async map": lambda _, numbers: numbers.map(same_async, capacity=1),
@@ -68,19 +68,19 @@ VERBS: dict[str, Callable[[Graph, Stream], Stream]] = {
     "allreduce": lambda _, numbers: numbers.allreduce(capacity=1),
     "stage of tasks": lambda graph, numbers: graph.stage(together, numbers, capacity=1),
 }
-busy = pytest.mark.parametrize("verb", VERBS)
+busy = pytest.mark.parametrize("operator", OPERATORS)
 
 
 @busy
-def test_an_abort_is_no_failure_of_a_stage_that_waits_to_put(verb: str) -> None:
+def test_an_abort_is_no_failure_of_a_stage_that_waits_to_put(operator: str) -> None:
     gate = Gate()
     graph = Graph("r5")
-    VERBS[verb](graph, graph.source(itertools.count(1), name="numbers")).sink(
+    OPERATORS[operator](graph, graph.source(itertools.count(1), name="numbers")).sink(
         lambda _: gate.wait(), name="end"
     )
     run = graph.start()
     gate.wait_held()
-    (full,) = (link.name for link in graph.links if link.reader == "end")
+    (full,) = (edge.name for edge in graph.edges if edge.reader == "end")
     wait_blocked(run._crew.channels[full], writers=1)
     run.abort()
     gate.open()
@@ -89,7 +89,7 @@ def test_an_abort_is_no_failure_of_a_stage_that_waits_to_put(verb: str) -> None:
 
 
 @busy
-def test_only_the_guilty_stage_is_named_however_often(verb: str, long_walk: bool) -> None:
+def test_only_the_guilty_stage_is_named_however_often(operator: str, long_walk: bool) -> None:
     def fail_at_three(item: Any) -> None:
         seen.append(item)
         if len(seen) == 3:
@@ -98,7 +98,7 @@ def test_only_the_guilty_stage_is_named_however_often(verb: str, long_walk: bool
     for _ in range(TIMES[long_walk]):
         seen: list[Any] = []
         graph = Graph("r3")
-        VERBS[verb](graph, graph.source(itertools.count(1))).sink(fail_at_three)
+        OPERATORS[operator](graph, graph.source(itertools.count(1))).sink(fail_at_three)
         with pytest.raises(RunError) as caught:
             graph.run()
         assert [error.stage for error in caught.value.exceptions] == ["fail_at_three"]
@@ -185,18 +185,20 @@ class Unsendable:
         ended(Closed).put(self.number)
 
 
-@pytest.mark.parametrize("verb", ["map", "flat_map"])
+@pytest.mark.parametrize("operator", ["map", "flat_map"])
 @pytest.mark.parametrize("awaits", [False, True])
-def test_a_channel_error_of_what_pickles_an_item_is_a_failure_of_the_item(verb: str, awaits: bool) -> None:
+def test_a_channel_error_of_what_pickles_an_item_is_a_failure_of_the_item(
+    operator: str, awaits: bool
+) -> None:
     def bad(item: int) -> Any:
         return [Unsendable(item), item][item % 2]
 
     async def bad_async(item: int) -> Any:
-        return bad(item) if verb == "map" else [bad(item)]
+        return bad(item) if operator == "map" else [bad(item)]
 
     graph = Graph("c13")
-    function = bad_async if awaits else bad if verb == "map" else lambda item: [bad(item)]
-    numbers = getattr(graph.source(range(4)), verb)(function, name="bad")
+    function = bad_async if awaits else bad if operator == "map" else lambda item: [bad(item)]
+    numbers = getattr(graph.source(range(4)), operator)(function, name="bad")
     failed = numbers.errors.map(lambda failed: failed.item).collect()
     good = numbers.map(same, on="process").collect()
     results = graph.run()
@@ -236,12 +238,12 @@ PROGRAM = """
 COMMAND = ("-c", "from flowchan.cli.commands import main; main()", "run")
 
 
-@pytest.mark.parametrize("verb", ["flat_map(itertools.repeat, ", "map(itertools.repeat).unbatch("])
+@pytest.mark.parametrize("operator", ["flat_map(itertools.repeat, ", "map(itertools.repeat).unbatch("])
 @pytest.mark.parametrize(("command", "code"), [((), -signal.SIGINT), (COMMAND, 130)])
 def test_the_second_ctrl_c_is_an_interrupt_and_no_failure(
-    verb: str, command: tuple[str, ...], code: int, tmp_path: Path
+    operator: str, command: tuple[str, ...], code: int, tmp_path: Path
 ) -> None:
-    with start(*command, script(tmp_path, PROGRAM.replace("VERB(", verb))) as process:
+    with start(*command, script(tmp_path, PROGRAM.replace("VERB(", operator))) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == "going\n", process.communicate()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from runs import Gate, everywhere, stage_of
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Closed, Graph, GraphError, In, Out, RunError, hosts, worker
 from flowchan.check.rules import check
@@ -269,7 +269,7 @@ def test_picture_has_one_arrow_to_the_worker_named() -> None:
     graph = Graph("addressed")
     addressed(graph, graph.source(pairs(), name="send"), "thread")
     assert to_mermaid(graph).count("to the worker named") == 1
-    assert [link.name for link in graph.links if link.reader == "work"] == [
+    assert [edge.name for edge in graph.edges if edge.reader == "work"] == [
         "send to 1",
         "send to 2",
         "send to 3",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Graph
-from flowchan.run.events import WorkerId
-from flowchan.run.opening import open_plan, open_ports
-from flowchan.run.plan import Plan, plan
+from flowchan.run.policy.events import WorkerId
+from flowchan.run.policy.plan import Plan, plan
+from flowchan.run.worker.opening import open_plan, open_ports
 
 SOURCE, WORK, SINK = (WorkerId(name, 1) for name in ("source", "work", "sink"))
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from runs import Gate, everywhere
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Channel, Graph, Out, RunError
-from flowchan.run.async_worker import Tasks
+from flowchan.run.worker.async_worker import Tasks
 
 
 def same(item: Any) -> Any:
@@ -255,7 +255,7 @@ def test_a_port_is_closed_when_nothing_more_can_come_or_go(across: Any) -> None:
 def test_a_source_that_ends_a_moment_after_it_was_given_up_is_not_warned_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flowchan.run.decisions.GRACE", 0.5)
+    monkeypatch.setattr("flowchan.run.policy.decisions.GRACE", 0.5)
     released = threading.Event()
     ended = threading.Event()
 

@@ -6,8 +6,8 @@ import dataclasses
 import io
 from typing import Any
 
-from flowchan.run.report import account_text, render
-from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
+from flowchan.run.observe.report import account_text, render
+from flowchan.run.policy.stats import EdgeStats, RunState, RunStats, StageStats
 from flowchan.viz.live.lines import PLAIN_EVERY
 from flowchan.viz.live.model import plain_line
 from flowchan.viz.live.terminal import LiveView
@@ -19,8 +19,8 @@ def stage(name: str, kind: str = "map", **values: Any) -> StageStats:
 
 
 def stats(*stages: StageStats, state: RunState = "done", bottleneck: str | None = None) -> RunStats:
-    link = LinkStats("files", "files", "counts", "processes", 12, 64, 1204, 340.0)
-    return RunStats("wordcount", state, 3.214, stages, (link,), bottleneck, 41)
+    edge = EdgeStats("files", "files", "counts", "processes", 12, 64, 1204, 340.0)
+    return RunStats("wordcount", state, 3.214, stages, (edge,), bottleneck, 41)
 
 
 FILES = stage("files", "source", items_out=1204, rate=340.0)
@@ -61,8 +61,8 @@ def test_columns_are_aligned() -> None:
 
 def test_a_narrow_report_leaves_out_what_the_account_says_too_and_cuts_names() -> None:
     long = dataclasses.replace(COUNTS, name="counts_the_words_of_each_of_the_files_that_came_in")
-    link = LinkStats(long.name, long.name, long.name, "processes", 12, 64, 1204, 340.0)
-    of_long = dataclasses.replace(stats(FILES, long, TOTAL), links=(link,), memory=10**9, seed=10**14)
+    edge = EdgeStats(long.name, long.name, long.name, "processes", 12, 64, 1204, 340.0)
+    of_long = dataclasses.replace(stats(FILES, long, TOTAL), edges=(edge,), memory=10**9, seed=10**14)
     report = render(of_long, 80)
     assert max(map(len, report.splitlines())) <= 80
     for kept in ("1,204 = 1,200 out + 4 failed", "338/s", "97 %", "2 process", "12/64", "up to 1.0 GB"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from runs import stage_of
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Graph, RunError, Stream
 

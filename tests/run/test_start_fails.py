@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 from runs import run_python, script
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Channel, Graph, RunError, _core
-from flowchan.run import crew
+from flowchan.run.crew import local_crew
 
 pytestmark = pytest.mark.usefixtures("by_fork")
 
@@ -76,7 +76,7 @@ REFUSALS: dict[str, tuple[Any, str, BaseException]] = {
     "pipe": (os, "pipe", no_more(errno.EMFILE)),
     "channel": (_core.Channel, "__init__", no_more(errno.ENOMEM)),
     "reader": (Channel, "reader", MemoryError("no port")),
-    "pickle": (crew, "dumps_for_worker", ValueError("not to be sent")),
+    "pickle": (local_crew, "dumps_for_worker", ValueError("not to be sent")),
     "pidfd": (os, "pidfd_open", no_more(errno.EMFILE)),
     "epoll": (select, "epoll", no_more(errno.EMFILE)),
     "eventfd": (os, "eventfd", no_more(errno.EMFILE)),
@@ -207,7 +207,7 @@ def test_an_event_loop_that_is_refused_is_a_failure_of_its_stage(monkeypatch: py
     def refuse() -> None:
         raise no_more(errno.EMFILE)
 
-    monkeypatch.setattr(asyncio.events, "new_event_loop", refuse)
+    monkeypatch.setattr(asyncio, "new_event_loop", refuse)
     graph = Graph("starts")
     graph.source(itertools.count).map(same, workers=2, name="awaits").sink(identity)
     with pytest.raises(RunError) as caught:

@@ -13,7 +13,7 @@ import pytest
 from runs import run_python, script, start
 
 from flowchan import Graph, In, Out, RunError
-from flowchan.run import starting
+from flowchan.run.crew import process_start
 
 METHODS = pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 
@@ -402,7 +402,7 @@ def test_a_process_that_returns_with_a_run_under_way_ends_and_takes_it_along(
             graph = Graph("left")
             graph.source(itertools.count).map(abs, on="process", workers=2).sink(abs)
             run = graph.start()
-            while not all(link.passed for link in run.stats().links):
+            while not all(edge.passed for edge in run.stats().edges):
                 pass
 
         if __name__ == "__main__":
@@ -431,7 +431,7 @@ def test_one_thread_at_a_time_of_such_a_child_gives_up_its_parents_server(
         raise ChildProcessError
 
     monkeypatch.setattr(os, "waitid", look)
-    starting._leave_the_parents_server()
+    process_start._leave_the_parents_server()
     monkeypatch.undo()
     assert others_may_come == [False]
     assert os.read(reader, 1) == b""

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from runs import Gate, everywhere, stage_of
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Channel, Graph, RunStats
 from flowchan.run.observe.windows import EVERY_S, History, between
-from flowchan.run.stats import StageStats, WorkSeconds
+from flowchan.run.policy.stats import StageStats, WorkSeconds
 
 
 def same(item: int) -> int:

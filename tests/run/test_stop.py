@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from runs import Gate, everywhere, script, stage_of, start
-from waiting import wait_until
+from support.waiting import wait_until
 
 from flowchan import Broken, Closed, Graph, Out, RunError
 
@@ -412,7 +412,7 @@ def test_ctrl_c_while_the_run_is_being_started_stops_it(tmp_path: Path) -> None:
     text = """
         import itertools, os, signal, threading
         from flowchan import Graph
-        from flowchan.run.crew import LocalCrew
+        from flowchan.run.crew.local_crew import LocalCrew
 
         held, seen_by_us = threading.Event(), threading.Event()
 

@@ -9,19 +9,29 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from gangs import in_step
-from waiting import wait_until
+from support.gangs import in_step
+from support.waiting import wait_until
 
 from flowchan import Deadlock, Graph
 from flowchan.channel.channel import ChannelStats
-from flowchan.run import deadlock, decisions
-from flowchan.run.deadlock import Elsewhere, Glance
-from flowchan.run.decisions import STOP_SECONDS, AbortAsked, Died, StopAsked, Tick
-from flowchan.run.events import Aborted, Crashed, Ended, Event, Failure, Gone, Result, Retried, WorkerId
-from flowchan.run.measure import Snapshot
-from flowchan.run.plan import Plan, plan
+from flowchan.run.observe.measure import Snapshot
+from flowchan.run.policy import deadlock, decisions
+from flowchan.run.policy.deadlock import Elsewhere, Glance
+from flowchan.run.policy.decisions import STOP_SECONDS, AbortAsked, Died, StopAsked, Tick
+from flowchan.run.policy.events import (
+    Aborted,
+    Crashed,
+    Ended,
+    Event,
+    Failure,
+    Gone,
+    Result,
+    Retried,
+    WorkerId,
+)
+from flowchan.run.policy.plan import Plan, plan
 from flowchan.run.policy.scaling import Scale
-from flowchan.run.stats import HostStats
+from flowchan.run.policy.stats import HostStats
 from flowchan.run.supervisor import Supervisor
 
 SOURCE, WORK, SINK = (WorkerId(name, 1) for name in ("source", "work", "sink"))
@@ -78,7 +88,7 @@ class FakeCrew:
     def kill(self) -> None:
         self.asked.append(("kill",))
 
-    def obituary(self, id: WorkerId, used: int) -> Died:
+    def death_of(self, id: WorkerId, used: int) -> Died:
         return Died(id, Failure(id, ValueError(f"died, {used} used"), None, 1), self.deaths)
 
     def recover(self, id: WorkerId, blame: bool | None = None) -> None:
@@ -127,14 +137,14 @@ class FakeCrew:
 
     def snapshots(self) -> tuple[Snapshot, ...]:
         return tuple(
-            Snapshot(link, dataclasses.replace(NOTHING, **self.waiting.get(link.name, {})))
-            for link in self.plan.links
+            Snapshot(edge, dataclasses.replace(NOTHING, **self.waiting.get(edge.name, {})))
+            for edge in self.plan.edges
         )
 
     def hosts(self) -> tuple[HostStats, ...]:
         return ()
 
-    def clear_up(self, abandoned: frozenset[WorkerId], patience: float | None) -> frozenset[WorkerId]:
+    def clear_up(self, abandoned: frozenset[WorkerId], peer_timeout: float | None) -> frozenset[WorkerId]:
         self.asked.append(("clear up", abandoned))
         return frozenset()
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from gates import Gate
-from waiting import wait_until
+from support.waiting import wait_until
+from support.worker_latch import Gate
 
 from flowchan import Graph
-from flowchan.run.events import Gone, WorkerId
-from flowchan.run.processes import WorkerProcess
-from flowchan.run.recovery import Obituaries
-from flowchan.run.watch import Watch
+from flowchan.run.crew.process import WorkerProcess
+from flowchan.run.crew.recovery import DeathLog
+from flowchan.run.crew.watch import Watch
+from flowchan.run.policy.events import Gone, WorkerId
 
 ONE, TWO = WorkerId("work", 1), WorkerId("work", 2)
 
@@ -117,7 +117,7 @@ def test_a_process_is_ended_for_good_before_it_is_closed() -> None:
     second.close()
 
 
-@pytest.mark.parametrize("whose", [(Watch, "_ended"), (Obituaries, "began")], ids=["watch", "mail"])
+@pytest.mark.parametrize("whose", [(Watch, "_ended"), (DeathLog, "began")], ids=["watch", "mail"])
 def test_a_mistake_of_ours_in_a_helping_thread_ends_the_run(
     whose: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Functions and streams that the tests of the verbs share."""
+"""Functions and streams that the tests of the operators share."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ def collected(stream: Stream) -> Any:
 
 
 def numbers(upto: int, **options: Any) -> Stream:
-    return Graph("verbs").source(range(upto), **options)
+    return Graph("operators").source(range(upto), **options)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowchan.declare.places import PLACES
+from flowchan.declare.placements import PLACEMENTS
 from flowchan.hosts import local
 from flowchan.pipelines import Sequential
 from flowchan.pipelines.sequential.checks import checked_devices
@@ -121,7 +121,7 @@ def test_forked_processes_with_cuda_are_refused_before_anything_uses_it(
             raised, "devices=['cpu', 'cuda:0']", 'multiprocessing.set_start_method("spawn")', 'on="thread"'
         )
     else:
-        assert [device.type for device in checked_devices(["cpu", "cuda:0"], 2, PLACES[on]) or ()] == [
+        assert [device.type for device in checked_devices(["cpu", "cuda:0"], 2, PLACEMENTS[on]) or ()] == [
             "cpu",
             "cuda",
         ]

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 from plain import everywhere
+from support.waiting import wait_until
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from trained import OPTIMIZERS, Gate, assert_same_state, batches, in_parts, perceptron, plainly
-from waiting import wait_until
 
 from flowchan import RunError, WorkerDied
 

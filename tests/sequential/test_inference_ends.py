@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from plain import Watched, dense, everywhere, is_same, plain
+from support.waiting import wait_blocked, wait_until
 from torch import Tensor, nn
-from waiting import wait_blocked, wait_until
 
 from flowchan import Closed, StageError, WorkerDied
 from flowchan.pipelines import Sequential
@@ -66,7 +66,7 @@ def test_what_a_call_raised_is_freed_at_once(on: Any) -> None:
         gc.disable()
         try:
             found = failure()
-            wait_until(lambda: found() is None, patience=10)  # a thread may have it in hand for a moment
+            wait_until(lambda: found() is None, peer_timeout=10)  # a thread may have it in hand for a moment
         finally:
             gc.enable()
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowchan.pipelines.sequential.values import (
+from flowchan.pipelines.sequential.tensor_trees import (
     Micro,
     batch_size,
     evenly,

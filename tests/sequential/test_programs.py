@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from warm import Template
+from support.preloaded_programs import Template
 
 QUIET = ("-W", "ignore:Sequential:RuntimeWarning")
 """Models so small that a pipe may warn that it can't win."""

@@ -12,7 +12,7 @@ import pytest
 
 from flowchan.pipelines.sequential.engine.schedule import plan
 from flowchan.pipelines.sequential.simulate import simulate
-from flowchan.pipelines.sequential.timeline import Event, Timeline
+from flowchan.pipelines.sequential.timeline import Timeline, TimelineEvent
 
 NOW = 31_415.926  # as time.monotonic() may be
 SVG = "{http://www.w3.org/2000/svg}"
@@ -27,8 +27,8 @@ def real(steps: int = 1) -> Timeline:
             when = NOW + 0.05 * step + 0.003 * worker
             for chunk in range(4):
                 for op, took in (("F", 0.0031), ("recompute", 0.0029), ("B", 0.0042)):
-                    events.append(Event(worker, worker, op, step, chunk, when, when := when + took))  # type: ignore[arg-type]
-            events.append(Event(worker, None, "update", step, None, when, when + 0.001))
+                    events.append(TimelineEvent(worker, worker, op, step, chunk, when, when := when + took))  # type: ignore[arg-type]
+            events.append(TimelineEvent(worker, None, "update", step, None, when, when + 0.001))
     return Timeline(events[::-1], "digits <1f1b> & more")
 
 
@@ -41,7 +41,7 @@ LINES = {
     "several steps": real(30),
     "short steps": Timeline(simulate(plan("gpipe", 2, 2, 2), 1e-6, 2e-6).timeline().events, "nanoseconds"),
     "long": simulate(plan("1f1b", 2, 2, 2000), 1000, 2000).timeline("hours"),
-    "no time": Timeline([Event(0, 0, "F", 0, 0, NOW, NOW)], "no time"),
+    "no time": Timeline([TimelineEvent(0, 0, "F", 0, 0, NOW, NOW)], "no time"),
     "empty": Timeline([], "empty"),
 }
 
@@ -75,9 +75,9 @@ def test_events_are_in_the_order_of_their_beginnings() -> None:
 def test_busy_is_the_share_of_the_whole_time_by_worker() -> None:
     line = Timeline(
         [
-            Event(1, 0, "F", 0, 0, 10.0, 11.0),
-            Event(0, 1, "B", 0, 0, 11.5, 14.0),
-            Event(1, 0, "B", 0, 0, 13.0, 13.5),
+            TimelineEvent(1, 0, "F", 0, 0, 10.0, 11.0),
+            TimelineEvent(0, 1, "B", 0, 0, 11.5, 14.0),
+            TimelineEvent(1, 0, "B", 0, 0, 13.0, 13.5),
         ]
     )
     assert line.seconds == 4
@@ -90,9 +90,9 @@ def test_nothing_has_run_for_no_time() -> None:
 
 
 def test_an_event_says_what_it_was() -> None:
-    assert str(Event(0, 1, "F", 2, 3, 0, 1)) == "F3 of part 1, step 2"
-    assert str(Event(0, 1, "recompute", 2, 3, 0, 1)) == "recompute 3 of part 1, step 2"
-    assert str(Event(0, None, "update", 2, None, 0, 1)) == "update, step 2"
+    assert str(TimelineEvent(0, 1, "F", 2, 3, 0, 1)) == "F3 of part 1, step 2"
+    assert str(TimelineEvent(0, 1, "recompute", 2, 3, 0, 1)) == "recompute 3 of part 1, step 2"
+    assert str(TimelineEvent(0, None, "update", 2, None, 0, 1)) == "update, step 2"
 
 
 # The trace

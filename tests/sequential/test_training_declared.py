@@ -114,7 +114,7 @@ def test_a_training_shows_its_graph_and_its_schedule() -> None:
         "part 1",
         "part 2",
     ]
-    assert [(link.writer, link.reader) for link in training.graph.links if link.feedback] == [
+    assert [(link.writer, link.reader) for link in training.graph.edges if link.feedback] == [
         ("part 1", "part 0"),
         ("part 2", "part 1"),
     ]

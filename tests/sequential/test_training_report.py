@@ -14,8 +14,8 @@ from torch.optim import SGD
 
 from flowchan.pipelines import Pop, Sequential, Stash
 from flowchan.pipelines.sequential.parts import Part
-from flowchan.pipelines.sequential.report import Kept, measured, report
-from flowchan.pipelines.sequential.timeline import Event
+from flowchan.pipelines.sequential.timeline import TimelineEvent
+from flowchan.pipelines.sequential.training_report import Kept, measured, report
 
 WIDTH, SAMPLES = 16, 8
 STATE = 2 * 4 * (WIDTH * WIDTH + WIDTH)  # of two layers
@@ -84,8 +84,8 @@ def test_before_the_first_step_there_is_nothing_to_report() -> None:
 
 
 def test_bubble_and_communication_are_what_the_events_leave() -> None:
-    def event(worker: int, op: Any, begin: float, end: float) -> Event:
-        return Event(worker, worker, op, 0, 0, begin, end)
+    def event(worker: int, op: Any, begin: float, end: float) -> TimelineEvent:
+        return TimelineEvent(worker, worker, op, 0, 0, begin, end)
 
     step = [
         ((event(0, "F", 0.0, 2.0), event(0, "B", 8.0, 10.0)), 1.0),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from warm import Template
+from support.preloaded_programs import Template
 
 PROGRAM = """
 import contextlib

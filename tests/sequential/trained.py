@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.waiting import wait_blocked
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam
-from waiting import wait_blocked
 
 from flowchan import Channel
 from flowchan.pipelines.sequential import Sequential

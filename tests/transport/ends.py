@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from peers import ThreadPeer
+from support.peers import ThreadPeer
 
 from flowchan.transport import authentication, tcp
 

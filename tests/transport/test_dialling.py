@@ -8,14 +8,14 @@ import pytest
 from ends import SECRET
 
 from flowchan.errors import Refused
-from flowchan.transport import dialling, tcp
+from flowchan.transport import dial, tcp
 
 
 def test_a_try_that_time_cuts_short_does_not_hide_why_the_one_before_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tries: list[float] = []
-    really_meet = dialling.meet
+    really_meet = dial.meet
 
     def meet(sock: Any, *args: Any, timeout: float, **options: Any) -> Any:
         tries.append(timeout)
@@ -24,10 +24,10 @@ def test_a_try_that_time_cuts_short_does_not_hide_why_the_one_before_failed(
         sock.close()
         raise Refused("its secret is another one")
 
-    monkeypatch.setattr(dialling, "meet", meet)
+    monkeypatch.setattr(dial, "meet", meet)
     with (
         tcp.listen("127.0.0.1:0") as listener,
         pytest.raises(OSError, match=r"no way: its secret is another one at 127\.0\.0\.1"),
     ):
-        dialling.reach(listener.address, SECRET, {}, why="no way", within=0.3, tls=False)
+        dial.reach(listener.address, SECRET, {}, why="no way", within=0.3, tls=False)
     assert len(tries) > 1

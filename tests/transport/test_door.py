@@ -11,26 +11,26 @@ from typing import Any
 
 import pytest
 from ends import OTHER, SECRET, ctrl_c, met
-from peers import ThreadPeer
-from sockets import receive
-from waiting import wait_until
+from support.peers import ThreadPeer
+from support.sockets import receive
+from support.waiting import wait_until
 
 import flowchan
 from flowchan.transport import authentication, tcp
-from flowchan.transport.door import AT_ONCE, Door
+from flowchan.transport.listener import AT_ONCE, AuthenticatedListener
 
 
-def opened(**more: Any) -> Door:
-    return Door(tcp.listen("127.0.0.1:0"), SECRET, {"listens": True}, **more)
+def opened(**more: Any) -> AuthenticatedListener:
+    return AuthenticatedListener(tcp.listen("127.0.0.1:0"), SECRET, {"listens": True}, **more)
 
 
-def dialled(door: Door, secret: bytes = SECRET) -> Any:
+def dialled(door: AuthenticatedListener, secret: bytes = SECRET) -> Any:
     """What who dials the door and knows the secret hears."""
     with met(tcp.dial(door.address, 30), secret)[0] as sock:
         return receive(sock, 5)
 
 
-def serve_until_one_is_refused(door: Door) -> None:
+def serve_until_one_is_refused(door: AuthenticatedListener) -> None:
     while not door.refused:
         with contextlib.suppress(TimeoutError):
             door.accept(0.05)
@@ -59,17 +59,17 @@ def test_nobody_comes() -> None:
 
 def test_who_has_proved_it_when_ctrl_c_comes_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the last word, and sends nothing, so who polls the door has to ask."""
-    end = authentication.Guest._end
+    end = authentication.PendingHandshake._end
     with opened() as door:
 
-        def interrupted(guest: authentication.Guest, last: Any) -> None:
+        def interrupted(guest: authentication.PendingHandshake, last: Any) -> None:
             if guest in door._guests:
                 raise KeyboardInterrupt
             end(guest, last)
 
         peer = ThreadPeer(dialled, door)
         with monkeypatch.context() as planted:
-            planted.setattr(authentication.Guest, "_end", interrupted)
+            planted.setattr(authentication.PendingHandshake, "_end", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 door.accept(30)
         assert door.has_let_wait()

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from ends import OTHER, SECRET, beside, connected, ctrl_c, met
-from peers import ThreadPeer
-from sockets import receive
+from support.peers import ThreadPeer
+from support.sockets import receive
 
 import flowchan
 from flowchan.transport import authentication, tcp
@@ -184,7 +184,7 @@ def test_who_only_looks_on_changes_nothing() -> None:
     assert with_somebody_between(lambda _dialled, _number, message: message) == {True: "met", False: "met"}
 
 
-PLACES = [(number, place) for number, size in enumerate(SIZES) for place in range(size)]
+PLACEMENTS = [(number, place) for number, size in enumerate(SIZES) for place in range(size)]
 
 
 def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]:
@@ -197,7 +197,7 @@ def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]
 @pytest.mark.parametrize("from_dialled", [True, False])
 def test_who_changes_a_byte_on_the_way_is_found_out(from_dialled: bool, long_walk: bool) -> None:
     """By the end that gets it, or is to get the next message; and no hello gets through changed."""
-    for number, place in some_of(PLACES, long_walk):
+    for number, place in some_of(PLACEMENTS, long_walk):
 
         def change(dialled: bool, n: int, message: bytes, number: int = number, place: int = place) -> bytes:
             if (dialled, n) != (from_dialled, number):

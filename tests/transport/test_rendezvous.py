@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from flowchan.transport.rendezvous import Coordinator, Ended, Participant
+from flowchan.transport.rendezvous import Coordinator, Participant, RendezvousEnded
 
 
 @pytest.fixture
@@ -48,13 +48,13 @@ def test_when_one_has_left_the_others_hear_who_it_was_also_those_that_come_later
     late = voice(coordinator, 2, ends)
     for one in (first, late):
         assert not one.goes_on()
-        with pytest.raises(Ended, match="rank 1 ended while the members met"):
+        with pytest.raises(RendezvousEnded, match="rank 1 ended while the members met"):
             one.gather("never heard")
 
 
 def test_who_comes_twice_is_sent_away(ends: contextlib.ExitStack) -> None:
     coordinator = Coordinator(2)
     first, again = voice(coordinator, 0, ends), voice(coordinator, 0, ends)
-    with pytest.raises(Ended, match="the driver ended while the members met"):
+    with pytest.raises(RendezvousEnded, match="the driver ended while the members met"):
         again.gather(None)
     assert first.goes_on()

@@ -14,14 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 from ends import OTHER, SECRET, beside, connected, met
-from peers import ThreadPeer, wait_for_the_end_of
-from sockets import receive
-from waiting import wait_until
+from support.peers import ThreadPeer, wait_for_the_end_of
+from support.sockets import receive
+from support.waiting import wait_until
 
 import flowchan
 from flowchan.transport import authentication, tcp, tls
 from flowchan.transport.authentication import GREETING, PROOF
-from flowchan.transport.door import Door
+from flowchan.transport.listener import AuthenticatedListener
 
 
 @pytest.fixture(autouse=True)
@@ -229,8 +229,8 @@ def test_who_does_tls_in_between_is_found_out() -> None:
         passed_on(his_listens, his_dialled, PROOF)
         passed_on(his_dialled, his_listens, PROOF)
         his = tls.certificate.__wrapped__()
-        to_dialled = tls.Relay(his_listens, his, b"", 30)
-        to_listens = tls.Relay(his_dialled, None, right, 30)
+        to_dialled = tls.TlsProxy(his_listens, his, b"", 30)
+        to_listens = tls.TlsProxy(his_dialled, None, right, 30)
         to_listens.end.sendall(bytes(9999))
         assert "its certificate is not the one that it proved: somebody is in between" in refusal(one)
         assert "it does not know the secret" in refusal(two)
@@ -279,7 +279,7 @@ def test_silence_in_tls_is_refused_in_time() -> None:
 
 
 def test_a_door_with_tls() -> None:
-    with Door(tcp.listen("127.0.0.1:0"), SECRET, {"listens": True}, tls=True) as door:
+    with AuthenticatedListener(tcp.listen("127.0.0.1:0"), SECRET, {"listens": True}, tls=True) as door:
         peers = [ThreadPeer(lambda: met(tcp.dial(door.address, 30), tls=True)) for _ in range(3)]
         ends = [door.accept(60) for _ in peers]
         for sock, hello in ends:
@@ -294,7 +294,7 @@ def test_a_door_with_tls() -> None:
 
 
 def test_a_door_sees_nothing_of_whom_it_has_let_in_by_tls() -> None:
-    with Door(tcp.listen("127.0.0.1:0"), SECRET, {}, tls=True) as door:
+    with AuthenticatedListener(tcp.listen("127.0.0.1:0"), SECRET, {}, tls=True) as door:
         peer = ThreadPeer(lambda: met(tcp.dial(door.address, 30), tls=True))
         mine, _ = door.accept(60)
         theirs, _ = peer.result()
@@ -308,6 +308,6 @@ def test_without_cryptography_it_is_told_what_to_install(monkeypatch: pytest.Mon
     tls.certificate.cache_clear()
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with tcp.listen("127.0.0.1:0") as listener, pytest.raises(ImportError, match="needs the package crypto"):
-        Door(listener, SECRET, {}, tls=True)
+        AuthenticatedListener(listener, SECRET, {}, tls=True)
     with connected() as (_, listens), pytest.raises(ImportError, match=r"pip install 'flowchan\[tls\]'"):
         met(listens, dialled=False, tls=True)

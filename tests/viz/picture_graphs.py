@@ -1,5 +1,5 @@
 """Graphs for the tests of pictures, made of declared values by hand, so that pictures are tested apart from
-verbs."""
+operators."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from flowchan.channel.media import MEDIA, Across
+from flowchan.channel.transports import TRANSPORTS, Across
 from flowchan.declare.blueprint import Blueprint
-from flowchan.declare.places import PLACES, Placement
-from flowchan.declare.values import Link, Stage
-from flowchan.declare.verbs import VERBS
+from flowchan.declare.operators import OPERATORS
+from flowchan.declare.placements import PLACEMENTS, Placement
+from flowchan.declare.values import Edge, Stage
 from flowchan.errors import Where
 
 HERE = Where(__file__, 1)
@@ -24,12 +24,12 @@ class Declared:
 
     name: str
     stages: tuple[Stage, ...]
-    links: tuple[Link, ...]
+    edges: tuple[Edge, ...]
     _drawn: dict[str, str | None] = field(default_factory=dict)
 
 
-def declared(name: str, stages: list[Stage], links: list[Link]) -> Blueprint:
-    return cast(Blueprint, Declared(name, tuple(stages), tuple(links)))
+def declared(name: str, stages: list[Stage], edges: list[Edge]) -> Blueprint:
+    return cast(Blueprint, Declared(name, tuple(stages), tuple(edges)))
 
 
 def explode(*_: object) -> None:
@@ -39,15 +39,15 @@ def explode(*_: object) -> None:
 def stage(
     name: str, kind: str = "map", on: Placement = "thread", workers: int = 1, function: Any = explode
 ) -> Stage:
-    return Stage(name, VERBS[kind], HERE, function=function, place=PLACES[on], workers=workers)
+    return Stage(name, OPERATORS[kind], HERE, function=function, placement=PLACEMENTS[on], workers=workers)
 
 
-def link(
-    writer: str, reader: str | None, item: Any = None, medium: Across = "threads", errors: bool = False
-) -> Link:
+def edge(
+    writer: str, reader: str | None, item: Any = None, transport: Across = "threads", errors: bool = False
+) -> Edge:
     name = f"{writer}.errors" if errors else writer
     port = None if reader is None else "items"
-    return Link(name, writer, "out", reader, port, item, 64, MEDIA[medium], errors, HERE)
+    return Edge(name, writer, "out", reader, port, item, 64, TRANSPORTS[transport], errors, HERE)
 
 
 def wordcount() -> Blueprint:
@@ -58,14 +58,14 @@ def wordcount() -> Blueprint:
         stage("report", "sink"),
         stage("save", "sink"),
     ]
-    links = [
-        link("files", "counts", Path, "processes"),
-        link("counts", "total", dict[str, int], "processes"),
-        link("counts", "report", None, "processes", errors=True),
-        link("total", None, dict[str, int]),
-        link("total", "save"),
+    edges = [
+        edge("files", "counts", Path, "processes"),
+        edge("counts", "total", dict[str, int], "processes"),
+        edge("counts", "report", None, "processes", errors=True),
+        edge("total", None, dict[str, int]),
+        edge("total", "save"),
     ]
-    return declared("wordcount", stages, links)
+    return declared("wordcount", stages, edges)
 
 
 def leading_back() -> Blueprint:
@@ -76,15 +76,15 @@ def leading_back() -> Blueprint:
         stage("worker", on="process"),
         stage("save", "sink"),
     ]
-    back = replace(link("worker", "steer", int, "processes"), feedback=True)
-    links = [link("numbers", "steer"), link("steer", "worker", int, "processes"), link("steer", "save"), back]
-    return declared("leading back", stages, links)
+    back = replace(edge("worker", "steer", int, "processes"), feedback=True)
+    edges = [edge("numbers", "steer"), edge("steer", "worker", int, "processes"), edge("steer", "save"), back]
+    return declared("leading back", stages, edges)
 
 
 def chain(length: int, every_process: int) -> Blueprint:
     """``length`` stages in a row, each ``every_process``-th of them a process."""
     stages = [stage(f"s{i}", on="thread" if i % every_process else "process") for i in range(length)]
-    links = [
-        link(a.name, b.name, int, a.place.medium_to(b.place).name) for a, b in itertools.pairwise(stages)
+    edges = [
+        edge(a.name, b.name, int, a.place.transport_to(b.place).name) for a, b in itertools.pairwise(stages)
     ]
-    return declared("chain", stages, links)
+    return declared("chain", stages, edges)

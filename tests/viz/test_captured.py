@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripts import script
-from terminals import on_terminal
+from support.scripts import script
+from support.terminals import on_terminal
 
 from flowchan.viz.live.terminal import Captured
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Optional
 
 import pytest
-from picture_graphs import HERE, Declared, chain, declared, leading_back, link, stage, wordcount
+from picture_graphs import HERE, Declared, chain, declared, edge, leading_back, stage, wordcount
 
-from flowchan.declare.verbs import VERBS
+from flowchan.declare.operators import OPERATORS
 from flowchan.errors import Where
 from flowchan.hosts import local
 from flowchan.viz import to_dot
@@ -87,7 +87,7 @@ def test_a_channel_shows_its_item_type_and_what_is_unusual() -> None:
     assert "64" not in files.partition("tooltip=")[0]
     assert "capacity 64, processes" in files
     assert "label" not in arrow("total")[1]
-    small = replace(link("files", "counts"), capacity=8)
+    small = replace(edge("files", "counts"), capacity=8)
     (label,) = arrow("files", to_dot(declared("g", [stage("files", "source"), stage("counts")], [small])))
     assert ">capacity 8<" in label
 
@@ -95,9 +95,9 @@ def test_a_channel_shows_its_item_type_and_what_is_unusual() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"verb": VERBS["batch"], "options": {"size": 32, "timeout": None}}, "32 items"),
-        ({"verb": VERBS["batch"], "options": {"size": 32, "timeout": 0.5}}, "32 items or 0.5 s"),
-        ({"verb": VERBS["take"], "options": {"n": 1_000}}, "1,000 items"),
+        ({"operator": OPERATORS["batch"], "options": {"size": 32, "timeout": None}}, "32 items"),
+        ({"operator": OPERATORS["batch"], "options": {"size": 32, "timeout": 0.5}}, "32 items or 0.5 s"),
+        ({"operator": OPERATORS["take"], "options": {"n": 1_000}}, "1,000 items"),
         ({"retries": 2}, "2 retries"),
         ({"timeout": 5.0}, "5 s each"),
         ({"workers": 4, "ordered": False}, "unordered"),
@@ -130,8 +130,8 @@ def test_a_result_is_named_as_the_program_calls_it(tmp_path: Path) -> None:
 
 
 def test_a_graph_may_say_of_its_stages_itself_what_they_are_and_leave_some_out() -> None:
-    links = [link("a", "b"), link("b", "c")]
-    graph = Declared("g", (stage("a"), stage("b"), stage("c")), tuple(links), {"a": "Linear", "c": None})
+    edges = [edge("a", "b"), edge("b", "c")]
+    graph = Declared("g", (stage("a"), stage("b"), stage("c")), tuple(edges), {"a": "Linear", "c": None})
     dot = to_dot(graph)  # type: ignore[arg-type]
     assert ">Linear<" in dot
     assert dot.count(" -> ") == 1
@@ -161,7 +161,7 @@ def test_feedback_is_dashed_and_does_not_pull_its_stages_apart() -> None:
 
 
 def test_a_channel_that_nobody_reads_is_a_result_only_behind_reduce_and_collect() -> None:
-    dot = to_dot(declared("g", [stage("a"), stage("b", "collect")], [link("a", None), link("b", None)]))
+    dot = to_dot(declared("g", [stage("a"), stage("b", "collect")], [edge("a", None), edge("b", None)]))
     assert "read by nobody" in dot.split("end0 [")[1].split("end1 [")[0]
     assert "result" in dot.split("end1 [")[1]
 
@@ -188,7 +188,7 @@ def test_the_picture_brings_its_own_ground_for_dark_viewers() -> None:
 
 def test_names_with_markup_quotes_and_unicode_stay_names() -> None:
     name = '<b>&"\\N →é'
-    dot = to_dot(declared(name, [stage(name), stage("b:c")], [link(name, "b:c")]))
+    dot = to_dot(declared(name, [stage(name), stage("b:c")], [edge(name, "b:c")]))
     assert "<B>&lt;b&gt;&amp;&quot;" in dot
     assert "n0 -> n1" in dot
 

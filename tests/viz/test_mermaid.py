@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from picture_graphs import chain, declared, leading_back, link, stage, wordcount
+from picture_graphs import chain, declared, edge, leading_back, stage, wordcount
 
 from flowchan.viz import to_mermaid
 
@@ -44,7 +44,7 @@ def test_every_class_sets_the_colour_of_text_with_its_ground_for_dark_viewers() 
 
 
 def test_what_mermaid_reads_as_its_own_is_coded() -> None:
-    text = to_mermaid(declared('g"1"', [stage('<b>"#x"</b>'), stage("end")], [link('<b>"#x"</b>', "end")]))
+    text = to_mermaid(declared('g"1"', [stage('<b>"#x"</b>'), stage("end")], [edge('<b>"#x"</b>', "end")]))
     assert "#60;b#62;#34;#35;x#34;#60;/b#62;" in text
     assert 'title: "g\\"1\\""' in text
 

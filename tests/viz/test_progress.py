@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gates import Gate
-from scripts import script, start
-from terminals import on_terminal
+from support.scripts import script, start
+from support.terminals import on_terminal
+from support.worker_latch import Gate
 
 from flowchan import Graph, Interrupted, RunError, RunStats, Stream
-from flowchan.run import starting
+from flowchan.run.crew import process_start
 from flowchan.viz import live
 from flowchan.viz.live import lines, terminal
 from flowchan.viz.live.model import bars
@@ -276,9 +276,9 @@ def test_the_server_is_started_before_the_bars_where_it_is_the_default(
     started: list[bool] = []
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: None)
     monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["forkserver", "spawn", "fork"])
-    monkeypatch.setattr(starting, "_share_imports", lambda: None)
+    monkeypatch.setattr(process_start, "_share_imports", lambda: None)
     monkeypatch.setattr(forkserver, "ensure_running", lambda: started.append(True))
-    starting.start_server()
+    process_start.start_server()
     assert started
 
 

@@ -12,7 +12,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from picture_graphs import chain, declared, link, stage, wordcount
+from picture_graphs import chain, declared, edge, stage, wordcount
 
 from flowchan.viz import RenderError, draw
 from flowchan.viz.dot import FONT
@@ -113,8 +113,8 @@ def test_a_thousand_stages_are_drawn_in_every_placement(tmp_path: Path) -> None:
 
 def test_a_cycle_and_names_with_markup_are_drawn(tmp_path: Path) -> None:
     stages = [stage("<&>"), stage('"b"', on="process"), stage("c")]
-    links = [link("<&>", '"b"'), link('"b"', "c"), link("c", "<&>"), link('"b"', "c", errors=True)]
-    assert draw(declared("loop", stages, links), tmp_path / "loop.svg").read_text().count('class="edge"') == 4
+    edges = [edge("<&>", '"b"'), edge('"b"', "c"), edge("c", "<&>"), edge('"b"', "c", errors=True)]
+    assert draw(declared("loop", stages, edges), tmp_path / "loop.svg").read_text().count('class="edge"') == 4
 
 
 def test_an_unknown_suffix_is_refused_by_name(tmp_path: Path) -> None:

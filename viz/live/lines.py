@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from flowchan.run.stats import RunStats
+from flowchan.run.policy.stats import RunStats
 
 PLAIN_EVERY = 5.0
 """Seconds between two lines."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flowchan.declare.blueprint import Blueprint
+from flowchan.declare.operators import OPERATORS
 from flowchan.declare.values import Stage
-from flowchan.declare.verbs import VERBS
-from flowchan.run.report import count, rate, share
-from flowchan.run.stats import LinkStats, RunStats, StageStats
+from flowchan.run.observe.report import count, rate, share
+from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 PLAIN_STAGES = 6
 """How many stages one line has room for."""
@@ -39,7 +39,7 @@ def bars(graph: Blueprint, stats: RunStats) -> list[Bar]:
     """One for each end of the graph: of the stage nearest to it whose total is known; or else that gathers
     items, for what stands behind it has little to do until the end; or else of the end itself."""
     known = _Totals(graph, stats)
-    read = {link.writer for link in stats.links if link.reader is not None}
+    read = {edge.writer for edge in stats.edges if edge.reader is not None}
     ends = [stage.name for stage in graph.stages if stage.name not in read]
     return [known.bar(name) for name in dict.fromkeys(known.nearest(end) for end in ends)]
 
@@ -51,10 +51,10 @@ class _Totals:
         self._stages = {stage.name: stage for stage in graph.stages}
         self._stats = {stage.name: stage for stage in stats.stages}
         self._broken = stats.state in ("failed", "aborted")
-        self._into: dict[str, list[LinkStats]] = {stage.name: [] for stage in graph.stages}
-        for link in stats.links:
-            if link.reader is not None:
-                self._into[link.reader].append(link)
+        self._into: dict[str, list[EdgeStats]] = {stage.name: [] for stage in graph.stages}
+        for edge in stats.edges:
+            if edge.reader is not None:
+                self._into[edge.reader].append(edge)
         self._given: dict[str, int | None] = {}
 
     def bar(self, name: str) -> Bar:
@@ -70,36 +70,36 @@ class _Totals:
             for name in now:
                 if self.total(name) is not None:
                     return name
-            gathers += [name for name in now if self._stages[name].verb.holds_back]
+            gathers += [name for name in now if self._stages[name].operator.holds_back]
             now = [writer for writer in self._writers(now) if writer not in seen]
             seen.update(now)
         return [*gathers, end][0]
 
     def _writers(self, names: list[str]) -> list[str]:
-        return list(dict.fromkeys(link.writer for name in names for link in self._into[name]))
+        return list(dict.fromkeys(edge.writer for name in names for edge in self._into[name]))
 
     def total(self, name: str) -> int | None:
         """How many items a stage takes in, or gives, if it is a source."""
         into = self._into[name]
-        return _sum([self._put(link) for link in into]) if into else self._gives(self._stages[name])
+        return _sum([self._put(edge) for edge in into]) if into else self._gives(self._stages[name])
 
-    def _put(self, link: LinkStats) -> int | None:
+    def _put(self, edge: EdgeStats) -> int | None:
         """How many items come into a channel. Whoever has ended has put what it puts, unless the run has
         broken off."""
-        writer = self._stages[link.writer]
-        if not self._broken and not writer.verb.outside and not self._stats[writer.name].alive:
-            return link.passed + link.inside
-        if link.name not in [output.name for output in writer.outputs]:
+        writer = self._stages[edge.writer]
+        if not self._broken and not writer.operator.outside and not self._stats[writer.name].alive:
+            return edge.passed + edge.inside
+        if edge.name not in [output.name for output in writer.outputs]:
             return None  # it takes failures, or what a single worker puts
         return self._gives(writer)
 
     def _gives(self, stage: Stage) -> int | None:
         if stage.name not in self._given:
             self._given[stage.name] = None  # what leads back to itself is not known
-            into = [self._put(link) for link in self._into[stage.name]]
+            into = [self._put(edge) for edge in self._into[stage.name]]
             known = [number for number in into if number is not None]
-            if stage.verb.expects is not None and len(known) == len(into):
-                given = stage.verb.expects(stage.options, known)
+            if stage.operator.expects is not None and len(known) == len(into):
+                given = stage.operator.expects(stage.options, known)
                 failed = self._stats[stage.name].failed
                 self._given[stage.name] = None if given is None else max(0, given - failed)
         return self._given[stage.name]
@@ -157,7 +157,7 @@ def _plain_stage(stage: StageStats, queue: tuple[int, int] | None, bottleneck: b
 
 def items_of(stage: StageStats) -> int:
     """What a stage has worked on: what came in, or, at a source, what went out."""
-    return stage.items_out if VERBS[stage.kind].begins else stage.items_in
+    return stage.items_out if OPERATORS[stage.kind].begins else stage.items_in
 
 
 def busiest(stats: RunStats, most: int) -> list[StageStats]:
@@ -172,10 +172,10 @@ def busiest(stats: RunStats, most: int) -> list[StageStats]:
 def queues(stats: RunStats) -> dict[str, tuple[int, int]]:
     """How many items wait for each stage, and how many could."""
     waiting: dict[str, tuple[int, int]] = {}
-    for link in stats.links:
-        if link.reader is not None:
-            inside, capacity = waiting.get(link.reader, (0, 0))
-            waiting[link.reader] = inside + link.inside, capacity + link.capacity
+    for edge in stats.edges:
+        if edge.reader is not None:
+            inside, capacity = waiting.get(edge.reader, (0, 0))
+            waiting[edge.reader] = inside + edge.inside, capacity + edge.capacity
     return waiting
 
 

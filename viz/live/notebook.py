@@ -10,8 +10,8 @@ from html import escape
 from typing import Any
 
 from flowchan.declare.blueprint import Blueprint
-from flowchan.run.report import count, rate, share
-from flowchan.run.stats import RunStats, StageStats
+from flowchan.run.observe.report import count, rate, share
+from flowchan.run.policy.stats import RunStats, StageStats
 from flowchan.viz.dot import INK, LIVE, to_dot
 from flowchan.viz.live.model import Bar, bars, headline, items_of, times, troubles
 from flowchan.viz.render import RenderError, render

@@ -24,10 +24,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from flowchan.declare.blueprint import Blueprint
-from flowchan.run.failures import text_of
-from flowchan.run.report import bottleneck_text, count, rate, share
-from flowchan.run.starting import start_server
-from flowchan.run.stats import RunStats, StageStats
+from flowchan.run.crew.process_start import start_server
+from flowchan.run.observe.report import bottleneck_text, count, rate, share
+from flowchan.run.policy.failures import text_of
+from flowchan.run.policy.stats import RunStats, StageStats
 from flowchan.transport.interrupts import interrupts_deferred
 from flowchan.viz.live.lines import Lines
 from flowchan.viz.live.model import (

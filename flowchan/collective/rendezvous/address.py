@@ -3,7 +3,8 @@ left meet there again.
 
 Then rank 0 says who is left. It listens there once more, and waits for all of whom it hears that they live:
 who comes says so of the members on its host, which their memory tells. Members of which it hears nothing it
-waits for ``PATIENCE`` seconds, and longer while they can be dialled: they are late. Then it tells those who
+waits for ``REJOIN_TIMEOUT_S`` seconds, and longer while they can be dialled: they are late. Then it tells
+those who
 have come who they are, and they meet as at first. When another one dies meanwhile, they come once more.
 
 Of a network that is cut in two at most one part goes on, that with rank 0, for nobody else says who is left.
@@ -19,22 +20,22 @@ import socket
 import time
 from dataclasses import dataclass, field, replace
 
-from flowchan.collective.countdown import countdown
+from flowchan.collective.deadline import countdown
 from flowchan.collective.group import Group
-from flowchan.collective.linked import LinkedGroup
+from flowchan.collective.many_hosts import LinkedGroup
 from flowchan.collective.messages_remote import Way
 from flowchan.collective.rendezvous.forming import meet_by
 from flowchan.errors import GroupError, MemberDied
-from flowchan.transport.dialling import reach
-from flowchan.transport.door import Door
+from flowchan.transport.dial import reach
 from flowchan.transport.interrupts import is_interrupt, unless_interrupted
-from flowchan.transport.rendezvous import Coordinator, Ended, Participant
+from flowchan.transport.listener import AuthenticatedListener
+from flowchan.transport.rendezvous import Coordinator, Participant, RendezvousEnded
 from flowchan.transport.tcp import Listener, dial, listen, route_to, split
 
-PATIENCE = 10.0
+REJOIN_TIMEOUT_S = 10.0
 """Seconds for which who comes waits for those that don't, until it looks whether they can be dialled at all;
 and within which all must reach each other that have come."""
-LOOK = 0.02
+POLL_INTERVAL_S = 0.02
 
 
 def meet_at(
@@ -47,7 +48,7 @@ def meet_at(
     try:
         if rank == 0:
             with contextlib.closing(Coordinator(size, time.monotonic() + timeout)) as coordinator:
-                with Door(listen(at), secret, {"rank": 0}) as door:
+                with AuthenticatedListener(listen(at), secret, {"rank": 0}) as door:
                     coordinator.assemble(door.accept)
                 met = meet_by(coordinator.gather, 0, Way(secret, where), left() or 0.0, name, host)
         else:
@@ -60,7 +61,7 @@ def meet_at(
             with contextlib.closing(Participant(sock, "rank 0")) as participant:
                 way = Way(secret, route_to(where))
                 met = meet_by(participant.gather, rank, way, left() or 0.0, name, host)
-    except Ended as ended:
+    except RendezvousEnded as ended:
         raise GroupError(str(ended)) from None
     return Place(at, secret, host).of(met)
 
@@ -88,9 +89,9 @@ class Place:
         for _ in range(old.size):
             try:
                 met = meet(old, self, secret, name, give_up)
-                if met._has_met(_patience(give_up)):
+                if met._has_met(_rejoin_timeout(give_up)):
                     return replace(self, number=number).of(met)
-            except (Ended, MemberDied):
+            except (RendezvousEnded, MemberDied):
                 continue
             except TimeoutError as error:  # one that had come is late
                 if is_interrupt(error) or time.monotonic() >= give_up:
@@ -106,10 +107,10 @@ REMEDY = "make a new group, or run a graph, whose gangs begin again by themselve
 def _lead(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: float) -> Group:
     came: dict[int, socket.socket] = {}
     try:
-        with Door(_listener(old, place.at), secret, {"rank": 0}) as door:
+        with AuthenticatedListener(_listener(old, place.at), secret, {"rank": 0}) as door:
             _let_in(old, door, came, give_up)
         left = sorted([0, *came])
-        within = _patience(give_up)
+        within = _rejoin_timeout(give_up)
         coordinator = Coordinator(len(left), time.monotonic() + within)
         for rank, sock in came.items():
             coordinator.come(left.index(rank), sock)
@@ -128,10 +129,12 @@ def _listener(old: LinkedGroup, at: str) -> Listener:
         raise GroupError(f"{old!r} can't be shrunk: {error}; {REMEDY}") from None
 
 
-def _let_in(old: LinkedGroup, door: Door, came: dict[int, socket.socket], give_up: float) -> None:
+def _let_in(
+    old: LinkedGroup, door: AuthenticatedListener, came: dict[int, socket.socket], give_up: float
+) -> None:
     """Until all have come that may be left."""
     alive: dict[int, list[int]] = {}
-    patient = time.monotonic() + PATIENCE
+    patient = time.monotonic() + REJOIN_TIMEOUT_S
     while True:
         alive[old._host] = old._alive_here()
         expected = {rank for ranks in alive.values() for rank in ranks} - {0}
@@ -142,12 +145,12 @@ def _let_in(old: LinkedGroup, door: Door, came: dict[int, socket.socket], give_u
             missing = [[rank for rank in ranks if rank and rank not in came] for ranks in old._hosts]
             if not any(_is_late(old, ranks, give_up) for ranks in missing) and time.monotonic() < give_up:
                 return
-            patient = time.monotonic() + PATIENCE
+            patient = time.monotonic() + REJOIN_TIMEOUT_S
         if (left := give_up - time.monotonic()) <= 0:
             late = sorted(expected - came.keys()) or "all of other hosts"
             raise TimeoutError(f"shrink of {old._title()} was not done in time: {late} have not come")
         try:
-            sock, hello = door.accept(min(LOOK, left))
+            sock, hello = door.accept(min(POLL_INTERVAL_S, left))
         except unless_interrupted(TimeoutError):
             continue
         rank = hello["rank"]
@@ -170,16 +173,16 @@ def _is_late(old: LinkedGroup, ranks: list[int], give_up: float) -> bool:
     return False
 
 
-def _patience(give_up: float) -> float:
+def _rejoin_timeout(give_up: float) -> float:
     """Seconds for a part of it in which nobody is late any more."""
-    return max(0.0, min(PATIENCE, give_up - time.monotonic()))
+    return max(0.0, min(REJOIN_TIMEOUT_S, give_up - time.monotonic()))
 
 
 def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: float) -> Group:
     hello = {"rank": old.rank, "alive": old._alive_here()}
     why = f"rank {old.rank} can't go on in a smaller group: rank 0, which says who is left, can't be reached"
     while True:
-        within = _patience(give_up)
+        within = _rejoin_timeout(give_up)
         try:
             sock, _ = reach(place.at, secret, hello, why=why, within=within, tls=False)
             break
@@ -196,7 +199,7 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
             left = participant.hear()
         except unless_interrupted(TimeoutError) as error:
             raise TimeoutError(f"shrink of {old._title()} was not done in time: {error}") from None
-        within = _patience(give_up)
-        sock.settimeout(max(0.001, min(2 * PATIENCE, give_up - time.monotonic())))
+        within = _rejoin_timeout(give_up)
+        sock.settimeout(max(0.001, min(2 * REJOIN_TIMEOUT_S, give_up - time.monotonic())))
         way = Way(secret, route_to(split(place.at)[0]))
         return meet_by(participant.gather, left.index(old.rank), way, within, name, place.host)

@@ -12,12 +12,12 @@ import os
 import time
 from typing import Any
 
-from flowchan.collective.countdown import Left, countdown
+from flowchan.collective.deadline import Left, countdown
 from flowchan.collective.group import Group
 from flowchan.collective.leader_links import Links
-from flowchan.collective.linked import LinkedGroup
+from flowchan.collective.many_hosts import LinkedGroup
 from flowchan.collective.messages_remote import RemotePeers, Way
-from flowchan.collective.shared import Gather, SharedGroup, share
+from flowchan.collective.one_host import Gather, SharedGroup, share
 
 WITHIN = 60.0
 

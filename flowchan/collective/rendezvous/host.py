@@ -17,10 +17,10 @@ import struct
 import time
 from typing import Any
 
-from flowchan.collective.shared import SharedGroup, share
+from flowchan.collective.one_host import SharedGroup, share
 from flowchan.errors import GroupError
 from flowchan.transport.interrupts import unless_interrupted
-from flowchan.transport.rendezvous import Coordinator, Ended, Participant
+from flowchan.transport.rendezvous import Coordinator, Participant, RendezvousEnded
 
 PAUSE_S, HELLO_S = 0.02, 5.0
 _HELLO = struct.Struct("<ii")  # rank, size
@@ -40,7 +40,7 @@ def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> Shar
             member = (_lead if rank == 0 else _follow)(address, rank, size, give_up, name)
             if member is not None:
                 return member
-        except Ended as ended:
+        except RendezvousEnded as ended:
             if ended.refused:
                 raise GroupError(str(ended)) from None
         if time.monotonic() > give_up:

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from flowchan.declare.places import PLACES
-from flowchan.declare.verbs import VERBS
-from flowchan.run.stats import Cause, LinkStats, RunStats, StageStats, WorkSeconds
+from flowchan.declare.operators import OPERATORS
+from flowchan.declare.placements import PLACEMENTS
+from flowchan.run.policy.stats import Cause, EdgeStats, RunStats, StageStats, WorkSeconds
 
 BUSY = 0.85
 """From this utilisation on a stage is a bottleneck, and a core or a lock is used up."""
@@ -50,12 +50,12 @@ class _Load:
     @property
     def is_here(self) -> bool:
         """Whether its workers are threads of this process."""
-        place = PLACES.get(self.stage.on)
+        place = PLACEMENTS.get(self.stage.on)
         return place is not None and not place.apart and not self.stage.hosts
 
     @property
     def is_read_by_program(self) -> bool:
-        return VERBS[self.stage.kind].gathers
+        return OPERATORS[self.stage.kind].gathers
 
     @property
     def occupied(self) -> float:
@@ -82,8 +82,8 @@ class _View:
     def window(self) -> float:
         return self.stats.window
 
-    def into(self, stage: str) -> list[LinkStats]:
-        return [link for link in self.stats.links if link.reader == stage]
+    def into(self, stage: str) -> list[EdgeStats]:
+        return [edge for edge in self.stats.edges if edge.reader == stage]
 
 
 def cause_of(stats: RunStats, worked: Mapping[str, WorkSeconds], cores: int, gil: bool) -> Cause | None:
@@ -98,7 +98,7 @@ def cause_of(stats: RunStats, worked: Mapping[str, WorkSeconds], cores: int, gil
     loads = {
         stage.name: _Load(stage, worked[stage.name], stats.window)
         for stage in stats.stages
-        if not VERBS[stage.kind].outside and worked[stage.name].working > 0
+        if not OPERATORS[stage.kind].outside and worked[stage.name].working > 0
     }
     view = _View(stats, loads, cores, gil)
     for find in _FINDERS:
@@ -167,15 +167,15 @@ def _visits(stats: RunStats) -> dict[str, float]:
     """Items that each stage takes for each item of the sources. In a loop: of so many rounds as it has
     stages."""
     taken = {stage.name: stage.items_in for stage in stats.stages}
-    first = taken.keys() - {link.reader for link in stats.links}
+    first = taken.keys() - {edge.reader for edge in stats.edges}
     visits = {name: float(name in first) for name in taken}
     for _ in taken:
         found = {name: float(name in first) for name in taken}
-        for link in stats.links:
-            if link.reader is not None:
-                put = link.passed + link.inside
-                each = put / taken[link.writer] if link.writer not in first and taken[link.writer] else 1.0
-                found[link.reader] += visits[link.writer] * each
+        for edge in stats.edges:
+            if edge.reader is not None:
+                put = edge.passed + edge.inside
+                each = put / taken[edge.writer] if edge.writer not in first and taken[edge.writer] else 1.0
+                found[edge.reader] += visits[edge.writer] * each
         if found == visits:
             break
         visits = found
@@ -185,9 +185,9 @@ def _visits(stats: RunStats) -> dict[str, float]:
 def _consumer(view: _View) -> Cause | None:
     """The program does not read a result, or slowly, and writers have no place."""
     for stage in view.stats.stages:
-        if VERBS[stage.kind].gathers and stage.alive:
+        if OPERATORS[stage.kind].gathers and stage.alive:
             full = [
-                link for link in view.into(stage.name) if link.waiting_writers or link.inside >= link.capacity
+                edge for edge in view.into(stage.name) if edge.waiting_writers or edge.inside >= edge.capacity
             ]
             if full:
                 return Cause("consumer", stage.name, f"{stage.name!r} waits for the program to read it")
@@ -211,7 +211,7 @@ def _order(view: _View) -> Cause | None:
 
 
 def _memory(view: _View) -> Cause | None:
-    short = next((link for link in view.stats.links if link.short_of_bytes), None)
+    short = next((edge for edge in view.stats.edges if edge.short_of_bytes), None)
     if short is None:
         return None
     return Cause("memory", short.writer, f"channel {short.name!r} is short of memory, not of places")
@@ -223,8 +223,8 @@ def _in_flight(view: _View) -> Cause | None:
     waiting = [view.loads[name].stage for name in loop if name in view.loads]
     if not waiting or not all(stage.waiting_input >= stage.waiting_output for stage in waiting):
         return None
-    before = [link for link in view.stats.links if link.reader in loop and link.writer not in loop]
-    if before and not any(link.inside or link.waiting_writers for link in before):
+    before = [edge for edge in view.stats.edges if edge.reader in loop and edge.writer not in loop]
+    if before and not any(edge.inside or edge.waiting_writers for edge in before):
         return None
     names = ", ".join(repr(name) for name in loop)
     return Cause("in_flight", None, f"the loop of {names} lets too few items in at a time")
@@ -233,9 +233,9 @@ def _in_flight(view: _View) -> Cause | None:
 def _loop(stats: RunStats) -> list[str]:
     """The stages that items come back to."""
     behind: dict[str, set[str]] = {}
-    for link in stats.links:
-        if link.reader is not None:
-            behind.setdefault(link.writer, set()).add(link.reader)
+    for edge in stats.edges:
+        if edge.reader is not None:
+            behind.setdefault(edge.writer, set()).add(edge.reader)
 
     def comes_back(stage: str) -> bool:
         seen: set[str] = set()
@@ -251,8 +251,8 @@ def _loop(stats: RunStats) -> list[str]:
 
 def _starting(view: _View) -> Cause | None:
     for stage in view.stats.stages:
-        verb = VERBS[stage.kind]
-        if stage.alive and not stage.working and not verb.outside and not verb.gathers:
+        operator = OPERATORS[stage.kind]
+        if stage.alive and not stage.working and not operator.outside and not operator.gathers:
             return Cause("starting", stage.name, f"no worker of {stage.name!r} has begun yet")
     return None
 
@@ -260,9 +260,9 @@ def _starting(view: _View) -> Cause | None:
 def _input(view: _View) -> Cause | None:
     """The program fills an input, and whoever reads that waits."""
     for stage in view.stats.stages:
-        if VERBS[stage.kind].outside:
-            links = [link for link in view.stats.links if link.writer == stage.name]
-            readers = [view.loads[link.reader].stage for link in links if link.reader in view.loads]
+        if OPERATORS[stage.kind].outside:
+            edges = [edge for edge in view.stats.edges if edge.writer == stage.name]
+            readers = [view.loads[edge.reader].stage for edge in edges if edge.reader in view.loads]
             if stage.rate and readers and all(reader.waiting_input >= 0.5 for reader in readers):
                 return Cause(
                     "input",

@@ -14,8 +14,8 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from flowchan.run.events import Started, WorkerId
-from flowchan.run.stats import WorkerStats, WorkSeconds
+from flowchan.run.policy.events import Started, WorkerId
+from flowchan.run.policy.stats import WorkerStats, WorkSeconds
 
 
 @dataclass(slots=True)

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from flowchan.run.failures import text_of
-from flowchan.run.stats import RunStats
+from flowchan.run.policy.failures import text_of
+from flowchan.run.policy.stats import RunStats
 from flowchan.transport.interrupts import interrupts_deferred
 
 log = logging.getLogger("flowchan.run")
@@ -113,7 +113,8 @@ class Feed:
         Args:
             stats: Gets the statistics of the whole run, at once, every so often, and once after the run has
                 ended.
-            events: Gets what the supervisor hears of workers and decides on (``flowchan.run.events``), in
+            events: Gets what the supervisor hears of workers and decides on
+            (``flowchan.run.policy.events``), in
                 order and not later than the statistics that follow it.
             every: Seconds between two statistics.
         """

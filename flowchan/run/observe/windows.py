@@ -16,9 +16,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from flowchan.declare.verbs import VERBS
+from flowchan.declare.operators import OPERATORS
 from flowchan.run.observe.causes import cause_of
-from flowchan.run.stats import LinkStats, RunStats, StageStats, WorkSeconds
+from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats, WorkSeconds
 
 EVERY_S = 0.5
 """Seconds between two looks at a run."""
@@ -43,10 +43,10 @@ def between(earlier: RunStats | None, later: RunStats) -> RunStats:
     run."""
     window = max(later.elapsed - (0.0 if earlier is None else earlier.elapsed), 1e-9)
     stages_before = {} if earlier is None else {stage.name: stage for stage in earlier.stages}
-    links_before = {} if earlier is None else {link.name: link for link in earlier.links}
+    links_before = {} if earlier is None else {edge.name: edge for edge in earlier.edges}
     stages = tuple(_stage(stages_before.get(stage.name), stage, window) for stage in later.stages)
-    links = tuple(_link(links_before.get(link.name), link, window) for link in later.links)
-    now = dataclasses.replace(later, stages=stages, links=links, window=window)
+    edges = tuple(_edge(links_before.get(edge.name), edge, window) for edge in later.edges)
+    now = dataclasses.replace(later, stages=stages, edges=edges, window=window)
     worked = {
         stage.name: stage.seconds.since(stages_before[stage.name].seconds if stages_before else WorkSeconds())
         for stage in stages
@@ -59,7 +59,7 @@ def between(earlier: RunStats | None, later: RunStats) -> RunStats:
 def _stage(before: StageStats | None, now: StageStats, window: float) -> StageStats:
     worked = now.seconds if before is None else now.seconds.since(before.seconds)
     whole = max(worked.working, 1e-9)
-    takes_in = not VERBS[now.kind].begins
+    takes_in = not OPERATORS[now.kind].begins
     items = now.items_in if takes_in else now.items_out
     if before is not None:
         items -= before.items_in if takes_in else before.items_out
@@ -74,7 +74,7 @@ def _stage(before: StageStats | None, now: StageStats, window: float) -> StageSt
     )
 
 
-def _link(before: LinkStats | None, now: LinkStats, window: float) -> LinkStats:
+def _edge(before: EdgeStats | None, now: EdgeStats, window: float) -> EdgeStats:
     return dataclasses.replace(now, rate=max(0, now.passed - (before.passed if before else 0)) / window)
 
 

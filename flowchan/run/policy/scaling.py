@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from flowchan.run.events import WorkerId
+from flowchan.run.policy.events import WorkerId
 
 
 @dataclass(frozen=True, slots=True)

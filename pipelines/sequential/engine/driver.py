@@ -27,15 +27,15 @@ from flowchan import (
     Stream,
     select,
 )
-from flowchan.declare.places import Place
+from flowchan.channel.latch import Latch
+from flowchan.declare.placements import Placement
 from flowchan.pipelines.sequential.engine.execution import Passed
 from flowchan.pipelines.sequential.engine.stages import declare
 from flowchan.pipelines.sequential.engine.worker_messages import Assignment, Item, Key, WorkerAnswer
 from flowchan.pipelines.sequential.parts import Part
 from flowchan.pipelines.sequential.shared_memory import state_tensors
 from flowchan.pipelines.sequential.state import Numbers, SyncedTensors
-from flowchan.pipelines.sequential.values import mapped
-from flowchan.run.latch import Latch
+from flowchan.pipelines.sequential.tensor_trees import mapped
 
 
 class PipelineRun:
@@ -141,7 +141,7 @@ class PipelineRun:
 class WorkersRun(PipelineRun):
     """A run of workers that follow commands."""
 
-    def __init__(self, name: str, jobs: Sequence[Assignment], on: Place, chunks: int) -> None:
+    def __init__(self, name: str, jobs: Sequence[Assignment], on: Placement, chunks: int) -> None:
         super().__init__(name)
         self.jobs, self.apart = jobs, on.apart
         self._commands, answers = declare(self.graph, jobs, on, chunks)

@@ -31,7 +31,7 @@ from flowchan.pipelines.sequential.engine.split_backward import SplitBackward
 from flowchan.pipelines.sequential.parts import Casting, Part, cast_as, run_part
 from flowchan.pipelines.sequential.segments import Owned, Segment
 from flowchan.pipelines.sequential.skip import Skips
-from flowchan.pipelines.sequential.values import mapped, tensors
+from flowchan.pipelines.sequential.tensor_trees import mapped, tensors
 
 GENERATOR = threading.Lock()
 """Held by the thread that draws from torch's generator of this process."""

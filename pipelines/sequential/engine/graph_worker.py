@@ -26,7 +26,7 @@ from flowchan.pipelines.sequential.engine.worker_messages import (
     PartFailure,
     WorkerAnswer,
 )
-from flowchan.run.failures import Portable
+from flowchan.run.policy.failures import Portable
 
 Swap = tuple[dict[str, Any], str, Tensor, Tensor]
 """Where a parameter is, its name, itself, and what takes its place."""

@@ -23,8 +23,8 @@ from flowchan.pipelines.sequential.engine.schedule import Step
 from flowchan.pipelines.sequential.engine.worker_messages import Assignment, Item, Key, WorkerAnswer
 from flowchan.pipelines.sequential.parts import Part, take_cores
 from flowchan.pipelines.sequential.state import Numbers, PartState
-from flowchan.pipelines.sequential.timeline import Event, Op
-from flowchan.pipelines.sequential.values import mapped
+from flowchan.pipelines.sequential.tensor_trees import mapped
+from flowchan.pipelines.sequential.timeline import Op, TimelineEvent
 
 
 class PipelineWorker(abc.ABC):
@@ -49,7 +49,7 @@ class PipelineWorker(abc.ABC):
         self._forward, self._backward, self._onward, self._back = forward, backward, onward, back
         self.states: list[PartState] = []
         self.executions: dict[int, Execution] = {}
-        self.events: list[Event] = []
+        self.events: list[TimelineEvent] = []
         self.communication = 0.0
         self._early: dict[Key, Any] = {}
 
@@ -142,4 +142,6 @@ class PipelineWorker(abc.ABC):
         """Note for the timeline what happens within."""
         begin = time.monotonic()
         yield
-        self.events.append(Event(self.job.worker, step.part, op, number, step.chunk, begin, time.monotonic()))
+        self.events.append(
+            TimelineEvent(self.job.worker, step.part, op, number, step.chunk, begin, time.monotonic())
+        )

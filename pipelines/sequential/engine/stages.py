@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowchan import Feedback, Graph, In, Input, Out, Stream
-from flowchan.declare.places import Place
+from flowchan.declare.placements import Placement
 from flowchan.pipelines.sequential.engine.graph_worker import GraphWorker
 from flowchan.pipelines.sequential.engine.training_worker import TrainingWorker
 from flowchan.pipelines.sequential.engine.worker_messages import Assignment
 
 
 def declare(
-    graph: Graph, jobs: Sequence[Assignment], on: Place, chunks: int
+    graph: Graph, jobs: Sequence[Assignment], on: Placement, chunks: int
 ) -> tuple[list[Input[Any]], list[Stream[Any]]]:
     """Declare the workers of ``jobs`` in ``graph``. Returns the command inputs by worker, and the streams of
     answers: of the worker of the last part, and of all others together if there are any."""

@@ -24,13 +24,13 @@ from flowchan.pipelines.sequential.engine.worker_messages import (
     Assignment,
     Evaluate,
     Loss,
-    Scale,
+    ScaleGradients,
     Train,
     WorkerAnswer,
 )
 from flowchan.pipelines.sequential.parts import Casting, Part
-from flowchan.pipelines.sequential.timeline import Event
-from flowchan.pipelines.sequential.values import join, mapped, tensors
+from flowchan.pipelines.sequential.tensor_trees import join, mapped, tensors
+from flowchan.pipelines.sequential.timeline import TimelineEvent
 
 
 class TrainingWorker(PipelineWorker):
@@ -176,7 +176,7 @@ class TrainingWorker(PipelineWorker):
     def _update(self, train: Train) -> None:
         """Clip, as ``torch.nn.utils.clip_grad_norm_`` does over the gradients of all workers, and update."""
         gradients = [parameter.grad for parameter in self.job.parameters if parameter.grad is not None]
-        scale = Scale(1.0)
+        scale = ScaleGradients(1.0)
         if self.job.clips:
             norms = [float(torch.linalg.vector_norm(gradient)) for gradient in gradients]
             self.answers.put(WorkerAnswer(self.job.worker, square=sum(norm * norm for norm in norms)))
@@ -189,7 +189,7 @@ class TrainingWorker(PipelineWorker):
             with at(part, f"update at the end of step {train.number}"):
                 optimizer.step()
         self.events.append(
-            Event(self.job.worker, None, "update", train.number, None, begin, time.monotonic())
+            TimelineEvent(self.job.worker, None, "update", train.number, None, begin, time.monotonic())
         )
 
     # --- evaluation ---

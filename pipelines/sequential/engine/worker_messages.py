@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from flowchan.pipelines.sequential.engine.plans import PartOwners
 from flowchan.pipelines.sequential.parts import Casting, Part
 from flowchan.pipelines.sequential.state import Numbers
-from flowchan.pipelines.sequential.timeline import Event
+from flowchan.pipelines.sequential.timeline import TimelineEvent
 
 Loss = Callable[[Any, Any], Tensor]
 Optimizers = Callable[[list[Tensor]], Optimizer]
@@ -77,7 +77,7 @@ class Train(NamedTuple):
     changed: list[Numbers]
 
 
-class Scale(NamedTuple):
+class ScaleGradients(NamedTuple):
     """Multiply the gradients, then update."""
 
     factor: float
@@ -151,7 +151,7 @@ class WorkerAnswer(NamedTuple):
     """
 
     worker: int
-    events: tuple[Event, ...] = ()
+    events: tuple[TimelineEvent, ...] = ()
     loss: Tensor | None = None
     square: float = 0.0
     gradients: list[Tensor | None] | None = None

@@ -1,0 +1,84 @@
+#include "extra_sleepers.hpp"
+
+#include <algorithm>
+#include <system_error>
+
+#include "waiting.hpp"
+
+namespace flowchan {
+
+namespace {
+
+constexpr int64_t LONG = 3600'000'000'000;  // ns
+
+bool same(const WaitedWord& one, const WaitedWord& other) {
+    return one.uaddr == other.uaddr && one.val == other.val;
+}
+
+}  // namespace
+
+void Watched::add(const WaitedWord& word, std::shared_ptr<void> keeps) {
+    words.push_back(word);
+    kept.push_back(std::move(keeps));
+}
+
+Lookout::Lookout(std::function<void()> ring) : ring_(std::move(ring)), thread_([this] { run(); }) {}
+
+Lookout::~Lookout() {
+    if (!thread_.joinable()) return;
+    {
+        std::lock_guard lock(mutex_);
+        over_ = true;
+        tell();
+    }
+    thread_.join();
+}
+
+void Lookout::tell() {
+    told_.fetch_add(1, std::memory_order_relaxed);  // what is new is read under the mutex
+    futex_wake(told_, 1, false);
+}
+
+void Lookout::watch(Watched watched) {
+    std::lock_guard lock(mutex_);
+    if (!has_rung_ && std::ranges::equal(watched.words, watched_.words, same)) return;
+    watched_ = std::move(watched);
+    has_rung_ = false;
+    tell();
+}
+
+void Lookout::run() {
+    for (;;) {
+        Watched mine;
+        uint32_t told = 0;
+        {
+            std::lock_guard lock(mutex_);
+            if (over_) return;
+            told = told_.load(std::memory_order_relaxed);
+            mine.add({told, reinterpret_cast<uint64_t>(&told_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}, {});
+            // Who has rung waits for other words: these have changed, so that nobody can sleep on them.
+            for (size_t i = 0; !has_rung_ && i < watched_.words.size(); ++i)
+                mine.add(watched_.words[i], watched_.kept[i]);
+        }
+        sleep_on_any(mine.words, now_ns() + LONG);
+        if (std::none_of(mine.words.begin() + 1, mine.words.end(), is_changed)) continue;
+        {
+            std::lock_guard lock(mutex_);
+            if (told != told_.load(std::memory_order_relaxed)) continue;  // for words that are new
+            has_rung_ = true;
+        }
+        ring_();
+    }
+}
+
+bool Lookouts::watch(std::vector<Watched> parts) {
+    try {
+        while (all_.size() < parts.size()) all_.emplace_back(ring_);
+    } catch (const std::system_error&) {}
+    const bool enough = all_.size() >= parts.size();
+    parts.resize(all_.size());
+    for (size_t n = 0; n < all_.size(); ++n) all_[n].watch(std::move(parts[n]));
+    return enough;
+}
+
+}  // namespace flowchan

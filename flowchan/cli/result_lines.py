@@ -1,0 +1,35 @@
+"""What a run gave, in lines for a terminal: small values themselves, of larger ones the size and how they
+begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+from flowchan.items.text import short
+from flowchan.run.observe.report import count
+
+WIDTH = 80
+
+
+def result_lines(results: Mapping[Any, Any]) -> Iterator[str]:
+    """A line for each result, by the name of its stream."""
+    if results:
+        yield "\nresults"
+    for stream, value in results.items():
+        begin = f"  {stream.name}: {_size(value)}"
+        yield begin + short(value, max(20, WIDTH - len(begin)))
+
+
+def _size(value: Any) -> str:
+    """What a value is that does not show it in one line."""
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple):
+        return f"{type(value).__name__} of {' × '.join(map(str, shape)) or '1 number'}, "
+    if isinstance(value, Sized) and len(short(value, WIDTH)) == WIDTH:
+        unit = _UNITS.get(type(value), "item")
+        return f"{count(len(value))} {unit}{'' if len(value) == 1 else 's'}, "
+    return ""
+
+
+_UNITS = {str: "character", bytes: "byte"}

@@ -1,0 +1,146 @@
+"""The ways to do the operations of a group: which one is taken, and how another one is chosen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flowchan import _core
+from flowchan.collective import array_access
+from flowchan.collective.operations import COMBINING, MOVING, NAMES, REDUCE_SCATTER, TELL
+
+BACKENDS = ("gloo", "mpi", "nccl")
+"""Those of torch.distributed."""
+BY_DEVICE = {"cuda": "nccl"}
+"""Which of them does what lies on a device."""
+COMBINED = (*COMBINING, NAMES[REDUCE_SCATTER])
+
+
+def ways_of(operation: str) -> tuple[str, ...]:
+    """Those that can be chosen."""
+    if operation in COMBINING:
+        return ("exchange", "slices", *BACKENDS)
+    if operation in MOVING:
+        return ("chunks", "direct", *BACKENDS)
+    return ("chunks", *BACKENDS) if operation == NAMES[REDUCE_SCATTER] else ()
+
+
+class Ways:
+    """What a group has of it."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def size(self) -> int: ...
+        def _queue(self, change: int) -> None: ...
+        def _explain(self, operation: str, x: Any) -> str: ...
+        def _set_algorithm(self, doing: int, name: str | None) -> None: ...
+
+    def _begin_ways(self) -> None:
+        self._chosen_backends: dict[int, str] = {}
+        self._backends: dict[str, Any] = {}
+
+    def explain(self, operation: str, x: Any = None) -> str:
+        """How an operation would be done, in a sentence."""
+        try:
+            array_access.is_dense(x)
+            backend = self._backend_for(number_of(operation), x) if array_access.is_array(x) else None
+            if backend is None:
+                if operation in COMBINED and array_access.is_array(x) and array_access.is_here(x):
+                    check_combined(x)
+                return self._explain(operation, x)
+        except TypeError as error:
+            return f"{operation}: not at all: {error}"
+        return f"{operation}: {backend} of torch.distributed, among all {self.size} members"
+
+    def set_algorithm(self, operation: str, name: str | None) -> None:
+        """Do an operation on arrays by one algorithm from now on, whatever their size.
+
+        Args:
+            operation: ``allreduce``, ``reduce``, ``reduce_scatter``, ``broadcast``, ``allgather``,
+                ``gather`` or ``alltoall``.
+            name: "exchange" (up to 512 KB) or "slices" for ``allreduce`` and ``reduce``; "chunks" for the
+                others; "direct" for these but ``reduce_scatter``, where members may read each other's memory;
+                "gloo", "mpi" or "nccl" of torch for all of them. None: the quickest one. All members give the
+                same name.
+
+        Raises:
+            ValueError: The operation has no such algorithm.
+        """
+        doing, known = number_of(operation), ways_of(operation)
+        if name is not None and name not in known:
+            those = " or ".join(map(repr, known)) or "no other algorithm"
+            raise ValueError(f"{operation} has {those}, not {name!r}")
+        backend = name if name in BACKENDS else None
+        if backend is not None:
+            check_backend(backend)
+        self._set_algorithm(doing, None if backend is not None else name)
+        before = bool(self._chosen_backends)
+        if backend is None:
+            self._chosen_backends.pop(doing, None)
+        else:
+            self._chosen_backends[doing] = backend
+        self._queue(bool(self._chosen_backends) - before)  # then the core leaves all operations to us
+
+    def _backend_for(self, doing: int, x: Any) -> str | None:
+        """Which of torch's backends does it, if one does: for tensors on a device that of the device."""
+        chosen = self._chosen_backends.get(doing)
+        if chosen is None and not array_access.is_here(x):
+            return BY_DEVICE.get(x.device.type)
+        return chosen
+
+    def _by(self, doing: int, x: Any) -> Any:
+        """Who does it: this group, or one of torch's backends."""
+        name = self._backend_for(doing, x)
+        if name is None:
+            return self
+        if name == "nccl" and array_access.is_here(x):
+            raise TypeError(
+                f"{NAMES[doing]} by nccl takes CUDA tensors, not {array_access.described(x)}: move it to a "
+                f"device, "
+                "or set another algorithm"
+            )
+        if name not in self._backends:
+            check_backend(name)
+            from flowchan.collective.torch_algorithms import TorchWay
+
+            self._backends[name] = TorchWay(name, self)
+        return self._backends[name]
+
+    def _close_backends(self) -> None:
+        for backend in self._backends.values():
+            backend.close()
+
+
+def not_here(call: str, x: Any) -> str:
+    remedy = "it has no contents" if x.device.type == "meta" else "copy it, as by .cpu()"
+    return (
+        f"{call} takes arrays and tensors in this machine's memory, and CUDA tensors, not "
+        f"{array_access.described(x)}: {remedy}"
+    )
+
+
+def check_combined(x: Any) -> None:
+    """Raises ``TypeError`` where arrays of this type are only moved."""
+    one = array_access.contiguous(x[(*[slice(1)] * x.ndim, ...)])
+    try:
+        _core._combine(one, [], "min")
+    except TypeError:  # as of complex numbers
+        _core._combine(one, [], "sum")
+
+
+def number_of(operation: str) -> int:
+    known = [name for number, name in enumerate(NAMES) if number not in (0, TELL)]
+    if operation not in known:
+        raise ValueError(f"operation must be one of {', '.join(known)}, not {operation!r}")
+    return NAMES.index(operation)
+
+
+def check_backend(name: str) -> None:
+    """Raises ``ValueError``, with the remedy, where it can't be used."""
+    try:
+        from flowchan.collective.torch_algorithms import check
+    except ImportError as error:
+        raise ValueError(
+            f"{name} is an algorithm of torch.distributed, which can't be imported: {error}"
+        ) from error
+    check(name)

@@ -1,0 +1,97 @@
+"""What the calls of groups are given: how messages show it, and the checks that are made before anything is
+sent. So a mistake of one member is an error there, and the others wait for its next call."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import numbers
+from collections.abc import Sequence, Sized
+from typing import Any
+
+from flowchan.collective import array_access
+from flowchan.errors import Mismatch
+from flowchan.items.combining import OPERATIONS
+from flowchan.items.text import shown
+
+
+def called(call: str, x: Any, more: Any) -> str:
+    """``more``: what else it was given; several of them are a tuple."""
+    if isinstance(x, list):
+        what = f"[{', '.join(map(array_access.described, x))}]"
+    else:
+        what = "" if x is None else array_access.described(x)
+    given = more if isinstance(more, tuple) else () if more is None else (more,)
+    return f"{call}({what}{''.join(f', {one!r}' for one in given)})"
+
+
+def op_argument(call: str, op: Any) -> None:
+    """A name of an operation, or what can be called."""
+    if isinstance(op, str) and op in OPERATIONS:
+        return
+    if isinstance(op, str) or not callable(op):
+        error = ValueError if isinstance(op, str) else TypeError
+        names = ", ".join(map(repr, OPERATIONS))
+        raise error(f"{call}: op must be one of {names} or a function of two, not {shown(op)}")
+
+
+def function_argument(call: str, function: Any) -> None:
+    if not callable(function):
+        raise TypeError(f"{call}: fn must be a function of two values, got {shown(function)}")
+
+
+def array_argument(call: str, argument: str, x: Any) -> None:
+    """An array or a tensor that groups can move."""
+    if not array_access.is_dense(x):
+        raise TypeError(f"{call}: {argument} must be an array or a tensor, not {shown(x)}")
+
+
+def parts_argument(call: str, argument: str, xs: Any, size: int) -> Sequence[Any]:
+    """One for each member."""
+    if not isinstance(xs, Sized) or not hasattr(xs, "__getitem__"):
+        raise TypeError(
+            f"{call}: {argument} must be a list with a part for each of the {size} members, not {shown(xs)}"
+        )
+    if len(xs) != size:
+        raise ValueError(f"{call} takes a part for each of the {size} members, not {len(xs)}")
+    parts: Sequence[Any] = xs  # type: ignore[assignment]
+    return parts
+
+
+def sizes_differ(call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> str:
+    """Say where what a rank has for another one does not fit into its room. ``sizes``: how many bytes each
+    rank has for the others, and room for of them."""
+    for source, to in itertools.product(range(len(sizes)), repeat=2):
+        given, room = sizes[source][0][to], sizes[to][1][source : source + 1]
+        if room != [given]:
+            return (
+                f"in {call} rank {source} gives {given} bytes to rank {to}, which has room for {sum(room)} "
+                "from it"
+            )
+    return ""
+
+
+def received(x: Any, source: int, out: Any, rank: int) -> Any:
+    """What has come from ``source`` for ``rank``, in ``out`` if there is one, which has to fit."""
+    if out is None:
+        return x
+    fits = (
+        array_access.is_array(x)
+        and array_access.kind(x)[0] == array_access.kind(out)[0]
+        and x.nbytes == out.nbytes
+    )
+    if not fits:
+        raise Mismatch(
+            f"rank {source} sent {array_access.described(x)}; rank {rank} has room for "
+            f"{array_access.described(out)}"
+        )
+    return array_access.fill(out, array_access.of_library(out, x).reshape(out.shape))
+
+
+def seconds_argument(call: str, argument: str, value: Any) -> float:
+    """A number of seconds, with an end."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{call}: {argument} must be a number of seconds, not {shown(value)}")
+    if not 0 <= float(value) < math.inf:
+        raise ValueError(f"{call}: {argument} must be at least 0 seconds, and not without end, not {value}")
+    return float(value)

@@ -1,0 +1,374 @@
+"""One step of an operation among the leaders of a group's hosts.
+
+Each sends one message to each of the others, and receives one of each: all at the same time, so that nobody
+waits for somebody who waits for him. A message says what its sender is doing, so calls that differ are found
+here, and a death is heard by all. What one has for all, and what all have for one, goes along a tree; then
+the messages between those that are not joined in it are empty.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowchan.collective.trees import Tree
+from flowchan.collective.value_bytes import loads
+from flowchan.errors import GroupError, MemberDied, MemberLeft
+from flowchan.transport.interrupts import is_interrupt, unless_interrupted
+
+HEADER = struct.Struct("<BIQQ")  # kind, operation, what the call is, bytes that follow
+SEGMENT = struct.Struct("<IQ")  # of a message that brings what several hosts have: which one, its bytes
+DATA, FAILED, LEFT = range(3)
+STALLED = 10.0
+"""Seconds of waiting after which the log says for whom."""
+PIECE = 1 << 20  # bytes for one call of the system
+
+log = logging.getLogger("flowchan.collective")
+
+Call = tuple[str, int, int]
+"""An operation: its name, its number, and what it is called with, as a number."""
+
+
+class Differs(Exception):
+    """The leaders' calls are not the same."""
+
+
+@dataclass(slots=True)
+class ConnectionStats:
+    """What has crossed between two hosts' leaders: bytes sent and received, in how many steps of operations,
+    and the seconds that these took from their beginning on this side. An operation has one step or more.
+    ``delay`` (seconds until a byte is there) and ``bytes_per_second`` were measured when the group met, if it
+    is one of more than two hosts."""
+
+    sent: int = 0
+    received: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    delay: float | None = None
+    bytes_per_second: float | None = None
+
+
+class Connections:
+    """``sockets`` and ``ranks`` by host: the connection to its leader, and the leader's rank in the group.
+    ``host`` is our own."""
+
+    def __init__(self, sockets: Mapping[int, socket.socket], ranks: Mapping[int, int], host: int) -> None:
+        self.sockets = dict(sockets)
+        self.ranks = ranks
+        self.host = host
+        self.edges_by_host = {host: ConnectionStats() for host in self.sockets}
+        self.leaves = os.fdopen(os.eventfd(0, os.EFD_CLOEXEC), "r+b", 0)
+        """Is readable once this member is about to leave."""
+        for sock in self.sockets.values():
+            sock.setblocking(False)
+
+    def gone(self, host: int, call: str, why: str) -> MemberDied:
+        """What to raise when the leader of that host is lost."""
+        rank = self.ranks[host]
+        return MemberDied(
+            f"{call} can't be done: rank {rank}, which connects its host to the others, died, gave up, "
+            f"or is out of reach ({why})",
+            (rank,),
+            call,
+        )
+
+
+class LeaderPeer:
+    """What is under way from and to one leader in one step. ``out``: pieces of the message to it, or None if
+    they depend on what comes."""
+
+    def __init__(self, call: Call, out: Sequence[Any] | None, kind: int = DATA) -> None:
+        self.out: list[memoryview] = []
+        self.waits = out is None
+        if out is not None:
+            self.say(call, out, kind)
+        self.header = bytearray(HEADER.size)
+        self.sent = self.got = 0
+        self.into: memoryview | None = None
+        self.kind = DATA
+        self.differs = False
+
+    @property
+    def has_come(self) -> bool:
+        return self.into is not None and self.got == HEADER.size + len(self.into)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether what comes is what was asked for."""
+        return self.kind == DATA and not self.differs
+
+    @property
+    def is_sent(self) -> bool:
+        return not self.out and not self.waits
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_sent and self.has_come
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether our message has been sent in part."""
+        return bool(self.sent and not self.is_sent)
+
+    def say(self, call: Call, parts: Sequence[Any], kind: int = DATA) -> None:
+        """The whole message to it."""
+        pieces = [memoryview(part).cast("B") for part in parts if len(part)]
+        self.begin(call, sum(map(len, pieces)), kind)
+        self.out += pieces
+        self.waits = False
+
+    def next_out(self) -> list[memoryview]:
+        """What is to be sent next: a second piece only behind the whole of the first."""
+        first = self.out[0]
+        return [first[:PIECE]] if len(first) > PIECE else [first, *(part[:PIECE] for part in self.out[1:2])]
+
+    def begin(self, call: Call, length: int, kind: int = DATA) -> None:
+        """Of a message of which the pieces follow."""
+        _, doing, key = call
+        self.out.append(memoryview(HEADER.pack(kind, doing, key, length)))
+
+
+def interrupts(error: BaseException) -> bool:
+    """Whether it says nothing of the operation in the middle of which it came: Ctrl-C, or what the handler of
+    another signal has raised."""
+    return not isinstance(error, GroupError | TimeoutError | MemoryError) or is_interrupt(error)
+
+
+class Leaves(Exception):
+    """This member is about to leave."""
+
+
+class ExchangeStep:
+    """One step: to all other leaders, and from them."""
+
+    def __init__(
+        self,
+        links: Connections,
+        call: Call,
+        peers: dict[int, LeaderPeer],
+        into: Callable[[int], memoryview | None],
+        timeout: float | None,
+    ) -> None:
+        self.call, self.peers = call, peers
+        self._links, self._into, self._timeout = links, into, timeout
+        self._waiting: set[int] = set()
+        self._begun = time.monotonic()
+
+    def run(self) -> None:
+        """Raises ``TimeoutError``, :class:`MemberDied`, :class:`Leaves`."""
+        said = False
+        for host in self.peers:
+            self._send(host)
+        self._waiting = {host for host, peer in self.peers.items() if not peer.is_done}
+        while self._waiting:
+            ready = self._ready()
+            for host, event in ready:
+                if event & ~select.POLLOUT:
+                    self._receive(host)
+                if event & select.POLLOUT and self.peers[host].out:
+                    self._send(host)
+            for host in [host for host in self._waiting if self.peers[host].is_done]:
+                self._done(host)
+            passed = time.monotonic() - self._begun
+            if self._timeout is not None and passed > self._timeout:
+                raise TimeoutError(f"{self.call[0]} was not done in time: {self._absent()} has not come")
+            if passed > STALLED and not ready and not said:
+                said = True
+                log.warning("%s has waited for %.0f s: for %s", self.call[0], passed, self._absent())
+
+    def _done(self, host: int) -> None:
+        self._waiting.discard(host)
+        edge = self._links.edges_by_host[host]
+        edge.steps += 1
+        edge.seconds += time.monotonic() - self._begun
+
+    def _ready(self) -> list[tuple[int, int]]:
+        """Hosts whose connection can go on, and how; waits for them a while."""
+        poll, host_of = select.poll(), {}
+        poll.register(self._links.leaves, select.POLLIN)
+        for host in self._waiting:
+            sock, peer = self._links.sockets[host], self.peers[host]
+            wanted = (0 if peer.has_come else select.POLLIN) | (select.POLLOUT if peer.out else 0)
+            if wanted:  # else what goes there depends on others
+                poll.register(sock, wanted)
+                host_of[sock.fileno()] = host
+        passed = time.monotonic() - self._begun
+        longest = STALLED if self._timeout is None else min(STALLED, max(0.0, self._timeout - passed))
+        found = dict(poll.poll(longest * 1000 + 1))
+        if found.pop(self._links.leaves.fileno(), None):
+            raise Leaves
+        return [(host_of[fd], event) for fd, event in found.items()]
+
+    def _send(self, host: int) -> None:
+        sock, peer = self._links.sockets[host], self.peers[host]
+        while peer.out:
+            try:
+                sent = sock.sendmsg(peer.next_out())
+            except unless_interrupted(OSError) as error:
+                if isinstance(error, BlockingIOError):
+                    return
+                self._hear_last_word(host, error)
+                peer.out.clear()
+                peer.waits = False
+                return
+            peer.sent += sent
+            self._links.edges_by_host[host].sent += sent
+            while sent:
+                taken = min(sent, len(peer.out[0]))
+                peer.out[0], sent = peer.out[0][taken:], sent - taken
+                if not peer.out[0]:
+                    del peer.out[0]
+
+    def _hear_last_word(self, host: int, error: OSError) -> None:
+        """It takes nothing any more; why, it may have said behind its messages."""
+        peer = self.peers[host]
+        while not (peer.has_come and peer.kind == FAILED):
+            if peer.has_come:
+                peer.got, peer.into = 0, None
+            self._receive(host, keeps=False)
+            if not peer.has_come:
+                raise self._gone(host, error.strerror or "") from error
+
+    def _receive(self, host: int, keeps: bool = True) -> None:
+        """``keeps``: what comes is wanted where it belongs."""
+        sock, peer = self._links.sockets[host], self.peers[host]
+        try:
+            while peer.into is None:
+                self._take(host, sock.recv_into(memoryview(peer.header)[peer.got :]))
+                if peer.got == HEADER.size:
+                    self._begin(host, keeps)
+            while peer.got < HEADER.size + len(peer.into):
+                piece = peer.into[peer.got - HEADER.size :][:PIECE]
+                count = sock.recv_into(piece)
+                self._take(host, count)
+                self._pass_on(host, piece[:count])
+        except unless_interrupted(OSError) as error:
+            if not isinstance(error, BlockingIOError):
+                raise self._gone(host, error.strerror or "") from error
+
+    def _take(self, host: int, count: int) -> None:
+        if not count:
+            raise self._gone(host, "it ended the connection")
+        self.peers[host].got += count
+        self._links.edges_by_host[host].received += count
+
+    def _begin(self, host: int, keeps: bool) -> None:
+        """Its header has come."""
+        peer = self.peers[host]
+        peer.kind, doing, key, length = HEADER.unpack(peer.header)
+        if peer.kind == LEFT:
+            raise self._left(host)
+        peer.differs = (doing, key) != self.call[1:]
+        given = self._into(host) if keeps and peer.kind == DATA and not peer.differs else None
+        if given is not None and len(given) != length:
+            given, peer.differs = None, True
+        peer.into = memoryview(bytearray(length)) if given is None else given
+        self._pass_on(host, peer.into[:0])
+
+    def _pass_on(self, host: int, piece: memoryview) -> None:
+        """This has come from there; empty: the length of what comes is known."""
+
+    # --- words ---
+
+    def raise_what_they_say(self) -> None:
+        for peer in self.peers.values():
+            if peer.kind != DATA:
+                assert peer.into is not None
+                error: BaseException = loads(bytes(peer.into))
+                raise error
+
+    def _left(self, host: int) -> MemberLeft:
+        rank, call = self._links.ranks[host], self.call[0]
+        return MemberLeft(f"{call} can't be done: rank {rank} and its host have left", (rank,), call)
+
+    def _gone(self, host: int, why: str) -> MemberDied:
+        return self._links.gone(host, self.call[0], why)
+
+    def _absent(self) -> str:
+        """Not who only waits for others of them."""
+        late = {host for host in self._waiting if self.peers[host].out or not self.peers[host].has_come}
+        names = [self._links.ranks[host] for host in sorted(late) if late.isdisjoint(self._waits_for(host))]
+        return " and ".join(f"rank {rank} with its host" for rank in names)
+
+    def _waits_for(self, host: int) -> Sequence[int]:
+        """Whose messages that host's own depend on."""
+        return ()
+
+
+class Gathering(ExchangeStep):
+    """What all have goes to the root of a tree: each waits for what its children bring, and adds its own."""
+
+    def __init__(self, links: Connections, call: Call, mine: Any, tree: Tree, timeout: float | None) -> None:
+        self._tree = tree
+        self._parent = tree.parent.get(links.host)
+        self._children = tree.children[links.host]
+        self._missing = set(self._children)
+        self._bundle = [SEGMENT.pack(links.host, len(mine)), mine]
+        to_parent = None if self._missing else self._bundle
+        peers = {host: LeaderPeer(call, to_parent if host == self._parent else []) for host in links.sockets}
+        super().__init__(links, call, peers, lambda _: None, timeout)
+
+    def _pass_on(self, host: int, piece: memoryview) -> None:
+        if host not in self._missing or not self.peers[host].has_come:
+            return
+        self._missing.discard(host)
+        if self._missing or self._parent is None:
+            return
+        below = [self.peers[child] for child in self._children]
+        parts = [*self._bundle, *(peer.into for peer in below)]
+        # If anything went wrong below, all hear it from where it did.
+        self.peers[self._parent].say(self.call, parts if all(peer.is_right for peer in below) else [])
+        self._send(self._parent)
+
+    def _waits_for(self, host: int) -> Sequence[int]:
+        return self._tree.children[host]
+
+
+class Spreading(ExchangeStep):
+    """What the root of a tree has goes to all: each passes it on while it comes."""
+
+    def __init__(
+        self, links: Connections, call: Call, memory: Any, tree: Tree, timeout: float | None
+    ) -> None:
+        self._tree = tree
+        self._parent = tree.parent.get(links.host)
+        self._children = tree.children[links.host]
+        to_child = [memory] if self._parent is None else None
+        peers = {host: LeaderPeer(call, to_child if host in self._children else []) for host in links.sockets}
+        super().__init__(links, call, peers, lambda host: memory if host == self._parent else None, timeout)
+
+    def _pass_on(self, host: int, piece: memoryview) -> None:
+        if host != self._parent:
+            return
+        parent = self.peers[host]
+        for child in self._children:
+            peer = self.peers[child]
+            if not parent.is_right:
+                if peer.waits:  # all hear it from where it went wrong
+                    peer.say(self.call, [])
+            elif piece:
+                peer.out.append(piece)
+            else:
+                peer.begin(self.call, len(parent.into or b""))
+            peer.waits = parent.is_right and not parent.has_come
+            self._send(child)
+
+    def _waits_for(self, host: int) -> Sequence[int]:
+        return [self._tree.parent[host]] if host in self._tree.parent else []
+
+
+def segments(bundles: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:
+    """What several hosts have, by host, of what a tree's root was brought."""
+    for bundle in bundles:
+        while bundle:
+            host, length = SEGMENT.unpack_from(bundle)
+            end = SEGMENT.size + length
+            yield host, bundle[SEGMENT.size : end]
+            bundle = bundle[end:]

@@ -1,0 +1,455 @@
+"""A group over several hosts: on each of them a part that shares memory, and connections between the first
+members of these parts, their leaders.
+
+An operation goes through the parts, then once over the connections, and through the parts again: arrays are
+combined on each host in the order of the ranks, and these results in the order of the hosts, by everybody in
+the same way; so all get the same bits. What one has for all, and what all have for one, goes along a tree.
+What goes wrong between the hosts every leader tells its part, and what goes wrong in a part its leader tells
+the others.
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from flowchan import _core
+from flowchan.collective import array_access, leader_links
+from flowchan.collective.call_arguments import called, sizes_differ
+from flowchan.collective.deadline import Left, countdown
+from flowchan.collective.exchange import Call, ConnectionStats, Differs, interrupts
+from flowchan.collective.group import Group
+from flowchan.collective.leader_links import Links
+from flowchan.collective.messages_remote import RemotePeers
+from flowchan.collective.one_host import SharedGroup
+from flowchan.collective.operations import (
+    ALONG_TREES,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    NAMES,
+    REDUCE,
+    REDUCE_SCATTER,
+    SPLIT,
+    TELL,
+    key_of,
+)
+from flowchan.collective.point_to_point import Messages, Peer
+from flowchan.collective.value_bytes import dumps, loads
+from flowchan.errors import GroupError, Mismatch
+from flowchan.transport.tcp import split
+
+DONE, FAILED = b"\0", b"\1"
+NEAR, FAR = 0.002, 0.05
+"""Seconds that receive_any waits for other hosts until it looks again: at members here, and at the time."""
+
+T = TypeVar("T")
+
+
+class LinkedGroup(Group):
+    """See above. ``hosts``: the ranks on each of them, their leaders first; ``host``: which one is ours.
+    ``links``: a leader's connections to the others. ``link_up``: makes the connections of a group within
+    this one."""
+
+    def __init__(
+        self,
+        node: SharedGroup,
+        hosts: Sequence[Sequence[int]],
+        host: int,
+        links: Links | None,
+        remote: RemotePeers,
+        link_up: Callable[[LinkedGroup, SharedGroup | None, Any, str, float | None], Group | None],
+        name: str = "",
+    ) -> None:
+        self._begin(name)
+        self._node, self._hosts, self._host, self._links = node, hosts, host, links
+        self._remote, self._link_up = remote, link_up
+        self._meet_again: Callable[[LinkedGroup, str, float], Group] | None = None
+        self._rank, self._size = hosts[host][node.rank], sum(map(len, hosts))
+        node._ranks = hosts[host]
+        ours, local = hosts[host], node._local
+
+        def peer(rank: int) -> Peer:
+            return local.peer(ours.index(rank)) if rank in ours else remote.peer(rank)
+
+        self._messages = Messages(self._rank, self._size, peer)
+        weakref.finalize(self, remote.drop).atexit = False  # who drops a member leaves at once
+
+    @property
+    def rank(self) -> int:
+        """Which member this is, from 0."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+        return self._size
+
+    def close(self) -> None:
+        """As on one host."""
+        if self.leaders is not None:
+            self.leaders.close()
+        if self._links is not None:
+            self._links.interrupt()
+        self._node._leave()  # what has been started and waits ends
+        if self._later is not None:
+            self._later.close()
+            self._later = None
+        if self._links is not None:
+            self._links.leave()
+        self._node.close()
+        self._remote.close()
+        self._close_backends()
+
+    def _explain(self, operation: str, x: Any) -> str:
+        size, hosts = array_access.size_of(x), len(self._hosts)
+        by = NAMES[REDUCE] if operation == NAMES[REDUCE_SCATTER] and size is not None else operation
+        here = operation + self._node._explain(by, x).removeprefix(by)
+        how = leader_links.shown(operation, size, hosts)
+        if hosts > 2 and (operation in ALONG_TREES or (operation == NAMES[REDUCE] and size is None)):
+            how = "along a tree"
+            if self._links is not None:
+                small = operation == NAMES[BROADCAST] and size is not None and size <= leader_links.WHOLE
+                tree = self._links.tree(0, small).shown([ranks[0] for ranks in self._hosts])
+                how += f" by what was measured: {tree}"
+        return f"{here}; over connections between the {hosts} hosts' leaders, {how}"
+
+    def _set_algorithm(self, doing: int, name: str | None) -> None:
+        """How the parts that share memory do it."""
+        self._node._set_algorithm(doing, name)
+
+    def stats(self) -> dict[int, ConnectionStats]:
+        """See :meth:`Group.stats`."""
+        return {} if self._links is None else self._links.edges
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(f"{self!r} is in use; a member of a group over hosts can't be sent")
+
+    # --- the operations on which the others stand ---
+
+    def _take_seat(self) -> None:
+        self._node._take_seat()
+
+    def _queue(self, change: int) -> None:
+        pass
+
+    def _part(self, key: Any, name: str, timeout: float | None) -> Group | None:
+        """Members that are all on one host share its memory."""
+        left = countdown(timeout)
+        part = self._on_node(
+            (NAMES[SPLIT], SPLIT, 0), lambda: self._node._part(key, name, left()), first=True
+        )
+        return self._link_up(self, part, key, name, left())
+
+    def _shrunk(self, name: str, give_up: float) -> Group:
+        if self._meet_again is None:
+            raise GroupError(
+                f"{self!r} has members on several hosts, and they did not meet at an address (at=) where "
+                "those that are left could meet again: let these make a new group, or run a graph, whose "
+                "gangs begin again by themselves"
+            )
+        if self._node._see(self._node.rank)[-1]:
+            raise GroupError(f"{self!r} was closed")
+        try:
+            self._let_go_of_all()
+            return self._meet_again(self, name, give_up)
+        finally:
+            self.close()
+
+    def _abandon(self) -> None:
+        """As on one host."""
+        self._let_go_of_all()
+        self.close()
+
+    def _let_go_of_all(self) -> None:
+        """So those that still work with it hear of it."""
+        self._node._give_up()
+        self._node._local.close(wait=False)
+        if self._links is not None:
+            self._links.interrupt()
+            self._links.close()
+        self._remote.close(wait=False)
+
+    def _disbanding(self) -> Callable[[], None]:
+        """As on one host."""
+        here, links = self._node._disbanding(), self._links
+
+        def disband() -> None:
+            here()
+            if links is not None:
+                links.cut()
+
+        return disband
+
+    def _alive_here(self) -> list[int]:
+        """The members of this host that may be left."""
+        seen = ((rank, self._node._see(place)) for place, rank in enumerate(self._hosts[self._host]))
+        return [rank for rank, (*_, alive, _, over) in seen if alive and not over]
+
+    def _host_of(self, rank: int) -> int:
+        (host,) = (host for host, ranks in enumerate(self._hosts) if rank in ranks)
+        return host
+
+    def _wait_for_all(self, timeout: float | None) -> None:
+        self._exchange(BARRIER, BARRIER, b"", -1, timeout, None, None)
+
+    def _exchange(
+        self, doing: int, key: int, data: Any, only: int, timeout: float | None, x: Any, more: Any
+    ) -> list[bytes]:
+        call, left = (NAMES[doing], doing, key), countdown(timeout)
+        mine = pickle.dumps(self._first(call, data, -1, left, (x, more)), 5)
+
+        def swap(links: Links) -> bytes:
+            return _packed(links.swap(call, lambda _: [mine], timeout=left()) | {self._host: mine})
+
+        parts = self._by_rank(self._over_links(call, swap, (x, more), left))
+        return parts if only < 0 else [parts[only]]
+
+    def _collect(
+        self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
+    ) -> list[bytes]:
+        call, left, source = (NAMES[doing], doing, key), countdown(timeout), self._host_of(root)
+        only = -1 if self._links is not None else self._node.rank
+        mine = pickle.dumps(self._first(call, data, only, left, (x, more)), 5)
+
+        def gather(links: Links) -> bytes:
+            return _packed(links.gather(call, mine, links.tree(source), left()) | {source: mine})
+
+        found = self._over_links(call, gather, (x, more), left)
+        return self._by_rank(found) if self.rank == root else []
+
+    def _tell(
+        self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
+    ) -> bytes:
+        call, left, source = (NAMES[doing], doing, key), countdown(timeout), self._host_of(root)
+        mine = source == self._host
+        only = self._hosts[source].index(root) if mine else self._node.rank
+        (said,) = self._first(call, data, only, left, (x, more))
+
+        def spread(links: Links) -> bytes:
+            found = links.spread(call, said if mine else None, links.tree(source), left())
+            return b"" if mine else bytes(found)
+
+        found = self._over_links(call, spread, (x, more), left)
+        return bytes(said) if mine else found
+
+    def _allgather_into(
+        self, doing: int, key: int, mine: list[Any], outs: list[Any], timeout: float | None
+    ) -> None:
+        x, root, key = mine[0], key // 4, key_of(key, mine[0])
+        if doing == GATHER:
+            parts = self._collect(doing, key, array_access.memory(x), root, timeout, x, root)
+        else:
+            parts = self._exchange(doing, key, array_access.memory(x), -1, timeout, x, None)
+        if parts:
+            self._fill(outs, parts)
+
+    def _alltoall(
+        self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None, more: Any
+    ) -> None:
+        call, left = (NAMES[doing], doing, key_of(key, ins[0])), countdown(timeout)
+        ours = self._hosts[self._host]
+        parts = [bytes(array_access.memory(x)) for x in ins]
+        sizes = [*map(len, parts)], [len(array_access.memory(out)) for out in outs]
+        mine = pickle.dumps((parts, sizes), 5)
+        only = -1 if self._links is not None else self._node.rank
+        bundles = self._first(call, mine, only, left, (ins, more))
+
+        def swap(links: Links) -> bytes:
+            from_here = dict(zip(ours, map(pickle.loads, bundles), strict=True))
+            sizes = {rank: both for rank, (_, both) in from_here.items()}
+
+            def parts_for(to: Sequence[int]) -> dict[int, list[bytes]]:
+                return {rank: [parts[other] for other in to] for rank, (parts, _) in from_here.items()}
+
+            def out(host: int) -> list[bytes]:
+                return [pickle.dumps((parts_for(self._hosts[host]), sizes), 5)]
+
+            found, all_sizes = parts_for(ours), dict(sizes)
+            for said in links.swap(call, out, timeout=left()).values():
+                parts, theirs = pickle.loads(said)
+                found |= parts
+                all_sizes |= theirs
+            if why := sizes_differ(call[0], all_sizes):  # all leaders know them, so all raise or none
+                raise Mismatch(f"the members of {self._title()} did not call the same: {why}")
+            return pickle.dumps(found, 5)
+
+        found = pickle.loads(self._over_links(call, swap, (ins, more), left))
+        self._fill(outs, [found[rank][self._node.rank] for rank in range(self.size)])
+
+    def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any:
+        if not array_access.is_here(x):
+            return NotImplemented
+        _core._combine(x, [], op)
+        call, left = (NAMES[doing], doing, _key(x, op, root)), countdown(timeout)
+        wide = array_access.widened(x)
+        mine = root in (-1, self.rank)
+        total = out if mine and wide is x else array_access.empty_like(wide)
+        of_sum = "sum" if op == "mean" else op
+        given = self._node._stands_for = x, op if root < 0 else (root, op)
+        try:
+            self._on_node(
+                call, lambda: self._node._reduce(doing, wide, total, of_sum, 0, left(), call[2]), first=True
+            )
+        finally:
+            self._node._stands_for = None
+
+        def swap(links: Links) -> bytes:
+            links.combine(call, total, of_sum, left)
+            if op == "mean":
+                array_access.divide(total, self.size)
+            return b""
+
+        self._over_links(call, swap, given, left)
+        if root < 0 or root in self._hosts[self._host]:
+            self._on_node(call, lambda: self._node._spread(total, 0, left()))
+        if mine and total is not out:
+            array_access.narrow(out, total)
+        return out
+
+    def _reduce_scatter(self, x: Any, out: Any, op: str, timeout: float | None) -> Any:
+        whole = array_access.empty_like(x)
+        if self._reduce(REDUCE_SCATTER, x, whole, op, -1, timeout) is NotImplemented:
+            return NotImplemented
+        part = array_access.parts_of(whole, self.size)[self.rank]
+        return array_access.fill(out, part.reshape(out.shape))
+
+    def _spread(self, x: Any, root: int, timeout: float | None) -> Any:
+        if not array_access.is_here(x):
+            return NotImplemented
+        call, left = (NAMES[BROADCAST], BROADCAST, _key(x, "", root)), countdown(timeout)
+        source = self._host_of(root)
+        mine, memory = source == self._host, array_access.memory(x)
+        if mine:
+            local = self._hosts[source].index(root)
+            self._on_node(call, lambda: self._node._spread(x, local, left()), first=True)
+        elif self._node.size > 1:  # before it comes, to see that all wait for it
+            self._first(call, b"", 0, left, (x, root))
+
+        def spread(links: Links) -> bytes:
+            links.spread(call, memory, links.tree(source, small=len(memory) <= leader_links.WHOLE), left())
+            return b""
+
+        self._over_links(call, spread, (x, root), left)
+        if not mine:
+            self._on_node(call, lambda: self._node._spread(x, 0, left()))
+        return x
+
+    # --- parts of these ---
+
+    def _first(self, call: Call, data: Any, only: int, left: Left, given: tuple[Any, Any]) -> list[bytes]:
+        """The first part of an operation: what the members of this host have."""
+        _, doing, key = call
+        return self._on_node(
+            call, lambda: self._node._exchange(doing, key, data, only, left(), *given), first=True
+        )
+
+    def _by_rank(self, packed: bytes) -> list[bytes]:
+        """What the members of each host have."""
+        found, parts = pickle.loads(packed), [b""] * self.size
+        for host, ranks in enumerate(self._hosts):
+            for rank, part in zip(ranks, pickle.loads(found[host]), strict=True):
+                parts[rank] = part
+        return parts
+
+    def _fill(self, outs: Sequence[Any], parts: Sequence[bytes]) -> None:
+        for rank, (out, part) in enumerate(zip(outs, parts, strict=True)):
+            if out is None:
+                continue
+            memory = array_access.memory(out)
+            array_access.check_room(rank, len(part), len(memory))
+            memory[:] = part
+
+    def _on_node(self, call: Call, work: Callable[[], T], first: bool = False) -> T:
+        """Does it in our part. What it fails by, its leader tells the other hosts. After calls that did not
+        match the group goes on; but if that is seen late (not in the ``first`` part of an operation), other
+        hosts have done it already, and nobody could say any more which messages belong together."""
+        if self._failure is not None:
+            raise self._failed_before(call[0]) from self._failure
+        try:
+            return work()
+        except BaseException as error:
+            if interrupts(error):
+                if self._node._broken and self._links is not None:
+                    self._links.close()
+                raise
+            goes_on = first and isinstance(error, Mismatch)
+            if not goes_on:
+                self._failure = error
+            if self._links is not None:
+                self._links.fail(error, call, goes_on)
+            raise
+
+    def _over_links(
+        self, call: Call, step: Callable[[Links], bytes], given: tuple[Any, Any], left: Left
+    ) -> bytes:
+        """What the leader's step gives, on all members of this host. They raise what it raises.
+        ``given``: what it was called with."""
+        word = b""
+        if self._links is not None:
+            try:
+                word = DONE + self._step(self._links, call, step, given)
+            except BaseException as error:
+                if interrupts(error):
+                    self._node._give_up()
+                    raise
+                word = FAILED + dumps(error)
+        if self._node.size > 1:
+            _, doing, key = call
+            (word,) = self._on_node(call, lambda: self._node._exchange(doing, key, word, 0, left(), *given))
+        if word[:1] == FAILED:
+            told: BaseException = loads(word[1:])
+            if not isinstance(told, Mismatch):
+                self._failure = told
+            raise told
+        return word[1:]
+
+    # --- for one of torch's backends, while it does an operation ---
+
+    def _reached_at(self) -> str:
+        return split(self._remote.addresses[self.rank])[0]
+
+    def _has_lost_any(self) -> bool:
+        return self._node._has_lost_any() or (self._links is not None and self._links.ended() is not None)
+
+    def _cut_off(self, call: str) -> None:
+        """From other hosts: the members here do not know it, so their leader gives up."""
+        host = None if self._links is None else self._links.ended()
+        if self._links is not None and host is not None:
+            self._failure = self._links.last_word(host, call)
+            self._give_up_all()
+            raise self._failure
+
+    def _give_up_all(self) -> None:
+        self._node._give_up()
+        if self._links is not None:
+            self._links.close()
+
+    def _step(
+        self, links: Links, call: Call, step: Callable[[Links], bytes], given: tuple[Any, Any]
+    ) -> bytes:
+        try:
+            return step(links)
+        except Differs:
+            text = called(call[0], *given)
+            said = text.encode()
+            found = links.swap((NAMES[TELL], TELL, 0), lambda _: [said])
+            texts = {host: bytes(part).decode() for host, part in found.items()} | {self._host: text}
+            calls = "; ".join(f"{_those(self._hosts[host])} called {texts[host]}" for host in sorted(texts))
+            raise Mismatch(f"the members of {self._title()} did not call the same: {calls}") from None
+
+
+def _packed(found: Mapping[int, Any]) -> bytes:
+    return pickle.dumps({host: bytes(part) for host, part in found.items()}, 5)
+
+
+def _key(x: Any, op: str, root: int) -> int:
+    """The same for calls that fit together."""
+    return zlib.crc32(repr((array_access.kind(x), op, root)).encode())
+
+
+def _those(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,373 @@
+"""A group on one host: its members take part over memory that they share.
+
+The core does what takes time (``_core/group*.cpp``): rounds over that memory, and arrays that lie in one
+piece. Here are messages from one member to another, groups within groups, and the words of errors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from flowchan import _core
+from flowchan.collective import array_access
+from flowchan.collective.algorithms import not_here, number_of
+from flowchan.collective.call_arguments import called
+from flowchan.collective.deadline import countdown
+from flowchan.collective.group import Group
+from flowchan.collective.operations import ALLTOALL, COMBINING, MOVING, NAMES, REDUCE_SCATTER, TELL
+from flowchan.collective.point_to_point import LocalPeers, Messages
+from flowchan.collective.shrink import Shrinking
+from flowchan.collective.value_bytes import dumps, loads
+from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
+from flowchan.transport.descriptors import Borrowed, Inherited, Sent, hand_over, take_over
+
+GONE, MISMATCH, NO_MEMORY, TIMED_OUT, _INTERRUPTED, CLOSED, TAKEN, WITHIN, BUSY = range(1, 10)
+"""How an operation ended, as the core says it."""
+
+HERE, LEFT, _GAVE_UP = range(3)
+
+Gather = Callable[[Any], list[Any]]
+"""Tells all members a value that JSON has, and gives what all have told, by rank."""
+
+_HOW = {
+    "exchange": "everybody reads the inputs of the others",
+    "slices": "everybody combines a part of each chunk and reads the other parts",
+    "chunks": "read where they were written, one after the other",
+    "direct": "everybody reads it where it lies in the memory of the others",
+}
+_OF_PARTS = "everybody combines its own part of each"
+_OF_VALUES = {
+    "barrier": "everybody waits until all have come, and nothing is moved",
+    "broadcast": "the root's value is written down as bytes, and everybody reads these",
+    "reduce": "values are written down as bytes, and the root reads those of the others",
+    "gather": "values are written down as bytes, and the root reads those of the others",
+    "scatter": "the root's values are written down as bytes, and everybody reads its own",
+    "alltoall": "values are written down as bytes, and everybody reads those for it",
+    "reduce_scatter": "it takes arrays and tensors only",
+    "allreduce_with": "values are written down as bytes, and everybody reads those of the others; with a "
+    "function of your own rank 0 does, and tells all",
+}
+_OF_ANY_VALUE = "values are written down as bytes, and everybody reads those of the others"
+_WAYS = ("", *_HOW)
+"""In the order of the core."""
+
+
+def _manner(way: int, piece: int, shows_past: bool, keeps_past: bool, by_two: bool) -> str:
+    """A manner of the core in words."""
+    if _WAYS[way] == "direct":
+        return "direct" + " by two threads" * by_two
+    past = " shown past the caches" * shows_past + " received past the caches" * keeps_past
+    return f"{_WAYS[way]} of {piece >> 10} KB{past}"
+
+
+log = logging.getLogger("flowchan.collective")
+
+
+_unused: weakref.WeakSet[SharedGroup] = weakref.WeakSet()
+"""Members that were made here, for threads or processes."""
+
+
+class SharedGroup(_core.Group, Group):
+    """See above. ``_ranks``: what its messages call the members, which are others than theirs in a part of a
+    group over hosts."""
+
+    def __init__(self, fd: int, rank: int, name: str = "") -> None:
+        super().__init__(fd, rank)
+        self._begin(name)
+        self._local = LocalPeers(self)
+        self._messages = Messages(rank, self.size, self._local.peer)
+        self._maker: int | None = None
+        self._family = 0
+        self._ranks: Sequence[int] = range(self.size)
+        self._chosen: dict[int, str | None] = {}
+        self._stands_for: tuple[Any, Any] | None = None
+        """What the call of a group over hosts was given, of which this one does a part in another way."""
+
+    # --- groups within it, and after it ---
+
+    def _shrunk(self, name: str, give_up: float) -> SharedGroup:
+        def member(fd: int, rank: int) -> SharedGroup:
+            return SharedGroup(fd, rank, name)
+
+        return Shrinking[SharedGroup](self, member, give_up).run()
+
+    def _part(self, key: Any, name: str, timeout: float | None) -> SharedGroup | None:
+        left = countdown(timeout)
+
+        def gather(value: Any) -> list[Any]:
+            return self._gathered(value, left())
+
+        mates = [rank for rank, other in enumerate(gather(key)) if other == key and key is not None]
+        return share(gather, self.rank, mates, name)
+
+    # --- the life of a member ---
+
+    def close(self) -> None:
+        """Leave the group: any number of times, in any order. What the others still call raises
+        :class:`MemberLeft`. A member that was given to another process is only forgotten here."""
+        if not self._joined:
+            self._let_go()
+        self._leave()
+        if self.leaders is not None:
+            self.leaders.close()
+        if self._later is not None:
+            self._later.close()
+            self._later = None
+        self._local.close()
+        self._close_backends()
+
+    def _abandon(self) -> None:
+        """Leave, as who has given up: what the others still call raises :class:`MemberDied`."""
+        self._take_seat()
+        self._give_up()
+        self._local.close(wait=False)
+        self.close()
+
+    def _overseer(self) -> Overseer:
+        """For who made this member, and gives it to another process."""
+        return Overseer(os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC))
+
+    def _disbanding(self) -> Callable[[], None]:
+        """What ends the group while another thread works with it: whatever that calls raises
+        :class:`MemberDied`."""
+        return self._overseer().disband
+
+    def _explain(self, operation: str, x: Any) -> str:
+        number = number_of(operation)
+        size = array_access.size_of(x)
+        if size is None or operation not in (*COMBINING, *MOVING, NAMES[REDUCE_SCATTER]):
+            how = _OF_VALUES.get(operation, _OF_ANY_VALUE)
+        elif not array_access.is_here(x):
+            how = not_here(operation, x)
+        else:
+            size //= self.size if number in (REDUCE_SCATTER, ALLTOALL) else 1
+            manner = self._manner(number, size)
+            way = _WAYS[manner[0]]
+            took = {_manner(*one): f"{round(ns / 1000)} µs" for one, ns in self._took(number, size)}
+            how = f"{_manner(*manner) if took else way}: "
+            how += _OF_PARTS if number == REDUCE_SCATTER else _HOW[way]
+            if took:
+                how += ", as measured: " + ", ".join(map(" ".join, took.items()))
+        members = "1 member" if self.size == 1 else f"{self.size} members"
+        return f"{operation}: {how}; shared memory, {members} on this host"
+
+    def _set_algorithm(self, doing: int, name: str | None) -> None:
+        self._choose(doing, 0 if name is None else _WAYS.index(name))
+        self._chosen[doing] = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._joined or self._broken:
+            raise TypeError(
+                f"{self!r} is in use by process {os.getpid()}; send a member before its first use"
+            )
+        return _arrive, (hand_over(self._fd, -1, self), self.rank, self.name)
+
+    # --- what the core calls ---
+
+    def _failed(self, end: int, doing: int, x: Any, more: Any) -> NoReturn:
+        """Raises what an operation ended by."""
+        call = NAMES[doing]
+        if end == MISMATCH:
+            x, more = self._stands_for or (x, more)
+            chosen = self._chosen.get(doing) or self._chosen_backends.get(doing)
+            mine = dumps(called(call, x, more) + (f" by {chosen}" if chosen else ""))
+            said = [loads(b) for b in self._exchange(TELL, 0, mine, -1, None, None, None)]
+            calls = "; ".join(
+                f"rank {rank} called {text}" for rank, text in zip(self._ranks, said, strict=True)
+            )
+            raise Mismatch(f"the members of {self._title()} did not call the same: {calls}")
+        if end == NO_MEMORY:
+            raise MemoryError(f"there is no shared memory for {call} of {self._title()}")
+        if end == TAKEN:
+            raise GroupError(f"{self!r} is used by another process already; each member is one process's")
+        if end == CLOSED:
+            raise GroupError(f"{self!r} was closed")
+        if end == WITHIN:
+            raise GroupError(
+                f"{call} was called by the handler of a signal, while its thread was in another operation of "
+                f"{self!r}: let the handler set a flag, and call it afterwards"
+            )
+        if end == BUSY:
+            raise TimeoutError(
+                f"{call} of {self._title()} was not begun in time: another thread was in an operation of it"
+            )
+        if self._failure is None:
+            self._failure = self._late(call) if end == TIMED_OUT else self._death(call)
+            raise self._failure
+        raise self._failed_before(call) from self._failure
+
+    def _stalled(self, doing: int, seconds: float) -> None:
+        """Says once for whom an operation waits."""
+        log.warning(
+            "%s of %s has waited for %.0f s: %s", NAMES[doing], self._title(), seconds, self._absent()
+        )
+
+    def _take_seat(self) -> None:
+        if self._joined:
+            return
+        if self._join():
+            raise GroupError(f"{self!r} is used by another process already; each member is one process's")
+        if self._maker not in (None, os.getpid()):  # a fork has the others' as well
+            for other in list(_unused):
+                if other is not self and other._family == self._family and not other._joined:
+                    os.dup2(self._fd, other._fd, inheritable=False)
+
+    def _hold_seat(self) -> None:
+        """Until somebody has joined as this member, the others know from its descriptor whether anybody
+        still can."""
+        self._maker, self._family = os.getpid(), os.fstat(self._fd).st_ino
+        _unused.add(self)
+        if self._let_go():
+            self._hold()
+
+    def _let_go(self) -> bool:
+        """Has a descriptor of its own from now on, with no lock that others see. False: the system does not
+        let us. (A mapping keeps the lock of the descriptor that it was made with; this one is not mapped.)"""
+        try:
+            other = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR)
+        except OSError:
+            return False
+        os.dup2(other, self._fd, inheritable=False)
+        os.close(other)
+        return True
+
+    def _absent(self) -> str:
+        """The members that have not come to the operation that this one waits in, and what they did last."""
+        return "; ".join(
+            f"rank {self._ranks[rank]} {_state(*self._see(rank)[:6])}"
+            for rank in range(self.size)
+            if rank != self.rank and not self._see(rank)[6]
+        )
+
+    # --- for one of torch's backends, while it does an operation ---
+
+    def _reached_at(self) -> str:
+        return "127.0.0.1"
+
+    def _has_lost_any(self) -> bool:
+        """Whether a member is gone that has not done its part: whoever has is in the next round."""
+        begun = self._see(self.rank)[2]
+        sights = (self._see(rank) for rank in range(self.size) if rank != self.rank)
+        return any(sight[2] <= begun and (sight[1] != HERE or not sight[5]) for sight in sights)
+
+    def _cut_off(self, call: str) -> None:
+        pass  # the next round finds it
+
+    def _give_up_all(self) -> None:
+        self._give_up()
+
+    def _late(self, call: str) -> TimeoutError:
+        return TimeoutError(f"{call} of {self._title()} was not done in time: {self._absent()}")
+
+    def _death(self, call: str) -> MemberDied:
+        seen = {rank: self._see(rank) for rank in range(self.size) if rank != self.rank}
+        if self._disbanded:
+            died = [rank for rank, s in seen.items() if s[1] != LEFT and not s[5]]
+            who = "".join(f"; rank {self._ranks[rank]} {_state(*seen[rank][:6])}" for rank in died)
+            return MemberDied(
+                f"{call} of {self._title()} can't be done: the group was ended: a member on another host has "
+                f"died, or the gang meets anew{who}",
+                tuple(self._ranks[rank] for rank in died),
+                call,
+            )
+        if self._gave_up_alone(seen):
+            return MemberDied(
+                f"{self!r} has given up in the middle of an operation", (self._ranks[self.rank],), call
+            )
+        gone = {rank: s for rank, s in seen.items() if not s[6] and (s[1] != HERE or not s[5])}
+        kind = MemberLeft if gone and all(s[1] == LEFT for s in gone.values()) else MemberDied
+        who = "; ".join(f"rank {self._ranks[rank]} {_state(*s[:6])}" for rank, s in gone.items())
+        return kind(
+            f"{call} of {self._title()} can't be done: {who}", tuple(self._ranks[rank] for rank in gone), call
+        )
+
+    @staticmethod
+    def _gave_up_alone(seen: dict[int, Any]) -> bool:
+        return all(s[6] or (s[1] == HERE and s[5]) for s in seen.values())
+
+
+class Overseer:
+    """Of a group, without being a member. ``fd``: its memory, opened once more, so it holds no lock on it."""
+
+    def __init__(self, fd: int) -> None:
+        self._group = _core.Group(fd, 0)
+
+    def count_out(self, rank: int) -> None:
+        """This member's process has ended. If it has not joined, the others need not wait for it."""
+        self._group._count_out(rank)
+
+    def disband(self) -> None:
+        """Ends the group: whatever its members call next raises :class:`MemberDied`."""
+        self._group._disband()
+
+
+def _state(pid: int, gone: int, operation: int, doing: int, inside: bool, alive: bool) -> str:
+    last = f"{NAMES[doing]}, its operation {operation}" if doing < len(NAMES) and operation else "nothing"
+    if not pid:
+        return "has not joined" if alive else "ended before it joined"
+    if gone == LEFT:
+        return f"(process {pid}) has left; the last it did was {last}"
+    if gone != HERE:
+        return f"(process {pid}) gave up in {last}"
+    if not alive:
+        return f"(process {pid}) died; the last it {'was in' if inside else 'did'} was {last}"
+    return f"(process {pid}) {'is in' if inside else 'is elsewhere; the last it did was'} {last}"
+
+
+def _arrive(handle: Inherited | Sent | Borrowed, rank: int, name: str) -> SharedGroup:
+    fd, _ = take_over(handle)
+    member = SharedGroup(fd, rank, name)
+    member._take_seat()
+    return member
+
+
+def share(gather: Gather, rank: int, mates: Sequence[int], name: str) -> SharedGroup | None:
+    """Return the member of a new group of those ``mates``, by their ranks, that have this one's memory.
+
+    All that ``gather`` call it; those without mates get None. Raises :class:`GroupError` on all of them where
+    one can't make or open the memory, and what ``gather`` raises.
+    """
+    member, place, error = None, None, ""
+    try:
+        try:
+            if rank in mates[:1]:
+                member = SharedGroup(_core.Group._make(len(mates)), 0, name)
+                place = os.getpid(), member._fd, os.fstat(member._fd).st_ino
+        except OSError as failed:
+            error = f"rank {rank} can't make the memory: {failed}"
+        places = gather(place)
+        try:
+            if mates and member is None and places[mates[0]] is not None:
+                pid, fd, inode = places[mates[0]]
+                opened, _ = take_over(Borrowed(pid, fd, -1, inode))
+                member = SharedGroup(opened, mates.index(rank), name)
+        except OSError as failed:
+            error = f"rank {rank} can't open the memory of rank {mates[0]}: {failed}"
+        if member is not None:
+            member._take_seat()  # before the others rely on it: now they hear of its end
+        if errors := [text for text in gather(error) if text]:
+            raise GroupError("; ".join(errors))
+    except BaseException:
+        if member is not None:
+            member._abandon()
+        raise
+    return member
+
+
+def make_all(size: int, name: str) -> list[Group]:
+    """All members of a new group."""
+    made = _core.Group._make(size)
+    try:
+        members = [SharedGroup(os.dup(made), rank, name) for rank in range(size)]
+    finally:
+        os.close(made)
+    for member in members:
+        member._hold_seat()
+    return [*members]
+
+
+Group._make_all = staticmethod(make_all)

@@ -1,0 +1,148 @@
+"""The survivors of a group on one host agree on who is left, and become a group of their own.
+
+Each shows that it has come, and waits for an offer. Once all that are left have come, the first of them
+makes the memory of a group for just these, and offers it to each. It is agreed once all have met in it: by
+the rounds of that group all of them find so, or none does. When another one dies meanwhile, those who are
+left try again.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from flowchan import _core
+from flowchan.collective.point_to_point import LocalPeers
+from flowchan.errors import GroupError
+from flowchan.transport.descriptors import Borrowed, take_over
+
+COME = 1
+"""In place of the inode of an offer: there is none yet."""
+_PLACE = 1 << 32
+_PAUSE, _LONGEST_PAUSE = 0.001, 0.02
+_NOT_ALLOWED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM}
+
+
+class ShrinkMember(Protocol):
+    """Of a group on one host."""
+
+    _ranks: Sequence[int]
+    _local: LocalPeers
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def _fd(self) -> int: ...
+    def _see(self, member: int) -> tuple[int, int, int, int, bool, bool, bool, bool]: ...
+    def _count_out(self, member: int) -> None: ...
+    def _lane_from(self, member: int, offer: bool = False) -> tuple[int, int, int] | None: ...
+    def _show_lane(self, member: int, fd: int, inode: int, offer: bool = False) -> None: ...
+    def _give_up(self) -> None: ...
+    def _take_seat(self) -> None: ...
+    def _title(self) -> str: ...
+    def _has_met(self, timeout: float | None) -> bool: ...
+    def close(self) -> None: ...
+
+
+M = TypeVar("M", bound=ShrinkMember)
+
+
+class Shrinking(Generic[M]):
+    """That of one member of ``old``. ``member(fd, rank)`` makes one of a new group; ``give_up``: when it
+    raises ``TimeoutError``."""
+
+    def __init__(self, old: M, member: Callable[[int, int], M], give_up: float) -> None:
+        self._old, self._member, self._give_up = old, member, give_up
+        self._others = [member for member in range(old.size) if member != old.rank]
+        self._tried: set[int] = {COME}
+        self._pause = _PAUSE
+
+    def run(self) -> M:
+        """Whoever gives up, or is interrupted, has left for those who go on."""
+        old = self._old
+        *_, over = old._see(old.rank)
+        if over:
+            raise GroupError(f"{old!r} was closed")
+        old._take_seat()
+        try:
+            old._give_up()  # so those that still work with it hear of it
+            old._local.close(wait=False)  # and those that wait in a channel of this one
+            for member in self._others:
+                old._show_lane(member, 0, COME, True)
+            while (new := self._try()) is None:
+                pass
+            return new
+        finally:
+            old.close()
+
+    def _try(self) -> M | None:
+        old = self._old
+        left = [member for member in range(old.size) if member == old.rank or self._is_left(member)]
+        new = self._lead(left) if left[0] == old.rank else self._follow()
+        if new is None:
+            self._wait(left)
+            return None
+        endless = self._give_up == math.inf
+        return new if new._has_met(None if endless else max(0.0, self._give_up - time.monotonic())) else None
+
+    def _is_left(self, member: int) -> bool:
+        """Who may still join is."""
+        *_, alive, _, over = self._old._see(member)
+        return alive and not over
+
+    def _has_come(self, member: int) -> bool:
+        return self._old._lane_from(member, True) is not None
+
+    def _wait(self, left: list[int]) -> None:
+        if time.monotonic() > self._give_up:
+            absent = [self._old._ranks[member] for member in left if member in self._others]
+            late = [rank for rank in absent if not self._has_come(rank)] or absent
+            raise TimeoutError(f"shrink of {self._old._title()} was not done in time: {late} have not come")
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _lead(self, left: list[int]) -> M | None:
+        """Makes the group once all of them have come, and waits until each has its seat or is gone."""
+        old = self._old
+        if not all(self._has_come(member) for member in left if member != old.rank):
+            return None
+        new = self._member(_core.Group._make(len(left)), 0)
+        try:
+            new._take_seat()
+            inode = os.fstat(new._fd).st_ino
+            for place, member in enumerate(left[1:], 1):
+                old._show_lane(member, new._fd + _PLACE * place, inode, True)
+            while absent := [place for place in range(1, len(left)) if not new._see(place)[0]]:
+                for place in absent:
+                    if not self._is_left(left[place]):
+                        new._count_out(place)
+                self._wait([left[place] for place in absent])
+        except BaseException:
+            new.close()  # those that have their seats wait in it
+            raise
+        return new
+
+    def _follow(self) -> M | None:
+        """Takes the seat that is offered, if one is."""
+        for member in self._others:
+            pid, at, inode = self._old._lane_from(member, True) or (0, 0, COME)
+            if inode in self._tried:
+                continue
+            self._tried.add(inode)
+            place, fd = divmod(at, _PLACE)
+            try:
+                opened, _ = take_over(Borrowed(pid, fd, -1, inode))
+                new = self._member(opened, place)
+            except OSError as error:
+                if error.errno in _NOT_ALLOWED and self._is_left(member):
+                    raise
+                continue  # who has offered it is gone, or has given it up, and so is the group
+            new._take_seat()
+            return new
+        return None

@@ -1,0 +1,199 @@
+"""One life of a host's agent, an epoch: what started it, the link to it, and the control line."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flowchan import _core
+from flowchan.channel.channel import Channel
+from flowchan.errors import Broken, Closed, Empty, Full
+from flowchan.hosts.agent_messages import Command, Leave, Told, Waiting
+from flowchan.hosts.providers.provider import AGENT, Launch, Provider, StartedAgent
+from flowchan.transport import link_events
+
+START = 60.0
+"""Seconds within which an agent must have dialled, from when it has a place."""
+POLL_INTERVAL_S = 0.05
+"""Seconds between two looks at an agent that is not connected, and at a channel that may be broken while the
+last outputs of a worker are on their way."""
+
+
+class Heard(NamedTuple):
+    """What becomes of what is heard of a life. ``told`` gets what the agent and its workers tell;
+    ``finished`` the number of a line from which nothing more comes; ``refused`` the numbers of a line and of
+    an input port in it where an item can't leave this machine; ``ends`` looks whether workers have ended
+    whose outputs are all here now, and says whether there are more to wait for; ``over`` is called once at
+    the end, unless the life was closed before. ``help`` runs all of that."""
+
+    told: Callable[[AgentHandle, Told], None]
+    finished: Callable[[AgentHandle, int], None]
+    refused: Callable[[AgentHandle, int, int], None]
+    ends: Callable[[AgentHandle], bool]
+    over: Callable[[AgentHandle], None]
+    help: Callable[[Callable[[], None]], None]
+
+
+class AgentHandle:
+    """It ends when the agent is known to be dead, or has not been heard of for too long; from then on nothing
+    of it is believed (the fence): the connection is gone, and another one is not accepted.
+
+    Two threads belong to it: one starts the agent and watches over it, one hears what it tells."""
+
+    def __init__(
+        self, provider: Provider, number: int, epoch: int, peer_timeout: float, heard: Heard
+    ) -> None:
+        self.host = provider.hosts[number]
+        self.number, self.epoch = number, epoch
+        self.why = ""  # it is over
+        self.has_met = False
+        self.echoed = 0  # the number of the last echo
+        self.waiting = Waiting(0, {})  # the last that was heard of its workers' waits
+        self.is_decided = threading.Event()  # it has met us, or is over
+        self._provider, self._peer_timeout = provider, peer_timeout
+        self._heard = heard
+        self._address = ""
+        self._closed = False
+        self._lock = threading.Lock()
+        self._started: StartedAgent | None = None
+        self._threads: list[threading.Thread] = []
+        self._commands: Channel[Command] = Channel(1024, across="processes")
+        self._events: Channel[Told] = Channel(1024, across="processes")
+        self._letters, self._letterbox = self._events.reader(), self._events.writer()
+        self._to_say = self._commands.reader()
+        self.link = _core.Link(True)
+        self.link.line(0, [self._to_say], [self._letterbox])
+
+    def begin(self, name: str, launch: dict[str, Any]) -> None:
+        """Starts the agent, in the background. ``launch``: what it has to know."""
+        self._address = launch["address"]
+        said = {**launch, "number": self.number, "epoch": self.epoch, "peer_timeout": self._peer_timeout}
+        line = json.dumps(said).encode() + b"\n"
+        watch = functools.partial(self._watch, Launch(AGENT, line))
+        for work, what in ((watch, "watch"), (self._listen, "letters")):
+            title = f"{name} {self.host} {what}"
+            thread = threading.Thread(target=self._heard.help, args=(work,), name=title, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def meet(self, sock: socket.socket) -> None:
+        """Go on over ``sock``: the agent has dialled, at first or after a break, and has proved itself."""
+        with self._lock:
+            if self.why or self._closed:
+                sock.close()
+                return
+            self.link.attach(sock.detach())
+            self.has_met = True
+        self.is_decided.set()
+
+    def say(self, command: Command) -> None:
+        with contextlib.suppress(Closed, Broken):  # it is over
+            self._commands.put(command)
+
+    def hint(self, command: Command) -> None:
+        """Says what it may do without: where much is still to be said, this is not."""
+        with contextlib.suppress(Closed, Broken, Full):
+            self._commands.put_nowait(command)
+
+    def end(self, why: str) -> None:
+        """Fences it: whatever becomes of the agent, nothing of it counts any more."""
+        with self._lock:
+            if self.why or self._closed:
+                return
+            self.why = why
+        self.link.close()
+        self.kill()
+        self._commands.close()
+        self._letterbox.close()  # what came before is still heard
+        self.is_decided.set()
+
+    def kill(self) -> None:
+        if self._started is not None:
+            self._started.kill()
+
+    def leave(self) -> None:
+        """The run is over."""
+        with self._lock:
+            self._closed = True
+        self.say(Leave())
+
+    def close(self, give_up: float) -> None:
+        """Once it is over, or after :meth:`leave`: waits for the agent to end, until ``give_up``, and leaves
+        nothing. One that has never come has nothing to finish."""
+        pause = threading.Event()
+        while self.has_met and not self._has_ended() and time.monotonic() < give_up:
+            pause.wait(0.005)
+        self.link.close()
+        self._commands.close()
+        self._letterbox.close()
+        self.join()
+        if self._started is not None:
+            self._started.close()
+
+    def is_closing(self) -> bool:
+        """Whether a thread of it is still at work."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def _has_ended(self) -> bool:
+        return self._started is None or self._started.ended() is not None
+
+    def join(self) -> None:
+        """Waits for its threads."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    # --- its threads ---
+
+    def _watch(self, launch: Launch) -> None:
+        try:
+            self._started = self._provider.start(self.number, launch)
+        except Exception as error:
+            self.end(str(error))
+            return
+        since = time.monotonic() + START
+        why = (
+            f"its agent has not dialled {self._address} within {START:g} s; if that can't be reached from "
+            "there, say another address of this machine with address="
+        )
+        for event in link_events.watch(self.link, self._peer_timeout / 4, POLL_INTERVAL_S):
+            if self.why or self._closed:
+                return
+            match event:
+                case link_events.LineFinished(line):
+                    self._heard.finished(self, line)
+                case link_events.ItemRefused(line, port):
+                    self._heard.refused(self, line, port)
+                case link_events.ItemTooLarge():
+                    self.end("it sent a larger item than the channel takes")
+                case link_events.LinkBroken(why):
+                    since = time.monotonic() + 1.5 * self._peer_timeout
+                case link_events.LinkIdle(connected=True, silent=silent):
+                    if silent > 1.5 * self._peer_timeout:
+                        self.end(f"nothing was heard of it for {silent:.1f} s")
+                case link_events.LinkIdle():
+                    ended = self._started.ended()
+                    if not self.has_met and self._started.waits():
+                        since = time.monotonic() + START
+                    if ended is not None or time.monotonic() > since:
+                        self.end(ended or why)
+
+    def _listen(self) -> None:
+        more = False
+        with contextlib.suppress(Closed, Broken):  # the last has been heard, or the run is over
+            while True:
+                told = None
+                with contextlib.suppress(Empty):
+                    told = self._letters.get(timeout=POLL_INTERVAL_S if more else None)
+                if told is not None:
+                    self._heard.told(self, told)
+                    del told
+                more = self._heard.ends(self)
+        if self.why and not self._closed:
+            self._heard.over(self)

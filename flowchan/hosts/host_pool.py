@@ -1,0 +1,77 @@
+"""A pool of hosts as a place for the workers of a stage. A value: declaring one contacts nobody."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flowchan.declare.placements import Placement
+from flowchan.errors import HostError
+from flowchan.hosts.providers.provider import Provider
+from flowchan.items.arguments import finite_seconds, flag, whole
+from flowchan.items.text import shown
+from flowchan.transport.link_events import PEER_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from flowchan.hosts.host_crew import HostCrew  # slow to import, and there where a run begins
+    from flowchan.run.crew.local_crew import LocalCrew
+    from flowchan.run.policy.plan import PlannedWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool(Placement):
+    """Hosts, for ``on=``: each worker of the stage runs on that of them which has the fewest.
+    ``pool["gpu1"]`` and ``pool["gpu1", "gpu2"]`` are a part of it; of four
+    workers on ``pool[{"gpu1": 3, "gpu2": 1}]`` three are on ``gpu1``, and of eight six. Pools of one provider
+    share its agents within a run.
+
+    ``peer_timeout``: for how many seconds an agent waits for a driver that it does not hear, before it ends
+    and
+    its workers with it; the driver gives it up after half as long again. ``tls``: whether the connections are
+    encrypted."""
+
+    provider: Provider
+    peer_timeout: float = PEER_TIMEOUT_S
+    tls: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __getitem__(self, hosts: str | Sequence[str] | Mapping[str, int]) -> Pool:
+        if self.missing:
+            return self
+        shares: tuple[int, ...] = ()
+        if isinstance(hosts, Mapping):
+            shares = tuple(whole(self.name, f"the share of {host}", n, 1) for host, n in hosts.items())
+        chosen = (hosts,) if isinstance(hosts, str) else tuple(hosts)
+        for host in chosen:
+            if host not in self.hosts:
+                raise KeyError(f"{self.name} has no host {shown(host)}; it has {', '.join(self.hosts)}")
+        if not chosen:
+            raise KeyError(f"{self.name}[…] needs a host; it has {', '.join(self.hosts)}")
+        return dataclasses.replace(self, name=", ".join(chosen), hosts=chosen, shares=shares)
+
+    def is_beside(self, other: Placement) -> bool:
+        return isinstance(other, Pool) and other.provider == self.provider
+
+    def open_crew(self, home: LocalCrew, workers: Sequence[PlannedWorker]) -> HostCrew:
+        from flowchan.hosts.host_crew import HostCrew
+
+        return HostCrew(home, self.provider, self.peer_timeout, self.tls, workers)
+
+
+def pool_of(call: str, provider: Provider, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False) -> Pool:
+    """All hosts of a provider. ``call``: the function that was called for it, for messages."""
+    waits = finite_seconds(call, "peer_timeout", peer_timeout)
+    names: tuple[str, ...] = ()
+    missing = ""
+    try:
+        names = tuple(provider.hosts)
+    except HostError as error:
+        missing = str(error)
+    return Pool(
+        name=repr(provider), apart=True, hosts=names, missing=missing, provider=provider,
+        peer_timeout=waits, tls=flag(call, "tls", tls),
+    )  # fmt: skip

@@ -1,0 +1,94 @@
+"""A process of this machine that holds an agent elsewhere, as ``ssh`` and ``srun`` do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+
+from flowchan.errors import HostError
+from flowchan.hosts.providers.output import OutputRelay, Said
+from flowchan.hosts.providers.provider import Launch
+
+Explain = Callable[[int, Said], str | None]
+"""Why an agent ended, from the exit code (minus a signal's number) and what was said; ``None`` when that does
+not tell whether it has ended."""
+
+GENTLY = 5.0  # seconds for what is not killed by SIGKILL, as it has to end things elsewhere
+STRANGER = "ended, and nobody knows how, because the program ignores SIGCHLD or collects its children"
+
+
+class Child:
+    """A child process in a session of its own, so that Ctrl-C in a terminal does not end it: the driver
+    decides. Its output is passed on line by line with the host's name in front. ``kill_by`` is the signal
+    that makes it end the agent."""
+
+    def __init__(
+        self,
+        host: str,
+        command: Sequence[str],
+        launch: Launch,
+        explain: Explain,
+        *,
+        kill_by: signal.Signals = signal.SIGKILL,
+    ) -> None:
+        self._kill_by = kill_by
+        self._host = host
+        self._explain = explain
+        self._why: str | None = None
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise HostError(f"{host}: {command[0]} can't be started here: {error.strerror}", host) from error
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._relay = OutputRelay(host, self._process.stdout)
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, and ended() says why
+            os.write(self._process.stdin.fileno(), launch.stdin)
+        self._process.stdin.close()
+
+    def ended(self) -> str | None:
+        if self._why is None and self._process.returncode is None and (code := self._exitcode()) is not None:
+            self._why = self._explain(code, self._relay.finish())
+        return self._why
+
+    def waits(self) -> bool:
+        return False
+
+    def _exitcode(self) -> int | None:
+        """How it ended. The zombie stays until :meth:`close`, so that its number means nobody else."""
+        try:
+            end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            self._process.wait()  # at once
+            self._why = f"{self._host}: {STRANGER}"
+            return None
+        if end is None:
+            return None
+        return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+    def kill(self) -> None:
+        self._signal(self._kill_by)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:  # else the number may be somebody else's by now
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
+
+    def close(self) -> None:
+        if self._process.returncode is None:
+            self.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GENTLY)
+            self._signal(signal.SIGKILL)
+            code = self._process.wait()
+            self._why = self._why or self._explain(code, self._relay.finish())
+        self._relay.close()

@@ -1,0 +1,301 @@
+"""Agents on the nodes of a Ray cluster. Ray reserves the nodes by resources, and starts one actor on each,
+which does no more than hold an agent: the items go over our own links.
+
+Ray is imported where it is used. Actors are not restarted by Ray, as an agent that replaces another one must
+know that it does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import numbers
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowchan.errors import HostError
+from flowchan.hosts.providers.output import LAST, Said
+from flowchan.hosts.providers.provider import Launch
+from flowchan.hosts.providers.shell import how_it_ended
+from flowchan.items.arguments import text, whole
+from flowchan.items.text import shown
+from flowchan.transport.addresses import address_towards
+
+SAY = 10.0
+"""Seconds after which a log line says what is waited for: a cluster may have to grow, or others to end."""
+
+REMEDY = "the environment of Ray's workers must bring it"
+
+BOUND = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: it ends with the actor
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Ray:
+    """One agent on each of ``count`` different nodes that have ``resources`` to give, by Ray's names."""
+
+    count: int
+    resources: tuple[tuple[str, float], ...] = ()
+    address: str | None = None
+
+    def __repr__(self) -> str:
+        given = [str(self.count)]
+        if self.resources:
+            given.append(f"resources={dict(self.resources)}")
+        if self.address is not None:
+            given.append(f"address={self.address!r}")
+        return f"ray({', '.join(given)})"
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(f"ray-{number + 1}" for number in range(self.count))
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What is reserved on each node."""
+        return {"CPU": 1, **dict(self.resources)}
+
+    def listen_at(self, hosts: Sequence[str] | None = None) -> str:
+        if self.address is not None:
+            return self.address
+        nodes = [node["NodeManagerAddress"] for node in _connected().nodes() if node["Alive"]]
+        return address_towards("ray", {node: node for node in nodes})
+
+    def start(self, number: int, launch: Launch) -> HeldByRay:
+        """Returns at once; Ray starts the agent as soon as a node has the resources."""
+        return HeldByRay(_connected(), self, number, launch)
+
+
+@dataclass
+class _Reservation:
+    """A placement group for the agents of one run; removed when none of them holds a bundle any more."""
+
+    group: Any
+    taken: set[int] = field(default_factory=set)
+    say_at: float = field(default_factory=lambda: time.monotonic() + SAY)
+
+    def say_if_late(self, ray: Any, provider: Ray) -> None:
+        """Logs, once, what was asked for and what there is. That Ray calls it infeasible is no error: a
+        cluster with an autoscaler may grow, and nothing public tells which has one."""
+        with _lock:
+            if time.monotonic() < self.say_at:
+                return
+            self.say_at = float("inf")
+        table = importlib.import_module("ray.util.placement_group").placement_group_table(self.group)
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        there = ", ".join(f"{node['NodeManagerAddress']} has {_amounts(node['Resources'])}" for node in nodes)
+        infeasible = table.get("stats", {}).get("scheduling_state") == "INFEASIBLE"
+        why = (
+            "Ray calls that infeasible: it waits for the cluster to grow"
+            if infeasible
+            else "it waits until others give back what they have of it"
+        )
+        _log.warning(
+            "%r has no place yet: it asks for %s on each of %d different nodes, and of the %d in the cluster "
+            "%s; %s",
+            *(provider, _amounts(provider.bundle), provider.count, len(nodes), there, why),
+        )
+
+
+_log = logging.getLogger("flowchan.hosts")
+_reservations: dict[tuple[str, Ray], list[_Reservation]] = {}
+"""By the connection to Ray, and what is reserved."""
+_lock = threading.Lock()
+
+
+class HeldByRay:
+    """An agent held by an actor of Ray.
+
+    That Ray calls an actor dead is no certain word when its node can't be reached: the agent may go on there
+    until its peer_timeout is over, and nothing that it says then is heard.
+    """
+
+    def __init__(self, ray: Any, provider: Ray, number: int, launch: Launch) -> None:
+        self._ray = ray
+        self._host = provider.hosts[number]
+        self._number = number
+        self._why: str | None = None
+        self._placed = False  # Ray has found a node
+        self._key = (ray.get_runtime_context().get_job_id(), provider)
+        self._reservation: _Reservation | None = self._reserve()
+        rest = provider.bundle
+        options = {"num_cpus": rest.pop("CPU"), "num_gpus": rest.pop("GPU", 0), "resources": rest}
+        strategy = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy(
+            placement_group=self._reservation.group, placement_group_bundle_index=number
+        )
+        actor = ray.remote(_holder()).options(
+            max_restarts=0, max_task_retries=0, scheduling_strategy=strategy, **options
+        )
+        self._actor = actor.remote(self._host)
+        self._held = self._actor.hold.remote(BOUND, launch.arguments, launch.stdin)
+
+    def _reserve(self) -> _Reservation:
+        provider = self._key[1]
+        with _lock:
+            ours = _reservations.setdefault(self._key, [])
+            found = next((one for one in ours if self._number not in one.taken), None)
+            if found is None:
+                placement = importlib.import_module("ray.util.placement_group").placement_group
+                bundles = [provider.bundle for _ in range(provider.count)]
+                found = _Reservation(placement(bundles, strategy="STRICT_SPREAD"))
+                ours.append(found)
+            found.taken.add(self._number)
+        return found
+
+    def ended(self) -> str | None:
+        if self._why is None and self._ray.is_initialized() and self._ray.wait([self._held], timeout=0)[0]:
+            self._why = self._explain()
+            if self._why is not None:
+                self.kill()
+        return self._why
+
+    def waits(self) -> bool:
+        reservation = self._reservation
+        if self._placed or reservation is None or not self._ray.is_initialized():
+            return False
+        self._placed = bool(reservation.group.wait(0))
+        if not self._placed:
+            reservation.say_if_late(self._ray, self._key[1])
+        return not self._placed
+
+    def _explain(self) -> str | None:
+        errors = self._ray.exceptions
+        try:
+            result = self._ray.get(self._held)
+        except errors.ActorUnavailableError:
+            self._held = self._actor.result.remote()  # waits there for the other call, if the actor lives on
+            return None
+        except errors.RayTaskError as error:
+            return f"{self._host} could not start the agent: {error.cause}"
+        except errors.RayError as error:
+            return f"{self._host} is lost, as Ray says: {_gist(str(error))}"
+        if result is None:
+            return f"{self._host} is lost: Ray's connection to it broke before the launch was there"
+        python, code, lines = result
+        return how_it_ended(self._host, python, 128 - code if code < 0 else code, Said(tuple(lines)), REMEDY)
+
+    def kill(self) -> None:
+        """Ends the actor, and the agent with it, and gives the place back."""
+        if self._ray.is_initialized():
+            self._ray.kill(self._actor)
+        self._release()
+
+    def _release(self) -> None:
+        with _lock:
+            reservation, self._reservation = self._reservation, None
+            if reservation is None:
+                return
+            reservation.taken.discard(self._number)
+            if reservation.taken:
+                return
+            ours = _reservations[self._key]
+            ours.remove(reservation)
+            if not ours:
+                del _reservations[self._key]
+        if self._ray.is_initialized():
+            importlib.import_module("ray.util.placement_group").remove_placement_group(reservation.group)
+
+    def close(self) -> None:
+        if self._why is None:
+            self.kill()
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    """Without what Ray has for itself: who holds which bundle, the nodes' names, and bytes of memory that
+    nobody asks for by chance."""
+    own = {
+        name: amount
+        for name, amount in resources.items()
+        if ":" not in name and "_group_" not in name and name not in ("memory", "object_store_memory")
+    }
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(own.items())) or "nothing"
+
+
+def _gist(message: str) -> str:
+    """Of the many lines of Ray's error those that say why."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    told = [line for line in lines if "because" in line or "node" in line.lower()]
+    return " ".join(told or lines[:1])
+
+
+def _holder() -> type:
+    """The actor's class. It is made here so that it travels by value: then the actor starts even where
+    flowchan is missing, and can say so."""
+    most = LAST
+
+    class AgentActor:
+        def __init__(self, host: str) -> None:
+            self._host = host
+            self._result: tuple[str, int, list[str]] | None = None
+
+        def __repr__(self) -> str:  # Ray writes it in front of what the actor prints
+            return self._host
+
+        def hold(self, bound: str, arguments: tuple[str, ...], stdin: bytes) -> tuple[str, int, list[str]]:
+            """Runs the agent to its end. The launch is an argument of this call and not of the actor, for
+            those are kept by Ray."""
+            import collections
+            import contextlib
+            import os
+            import subprocess
+            import sys
+
+            agent = subprocess.Popen(
+                (sys.executable, "-I", "-S", "-c", bound, str(os.getpid()), *arguments),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            assert agent.stdin is not None
+            assert agent.stdout is not None
+            with contextlib.suppress(BrokenPipeError):
+                os.write(agent.stdin.fileno(), stdin)
+            agent.stdin.close()
+            last: collections.deque[str] = collections.deque(maxlen=most)
+            for line in agent.stdout:
+                last.append(line.decode(errors="replace").rstrip())
+                print(last[-1], file=sys.stderr, flush=True)
+            self._result = sys.executable, agent.wait(), list(last)
+            return self._result
+
+        def result(self) -> tuple[str, int, list[str]] | None:
+            return self._result
+
+    return AgentActor
+
+
+def _connected() -> Any:
+    """Ray, connected to a cluster. The connection belongs to the program: it stays."""
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError as error:
+        raise HostError(f"ray: Ray can't be imported here ({error}): pip install ray") from error
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise HostError(
+                f"ray: no cluster is reached from here ({str(error).splitlines()[0]}): start one with "
+                "'ray start --head', name one with RAY_ADDRESS, or call ray.init() beforehand"
+            ) from error
+    return ray
+
+
+def ray(count: int, *, resources: Mapping[str, float] | None = None, address: str | None = None) -> Ray:
+    """One agent on each of ``count`` different nodes of a Ray cluster. ``resources`` is what each takes of
+    its node, by Ray's names, as in ``{"GPU": 1}``; one ``"CPU"`` unless told otherwise. ``address`` is the
+    one of this machine at which the nodes reach it, without a port; else the one on the kernel's route."""
+    whole("ray", "count", count, 1)
+    for name, amount in (resources or {}).items():
+        text("ray", "a resource", name)
+        if isinstance(amount, bool) or not isinstance(amount, numbers.Real) or not amount >= 0:
+            raise ValueError(f"ray: resources[{name!r}] must be a number of at least 0, not {shown(amount)}")
+    ordered = tuple(sorted((name, float(amount)) for name, amount in (resources or {}).items()))
+    return Ray(count, ordered, None if address is None else text("ray", "address", address))

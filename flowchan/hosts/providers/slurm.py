@@ -1,0 +1,107 @@
+"""Agents on the nodes of the Slurm allocation that this program runs in."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from flowchan.errors import HostError
+from flowchan.hosts.providers.child import Child
+from flowchan.hosts.providers.output import Said
+from flowchan.hosts.providers.provider import Launch
+from flowchan.hosts.providers.shell import around, explainer
+from flowchan.items.arguments import text
+from flowchan.run.crew.process import signal_name
+from flowchan.transport.addresses import address_towards
+
+OPTIONS = (
+    "--overlap",  # the agent may use what other steps of the allocation use, such as the one of this program
+    "--nodes=1",
+    "--ntasks=1",
+    "--ntasks-per-node=1",
+    "--kill-on-bad-exit=0",
+)
+REMEDY = "the nodes must share the environment of this program, or have it at the same place"
+NODE = re.compile(r"NodeName=(\S+).*? NodeAddr=(\S+)")
+CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) .* CANCELLED ")
+OVER = re.compile(rf"{CANCELLED.pattern}|: task 0: ")
+"""What the node has told ``srun`` of the step's end, in a line of its own or as the end of its only task."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Slurm:
+    """One agent on each node of this allocation, which is looked up when it is needed: the value itself is
+    the same everywhere. The agents run this program's Python by its path, as nodes of a cluster share their
+    files. Killing one ends its job step."""
+
+    address: str | None = None
+
+    def __repr__(self) -> str:
+        return "slurm()" if self.address is None else f"slurm(address={self.address!r})"
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The nodes' names. Raises :class:`flowchan.HostError` outside an allocation."""
+        nodes = os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_NODELIST")
+        if not os.environ.get("SLURM_JOB_ID") or not nodes:
+            raise HostError(
+                "slurm: this program runs in no allocation of Slurm (SLURM_JOB_ID is not set): "
+                "start it with 'sbatch' or within 'salloc'"
+            )
+        return _names(nodes)
+
+    def listen_at(self, hosts: Sequence[str] | None = None) -> str:
+        if self.address is not None:
+            return self.address
+        hosts = self.hosts if hosts is None else hosts
+        told = _scontrol("show", "node", "--oneliner", ",".join(hosts))
+        found = dict(NODE.findall(told))
+        return address_towards("slurm", {host: found.get(host, host) for host in hosts})
+
+    def start(self, number: int, launch: Launch) -> Child:
+        host = self.hosts[number]
+        command = ("srun", *OPTIONS, f"--nodelist={host}", *around(sys.executable, launch.arguments))
+        explain = explainer(
+            host, sys.executable, REMEDY, partial(_unstarted, host), partial(_ended_by_slurm, host)
+        )
+        return Child(host, command, launch, explain, kill_by=signal.SIGTERM)
+
+
+@functools.cache
+def _names(nodes: str) -> tuple[str, ...]:
+    return tuple(_scontrol("show", "hostnames", nodes).split())
+
+
+def _scontrol(*arguments: str) -> str:
+    try:
+        return subprocess.run(("scontrol", *arguments), capture_output=True, text=True, check=True).stdout
+    except OSError as error:
+        raise HostError(f"slurm: scontrol can't be started here: {error.strerror}") from error
+    except subprocess.CalledProcessError as error:
+        raise HostError(f"slurm: 'scontrol {' '.join(arguments)}' fails: {error.stderr.strip()}") from error
+
+
+def _unstarted(host: str, code: int, said: Said) -> str:
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
+    return f"{host} could not start the agent: srun {how} before it ({said.last()})"
+
+
+def _ended_by_slurm(host: str, said: Said, has_ended: bool) -> str | None:
+    """That Slurm has ended the step, and with it the agent. Where that ended by itself, its end is the
+    task's."""
+    over = CANCELLED if has_ended else OVER
+    told = next((line.strip(" *") for line in said.lines if over.search(line)), None)
+    return told and f"the agent {host} was ended by Slurm ({told})"
+
+
+def slurm(*, address: str | None = None) -> Slurm:
+    """One agent on each node of the allocation that this program runs in. ``address`` is the one of this
+    machine at which the nodes reach it, without a port; else it is the one on the kernel's route to them."""
+    return Slurm(None if address is None else text("slurm", "address", address))

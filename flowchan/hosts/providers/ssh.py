@@ -1,0 +1,110 @@
+"""Agents on machines that the system's ``ssh`` reaches, by the user's own configuration: names, ports, keys,
+jump hosts and agents of keys are as in a terminal."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from flowchan.errors import HostError
+from flowchan.hosts.providers.child import Child
+from flowchan.hosts.providers.output import Said
+from flowchan.hosts.providers.provider import Launch
+from flowchan.hosts.providers.shell import around, as_text, explainer
+from flowchan.items.arguments import text
+from flowchan.transport.addresses import address_towards
+
+OPTIONS = (
+    "-T",
+    "-oBatchMode=yes",  # nobody is there to type a password
+    "-oConnectTimeout=15",
+    "-oControlMaster=no",  # else ending ours would end others that share it
+    "-oClearAllForwardings=yes",
+    "-oRemoteCommand=none",
+)
+FAILED = 255
+REMEDY = "name one that has flowchan with python="
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Ssh:
+    """One agent on each of ``hosts``, which are what ``ssh`` takes: ``gpu1``, ``user@gpu2``.
+
+    Killing one ends our ``ssh`` and not the agent, which goes on over there until it has been without the
+    driver for its peer_timeout. Whether an agent has ended is known as long as the connection of ``ssh``
+    stands.
+    """
+
+    hosts: tuple[str, ...]
+    python: str = "python3"
+    address: str | None = None
+
+    def __repr__(self) -> str:
+        given = [repr(host) for host in self.hosts]
+        if self.python != "python3":
+            given.append(f"python={self.python!r}")
+        if self.address is not None:
+            given.append(f"address={self.address!r}")
+        return f"ssh({', '.join(given)})"
+
+    def listen_at(self, hosts: Sequence[str] | None = None) -> str:
+        hosts = self.hosts if hosts is None else hosts
+        return self.address or address_towards("ssh", {host: _machine(host) for host in hosts})
+
+    def start(self, number: int, launch: Launch) -> Child:
+        host = self.hosts[number]
+        command = as_text(around(self.python, launch.arguments))
+        explain = explainer(host, self.python, REMEDY, partial(_unreached, host))
+        return Child(host, ("ssh", *OPTIONS, "--", host, f"exec {command}"), launch, explain)
+
+
+def _machine(host: str) -> str:
+    """Where a host is to be found, by the user's configuration."""
+    try:
+        done = subprocess.run(("ssh", "-G", "--", host), capture_output=True, text=True)
+    except OSError as error:
+        raise HostError(f"{host}: ssh can't be started here: {error.strerror}", host) from error
+    for line in done.stdout.splitlines():
+        word, _, value = line.partition(" ")
+        if word == "hostname":
+            return value
+    raise HostError(f"{host}: ssh does not take it: {done.stderr.strip()}", host)
+
+
+def _unreached(host: str, code: int, said: Said) -> str:
+    """Why nothing has run on the host."""
+    last = said.last()
+    if code != FAILED:
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"{host} could not start the agent: ssh {how} before it ({last})"
+    if "Permission denied" in last:
+        return (
+            f"{host} lets nobody in without a password ({last}): 'ssh -oBatchMode=yes {host} true' must work"
+        )
+    if "Host key verification failed" in last:
+        return (
+            f"{host} is not known to ssh, or is another machine than before ({last}): try 'ssh {host}' once"
+        )
+    return f"{host} can't be reached: {last.removeprefix('ssh: ')}"
+
+
+def ssh(*hosts: str, python: str = "python3", address: str | None = None) -> Ssh:
+    """One agent on each host, started by the system's ``ssh`` without a password. ``python`` is the
+    executable over there, with flowchan installed: ``~/venv/bin/python``. ``address`` is the one of this
+    machine at which the hosts reach it, without a port; else it is the one on the kernel's route to them.
+    Killing an agent only cuts it off: it ends itself when its peer_timeout is over."""
+    if not hosts:
+        raise ValueError('ssh: it takes at least one host, as in ssh("gpu1", "user@gpu2")')
+    for host in hosts:
+        text("ssh", "a host", host)
+        if host.startswith("-") or any(letter.isspace() for letter in host):
+            raise ValueError(f"ssh: a host is a name, an address or user@name, not {host!r}")
+    if twice := next((host for host in hosts if hosts.count(host) > 1), None):
+        raise ValueError(
+            f"ssh: {twice!r} is there twice; one agent on a host starts as many workers as it should"
+        )
+    if address is not None:
+        text("ssh", "address", address)
+    return Ssh(hosts, text("ssh", "python", python), address)

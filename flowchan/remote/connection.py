@@ -1,0 +1,409 @@
+"""The way from this process to the home of channels of another one: a link, the control line on it, and a
+line for each port that is open here.
+
+Two threads belong to it: one keeps the link, one hears what home says. It ends when no channel of that home
+is in use here any more.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from flowchan import _core
+from flowchan.channel.channel import Channel, In, Out
+from flowchan.channel.latch import Latch
+from flowchan.channel.select import Selected, select
+from flowchan.errors import Broken, ChannelError, Closed, HostError
+from flowchan.remote.messages import Finished, Reply, ServerClosed, cause_in, control_ring
+from flowchan.remote.pending_calls import Calls, Unanswered
+from flowchan.run.crew.at_exit import before_exit
+from flowchan.transport.dial import reach
+from flowchan.transport.link_events import AHEAD, BEHIND, LinkBroken, LinkIdle, watch
+from flowchan.transport.local_peers import card
+from flowchan.transport.versions import differs, versions
+
+PEER_TIMEOUT_S = 10.0
+"""Seconds within which a home that this process did not know yet must answer."""
+UNHEARD = 1.0
+"""Seconds for which the answer to a call is awaited beyond its time, besides two round trips."""
+LAST_WORD = 2.0
+"""Seconds that the end of this process waits for what is under way."""
+
+
+class RemotePort:
+    """A port of home that is open here: a ring, the user's end of it, and the link's."""
+
+    def __init__(self, number: int, name: str, max_bytes: int | None, reads: bool) -> None:
+        self.number, self.reads = number, reads
+        places = AHEAD if reads else BEHIND
+        self.ring: Channel[Any] = Channel(places, across="processes", max_bytes=max_bytes)
+        self.ring._name, self.ring._hosts = name, True
+        self.end: In[Any] | Out[Any] = self.ring.writer() if reads else self.ring.reader()
+        self.finished = Latch()
+        self.port: weakref.ref[Any] | None = None
+
+    def is_open(self) -> bool:
+        """Whether its user may still put or get."""
+        port = None if self.port is None else self.port()
+        return port is not None and port.is_open
+
+    def has_more(self) -> bool:
+        """Whether anything that was put here has not come home."""
+        stats = self.ring.stats()
+        return not self.reads and stats.inside + stats.leased > 0
+
+
+class Connection(Calls):
+    """See above. Raises :class:`HostError` when home can't be reached within ``timeout`` seconds."""
+
+    def __init__(self, address: str, secret: bytes, tls: bool, timeout: float = PEER_TIMEOUT_S) -> None:
+        super().__init__(address)
+        self.pid = os.getpid()
+        self.is_kept = False  # while home lives, though nobody here uses a channel of it
+        self._begun = 0  # so many are about to use one
+        self._secret, self._tls = secret, tls
+        self._hello = {**versions(), **card(), "guest": secrets.token_hex(16), "again": False}
+        self._line_numbers = 0
+        self._lines: dict[int, RemotePort] = {}
+        self._users: set[object] = set()  # a token for each
+        self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._left = False
+        self._told_all = Latch()
+        sock, theirs = self._dial(timeout, f"can't open a channel of {address}")
+        self.home, self._peer_timeout = theirs["home"], float(theirs["peer_timeout"])
+        self._hello["again"] = True
+        asks, answers = control_ring(), control_ring()
+        self._asks, to_say = asks.writer(), asks.reader()
+        self._answers, letterbox = answers.reader(), answers.writer()
+        self._nudges: Channel[tuple[str, int]] = Channel(2**20)
+        self._ends = to_say, letterbox
+        self.link = _core.Link(False)
+        self.link.line(0, [letterbox], [to_say])
+        self.link.attach(sock.detach())
+        name = f"flowchan to {address}"
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True) for work in (self._keep, self._hear)
+        ]
+        for thread in self._threads:
+            thread.start()
+        before_exit(_leave_all, 1)  # before a home here is closed, which may have what was put
+
+    def _dial(self, within: float, why: str) -> Any:
+        try:
+            sock, theirs = reach(
+                self.address, self._secret, self._hello,
+                why=why, within=within, tls=self._tls, wanted=lambda: not self._told_all.is_set(),
+            )  # fmt: skip
+        except OSError as error:
+            remedy = ""
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                remedy = "; nothing listens there: look whether that program runs, and at which address"
+            raise HostError(f"{error}{remedy}", self.address) from None
+        why_not = differs(theirs)
+        if not why_not and "home" not in theirs:
+            why_not = "no channels are reached there"
+        elif self._hello["again"] and theirs["home"] != self.home:
+            why_not = "another program is there now"
+        elif self._hello["guest"] in theirs.get("given_up", ()):
+            why_not = "it has not heard of this program for too long, and has given it up"
+        if not why_not:
+            return sock, theirs
+        sock.close()
+        raise HostError(f"{why} at {self.address}: {why_not}", self.address)
+
+    # --- what home is asked for ---
+
+    def open(self, channel: int, within: float | None = None) -> Any:
+        """What home says of the channel, which is open here until home is told to drop it. Raises
+        :class:`HostError` when it says nothing for ``within`` seconds, and two round trips."""
+
+        def drop(answer: Reply) -> None:
+            if answer.wrong is None:
+                self.tell("drop", channel)
+
+        wait = None if within is None else within + self.two_round_trips()
+        try:
+            return self.ask(channel, "open", late=drop, within=wait)
+        except Unanswered:
+            why = f"can't open a channel of {self.address}: it has not answered for {wait:.3g} s"
+            raise HostError(why, self.address) from None
+
+    def send(self, channel: int) -> bool:
+        """See :meth:`ChannelServer.send`."""
+
+        def come(answer: Reply) -> None:
+            if answer.value:
+                self.tell("come", channel)
+
+        return bool(self.ask(channel, "send", late=come))
+
+    def two_round_trips(self) -> float:
+        return 2 * float(self.link.state()["round_trip"])
+
+    def answered_within(self, timeout: float) -> float:
+        """After so many seconds home is busy, stopped or out of reach."""
+        return timeout + self.two_round_trips() + UNHEARD
+
+    # --- lines ---
+
+    def new_line(self, name: str, max_bytes: int | None, reads: bool) -> RemotePort:
+        with self._lock:
+            self._line_numbers += 1
+            return RemotePort(self._line_numbers, name, max_bytes, reads)
+
+    def open_line(self, line: RemotePort, channel: int) -> None:
+        """Joins it to a port of that channel. Its user has its end already."""
+
+        def join(answer: Reply) -> None:
+            """Of who waits no more, too: else home would never hear that the port is left."""
+            with self._lock:
+                if answer.wrong is not None:
+                    self._lines.pop(line.number, None)
+                elif line.number in self._lines and line.number not in self.link.state()["lines"]:
+                    ends = [line.end]
+                    fill, drain = (ends, []) if line.reads else ([], ends)
+                    self.link.line(line.number, fill, drain, line.reads)
+
+        def joined(_: Any) -> None:
+            join(Reply(line.number))
+
+        def enter() -> None:  # it may be finished before home's answer is looked at here
+            with self._lock:
+                self._lines[line.number] = line
+
+        what = "reader" if line.reads else "writer"
+        self.ask(channel, what, line.number, late=join, take=joined, first=enter)
+        if self.lost:
+            self._lose(self.lost)
+
+    def _finish(self, said: Finished) -> None:
+        with self._lock:
+            line = self._lines.pop(said.line, None)
+            if line is not None:
+                self.link.drop(said.line)
+        if line is None:
+            return
+        if said.broken:
+            line.ring.abort(cause_in(said.cause))  # if the link has not said so already
+        line.end.close()
+        line.finished.set()
+
+    # --- who uses it ---
+
+    def adopt(self, number: int, user: Any) -> Any:
+        """``user`` has opened the channel of that number. Gives what is that channel here: who was first, of
+        several that have opened it at a time."""
+        token = object()
+        with self._lock:
+            self._users.add(token)
+            weakref.finalize(user, _dropped, self._users, token, self._nudges, number).atexit = False
+            return self._known.setdefault(number, user)
+
+    def tell(self, what: str, number: int) -> None:
+        """What home is to hear of a channel, from who can't wait for that: that an item is finished which it
+        was in ("come"), that nobody uses it here ("drop")."""
+        _nudge(self._nudges, what, number)
+
+    def user(self, number: int) -> Any:
+        return self._known.get(number)
+
+    def _nudged(self, what: str, number: int) -> None:
+        """By who can't wait for home to hear it."""
+        if what in ("come", "drop"):
+            with contextlib.suppress(Broken):
+                self.post(number, what, ())
+        elif what == "end":
+            try:
+                self.post(0, "leave", (), done=self._told_all.set)
+            except Broken:
+                self._told_all.set()
+            return
+        self._look_for_users()
+
+    def _look_for_users(self) -> None:
+        """Perhaps nobody is left."""
+        with _registry_lock:
+            if self._left or self._begun or (self.is_kept and not self.lost):
+                return
+            if len(self._nudges):  # home is to hear of those first, and then this is asked again
+                return
+            if self._users or any(line.is_open() for line in self._lines.values()):
+                return
+            if self._lines and not self.lost:  # what was put here is still under way
+                return
+            self._left = True
+            forget(self)
+            _leaving.add(self)
+        if self.lost:
+            self._end()
+        else:
+            with contextlib.suppress(Broken):
+                self.post(0, "leave", (), done=self._end)
+
+    # --- its threads ---
+
+    def _keep(self) -> None:
+        """Dials again when the connection breaks."""
+        for event in watch(self.link, self._peer_timeout / 4):
+            # Also of who leaves: what it has said goes first.
+            if isinstance(event, LinkBroken) and not self._told_all.is_set():
+                try:
+                    sock, _ = self._dial(self._peer_timeout, f"lost the channels' home ({event.why})")
+                except HostError as error:
+                    self._lose(str(error))
+                    break
+                self.link.attach(sock.detach())
+            elif isinstance(event, LinkIdle) and event.silent > self._peer_timeout:
+                self._lose(f"nothing was heard of {self.address} for {self._peer_timeout:g} s")
+                break
+
+    def _hear(self) -> None:
+        with contextlib.suppress(Closed, Broken):
+            while not self._left or not self.lost:
+                done: Selected[Any] = select([self._answers, self._nudges])
+                if done.channel is self._nudges:
+                    self._nudged(*done.item)
+                else:
+                    self._told(done.item)
+                del done
+
+    def _told(self, said: Reply | Finished | ServerClosed) -> None:
+        if isinstance(said, Finished):
+            self._finish(said)
+            self._look_for_users()
+        elif isinstance(said, ServerClosed):
+            self._lose(said.why, said.ended)
+        else:
+            self._answered(said)
+
+    # --- the end ---
+
+    def _lose(self, why: str, ended: Collection[int] = ()) -> None:
+        """ChannelServer is out of reach for good: all that is open here is broken, but for what has ended
+        before."""
+        with self._lock:
+            self.lost = self.lost or why
+            lines, self._lines = list(self._lines.values()), {}
+        with _registry_lock:
+            forget(self)
+        self.link.close()
+        self._answer_all()
+        for line in lines:
+            if line.number in ended:
+                line.ring.close()
+            else:
+                line.ring.abort(HostError(self.lost, self.address))
+            line.finished.set()
+        _nudge(self._nudges, "lost", 0)
+
+    def _end(self) -> None:
+        self.lost = self.lost or "they were left"
+        self._told_all.set()
+        self.link.close()
+        for end in self._ends:
+            end.close()
+        self._asks.close()
+        self._nudges.close()
+        _leaving.discard(self)
+
+    def leave(self) -> None:
+        """This process ends: what it has put goes first."""
+        give_up = time.monotonic() + LAST_WORD
+        for line in list(self._lines.values()):
+            if not line.is_open():
+                line.finished.wait(max(0.0, give_up - time.monotonic()))
+            while not self.lost and line.has_more() and time.monotonic() < give_up:
+                time.sleep(0.005)
+        _nudge(self._nudges, "end", 0)  # behind all that home is to hear
+        self._told_all.wait(LAST_WORD)
+        self._left = True
+        self._end()
+        for thread in self._threads:
+            thread.join(LAST_WORD)
+
+
+_registry_lock = threading.RLock()
+_connections: dict[tuple[str, bytes], Connection] = {}
+_leaving: set[Connection] = set()
+"""ChannelServer is still to hear what they have said before; a program waits for that when it ends."""
+_dialling: weakref.WeakValueDictionary[tuple[str, bytes], Any] = weakref.WeakValueDictionary()
+"""Held by who dials that home."""
+
+
+@contextlib.contextmanager
+def using(address: str, secret: bytes, tls: bool, timeout: float = PEER_TIMEOUT_S) -> Iterator[Connection]:
+    """That of this process to a home; one for all its channels. It is not left meanwhile, though nobody uses
+    a channel yet."""
+    connection = _begun(address, secret, tls, timeout)
+    try:
+        yield connection
+    finally:
+        with _registry_lock:
+            connection._begun -= 1
+        connection.tell("used", 0)
+
+
+def _begun(address: str, secret: bytes, tls: bool, timeout: float) -> Connection:
+    key, give_up = (address, secret), time.monotonic() + timeout
+    while True:
+        with _registry_lock:
+            if (connection := _connections.get(key)) is not None:
+                connection._begun += 1
+                return connection
+            dialling = _dialling.setdefault(key, threading.Lock())
+        # Outside of the registry's lock: a home that does not answer holds up nobody who uses another one.
+        left = max(0.0, give_up - time.monotonic())
+        if not dialling.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
+            raise HostError(
+                f"can't open a channel of {address}: it has not answered for {timeout:g} s", address
+            )
+        try:
+            if key not in _connections:
+                _connections[key] = Connection(address, secret, tls, timeout)
+        finally:
+            dialling.release()
+
+
+def forget(connection: Connection) -> None:
+    for key, one in list(_connections.items()):
+        if one is connection:
+            del _connections[key]
+
+
+def _nudge(nudges: Channel[tuple[str, int]], what: str, number: int) -> None:
+    with contextlib.suppress(ChannelError):
+        nudges.put_nowait((what, number))
+
+
+def _dropped(users: set[object], token: object, nudges: Channel[tuple[str, int]], number: int) -> None:
+    """Who used that channel is gone. It must not be among the users any more when its drop is heard, in
+    whichever order a collector calls what else looks after it."""
+    users.discard(token)
+    _nudge(nudges, "drop", number)
+
+
+def _leave_all() -> None:
+    for connection in [*_connections.values(), *_leaving]:
+        if connection.pid == os.getpid():
+            connection.leave()
+
+
+def _begin_anew() -> None:
+    """A forked child has none of its parent's threads."""
+    global _registry_lock
+    _registry_lock = threading.RLock()
+    _connections.clear()
+    _leaving.clear()
+    _dialling.clear()
+
+
+atexit.register(_leave_all)
+os.register_at_fork(after_in_child=_begin_anew)

@@ -1,0 +1,122 @@
+"""A script without a main guard. Under spawn and forkserver a new process imports the program's main script;
+where that runs the graph at once, or sets the start method, every worker would do so again. Python forbids it
+with a traceback in each of them; here the new process says it by its exit code, and the program by one
+error."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from flowchan.declare.blueprint import Blueprint
+from flowchan.errors import GraphError, Problem
+from flowchan.run.crew.process_start import forkserver_pid
+
+UNGUARDED = 78
+"""Exit code of a process that found itself running the graph while it was still importing the main script."""
+
+NAME = "flowchan "
+"""How the names of our processes begin."""
+
+
+_AT_ERRORS = f"""
+import os, sys
+def leave_if_unguarded(kind, error, trace, usual=sys.excepthook):
+    modules, step = [], trace
+    while step is not None:
+        modules.append(step.tb_frame.f_globals.get("__name__", ""))
+        step = step.tb_next
+    if kind is RuntimeError and "__mp_main__" in modules and modules[-1].startswith("multiprocessing."):
+        os._exit({UNGUARDED})
+    usual(kind, error, trace)
+sys.excepthook = leave_if_unguarded
+"""
+"""What a new process runs before it imports the main script. Before that it may not find our modules."""
+
+
+class ProcessName(str):
+    """The name of a worker's process. Python tells it to the new process before that imports the main script,
+    and so what to do when Python forbids what the script does."""
+
+    def __new__(cls, name: str) -> ProcessName:
+        return super().__new__(cls, f"{NAME}{name}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, (f"exec({_AT_ERRORS!r}, {{}}) or {str(self)!r}",)
+
+
+class Unguarded(GraphError):
+    """The main script does what only the program shall do whenever it is imported."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GraphError, (self.graph, self.problems)
+
+
+def unguarded(graph: Blueprint) -> Unguarded:
+    method = multiprocessing.get_start_method()
+    message = (
+        f"with the start method {method!r} a worker process imports the main script, which then runs the "
+        'graph, or sets the start method, once more; put that under `if __name__ == "__main__":`'
+    )
+    return Unguarded(graph.name, [Problem("main-guard", "", graph.where, message)])
+
+
+def hint_at_import(exitcode: int | None) -> str:
+    """What to say of a process that ended before it began to work, if it may have failed in the main
+    script."""
+    method = multiprocessing.get_start_method()
+    if exitcode != 1 or method == "fork":
+        return ""
+    return (
+        f", perhaps while it imports the main script, as each does with the start method {method!r}; put "
+        'what only the program shall run, `set_start_method` too, under `if __name__ == "__main__":`'
+    )
+
+
+def leave_if_unguarded(graph: Blueprint) -> None:
+    """Ends this process when it is one that still imports the main script. Says why unless our parent
+    will."""
+    process = multiprocessing.current_process()
+    if not getattr(process, "_inheriting", False) or not any(stage.placement.apart for stage in graph.stages):
+        return
+    if not process.name.startswith(NAME):
+        print(f"flowchan: {unguarded(graph).problems[0]}", file=sys.stderr, flush=True)
+    os._exit(UNGUARDED)
+
+
+@contextlib.contextmanager
+def starts_of(graph: Blueprint) -> Iterator[None]:
+    """Within it processes are started for the graph: where the main script has ended Python's forkserver, the
+    error says so."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        exitcode = _servers_exitcode()
+        if exitcode == UNGUARDED:
+            raise unguarded(graph) from None
+        if hint := hint_at_import(exitcode):
+            error.add_note(f"Python's forkserver has ended{hint}")
+        raise
+
+
+def _servers_exitcode() -> int | None:
+    """Of Python's forkserver, if it has just ended. From 3.14 on it imports the main script, too."""
+    server = forkserver_pid()
+    if server is None:
+        return None
+    give_up = time.monotonic() + 1  # its pipes end a moment before it does
+    while time.monotonic() < give_up:
+        try:
+            # multiprocessing collects it itself
+            ended = os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if ended is not None:
+            return ended.si_status
+        time.sleep(0.001)
+    return None

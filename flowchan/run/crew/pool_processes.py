@@ -1,0 +1,233 @@
+"""Worker processes that last over runs: those of a pool. In each run they get an order, which has their ports
+of that run; at its end those that wait for the next order stay. Who has died, has failed, or has not come to
+an end of its work is replaced.
+
+A process that is forked has a copy of all that its parent has open, one that is spawned has its standard
+streams. So those that a run needs are started before its channels are opened and its progress is drawn; and a
+replacement within a run, which has these, does not outlast it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import multiprocessing
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable
+
+from flowchan.channel.channel import Channel
+from flowchan.declare.values import Stage
+from flowchan.errors import Broken, Closed, Empty
+from flowchan.items.codec import dumps_for_worker
+from flowchan.run.crew.main_guard import ProcessName
+from flowchan.run.crew.process import WorkerProcess
+from flowchan.run.crew.worker_processes import WorkerProcesses, end_all
+from flowchan.run.policy import decisions
+from flowchan.run.policy.events import Event, Gone, WorkerId
+from flowchan.run.policy.plan import PlannedWorker
+from flowchan.run.worker.gpus import Gpus
+from flowchan.run.worker.logs import Logged, log_here
+from flowchan.run.worker.process_main import Left, Order, lasting_main
+from flowchan.run.worker.streams import terminals
+from flowchan.transport.interrupts import interrupts_deferred
+
+POLL_INTERVAL_S = 0.05
+"""Seconds between two looks whether a process whose word is waited for has ended."""
+
+
+class LastingProcess:
+    """A worker's process that does what it is ordered to."""
+
+    def __init__(self, graph: str, id: WorkerId, stage: bytes, devices: str | None) -> None:
+        orders: Channel[Order] = Channel(2, across="processes")
+        words: Channel[Left | Logged | None] = Channel(64, across="processes")
+        self._orders, self._words = orders.writer(), words.reader()
+        # The process's own. Closed before it has them, they would end the channels.
+        self._its = orders.reader(), words.writer()
+        arguments = (id, stage, *self._its, os.getpid(), devices)
+        self.process = WorkerProcess(ProcessName(f"{graph}/{id}"), lasting_main, arguments)
+
+    def work(self, order: Order) -> None:
+        """If it has ended, whoever watches it will tell."""
+        with contextlib.suppress(Closed, Broken):
+            self._orders.put(order)
+
+    def word(self, until: float) -> Left | None:
+        """What it says when it has done its work: ``None`` when it waits for another order. ``Left()`` when
+        it has ended without a word. Raises ``Empty`` when nothing is heard of it ``until`` then."""
+        while True:
+            ended = self.process.ended()
+            try:
+                said = self._words.get(
+                    timeout=0.0 if ended else max(0.0, min(POLL_INTERVAL_S, until - time.monotonic()))
+                )
+                if not isinstance(said, Logged):
+                    return said
+                log_here(said)
+            except Empty:
+                if ended:
+                    return Left()
+                if time.monotonic() >= until:
+                    raise
+            except (Closed, Broken):
+                return Left()
+
+    def dismiss(self) -> None:
+        """There are no more orders."""
+        self._orders.close()
+
+    def leave(self) -> None:
+        """Nobody listens to what it says."""
+        self._words.close()
+
+
+PortRelease = list[tuple[WorkerId, LastingProcess]]
+"""Those that were dismissed, and close their callables."""
+
+
+class LastingProcesses:
+    """The worker processes of a pool, for the graph of this name."""
+
+    def __init__(self, graph: str) -> None:
+        self.gpus = Gpus()
+        self._graph = graph
+        self._packed: dict[str, bytes] = {}
+        self._known: dict[WorkerId, LastingProcess] = {}
+        self._late: set[WorkerId] = set()  # those that were started within the run that goes on
+        self._leaving: PortRelease = []
+        self._failed: list[tuple[WorkerId, BaseException]] = []  # what closing callables raised
+        weakref.finalize(self, _end_dropped, os.getpid(), self._known, self._leaving).atexit = False
+
+    def packed(self, stage: Stage) -> bytes:
+        """The stage as each of its processes gets it, whenever that is started."""
+        if stage.name not in self._packed:
+            self._packed[stage.name] = dumps_for_worker(stage)
+        return self._packed[stage.name]
+
+    def make_ready(self, workers: Iterable[PlannedWorker]) -> None:
+        """Starts a process for each of those that need one and have none."""
+        for worker in workers:
+            stage = worker.stage
+            if stage.placement.apart:
+                self._alive(worker.id, self.packed(stage), self.gpus.take(worker.id, stage.gpus))
+        self._late.clear()
+        for one in [one for one in self._leaving if one[1].process.ended()]:
+            self._hear(*one)
+            self._leaving.remove(one)
+            one[1].process.close()
+
+    def employ(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
+        """Gives a worker's process its work."""
+        lasting = self._alive(id, stage, devices)
+        lasting.work(order)
+        return lasting.process
+
+    def _alive(self, id: WorkerId, stage: bytes, devices: str | None) -> LastingProcess:
+        known = self._known.get(id)
+        if known is not None and not known.process.ended():
+            return known
+        if known is not None:
+            self.forget(id)
+            known.process.close()
+        self._known[id] = started = LastingProcess(self._graph, id, stage, devices)
+        if multiprocessing.get_start_method() != "forkserver":
+            self._late.add(id)
+        return started
+
+    def stays(self, id: WorkerId, until: float) -> bool:
+        """Whether its process waits for the next run by then, or has been dismissed."""
+        lasting = self._known.get(id)
+        try:
+            waits = lasting is not None and lasting.word(until) is None
+        except Empty:
+            return False
+        if lasting is not None and waits and id in self._late:
+            lasting.dismiss()
+            self._leaving.append((id, self._known.pop(id)))
+        return waits
+
+    def forget(self, id: WorkerId) -> None:
+        """Its process has ended."""
+        self._known.pop(id, None)
+
+    def _hear(self, id: WorkerId, lasting: LastingProcess) -> None:
+        """Waits for the last word of one that was dismissed."""
+        left = lasting.word(math.inf)
+        if left is not None and left.error is not None:
+            self._failed.append((id, left.error))
+
+    def kill(self) -> None:
+        """Nobody waits for what they do or close."""
+        for lasting in [*self._known.values(), *(lasting for _, lasting in self._leaving)]:
+            lasting.process.kill()
+
+    def close(self) -> list[tuple[WorkerId, BaseException]]:
+        """Has all of them close their callables and end. Gives what that raised, also in those that were
+        dismissed before."""
+        try:
+            _dismiss(self._known, self._leaving)
+            for id, lasting in self._leaving:
+                self._hear(id, lasting)
+        except BaseException:  # Ctrl-C: nobody waits any longer
+            self.kill()
+            raise
+        finally:
+            with interrupts_deferred():
+                _end_leaving(self._leaving)
+        return self._failed
+
+
+def _end_dropped(pid: int, known: dict[WorkerId, LastingProcess], leaving: PortRelease) -> None:
+    """Those of a pool whose block nobody has left, in the process that has started them."""
+    if pid == os.getpid():
+        _dismiss(known, leaving)
+        for _, lasting in leaving:
+            lasting.leave()
+        _end_leaving(leaving)
+
+
+def _dismiss(known: dict[WorkerId, LastingProcess], leaving: PortRelease) -> None:
+    for id in list(known):
+        leaving.append((id, known.pop(id)))
+        leaving[-1][1].dismiss()
+
+
+def _end_leaving(leaving: PortRelease) -> None:
+    end_all([(id, lasting.process) for id, lasting in leaving])
+    while leaving:
+        leaving.pop()[1].process.close()
+
+
+class Employed(WorkerProcesses):
+    """Those of them that work in one run."""
+
+    def __init__(
+        self,
+        graph: str,
+        mail: Channel[Event | Logged],
+        gone: Callable[[Gone], None],
+        lasting: LastingProcesses,
+    ) -> None:
+        super().__init__(graph, mail, gone)
+        self._lasting = lasting
+        self._gpus = lasting.gpus
+
+    def _begin(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
+        order = dataclasses.replace(order, terminals=terminals())
+        return self._lasting.employ(id, stage, order, devices)
+
+    def forget(self, id: WorkerId) -> None:
+        self._lasting.forget(id)
+        super().forget(id)
+
+    def end(self) -> None:
+        """Of those that stay nothing more is known here."""
+        until = time.monotonic() + decisions.GRACE
+        for id in [id for id in self.known if self._lasting.stays(id, until)]:
+            del self.known[id]
+        super().end()
+        for id in self.known:
+            self._lasting.forget(id)

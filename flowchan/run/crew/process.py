@@ -1,0 +1,178 @@
+"""One worker's process: started, ended, and its end for certain.
+
+A pidfd names exactly this process for as long as it is open, whatever becomes of its number, and tells that
+the process has ended even where Python can't know it: a child of Python's forkserver has ended for
+``multiprocessing`` as soon as the forkserver has, though it goes on. Where the system refuses pidfds,
+``multiprocessing`` is asked, and such a child is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from flowchan.run.crew.process_start import forkserver_pid, start_process
+from flowchan.transport.pidfd import open_pidfd
+
+if TYPE_CHECKING:
+    import psutil  # slow to import, and needed only where the system refuses pidfds
+
+UNKNOWN = 255
+"""What ``multiprocessing`` gives as the exit code of a child whose forkserver has ended, and we when the
+program has collected it."""
+
+
+class WorkerProcess:
+    """A process that has been started. ``pidfd`` is readable once it has ended; ``None`` where the system
+    refuses one, or it had ended already."""
+
+    def __init__(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._process = multiprocessing.get_context().Process(target=target, args=arguments, name=name)
+        start_process(self._process)
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.born = time.monotonic()
+        self.pidfd: int | None = None
+        self._is_of_server = self._process._start_method == "forkserver"
+        self._server = forkserver_pid() or 0
+        self._stranger = False
+        self._known: psutil.Process | None = None  # the same as the system knows it, without a pidfd
+        self._lost = False
+        try:
+            self._find()
+        except BaseException:
+            self._process.kill()
+            self.close()
+            raise
+
+    def _find(self) -> None:
+        try:
+            self.pidfd = open_pidfd(self.pid)
+        except ProcessLookupError:
+            return
+        if self.pidfd is None:
+            import psutil
+
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._known = psutil.Process(self.pid)
+
+    def ended(self, timeout: float = 0.0) -> bool:
+        """Whether it ends within ``timeout`` seconds, for certain: nothing of it runs any more."""
+        if self.pidfd is not None:
+            poll = select.poll()
+            poll.register(self.pidfd, select.POLLIN)
+            return bool(poll.poll(1000 * timeout))
+        deadline = time.monotonic() + timeout
+        self._process.join(timeout)
+        while self._process.exitcode is not None and self._end_lost():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        return self._process.exitcode is not None
+
+    def terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self.pidfd is not None:
+            try:
+                signal.pidfd_send_signal(self.pidfd, number)
+                return
+            except ProcessLookupError:
+                return
+            except OSError:  # refused
+                pass
+        (self._process.kill if number == signal.SIGKILL else self._process.terminate)()
+
+    def _end_lost(self) -> bool:
+        """Kills a process that still runs although Python says that it has ended, for nothing more will be
+        known of it. True while it runs."""
+        if self._known is None:
+            return False
+        import psutil
+
+        try:
+            if not self._known.is_running() or self._known.status() == psutil.STATUS_ZOMBIE:
+                return False
+            self._known.kill()
+        except psutil.NoSuchProcess:
+            return False
+        except OSError:  # no descriptor is free to look with
+            return True
+        self._lost = True
+        return True
+
+    @property
+    def exitcode(self) -> int:
+        """Of a process that has ended."""
+        self._reap()
+        return self._process.exitcode or 0
+
+    def how_it_ended(self, lack_of_memory: bool) -> str:
+        """In words. ``lack_of_memory``: the kernel has killed somebody for that."""
+        if self._lost:
+            return (
+                "was killed, because Python's forkserver had been, and without it nothing "
+                "is known of a process"
+            )
+        if self.exitcode == UNKNOWN and self._stranger:
+            return "ended, and nobody knows how, because the program ignores SIGCHLD or collects its children"
+        if self.exitcode == UNKNOWN and self._is_of_server and _has_ended(self._server) is not False:
+            return "ended, and nobody knows how, because Python's forkserver had been killed"
+        return exit_text(self.exitcode, lack_of_memory)
+
+    def _reap(self) -> None:
+        """Waits for the exit code. Another thread may be asking for it (``multiprocessing`` itself does so
+        whenever a process is started or listed), and then notes it here in a moment. Unless somebody has
+        collected it who has nothing to do with us."""
+        polls_left = 100
+        while self._process.exitcode is None:
+            time.sleep(0.001)
+            if not self._is_of_server and _has_ended(self.pid) is None:
+                polls_left -= 1
+                if polls_left == 0:
+                    self._stranger = True
+                    self._process._popen.returncode = UNKNOWN  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Leaves nothing of a process that has ended: no zombie, no descriptor."""
+        self._reap()
+        pidfd, self.pidfd = self.pidfd, None
+        if pidfd is not None:
+            os.close(pidfd)
+        self._process.close()
+
+
+def _has_ended(child: int) -> bool | None:
+    """Whether a child of this process has, which is left to be collected; ``None`` once it is collected."""
+    try:
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    except ChildProcessError:
+        return None
+
+
+def exit_text(code: int, lack_of_memory: bool = False) -> str:
+    """What an exit code of a process means, in words."""
+    if code >= 0:
+        return f"exited with code {code} without finishing"
+    name = signal_name(-code)
+    if -code == signal.SIGKILL and lack_of_memory:
+        return f"was killed by {name}, likely for lack of memory: the kernel has killed for that just now"
+    return f"was killed by {name}"
+
+
+def signal_name(number: int) -> str:
+    """Most real-time signals have none but their number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,76 @@
+"""Notices at once when a process ends: a thread that sleeps until one does."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable
+
+from flowchan.run.crew.process import WorkerProcess
+from flowchan.run.policy.events import Gone, WorkerId
+
+POLL_INTERVAL_S = 0.05
+"""Seconds between two looks at processes that don't announce their end (where the system refuses pidfds)."""
+
+
+class Watch:
+    """Tells once of each process that has ended for certain that it is ``Gone``."""
+
+    def __init__(self, tell: Callable[[Gone], None]) -> None:
+        self._tell = tell
+        self._announced: dict[int, WorkerId] = {}  # by pidfd
+        self._silent: list[tuple[WorkerId, WorkerProcess]] = []
+        self._closed = False
+        self._lock = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._epoll = select.epoll()
+        except BaseException:
+            os.close(self._wake)
+            raise
+        self._epoll.register(self._wake, select.EPOLLIN)
+
+    def add(self, id: WorkerId, process: WorkerProcess) -> None:
+        """Another one to watch."""
+        with self._lock:
+            if process.pidfd is None:
+                self._silent.append((id, process))
+                os.eventfd_write(self._wake, 1)
+            else:
+                self._announced[process.pidfd] = id
+                self._epoll.register(process.pidfd, select.EPOLLIN)
+
+    def run(self) -> None:
+        """Watches until it is closed."""
+        while not self._closed:
+            found = self._epoll.poll(POLL_INTERVAL_S if self._silent else None)
+            for id in self._ended([fd for fd, _ in found]):
+                self._tell(Gone(id))
+
+    def _ended(self, readable: list[int]) -> list[WorkerId]:
+        """Whose processes have ended; they are watched no longer. A forked child may have inherited a pidfd,
+        so that closing it here would not take it out."""
+        ended = []
+        with self._lock:
+            for fd in readable:
+                if fd == self._wake:
+                    os.eventfd_read(fd)
+                else:
+                    self._epoll.unregister(fd)
+                    ended.append(self._announced.pop(fd))
+            for id, process in list(self._silent):
+                if process.ended():
+                    self._silent.remove((id, process))
+                    ended.append(id)
+        return ended
+
+    def stop(self) -> None:
+        """Lets :meth:`run` return; to be called before a watched process is closed."""
+        self._closed = True
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Once :meth:`run` has returned."""
+        self._epoll.close()
+        os.close(self._wake)

@@ -1,0 +1,222 @@
+"""From the counts of the channels to the statistics of a run (R8). The channels count natively, so watching
+costs the workers nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flowchan.channel.channel import ChannelStats
+from flowchan.declare.values import Edge, Stage
+from flowchan.run.observe.clocks import Worked
+from flowchan.run.policy.decisions import PolicyState
+from flowchan.run.policy.events import WorkerId
+from flowchan.run.policy.plan import Plan
+from flowchan.run.policy.scaling import Size
+from flowchan.run.policy.stats import (
+    EdgeStats,
+    HostStats,
+    RunState,
+    RunStats,
+    StageStats,
+    WorkerStats,
+    WorkSeconds,
+)
+from flowchan.run.worker.opening import Channels, Ports
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One edge with the counts of its channel, and how many seconds each worker has waited at its port: to
+    read, and to write, in all and for its turn."""
+
+    edge: Edge
+    stats: ChannelStats
+    read_waits: Mapping[int, float] = field(default_factory=dict)
+    write_waits: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What is known of a run besides the counts of its channels: its state, its seconds so far, and by stage
+    the items tried again, those that nobody wanted, and what its workers have worked. ``pids``
+    are those of worker processes, by worker; ``last_error`` is that of :class:`RunStats`. ``refused``
+    items failed and were asked."""
+
+    state: PolicyState
+    elapsed: float
+    retried: Mapping[str, int]
+    unwanted: Mapping[str, int]
+    worked: Mapping[str, Worked]
+    pids: Mapping[WorkerId, int] = field(default_factory=dict)
+    last_error: str = ""
+    refused: Mapping[str, int] = field(default_factory=dict)
+
+
+def measure(plan: Plan, channels: Channels, ports: Mapping[WorkerId, Ports]) -> tuple[Snapshot, ...]:
+    """The counts of all channels now, and the waits at all ``ports``."""
+    read: dict[str, dict[int, float]] = {}
+    written: dict[str, dict[int, tuple[float, float]]] = {}
+    for id, mine in list(ports.items()):  # workers come and go meanwhile
+        for reader in mine.inputs.values():
+            read.setdefault(reader.channel._name, {})[id.number] = reader._waited()[0]
+        for writer in mine.writers():
+            written.setdefault(writer.channel._name, {})[id.number] = writer._waited()
+    return tuple(
+        Snapshot(edge, channels[edge.name].stats(), read.get(edge.name, {}), written.get(edge.name, {}))
+        for edge in plan.edges
+    )
+
+
+def summarise(
+    plan: Plan, account: Account, snapshots: tuple[Snapshot, ...], hosts: tuple[HostStats, ...] = ()
+) -> RunStats:
+    """The statistics of a run: counters, without rates and shares, which :func:`between` gives."""
+    state, elapsed = account.state, account.elapsed
+    reading: dict[str | None, list[Snapshot]] = {}
+    writing: dict[str, list[Snapshot]] = {}
+    for snapshot in snapshots:
+        reading.setdefault(snapshot.edge.reader, []).append(snapshot)
+        writing.setdefault(snapshot.edge.writer, []).append(snapshot)
+    alive = Counter(id.stage for id in state.alive)
+    pids: dict[str, list[int]] = {}
+    for id in sorted(state.alive & account.pids.keys(), key=lambda id: id.number):
+        pids.setdefault(id.stage, []).append(account.pids[id])
+    broken = Counter(failure.worker.stage for failure in state.failures if failure.item is not None)
+    stages = []
+    for stage in plan.graph.stages:
+        about = _About(
+            stage=stage,
+            reads=reading.get(stage.name, []),
+            writes=writing.get(stage.name, []),
+            alive=alive[stage.name],
+            broken=broken[stage.name] + account.refused.get(stage.name, 0),
+            retried=account.retried.get(stage.name, 0),
+            restarts=state.restarts.get(stage.name, 0),
+            unwanted=account.unwanted.get(stage.name, 0),
+            worked=account.worked.get(stage.name, Worked()),
+            pids=tuple(pids.get(stage.name, ())),
+            size=state.sizes.get(stage.name),
+        )
+        stages.append(_stage(about))
+    edges = tuple(_edge(snapshot, plan.share) for snapshot in snapshots)
+    return RunStats(
+        plan.graph.name,
+        state_of(state),
+        elapsed,
+        tuple(stages),
+        edges,
+        None,
+        plan.seed,
+        plan.memory,
+        hosts,
+        account.last_error,
+    )
+
+
+def _edge(snapshot: Snapshot, share: int) -> EdgeStats:
+    edge, stats = snapshot.edge, snapshot.stats
+    return EdgeStats(
+        name=edge.name, writer=edge.writer, reader=edge.reader, transport=edge.transport.name,
+        inside=stats.inside, capacity=edge.capacity, passed=stats.items_out, rate=0.0,
+        waiting_readers=stats.waiting_readers, waiting_writers=stats.waiting_writers,
+        readers_waiting_for=stats.readers_waiting_for, writers_waiting_for=stats.writers_waiting_for,
+        selecting=stats.selecting, woken=stats.woken, awaiting=stats.awaiting, bytes=stats.bytes_inside,
+        share=share, short_of_bytes=stats.short_of_bytes, holders=stats.holders,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    """What is known of one stage. ``broken`` items failed and ended the run, or were asked;
+    ``worked`` is what the clocks of its workers say."""
+
+    stage: Stage
+    reads: list[Snapshot]
+    writes: list[Snapshot]
+    alive: int
+    broken: int
+    retried: int
+    restarts: int
+    unwanted: int
+    worked: Worked
+    pids: tuple[int, ...]
+    size: Size | None = None
+
+
+def _stage(about: _About) -> StageStats:
+    stage, reads, writes = about.stage, about.reads, about.writes
+    workers = stage.worker_count if about.size is None else about.size.workers
+    items_in = sum(s.stats.items_out for s in reads)
+    in_hand = sum(s.stats.leased for s in reads)
+    failed = about.broken + sum(s.stats.items_in for s in writes if s.edge.errors)
+    outs = [s for s in writes if not s.edge.errors]
+    # A tee puts each item into every branch; a stage that nobody reads has finished what it took.
+    given = [s.stats.items_in for s in outs]
+    unwanted = about.unwanted
+    finished = max(0, items_in - in_hand - failed - unwanted)
+    items_out = (max if stage.operator.repeats else sum)(given) if given else finished
+    if stage.placement.hosts and stage.operator.owes and _readers_left(about, outs):
+        # Of what was on its way to a host or back then, no worker knows.
+        unwanted = max(unwanted, items_in - items_out - failed - in_hand)
+    members = 0
+    if "members" in stage.options:  # a batch that failed as a whole has no output
+        members = max(0, failed - max(0, items_in - items_out - in_hand - unwanted))
+        failed -= members
+    return StageStats(
+        name=stage.name, kind=stage.kind, on=stage.placement.name, workers=workers,
+        alive=about.alive, items_in=items_in, items_out=items_out, failed=failed, retried=about.retried,
+        restarts=about.restarts, unwanted=unwanted, in_hand=in_hand,
+        rate=0.0, busy=0.0, waiting_input=0.0, waiting_output=0.0,
+        hosts=stage.placement.hosts, pids=about.pids, members_failed=members,
+        working=len(about.worked.now), seconds=_seconds(about),
+        per_worker=tuple(_worker(worker, about) for worker in about.worked.now),
+    )  # fmt: skip
+
+
+def _seconds(about: _About) -> WorkSeconds:
+    """The waits of all workers that the stage has had, by what its channels say."""
+    return _with_waits(
+        about.worked.total,
+        sum(snapshot.stats.read_wait for snapshot in about.reads),
+        sum(snapshot.stats.write_wait for snapshot in about.writes),
+        sum(snapshot.stats.turn_wait for snapshot in about.writes),
+    )
+
+
+def _worker(worker: WorkerStats, about: _About) -> WorkerStats:
+    """The same of one worker, by what its ports say."""
+    reads = sum(snapshot.read_waits.get(worker.number, 0.0) for snapshot in about.reads)
+    writes = [snapshot.write_waits.get(worker.number, (0.0, 0.0)) for snapshot in about.writes]
+    seconds = _with_waits(
+        worker.seconds, reads, sum(wait for wait, _ in writes), sum(turn for _, turn in writes)
+    )
+    return WorkerStats(worker.number, worker.working, seconds)
+
+
+def _with_waits(worked: WorkSeconds, reads: float, writes: float, turns: float) -> WorkSeconds:
+    """Waits of a worker that waits at several channels at once count several times: never more than it has
+    worked. The end of one that just waits is known before the end of its wait, so neither are they
+    negative."""
+    reads = min(max(0.0, reads), worked.working)
+    writes = min(max(0.0, writes), worked.working - reads)
+    turn = min(max(0.0, turns), writes)
+    return dataclasses.replace(worked, input=reads, place=writes - turn, turn=turn)
+
+
+def _readers_left(about: _About, outs: list[Snapshot]) -> bool:
+    """Whether the stage has ended because nobody wanted its items any more."""
+    left = any(s.stats.inside and not s.stats.readers for s in outs)
+    return not about.alive and (about.unwanted > 0 or left)
+
+
+def state_of(state: PolicyState) -> RunState:
+    if state.phase in ("running", "stopping", "finishing"):
+        return "stopping" if state.stopped else "running"
+    if state.failures:
+        return "failed"
+    if state.phase == "aborting" or state.aborted:
+        return "aborted"
+    return "stopped" if state.stopped else "done"

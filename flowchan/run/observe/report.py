@@ -1,0 +1,232 @@
+"""The report of a run as text: the bottleneck, a table of stages, one of channels, and the account of each
+stage (R8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flowchan.declare.operators import OPERATORS
+from flowchan.run.policy.explain import amount
+from flowchan.run.policy.stats import CauseKind, EdgeStats, HostStats, RunState, RunStats, StageStats
+
+
+def render(stats: RunStats, width: int = 10**6) -> str:
+    """The report of ``stats``, of a run that has ended or of one that still goes on. A narrow ``width``
+    leaves out what other columns or the account say too, and then cuts names."""
+    first = f"graph {stats.graph!r}: {stats.state} {_after(stats)} {stats.elapsed:.2f} s, seed {stats.seed}"
+    if stats.memory:
+        memory = f"channels hold up to {amount(stats.memory)}"
+        first += f", {memory}" if len(first) + len(memory) + 2 <= width else f",\n{memory}"
+    head = [first, bottleneck_text(stats)]
+    accounts = [[stage.name, account_text(stage, stats.state)] for stage in stats.stages]
+    tables = [
+        _stage_table(stats, width),
+        _edge_table(stats.edges, width),
+        _host_table(stats.hosts, width),
+        table(["stage", "account"], accounts, left={0, 1}, width=width),
+    ]
+    return "\n".join(head + [f"\n{text}" for text in tables if text])
+
+
+def bottleneck_text(stats: RunStats) -> str:
+    """Name what limits the run, and why: the stage that holds the others up, or another cause."""
+    cause = stats.cause
+    if cause is not None and cause.kind != "bottleneck":
+        return f"bottleneck: {_CAUSES[cause.kind]} ({cause.why})"
+    slow = next((stage for stage in stats.stages if stage.name == stats.bottleneck), None)
+    if slow is None:
+        return "bottleneck: none to be seen"
+    workers = "1 worker" if slow.workers == 1 else f"{slow.workers} workers"
+    return (
+        f"bottleneck: {slow.name} (busy {share(slow.busy)} of the time, {workers} "
+        f"on={slow.on!r}, {rate(slow.rate)})"
+    )
+
+
+_CAUSES: dict[CauseKind, str] = {
+    "input": "the input",
+    "consumer": "the program",
+    "order": "the order",
+    "gil": "the interpreter lock",
+    "cores": "the cores",
+    "memory": "the memory",
+    "in_flight": "the items under way",
+    "starting": "the start",
+}
+
+
+def count(number: int) -> str:
+    """A number of items."""
+    return f"{number:,}"
+
+
+def rate(number: float) -> str:
+    """Items a second."""
+    return f"{number:,.0f}/s" if number >= 10 or number == 0 else f"{number:.2g}/s"
+
+
+def share(part: float) -> str:
+    """A part of 1 as percent."""
+    return f"{100 * part:.0f} %"
+
+
+def _after(stats: RunStats) -> str:
+    return "for" if stats.state in ("running", "stopping") else "after"
+
+
+def account_text(stage: StageStats, state: RunState) -> str:
+    """What has become of the items that a stage took in, and how many members of batches failed."""
+    members = f", {count(stage.members_failed)} members failed" if stage.members_failed else ""
+    return _account(stage, state) + members
+
+
+def _account(stage: StageStats, state: RunState) -> str:
+    """Where items out and failed don't make up for the items in although the operator owes that, it says
+    what the
+    difference is: still moving, discarded with the run, or missing."""
+    rest = [("failed", stage.failed), ("in hand", stage.in_hand), ("unwanted", stage.unwanted)]
+    missing = stage.items_in - stage.items_out - sum(number for _, number in rest)
+    operator = OPERATORS[stage.kind]
+    if operator.begins:
+        return f"{count(stage.items_out)} out"
+    if operator.lets_go and missing >= 0:
+        return f"{count(stage.items_in)} = {_sum(stage.items_out, (operator.lets_go, missing), *rest)}"
+    if not operator.owes:
+        return f"{count(stage.items_in)} in, {_sum(stage.items_out, *rest)}"
+    if not missing:
+        return f"{count(stage.items_in)} = {_sum(stage.items_out, *rest)}"
+    word = _DIFFERENCE.get(state, "MISSING" if missing > 0 else "TOO MANY")
+    return f"{count(stage.items_in)} ≠ {_sum(stage.items_out, *rest)}: {count(abs(missing))} {word}"
+
+
+_DIFFERENCE = {"running": "moving", "stopping": "moving", "failed": "discarded", "aborted": "discarded"}
+
+
+def _sum(out: int, *others: tuple[str, int]) -> str:
+    return " + ".join(
+        [f"{count(out)} out", *(f"{count(number)} {word}" for word, number in others if number)]
+    )
+
+
+def _stage_table(stats: RunStats, width: int) -> str:
+    titles = [
+        "stage",
+        "operator",
+        "workers",
+        "in",
+        "out",
+        "failed",
+        "retried",
+        "restarts",
+        "rate",
+        "busy",
+        "wait in",
+        "wait out",
+    ]
+    rows = [
+        [
+            stage.name,
+            stage.kind,
+            f"{count(stage.workers)} {stage.on}",
+            count(stage.items_in),
+            count(stage.items_out),
+            count(stage.failed),
+            count(stage.retried),
+            count(stage.restarts),
+            rate(stage.rate),
+            share(stage.busy),
+            share(stage.waiting_input),
+            share(stage.waiting_output),
+        ]
+        for stage in stats.stages
+    ]
+    return table(
+        titles, rows, left={0, 1, 2}, width=width, spare=("retried", "failed", "in", "out", "operator")
+    )
+
+
+def _edge_table(edges: Sequence[EdgeStats], width: int) -> str:
+    titles = ["channel", "from", "to", "transport", "fill", "passed", "rate"]
+    rows = [
+        [
+            edge.name,
+            edge.writer,
+            edge.reader or "-",
+            edge.transport,
+            f"{count(edge.inside)}/{count(edge.capacity)}",
+            count(edge.passed),
+            rate(edge.rate),
+        ]
+        for edge in edges
+    ]
+    return table(titles, rows, left={0, 1, 2, 3}, width=width, spare=("rate",))
+
+
+def _host_table(hosts: Sequence[HostStats], width: int) -> str:
+    titles = ["host", "state", "agents", "breaks", "sent", "received", "round trip"]
+    rows = [
+        [
+            host.name,
+            host.state,
+            count(host.agents),
+            count(host.breaks),
+            amount(host.sent),
+            amount(host.received),
+            f"{host.round_trip * 1e3:.2f} ms" if host.round_trip else "-",
+        ]
+        for host in hosts
+    ]
+    deaths = [f"host {host.name}: {death}" for host in hosts for death in host.deaths]
+    return "\n".join(text for text in (table(titles, rows, left={0, 1}, width=width), *deaths) if text)
+
+
+GAP, LEAST = 2, 8
+"""Between two columns, and of what a text that is cut keeps."""
+
+
+def table(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: set[int],
+    width: int = 10**6,
+    spare: Sequence[str] = (),
+) -> str:
+    """Aligned columns, those numbered in ``left`` to the left and the others to the right. Empty without
+    rows. What is wider than ``width`` loses the ``spare`` columns, as many as it takes, and then the ends of
+    long texts to the left."""
+    if not rows:
+        return ""
+    columns = {titles[n]: (n in left, [titles[n], *(row[n] for row in rows)]) for n in range(len(titles))}
+    for title in spare:
+        if _wide(columns) > width:
+            del columns[title]
+    _cut(columns, width)
+    lines = []
+    for number in range(len(rows) + 1):
+        padded = (
+            cells[number].ljust(_longest(cells)) if is_left else cells[number].rjust(_longest(cells))
+            for is_left, cells in columns.values()
+        )
+        lines.append((" " * GAP).join(padded).rstrip())
+    lines.insert(1, (" " * GAP).join("-" * _longest(cells) for _, cells in columns.values()))
+    return "\n".join(lines)
+
+
+Columns = dict[str, tuple[bool, list[str]]]
+"""By title: whether its cells stand to the left, and these, the title first."""
+
+
+def _longest(cells: list[str]) -> int:
+    return max(map(len, cells))
+
+
+def _wide(columns: Columns) -> int:
+    return sum(_longest(cells) + GAP for _, cells in columns.values()) - GAP
+
+
+def _cut(columns: Columns, width: int) -> None:
+    """Cuts the widest of the texts to the left, letter by letter, to no less than a few."""
+    names = [cells for is_left, cells in columns.values() if is_left]
+    while _wide(columns) > width and (most := max(map(_longest, names)) - 1) >= LEAST:
+        widest = max(names, key=_longest)
+        widest[:] = [cell if len(cell) <= most else f"{cell[: most - 1].rstrip('…')}…" for cell in widest]

@@ -1,0 +1,97 @@
+"""Who waits for whom, in words; and whether anybody can ever move again. Both are read off the statistics of
+a run."""
+
+from __future__ import annotations
+
+from flowchan.declare.operators import OPERATORS
+from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
+
+
+def explain(stats: RunStats) -> str:
+    """One line for each stage that has workers left: what it waits for, for how long, and on whom that
+    depends."""
+    stages = {stage.name: stage for stage in stats.stages}
+    lines = [f"graph {stats.graph!r} ({stats.state} for {stats.elapsed:.1f} s):"]
+    for stage in stats.stages:
+        if stage.alive:
+            lines.append(f"  {_name(stage)} {'; '.join(_waits(stage, stats.edges, stages)) or _works(stage)}")
+    return "\n".join(lines)
+
+
+def all_wait(stats: RunStats) -> bool:
+    """Whether every worker that is alive waits for a channel of this graph: then nobody can move unless
+    somebody from outside does. The channels are looked at one after the other, so one look proves nothing.
+    One that selects waits at several channels and can't be told from several that wait, one with a timeout
+    will go on, one that has been woken may go on: then the answer is no. Coroutines count as waiting; whether
+    their event loops go on by themselves is for ``async_worker.only_wait_for`` to say."""
+    if any(edge.selecting > edge.awaiting or edge.woken for edge in stats.edges):
+        return False
+    alive = [stage for stage in stats.stages if stage.alive]
+    return bool(alive) and all(_waiting(stage, stats.edges) >= stage.alive for stage in alive)
+
+
+def _waiting(stage: StageStats, edges: tuple[EdgeStats, ...]) -> int:
+    return sum(
+        edge.waiting_readers * (edge.reader == stage.name)
+        + edge.waiting_writers * (edge.writer == stage.name)
+        for edge in edges
+    )
+
+
+def _name(stage: StageStats) -> str:
+    many = "" if stage.alive == 1 else f" ×{stage.alive}"
+    return f"{stage.name!r}{many}" + (f" on {', '.join(stage.hosts)}" if stage.hosts else "")
+
+
+def _is_unread(stage: StageStats) -> bool:
+    return OPERATORS[stage.kind].gathers and stage.in_hand == 0
+
+
+def _works(stage: StageStats) -> str:
+    if _is_unread(stage):
+        return "waits for the program to read it, by run.iter() or run.wait()"
+    return f"works on {stage.in_hand} item{'s' if stage.in_hand != 1 else ''} (busy {100 * stage.busy:.0f} %)"
+
+
+def _waits(stage: StageStats, edges: tuple[EdgeStats, ...], stages: dict[str, StageStats]) -> list[str]:
+    found = []
+    for edge in edges:
+        if edge.reader == stage.name and edge.waiting_readers:
+            found.append(
+                f"waits for an item from {_fill(edge)} for {edge.readers_waiting_for:.1f} s, "
+                f"whose writer {_other(stages.get(edge.writer), edge.writer)}"
+            )
+        if edge.writer == stage.name and edge.waiting_writers:
+            reader = edge.reader or "nobody"
+            found.append(
+                f"waits to put into {_fill(edge)} for {edge.writers_waiting_for:.1f} s, "
+                f"whose reader {_other(stages.get(reader), reader)}"
+            )
+    return found
+
+
+def _fill(edge: EdgeStats) -> str:
+    held = [f"process {h.pid} holds {h.blocks} blocks, {h.bytes / 1e6:.1f} MB" for h in edge.holders]
+    short = [
+        f"{amount(edge.bytes)} of the {amount(edge.share)} that it may take of the run's memory"
+    ] * edge.short_of_bytes
+    return f"{edge.name!r} ({'; '.join([f'{edge.inside} of {edge.capacity}', *short, *held])})"
+
+
+def amount(number: int) -> str:
+    """A number of bytes."""
+    if number < 10**6:
+        return f"{number / 1e3:,.1f} KB"
+    return f"{number / 1e6:,.1f} MB" if number < 10**9 else f"{number / 1e9:,.1f} GB"
+
+
+def _other(stage: StageStats | None, name: str) -> str:
+    if stage is None or not stage.alive:
+        return (
+            f"{name!r} has ended"
+            if stage is None or not OPERATORS[stage.kind].outside
+            else f"{name!r} is filled from outside"
+        )
+    if _is_unread(stage):
+        return f"{name!r} waits for the program to read it"
+    return f"{name!r} is busy {100 * stage.busy:.0f} %"

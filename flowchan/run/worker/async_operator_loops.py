@@ -1,0 +1,142 @@
+"""The operators for an ``async def`` function: the loops of ``bodies.py``, with ``await`` where they wait.
+
+The ``workers=n`` of such a stage are n tasks of one event loop, each with ports of its own; so order, errors,
+retries and the ends are those of n threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from typing import Any
+
+from flowchan.channel.channel import In, Out
+from flowchan.errors import Closed
+from flowchan.run.worker.item_timeout import say
+from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob, OwnEnd, is_end_of
+
+
+async def _call(job: OperatorJob, item: Any) -> Any:
+    """The result for ``item``, after as many tries as the stage has, or SKIPPED when it went to the errors
+    stream."""
+    for attempt in range(1, job.retries + 2):
+        try:
+            async with asyncio.timeout(job.timeout) as limit:
+                return await job.function(item)
+        except BaseException as error:
+            say(f"the worker took longer than timeout={job.timeout} s", error, limit)
+            if attempt > job.retries or not isinstance(error, job.retry_on):
+                job.give_up(item, error, attempt)
+                return SKIPPED
+            job.on_retry()
+            await asyncio.sleep(job.retry_delay or 0.0)
+    raise AssertionError("the loop above returns or raises")
+
+
+async def _put(job: OperatorJob, out: Out[Any], item: Any, output: Any) -> None:
+    try:
+        await out.aput(output)
+    except Exception as error:
+        job.not_sent(out, item, error)
+
+
+async def source(job: OperatorJob, *, out: Out[Any]) -> None:
+    elements = _elements(job.function(*job.args, **job.kwargs))
+    try:
+        async for element in elements:
+            await out.aput(element)
+    finally:
+        job.on_clean_up()
+        await elements.aclose()
+
+
+async def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    async for item in items:
+        result = await _call(job, item)
+        if "members" in job.options and result is not SKIPPED:
+            result = job.without_failed(item, result)
+        if result is not SKIPPED:
+            await _put(job, out, item, result)
+        del item, result
+
+
+async def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    async for item in items:
+        wanted = await _call(job, item)
+        if wanted is not SKIPPED and wanted:
+            await _put(job, out, item, item)
+        del item, wanted
+
+
+async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    async for item in items:
+        given = 0  # a retry does not repeat what is out already
+        for attempt in range(1, job.retries + 2):
+            try:
+                async with (
+                    asyncio.timeout(job.timeout) as limit,
+                    contextlib.aclosing(_elements(job.function(item))) as elements,
+                ):
+                    number = 0
+                    async for output in elements:
+                        if number == given:
+                            async with _does_not_count(limit):
+                                await _put_or_end(out, output)
+                            given += 1
+                        number += 1
+                break
+            except OwnEnd as end:
+                raise end.__cause__ or Closed from None
+            except BaseException as error:
+                say(f"the worker took longer than timeout={job.timeout} s", error, limit)
+                if attempt > job.retries or not isinstance(error, job.retry_on):
+                    job.give_up(item, error, attempt)
+                    break
+                job.on_retry()
+                await asyncio.sleep(job.retry_delay or 0.0)
+        del item
+
+
+@contextlib.asynccontextmanager
+async def _does_not_count(limit: asyncio.Timeout) -> AsyncIterator[None]:
+    """While a worker waits for room, its time for the item stands still."""
+    until, clock = limit.when(), asyncio.get_running_loop().time
+    left = None if until is None else until - clock()
+    limit.reschedule(None)
+    yield
+    limit.reschedule(None if left is None else clock() + left)
+
+
+async def _put_or_end(out: Out[Any], output: Any) -> None:
+    try:
+        await out.aput(output)
+    except Exception as error:
+        if is_end_of(out, error):
+            raise OwnEnd from error
+        raise
+
+
+async def _elements(called: Any) -> AsyncGenerator[Any, None]:
+    """The elements of an async iterator, or of the iterable that a coroutine returns. An async generator is
+    cleaned up when its elements are not wanted any more."""
+    if not isinstance(called, AsyncIterable):
+        for element in await called:
+            yield element
+        return
+    try:
+        async for element in called:
+            yield element
+    finally:
+        if isinstance(called, AsyncGenerator):
+            await called.aclose()
+
+
+async def sink(job: OperatorJob, *, items: In[Any]) -> None:
+    async for item in items:
+        await _call(job, item)
+        del item
+
+
+async def stage(job: OperatorJob, **ports: In[Any] | Out[Any]) -> None:
+    await job.function(**ports, **job.kwargs)

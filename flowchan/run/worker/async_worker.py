@@ -1,0 +1,171 @@
+"""The workers of an ``async def`` stage: tasks of one event loop on one thread of this process.
+
+The supervisor asks whether they can still move. A loop that waits without a time limit, for nothing but its
+channels, has no timer, no socket and no callback that is due: asyncio tells its selector so. If besides each
+of its tasks itself awaits a channel of the graph, then only a channel can move it. All else counts as work: a
+task that awaits another one, an event or a future, and whatever awaits a channel in an event loop of the
+user's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import selectors
+import threading
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from typing import Any
+
+from flowchan.channel.awaiting import end_waits, waits_of_loops
+from flowchan.channel.channel import Channel
+from flowchan.declare.values import Stage
+from flowchan.errors import Closed
+from flowchan.run.policy import seeds
+from flowchan.run.policy.events import Began, Event, Failure, WorkerId
+from flowchan.run.policy.seeds import Worker
+from flowchan.run.worker.opening import Ports
+from flowchan.run.worker.operator_loops import OperatorJob
+from flowchan.run.worker.port_release import PortRelease
+from flowchan.run.worker.worker import end, ends_of, job_of, join_ports, let_go, tell_aborts
+from flowchan.run.worker.worker_callable import built_async, nothing
+
+ANSWER_WITHIN_S = 0.05
+"""An event loop that does not answer in this time has work."""
+
+
+class _Selector(selectors.DefaultSelector):
+    """Notes whether the event loop has nothing to wait for but calls from other threads."""
+
+    is_idle = False
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.is_idle = timeout is None and len(self.get_map()) == 1  # the loop's own, which wakes it up
+        return super().select(timeout)
+
+
+class StageLoop(asyncio.SelectorEventLoop):
+    """An event loop that can tell whether only channels can move it. ``starter``: the task that waits for the
+    workers."""
+
+    def __init__(self) -> None:
+        self._waiting = _Selector()
+        super().__init__(self._waiting)
+        self.starter: asyncio.Task[Any] | None = None
+
+    def has_only(self, tasks: Collection[asyncio.Task[Any] | None]) -> bool:
+        """Tell another thread whether the loop waits, and has no other tasks."""
+        answer: concurrent.futures.Future[bool] = concurrent.futures.Future()
+
+        def look() -> None:  # in the loop: without a GIL no other thread may read its tasks
+            answer.set_result(self._waiting.is_idle and asyncio.all_tasks() <= {*tasks, self.starter})
+
+        try:
+            self.call_soon_threadsafe(look)
+            return answer.result(ANSWER_WITHIN_S)
+        except (TimeoutError, RuntimeError):  # it works, or has ended
+            return False
+
+
+def _stage_loop() -> asyncio.AbstractEventLoop:
+    """A loop of the program's kind, and a :class:`StageLoop` if that is asyncio's own."""
+    loop = asyncio.new_event_loop()
+    if type(loop) is not asyncio.SelectorEventLoop:
+        return loop
+    loop.close()
+    return StageLoop()
+
+
+def only_wait_for(channels: Collection[Channel[Any]]) -> bool:
+    """Tell whether every event loop that awaits one of the channels can be moved by them alone."""
+    known = {id(channel) for channel in channels}
+    for loop, waits in waits_of_loops():
+        tasks = {task for task, channel in waits if id(channel) in known}
+        if tasks and not (isinstance(loop, StageLoop) and loop.has_only(tasks)):
+            return False
+    return True
+
+
+class Tasks:
+    """The tasks of one async stage, as another thread sees them. Unlike a thread, a task that awaits can be
+    ended. ``into``: the channel without which they have nothing to do."""
+
+    def __init__(self, into: Channel[Any] | None = None) -> None:
+        self.into = into
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Cancels them, once: what they do then to clean up is left alone."""
+        with self._lock:
+            loop, again, self._cancelled = self._loop, self._cancelled, True
+        if loop is not None and not again:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: they have ended
+                loop.call_soon_threadsafe(self._cancel)
+
+    def leave_alone(self) -> None:
+        """The current task is not cancelled any more: it is cleaning up."""
+        self._tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+
+    def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def run(self, workers: Iterable[Coroutine[Any, Any, None]]) -> None:
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, StageLoop):
+            loop.starter = asyncio.current_task()
+        everybody = [asyncio.ensure_future(worker) for worker in workers]
+        self._tasks = everybody
+        with self._lock:
+            self._loop = loop
+            cancelled = self._cancelled
+        await asyncio.sleep(0)  # a task that is cancelled before it began would never say how it ended
+        if cancelled:
+            self._cancel()
+        await asyncio.gather(*everybody)
+        with self._lock:
+            self._loop = None
+        self._tasks = []
+        end_waits()
+
+
+def work_together(
+    workers: dict[Worker, Ports], stage: Stage, tell: Callable[[Event], None], tasks: Tasks
+) -> None:
+    """Runs the workers of an ``async def`` stage, each as a task of one event loop on this thread."""
+
+    async def one(here: Worker, ports: Ports) -> None:
+        worker = WorkerId(here.stage, here.number)
+        seeds.enter(here)
+        job = OperatorJob(kind=stage.kind, function=nothing)
+        ended_by: BaseException | None = None
+        leaving = PortRelease(worker, ports, tell)
+        tell_aborts(worker, ports, tell, sends=False)
+        try:
+            join_ports(ports, stage)
+            async with built_async(stage.function) as function:
+                job = job_of(worker, stage, ports, function, tell, False)
+                job.timeout = stage.timeout
+                job.on_clean_up = tasks.leave_alone
+                tell(Began(worker))
+                await stage.operator.run_async()(job, **ends_of(job, stage, ports))
+        except BaseException as error:
+            ended_by = let_go(error, ports)
+        silent.discard(worker)
+        end(worker, job, ports, leaving, ended_by, tell, sends=False)
+        leaving.done()
+
+    silent = {WorkerId(here.stage, here.number) for here in workers}
+    together = tasks.run(one(here, ports) for here, ports in workers.items())
+    try:
+        with asyncio.Runner(loop_factory=_stage_loop) as runner:
+            runner.run(together)
+    except BaseException as error:  # no event loop was to be had: all must say so, or the run waits for ever
+        together.close()
+        for worker in sorted(silent, key=str):
+            with contextlib.suppress(Closed):
+                tell(Failure(worker, error, None, os.getpid()))

@@ -1,0 +1,477 @@
+"""What each operator does while it runs: a loop over ports, exactly as a user would write a general stage.
+
+Each function here is the body of one operator. It gets a :class:`OperatorJob` and its ports, and returns
+when its input
+is drained, or lets ``Closed`` out when nobody reads its output any more; both are a clean end. The next item
+is asked for only when everything for the item in hand is done: that is what finishes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import itertools
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowchan.channel.channel import In, Out
+from flowchan.errors import Broken, ChannelError, Closed, Drained, Empty, WorkerDied
+from flowchan.items.combining import Reduced, reduced
+from flowchan.items.failed import Failed
+from flowchan.items.text import short
+from flowchan.run.policy import journal
+from flowchan.run.policy.failures import ItemFailed, Portable, text_of
+from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare, has_asked
+
+SKIPPED: Any = object()
+POLL_INTERVAL_S = 0.05
+"""Seconds between two looks at whether the run has broken off."""
+TROUBLE_EVERY = 0.5
+"""Seconds between two items that a worker tells of because they failed."""
+
+
+@dataclass
+class OperatorJob:
+    """What a body needs besides its ports: the user's function, the operator's options, and what to do with a
+    failure."""
+
+    kind: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    retries: int = 0
+    retry_delay: float | None = None
+    retry_on: tuple[type[Exception], ...] = (Exception,)
+    timeout: float | None = None  # of an async function; that of a process is in the function
+    errors: Out[Failed[Any]] | None = None
+    answering: Answering | None = None  # where items may be asked
+    on_retry: Callable[[], None] = lambda: None
+    on_result: Callable[[Any], None] = lambda _: None
+    on_trouble: Callable[[str], None] = lambda _: None
+    trouble_told_at: float = -TROUBLE_EVERY
+    on_clean_up: Callable[[], None] = lambda: None  # from now on a task only cleans up
+    unwanted: int = 0  # items whose reader had left (partition), or that nobody waits for any more
+    predecessors: tuple[str, ...] = ()  # how the workers died with whose item this one began
+    too_late: bool = False  # they took too long for it
+    is_over: Callable[[], bool] = lambda: False  # the run has broken off
+
+    def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:
+        """After ``call(item)`` raised: tries again, then gives the item up and answers SKIPPED."""
+        attempts = 1
+        while isinstance(error, self.retry_on) and attempts <= self.retries:
+            self.on_retry()
+            self._pause()
+            attempts += 1
+            try:
+                return call(item)
+            except BaseException as again:
+                error = again
+        self.give_up(item, error, attempts)
+        return SKIPPED
+
+    def _pause(self) -> None:
+        """Before an item is tried again. Raises ``Broken`` when the run breaks off meanwhile."""
+        until = time.monotonic() + (self.retry_delay or 0.0)
+        while (left := until - time.monotonic()) > 0:
+            if self.is_over():
+                raise Broken("the run has broken off while an item waited to be tried again")
+            time.sleep(min(left, POLL_INTERVAL_S))
+
+    def without_failed(self, items: Any, results: Any) -> Any:
+        """Of what a function gave for a batch, the results: where it has put an exception, that member
+        failed. Where nobody can say which member that is, the batch failed."""
+        if not (isinstance(items, list) and isinstance(results, list | tuple)):
+            return results
+        if not any(isinstance(result, Exception) for result in results):
+            return results
+        if not isinstance(results, list) or len(results) != len(items):
+            error = TypeError(
+                f"the function returned exceptions in a {type(results).__name__} of {len(results)} for a "
+                f"batch of {len(items)}; in the place of members that failed they stand in a list that is as "
+                "long as the batch"
+            )
+            self.give_up(items, error)
+            return SKIPPED
+        for item, result in zip(items, results, strict=True):
+            if isinstance(result, Exception):
+                self.give_up(item, result)
+        return [result for result in results if not isinstance(result, Exception)]
+
+    def give_up(self, item: Any, error: BaseException, attempts: int = 1) -> None:
+        """Sends the failure of ``item`` to the errors stream. Raises :class:`ItemFailed` when that stream
+        does not receive it (nobody reads it, or no more), or the error is none to go on after. Who asked the
+        item hears of it instead."""
+        if isinstance(error, Dropped):
+            self.unwanted += 1
+            return
+        if self.answering is not None and isinstance(error, Exception):
+            item = self.answering.give_up(item, error)
+            if item is NOTHING:
+                return
+        if self.errors is None or not isinstance(error, Exception):
+            raise ItemFailed(bare(item)) from error
+        crosses = self.errors.channel.transport.copies
+        carried: Any = Portable(error) if crosses else error
+        if time.monotonic() > self.trouble_told_at + TROUBLE_EVERY:
+            self.trouble_told_at = time.monotonic()
+            self.on_trouble(f"item {short(item, 60)}: {text_of(error)}")
+        try:
+            self.errors.put(Failed(item, carried, attempts))
+        except Broken:
+            raise
+        except Exception as refused:
+            error.add_note(f"the errors stream did not take it: {text_of(refused)}")
+            raise ItemFailed(item) from error
+
+    def not_sent(self, out: Out[Any], item: Any, error: Exception) -> None:
+        """After putting what came of ``item`` raised: lets the end of ``out`` through; anything else is about
+        the item."""
+        if is_end_of(out, error):
+            if isinstance(error, Closed):
+                self.let_go(item)
+            raise error
+        self.give_up(item, error)
+
+    def pass_on(self, out: Out[Any], item: Any) -> None:
+        """Puts ``item`` as it is."""
+        try:
+            out.put(item)
+        except Closed:
+            self.let_go(item)
+            raise
+
+    def let_go(self, item: Any) -> None:
+        """Nobody gets ``item``: who asked it hears of that."""
+        if self.answering is not None:
+            self.answering.let_go(item)
+
+    def let_go_of_the_rest(self, items: In[Any]) -> int:
+        """At the worker's end, when nobody wants what it would give: who asked what is still inside hears of
+        that. Gives the number of these items."""
+        number = 0
+        if self.answering is not None:
+            items.channel.close()
+            items._on_poison(1, lambda *_: None)
+            with contextlib.suppress(
+                ChannelError, ValueError
+            ):  # the end, or the port was closed from outside
+                while True:
+                    item = items.get_nowait()
+                    number += 1
+                    self.let_go(item)
+        return number
+
+    def count_unwanted(self) -> None:
+        """Nobody gets an item."""
+        self.unwanted += 1
+
+    def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
+        """Takes an item that can't be used: by ``error`` it can't be unpickled (then an :class:`Unreadable`
+        stands for it), or ``deaths`` workers have died with it. It counts as failed, and its neighbours are
+        spared."""
+        if error is None and self.too_late:
+            error = TimeoutError(f"the worker {self.predecessors[-1]}")
+        if error is None:
+            ends = Counter(self.predecessors[-deaths:])
+            how = "; ".join(f"{count} × {end}" if count > 1 else end for end, count in ends.items())
+            error = WorkerDied(
+                f"{deaths} workers died while they worked on this item, one after the other: {how}"
+            )
+            journal.blamed(short(bare(item), 120), str(error))
+        self.give_up(item, error, deaths)
+
+
+def is_end_of(out: Out[Any], error: BaseException) -> bool:
+    """Whether ``error``, which a put into ``out`` raised, is the end of that channel, clean or broken. What
+    pickles an item may raise the same about a channel of the user's own."""
+    return isinstance(error, Closed | Broken) and bool(out.channel.closed)
+
+
+def source(job: OperatorJob, *, out: Out[Any]) -> None:
+    iterable = job.options["iterable"] if "iterable" in job.options else job.function(*job.args, **job.kwargs)
+    out.put_many(iterable)
+
+
+def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    function, put, members = job.function, out.put, "members" in job.options
+    for item in items:
+        try:
+            result = function(item)
+        except BaseException as error:
+            result = job.recover(function, item, error)
+        if members and result is not SKIPPED:
+            result = job.without_failed(item, result)
+        if result is not SKIPPED:
+            try:
+                put(result)
+            except Exception as error:
+                job.not_sent(out, item, error)
+        del item, result  # who waits for the next one keeps nothing alive
+
+
+def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    function, put = job.function, out.put
+    for item in items:
+        try:
+            wanted = function(item)
+        except BaseException as error:
+            wanted = job.recover(function, item, error)
+        if wanted is not SKIPPED and wanted:
+            try:
+                put(item)
+            except Exception as error:
+                job.not_sent(out, item, error)
+        del item
+
+
+def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    function = job.function
+    for item in items:
+        given = 0  # a retry does not repeat what is out already
+
+        def pour(item: Any) -> None:
+            nonlocal given
+            for number, output in enumerate(_elements(function, item)):
+                if number == given:
+                    put_or_end(out, output)
+                    given += 1
+
+        _pour(job, pour, item)
+        del item
+
+
+def unbatch(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    for item in items:
+
+        def pour(item: Any) -> None:
+            for place, element in enumerate(item):
+                try:
+                    put_or_end(out, element)
+                except OwnEnd:
+                    if has_asked(item):
+                        job.let_go(item[place:])
+                    raise
+
+        _pour(job, pour, item)
+        del item
+
+
+class OwnEnd(BaseException):
+    """The worker's own output has ended, closed or broken: the cause. Told apart from what the user's code
+    raises while it gives outputs, which may be the end of a channel of its own."""
+
+
+def put_or_end(out: Out[Any], output: Any) -> None:
+    """Puts an output while the user's iterator runs. Raises OwnEnd when ``out`` has ended."""
+    try:
+        out.put(output)
+    except Exception as error:
+        if is_end_of(out, error):
+            raise OwnEnd from error
+        raise
+
+
+def _elements(function: Callable[[Any], Iterable[Any]], item: Any) -> Iterable[Any]:
+    elements = function(item)
+    if not isinstance(elements, Iterable):
+        raise TypeError(f"flat_map's function must return an iterable, not {elements!r}")
+    return elements
+
+
+def _pour(job: OperatorJob, pour: Callable[[Any], Any], item: Any) -> None:
+    """Calls ``pour(item)``, which puts outputs while the user's iterator runs."""
+    try:
+        pour(item)
+    except OwnEnd as end:
+        raise end.__cause__ or Closed from None
+    except BaseException as error:
+        try:
+            job.recover(pour, item, error)
+        except ItemFailed as failed:
+            if isinstance(failed.__cause__, OwnEnd):
+                raise failed.__cause__.__cause__ or Closed from None
+            raise
+
+
+def sink(job: OperatorJob, *, items: In[Any]) -> None:
+    function = job.function
+    for item in items:
+        try:
+            function(item)
+        except BaseException as error:
+            job.recover(function, item, error)
+        del item
+
+
+def collect(job: OperatorJob, *, items: In[Any], out: Out[list[Any]] | None = None) -> None:
+    gathered: list[Any] = []
+    with contextlib.suppress(Drained):
+        while True:
+            gathered.extend(items.get_many(1024))
+    job.on_result(gathered)
+    if out is not None:
+        out.put(gathered)
+
+
+def reduce(job: OperatorJob, *, items: In[Any], out: Out[Any] | None = None) -> None:
+    total = copy.deepcopy(job.options["initial"]) if "initial" in job.options else SKIPPED
+    for item in items:
+        if total is SKIPPED:
+            total = item
+            continue
+        so_far = total
+
+        def fold(item: Any, so_far: Any = so_far) -> Any:
+            return job.function(so_far, item)
+
+        try:
+            total = fold(item)
+        except BaseException as error:
+            result = job.recover(fold, item, error)
+            total = so_far if result is SKIPPED else result
+    if total is SKIPPED:
+        raise TypeError("reduce of a stream without items needs an initial value")
+    job.on_result(total)
+    if out is not None:
+        out.put(total)
+
+
+def batch(job: OperatorJob, *, items: In[Any], out: Out[list[Any]]) -> None:
+    size, timeout = job.options["size"], job.options["timeout"]
+    while True:
+        try:
+            group = items.get_many(size)
+        except Drained:
+            return
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while len(group) < size:
+            try:
+                group.append(
+                    items.get_more(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                )
+            except (Empty, Drained):
+                break
+        job.pass_on(out, group)
+
+
+def take(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    left = job.options["n"]
+    if left == 0:
+        return
+    for item in items:
+        job.pass_on(out, item)
+        left -= 1
+        if left == 0:
+            return
+
+
+def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
+    branches = list(outs.values())
+    for item in items:
+        for out in list(branches):
+            own = job.answering is not None and has_asked(item)  # each branch drops members of its own
+            try:
+                out.put(list(item) if own else item)
+            except Closed:  # that branch wants no more; the others do
+                branches.remove(out)
+        if not branches:
+            job.let_go(item)
+            return
+
+
+def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
+    branches: dict[int, Out[Any]] = {int(port): out for port, out in outs.items()}
+    n = job.options["n"]
+    for item in items:
+        try:
+            key = job.function(item)
+            branch = bucket_of(key) % n
+        except BaseException as error:
+            branch = job.recover(lambda item: bucket_of(job.function(item)) % n, item, error)
+            if branch is SKIPPED:
+                continue
+        if branch not in branches:
+            job.unwanted += 1
+            job.let_go(item)
+            continue
+        try:
+            branches[branch].put(item)
+        except Exception as error:
+            # that branch wants no more; others do
+            if isinstance(error, Closed) and is_end_of(branches[branch], error):
+                job.unwanted += 1
+                job.let_go(item)
+                del branches[branch]
+            else:
+                job.not_sent(branches[branch], item, error)
+        if not branches:
+            return
+
+
+def bucket_of(key: Any) -> int:
+    """A whole number for ``key``, the same in every process for the built-in kinds of key (``hash`` of a text
+    differs from process to process), equal for equal keys."""
+    if isinstance(key, str):
+        return zlib.crc32(key.encode("utf-8", "surrogatepass"))
+    if isinstance(key, bytes):
+        return zlib.crc32(key)
+    if isinstance(key, tuple):
+        number = 0
+        for part in key:
+            number = number * 1_000_003 ^ bucket_of(part)
+        return number
+    if isinstance(key, frozenset):
+        return sum(map(bucket_of, key))
+    if key is None:
+        return 0
+    if isinstance(key, enum.Enum) and type(key).__hash__ is enum.Enum.__hash__:
+        return bucket_of(key.name)
+    return hash(key)
+
+
+def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> None:
+    ports = list(inputs.values())
+    while True:
+        try:
+            together = tuple([port.get() for port in ports])
+        except Drained:
+            return
+        out.put(together)
+
+
+def allreduce(job: OperatorJob, *, out: Out[Reduced[Any]], **inputs: In[Any]) -> None:
+    ports = list(inputs.values())
+    op = job.options.get("op", job.function)
+    for number in itertools.count():
+        items = []
+        for port in list(ports):
+            try:
+                items.append(port.get())
+            except Drained:
+                ports.remove(port)
+        if not items:
+            return
+        try:
+            value = reduced(items, op)
+        except BaseException as error:
+            error.add_note(f"in round {number} of allreduce, from {len(items)} workers")
+            raise
+        out.put(Reduced(value, len(items), number))
+        del items, value
+
+
+def merge(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
+    """One worker per input runs this, so each has one input."""
+    (items,) = inputs.values()
+    for item in items:
+        job.pass_on(out, item)
+
+
+def stage(job: OperatorJob, **ports: In[Any] | Out[Any]) -> None:
+    job.function(**ports, **job.kwargs)

@@ -1,0 +1,366 @@
+"""Requests a running graph: ``await run.ask(stream, item)``.
+
+An item that somebody asks goes through the channels in an :class:`Request`, with the number of the question.
+What calls the user's functions unwraps it and wraps what they give; the end of the graph hands the answer on
+by its number, and an item that fails is told to who asked, by the way on which workers tell everything.
+
+A question that nobody waits for any more is crossed off on a board; who takes the item up next drops it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flowchan.declare.callables import is_async
+from flowchan.declare.values import Stage
+from flowchan.items.codec import Packed, Unreadable, pack, unpack
+from flowchan.run.policy.events import Answered, Event, WorkerId
+from flowchan.run.policy.failures import Portable, text_of
+from flowchan.run.policy.plan import Plan
+from flowchan.run.worker.cancelled_requests import CancelledRequests, is_crossed_off
+from flowchan.transport.descriptors import shortage
+
+if TYPE_CHECKING:
+    import asyncio
+
+NOTHING: Any = object()
+_PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
+"""Types whose pickles can always be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """An item on its way, with the ``question`` that it belongs to. ``board``: the path of the program's."""
+
+    question: int
+    item: Any
+    board: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The item crosses packed: whose it is is known though it can't be unpickled."""
+        if type(self.item) in _PLAIN:
+            return Request, (self.question, self.item, self.board)
+        return _arrived, (self.question, pack(self.item), self.board)
+
+
+def _arrived(question: int, packed: Packed, board: str) -> Request:
+    item: Any
+    try:
+        item = unpack(packed)
+    except Exception as error:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and shortage("the item", error)):
+            raise  # it may be received later
+        item = NotRead(error)
+    return Request(question, item, board)
+
+
+class _Unknown:
+    """Stands for whatever else is in a pickle that is looked through for questions."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Unknown:
+        return object.__new__(cls)
+
+    def _nothing(self, *_: Any) -> None: ...
+
+    __setstate__ = append = extend = add = update = __setitem__ = _nothing
+
+
+class _Questions(pickle.Unpickler):
+    """Makes nothing of a pickle but its questions, so that it is safe to look where unpickling is not."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        asked = module == __name__ and name in (Request.__name__, _arrived.__name__)
+        return _question if asked else _Unknown
+
+
+def _question(number: int, _: Any, board: str) -> Request:
+    return Request(number, None, board)
+
+
+def _questions_in(item: Unreadable) -> Any:
+    """What can't be unpickled, with its questions; ``None`` where it can't even be looked through."""
+    try:
+        return _Questions(io.BytesIO(item.data), buffers=itertools.repeat(b"")).load()
+    except Exception:
+        return None
+
+
+class NotRead:
+    """Stands for an item that could not be unpickled, by ``error``."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NotRead, (Portable(self.error),)
+
+    def __repr__(self) -> str:
+        return "<an item that can't be unpickled>"
+
+
+class Dropped(BaseException):
+    """Nobody waits any more for what would come of an item."""
+
+
+# --- in the workers ---
+
+
+class Answering:
+    """What a worker whose items may be asked does about them. ``sends``: what is told crosses to another
+    process."""
+
+    def __init__(self, stage: Stage, worker: WorkerId, tell: Callable[[Event], None], sends: bool) -> None:
+        self._stage = stage
+        self._worker = worker
+        self._tell = tell
+        self._sends = sends
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The user's function, which gets items and never questions."""
+        if self._stage.operator.calls != "item":
+            return function
+
+        async def call_later(item: Any) -> Any:
+            wanted = self._wanted(item)
+            return self._given(wanted, await function(bare(wanted)))
+
+        def call(item: Any) -> Any:
+            wanted = self._wanted(item)
+            return self._given(wanted, function(bare(wanted)))
+
+        return call_later if is_async(function) else call
+
+    def _wanted(self, item: Any) -> Any:
+        """The item, of a batch what is left of it. Raises ``Dropped`` when nobody waits for it, and what its
+        unpickling raised."""
+        if type(item) is Request:
+            if is_crossed_off(item.question, item.board):
+                raise Dropped
+            if type(item.item) is NotRead:
+                raise item.item.error
+        elif has_asked(item):
+            item[:] = [one for one in item if type(one) is not Request or self._can_be_used(one)]
+            if not item:
+                raise Dropped
+        return item
+
+    def _can_be_used(self, member: Request) -> bool:
+        """Of a batch. What could not be unpickled is refused."""
+        if type(member.item) is NotRead:
+            self.refuse(member, member.item.error)
+        return type(member.item) is not NotRead and not is_crossed_off(member.question, member.board)
+
+    def _given(self, item: Any, result: Any) -> Any:
+        """What came of an item, for who comes next."""
+        operator, batch = self._stage.operator, has_asked(item)
+        members = [item] if type(item) is Request else item if batch else []
+        if operator.one_output:
+            return self._wrapped(item, result)
+        parts = result if _fits(result, item, batch) else [result] * len(members)
+        for one, given in zip(members, parts, strict=True):
+            if type(one) is Request and operator.ends:
+                self.answer(one, given)
+            elif type(one) is Request and operator.lets_go and not result:
+                self.let_go(one)
+        return result
+
+    def _wrapped(self, item: Any, result: Any) -> Any:
+        """The same, of an operator that gives one item for each: with the question, or with those of the
+        members
+        of a batch. Of these, an exception is for who asked."""
+        if type(item) is Request:
+            return Request(item.question, result, item.board)
+        if not has_asked(item):
+            return result
+        if not _fits(result, item, True):
+            raise TypeError(
+                f"stage {self._stage.name!r} got a batch with items that were asked, so its function must "
+                f"return a list of as many, {len(item)}"
+            )
+        given = []
+        for one, its in zip(item, result, strict=True):
+            if type(one) is not Request:
+                given.append(its)
+            elif not isinstance(its, Exception):
+                given.append(Request(one.question, its, one.board))
+            elif "members" in self._stage.options:
+                given.append(its)  # whoever calls us tells
+            else:
+                self.refuse(one, its)
+        return given
+
+    def answer(self, item: Request, value: Any) -> None:
+        """Tells who asked."""
+        self._tell(Answered(self._worker, item.question, value, None))
+
+    def refuse(self, item: Request, error: BaseException, failed: int = 0) -> None:
+        """Tells who asked by what the item failed, of which so many items of the stage count as failed."""
+        carried: Any = Portable(error) if self._sends else error
+        self._tell(Answered(self._worker, item.question, None, carried, failed))
+
+    def give_up(self, item: Any, error: BaseException) -> Any:
+        """Tells those who asked a failed item. Gives what is left of it: of a batch the members that nobody
+        has asked, or ``NOTHING``; then the whole counts as failed, once. Of what can't be unpickled all is
+        left, unless nobody but them has a part in it."""
+        asked: list[Request] = []
+        if type(item) is Unreadable:
+            others = without_asked(_questions_in(item), asked.append)
+            left = NOTHING if others is NOTHING else item
+        else:
+            left = without_asked(item, asked.append)
+        for index, one in enumerate(asked):
+            self.refuse(one, error, failed=int(left is NOTHING and index == 0))
+        return left
+
+    def let_go(self, item: Any) -> None:
+        """Tells those who asked an item that goes nowhere."""
+        error = LookupError(f"{self._stage.name!r} let the item go, so it has no answer")
+        without_asked(item, lambda one: self.refuse(one, error))
+
+
+def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], None]) -> Any:
+    """Hands on the answers that have come to an end of the graph. Gives what is left of the item: what nobody
+    has asked, or ``NOTHING``."""
+
+    def answer(one: Request) -> None:
+        if type(one.item) is NotRead:
+            settle(one.question, None, one.item.error)
+        else:
+            settle(one.question, one.item, None)
+
+    return without_asked(item, answer)
+
+
+def without_asked(item: Any, found: Callable[[Request], object]) -> Any:
+    """What is left of an item without what was asked, all of which ``found`` gets; or ``NOTHING``."""
+    if not (type(item) is Request or has_asked(item)):
+        return item
+    members = [item] if type(item) is Request else item
+    for one in members:
+        if type(one) is Request:
+            found(one)
+    return [one for one in members if type(one) is not Request] or NOTHING
+
+
+def has_asked(item: Any) -> bool:
+    """Whether it is a batch with members that were asked."""
+    return type(item) is list and any(type(one) is Request for one in item)
+
+
+def _fits(result: Any, item: Any, batch: bool) -> bool:
+    """Whether a result of a batch has a part for each member."""
+    return batch and isinstance(result, list) and len(result) == len(item)
+
+
+def bare(item: Any) -> Any:
+    """The item as the user knows it."""
+    if type(item) is Request:
+        return item.item
+    return [one.item if type(one) is Request else one for one in item] if has_asked(item) else item
+
+
+# --- in the program ---
+
+
+class Requests:
+    """The questions of one run. ``failure`` says why the run ended, if it failed. ``crossed_off`` hears of
+    each question for whose answer nobody waits any more."""
+
+    def __init__(
+        self, failure: Callable[[], BaseException | None], crossed_off: Callable[[int], None]
+    ) -> None:
+        self._failure = failure
+        self._tell_crossed_off = crossed_off
+        self._numbers = itertools.count(1)
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._board: CancelledRequests | None = None
+        self._over = False
+
+    def begin(self, item: Any) -> tuple[Request, asyncio.Future[Any]]:
+        """A new question, and what its answer will be."""
+        import asyncio
+
+        future = asyncio.get_running_loop().create_future()
+        with self._lock:
+            if self._over:
+                raise self._why()
+            self._board = self._board or CancelledRequests()
+            question = next(self._numbers)
+            self._open[question] = future
+            return Request(question, item, self._board.path), future
+
+    def forget(self, question: int) -> None:
+        """Nobody waits for the answer any more."""
+        with self._lock:
+            if self._open.pop(question, None) is None or self._board is None:
+                return
+            self._board.cross_off(question)
+        self._tell_crossed_off(question)
+
+    def settle(self, question: int, value: Any, error: BaseException | None) -> None:
+        """The answer has come. Of several the first counts. Called on any thread."""
+        with self._lock:
+            future = self._open.pop(question, None)
+        if future is not None:
+            with contextlib.suppress(RuntimeError):  # its event loop is closed
+                future.get_loop().call_soon_threadsafe(_settle, future, value, error)
+
+    def end(self) -> None:
+        """The run has: no answer comes any more."""
+        with self._lock:
+            self._over = True
+            left, board, self._board = list(self._open), self._board, None
+        for question in left:
+            self.settle(question, None, self._why())
+        if board is not None:
+            board.close()
+
+    def _why(self) -> BaseException:
+        return self._failure() or RuntimeError("the run has ended without an answer to this item")
+
+
+def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    elif isinstance(error, StopIteration):  # no future takes it
+        future.set_exception(RuntimeError(f"the item failed by {text_of(error)}"))
+    else:
+        future.set_exception(error)
+
+
+def answering_ends(plan: Plan, stage: str) -> list[str]:
+    """The results at which answers to what is asked at an input arrive. Raises ``ValueError`` where an item
+    on its way comes to a stage that does not work item by item, or where no answer arrives."""
+    stages = {one.name: one for one in plan.graph.stages}
+    found, now, seen = [], [stage], {stage}
+    sinks = False
+    while now:
+        name = now.pop()
+        operator = stages[name].operator
+        readers = [edge.reader for edge in plan.edges if edge.writer == name and not edge.errors]
+        if not operator.answers or (operator.gathers and readers):
+            raise ValueError(
+                f"ask: the items of input {stage!r} come to {name!r}, and {operator.name} does not work "
+                f"item by "
+                "item, so nobody knows which of its outputs is the answer"
+            )
+        if operator.gathers:
+            found.append(name)
+        sinks = sinks or operator.ends
+        now += [reader for reader in readers if reader is not None and reader not in seen]
+        seen.update(now)
+    if not found and not sinks:
+        raise ValueError(
+            f"ask: the items of input {stage!r} come to no collect() and no sink(), which answer"
+        )
+    return found

@@ -1,0 +1,82 @@
+"""Where standard output and errors of a process lead, for the processes that it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from multiprocessing import context, reduction
+from typing import Any
+
+
+class Streams:
+    """Where standard output and errors of this process lead, for a process that it starts. One that comes
+    from Python's forkserver begins with those of the server, which may have started when they led elsewhere;
+    all others have them from their start."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        popen: Any = context.get_spawning_popen()
+        if popen is None or popen.method != "forkserver":
+            return {"_sent": {}}
+        return {"_sent": {fd: reduction.DupFd(fd) for fd in (1, 2) if _is_open(fd)}}
+
+    def take(self) -> None:
+        """In the process that was started."""
+        while self._sent:
+            fd, sent = self._sent.popitem()
+            came = sent.detach()
+            os.dup2(came, fd)
+            os.close(came)
+
+
+def terminals() -> dict[int, str]:
+    """The terminals to which standard output and errors lead, by their descriptors."""
+    found = {}
+    for fd in (1, 2):
+        with contextlib.suppress(OSError):
+            found[fd] = os.ttyname(fd)
+    return found
+
+
+@contextlib.contextmanager
+def printing_to(wanted: Mapping[int, str]) -> Iterator[None]:
+    """Meanwhile what goes to a terminal goes to these: while a run's progress is drawn, another one stands in
+    for the user's."""
+    here = terminals()
+    with contextlib.ExitStack() as ends:
+        for fd in here.keys() & wanted.keys():
+            if here[fd] != wanted[fd]:
+                with contextlib.suppress(OSError):  # it is gone, or this process may not write there
+                    _lead(fd, wanted[fd], ends)
+        yield
+
+
+def _lead(fd: int, terminal: str, ends: contextlib.ExitStack) -> None:
+    new = os.open(terminal, os.O_WRONLY | os.O_NOCTTY)
+    try:
+        kept = os.dup(fd)
+        ends.callback(os.close, kept)
+        _flush()
+        os.dup2(new, fd)
+        ends.callback(os.dup2, kept, fd)
+    finally:
+        os.close(new)
+    ends.callback(_flush)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,254 @@
+"""A process that does TLS for one connection: plain bytes on one side, encrypted ones on the other.
+
+It is a program by itself, started by ``tls.py`` with nothing but the standard library, so it starts quickly
+and never waits for a user's code. It ends when either side ends, after what came before that has been passed
+on, or when the process that started it dies. Ctrl-C does not reach it: the link it carries may be needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import select
+import signal
+import socket
+import ssl
+import sys
+import time
+from typing import cast
+
+AT_ONCE = 256 * 1024
+LAST_WORDS = 2.0  # seconds for passing on what came before the end
+PARENT_CHECK_MS = 500  # between two looks at a parent that can't be waited for
+
+
+class ProxyFailed(Exception):
+    """There is no encrypted connection, for the reason that is said."""
+
+
+def context(pem: str) -> ssl.SSLContext:
+    """TLS 1.3 with the certificate in ``pem``, or as the side that dialled. Nobody vouches for certificates:
+    :func:`check_certificate` compares it with the proved one."""
+    if not pem:
+        settings = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        settings.check_hostname = False
+        settings.verify_mode = ssl.CERT_NONE
+    else:
+        settings = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        settings.num_tickets = 0
+        file = os.memfd_create("certificate")  # the key never lies on a disk
+        os.write(file, pem.encode())
+        settings.load_cert_chain(f"/proc/self/fd/{file}")
+        os.close(file)
+    settings.minimum_version = ssl.TLSVersion.TLSv1_3
+    return settings
+
+
+class Encrypted:
+    """The connection to the other host: its socket, and TLS between two heaps of bytes."""
+
+    def __init__(self, sock: socket.socket, pem: str) -> None:
+        self.sock = sock
+        self._came, self._goes = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context(pem).wrap_bio(self._came, self._goes, server_side=bool(pem))
+        self._plain = bytearray(2 * AT_ONCE)
+        self.over = False
+
+    def shake_hands(self, timeout: float) -> None:
+        """Blocks until the connection is encrypted. Raises :class:`ProxyFailed`."""
+        give_up = time.monotonic() + timeout
+        try:
+            while True:
+                wants = False
+                try:
+                    self._tls.do_handshake()
+                except ssl.SSLWantReadError:
+                    wants = True
+                self.sock.settimeout(max(0.001, give_up - time.monotonic()))
+                self.sock.sendall(self._goes.read())
+                if not wants:
+                    return
+                if not (came := self.sock.recv(AT_ONCE)):
+                    raise ProxyFailed("it ended the connection while TLS began")
+                self._came.write(came)
+        except OSError as error:
+            raise ProxyFailed(f"TLS did not begin ({error})") from None
+
+    def check_certificate(self, fingerprint: bytes) -> None:
+        """Whether the other end has the certificate that was proved."""
+        theirs = self._tls.getpeercert(binary_form=True) or b""
+        if not hmac.compare_digest(hashlib.sha256(theirs).digest(), fingerprint):
+            raise ProxyFailed("its certificate is not the one that it proved: somebody is in between")
+
+    def encrypt(self, plain: memoryview) -> bytes:
+        while plain:
+            plain = plain[self._tls.write(plain) :]
+        return self._goes.read()
+
+    def receive(self) -> tuple[memoryview, bytes]:
+        """What came, decrypted, and what TLS itself wants to be sent."""
+        came = self.sock.recv(AT_ONCE)
+        if came:
+            self._came.write(came)
+        else:
+            self.over = True
+        return self.decrypt()
+
+    def decrypt(self) -> tuple[memoryview, bytes]:
+        """The same of what has come already: nothing stays behind but the beginning of a record, so it all
+        fits."""
+        size = 0
+        view = memoryview(self._plain)
+        try:
+            while more := cast(int, self._tls.read(len(view) - size, view[size:])):
+                size += more
+            self.over = True
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError:  # its farewell, or a record that was tampered with
+            self.over = True
+        return view[:size], self._goes.read()
+
+    def farewell(self) -> bytes:
+        with contextlib.suppress(ssl.SSLError):
+            self._tls.unwrap()
+        return self._goes.read()
+
+
+class Pump:
+    """Passes bytes on in both directions until an end. Nothing is read from a side while what came from it
+    last still waits for the other. ``parent_fd``: the parent's pidfd; None: only its number is known."""
+
+    def __init__(self, local: socket.socket, net: Encrypted, parent: int, parent_fd: int | None) -> None:
+        local.setblocking(False)
+        net.sock.setblocking(False)
+        self._local, self._net = local, net
+        self._parent, self._parent_fd = parent, parent_fd
+        self._local_over = False
+        self._give_up: float | None = None  # set when an end is near
+        self._plain = bytearray(AT_ONCE)
+        self._to_net = memoryview(b"")
+        self._to_local, more = net.decrypt()  # what came together with the end of TLS's handshake
+        self._send(more)
+
+    def run(self) -> None:
+        while not self._done():
+            for fd, events in self._wait():
+                if fd == self._parent_fd:
+                    self._end_soon()
+                elif fd == self._local.fileno():
+                    self._serve_local(events)
+                else:
+                    self._serve_net(events)
+            if self._local_over or self._net.over:
+                self._end_soon()
+        if not self._net.over:
+            self._say_farewell()
+
+    def _done(self) -> bool:
+        return (
+            (self._net.over and not self._to_local)
+            or (self._local_over and not self._to_net)
+            or (self._give_up is not None and time.monotonic() > self._give_up)
+        )
+
+    def _end_soon(self) -> None:
+        if self._give_up is None:
+            self._give_up = time.monotonic() + LAST_WORDS
+
+    def _wait(self) -> list[tuple[int, int]]:
+        """What has become possible. Also looks for the end of a side of which nothing is wanted now."""
+        both = not (self._local_over or self._net.over)
+        waiting = select.poll()
+        for fd, reading, writing in (
+            (self._local.fileno(), both and not self._to_net, self._to_local and not self._local_over),
+            (self._net.sock.fileno(), both and not self._to_local, self._to_net and not self._net.over),
+        ):
+            if reading or writing or self._give_up is None:
+                waiting.register(fd, select.POLLIN * bool(reading) | select.POLLOUT * bool(writing))
+        if self._give_up is None:
+            if self._parent_fd is not None:
+                waiting.register(self._parent_fd, select.POLLIN)
+                return waiting.poll()
+            ready = waiting.poll(PARENT_CHECK_MS)
+            if os.getppid() != self._parent:
+                self._end_soon()
+            return ready
+        return waiting.poll(max(0.0, self._give_up - time.monotonic()) * 1000)
+
+    def _serve_local(self, events: int) -> None:
+        try:
+            if events & select.POLLOUT:
+                self._to_local = self._to_local[self._local.send(self._to_local) :]
+            if events & select.POLLIN:
+                if size := self._local.recv_into(self._plain):
+                    self._send(self._net.encrypt(memoryview(self._plain)[:size]))
+                else:
+                    self._local_over = True
+        except BlockingIOError:
+            return
+        except OSError:
+            self._local_over = True
+        if events & select.POLLHUP:
+            self._end_soon()
+
+    def _serve_net(self, events: int) -> None:
+        try:
+            if events & select.POLLOUT:
+                self._to_net = self._to_net[self._net.sock.send(self._to_net) :]
+            if events & select.POLLIN:
+                self._to_local, more = self._net.receive()
+                self._send(more)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._net.over = True
+        if events & (select.POLLHUP | select.POLLERR):
+            self._end_soon()
+
+    def _send(self, encrypted: bytes) -> None:
+        if encrypted:
+            self._to_net = memoryview(bytes(self._to_net) + encrypted)
+
+    def _say_farewell(self) -> None:
+        """Ends the connection so that the other end gets all that was sent: closing it with anything unread
+        would destroy that."""
+        sock = self._net.sock
+        with contextlib.suppress(OSError):
+            sock.settimeout(LAST_WORDS)
+            sock.sendall(self._net.farewell())
+            sock.shutdown(socket.SHUT_WR)
+            give_up = time.monotonic() + LAST_WORDS
+            while sock.recv(AT_ONCE) and time.monotonic() < give_up:
+                pass
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        told = json.loads(sys.stdin.readline() or "{}")
+        parent, parent_fd = told["parent"], told["parent_fd"]
+    except KeyError:  # who started it has died
+        return 1
+    if os.getppid() != parent:
+        return 1
+    with socket.socket(fileno=told["local"]) as local, socket.socket(fileno=told["net"]) as sock:
+        net = Encrypted(sock, told["pem"])
+        try:
+            net.shake_hands(told["timeout"])
+            if not told["pem"]:
+                net.check_certificate(bytes.fromhex(told["fingerprint"]))
+        except ProxyFailed as failed:
+            with contextlib.suppress(BrokenPipeError):  # nobody asks
+                os.write(1, f"{failed}\n".encode())
+            return 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing more will be said
+        Pump(local, net, parent, parent_fd).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The transports that the contract suite runs over. A new transport is one more entry here, and nothing
+else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from flowchan import Channel
+
+
+@dataclass(frozen=True)
+class Transport:
+    """One transport under test. ``make(capacity=64, **options)`` makes a channel of it, as ``across`` does
+    in a
+    program of its own; ``peers`` says where the other party of a test may run ("thread", "process", "host");
+    ``copies`` tells whether items arrive as copies, and ``devices`` whether memory on a device does."""
+
+    name: str
+    across: str
+    peers: tuple[str, ...]
+    copies: bool
+    devices: bool = False
+
+    @property
+    def make(self) -> Callable[..., Channel]:
+        return partial(Channel, across=self.across)
+
+
+TRANSPORTS = [
+    Transport("threads", "threads", peers=("thread",), copies=False),
+    Transport("processes", "processes", peers=("thread", "process"), copies=True, devices=True),
+    Transport("hosts", "hosts", peers=("thread", "process", "host"), copies=True),
+]

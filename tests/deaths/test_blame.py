@@ -1,0 +1,161 @@
+"""R10: an item is blamed only for deaths inside the user's code, by one worker at a time, with how each of
+them died."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import threading
+from typing import Any
+
+import psutil
+import pytest
+from support.waiting import wait_until
+
+from flowchan import Channel, Failed, Graph, RunError, Unreadable, WorkerDied
+from flowchan.run.crew import recovery
+from flowchan.run.policy import decisions
+
+
+def same(item: Any) -> Any:
+    return item
+
+
+def kill_worker_at(number: int) -> Any:
+    def work(item: int) -> int:
+        if item == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return item
+
+    return work
+
+
+def workers_of(run: Any) -> list[psutil.Process]:
+    return psutil.Process().children()
+
+
+@pytest.mark.usefixtures("by_fork")
+def test_random_kills_of_cheap_maps_blame_no_item() -> None:
+    """What counts is a death in the user's code, not one while a finished output waits for its place. Whoever
+    holds the results back lets the workers wait so for most of the time."""
+    kills, items = 30, 5_000
+    graph = Graph("kills")
+    options: Any = {"workers": 2, "on": "process", "restarts": 10**6, "capacity": 2, "max_deaths": 2}
+    once = graph.source(range(items)).map(same, name="once", **options)
+    twice = once.flat_map(lambda item: (item, item), **options)
+    result = twice.collect()
+    chance, found = random.Random(4), []
+    with graph.start() as run:
+        for item in run.iter(result):
+            found.append(item)
+            if len(found) % 50 == 0 and len(found) <= 50 * kills:
+                wait_until(lambda: len(workers_of(run)) > 0)
+                chance.choice(workers_of(run)).kill()
+    assert found == [number for item in range(items) for number in (item, item)]
+    assert sum(stage.restarts for stage in run.stats().stages) > kills / 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("by_fork")
+def test_1_000_random_kills_of_cheap_maps_blame_no_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all defaults but those that keep who dies all the time from being started again."""
+    kills, ended = 1_000, threading.Event()
+    monkeypatch.setattr(decisions, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(recovery, "HOPELESS", kills)  # a worker may be killed before it begins
+    options: Any = {"workers": 2, "on": "process", "restarts": 10**6}
+    graph = Graph("kills")
+    once = graph.source(lambda: itertools.takewhile(lambda _: not ended.is_set(), itertools.count()))
+    result = once.map(same, **options).flat_map(lambda item: (item, item), **options).collect()
+    chance = random.Random(4)
+
+    def deaths() -> int:
+        return sum(stage.restarts for stage in run.stats().stages)
+
+    def kill() -> None:
+        while deaths() < kills and not run._supervisor.ended.wait(chance.uniform(0.02, 0.15)):
+            if workers := workers_of(run):
+                chance.choice(workers).kill()
+        ended.set()
+
+    with graph.start() as run:
+        killer = threading.Thread(target=kill)
+        killer.start()
+        for number, item in enumerate(run.iter(result)):
+            assert item == number // 2
+        killer.join()
+    assert deaths() >= kills
+
+
+def test_a_killing_item_is_blamed_with_how_each_worker_died() -> None:
+    graph = Graph("blame")
+    mapped = graph.source(range(10)).map(kill_worker_at(3), on="process", name="work")
+    failed, result = mapped.errors.collect(), mapped.collect()
+    results = graph.run()
+    assert results[result] == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    (failure,) = results[failed]
+    assert isinstance(failure, Failed)
+    assert (failure.item, failure.attempts) == (3, 3)
+    assert isinstance(failure.error, WorkerDied)
+    assert "3 workers died while they worked on this item, one after the other: " in str(failure.error)
+    assert "was killed by SIGKILL" in str(failure.error)
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", ""])
+def test_a_suspect_is_tried_again_by_one_worker_alone_while_the_others_go_on(ordered: bool) -> None:
+    """All others are done by the second worker before the first one's third successor has died, if need
+    be."""
+    others: Channel[int] = Channel(100, across="processes")
+    graph = Graph("suspects")
+    pids: Channel[int] = Channel(100, across="processes")
+
+    def work(item: int) -> int:
+        if item == 0:
+            pids.put(os.getpid())
+            if len(others) < 40:  # not before the other worker has done everything else
+                wait_until(lambda: len(others) >= 40)
+            os.kill(os.getpid(), signal.SIGKILL)
+        others.put(item)
+        return item
+
+    mapped = graph.source(range(41)).map(work, workers=2, on="process", ordered=ordered, name="work")
+    failed, result = mapped.errors.collect(), mapped.collect()
+    results = graph.run()
+    assert sorted(results[result]) == list(range(1, 41))
+    assert [failure.item for failure in results[failed]] == [0]
+    assert len({pids.get() for _ in range(3)}) == 3
+
+
+class Killer:
+    """Kills the process that unpickles it, unless that is the one that made it."""
+
+    def __reduce__(self) -> Any:
+        return _kill_others, (os.getpid(),)
+
+
+def _kill_others(maker: int) -> str:
+    if os.getpid() != maker:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "unpickled"
+
+
+def test_an_item_that_kills_whoever_unpickles_it_is_blamed() -> None:
+    graph = Graph("unpickling")
+    mapped = graph.source([1, Killer(), 2]).map(same, on="process", name="work")
+    failed, result = mapped.errors.collect(), mapped.collect()
+    results = graph.run()
+    assert results[result] == [1, 2]
+    (failure,) = results[failed]
+    assert isinstance(failure.item, Unreadable)
+    assert "3 workers died" in str(failure.error)
+
+
+def test_a_blamed_item_ends_the_run_where_nobody_reads_its_errors() -> None:
+    graph = Graph("blame")
+    graph.source(range(10)).map(kill_worker_at(3), on="process", name="work").collect()
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    assert caught.value.exceptions[0].item == "3"
+    assert "3 workers died" in str(caught.value.exceptions[0])

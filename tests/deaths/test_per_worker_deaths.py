@@ -1,0 +1,78 @@
+"""An item that is addressed to a worker reaches it once, whoever is killed: the worker, or the sender."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kill_points import Deaths, stage_of
+
+from flowchan import Graph, In, Out, hosts, worker
+
+WORKERS = 3
+
+
+def pairs(items: int) -> list[tuple[int, int]]:
+    return [(1 + item % WORKERS, item) for item in range(items)]
+
+
+def addressed(graph: Graph, orders: Any, on: Any, function: Any, **options: Any) -> Any:
+    return graph.stage(
+        function, orders, on=on, workers=WORKERS, per_worker="orders", name="work", **options
+    ).collect()
+
+
+@pytest.mark.parametrize("payload", [0, 100_000])
+def test_item_for_a_worker_that_died_goes_to_its_replacement(payload: int) -> None:
+    deaths = Deaths(0, 7, 8, 59)
+
+    def dies(orders: In[tuple[int, bytes]], out: Out[tuple[int, int]]) -> None:
+        for order, _ in orders:
+            deaths.at(order)
+            out.put((worker().number, order))
+
+    graph = Graph("addressed")
+    orders = graph.source([(to, (item, bytes(payload))) for to, item in pairs(60)])
+    out = addressed(graph, orders, "process", dies, restartable=True)
+    run = graph.start()
+    assert sorted(run.wait()[out]) == sorted(pairs(60))
+    assert stage_of(run, "work").restarts == deaths.total
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_sender_that_dies_addresses_each_item_once(workers: int) -> None:
+    deaths = Deaths((0, 0), (7, 1), (8, 2), (29, 3))
+
+    def send(item: int) -> Iterator[tuple[int, tuple[int, int]]]:
+        for number in range(3):
+            deaths.at((item, number))
+            yield 1 + (item + number) % WORKERS, (item, number)
+        deaths.at((item, 3))
+
+    def take(orders: In[tuple[int, int]], out: Out[Any]) -> None:
+        for item, number in orders:
+            assert worker().number == 1 + (item + number) % WORKERS
+            out.put((item, number))
+
+    graph = Graph("addressed")
+    orders = graph.source(range(30)).flat_map(send, on="process", workers=workers, name="send")
+    out = addressed(graph, orders, "process", take)
+    run = graph.start()
+    assert sorted(run.wait()[out]) == [(item, number) for item in range(30) for number in range(3)]
+    assert stage_of(run, "send").restarts == deaths.total
+
+
+def test_item_for_a_worker_on_a_host_goes_to_its_replacement() -> None:
+    deaths = Deaths(0, 7, 29)
+
+    def dies(orders: In[int], out: Out[tuple[int, int]]) -> None:
+        for order in orders:
+            deaths.at(order)
+            out.put((worker().number, order))
+
+    graph = Graph("addressed")
+    out = addressed(graph, graph.source(pairs(30)), hosts.local(2), dies, restartable=True)
+    run = graph.start()
+    assert sorted(run.wait()[out]) == sorted(pairs(30))
+    assert stage_of(run, "work").restarts == deaths.total

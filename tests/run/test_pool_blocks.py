@@ -1,0 +1,261 @@
+"""How the block of a ``graph.pool()`` is left: what goes on is finished, and what went wrong is told."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from lasting import Square, ends, halves, told, workers_of
+from runs import run_python, script
+from support.waiting import wait_blocked, wait_until
+from support.worker_latch import Gate
+
+from flowchan import Channel, Graph, RunError, Stream, WorkerPool
+from flowchan.channel.latch import Latch
+
+
+def test_a_run_whose_handle_nobody_holds_is_finished_first() -> None:
+    seen: list[int] = []
+    graph = Graph("dropped")
+    numbers = graph.input("numbers")
+    numbers.map(lambda number: sum(range(50_000)) and number, on="process").sink(seen.append)
+    with graph.pool() as pool:
+        out = pool.start()[numbers]
+        for number in range(50):
+            out.put(number)
+        out.close()
+    assert seen == list(range(50))
+
+
+def epoch(pool: WorkerPool, found: Stream[list[int]]) -> Iterator[int]:
+    with pool.start() as run:
+        yield from run.iter(found)
+
+
+@pytest.mark.parametrize("begin", [epoch, lambda pool, found: pool.start().iter(found)])
+def test_a_loop_over_items_that_was_not_gone_through_keeps_nobody_waiting(
+    begin: Callable[[WorkerPool, Stream[list[int]]], Iterator[int]],
+) -> None:
+    graph = Graph("endless")
+    found = graph.source(itertools.count).map(abs, on="process").collect()
+    with graph.pool() as pool:
+        items = begin(pool, found)
+        assert next(items) == 0
+        (pid,) = workers_of(pool).values()
+    assert ends(pid)
+    items.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_block_raises_what_a_run_failed_by_that_nobody_waited_for(ended: bool) -> None:
+    graph = Graph("unheard")
+    graph.source([0]).map(lambda number: 1 // number, on="process").sink(abs)
+
+    def use(pool: WorkerPool) -> None:
+        run = pool.start()
+        if ended:
+            run._supervisor.ended.wait()
+        del run
+        gc.collect()
+
+    with pytest.raises(RunError) as caught, graph.pool() as pool:
+        use(pool)
+    assert isinstance(caught.value.exceptions[0].__cause__, ZeroDivisionError)
+    with graph.pool() as pool, pytest.raises(RunError):  # once only
+        pool.run()
+
+
+@pytest.mark.parametrize("error", [None, LookupError, KeyboardInterrupt])
+def test_a_run_that_has_succeeded_is_no_reason_to_kill_while_its_end_is_logged(
+    error: type[BaseException] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However the block is left, it closes the callables."""
+    caplog.set_level(logging.INFO)
+    gate, life = Gate(), Channel[str](10, across="processes")
+
+    class Busy(logging.Handler):
+        def __init__(self, gate: Gate) -> None:
+            super().__init__()
+            self.gate = gate
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if " is done " in record.getMessage():
+                self.gate.wait()
+
+    graph = Graph("logged")
+    graph.source([1]).map(functools.partial(Square, life), on="process").sink(str)
+
+    def open_once_waited_for(ended: Latch) -> None:
+        wait_blocked(ended._channel, readers=1)
+        gate.open()
+
+    def use(pool: WorkerPool) -> None:
+        run = pool.start()
+        gate.wait_held()
+        assert run.state == "done"
+        opens.append(threading.Thread(target=open_once_waited_for, args=(run._supervisor.ended,)))
+        opens[0].start()
+        if error is not None:
+            raise error
+
+    log, busy, opens = logging.getLogger("flowchan.run"), Busy(gate), list[threading.Thread]()
+    log.addHandler(busy)
+    try:
+        with contextlib.suppress(LookupError, KeyboardInterrupt), graph.pool() as pool:
+            use(pool)
+    finally:
+        log.removeHandler(busy)
+    opens[0].join()
+    assert told(life) == ["built", "closed"]
+
+
+def test_ctrl_c_while_a_run_is_broken_off_ends_it_before_its_processes_go() -> None:
+    graph = Graph("pressed")
+    numbers = graph.input("numbers")
+    gate = Gate()
+    numbers.map(gate.wait, on="process").collect()
+    pids, runs = [], []
+
+    def press() -> None:
+        wait_until(lambda: runs[0]._supervisor.state.phase == "aborting")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def use(pool: WorkerPool) -> None:
+        runs.append(pool.start())
+        runs[0][numbers].put(1)
+        gate.wait_held()
+        pids.extend(workers_of(pool).values())
+        presses.start()
+        raise LookupError
+
+    presses = threading.Thread(target=press)
+    with pytest.raises(KeyboardInterrupt), graph.pool() as pool:
+        use(pool)
+    presses.join()
+    assert runs[0]._supervisor.ended.is_set()
+    assert runs[0]._supervisor.crashed is None
+    assert all(map(ends, pids))
+
+
+def test_a_run_that_ctrl_c_leaves_behind_at_last_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(pool: WorkerPool) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WorkerPool, "_finish_run", interrupted)
+    gate, runs = Gate(), []
+    graph = Graph("killed")
+    graph.source([1]).map(gate.wait, on="process").sink(abs)
+
+    def use(pool: WorkerPool) -> None:
+        runs.append(pool.start())
+        gate.wait_held()
+
+    with pytest.raises(KeyboardInterrupt), graph.pool() as pool:
+        use(pool)
+    assert runs[0]._supervisor.ended.is_set()
+    assert runs[0]._supervisor.crashed is None
+
+
+def test_a_forked_child_is_refused_whatever_its_parent_s_threads_were_at() -> None:
+    graph, _ = halves()
+    with graph.pool() as pool:
+        with pool._lock:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(30)
+                try:
+                    pool.start()
+                except RuntimeError:
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_pool_that_is_dropped_ends_its_processes_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    graph, run = halves()
+    pool = graph.pool().__enter__()
+    assert run(pool, [1]) == [0.5]
+    pids = workers_of(pool).values()
+    del pool
+    gc.collect()
+    assert all(map(ends, pids))
+    assert capfd.readouterr().err == ""
+
+
+TWO = """
+    import multiprocessing, os, signal
+    from flowchan import Graph
+
+    class Slow:
+        def __call__(self, number):
+            return number
+
+        def close(self):
+            print("closes", flush=True)
+            os.kill(os.getppid(), signal.SIGINT)
+            signal.pause()
+
+    if __name__ == "__main__":
+        multiprocessing.set_start_method("fork")  # the program is the parent of its workers
+        pools = []
+        for name in ("one", "other"):
+            graph = Graph(name)
+            graph.source([1]).map(Slow, on="process").collect()
+            pools.append(graph.pool().__enter__())
+            pools[-1].run()
+"""
+
+
+def test_ctrl_c_at_the_end_of_one_pool_of_a_program_ends_the_others_too(tmp_path: Path) -> None:
+    """At once: nobody has to press again for these."""
+    assert run_python(script(tmp_path, TWO)) == "closes\n"
+
+
+@pytest.mark.usefixtures("by_fork")
+def test_a_replacement_may_take_its_time_to_close_its_callable() -> None:
+    """It has begun within a run, so it is dismissed at that one's end, which does not wait for it. One that
+    a forkserver starts stays: it has nothing of the run."""
+    gate, life = Gate(), Channel[str](10, across="processes")
+
+    class Slow:
+        def __init__(self, gate: Gate, life: Channel[str]) -> None:
+            self.gate, self.life = gate, life
+
+        def __call__(self, number: int) -> int:
+            if number == -1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return number
+
+        def close(self) -> None:
+            self.life.put("closing")
+            self.gate.wait()
+            raise OSError("the disk is full")
+
+    graph = Graph("slow")
+    numbers = graph.input("numbers")
+    slow = functools.partial(Slow, gate, life)
+    found = numbers.map(slow, on="process", max_deaths=1, name="slow")
+    kept, _ = found.collect(), found.errors.collect()
+
+    def use(pool: WorkerPool) -> None:
+        for values in ([1, -1, 2], [3]):
+            with pool.start() as run:
+                for value in values:
+                    run[numbers].put(value)
+            assert run.wait()[kept] == [value for value in values if value > 0]
+        assert life.get() == "closing"
+        gate.open()
+
+    with pytest.raises(RunError, match="failed at its end") as caught, graph.pool() as pool:
+        use(pool)
+    assert [str(error.__cause__) for error in caught.value.exceptions] == 2 * ["the disk is full"]

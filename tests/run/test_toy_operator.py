@@ -1,0 +1,112 @@
+"""A new operator is one row of the table and one body; the checks, the run on both transports, the report,
+the live
+view and the pictures know it then."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from flowchan import Graph, In, Out, Stream
+from flowchan.declare.operators import OPERATORS, Operator
+from flowchan.declare.placements import PLACEMENTS, Placement
+from flowchan.declare.stream import origins, streams_of
+from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob
+from flowchan.viz import to_dot, to_mermaid
+from flowchan.viz.live.model import plain_line
+
+
+def every_other(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """The body: what the function gives for the items at even places."""
+    for place, item in enumerate(items):
+        if place % 2 == 0:
+            try:
+                result = job.function(item)
+            except BaseException as error:
+                result = job.recover(job.function, item, error)
+            if result is not SKIPPED:
+                out.put(result)
+
+
+EVERY_OTHER = Operator(
+    name="every_other",
+    body=f"{__name__}:every_other",
+    calls="item",
+    per_item=True,
+    lets_go="skipped",
+    says=lambda options: "one of 2",
+)
+
+
+@pytest.fixture(autouse=True)
+def in_the_table() -> Iterator[None]:
+    OPERATORS[EVERY_OTHER.name] = EVERY_OTHER
+    yield
+    del OPERATORS[EVERY_OTHER.name]
+
+
+def declare(stream: Stream, function: Any, **options: Any) -> Stream:
+    stage = stream.graph._declare(
+        EVERY_OTHER.name,
+        function=function,
+        inputs=origins(stream.graph, stream),
+        outputs=[("out", int)],
+        errors=True,
+        **options,
+    )
+    return streams_of(stream.graph, stage)[0]
+
+
+def half(number: int) -> float:
+    return 12 / number
+
+
+@pytest.mark.parametrize("on", [name for name, place in PLACEMENTS.items() if not place.nowhere])
+def test_it_runs_and_is_reported(on: Placement) -> None:
+    graph = Graph("toy")
+    halves = declare(graph.source([1, 2, 3, 4, 0, 6]), half, on=on)
+    kept, failed = halves.collect(), halves.errors.collect()
+    run = graph.start()
+    results = run.wait()
+    assert results[kept] == [12.0, 4.0]
+    assert [one.item for one in results[failed]] == [0]
+    assert "6 = 2 out + 3 skipped + 1 failed" in run.report()
+    assert re.search(r"half (\(bottleneck\) )?6 ", plain_line(run.stats()))
+
+
+def test_its_workers_on_threads_are_several() -> None:
+    graph = Graph("toy")
+    kept = declare(graph.source(range(1, 100)), half, workers=3).collect()
+    assert len(graph.run()[kept]) in range(49, 52)
+
+
+def test_it_is_checked() -> None:
+    graph = Graph("toy")
+    declare(graph.source([1]), lambda one, two: one).collect()
+    (problem,) = graph.check()
+    assert problem.rule == "ports"
+    assert problem.message.startswith("every_other calls '<lambda>' with one argument, the item")
+
+
+def test_it_takes_no_async_function_without_a_body_for_it() -> None:
+    async def late(number: int) -> int:
+        return number
+
+    graph = Graph("toy")
+    declare(graph.source([1]), late).collect()
+    (problem,) = graph.check()
+    assert (problem.rule, problem.message.partition(";")[0]) == (
+        "async",
+        "every_other takes no async function",
+    )
+
+
+def test_it_is_drawn() -> None:
+    graph = Graph("toy")
+    declare(graph.source([1], name="numbers"), half).collect()
+    for text in (to_dot(graph), to_mermaid(graph)):
+        assert "every_other · " in text
+        assert "one of 2" in text

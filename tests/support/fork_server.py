@@ -1,0 +1,59 @@
+"""A program of the tests that loads once what many tests need, and has a child for each order
+(peer_server.py, program_server.py)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from support.waiting import WAIT_LIMIT_S
+
+
+def started(file: str, given: socket.socket, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
+    """``file`` of this folder as a program, which has the socket."""
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name(file)), str(given.fileno()), *arguments],
+        pass_fds=[given.fileno()],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **environment},
+    )
+
+
+class ForkingProgram:
+    """Runs ``file`` of this folder, with the descriptor of its orders as the first argument. Ends with
+    ``close()``, after all its children."""
+
+    def __init__(self, file: str, *arguments: str, **environment: str) -> None:
+        mine, theirs = socket.socketpair()
+        self._lock = threading.Lock()
+        self._program = started(file, theirs, *arguments, **environment)
+        theirs.close()
+        self._orders = Connection(mine.detach())
+
+    def order(self, order: tuple[Any, ...], descriptors: list[int], task: bytes | None = None) -> int:
+        """The process id of the child that carries it out, which gets the descriptors."""
+        with self._lock, socket.socket(fileno=os.dup(self._orders.fileno())) as beside:
+            self._orders.send(order)
+            socket.send_fds(beside, [b"+"], descriptors)
+            if task is not None:
+                self._orders.send_bytes(task)
+            child: int = self._orders.recv()
+            return child
+
+    def reap(self, child: int) -> int:
+        """The exit code of a child that has ended."""
+        with self._lock:
+            self._orders.send(child)
+            code: int = self._orders.recv()
+            return code
+
+    def close(self) -> None:
+        self._orders.send(None)
+        self._program.wait(WAIT_LIMIT_S)
+        self._orders.close()

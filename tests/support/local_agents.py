@@ -1,0 +1,30 @@
+"""The processes of ``local``, as they are seen from outside."""
+
+from __future__ import annotations
+
+import contextlib
+
+import psutil
+
+
+def agents_of(program: psutil.Process) -> list[psutil.Process]:
+    """Those that a program has started by ``local``."""
+    found = {}
+    for seed in seeds_of(program):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in seed.children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    kind, _, number = child.name().partition(" local-")
+                    if kind == "agent" and child.status() != psutil.STATUS_ZOMBIE:
+                        found[int(number), child.pid] = child
+    return [found[key] for key in sorted(found)]
+
+
+def seeds_of(program: psutil.Process) -> list[psutil.Process]:
+    """What forks its agents."""
+    found = []
+    for child in program.children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "flowchan.hosts.fork_server" in child.cmdline():
+                found.append(child)
+    return found

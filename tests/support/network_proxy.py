@@ -1,0 +1,144 @@
+"""Agents on this machine whose connections go over wires that are slow, silent for a while, or reset."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flowchan.hosts.host_pool import Pool, pool_of
+from flowchan.hosts.providers.local import Local
+from flowchan.hosts.providers.provider import Launch, StartedAgent
+
+CHUNK = 64 << 10
+LONG = 3600.0
+NOWHERE = bytes(16)
+"""What a socket is connected to that is to be connected no more."""
+
+
+class Wire:
+    """Passes on what comes, each byte ``delay`` seconds late, and at most ``rate`` bytes a second each way.
+    Who dials what ``to`` gives reaches ``target`` over it."""
+
+    def __init__(self, delay: float = 0.0, rate: float = float("inf")) -> None:
+        self.delay, self.rate = delay, rate
+        self.passed = 0  # bytes
+        self._listeners: list[socket.socket] = []
+        self._over = threading.Event()
+        self._socks: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._silent_until = 0.0
+
+    def __reduce__(self) -> Any:
+        """A provider is a value, which goes along with its stages."""
+        return type(None), ()
+
+    def to(self, target: str) -> str:
+        self._listeners.append(socket.create_server(("127.0.0.1", 0)))
+        listener = self._listeners[-1]
+        self._threads.append(threading.Thread(target=self._accept, args=(listener, target)))
+        self._threads[-1].start()
+        return "127.0.0.1:{1}".format(*listener.getsockname())
+
+    def be_silent(self, seconds: float) -> None:
+        """Nothing passes for so long, and nobody is told; then all that has come meanwhile."""
+        self._silent_until = time.monotonic() + seconds
+
+    def reset(self) -> None:
+        """Ends all connections as a host does that knows nothing of them. ``close`` with a linger of 0 does
+        that as well, but not while another thread polls."""
+        for sock in list(self._socks):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            ctypes.CDLL(None).connect(sock.fileno(), NOWHERE, len(NOWHERE))
+
+    def close(self) -> None:
+        self._over.set()
+        for sock in (*self._listeners, *self._socks):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for sock in (*self._listeners, *self._socks):
+            sock.close()
+
+    def _accept(self, listener: socket.socket, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        while not self._over.is_set():
+            try:
+                one, _ = listener.accept()
+                other = socket.create_connection((host, int(port)))
+            except OSError:
+                continue
+            for sock in (one, other):
+                sock.settimeout(LONG)  # so the threads poll, and a reset is possible meanwhile
+            self._socks += [one, other]
+            for source, target in ((one, other), (other, one)):
+                source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._pump(source, target)
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        """As two threads: one takes in, with the time at which each piece is to go out, and one puts out."""
+        pieces: deque[tuple[float, bytes]] = deque()
+        there, room = threading.Semaphore(0), threading.Semaphore(4 if self.rate < float("inf") else 10_000)
+
+        def take() -> None:
+            data = b"."
+            while data:
+                room.acquire()
+                data = b""
+                with contextlib.suppress(OSError):
+                    data = source.recv(CHUNK)
+                pieces.append((time.monotonic() + self.delay, data))
+                there.release()
+
+        def give() -> None:
+            while True:
+                there.acquire()
+                due, data = pieces.popleft()
+                room.release()
+                self._over.wait(max(0.0, due - time.monotonic(), len(data) / self.rate))
+                while (left := self._silent_until - time.monotonic()) > 0 and not self._over.wait(left):
+                    pass
+                with contextlib.suppress(OSError):
+                    target.sendall(data) if data else target.shutdown(socket.SHUT_WR)
+                self.passed += len(data)
+                if not data:
+                    return
+
+        for work in (take, give):
+            thread = threading.Thread(target=work)
+            self._threads.append(thread)
+            thread.start()
+
+
+@dataclass(frozen=True)
+class Wired(Local):
+    """As ``local``, each host over a wire: in turn, where there are fewer."""
+
+    wires: tuple[Wire, ...]
+
+    def start(self, number: int, launch: Launch) -> StartedAgent:
+        wire, said = self.wires[number % len(self.wires)], json.loads(launch.stdin)
+        said["address"] = wire.to(said["address"])
+        if back := said.get("back"):
+            said["back"] = int(wire.to(f"127.0.0.1:{back}").rpartition(":")[2])
+        return super().start(number, replace(launch, stdin=json.dumps(said).encode() + b"\n"))
+
+
+@contextlib.contextmanager
+def wired(count: int, *wires: Wire, peer_timeout: float = 10.0) -> Iterator[Pool]:
+    """A pool of so many agents behind these wires."""
+    try:
+        yield pool_of("local", Wired(count, wires), peer_timeout)
+    finally:
+        for wire in wires:
+            wire.close()

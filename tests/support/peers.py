@@ -1,0 +1,280 @@
+"""The other party of a test: a function that runs in a thread, in a forked process, or in a program apart,
+while the test goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
+from typing import IO, Any, ClassVar, Protocol
+
+import cloudpickle
+
+from support.fork_server import ForkingProgram
+from support.waiting import WAIT_LIMIT_S
+
+FORK = multiprocessing.get_context("fork")
+PR_SET_PDEATHSIG = 1
+
+
+class Peer(Protocol):
+    """A running function. Every peer ends by ``result()``, or by ``kill()`` and ``join()``."""
+
+    def result(self) -> Any:
+        """Waits for the end and returns what the function returned, or raises what it raised."""
+
+    def join(self) -> Any:
+        """Waits for the end, whatever it was."""
+
+    def running(self) -> bool:
+        """Whether the function has not ended yet."""
+
+
+class ThreadPeer:
+    """A peer in this process."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._future: Future[Any] = Future()
+        self._thread = threading.Thread(target=self._run, args=(function, args), daemon=True)
+        self._thread.start()
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        try:
+            self._future.set_result(function(*args))
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def result(self) -> Any:
+        self.join()
+        # holds no exception, and so no frame, longer than needed
+        future, self._future = self._future, Future()
+        return future.result(timeout=0)
+
+    def join(self) -> None:
+        self._thread.join(WAIT_LIMIT_S)
+        assert not self._thread.is_alive(), "the peer is still running"
+
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+
+class ProcessPeer:
+    """A peer in a forked process. It ends by ``os._exit``, so nothing in it is cleaned up by Python's
+    shutdown."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._answer, answer = FORK.Pipe(duplex=False)
+        process = FORK.Process(target=_run_in_child, args=(answer, function, args), daemon=True)
+        process.start()
+        self._process: ForkProcess | None = process
+        answer.close()
+
+    def result(self) -> Any:
+        assert self._answer.poll(WAIT_LIMIT_S), "the peer is still running"
+        try:
+            raised, value = self._answer.recv()
+        except EOFError:
+            raise AssertionError(f"the peer ended without an answer, exit code {self.join()}") from None
+        self.join()
+        if raised:
+            raise value
+        return value
+
+    def join(self) -> int | None:
+        if self._process is None:
+            return None
+        wait_for_the_end_of(self._process.pid)
+        self._process.join(0)
+        exit_code = self._process.exitcode
+        assert exit_code is not None, "the peer is still running"
+        self._process.close()
+        self._process = None
+        self._answer.close()
+        return exit_code
+
+    def running(self) -> bool:
+        return self._process is not None and self._process.is_alive()
+
+    def pid(self) -> int | None:
+        assert self._process is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Sends SIGKILL and leaves the dead process unreaped: ``join()`` does that."""
+        assert self._process is not None
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGKILL)
+
+
+def child_of_multiprocessing(function: Callable[..., Any], *args: Any) -> None:
+    """Calls it in a forked process that ends as Python's do: with finalizers, and without ``atexit``."""
+    child = FORK.Process(target=function, args=args)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    child.close()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Sends methods of native objects, too."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj).__name__ == "nb_bound_method":
+            return getattr, (obj.__self__, obj.__name__)
+        return super().reducer_override(obj)
+
+
+class Apart(ForkingProgram):
+    """The program apart that peers on another host are children of (peer_server.py), there is one for each
+    file of tests that has some. It is there before the first of them looks at what there is."""
+
+    running: ClassVar[Apart | None] = None
+
+    def __init__(self) -> None:
+        super().__init__(
+            "peer_server.py", OMP_NUM_THREADS="1"
+        )  # libraries start no threads when they are imported
+
+    def start(self, function: Callable[..., Any], args: tuple[Any, ...], descriptors: list[int]) -> int:
+        """Has a child run the function, and gives its process id. It has the descriptors by the numbers that
+        they have here."""
+        task = io.BytesIO()
+        _Pickler(task, protocol=5).dump((function, args))
+        modules = [name for name in sys.modules if name.startswith("flowchan.hosts")]
+        modules.append(getattr(function, "__module__", None) or "builtins")
+        return self.order((sys.path, modules, descriptors), descriptors, task.getvalue())
+
+    @classmethod
+    def begin(cls) -> None:
+        if cls.running is None:
+            cls.running = cls()
+
+    @classmethod
+    def end(cls) -> None:
+        if cls.running is not None:
+            cls.running.close()
+            cls.running = None
+
+
+class HostPeer:
+    """A peer in a child of the program apart. What the function holds on to is sent there as an item would
+    be."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        mine, answer = os.pipe()
+        self._answer: IO[bytes] = os.fdopen(mine, "rb")
+        self._code: int | None = None
+        assert Apart.running is not None
+        self._apart = Apart.running
+        gates = [fd for gate in Gate.all for fd in gate.descriptors]
+        try:
+            self._pid = self._apart.start(function, args, [answer, *gates])
+        finally:
+            os.close(answer)
+
+    def result(self) -> Any:
+        assert select.select([self._answer], [], [], WAIT_LIMIT_S)[0], "the peer is still running"
+        data = self._answer.read()
+        code = self.join()
+        if not data:
+            raise AssertionError(f"the peer ended without an answer, exit code {code}")
+        raised, value = pickle.loads(data)
+        if raised:
+            raise value
+        return value
+
+    def join(self) -> int | None:
+        if self._code is None:
+            assert self._has_ended(WAIT_LIMIT_S), "the peer is still running"
+            self._code = self._apart.reap(self._pid)
+            self._answer.close()
+        return self._code
+
+    def running(self) -> bool:
+        return self._code is None and not self._has_ended(0)
+
+    def pid(self) -> int:
+        return self._pid
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+        os.kill(self._pid, signal.SIGKILL)
+
+    def _has_ended(self, timeout: float) -> bool:
+        """Whether it ends within so many seconds. Nobody has reaped it, so its number is its own."""
+        process = os.pidfd_open(self._pid)
+        try:
+            return bool(select.select([process], [], [], timeout)[0])
+        finally:
+            os.close(process)
+
+
+def wait_for_the_end_of(pid: int | None) -> None:
+    """Waits for the end of this one process. ``multiprocessing`` waits for the end of a pipe, which children
+    of the process keep open."""
+    assert pid is not None
+    with contextlib.suppress(ProcessLookupError):  # it has been reaped already
+        process = os.pidfd_open(pid)
+        try:
+            select.select([process], [], [], WAIT_LIMIT_S)
+        finally:
+            os.close(process)
+
+
+def _run_in_child(answer: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlives a test run that was killed
+    try:
+        message = (False, function(*args))
+    except BaseException as error:
+        error.add_note(f"in the peer process: {traceback.format_exc()}")
+        message = (True, error)
+    try:
+        answer.send(message)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        answer.send((True, AssertionError(f"the peer's answer {message!r} cannot be sent: {error}")))
+    answer.close()
+
+
+class Gate:
+    """A barrier for peers of either kind: each peer calls ``arrive()``, the test calls ``open()``, and all go
+    on once all have arrived. Made of two eventfds, which threads and forked processes use alike, and programs
+    apart inherit."""
+
+    all: ClassVar[list[Gate]] = []
+
+    def __init__(self, peers: int) -> None:
+        self._peers = peers
+        self._ready = os.eventfd(0, os.EFD_SEMAPHORE)
+        self._go = os.eventfd(0, os.EFD_SEMAPHORE)
+        self.all.append(self)
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        return self._ready, self._go
+
+    def arrive(self) -> None:
+        os.eventfd_write(self._ready, 1)
+        os.eventfd_read(self._go)
+
+    def open(self) -> None:
+        for _ in range(self._peers):
+            assert select.select([self._ready], [], [], WAIT_LIMIT_S)[0], "a peer has not come to its gate"
+            os.eventfd_read(self._ready)
+        os.eventfd_write(self._go, self._peers)
+
+    def close(self) -> None:
+        self.all.remove(self)
+        os.close(self._ready)
+        os.close(self._go)

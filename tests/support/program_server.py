@@ -1,0 +1,137 @@
+"""A program that has imported what others need, and runs each of them in a child: ``python program_server.py
+DESCRIPTOR MODULE …``. The descriptor is that of a connection by which the orders come, or of a socket that
+listens: then each process that connects has a child of this one, which carries out its orders. A program's
+process behaves as a Python that was started with these arguments, but for the imports: it has the arguments,
+folder, environment, streams and session that its starter chose, a ``__main__`` of its own, and the
+interpreter's own end. What it does not show: that a program imports all it uses. The modules named here are
+loaded, so ``flowchan.pipelines`` or ``torch.utils.data`` is found as an attribute of its package by a program
+that has forgotten to import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import multiprocessing.process
+import os
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from peer_server import die_with_parent, received
+
+NAMES = "backslashreplace"  # what a stream of errors writes of what its encoding has not
+ours = sys.modules["__main__"]  # stays alive when a program has its own
+
+
+class Order(NamedTuple):
+    arguments: Sequence[str]
+    folder: str | None
+    environment: Mapping[str, str]
+    session: bool
+
+
+def main() -> None:
+    die_with_parent()
+    given = socket.socket(fileno=int(sys.argv[1]))
+    if given.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        given = accepted(given)
+    else:
+        load()
+    carry_out(Connection(given.detach()))
+
+
+def load() -> None:
+    for module in sys.argv[2:]:
+        with contextlib.suppress(ImportError):  # the programs find out
+            importlib.import_module(module)
+    assert len(os.listdir("/proc/self/task")) == 1, "a child would miss a thread"
+    gc.collect()
+    gc.freeze()
+
+
+def accepted(listener: socket.socket) -> socket.socket:
+    """The next connection, in a child that is there for it. Nothing is imported before somebody needs it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for these children
+    while True:
+        connection, _ = listener.accept()
+        load()
+        if os.fork() == 0:
+            die_with_parent()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            connection.sendall(os.getpid().to_bytes(4, sys.byteorder))
+            return connection
+        connection.close()
+
+
+def carry_out(orders: Connection) -> None:
+    while (order := orders.recv()) is not None:
+        if isinstance(order, int):
+            orders.send(os.waitstatus_to_exitcode(os.waitpid(order, 0)[1]))
+            continue
+        streams = received(orders, 3)
+        child = os.fork()
+        if child == 0:
+            orders.close()
+            become(Order(*order), streams)
+            return
+        for fd in streams:
+            os.close(fd)
+        orders.send(child)
+
+
+def become(order: Order, streams: Sequence[int]) -> None:
+    """Turns this process into the program, and runs it."""
+    for number, fd in enumerate(streams):
+        os.dup2(fd, number)
+        os.close(fd)
+    if order.session:
+        os.setsid()
+    if order.folder is not None:
+        os.chdir(order.folder)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    sys.path[1:1] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+    begin_streams()
+    arguments = warned(list(order.arguments))
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    if arguments[0] == "-c":
+        text, file, sys.path[0] = arguments.pop(1), "<string>", ""
+    else:
+        file = main.__file__ = os.path.abspath(arguments[0])
+        sys.path[0] = os.path.dirname(file)
+        with open(file) as source:
+            text = source.read()
+    sys.argv[:] = arguments
+    exec(compile(text, file, "exec", dont_inherit=True), main.__dict__)
+
+
+def begin_streams() -> None:
+    out = 1 if os.environ.get("PYTHONUNBUFFERED") else -1
+    opened: Any = [
+        open(number, mode, buffering, closefd=False, errors=errors)  # noqa: SIM115
+        for number, mode, buffering, errors in ((0, "r", -1, None), (1, "w", out, None), (2, "w", 1, NAMES))
+    ]
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = opened
+
+
+def warned(arguments: list[str]) -> list[str]:
+    """The arguments without ``-W``, which is obeyed."""
+    while arguments[0] == "-W":
+        _, option, *arguments = arguments
+        sys.warnoptions.append(option)
+        warnings._setoption(option)  # type: ignore[attr-defined]
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

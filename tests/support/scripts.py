@@ -1,0 +1,56 @@
+"""Programs as users write and start them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from support.preloaded_programs import Template
+
+_template: Template | None = None
+"""Of whose children the programs are, while there is one."""
+
+
+def script(folder: Path, text: str, name: str = "script.py") -> Path:
+    """Writes a program."""
+    path = folder / name
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
+    """Starts ``python *command`` in a session of its own, as a terminal does, with its output in pipes. Its
+    environment is ours and ``env``."""
+    pipe: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    env = os.environ | {"PYTHONUNBUFFERED": "1"} | options.pop("env", {})
+    options |= {**pipe, "env": env, "start_new_session": True}
+    if _template is not None:
+        return _template.popen(*command, text=True, **options)
+    return subprocess.Popen([sys.executable, *map(str, command)], text=True, **options)
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """Programs that are started meanwhile have flowchan from the program whose children they are. It has
+    imported nothing else, so they have to import whatever ``import flowchan`` does not."""
+    global _template
+    _template = Template("flowchan")
+    try:
+        yield
+    finally:
+        _template.close()
+        _template = None
+
+
+def run_python(*command: str | Path, **options: Any) -> str:
+    """What ``python *command`` prints; it must end with exit code 0."""
+    with start(*command, **options) as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    return out
