@@ -23,7 +23,7 @@ from pathlib import Path
 
 from flowchan.transport.pidfd import open_pidfd
 
-RELAY = Path(__file__).with_name("relay.py")
+RELAY = Path(__file__).with_name("tls_proxy.py")
 BUFFER = 512 * 1024  # of the plain side: as much as the relay passes on at a time, and more
 A_DAY = datetime.timedelta(days=1)
 

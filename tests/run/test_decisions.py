@@ -323,7 +323,7 @@ def test_who_waits_for_the_grace_reads_it_when_it_waits() -> None:
     folder = Path(decisions.__file__).parents[1]
     imported = re.compile(rf"^from {decisions.__name__} import (\([^)]*\)|.*)", re.MULTILINE)
     found = {path: " ".join(imported.findall(path.read_text())) for path in folder.rglob("*.py")}
-    assert "decide" in found[folder / "run" / "supervisor.py"]
+    assert "decide" in found[folder / "supervisor.py"]
     assert [path for path, names in found.items() if re.search(r"\bGRACE\b", names)] == []
 
 
