@@ -61,7 +61,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     6: (
         "a consumer waits for ever after a retried generator",
         (
-            "run/test_operator_per_item.py::test_a_retry_of_flat_map_does_not_repeat_what_is_out",
+            "run/test_operators_per_item.py::test_a_retry_of_flat_map_does_not_repeat_what_is_out",
             "deaths/test_exactly_once.py::test_c11_flat_map_between_any_two_of_its_outputs",
             "run/test_explain.py::test_a_tee_whose_branches_wait_for_each_other_is_recognised",
         ),

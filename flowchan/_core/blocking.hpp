@@ -41,7 +41,7 @@ struct Traits<LocalQueue> {
         Node*& first = q.line(caller.side).starving;
         if (!first && !caller.ordered) first = &node;
     }
-    // The call is over. Whatever came of it, while it was on its way nobody else was woken (line.hpp).
+    // The call is over. Whatever came of it, while it was on its way nobody else was woken (stream.hpp).
     static void end(LocalQueue& q, const Caller& caller, Node& node, bool, Wakes& wakes) {
         Node*& first = q.line(caller.side).starving;
         if (first == &node) first = nullptr;

@@ -210,7 +210,7 @@ Step await_place(LocalQueue& queue, Out& out) {
 // In a ring each waits on a word of its own, so a crowd costs nothing.
 Step await_place(Ring&, Out&) { return Step::Done; }
 
-// A worker of an ordered stage takes no item while many outputs wait for a place (line.hpp).
+// A worker of an ordered stage takes no item while many outputs wait for a place (stream.hpp).
 Step await_places(In& in) {
     for (size_t i = 0; i < in.feeds.size(); ++i) {
         Out& out = *in.feeds[i];

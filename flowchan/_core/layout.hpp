@@ -144,7 +144,7 @@ struct Header : Constants {
     uint64_t reserved_sessions;  // so many records are; likewise
 
     alignas(64) pthread_mutex_t mutex;
-    // Number of the process that took the lock last: a hint for pace.hpp. In the mutex's line, also where that
+    // Number of the process that took the lock last: a hint for turn_taking.hpp. In the mutex's line, also where that
     // has 48 bytes (aarch64).
     uint64_t had_by;
     // What of the blocks and slots every process must map before it follows anything. They never shrink, and

@@ -1,6 +1,6 @@
 // LocalQueue: the FIFO of a `threads` channel. Items are references; nothing is copied.
 //
-// A circular buffer that doubles up to `capacity`, the lines of line.hpp, and the order of an ordered stage's
+// A circular buffer that doubles up to `capacity`, the lines of stream.hpp, and the order of an ordered stage's
 // outputs as in ring_items.cpp, with deques in place of lists of slots. Its operations move references and
 // never drop one, because dropping could run any Python code under the lock. They run attached to the
 // interpreter (GIL held), because the garbage collector looks at the items without the lock.

@@ -1,7 +1,7 @@
 // Ring: the FIFO of a `processes` channel in shared memory, with leases and committed counts (layout.hpp has
 // the data, ring.cpp the mapping and the lock, ring_sessions.cpp who takes part, ring_memory.cpp slots,
 // blocks and views, ring_items.cpp puts and takes, ring_runs.cpp several of them at once, ring_leases.cpp what
-// readers have in hand, ring_turns.cpp the order of outputs, ring_parcels.cpp descriptors that travel with
+// readers have in hand, ring_turns.cpp the order of outputs, ring_fd_bundles.cpp descriptors that travel with
 // items).
 //
 // Nothing here touches a Python object, so all of it may run with or without the GIL. Two rules keep threads

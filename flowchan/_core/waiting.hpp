@@ -1,5 +1,5 @@
 // Waiting: deadlines, futex words, and the gate at which readers or writers of one `processes` channel wait.
-// (Threads of one process wait in line.hpp.)
+// (Threads of one process wait in stream.hpp.)
 //
 // Algorithm. A gate is one futex word `seq` and a few counts that only the holder of the channel's lock
 // touches. Who finds nothing to do registers (waiting += 1), remembers `seq`, drops the lock and sleeps while

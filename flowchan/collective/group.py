@@ -1,7 +1,7 @@
 """A member's view of its group: the operations, for arrays, tensors, scalars and any Python object.
 
 They stand on a few operations on bytes and on arrays that lie in one piece, which a group over shared memory
-(``shared.py``) and one over several hosts (``linked.py``) have each in its own way.
+(``one_host.py``) and one over several hosts (``linked.py``) have each in its own way.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ in place.
 | torch tensor on the CPU | a tensor that may be changed: what is written becomes private, page by page |
 | ``memoryview`` | a read-only ``memoryview`` |
 | torch tensor after ``share_memory_()`` | a tensor in the same memory: who writes, writes for all |
-| Polars frame or series, Arrow table, Pillow image | the same, read where it lies (``frames.py``) |
-| torch tensor on a CUDA device | a tensor of its own on the same device (``device/crossing.py``) |
+| Polars frame or series, Arrow table, Pillow image | the same, read where it lies (``arrow.py``) |
+| torch tensor on a CUDA device | a tensor of its own on the same device (``transport/device/transfer.py``) |
 
 Each array or tensor travels by itself: two views of one memory arrive as two of their own, while one object
 that is in the item twice arrives as one. What lies with gaps arrives without. A tensor that is the result of

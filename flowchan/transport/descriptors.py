@@ -1,7 +1,7 @@
 """How the descriptors of channels, and of memory that is shared, reach another process.
 
 By inheritance while a child is being started. In an item of a channel: they travel beside it, in the kernel's
-keeping (ring_parcels.cpp), so neither the sender nor anybody else need live until it is received. In what
+keeping (ring_fd_bundles.cpp), so neither the sender nor anybody else need live until it is received. In what
 somebody pickles by himself: out of the sender's table under ``/proc``, which works for processes of the same
 user as long as the sender lives.
 """

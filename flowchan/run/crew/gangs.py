@@ -1,5 +1,5 @@
 """The groups that the workers of gangs on this machine form, and what a worker does with its own. (Those of
-gangs on hosts: ``hosts/crew.py``.)
+gangs on hosts: ``hosts/host_crew.py``.)
 
 A gang gets its group before it starts. An elastic one gets others: a worker that finds its group over does
 not end. It says so, and waits for its seat in the next one; then its function is called again, with the item

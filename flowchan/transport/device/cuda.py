@@ -1,4 +1,4 @@
-"""torch's CUDA tensors, for ``crossing.py``: copies, streams and events through torch, memory that is
+"""torch's CUDA tensors, for ``transfer.py``: copies, streams and events through torch, memory that is
 to be shared through the driver.
 
 The driver is called directly because torch's own allocator may hand out memory that has no handle (expandable
