@@ -95,7 +95,7 @@ sys.path[:0] = {paths!r}
 import numpy as np
 from fake_device import FAKE, FakeTensor
 from flowchan import Channel
-from flowchan.items.device import crossing
+from flowchan.transport.device import transfer as crossing
 crossing.use(FAKE)
 channel = Channel(across="processes")
 channel.put(FakeTensor(np.ones(10)))

@@ -22,7 +22,7 @@ def test_every_stage_can_be_sent_to_another_process_as_it_is() -> None:
     left.batch(2, timeout=1.5).reduce(lambda so_far, batch: so_far + sum(batch), 0)
     for stage in graph.stages:
         sent = pickle.loads(cloudpickle.dumps(stage))
-        assert (sent.name, sent.operator, sent.inputs, sent.place, sent.workers, dict(sent.options)) == (
+        assert (sent.name, sent.operator, sent.inputs, sent.placement, sent.workers, dict(sent.options)) == (
             (stage.name, stage.operator, stage.inputs, stage.placement, stage.workers, dict(stage.options))
         )
     assert graph.stage_named("negative").inputs == (Origin("numbers", "out"),)

@@ -130,7 +130,7 @@ def test_what_comes_to_a_get_that_ctrl_c_ended_is_the_next_one(how, there):
             wait_until(lambda: len(told) or one.stats().waiting_readers)
             one.put([number])
             assert told.get() == "ended"
-    assert peer.result() > 15  # Python 3.11 looks at more places than later ones
+    assert peer.result() > 8  # Python 3.11 looks at more places than later ones
     wait_stats(one, waiting_readers=0, selecting=0, inside=0)
 
 
@@ -155,4 +155,4 @@ def test_a_port_whose_opening_ctrl_c_ended_is_left(end):
     wait_blocked(over, readers=1)
     wait_stats(one, readers=0, writers=0)
     over.put(None)
-    assert peer.result() > 15  # Python 3.11 looks at more places than later ones
+    assert peer.result() > 8  # Python 3.11 looks at more places than later ones

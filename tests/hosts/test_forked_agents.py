@@ -25,7 +25,8 @@ from flowchan.hosts.providers import forked_agents
 SCRIPT = """
     import os, pathlib, resource, signal, sys, threading
     from flowchan import Graph
-    from flowchan.hosts import forked, local
+    from flowchan.hosts import local
+    from flowchan.hosts.providers import forked_agents as forked
 
     def found(function, count=1):
         graph = Graph("script")

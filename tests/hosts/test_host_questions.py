@@ -48,7 +48,7 @@ def test_what_nobody_waits_for_any_more_is_dropped_on_hosts_too(
             with pytest.raises(TimeoutError):
                 await run.ask(questions, "too late", timeout=0.01)
             await asyncio.to_thread(wait_until, lambda: len(crossed_off) == 2)
-            away: Any = run._crew._away[0]  # type: ignore[attr-defined]
+            away: Any = run._crew._parts[0]  # type: ignore[attr-defined]
             await asyncio.to_thread(wait_until, away.all_is_heard)  # what was said before is done
             gate.open()
             last = await run.ask(questions, "last")

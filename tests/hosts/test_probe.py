@@ -101,7 +101,7 @@ def test_where_no_name_is_known_each_is_told():
 
 
 def test_a_host_that_does_not_dial_is_given_up():
-    _, two = probe.look(odd("import signal; signal.pause()"), peer_timeout=5.0)
+    _, two = probe.look(odd("import signal; signal.pause()"), host_timeout=5.0)
     assert two.problem.startswith("local-2 did not dial 127.0.0.1:")
     assert two.problem.endswith("say another address of this machine with address=")
     assert " within 5 s; " in two.problem

@@ -253,7 +253,7 @@ def test_what_a_killed_receiver_held_comes_again(start):
 EXPANDABLE = """
 import torch
 from flowchan import Channel
-from flowchan.items.device import crossing
+from flowchan.transport.device import transfer as crossing
 tensors = [torch.full((3_000_000,), number, device="cuda") for number in range(5)]
 assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 channel = Channel(across="processes")

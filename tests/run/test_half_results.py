@@ -26,7 +26,7 @@ def let_end(crew: LocalCrew, *names: str) -> None:
     far = sum(bool(worker.host) for worker in crew.plan.workers)
 
     def ended() -> bool:
-        left = sum(len(away._lines) for away in getattr(crew, "_away", []))
+        left = sum(len(away._lines) for away in getattr(crew, "_parts", []))
         return left < far or all(crew.channels[name].drained or crew.channels[name].broken for name in names)
 
     wait_until(ended)

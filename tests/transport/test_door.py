@@ -127,7 +127,7 @@ def test_who_is_sent_away_for_another_may_just_have_said_something() -> None:
 
 
 def test_the_silent_are_sent_away_in_time() -> None:
-    with opened(patience=0.05) as door, tcp.dial(door.address, 30) as silent:
+    with opened(handshake_timeout=0.05) as door, tcp.dial(door.address, 30) as silent:
         serve_until_one_is_refused(door)
         assert "it sent nothing" in door.last_refused
         assert len(receive(silent, 9999)) == authentication.GREETING  # and then its end
@@ -147,7 +147,7 @@ HOSTILE = [
 def test_thousands_of_hostile_connections_are_survived(long_walk: bool) -> None:
     """Reset or closed, at any message; then one comes in that knows the secret."""
     number = 30_000 if long_walk else 600
-    with opened(patience=1) as door:
+    with opened(handshake_timeout=1) as door:
 
         def attack() -> None:
             for n in range(number):
