@@ -82,7 +82,9 @@ graph.source(itertools.count).sink(hold)
     assert code == 130
     states = [line.split(" · ")[1] for line in written if line.startswith("held · ")]
     assert "stopping" in states[1:]
-    assert set(states[states.index("stopping") :]) - {"stopped"} == {"stopping"}  # the last line is from the end
+    assert set(states[states.index("stopping") :]) - {"stopped"} == {
+        "stopping"
+    }  # the last line is from the end
     assert any(line.startswith("stopping: the sources have stopped") for line in written), written
 
 

@@ -15,15 +15,15 @@
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
    post()                                connection.py: Connection.post, Asked
-   abandon()                             connection.py: Connection.abandon; guest.py: Cancel
-   told()                                connection.py: Connection._told; far.py: FarChannel._return_one
+   abandon()                             connection.py: Connection.abandon; session.py: Cancel
+   told()                                connection.py: Connection._told; remote_channel.py: RemoteChannel._return_one
    lose()                                connection.py: Connection._lose, Connection.broken
-   keep_or_use()                         far.py: arrive, far_channel, FarChannel.came
+   keep_or_use()                         remote_channel.py: arrive, far_channel, RemoteChannel.came
    nudged()                              connection.py: Connection._nudged, Connection.tell, Connection.adopt
-   hear()                                guest.py: Guest._listen, Guest._do, Guest._do_open, Guest._drop
-   count(), uncount()                    home.py: Home.send, Home.come, Home.find
-   take(), answer()                      guest.py: Guest._do_get, Guest._answer
-   give_up()                             guest.py: Guest._give_up
+   hear()                                session.py: Guest._listen, Guest._do, Guest._do_open, Guest._drop
+   count(), uncount()                    channel_server.py: Home.send, Home.come, Home.find
+   take(), answer()                      session.py: Guest._do_get, Guest._answer
+   give_up()                             session.py: Guest._give_up
 
    Left out: ports, which are lines; several channels in one call; what is put is never waited for.
 

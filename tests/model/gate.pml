@@ -31,7 +31,7 @@
    nobody_beside() says what C8 then means: beside an item and a waiting reader one is on its way.
    -D LAZY=n: readers wake writers when n places are free (ring.hpp: Ring::call_writers, ReaderState::lazy).
    -D RANKS: FUTEX_WAKE wakes any of the readers: the workers of a stage have ranks.
-   -D GATHER: readers gather two items with `get_more`, which keeps what is in hand (bodies.py: batch).
+   -D GATHER: readers gather two items with `get_more`, which keeps what is in hand (operator_loops.py: batch).
    Left out: spinning, deadlines, ordered outputs (`turn`), large items, shortage of memory.
 
    Two places where the source does worse than the model; each can be put back by a define, and is found:

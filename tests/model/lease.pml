@@ -9,18 +9,18 @@
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
-   source                                bodies.py: source; ring_items.cpp: Ring::try_put; ring_sessions.cpp: Ring::end_session
+   source                                operator_loops.py: source; ring_items.cpp: Ring::try_put; ring_sessions.cpp: Ring::end_session
    ask                                   gets.cpp: get_item, get_step; ring_leases.cpp: Ring::acknowledge; ring_items.cpp: Ring::try_take
    AT_END()                              ring_items.cpp: Ring::at_end_for
    begin()                               puts.cpp: begin; ring_turns.cpp: Ring::begin_item
    one output                            ring.hpp: skips; puts.cpp: put_frame; ring_items.cpp: Ring::try_put, Ring::link
    leaving: told, close In, close Out    worker.py: work; ports.cpp: In::close, Out::close; ring_sessions.cpp: Ring::end_session
-   open_again, numbers, retire,          crew.py: recover; recovery.py: take_up; bindings.cpp: retire,
+   open_again, numbers, retire,          local_crew.py: recover; recovery.py: take_up; bindings.cpp: retire,
      give up                             take_up; ring_sessions.cpp: Ring::open_session, Ring::retire_writer;
                                          ring_leases.cpp: Ring::give_back
    release                               supervisor.py: _act (ReleasePorts), after events.py: Ended
    start                                 supervisor.py: _start_due
-   sink                                  bodies.py: sink (plain reads: C4)
+   sink                                  operator_loops.py: sink (plain reads: C4)
 
    A session is an index that is used again (layout.hpp: Session); numbers are given at the first taking, as in
    Ring::try_take. Left out: ordered outputs, several outputs rings, poison items, limits of restarts, get_many.

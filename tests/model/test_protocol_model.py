@@ -222,8 +222,8 @@ def test_what_a_model_says_it_stands_for_is_in_the_source(model: str) -> None:
     named = re.findall(r"(\w+\.(?:cpp|hpp|py)): ((?:[\w:<>]+(?:, )?)+)", re.sub(r"\s+", " ", right))
     assert len(re.findall(r"\w,? ", " ".join(names + " " for _, names in named))) >= 10
     for file, names in named:
-        folders = ("hosts",) if model == "asking" else ("_core", "run")
-        (path,) = (path for folder in folders for path in (SOURCE / folder).glob(file))
+        folders = ("remote",) if model == "asking" else ("_core", "run")
+        (path,) = (path for folder in folders for path in (SOURCE / folder).rglob(file))
         text = path.read_text()
         for name in re.split(r", ?", names.strip(", ")):
             last = re.split(r"::|>", name)[-1] or name

@@ -48,7 +48,7 @@ SHARED = {
     "flowchan.transport.interrupts",
 }
 # The core itself, where something must be a single step in C, or touch memory without a copy.
-NATIVE = {"inference.py": {"_core"}, "passing.py": {"View"}}
+NATIVE = {"inference.py": {"_core"}, "wire_format.py": {"View"}}
 
 
 def imported(source: Path) -> dict[str, set[str]]:

@@ -85,6 +85,7 @@ def chain(length: int, every_process: int) -> Blueprint:
     """``length`` stages in a row, each ``every_process``-th of them a process."""
     stages = [stage(f"s{i}", on="thread" if i % every_process else "process") for i in range(length)]
     edges = [
-        edge(a.name, b.name, int, a.placement.transport_to(b.placement).name) for a, b in itertools.pairwise(stages)
+        edge(a.name, b.name, int, a.placement.transport_to(b.placement).name)
+        for a, b in itertools.pairwise(stages)
     ]
     return declared("chain", stages, edges)

@@ -1,4 +1,5 @@
-"""The operators for an ``async def`` function: the loops of ``operator_loops.py``, with ``await`` where they wait.
+"""The operators for an ``async def`` function: the loops of ``operator_loops.py``, with ``await`` where
+they wait.
 
 The ``workers=n`` of such a stage are n tasks of one event loop, each with ports of its own; so order, errors,
 retries and the ends are those of n threads.
