@@ -435,6 +435,7 @@ def test_what_would_be_done_is_said_in_a_sentence() -> None:
 MISTAKE = """
 import threading
 import numpy as np
+import flowchan
 from flowchan import collective
 
 members = collective.members(2)

@@ -264,7 +264,7 @@ def test_calls_that_differ_raise_on_both_ranks(torch_programs: Template, tmp_pat
 ON_A_DEVICE = """
 import torch, torch.distributed as dist
 import flowchan.collective.torch.backend
-from flowchan.collective import arrays
+from flowchan.collective import array_access as arrays
 dist.init_process_group("flowchan", store=dist.HashStore(), rank=0, world_size=1)
 arrays.finish = lambda x: print("finished", x.device)
 try:

@@ -19,9 +19,10 @@ from support.waiting import wait_blocked, wait_stats, wait_until
 
 from flowchan import Channel, Empty, hosts, select
 from flowchan.channel import latch
+from flowchan.remote import connection
 
 pytestmark = pytest.mark.usefixtures("impatient")
-OURS = tuple(str(Path(module.__file__ or "").parent) for module in (hosts, latch))
+OURS = (*(str(Path(module.__file__ or "").parent) for module in (hosts, connection)), str(latch.__file__))
 LOOKS_AFTER = ("CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD")
 
 
@@ -130,7 +131,7 @@ def test_what_comes_to_a_get_that_ctrl_c_ended_is_the_next_one(how, there):
             wait_until(lambda: len(told) or one.stats().waiting_readers)
             one.put([number])
             assert told.get() == "ended"
-    assert peer.result() > 8  # Python 3.11 looks at more places than later ones
+    assert peer.result() > 15  # Python 3.11 looks at more places than later ones
     wait_stats(one, waiting_readers=0, selecting=0, inside=0)
 
 
@@ -155,4 +156,4 @@ def test_a_port_whose_opening_ctrl_c_ended_is_left(end):
     wait_blocked(over, readers=1)
     wait_stats(one, readers=0, writers=0)
     over.put(None)
-    assert peer.result() > 8  # Python 3.11 looks at more places than later ones
+    assert peer.result() > 15  # Python 3.11 looks at more places than later ones

@@ -14,16 +14,16 @@
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
-   post()                                connection.py: Connection.post, Asked
+   post()                                connection.py: Connection.post, PendingCall
    abandon()                             connection.py: Connection.abandon; session.py: Cancel
    told()                                connection.py: Connection._told; remote_channel.py: RemoteChannel._return_one
    lose()                                connection.py: Connection._lose, Connection.broken
-   keep_or_use()                         remote_channel.py: arrive, far_channel, RemoteChannel.came
+   keep_or_use()                         remote_channel.py: arrive, remote_channel, RemoteChannel.came
    nudged()                              connection.py: Connection._nudged, Connection.tell, Connection.adopt
-   hear()                                session.py: Guest._listen, Guest._do, Guest._do_open, Guest._drop
-   count(), uncount()                    channel_server.py: Home.send, Home.come, Home.find
-   take(), answer()                      session.py: Guest._do_get, Guest._answer
-   give_up()                             session.py: Guest._give_up
+   hear()                                session.py: ClientSession._listen, ClientSession._do, ClientSession._do_open, ClientSession._drop
+   count(), uncount()                    channel_server.py: ChannelServer.send, ChannelServer.come, ChannelServer.find
+   take(), answer()                      session.py: ClientSession._do_get, ClientSession._answer
+   give_up()                             session.py: ClientSession._give_up
 
    Left out: ports, which are lines; several channels in one call; what is put is never waited for.
 
