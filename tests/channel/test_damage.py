@@ -30,7 +30,7 @@ from flowchan.transport.descriptors import Borrowed
 CASES, FEW = 400, 75  # all of them with --long
 BATCH = 25  # children of one test, two at a time
 MUTEX, COUNTS = 128, 192  # where the lock, and what changes under it, lie in the header
-RECORDS, RECORD = 1_792, 512  # where the redo records lie, and how far apart
+RECORDS, RECORD = 1_856, 448  # where the redo records lie, and how far apart
 RECORDS_END = RECORDS + 16 * RECORD
 SLOT = 128
 OWNER_DIED = 0x4000_0000

@@ -136,7 +136,7 @@ def kill_relays() -> int:
     killed = 0
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            if any(word.endswith("relay.py") for word in child.cmdline()):
+            if any(word.endswith("tls_proxy.py") for word in child.cmdline()):
                 child.kill()
                 killed += 1
     return killed

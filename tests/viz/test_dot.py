@@ -103,7 +103,7 @@ def test_a_channel_shows_its_item_type_and_what_is_unusual() -> None:
         ({"workers": 4, "ordered": False}, "unordered"),
         ({"function": waits}, "async"),
         ({"gpus": 1}, "1 GPU each"),
-        ({"place": local(2)}, "2 hosts: local-1, local-2"),
+        ({"placement": local(2)}, "2 hosts: local-1, local-2"),
         ({}, ""),
     ],
 )
