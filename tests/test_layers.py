@@ -168,7 +168,7 @@ def test_file_stem_occurs_once():
 
 HOMES = {
     "declare/operators.py",  # the table of operators
-    "declare/places.py",
+    "declare/placements.py",
     "channel/transports.py",
 }
 NAMES = {*OPERATORS, *PLACEMENTS, *TRANSPORTS}

@@ -270,7 +270,7 @@ class Agent:
 
     def _dial(self, why: str, silent: float = 0.0) -> socket.socket:
         """A connection to the driver that both have proved the secret over; ends when there is none within
-        the peer_timeout. ``silent``: since when it has not been heard, in seconds."""
+        the peer timeout. ``silent``: since when it has not been heard, in seconds."""
         orders = self._orders
         hello = {**versions(), "number": orders.number, "epoch": orders.epoch}
         within = max(0.0, orders.peer_timeout - silent)

@@ -1,6 +1,6 @@
 """Where the channels across hosts of this process are reached from elsewhere.
 
-Such a channel is an ordinary ring in the process that made it, its home. ChannelServer listens at one
+Such a channel is an ordinary ring in the process that made it, its home. The server listens at one
 address for all
 of them, and lets in who proves the secret: a :class:`ClientSession`, for each process elsewhere that has
 some of them

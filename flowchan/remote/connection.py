@@ -287,7 +287,7 @@ class Connection(Calls):
     # --- the end ---
 
     def _lose(self, why: str, ended: Collection[int] = ()) -> None:
-        """ChannelServer is out of reach for good: all that is open here is broken, but for what has ended
+        """The server is out of reach for good: all that is open here is broken, but for what has ended
         before."""
         with self._lock:
             self.lost = self.lost or why
@@ -333,7 +333,7 @@ class Connection(Calls):
 _registry_lock = threading.RLock()
 _connections: dict[tuple[str, bytes], Connection] = {}
 _leaving: set[Connection] = set()
-"""ChannelServer is still to hear what they have said before; a program waits for that when it ends."""
+"""The server is still to hear what they have said before; a program waits for that when it ends."""
 _dialling: weakref.WeakValueDictionary[tuple[str, bytes], Any] = weakref.WeakValueDictionary()
 """Held by who dials that home."""
 

@@ -2,7 +2,7 @@
 (line 0), and what home answers. Both have proved the secret by then, so these values are pickled as any items
 are; the users' items among them stay sealed.
 
-ChannelServer does what it is asked for, in the channel itself. So a call from elsewhere is what the same
+The server does what it is asked for, in the channel itself. So a call from elsewhere is what the same
 call is at
 home, and takes a round trip more."""
 
@@ -83,7 +83,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class ServerClosed:
-    """ChannelServer is no more, and why. ``ended``: the lines whose channel has come to its clean end."""
+    """The server is no more, and why. ``ended``: the lines whose channel has come to its clean end."""
 
     why: str
     ended: tuple[int, ...] = ()

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Unanswered(Exception):
-    """ChannelServer has not answered in time. What it still answers is heard late."""
+    """The server has not answered in time. What it still answers is heard late."""
 
 
 def is_not_now(error: BaseException) -> bool:
@@ -182,7 +182,7 @@ class Calls:
             asked.late(answer)
 
     def _recall(self, asked: PendingCall) -> None:
-        """ChannelServer answers it at once: with what it has just done, or that it was recalled."""
+        """The server answers it at once: with what it has just done, or that it was recalled."""
         with contextlib.suppress(ChannelError, ValueError):
             self._asks.put_nowait(Cancel(asked.number))
 

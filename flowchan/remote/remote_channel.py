@@ -355,7 +355,7 @@ class RemoteChannel(Channel[T]):
         return f"<Channel({self.capacity}, across={self.across!r}) of {self.address}>"
 
     def came(self) -> None:
-        """An item that it was in is finished here. ChannelServer keeps it for that item until then."""
+        """An item that it was in is finished here. The server keeps it for that item until then."""
         self._connection.tell("come", self._number)
 
     def _another(self, capacity: int) -> Channel[Any]:

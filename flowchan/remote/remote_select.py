@@ -120,7 +120,7 @@ class _There:
         return *self._gets, *self._looks
 
     def select(self, timeout: float | None) -> Done:
-        """ChannelServer does one, or says within the time that none can be done. Before that, what has come
+        """The server does one, or says within the time that none can be done. Before that, what has come
         here for
         calls that were interrupted."""
         give_up = None if timeout is None else time.monotonic() + timeout
@@ -198,7 +198,7 @@ class _There:
             channel.put_back([item])
 
     def stand(self, bell: Channel[None]) -> None:
-        """ChannelServer rings the bell when something may have become possible."""
+        """The server rings the bell when something may have become possible."""
         if self._standing is not None and self._standing.answer is None:
             return
 

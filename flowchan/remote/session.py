@@ -383,7 +383,7 @@ class ClientSession:
         )
 
     async def leave_alone(self, why: str) -> None:
-        """ChannelServer is over."""
+        """The server is over."""
         with contextlib.suppress(Closed, Broken, Full):
             self._answers.put_nowait(ServerClosed(why, self._ended()))
         give_up = self._loop.time() + LAST_WORD

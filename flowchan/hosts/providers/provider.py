@@ -30,7 +30,7 @@ class StartedAgent(Protocol):
 
     def ended(self) -> str | None:
         """Why the agent is no more, as one line that names the host; ``None`` while it may still run. Does
-        not wait. Where a provider can only guess, it says so, and the agent's own peer_timeout ends it."""
+        not wait. Where a provider can only guess, it says so, and the agent's own peer timeout ends it."""
 
     def waits(self) -> bool:
         """Whether it has no place yet, and will get one sooner or later. Does not wait."""

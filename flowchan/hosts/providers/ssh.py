@@ -94,7 +94,7 @@ def ssh(*hosts: str, python: str = "python3", address: str | None = None) -> Ssh
     """One agent on each host, started by the system's ``ssh`` without a password. ``python`` is the
     executable over there, with flowchan installed: ``~/venv/bin/python``. ``address`` is the one of this
     machine at which the hosts reach it, without a port; else it is the one on the kernel's route to them.
-    Killing an agent only cuts it off: it ends itself when its peer_timeout is over."""
+    Killing an agent only cuts it off: it ends itself when its peer timeout is over."""
     if not hosts:
         raise ValueError('ssh: it takes at least one host, as in ssh("gpu1", "user@gpu2")')
     for host in hosts:

@@ -55,7 +55,7 @@ class PlannedWorker:
 class Plan:
     """All that one run consists of. Its channels, one for each of ``edges``, share ``memory`` bytes.
     ``inputs`` are the channels that the user fills, by stage name: one, or one for each worker of its reader;
-    all that its workers draw by seeds begins
+    all that its workers draw at random begins
     with ``seed``."""
 
     graph: Blueprint
