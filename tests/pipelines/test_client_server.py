@@ -256,7 +256,8 @@ def test_net_stats(server):
     def work(client):
         client.send(bytes(100_000))
         client.recv()
-        return client.stats()
+        # The thread that sends counts when its call has returned, perhaps after the answer has come.
+        wait_until(lambda: client.stats().sent > 100_000)
 
     peer = beside(server, work)
     (client,) = server.clients(1)
@@ -265,7 +266,7 @@ def test_net_stats(server):
     assert there.received > 100_000
     assert server.stats().received >= there.received
     client.send("done")
-    assert peer.result().sent > 100_000
+    peer.join()
 
 
 # --- and what it lacks ---
