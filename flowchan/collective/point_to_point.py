@@ -69,23 +69,29 @@ class Messages:
         return self._peers[rank]
 
     def send(self, x: Any, to: int, timeout: float | None) -> None:
-        self.peer(to).send(x, timeout)
+        peer = self._peers.get(to) or self.peer(to)
+        peer.send(x, timeout)
 
     def receive(self, source: int, timeout: float | None) -> Any:
-        left = countdown(timeout)
-        peer = self.peer(source)
+        peer = self._peers.get(source) or self.peer(source)
         try:
-            while (channel := peer.incoming()) is None:
-                if peer.is_gone() and peer.incoming() is None:
-                    raise peer.gone("receive")
-                if left() == 0:
-                    raise Empty
-                time.sleep(POLL_INTERVAL_S)
-            return peer.take(channel, left())
+            if (channel := peer.incoming()) is not None:
+                return peer.take(channel, timeout)
+            return self._receive_first(peer, countdown(timeout))
         except Empty:
             raise TimeoutError(f"rank {source} has sent nothing to rank {self._rank} in time") from None
         except (Broken, Drained) as error:
             raise peer.gone("receive") from error
+
+    def _receive_first(self, peer: Peer, left: Callable[[], float | None]) -> Any:
+        """Receive from a peer whose channel this member has not opened yet."""
+        while (channel := peer.incoming()) is None:
+            if peer.is_gone() and peer.incoming() is None:
+                raise peer.gone("receive")
+            if left() == 0:
+                raise Empty
+            time.sleep(POLL_INTERVAL_S)
+        return peer.take(channel, left())
 
     def receive_any(self, timeout: float | None) -> tuple[Any, int]:
         left = countdown(timeout)
@@ -217,7 +223,9 @@ class SameHostPeer:
 
     def incoming(self) -> In[Any] | None:
         """See :class:`Peer`. Raises :class:`MemberDied` where it can't be opened any more."""
-        if not self._in and (where := self._member._lane_from(self._place)) is not None:
+        if self._in:
+            return self._in[0]
+        if (where := self._member._lane_from(self._place)) is not None:
             pid, at, inode = where
             socket, fd = divmod(at, _PACKED)
             with self._lock:

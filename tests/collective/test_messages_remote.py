@@ -118,7 +118,7 @@ def test_receive_after_ctrl_c_anywhere_goes_on(to_us: Received, any_source: bool
             else:
                 lost += 1
             assert then == sent[1]
-    assert after > 10
+    assert after > 5
     assert lost < 8
 
 
