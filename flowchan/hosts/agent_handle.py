@@ -59,7 +59,8 @@ class AgentHandle:
         self._provider, self._peer_timeout = provider, peer_timeout
         self._heard = heard
         self._address = ""
-        self._closed = False
+        self._closed = False  # nothing it reports matters to the run any more
+        self._is_left_alone = False  # it can't connect any more
         self._lock = threading.Lock()
         self._started: StartedAgent | None = None
         self._threads: list[threading.Thread] = []
@@ -85,7 +86,7 @@ class AgentHandle:
     def meet(self, sock: socket.socket) -> None:
         """Go on over ``sock``: the agent has dialled, at first or after a break, and has proved itself."""
         with self._lock:
-            if self.why or self._closed:
+            if self.why or self._is_left_alone:
                 sock.close()
                 return
             self.link.attach(sock.detach())
@@ -129,6 +130,8 @@ class AgentHandle:
         pause = threading.Event()
         while self.has_met and not self._has_ended() and time.monotonic() < give_up:
             pause.wait(0.005)
+        with self._lock:
+            self._is_left_alone = True
         self.link.close()
         self._commands.close()
         self._letterbox.close()

@@ -10,6 +10,8 @@ from support.waiting import wait_until
 from benchmarks.far import cut
 from flowchan import Graph, Run
 from flowchan.hosts import local
+from flowchan.hosts.agent_handle import AgentHandle
+from flowchan.run.policy import decisions
 from tests.link.linked import kill_relays
 
 ITEMS = 3000
@@ -58,3 +60,30 @@ def test_a_worker_goes_on_when_its_link_breaks_while_it_works() -> None:
     wait_until(lambda: breaks(run) == [1] and run.stats().hosts[0].state == "connected")
     gate.open()
     assert run.wait()[result] == [0, 1, 2, 3, 4]
+
+
+def test_run_that_ends_while_its_link_is_broken_is_heard_by_the_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The agent connects once more and hears that it may leave, so the run does not wait out its grace."""
+    monkeypatch.setattr(decisions, "GRACE", 60.0)
+    ended: list[bool] = []
+    leave, join = AgentHandle.leave, AgentHandle.join
+
+    def break_and_leave(agent: AgentHandle) -> None:
+        with agent._lock:  # it can't come back before the run has ended
+            assert cut() == 1
+            wait_until(lambda: not agent.link.state()["connected"])
+            agent._closed = True
+        leave(agent)
+
+    def join_ended(agent: AgentHandle) -> None:
+        ended.append(agent._has_ended())
+        join(agent)
+
+    monkeypatch.setattr(AgentHandle, "leave", break_and_leave)
+    monkeypatch.setattr(AgentHandle, "join", join_ended)
+    graph = Graph("leaving")
+    result = graph.source(range(5)).map(abs, on=local(1)).collect()
+    assert graph.run()[result] == [0, 1, 2, 3, 4]
+    assert ended == [True]
