@@ -21,7 +21,7 @@ import flowchan
 ROOT = Path(__file__).parents[2]
 EXECUTE = Path(__file__).parent / "execute.py"
 DOCS = ROOT / "docs"
-TOGETHER = {name: sorted((DOCS / name).glob("*.md")) for name in ("howto", "from")}
+TOGETHER = {name: sorted((DOCS / name).glob("*.md")) for name in ("howto", "from", "groups", "explanation")}
 """Short pages, which share a process."""
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
@@ -83,9 +83,11 @@ def test_every_link_and_picture_of_a_page_leads_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub and the site make them."""
-    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    """Return the anchors of a page: of its headings, as GitHub and the site make them, and ``<a id>``."""
+    text = FENCE.sub("", page.read_text())
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    kept = re.findall(r"<a id=\"([\w-]+)\">", text)  # where a heading has been renamed
+    return {*kept, *(re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings)}
 
 
 def shown_by(file: str) -> list[str]:
