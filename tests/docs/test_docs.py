@@ -21,11 +21,12 @@ import flowchan
 ROOT = Path(__file__).parents[2]
 EXECUTE = Path(__file__).parent / "execute.py"
 DOCS = ROOT / "docs"
-TOGETHER = {name: sorted((DOCS / name).glob("*.md")) for name in ("howto", "from", "groups", "explanation")}
+TOGETHER = {name: sorted((DOCS / name).glob("*.md")) for name in ("howto", "from")}
 """Short pages, which share a process."""
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(DOCS.glob("*.md")),
+    *sorted((DOCS / "groups").glob("*.md")),
 ]
 ALL = [*PAGES, *(page for pages in TOGETHER.values() for page in pages)]
 RUNS = {page.name: [page] for page in PAGES} | TOGETHER
