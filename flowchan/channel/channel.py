@@ -1,6 +1,6 @@
 """The channel: a bounded, closable FIFO with one contract on every transport.
 
-The contract, C1 to C15, is written in docs/channels.md; each clause is a test in ``tests/contract/``.
+The contract, C1 to C15, is in docs/explanation/contract.md; ``tests/contract/`` tests each clause.
 ``put`` and ``get`` and their kin are native methods inherited from the core; here are the checks of
 arguments, the statistics, and how a channel reaches another process.
 """
