@@ -28,7 +28,11 @@ PAGES = [
     *sorted(DOCS.glob("*.md")),
     *sorted((DOCS / "groups").glob("*.md")),
 ]
-ALL = [*PAGES, *(page for pages in TOGETHER.values() for page in pages)]
+ALL = [
+    *PAGES,
+    *(page for pages in TOGETHER.values() for page in pages),
+    *sorted((DOCS / "explanation").glob("*.md")),
+]
 RUNS = {page.name: [page] for page in PAGES} | TOGETHER
 PUBLIC = {
     "flowchan": "flowchan/__init__.py",
