@@ -21,7 +21,7 @@ import flowchan
 ROOT = Path(__file__).parents[2]
 EXECUTE = Path(__file__).parent / "execute.py"
 DOCS = ROOT / "docs"
-TOGETHER = {name: sorted((DOCS / name).glob("*.md")) for name in ("howto", "from")}
+TOGETHER = {name: sorted((DOCS / name).glob("*.md")) for name in ("howto", "from", "explanation", "appendix")}
 """Short pages, which share a process."""
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
