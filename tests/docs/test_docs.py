@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from execute import FENCE, blocks
 from support.preloaded_programs import Template
+from test_layers import LAYERS
 
 import flowchan
 
@@ -216,7 +217,11 @@ def test_troubleshooting_has_a_row_for_every_message() -> None:
     assert missing == {}
 
 
-PICTURES = [("README.md", "wordcount.py"), ("docs/tutorial.md", "shop.py"), ("docs/concepts.md", "concepts.py")]
+PICTURES = [
+    ("README.md", "wordcount.py"),
+    ("docs/tutorial.md", "shop.py"),
+    ("docs/concepts.md", "concepts.py"),
+]
 
 
 @pytest.mark.parametrize(("page", "program"), PICTURES, ids=[program for _, program in PICTURES])
@@ -234,3 +239,8 @@ def test_picture_on_a_page_shows_the_labels_of_its_program(page: str, program: s
 def labels(picture: Path) -> list[str]:
     """Return the texts of an SVG, sorted."""
     return sorted(re.findall(r"<text[^>]*>([^<]*)", picture.read_text()))
+
+
+def test_picture_of_the_layers_has_every_layer() -> None:
+    shown = labels(DOCS / "images" / "layers.svg")
+    assert {part for parts in LAYERS for part in parts} <= set(shown)
