@@ -11,8 +11,8 @@ from benchmarks.peers import across_threads, bounded_queue, simple_queue, thread
 ISOLATES = (
     "One channel between threads. The threads meet at a barrier before the clock starts, and each calls put "
     "or get once per item. The clock stops when all threads have ended. SimpleQueue has no bound and cannot "
-    "be closed. With room for 1,024 items the threads switch twice for every 1,024 items, which costs as much"
-    " as the items do. With room for 100,000 items they hardly ever switch."
+    "be closed. A channel with room for 1,024 items makes the threads switch twice per 1,024 items, which "
+    "costs as much as the items do. A channel with room for 100,000 items avoids most switches."
 )
 
 

@@ -30,7 +30,7 @@ ISOLATES = (
     "One operation after the other on the same arrays. The ranks start once, and sleep while other cases are "
     "measured. The figure is the time per operation at the slowest rank, after a barrier. An allreduce is an "
     "in-place sum of float32. For allgather, reduce_scatter and alltoall the size is that of the whole array."
-    " A training step is the forward and backward pass of one layer, and its size is that of the gradients; "
+    " A training step is the forward and backward pass of one layer, and its size is that of the gradients. "
     "gloo runs under DDP, flowchan under Gradients. Each system pickles the objects. 'Over hosts' means that "
     "each rank acts as if it had its own host and connects to the others over loopback. The death rows start "
     "at kill -9 of one rank during allreduces. They end when the last survivor has MemberDied, and when the "

@@ -252,9 +252,7 @@ def _processor() -> str:
 def show(name: str, isolates: str, report: Report) -> None:
     """Print what one benchmark found: the table, and all figures behind it with the CPU they cost."""
     console = Console(width=None if Console().is_terminal else 150)
-    table = Table(
-        "work", "to reach", "flowchan", "peer", "ratio", "reached", title=name, title_justify="left"
-    )
+    table = Table("work", "target", "flowchan", "peer", "ratio", "reached", title=name, title_justify="left")
     for row in report.rows:
         table.add_row(row.work, row.target, row.flowchan, row.peer, row.ratio, "yes" if row.reached else "NO")
     console.print(table)

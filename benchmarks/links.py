@@ -43,8 +43,8 @@ ISOLATES = (
     "fills an array per item, as copy=False requires. Otherwise it sends the same array again, which stays in"
     " the cache. The bare socket moves only the bytes, between memory that is already allocated. A long wire "
     "joins two network namespaces and delays every packet, acknowledgements included, by half of the "
-    "round-trip time. With 0 ms the packets take the same path. In the rows 'while Python code runs', a "
-    "thread of the sending process computes and holds the GIL as long as it can."
+    "round-trip time. The rows with 0 ms use the same path. In the rows 'while Python code runs', a thread of"
+    " the sending process computes and holds the GIL as long as it can."
 )
 
 ROOM = 1024

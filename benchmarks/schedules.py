@@ -23,10 +23,10 @@ ISOLATES = (
     "'Through a part': a batch of one micro-batch passes through parts of one nn.Identity each, without a "
     "graph. The figure is the additional time per part, from a pipe of five parts and a pipe of one. "
     "'Bubble': the model of the benchmark 'sequential' in equal parts on two processes with one compute "
-    "thread each, cross entropy, SGD and 8 micro-batches of 512 samples. The figure is the share of the last "
-    "ten steps in which a worker neither computes nor passes data on. The forecast simulates the schedule "
-    "from the measured times of the layers. It assumes that passing data on is free and that no core is "
-    "shared."
+    "thread each. It trains with cross entropy, SGD and 8 micro-batches of 512 samples. The figure is the "
+    "share of the last ten steps in which a worker neither computes nor passes data on. The forecast "
+    "simulates the schedule from the measured times of the layers. It assumes that passing data on is free "
+    "and that no core is shared."
 )
 
 SIZES = {"1 KB": 256, "1 MB": 1 << 18}

@@ -32,7 +32,7 @@ INTRODUCTION = """# Benchmarks
 
 Each row compares flowchan with a peer that was measured in the same run.
 The ratio is the ratio of the medians, and higher is better: 2 means that flowchan is twice as fast.
-A row that misses its target is published too.
+The table also has the rows that miss their target.
 
 - `make bench` measures everything and writes this page.
 - `.venv/bin/python -m benchmarks --only maps` runs one benchmark.
@@ -73,7 +73,7 @@ def _section(name: str, benchmark: dict[str, Any]) -> str:
             f"## {name.replace('_', ' ')}\n",
             f"{benchmark['isolates']}\n",
             *_table(["work", "target", "flowchan", "peer", "ratio", "reached"], rows),
-            f"\nMeasured {benchmark['when']} on {_machine(benchmark)}, with {versions}.\n",
+            f"\nMeasured {benchmark['when']} on {_machine(benchmark)}.\nVersions: {versions}.\n",
         ]
     )
 

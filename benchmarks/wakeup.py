@@ -21,7 +21,7 @@ from benchmarks.peers import (
 
 ISOLATES = (
     "One channel, one writer and one reader. The writer sleeps 2 ms before each put, so that the reader is "
-    "asleep, and puts the time of the put (CLOCK_MONOTONIC, which all processes share). The os pipe is "
+    "asleep. The item is the time of the put (CLOCK_MONOTONIC, which all processes share). The os pipe is "
     "os.write and os.read of 8 bytes, without pickling. The quantiles are over the wake-ups of all rounds."
 )
 
