@@ -1,4 +1,4 @@
-"""CUDA tensors between two processes, beside torch.multiprocessing's queue and the way through host memory.
+"""CUDA tensors between two processes, compared with torch.multiprocessing's queue and with host memory.
 Where there is no CUDA device it says so and ends."""
 
 from __future__ import annotations

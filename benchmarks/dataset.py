@@ -1,4 +1,4 @@
-"""Epochs of decoded pictures: a graph as a dataset, beside torch's DataLoader, two workers each."""
+"""Epochs of decoded pictures: a graph as a dataset and torch's DataLoader, two workers each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a newcomer gets, who says nothing but ``parts=2, on="process"``, beside the plain module."""
+"""The default options, with only ``parts=2, on="process"`` set, compared with the plain module."""
 
 from __future__ import annotations
 

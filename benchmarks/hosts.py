@@ -1,4 +1,4 @@
-"""Runs over hosts, with all agents on this machine: beside the same run on processes, and beside Ray."""
+"""Runs over hosts, with all agents on this machine: compared with the same run on processes, and with Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``examples/wordcount.py`` over the standard library, beside the sequential loop, with a warm file cache."""
+"""``examples/wordcount.py`` over the standard library and the sequential loop, with a warm file cache."""
 
 from __future__ import annotations
 
