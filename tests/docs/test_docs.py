@@ -27,6 +27,7 @@ TOGETHER = {name: sorted((DOCS / name).glob("*.md")) for name in ("howto", "from
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(DOCS.glob("*.md")),
+    *sorted((DOCS / "groups").glob("*.md")),
 ]
 ALL = [*PAGES, *(page for pages in TOGETHER.values() for page in pages)]
 RUNS = {page.name: [page] for page in PAGES} | TOGETHER
@@ -84,9 +85,11 @@ def test_every_link_and_picture_of_a_page_leads_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub and the site make them."""
-    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    """Return the anchors of a page: of its headings, as GitHub and the site make them, and ``<a id>``."""
+    text = FENCE.sub("", page.read_text())
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    kept = re.findall(r"<a id=\"([\w-]+)\">", text)  # where a heading has been renamed
+    return {*kept, *(re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings)}
 
 
 def shown_by(file: str) -> list[str]:
