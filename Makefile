@@ -57,6 +57,7 @@ lint: .venv/installed-test
 	cd build/types && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p flowchan -p flowchan_torch
 	cd build/types && ../../$(BIN)/python ../../tools/typed.py
 	$(BIN)/python tools/complexity.py
+	$(BIN)/python tools/prose.py
 
 # The site, in build/site. A warning is an error, a link that leads nowhere among them.
 docs: .venv/installed-docs

@@ -1,4 +1,4 @@
-"""Benchmarks of flowchan beside its peers: ``python -m benchmarks [--only NAME] [--quick]``, or ``make
+"""Benchmarks of flowchan and its peers: ``python -m benchmarks [--only NAME] [--quick]``, or ``make
 bench``.
 
 Each module measures one thing and says in ``ISOLATES`` what is inside the clock and what is not.

@@ -19,14 +19,12 @@ from benchmarks.peers import CONTEXT, Ends, multiprocessing_queue, processes_cha
 from flowchan import Channel
 
 ISOLATES = (
-    "one queue and nothing else: a forked child puts, this process gets and reads one byte of "
-    "every page; both stand at "
-    "a barrier before the clock starts, and the clock stops at the last read. Room for 8 items. "
-    "Arrays: one and the same, "
-    "put again and again. Fresh tensors: each is made (filled) for its put. The memory copy "
-    "goes from one array to 8 "
-    "others in turn, all pages touched before. Loans: got, one byte written, put, got by the "
-    "other side, one byte read."
+    "One queue between two processes. A forked child puts; this process gets and reads one byte of every "
+    "page. Both meet at a barrier before the clock starts, and the clock stops at the last read. The queue "
+    "has room for 8 items. 'Array' puts the same array again and again. 'Fresh tensors' makes and fills a "
+    "tensor for each put. The memory copy goes from one array to 8 others in turn, whose pages were touched "
+    "before. 'Loans': one process gets a loan, writes one byte and puts it; the other gets it and reads one "
+    "byte."
 )
 
 SLOTS = 8

@@ -15,9 +15,9 @@ from benchmarks.harness import Case, Effort, Report, at_least, throughput
 from benchmarks.peers import across_processes, multiprocessing_queue, processes_channel
 
 ISOLATES = (
-    "as channels_processes with ints, but every sample is a new pair of processes on a new channel. Between "
-    "the pairs a C program measures how long a cache line takes to the other core and back: a virtual "
-    "machine's cores move, and the cores of a large server lie far apart."
+    "Like channels_processes with ints, but each sample uses a new pair of processes on a new channel. "
+    "Between the pairs a C program measures the round trip of a cache line between the two cores. A virtual "
+    "machine's cores move, and two cores of a large server can be far from each other."
 )
 
 PAIRS = 20

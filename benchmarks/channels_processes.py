@@ -12,12 +12,11 @@ from benchmarks.harness import Effort, Report, Result, at_least, throughput
 from benchmarks.peers import across_processes, fast_fifo, multiprocessing_queue, os_pipe, processes_channel
 
 ISOLATES = (
-    "one channel and nothing else: a forked child puts, this process gets, both stand at a "
-    "barrier before the clock "
-    "starts, and the clock stops at the last get. Encoding and decoding are inside. Room for "
-    "1024 items, 64 of 64 KB; "
-    "the os pipe is multiprocessing.Pipe, with the kernel's bound. The memory copy moves 64 KB at a time "
-    "between two blocks of 64 such items each, all pages touched before."
+    "One channel between two processes. A forked child puts and this process gets. Both meet at a barrier "
+    "before the clock starts, and the clock stops at the last get. Encoding and decoding are included. The "
+    "channel has room for 1,024 items, or for 64 items of 64 KB. The os pipe is multiprocessing.Pipe with the"
+    " kernel's bound. The memory copy moves 64 KB at a time between two blocks of 64 items, whose pages were "
+    "touched before."
 )
 
 BIG = 64 * 1024

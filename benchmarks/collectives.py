@@ -27,15 +27,14 @@ from benchmarks.harness import Case, Effort, Report, Result, Row, at_most, in_wo
 from flowchan import MemberDied, _core, collective
 
 ISOLATES = (
-    "one operation after the other on the same arrays, by ranks that were started once and sleep while "
-    "others are measured; the figure is the time per operation at the slowest rank, a barrier before the "
-    "clock starts. allreduce is in place, of float32, a sum; of allgather, reduce_scatter and alltoall the "
-    "size is that of the whole. Of a training step, forward and backward of one layer, it is that of the "
-    "gradients; gloo's is DDP's, flowchan's that of Gradients. Objects are pickled by each. Over hosts "
-    "means that each rank believes to be "
-    "on one of its own, and is connected to the others over loopback. After a death: from kill -9 of one "
-    "rank, in the midst of allreduces, until the last of the others has MemberDied, and until the group that "
-    "shrink gives them has done a barrier."
+    "One operation after the other on the same arrays. The ranks start once, and sleep while other cases are "
+    "measured. The figure is the time per operation at the slowest rank, after a barrier. An allreduce is an "
+    "in-place sum of float32. For allgather, reduce_scatter and alltoall the size is that of the whole array."
+    " A training step is the forward and backward pass of one layer, and its size is that of the gradients. "
+    "gloo runs under DDP, flowchan under Gradients. Each system pickles the objects. 'Over hosts' means that "
+    "each rank acts as if it had its own host and connects to the others over loopback. The death rows start "
+    "at kill -9 of one rank during allreduces. They end when the last survivor has MemberDied, and when the "
+    "group from shrink has finished a barrier."
 )
 
 ENVIRONMENT = Path(sys.executable).parent
@@ -158,7 +157,9 @@ def in_place(report: Report, job: Ranks, effort: Effort) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         cases = [timed(job, "allreduce", size, effort), Case("two threads in place", "s", work)]
-        mine, threads = report.interleave("allreduce beside threads, 64 MB, 2 ranks", cases, effort.rounds)
+        mine, threads = report.interleave(
+            "allreduce compared with threads, 64 MB, 2 ranks", cases, effort.rounds
+        )
     report.rows.append(at_most(1.2, mine, threads))
 
 
@@ -169,7 +170,7 @@ def loaded(report: Report, jobs: dict[str, Ranks], effort: Effort) -> None:
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
     try:
         cases = [timed(job, "allreduce", KB, effort) for job in jobs.values()]
-        work = "allreduce, 1 KB, 2 ranks, beside 8 busy processes"
+        work = "allreduce, 1 KB, 2 ranks, with 8 busy processes"
         mine, *peers = report.interleave(work, cases, effort.rounds)
     finally:
         for process in busy:
@@ -184,7 +185,7 @@ def after_a_death(report: Report, ranks: int, effort: Effort) -> None:
         work = f"death of one of {ranks} ranks, until {until}"
         result = Result(work, "flowchan", "s", list(seconds), [0.0])
         report.results.append(result)
-        report.rows.append(Row(work, "published", in_words(result.figure(), "s"), "", "", True))
+        report.rows.append(Row(work, "none", in_words(result.figure(), "s"), "", "", True))
 
 
 def death(ranks: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""CUDA tensors between two processes, beside torch.multiprocessing's queue and the way through host memory.
+"""CUDA tensors between two processes, compared with torch.multiprocessing's queue and with host memory.
 Where there is no CUDA device it says so and ends."""
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from benchmarks.harness import Effort, Report, at_least, throughput
 from flowchan import Channel
 
 ISOLATES = (
-    "one queue and nothing else, on one CUDA device: a spawned child fills a fresh tensor for "
-    "each put, this process gets "
-    "it and adds its first byte to a sum on the device; the clock starts when a first tensor has "
-    "crossed and stops when "
-    "the device has done all. Room for 8 items. A flowchan item is copied twice on the device, "
-    "torch's is not: there the "
-    "receiver looks at the sender's memory. The host's way is flowchan with FLOWCHAN_CUDA_IPC=0."
+    "One queue on one CUDA device. A spawned child fills a fresh tensor for each put. This process gets it "
+    "and adds its first byte to a sum on the device. The clock starts after a first tensor has arrived and "
+    "stops when the device has finished all work. The queue has room for 8 items. flowchan copies an item "
+    "twice on the device. torch does not copy: its receiver reads the sender's memory. 'Through host memory' "
+    "is flowchan with FLOWCHAN_CUDA_IPC=0."
 )
 
 SLOTS = 8

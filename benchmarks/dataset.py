@@ -1,4 +1,4 @@
-"""Epochs of decoded pictures: a graph as a dataset, beside torch's DataLoader, two workers each."""
+"""Epochs of decoded pictures: a graph as a dataset and torch's DataLoader, two workers each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flowchan import Graph
 from flowchan.pipelines import dataset
 
 ISOLATES = (
-    "pictures per second over an epoch whose start and end are in the clock: JPEG pictures of 320 × 240 are "
-    "decoded, made half as large and put into batches of 32 tensors of floats. Both decode in two processes, "
-    "which are started for each epoch, by fork; the loop only looks at the shape of each batch."
+    "Pictures per second over one epoch, including its start and end. JPEG pictures of 320 × 240 are decoded,"
+    " halved in size and collected into batches of 32 float tensors. Both systems decode in two processes, "
+    "which they fork for each epoch. The loop only reads the shape of each batch."
 )
 WORKERS, BATCH = 2, 32
 

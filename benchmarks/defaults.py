@@ -1,4 +1,4 @@
-"""What a newcomer gets, who says nothing but ``parts=2, on="process"``, beside the plain module."""
+"""The default options, with only ``parts=2, on="process"`` set, compared with the plain module."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.pipes import WIDTH, batch, rate, timed
 from flowchan.pipelines import Sequential
 
 ISOLATES = (
-    "4 or 16 pairs of Linear(512), Tanh and a last Linear(512, 10), a stream of batches, and nothing said "
-    "but parts=2 and on='process'; each round is a fresh start, with the cut measured again; the plain "
-    "module once with one compute thread, once with torch's own number, which on two cores computes as "
-    "quickly as two parts could at best; two plain modules, in processes that have nothing to do with each "
-    "other, show how much of a second core this machine really gives."
+    "A stream of batches through 4 or 16 pairs of Linear(512) and Tanh and a last Linear(512, 10). The only "
+    "options are parts=2 and on='process'. Each round starts fresh and measures the cut again. The plain "
+    "module runs once with one compute thread and once with torch's default number. On two cores that default"
+    " is as fast as two parts could be at best. Two independent plain modules in two processes show how much "
+    "of a second core this machine really provides."
 )
 
 

@@ -99,8 +99,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: the work, what is to be reached, both figures, their ratio, and whether it was
-    reached. ``peer`` and ``ratio`` are empty where there is no peer."""
+    """One line of the table: the work, the target, both figures, their ratio, and whether the target was met.
+
+    A ratio above 1 means that flowchan is faster. ``peer`` and ``ratio`` are empty where there is no peer.
+    """
 
     work: str
     target: str
@@ -187,27 +189,30 @@ def cpu_seconds() -> float:
 
 
 def at_least(factor: float, mine: Result, peer: Result, quantile: float | None = None) -> Row:
-    """A row for figures that shall be high: ``mine`` is to reach ``factor`` times ``peer``, at the median or
-    at the ``quantile`` named."""
+    """Return a row for rates: ``mine`` must reach ``factor`` times ``peer``, at the median or a quantile."""
     ratio = mine.figure(quantile) / peer.figure(quantile)
-    target = f"≥ {factor:g} {TIMES} {peer.name}"
-    return _row(target, mine, peer, ratio, ratio >= factor, quantile)
+    return _row(factor, mine, peer, ratio, quantile)
 
 
 def at_most(factor: float, mine: Result, peer: Result, quantile: float | None = None) -> Row:
-    """A row for figures that shall be low, such as times: ``mine`` is to stay within ``factor`` times
-    ``peer``, at the median or at the ``quantile`` named."""
-    ratio = mine.figure(quantile) / peer.figure(quantile)
-    target = f"≤ 1/{1 / factor:g} of {peer.name}" if factor < 1 else f"≤ {factor:g} {TIMES} {peer.name}"
-    return _row(target, mine, peer, ratio, ratio <= factor, quantile)
+    """Return a row for times: ``mine`` must take at most ``factor`` times as long as ``peer``.
+
+    The ratio is the speed-up, so that a higher ratio is better in every row.
+    """
+    ratio = peer.figure(quantile) / mine.figure(quantile)
+    return _row(1 / factor, mine, peer, ratio, quantile)
 
 
-def _row(
-    target: str, mine: Result, peer: Result, ratio: float, reached: bool, quantile: float | None = None
-) -> Row:
+def _row(least: float, mine: Result, peer: Result, ratio: float, quantile: float | None) -> Row:
+    target = f"≥ {least:.3g} {TIMES} {peer.name}"
     own, other = (in_words(result.figure(quantile), result.unit) for result in (mine, peer))
     work = mine.work if quantile is None else f"{mine.work}, p{100 * quantile:g}"
-    return Row(work, target, own, other, f"{ratio:.3g}", reached)
+    return Row(work, target, own, other, in_figures(ratio), ratio >= least)
+
+
+def in_figures(ratio: float) -> str:
+    """Return a ratio with three significant figures: ``0.00654``, ``1.9``, ``5,030``."""
+    return f"{ratio:.3g}" if ratio < 1000 else f"{float(f'{ratio:.3g}'):,.0f}"
 
 
 def in_words(value: float, unit: str) -> str:
@@ -247,9 +252,7 @@ def _processor() -> str:
 def show(name: str, isolates: str, report: Report) -> None:
     """Print what one benchmark found: the table, and all figures behind it with the CPU they cost."""
     console = Console(width=None if Console().is_terminal else 150)
-    table = Table(
-        "work", "to reach", "flowchan", "peer", "ratio", "reached", title=name, title_justify="left"
-    )
+    table = Table("work", "target", "flowchan", "peer", "ratio", "reached", title=name, title_justify="left")
     for row in report.rows:
         table.add_row(row.work, row.target, row.flowchan, row.peer, row.ratio, "yes" if row.reached else "NO")
     console.print(table)

@@ -1,4 +1,4 @@
-"""Runs over hosts, with all agents on this machine: beside the same run on processes, and beside Ray."""
+"""Runs over hosts, with all agents on this machine: compared with the same run on processes, and with Ray."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from flowchan import Graph
 from flowchan.hosts import local
 
 ISOLATES = (
-    "all hosts are agents on this machine, joined over loopback, and forked by a process that the first run "
-    "of all has started. The clocks of flowchan's graphs include "
-    "declaring, starting the agents and the workers, and ending all of them, but for arrays from host to "
-    "host, and beside Ray, which is started and warm before: there from the first output to the last. "
-    "Ray's Queue is beside a channel whose reader is on the other end of a link. Of arrays from host to host "
-    "all go over the driver; the direct path is one link between two processes; both make each array anew."
+    "All hosts are agents on this machine, connected over loopback. A process that the first run starts forks"
+    " them. The clock of a flowchan graph includes the declaration, the start of agents and workers, and "
+    "their end. There are two exceptions, arrays between hosts and the comparison with Ray: both are warm, "
+    "and the clock runs from the first output to the last. Ray's Queue is compared with a channel whose "
+    "reader is on the other end of a link. Arrays from host to host all pass through the driver. The direct "
+    "path is one link between two processes. Both make each array fresh."
 )
 
 
@@ -118,7 +118,7 @@ def _starts(report: Report, effort: Effort) -> None:
 
         work_name = f"start and end of {agents} agents"
         (result,) = report.interleave(work_name, [Case("flowchan", "s", work)], effort.rounds)
-        report.rows.append(Row(work_name, "published", in_words(result.figure(), "s"), "", "", True))
+        report.rows.append(Row(work_name, "none", in_words(result.figure(), "s"), "", "", True))
 
 
 def _beside_ray(report: Report, effort: Effort) -> None:
@@ -142,7 +142,7 @@ def _beside(
     scale, unit = (size, "B/s") if size else (1, "items/s")
     ways = (("flowchan", ours), ("Ray", theirs))
     cases = [throughput(name, way, effort, scale=scale, unit=unit) for name, way in ways]
-    mine, peer = report.interleave(f"beside Ray: {work}", cases, effort.rounds)
+    mine, peer = report.interleave(f"compared with Ray: {work}", cases, effort.rounds)
     report.rows.append(at_least(factor, mine, peer))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from benchmarks.harness import Case, Effort, Report, Row, in_words
 
 ISOLATES = (
-    "the import statement alone, in a new interpreter; the peer is `import multiprocessing.pool, asyncio`."
+    "Only the import statement, in a new interpreter. The peer is `import multiprocessing.pool, asyncio`."
 )
 
 HEAVY = ("torch", "numpy", "networkx", "graphviz", "rich")

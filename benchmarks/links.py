@@ -36,15 +36,15 @@ from flowchan.transport.link_events import AHEAD, BEHIND, LinkBroken, next_event
 from flowchan.transport.tcp import prepare
 
 ISOLATES = (
-    "one connection over loopback: this process puts, a forked child on the other end gets; the clock runs "
-    "from the common start until the child has told that it has got the last. flowchan: the channel at home, "
-    "the link, and the ring of a worker elsewhere; encoding and decoding are inside. pyzmq: PUSH and PULL of "
-    "what pickle makes of each item, arrays with copy=False. Made anew: the sender makes and fills an array "
-    "for each item, as copy=False asks for; else it is the same one again and again, which stays in the "
-    "cache. The bare socket moves nothing but the bytes, from and into memory that is there already. Over a "
-    "wire, which joins two network namespaces, every packet is held back for half of the round-trip time, "
-    "acknowledgements too; with 0 ms it takes the same way. Beside Python code: a thread of the sending "
-    "process computes meanwhile and keeps the GIL as long as it may."
+    "One connection over loopback. This process puts, and a forked child on the other end gets. The clock "
+    "runs from the common start until the child has reported the last get. For flowchan this includes the "
+    "owner's channel, the link, the ring of the remote worker, encoding and decoding. pyzmq sends the pickle "
+    "of each item over PUSH and PULL, and arrays with copy=False. For 'fresh arrays' the sender makes and "
+    "fills an array per item, as copy=False requires. Otherwise it sends the same array again, which stays in"
+    " the cache. The bare socket moves only the bytes, between memory that is already allocated. A long wire "
+    "joins two network namespaces and delays every packet, acknowledgements included, by half of the "
+    "round-trip time. The rows with 0 ms use the same path. In the rows 'while Python code runs', a thread of"
+    " the sending process computes and holds the GIL as long as it can."
 )
 
 ROOM = 1024
@@ -189,7 +189,7 @@ def _encrypted(report: Report, effort: Effort) -> None:
         ("int", range, 1, "items/s"),
         ("array of 1 MB", partial(repeat, np.ones(1 << 20, np.uint8)), 1 << 20, "B/s"),
     ):
-        for busy, way in (("", move), (", beside Python code", _move_beside_code)):
+        for busy, way in (("", move), (", while Python code runs", _move_beside_code)):
             moves: dict[str, Callable[[int], float]] = {
                 "TLS": partial(way, TLS_LINK, items),
                 "plain": partial(way, LINK, items),
@@ -229,7 +229,7 @@ def _arrays(report: Report, size: int, effort: Effort) -> None:
     anew = partial(_made, size)
     moves = {"flowchan": partial(move, LINK, anew), "pyzmq copy=False": partial(move, ZMQ_VIEWS, anew)}
     cases = [throughput(case, move, effort, scale=size, unit="B/s") for case, move in moves.items()]
-    mine, peer = report.interleave(f"link, array of {size >> 20} MB made anew, 1→1", cases, effort.rounds)
+    mine, peer = report.interleave(f"link, fresh arrays of {size >> 20} MB, 1→1", cases, effort.rounds)
     report.rows.append(at_least(1.0, mine, peer))
 
 

@@ -20,13 +20,10 @@ from benchmarks.tasks import identity, spin
 from flowchan import Graph
 
 ISOLATES = (
-    "a source of ready items, one map of two worker processes, and the list of its results "
-    "in order. flowchan's and "
-    "pypeln's clocks include starting and ending the workers; the pools of multiprocessing, "
-    "concurrent.futures and "
-    "joblib are started and warm before theirs. flowchan goes item by item throughout; "
-    "concurrent.futures and joblib "
-    "use the chunk size that was their fastest in a trial just before."
+    "A source of ready items, one map on two worker processes, and the ordered list of results. For flowchan "
+    "and pypeln the clock includes the start and the end of the workers. The pools of multiprocessing, "
+    "concurrent.futures and joblib are started and warm before. flowchan always passes one item at a time. "
+    "concurrent.futures and joblib use the chunk size that was fastest in a trial just before."
 )
 
 WORKERS = 2

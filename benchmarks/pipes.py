@@ -33,13 +33,14 @@ SIZES = ((SAMPLES, "", 1.85), (SAMPLES // 4, " of a quarter", 1.6))
 """Samples of a batch, what they are called, and how many times the plain module is to be reached."""
 
 SETTING = (
-    "one model of 16 Linear layers of 512 and their ReLUs, cut in the middle; batches of 4096 samples in 8 "
-    "micro-batches, or of a quarter of them; one compute thread for the plain module and for each part; the "
-    "same batch again and again, and items are samples. All are warm before their clocks, and the first "
-    "answer is compared with the plain module's; CPU seconds include the start. torchgpipe 0.0.7 has "
-    "devices=['cpu', 'cpu'], checkpoint='never', and one worker thread for each device: one for both parts. "
-    "'torchgpipe, a thread per part' is the same with its spawn_workers replaced, so that its forward passes "
-    "overlap; its backward passes do not, for autograd has one thread for all that is on the CPU."
+    "The model has 16 Linear layers of 512 units with a ReLU after each, cut in the middle. A batch has 4,096"
+    " samples, or a quarter of that, in 8 micro-batches. The plain module and each part use one compute "
+    "thread. Every step uses the same batch, and an item is one sample. Each case warms up before its clock "
+    "starts, and its first output is compared with the plain module's. The CPU seconds include the start. "
+    "torchgpipe 0.0.7 runs with devices=['cpu', 'cpu'] and checkpoint='never'. It has one worker thread per "
+    "device, so one for both parts. In 'torchgpipe, a thread per part' its spawn_workers is replaced, so that"
+    " its forward passes overlap. Its backward passes do not overlap, because autograd has one thread for the"
+    " CPU."
 )
 
 Job = Callable[[int], float]

@@ -8,14 +8,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from benchmarks.harness import Effort, Report, Row, at_most, echo, in_words, round_trips, timed_trips
+from benchmarks.harness import (
+    Effort,
+    Report,
+    Row,
+    at_most,
+    echo,
+    in_figures,
+    in_words,
+    round_trips,
+    timed_trips,
+)
 from benchmarks.peers import CONTEXT, Ends, fast_fifo, multiprocessing_queue, os_pipe, processes_channel
 
 ISOLATES = (
-    "two channels and two processes: the parent puts and gets, a forked child gets and puts back; the clock "
-    "runs from the first put to the last get, after a warm-up trip. The blocked side reads "
-    "its own CPU clock before "
-    "and after a get for which the item comes late."
+    "Two channels and two processes. The parent puts and gets; a forked child gets and puts back. The clock "
+    "runs from the first put to the last get, after one trip to warm up. The blocked side reads its own CPU "
+    "clock before and after a get whose item comes late."
 )
 
 MAKERS = {
@@ -59,10 +68,10 @@ def _blocked(seconds: float) -> Row:
     mine, peer = used["flowchan"], used["multiprocessing.Queue"]
     return Row(
         f"CPU of a side blocked for {seconds:g} s",
-        f"none measurable (< {in_words(NOT_MEASURABLE, 's')})",
+        f"< {in_words(NOT_MEASURABLE, 's')}, not measurable",
         in_words(mine, "s"),
         f"{in_words(peer, 's')} (multiprocessing.Queue)",
-        f"{mine / peer:.3g}",
+        in_figures(peer / mine),
         mine < NOT_MEASURABLE,
     )
 

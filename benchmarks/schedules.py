@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.harness import Case, Effort, Report, Result, Row, in_words
+from benchmarks.harness import Case, Effort, Report, Result, Row, in_figures, in_words
 from benchmarks.pipes import CHUNKS, SAMPLES, batch, model, one_thread, sgd, timed
 from flowchan.pipelines import Sequential
 from flowchan.pipelines.sequential.balance import step_seconds
@@ -20,12 +20,13 @@ from flowchan.pipelines.sequential.engine.schedule import plan
 from flowchan.pipelines.sequential.simulate import simulate
 
 ISOLATES = (
-    "'through a part': a batch of one micro-batch through parts of one nn.Identity each, without a graph; "
-    "what a call takes longer for each part more, by a pipe of five parts and one of one. 'bubble': the "
-    "model of the benchmark 'sequential' in equal parts on two processes with one compute thread each, cross "
-    "entropy, SGD, 8 micro-batches of 512 samples; the share of its last ten steps in which a worker neither "
-    "computes nor hands anything on. Forecast: the schedule simulated with what the layers take alone, where "
-    "handing on is free and no core is shared."
+    "'Through a part': a batch of one micro-batch passes through parts of one nn.Identity each, without a "
+    "graph. The figure is the additional time per part, from a pipe of five parts and a pipe of one. "
+    "'Bubble': the model of the benchmark 'sequential' in equal parts on two processes with one compute "
+    "thread each. It trains with cross entropy, SGD and 8 micro-batches of 512 samples. The figure is the "
+    "share of the last ten steps in which a worker neither computes nor passes data on. The forecast "
+    "simulates the schedule from the measured times of the layers. It assumes that passing data on is free "
+    "and that no core is shared."
 )
 
 SIZES = {"1 KB": 256, "1 MB": 1 << 18}
@@ -91,8 +92,8 @@ def _plainly(x: Tensor, count: int) -> tuple[Sequence[float], int]:
 
 def _published(mine: Result, plain: Result) -> Row:
     own, other = (in_words(result.figure(), result.unit) for result in (mine, plain))
-    ratio = f"{mine.figure() / plain.figure():.3g}"
-    return Row(f"{mine.work}, {mine.name}", f"published beside {plain.name}", own, other, ratio, True)
+    ratio = in_figures(plain.figure() / mine.figure())
+    return Row(f"{mine.work}, {mine.name}", f"none ({plain.name})", own, other, ratio, True)
 
 
 # Bubbles
@@ -107,8 +108,8 @@ def _compare_bubbles(report: Report, schedule: str, parts: int, effort: Effort) 
     mine, forecast = report.interleave(work, cases, effort.rounds)
     own, other = (in_words(result.figure(), result.unit) for result in (mine, forecast))
     reached = mine.figure() <= forecast.figure() + NEAR
-    ratio = f"{mine.figure() / forecast.figure():.3g}"
-    report.rows.append(Row(work, f"≤ forecast + {NEAR:g} %", own, other, ratio, reached))
+    ratio = in_figures(forecast.figure() / mine.figure())
+    report.rows.append(Row(work, f"≤ {NEAR:g} points above the forecast", own, other, ratio, reached))
 
 
 def _cut(parts: int) -> list[int]:

@@ -24,8 +24,8 @@ from benchmarks.pipes import (
 from flowchan.pipelines import Sequential
 
 ISOLATES = (
-    f"{SETTING} The plain module and flowchan's stream take batches whole. flowchan's outputs come back to "
-    "the program; torch.distributed.pipelining (gloo) leaves them with the last of its two processes."
+    f"{SETTING} The plain module and flowchan's stream take whole batches. flowchan returns the outputs to "
+    "the program; torch.distributed.pipelining (gloo) leaves them in the last of its two processes."
 )
 
 

@@ -1,11 +1,15 @@
-"""The stored figures as tables: all of them in ``benchmarks/README.md``, some rows in the project's README.
-``make bench`` writes them; ``python -m benchmarks.table`` does it again from what is stored."""
+"""Write the stored figures as tables: all into ``benchmarks/README.md``, six into the project's README.
+
+``make bench`` calls this module. ``python -m benchmarks.table`` writes both pages from the stored figures.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness import TIMES
 
 HERE = Path(__file__).parent
 LATEST = HERE / "results" / "latest.json"
@@ -14,44 +18,44 @@ FRONT = HERE.parent / "README.md"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 FRONT_ROWS = (
-    ("threads, int, 1→1", "queue.Queue(1024)"),
-    ("processes, int, 1→1", "multiprocessing.Queue(1024)"),
-    ("processes, array of 16 MB, 1→1", "multiprocessing.Queue(8)"),
-    ("round trip between two processes", "multiprocessing.Queue"),
-    ("map of the identity, 2 processes", "multiprocessing.Pool.imap"),
-    ("stream of batches, 2 parts", "torch.distributed.pipelining"),
-    ("epoch of decoded pictures, 2 processes", "DataLoader"),
-    ("link, int, 1→1", "pyzmq"),
-    ("beside Ray: calls, pipelined", "Ray"),
-    ("allreduce, 1 MB, 2 ranks", "openmpi"),
-    ("allreduce, 1 MB, 2 ranks over hosts", "gloo"),
-    ("training step, 16 MB, 2 ranks", "gloo"),
+    ("items between two processes", "processes, int, 1→1", "multiprocessing.Queue(1024)"),
+    ("arrays of 16 MB between two processes", "processes, array of 16 MB, 1→1", "multiprocessing.Queue(8)"),
+    ("ordered map on two processes", "map of the identity, 2 processes", "multiprocessing.Pool.imap"),
+    ("calls to a worker, pipelined", "compared with Ray: calls, pipelined", "Ray"),
+    ("inference, model in two parts", "stream of batches, 2 parts", "torch.distributed.pipelining"),
+    ("allreduce of 1 MB, two processes", "allreduce, 1 MB, 2 ranks", "openmpi"),
 )
-"""The work and the peer of the rows that the project's README shows."""
+"""The rows of the project's README: the label there, and the stored names of the work and of the peer."""
+PEER_NAMES = {"openmpi": "Open MPI"}
 
 INTRODUCTION = """# Benchmarks
 
-Every figure is measured beside its peer in the same run; a row is the ratio of the medians, reached or not.
-`make bench` measures all of it and writes this page.
-One benchmark alone: `.venv/bin/python -m benchmarks --only maps`.
-All samples and the CPU seconds per million items are in [results/latest.json](results/latest.json).
-These are figures of small shared machines: compare ratios, and never two runs of different days.
+Each row compares flowchan with a peer that was measured in the same run.
+The ratio is the ratio of the medians, and higher is better: 2 means that flowchan is twice as fast.
+The table also has the rows that miss their target.
+
+- `make bench` measures everything and writes this page.
+- `.venv/bin/python -m benchmarks --only maps` runs one benchmark.
+- [results/latest.json](results/latest.json) has all samples, and the CPU seconds per million items.
+
+The machines are small and shared.
+Compare ratios, and do not compare figures from different days.
 """
 
 
 def write(latest: dict[str, Any]) -> None:
-    """Writes both pages from the stored figures."""
+    """Write both pages from the stored figures."""
     PAGE.write_text(page(latest))
     FRONT.write_text(front(latest, FRONT.read_text()))
 
 
 def page(latest: dict[str, Any]) -> str:
-    """The page of all benchmarks."""
+    """Return the page of all benchmarks."""
     return "\n".join([INTRODUCTION, *(_section(name, benchmark) for name, benchmark in latest.items())])
 
 
 def front(latest: dict[str, Any], text: str) -> str:
-    """The project's README, which is ``text`` now, with its rows."""
+    """Return ``text``, the project's README, with new rows."""
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
@@ -60,40 +64,45 @@ def front(latest: dict[str, Any], text: str) -> str:
 
 
 def _section(name: str, benchmark: dict[str, Any]) -> str:
-    """One benchmark: what it isolates, its rows, and what it ran on."""
+    """Return the section of one benchmark: what the clock includes, the rows, and the machine."""
     keys = ("work", "target", "flowchan", "peer", "ratio")
-    rows = [[row[key] for key in keys] + ["yes" if row["reached"] else "no"] for row in benchmark["rows"]]
-    isolates = benchmark["isolates"]
+    rows = [[row[key] for key in keys] + [_reached(row)] for row in benchmark["rows"]]
     versions = ", ".join(f"{package} {version}" for package, version in benchmark["versions"].items())
     return "\n".join(
         [
             f"## {name.replace('_', ' ')}\n",
-            f"{isolates[0].upper()}{isolates[1:]}\n",
-            *_table(["work", "to reach", "flowchan", "peer", "ratio", "reached"], rows),
-            f"\nMeasured {benchmark['when']} on {_machine(benchmark)}, with {versions}.\n",
+            f"{benchmark['isolates']}\n",
+            *_table(["work", "target", "flowchan", "peer", "ratio", "reached"], rows),
+            f"\nMeasured {benchmark['when']} on {_machine(benchmark)}.\nVersions: {versions}.\n",
         ]
     )
 
 
+def _reached(row: dict[str, Any]) -> str:
+    if row["target"].startswith("none"):
+        return ""
+    return "yes" if row["reached"] else "no"
+
+
 def _front(latest: dict[str, Any]) -> str:
     everything = [
-        (row, benchmark)
-        for work, peer in FRONT_ROWS
+        (label, peer, row, benchmark)
+        for label, work, peer in FRONT_ROWS
         for benchmark in latest.values()
         for row in benchmark["rows"]
         if row["work"] == work and row["target"].endswith(f" {peer}")
     ]
     rows = [
-        [row["work"], row["flowchan"], f"{row['peer']} ({_peer(row['target'])})", row["ratio"]]
-        for row, _ in everything
+        [label, row["flowchan"], f"{row['peer']} ({PEER_NAMES.get(peer, peer)})", f"{row['ratio']} {TIMES}"]
+        for label, peer, row, _ in everything
     ]
-    machines = sorted({_machine(benchmark) for _, benchmark in everything})
-    lines = _table(["work", "flowchan", "peer", "ratio"], rows)
-    return "\n".join([*lines, "", f"Measured on {'; '.join(machines)}."])
+    machines = sorted({_short(benchmark) for *_, benchmark in everything})
+    lines = _table(["work", "flowchan", "baseline", "times as fast"], rows)
+    return "\n".join([*lines, "", f"Measured on {' and on '.join(machines)}."])
 
 
-def _peer(target: str) -> str:
-    return target.rpartition(" ")[2]
+def _short(benchmark: dict[str, Any]) -> str:
+    return f"{benchmark['cores']} cores of {benchmark['processor'].removesuffix(' Processor')}"
 
 
 def _machine(benchmark: dict[str, Any]) -> str:

@@ -30,9 +30,9 @@ from benchmarks.pipes import (
 from flowchan.pipelines import Sequential
 
 ISOLATES = (
-    f"{SETTING} Cross entropy, SGD, no recomputation; the peers have the GPipe schedule, flowchan the one "
-    "that it takes by itself. 'A loss of pipe(x)' is the same step by autograd through the pipe, with an "
-    "optimizer in the program."
+    f"{SETTING} The loss is cross entropy, the optimizer SGD, without recomputation. The peers use the GPipe "
+    "schedule, flowchan its default. 'A loss of pipe(x)' is the same step through autograd, with an optimizer"
+    " in the program."
 )
 
 

@@ -20,10 +20,9 @@ from benchmarks.peers import (
 )
 
 ISOLATES = (
-    "one channel, one writer, one reader: the writer sleeps 2 ms before each put, so that "
-    "the reader is asleep, "
-    "and puts the time of the put (CLOCK_MONOTONIC, the same in all processes). The os pipe is os.write and "
-    "os.read of 8 bytes, without pickling. Quantiles are over the wakes of all rounds."
+    "One channel, one writer and one reader. The writer sleeps 2 ms before each put, so that the reader is "
+    "asleep. The item is the time of the put (CLOCK_MONOTONIC, which all processes share). The os pipe is "
+    "os.write and os.read of 8 bytes, without pickling. The quantiles are over the wake-ups of all rounds."
 )
 
 QUANTILES = (0.5, 0.99, 0.999)

@@ -1,4 +1,4 @@
-"""``examples/wordcount.py`` over the standard library, beside the sequential loop, with a warm file cache."""
+"""``examples/wordcount.py`` over the standard library and the sequential loop, with a warm file cache."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from examples import wordcount
 from flowchan import Graph
 
 ISOLATES = (
-    "the whole job from an empty hand to the total: listing the files, reading them, counting, merging; for "
-    "flowchan also declaring and checking the graph and starting and ending the two workers. "
-    "All files were read once "
-    "before. The loop updates one Counter file by file."
+    "The whole job: list the files, read them, count the words, merge the counts. For flowchan this includes "
+    "declaring and checking the graph, and starting and ending the two workers. All files were read once "
+    "before. The sequential loop updates one Counter file by file."
 )
 
 

@@ -13,26 +13,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from execute import FENCE
+from execute import FENCE, blocks
 from support.preloaded_programs import Template
+from test_layers import LAYERS
 
 import flowchan
 
 ROOT = Path(__file__).parents[2]
 EXECUTE = Path(__file__).parent / "execute.py"
 DOCS = ROOT / "docs"
-TOGETHER = {name: sorted((DOCS / name).glob("*.md")) for name in ("howto", "from")}
+TOGETHER = {name: sorted((DOCS / name).glob("*.md")) for name in ("howto", "from", "explanation", "appendix")}
 """Short pages, which share a process."""
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(DOCS.glob("*.md")),
     *sorted((DOCS / "groups").glob("*.md")),
 ]
-ALL = [
-    *PAGES,
-    *(page for pages in TOGETHER.values() for page in pages),
-    *sorted((DOCS / "explanation").glob("*.md")),
-]
+ALL = [*PAGES, *(page for pages in TOGETHER.values() for page in pages)]
 RUNS = {page.name: [page] for page in PAGES} | TOGETHER
 PUBLIC = {
     "flowchan": "flowchan/__init__.py",
@@ -221,3 +218,32 @@ def test_troubleshooting_has_a_row_for_every_message() -> None:
         if text not in NEVER_SHOWN and not any(says(row, text) or says(text, row) for row in rows)
     }
     assert missing == {}
+
+
+PICTURES = [
+    ("README.md", "wordcount.py"),
+    ("docs/tutorial.md", "shop.py"),
+    ("docs/concepts.md", "concepts.py"),
+]
+
+
+@pytest.mark.parametrize(("page", "program"), PICTURES, ids=[program for _, program in PICTURES])
+def test_picture_on_a_page_shows_the_labels_of_its_program(page: str, program: str, tmp_path: Path) -> None:
+    """A renderer may move a label, so only the texts of both pictures are compared."""
+    text = (ROOT / page).read_text()
+    *_, block = (block for block in blocks(text) if block.file == program)
+    (tmp_path / program).write_text(block.text)
+    (stored,) = re.findall(r"\((?:docs/)?(images/\w+\.svg)\)(?!\])", text)
+    flowchan = Path(sys.executable).parent / "flowchan"
+    subprocess.run([flowchan, "viz", program, "-o", "new.svg"], cwd=tmp_path, check=True)
+    assert labels(tmp_path / "new.svg") == labels(DOCS / stored)
+
+
+def labels(picture: Path) -> list[str]:
+    """Return the texts of an SVG, sorted."""
+    return sorted(re.findall(r"<text[^>]*>([^<]*)", picture.read_text()))
+
+
+def test_picture_of_the_layers_has_every_layer() -> None:
+    shown = labels(DOCS / "images" / "layers.svg")
+    assert {part for parts in LAYERS for part in parts} <= set(shown)

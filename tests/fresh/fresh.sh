@@ -77,7 +77,7 @@ one_by_one
 drawn wordcount.svg
 
 begin guest
-read -r -a packages < <(sed -En 's/.*apt install ([^`]*)`.*/\1/p' README.md)
+read -r -a packages < <(sed -En 's/^apt install (.*)/\1/p' README.md)
 add "${packages[@]}"
 demo || fail "guest: $(tail -20 "$work/said")"
 drawn wordcount.svg
