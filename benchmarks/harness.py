@@ -101,7 +101,7 @@ class Result:
 class Row:
     """One line of the table: the work, the target, both figures, their ratio, and whether the target was met.
 
-    A ratio above 1 means that flowchan is faster. ``peer`` and ``ratio`` are empty where there is no peer.
+    A ratio above 1 means that flowchan is faster. ``peer`` and ``ratio`` are empty for a row without a peer.
     """
 
     work: str

@@ -37,9 +37,9 @@ uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
     if (!i)
         throw std::length_error(
             h_->reserved_sessions < SESSIONS
-                ? "there is no memory for another port"
+                ? "no memory is left for another port; close some ports"
                 : "all " + std::to_string(SESSIONS - 1) +
-                      " places for ports and processes of this channel are taken; close some");
+                      " slots of this channel for ports and processes are in use; close some ports");
     Change change(record(Side::Writer), windows_);
     change.set(session(i).role, role);
     if (role == Session::READER) change.set(h_->readers, h_->readers + 1);

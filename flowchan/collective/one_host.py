@@ -34,24 +34,24 @@ Gather = Callable[[Any], list[Any]]
 """Tells all members a value that JSON has, and gives what all have told, by rank."""
 
 _HOW = {
-    "exchange": "everybody reads the inputs of the others",
-    "slices": "everybody combines a part of each chunk and reads the other parts",
-    "chunks": "read where they were written, one after the other",
-    "direct": "everybody reads it where it lies in the memory of the others",
+    "exchange": "each member reads the inputs of the others",
+    "slices": "each member combines a part of each chunk and reads the other parts",
+    "chunks": "the members read one chunk after the other from the memory of its writer",
+    "direct": "each member reads directly from the memory of the others",
 }
-_OF_PARTS = "everybody combines its own part of each"
+_OF_PARTS = "each member combines its own part of all inputs"
 _OF_VALUES = {
-    "barrier": "everybody waits until all have come, and nothing is moved",
-    "broadcast": "the root's value is written down as bytes, and everybody reads these",
-    "reduce": "values are written down as bytes, and the root reads those of the others",
-    "gather": "values are written down as bytes, and the root reads those of the others",
-    "scatter": "the root's values are written down as bytes, and everybody reads its own",
-    "alltoall": "values are written down as bytes, and everybody reads those for it",
-    "reduce_scatter": "it takes arrays and tensors only",
-    "allreduce_with": "values are written down as bytes, and everybody reads those of the others; with a "
-    "function of your own rank 0 does, and tells all",
+    "barrier": "each member waits for all others; no data is moved",
+    "broadcast": "the root serializes its value, and each member reads the bytes",
+    "reduce": "the members serialize their values, and the root reads them",
+    "gather": "the members serialize their values, and the root reads them",
+    "scatter": "the root serializes the values, and each member reads its own",
+    "alltoall": "the members serialize their values, and each reads those for it",
+    "reduce_scatter": "only arrays and tensors are allowed",
+    "allreduce_with": "the members serialize their values, and each reads those of the others; with a "
+    "function of yours, rank 0 combines them and sends the result",
 }
-_OF_ANY_VALUE = "values are written down as bytes, and everybody reads those of the others"
+_OF_ANY_VALUE = "the members serialize their values, and each reads those of the others"
 _WAYS = ("", *_HOW)
 """In the order of the core."""
 

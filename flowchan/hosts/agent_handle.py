@@ -59,8 +59,8 @@ class AgentHandle:
         self._provider, self._peer_timeout = provider, peer_timeout
         self._heard = heard
         self._address = ""
-        self._closed = False  # nothing it reports matters to the run any more
-        self._is_left_alone = False  # it can't connect any more
+        self._closed = False  # the run is over: reports and failures of the agent no longer count
+        self._refuses_connections = False
         self._lock = threading.Lock()
         self._started: StartedAgent | None = None
         self._threads: list[threading.Thread] = []
@@ -86,7 +86,7 @@ class AgentHandle:
     def meet(self, sock: socket.socket) -> None:
         """Go on over ``sock``: the agent has dialled, at first or after a break, and has proved itself."""
         with self._lock:
-            if self.why or self._is_left_alone:
+            if self.why or self._refuses_connections:
                 sock.close()
                 return
             self.link.attach(sock.detach())
@@ -131,7 +131,7 @@ class AgentHandle:
         while self.has_met and not self._has_ended() and time.monotonic() < give_up:
             pause.wait(0.005)
         with self._lock:
-            self._is_left_alone = True
+            self._refuses_connections = True
         self.link.close()
         self._commands.close()
         self._letterbox.close()

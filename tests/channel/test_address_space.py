@@ -114,7 +114,7 @@ def test_c4_a_channel_has_four_thousand_ports_and_says_when_all_are_taken() -> N
         assert [reader.get() for _ in writers] == list(range(4_096))
         assert ch.stats().writers == 4_096
         with pytest.raises(
-            ChannelError, match="places for ports and processes of this channel are taken; close some"
+            ChannelError, match="slots of this channel for ports and processes are in use; close some ports"
         ):
             writers.extend(ch.writer() for _ in range(1_000))
         for writer in writers:

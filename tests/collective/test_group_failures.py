@@ -397,25 +397,26 @@ def test_what_would_be_done_is_said_in_a_sentence() -> None:
     first, second = collective.members(2)
     small, large = np.ones(10), np.ones(10**6)
     assert first.explain("allreduce", small) == (
-        "allreduce: exchange: everybody reads the inputs of the others; shared memory, 2 members on this host"
+        "allreduce: exchange: each member reads the inputs of the others; "
+        "shared memory, 2 members on this host"
     )
     assert "slices" in second.explain("reduce", large)
     assert "chunks" in second.explain("broadcast", small)
     assert "chunks" in second.explain("allgather", large)
     second.set_algorithm("allgather", "direct")
     assert "direct" in second.explain("allgather", large)
-    assert "written down" in second.explain("allgather", {})
+    assert "serialize" in second.explain("allgather", {})
     for operation, how in {
-        "barrier": "everybody waits until all have come, and nothing is moved",
-        "broadcast": "the root's value is written down as bytes, and everybody reads these",
-        "gather": "values are written down as bytes, and the root reads those of the others",
-        "scatter": "the root's values are written down as bytes, and everybody reads its own",
-        "reduce_scatter": "it takes arrays and tensors only",
+        "barrier": "each member waits for all others; no data is moved",
+        "broadcast": "the root serializes its value, and each member reads the bytes",
+        "gather": "the members serialize their values, and the root reads them",
+        "scatter": "the root serializes the values, and each member reads its own",
+        "reduce_scatter": "only arrays and tensors are allowed",
     }.items():
         assert first.explain(operation) == f"{operation}: {how}; shared memory, 2 members on this host"
     for operation in ("scatter", "split", "allreduce_with"):
-        assert "written down" in first.explain(operation, large)
-    assert "everybody combines its own part of each" in first.explain("reduce_scatter", large)
+        assert "serialize" in first.explain(operation, large)
+    assert "each member combines its own part of all inputs" in first.explain("reduce_scatter", large)
     assert "not at all: a group's operations take no masked" in first.explain("allreduce", np.ma.ones(2))
     for moved in (np.array(["a"]), np.ones(2, ">f8"), np.ones(2, np.clongdouble)):
         assert "not at all: there is no sum" in first.explain("allreduce", moved)

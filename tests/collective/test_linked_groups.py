@@ -333,7 +333,7 @@ def test_how_an_operation_is_done_is_said() -> None:
     small, large = OverHosts("ab", body).results(2)[0]
     assert small.endswith("over connections between the 2 hosts' leaders, all that each has")
     assert small.startswith(
-        "allreduce: exchange: everybody reads the inputs of the others; shared memory, 1 member on"
+        "allreduce: exchange: each member reads the inputs of the others; shared memory, 1 member on"
     )
     assert large.startswith("reduce_scatter: slices: ")
     assert large.endswith("over connections between the 2 hosts' leaders, a slice for each")

@@ -87,7 +87,7 @@ def test_who_may_not_read_the_others_memory_gets_all_the_same(way: str | None, t
 
     for before, same, after in raised(list(Processes(3, body).results(3).values())):
         assert same
-        assert (way == "direct") == ("direct: everybody reads it where it lies" in before)
+        assert (way == "direct") == ("direct: each member reads directly" in before)
         assert "chunks" in after
 
 
