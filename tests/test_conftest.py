@@ -259,6 +259,22 @@ import pytest
 def test_combines(first, second, third):
     print("ran", first, second, third)
 """
+MANY = """
+import pytest
+
+@pytest.mark.parametrize("letter", "abcdefgh")
+@pytest.mark.parametrize("number", range(3))
+def test_many_combinations(letter, number):
+    print("ran", letter, number)
+
+@pytest.mark.parametrize("letter", "ab")
+@pytest.mark.parametrize("number", range(4))
+def test_draws_up_to_the_limit(letter, number):
+    print("drew", letter, number)
+
+@pytest.mark.parametrize("number", range(9))
+def test_one_parameter(number): ...
+"""
 
 
 def test_few_combinations_have_each_value_and_long_runs_all(tmp_path: Path) -> None:
@@ -279,6 +295,17 @@ def test_few_combinations_have_each_pair_of_values(tmp_path: Path) -> None:
     assert 9 <= len(ran) <= 15
     for one, other in itertools.combinations(range(3), 2):
         assert len({(combination[one], combination[other]) for combination in ran}) == 9
+
+
+def test_many_combinations_are_drawn_and_have_each_value(tmp_path: Path) -> None:
+    few = run_tests(tmp_path, MANY, "-s")
+    assert "23 passed, 18 deselected" in few
+    ran = re.findall(r"ran (\w) (\d)", few)
+    assert len(ran) == 8
+    assert {letter for letter, _ in ran} == {*"abcdefgh"}
+    assert {number for _, number in ran} == {*"012"}
+    assert len(re.findall(r"drew \w \d", few)) == 6
+    assert "41 passed" in run_tests(tmp_path, MANY, "--long")
 
 
 def test_combination_that_is_named_runs(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Choose few combinations of a test's parameters; ``--long`` runs all.
 
-A test with the marker ``each_value`` keeps combinations that together have each value of each parameter, one
-with ``each_pair`` those that have each pair of values of two parameters. A test that runs under every start
-method of processes keeps one of ``forkserver`` and ``spawn``, which cost seconds. The choice depends on
-nothing but the name of the test and its parameters, so all processes of a run agree.
+A test with the marker ``each_pair`` keeps combinations that together have each pair of values of two
+parameters. A test with the marker ``each_value``, or with several parameters and more than ``MOST``
+combinations, keeps those that together have each value of each parameter. A test that runs under every start
+method of processes keeps one of ``forkserver`` and ``spawn``, which cost seconds. The choice depends only on
+the name of the test and its parameters, so all processes of a run agree.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import pytest
 MARKERS = {"each_value": 1, "each_pair": 2}
 """With how many parameters whose values belong together."""
 COSTLY = ("forkserver", "spawn")
+MOST = 6
+"""Unmarked tests with several parameters run all their combinations up to this number."""
 
 
 def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
@@ -33,6 +36,11 @@ def not_needed(name: str, combinations: list[pytest.Item]) -> list[pytest.Item]:
     for marker, together in MARKERS.items():
         if combinations[0].get_closest_marker(marker):
             return beyond(random.Random(name).sample(combinations, len(combinations)), together)
+    if len(combinations) > MOST and len(combinations[0].callspec.params) > 1:  # type: ignore[attr-defined]
+        drawn = random.Random(name).sample(combinations, len(combinations))
+        left = beyond(list(drawn), 1)
+        kept = len(combinations) - len(left)
+        return left[max(0, MOST - kept) :]
     by_method = {method: [one for one in combinations if method in texts(one)] for method in COSTLY}
     left = by_method[random.Random(name).choice(COSTLY)] if all(by_method.values()) else []
     lost = all_values(left) - all_values(one for one in combinations if one not in left)
