@@ -1,6 +1,6 @@
-// How a call on a channel tries, waits, and gives up: the loop around the gates of waiting.hpp.
+// How a call on a channel tries, waits and gives up: the loop around the wait queues of waiting.hpp.
 //
-// `op` is the operation on the transport; it is called with the transport's lock held and answers with a Step. For
+// `op` is the operation on the transport; it is called with the transport's lock held and returns a Step. For
 // a ring it touches no Python object. The GIL is held on entry and on return, and released while the call
 // sleeps.
 #pragma once
@@ -15,7 +15,7 @@ namespace flowchan {
 
 static_assert(Transport<LocalQueue> && Transport<Ring>);
 
-// What the loop must know of a transport.
+// The operations of a transport that the loop needs.
 template <class M>
 struct Traits;
 
@@ -41,18 +41,18 @@ struct Traits<LocalQueue> {
         Node*& first = q.line(caller.side).starving;
         if (!first && !caller.ordered) first = &node;
     }
-    // The call is over. Whatever came of it, while it was on its way nobody else was woken (stream.hpp).
+    // End a call. Whatever its result, no other waiter was woken while it was on its way (stream.hpp).
     static void end(LocalQueue& q, const Caller& caller, Node& node, bool, Wakes& wakes) {
         Node*& first = q.line(caller.side).starving;
         if (first == &node) first = nullptr;
         pass_on(q, caller, wakes);
     }
-    // Woken, and not allowed to overtake: whoever starves may not have been woken, because this one was.
+    // Handle a woken waiter that must not overtake: because it was woken, the starving one may not have been.
     static void stand_back(LocalQueue& q, const Caller& caller, Wakes& wakes) {
         q.call_waiting(caller.side, wakes);
     }
-    // Woken, and asleep again. While it was on its way, one whose turn comes before may have come and not
-    // been woken.
+    // Handle a woken waiter that sleeps again. While it was on its way, a waiter with an earlier turn may
+    // have come and not been woken.
     static void in_vain(LocalQueue& q, const Caller& caller, const Node& node, Wakes& wakes) {
         if (q.line(caller.side).is_behind(node)) pass_on(q, caller, wakes);
     }
@@ -64,8 +64,8 @@ struct Traits<LocalQueue> {
     static constexpr bool time_to_look(LocalQueue&) { return false; }
     static bool ended(LocalQueue& q) { return q.state != OPEN; }
     static uint64_t resumes(LocalQueue&) { return 0; }
-    // Nobody dies here, and only the main thread has signals to look after: the others sleep until they are
-    // woken.
+    // A thread does not die on its own, and only the main thread has signals to handle. The other threads
+    // sleep until they are woken.
     static int64_t slice(Deadline deadline) {
         return thread_number() == uint32_t(getpid()) ? deadline.slice() : deadline.left();
     }
@@ -80,7 +80,7 @@ struct Traits<Ring> {
     static constexpr bool processes = true;
     struct Waiting {
         uint32_t seen = 0;
-        uint32_t rank = FUTEX_BITSET_MATCH_ANY;  // a bit; or all of them, of those who have none
+        uint32_t rank = FUTEX_BITSET_MATCH_ANY;  // a bit; all bits for a caller without a rank
         bool selecting = false;
         bool ordered = false;
     };
@@ -106,8 +106,8 @@ struct Traits<Ring> {
         if (caller.side == Side::Reader && r.header().heard)
             futex_wake(r.header().writer_gate.seq, r.header().writer_gate.call(1), true);
     }
-    // Whether its word had changed. The session may have ended while its caller waited, and was taken off the
-    // gate with that.
+    // Leave the queue, and return whether the futex word had changed. The session may have ended while its
+    // caller waited, which already removed the caller from the queue.
     static bool leave(Ring& r, const Caller& caller, Waiting& waiting, bool) {
         Session& s = r.session(caller.session);
         const bool called = word(r, caller, waiting).load(std::memory_order_relaxed) != waiting.seen;
@@ -120,7 +120,8 @@ struct Traits<Ring> {
         if (counted) n -= 1;
         if (counted) s.clock.end(false);
         if (caller.exchangeable) gate(r, caller.side).idle &= ~waiting.rank;
-        // as in Ring::drop_copies: dead in between, it counts as waiting once too often, never too seldom
+        // as in Ring::drop_copies: after a death in between, it counts as waiting once too often, never too
+        // seldom
         keep_order();
         if (counted) gate(r, caller.side).leave();
         if (waiting.selecting) gate(r, caller.side).ends_by_itself(counted ? -1 : 0);
@@ -147,17 +148,17 @@ struct Traits<Ring> {
             pass_on(r, caller, wakes);
         }
     }
-    static void stand_back(Ring&, const Caller&, Wakes&) {}  // while somebody starves, all are woken
-    static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}  // each turn is called by itself
+    static void stand_back(Ring&, const Caller&, Wakes&) {}  // while a caller starves, all are woken
+    static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}  // each turn is called separately
     static void pass_on(Ring& r, const Caller& caller, Wakes& wakes) {
         if (caller.ordered)
             r.call_turns(wakes);
         else
             (caller.side == Side::Reader ? wakes.readers : wakes.writers) += gate(r, caller.side).call(1);
-        if (caller.side == Side::Reader && r.header().heard)  // one waits less
+        if (caller.side == Side::Reader && r.header().heard)  // one fewer waits
             wakes.writers += r.header().writer_gate.call(1);
     }
-    // A hint read without the lock; whoever believes it takes the lock and looks.
+    // Return a hint that is read without the lock. A caller that acts on it takes the lock and looks again.
     static bool ready(Ring& r, Side side) {
         Header& h = r.header();
         auto seen = [](uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_relaxed); };
@@ -177,22 +178,22 @@ struct Traits<Ring> {
     }
 };
 
-// Says that an item has no more outputs. Wait: as for a put, its turn is too far ahead. With the lock held.
+// Mark an item as having no more outputs, with the lock held. Wait: as for a put, its turn is too far ahead.
 template <class M>
 Step finish_item(M& m, WriterState& writer, uint64_t number, Wakes& wakes) {
-    if (!writer.ordered) {  // without an output, what a dead predecessor put for it is forgotten
+    if (!writer.ordered) {  // without an output, the count of outputs from a dead predecessor is dropped
         if (!writer.keyed && Traits<M>::resumes(m)) m.begin_item(writer, number);
         writer.keyed = false;
         return Step::Done;
     }
-    // `single` has passed its turn with its output; an item without any output must still pass it.
+    // A `single` writer has passed its turn with its output; an item without any output must still pass it.
     if (writer.has_passed(number)) return Step::Done;
     if (!writer.keyed) m.begin_item(writer, number);
     writer.keyed = true;
     return m.item_done(writer, wakes);
 }
 
-// Gets the lock; when that means waiting, without the GIL. Returns whether the GIL is released now.
+// Takes the lock, without the GIL if it has to wait. `released` is set while the GIL is released.
 template <class M>
 struct Locked {
     explicit Locked(M& transport) : m(transport) {
@@ -200,7 +201,7 @@ struct Locked {
         released = PyEval_SaveThread();
         m.lock(true);
     }
-    // Drops the lock first, then wakes who can go on, then takes the GIL again.
+    // Drop the lock first, then wake the waiters, then take the GIL again.
     void unlock(const Wakes& wakes) {
         m.unlock();
         m.wake(wakes);
@@ -211,7 +212,7 @@ struct Locked {
     PyThreadState* released = nullptr;
 };
 
-// How a sleep of a call that waits has ended. Interrupted and late calls have not slept.
+// How a sleep of a waiting call ended. Interrupted and late calls have not slept.
 struct Woken {
     bool interrupted = false, late = false;
     int error = 0;
@@ -236,7 +237,7 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
     typename T::Waiting waiting;
     uint32_t vain = 0;
     const int64_t since = now_ns();
-    const bool selecting = deadline.at != NEVER;  // it goes on by itself
+    const bool selecting = deadline.at != NEVER;  // it ends at its deadline
     Wakes wakes;
 
     if constexpr (T::processes) {
@@ -256,8 +257,8 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
         Locked<M> locked(m);
         const bool called = T::leave(m, caller, waiting, selecting);
         T::look_for_dead(m, wakes);
-        // An interrupted call must not take an item that it can't return. One whose slice is over ignores who
-        // starves: that one may be dead.
+        // An interrupted call must not take an item, because it cannot return it. A call whose slice is over
+        // ignores the starving waiter, which may be dead.
         const bool passes = T::may_pass(m, caller, &waiting) || slice_over || T::ended(m);
         if (!interrupted && passes) step = op(wakes);
         if (!passes) T::stand_back(m, caller, wakes);
@@ -274,17 +275,18 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
     return step;
 }
 
-// Does `op` as soon as it can be done. `caller(waits)` says as whom; with `waits` it must say the session
-// too, which may have to be opened for that.
+// Do `op` as soon as it is possible. `caller(waits)` returns the identity of the call; with `waits` it must
+// include the session, which may have to be opened for that.
 template <class M, class Op, class Who>
 Step perform(M& m, Who&& caller, Op&& op, Deadline deadline) {
     using T = Traits<M>;
     Wakes wakes;
     Locked<M> locked(m);
-    // Who never waits learns of deaths too (C5). A get that finds an item need not know, a put would go
-    // nowhere.
+    // Callers that never wait also learn of deaths (C5). A get that finds an item need not know; a put would
+    // go nowhere.
     if (T::processes && caller(false).side == Side::Writer && T::time_to_look(m)) T::look_for_dead(m, wakes);
-    // Nobody stands back in a channel that has ended: what is in hand here may be what the others wait for.
+    // No caller stands back in a channel that has ended: the others may wait for the items that this one
+    // leases.
     const bool behind = !deadline.now_only() && !T::ended(m) && !T::may_pass(m, caller(false), nullptr);
     Step step = behind ? Step::Wait : op(wakes);
     if (step == Step::Wait && !behind && T::time_to_look(m)) {
