@@ -1,11 +1,12 @@
-// What happens to the items of a ring: put and take.
+// Puts and gets of a ring's items.
 //
-// The life of an item:   claim -> FILLING -> publish        (large: the copy is made outside the lock)
-//                        put -> INSIDE, or PARKED until its turn -> INSIDE
-//                        take -> LEASED -> acknowledged, or given back to the front
-//                        take -> copied and freed; large: HELD until the copy is made, or the last view is
-//                        gone take -> put back to the front, when it can't be received now
-//                        loan -> HELD until it is put
+// The states of an item:
+//   claim -> FILLING -> publish        (large: the copy is made outside the lock)
+//   put -> INSIDE, or PARKED until its turn -> INSIDE
+//   take -> LEASED -> acknowledged, or given back to the front
+//   take -> copied and freed; large: HELD until it is copied or its last view is gone
+//   take -> put back to the front, when it cannot be received now
+//   loan -> HELD until it is put
 #include <algorithm>
 
 #include "ring.hpp"
@@ -22,8 +23,8 @@ Step Ring::room(const Frame& frame, const WriterState* writer) {
     if (blind_) return Step::NoMemory;
     const uint64_t inside = h_->puts - h_->takes, all = inside + h_->parked + h_->claimed;
     const bool parks = is_parked(writer);
-    // An item larger than what is left waits, but the worker of `turn` never waits for parked bytes: only it
-    // can free them.
+    // An item larger than the remaining bytes waits, but the worker of `turn` never waits for parked bytes:
+    // only it can free them.
     const bool alone = parks ? all == 0 : inside + h_->claimed == 0;
     if (h_->bytes_in - h_->bytes_out + frame.size > most_inside() && !alone) {
         h_->short_of_memory = 1;
@@ -135,7 +136,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
 
 // --- take ---
 
-// Whether the slot at the head, and the last one that the session has on lease, are as they must be.
+// Return whether the slot at the head, and the last slot that the session leases, are valid.
 [[gnu::always_inline]] inline bool Ring::head_is_right(const Session* session) const {
     const Slot* slot = at<Slot>(h_->head);
     if (!slot_exists(h_->head) || !payload_exists(slot)) return false;
@@ -143,7 +144,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     return !session || !session->lease_head || slot_exists(session->lease_tail);
 }
 
-// What a reader is told of the slot at the head, but for where its payload is.
+// Fill in the description of the slot at the head, except where its payload is.
 [[gnu::always_inline]] inline void Ring::describe(Taken& taken, Slot* slot) const {
     taken.kind = slot->kind;
     taken.size = slot->size;
@@ -154,7 +155,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     taken.viewed = may_view(slot);
 }
 
-// Puts the slot, which was at the head, on lease.
+// Lease the slot, which was at the head.
 [[gnu::always_inline]] inline void Ring::lease(Slot* slot, uint64_t number, uint64_t state, Session& session,
                                                Change& change) {
     change.set(slot->next, 0);
@@ -166,7 +167,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     change.set(h_->leased, h_->leased + 1);
 }
 
-// Takes the slot at the head, which is as it must be. ``leases``: the session that gets it on lease, if any.
+// Take the slot at the head, which is valid. ``leases``: the session that leases it, if any.
 [[gnu::always_inline]] inline void Ring::take_head(Taken& taken, ReaderState* reader, Session* leases,
                                                    uint32_t session, Wakes& wakes) {
     Slot* slot = at<Slot>(h_->head);
@@ -211,7 +212,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     const uint64_t orders = reader && !reader->in_hand ? leases->orders : 0;
     if (orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
     if (leases && leases->again_head) return take_again(taken, *reader);
-    // What was given back it still takes: the others may all wait behind that for their turns.
+    // It still takes items that were given back: all others may wait behind them for their turns.
     if (orders & RETIRE && !is_next_before(UINT64_MAX)) {
         if (h_->head) h_->reader_gate.call_in_turn(1, wakes);  // it may have been woken for that item
         return Step::Drained;
@@ -231,9 +232,9 @@ void Ring::link_front(Slot* slot, Change& change) {
     change.set(h_->bytes_out, h_->bytes_out - slot->size);
 }
 
-// To the front, with its old number and its old deaths, over the capacity if need be. Nothing, if it is not
-// ours any more, or is lost anyway because the channel is broken. (A small one that a plain reader took was
-// freed, and gets a new slot.)
+// Return an item to the front, with its old number and its deaths, even over the capacity. Do nothing if the
+// item is not this reader's any more, or is lost anyway because the channel is broken. (A small item that a
+// plain reader took was freed, and gets a new slot.)
 void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
     if (h_->damaged || h_->state == BROKEN) {
         if (taken.held) release(taken.held, wakes);
@@ -285,15 +286,15 @@ void Ring::release(Slot* slot, Wakes& wakes) {
 
 // --- the end ---
 
-// Whether nothing more can come for this reader now. Others may still give back what they have in hand, so
-// who has nothing in hand waits for that, unless it would not be given to it. Who has something does not: two
-// who gather (get_more) would wait for each other.
+// Return whether no more items can come for this reader. Other readers may still give back their leased
+// items, so a reader without leases waits for them unless it would not get them. A reader with leases does
+// not wait: two readers that gather (get_more) would wait for each other.
 bool Ring::at_end_for(const ReaderState* reader) const {
     const bool goes = reader && (reader->alone || session(reader->session).leased > 0);
     return h_->state == CLOSED && nothing_coming() && (goes || h_->leased == 0);
 }
 
-// When the last item may have gone, all who wait must look: for some the end has come.
+// Wake all readers when the last item may have gone: for some of them the end has come.
 void Ring::tell_end(Wakes& wakes) {
     if (h_->state == CLOSED && nothing_coming()) wakes.readers += h_->reader_gate.call_all();
 }

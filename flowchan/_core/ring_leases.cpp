@@ -1,4 +1,5 @@
-// What readers have in hand: finished, given back to the front, or handed on to be tried again by one alone.
+// The items that readers lease: finished, given back to the front, or reserved for one replacement to try
+// again.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -26,7 +27,7 @@ void Ring::acknowledge_oldest(uint32_t index, uint64_t n, Wakes& wakes) {
     if (n) free_leased(session(index), n, wakes);
 }
 
-// The newest `n` to the front, in their old order, with their old numbers.
+// Move the newest `n` leased items to the front, in their old order and with their old numbers.
 void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     if (h_->damaged || !slot_exists(s.lease_tail)) return void(found_damage());
     if (h_->head && !slot_exists(h_->head)) return void(found_damage());
@@ -61,8 +62,9 @@ void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     wakes.readers += h_->reader_gate.call(uint32_t(n));
 }
 
-// The same where others have been given back before: each to its place among them, for the front of the FIFO
-// is in the order of the numbers. Whoever gives back the rest after a death does it for what is left.
+// Do the same where others were given back before: each item goes to its place among them, because the front
+// of the FIFO is sorted by number. After a death, the call that gives back the rest handles the remaining
+// items.
 void Ring::give_back_between(Session& s, uint64_t n, Wakes& wakes) {
     uint64_t kept = 0, p = s.lease_head;
     for (uint64_t left = s.leased; left > n; left -= 1, kept = p, p = at<Slot>(p)->next)
@@ -100,7 +102,7 @@ void Ring::give_back_newest(uint32_t index, uint64_t n, Wakes& wakes) {
     if (n && n <= session(index).leased) give_back(session(index), n, wakes);
 }
 
-// What was put and has never been taken leaves again, as if it had not been put. Whose it is may put it
+// Remove the items that were put and never taken, as if they had not been put. Their owner may put them
 // elsewhere.
 uint64_t Ring::take_back(Wakes& wakes) {
     uint64_t before = 0, p = h_->head, n = 0;
@@ -122,22 +124,24 @@ uint64_t Ring::take_back(Wakes& wakes) {
     return n;
 }
 
-// Counts the death of a reader for the first `suspects` of its leased items. Gives the last of the first `most`
-// items and what comes behind it; false when the ring is damaged.
+// Count the death of a reader for the first `suspects` of its leased items. Return false when the ring is
+// damaged. `last` becomes the last of the first `most` items, and `rest` the item after it.
 bool Ring::count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64_t& rest) {
     for (uint64_t n = 0; n < most; ++n, last = rest, rest = at<Slot>(rest)->next) {
         if (!slot_exists(rest) || !is_leased(at<Slot>(rest))) return false;
         if (n >= suspects) continue;
-        // A death between here and the commit counts twice: `deaths` may then be one too high, nothing else.
+        // A death between here and the commit counts twice: `deaths` may then be one too high, with no other
+        // effect.
         at<Slot>(rest)->state += Slot::DEATH;
         fault_point();
     }
     return true;
 }
 
-// What a dead reader had in hand, and has not been worked on since: to its successor alone where it may have
-// killed it, so that the others go on meanwhile (R10), or where nobody else may take it (`all`); else nothing,
-// and it goes back to all. All of it stays on lease. Without `blame` it was us who ended the reader.
+// Reserve leased items of a dead reader for its replacement. They are the items that may have killed the
+// reader, so that the other readers continue without that risk (R10), or with `all`, every item, because no
+// other reader may take them. The remaining items go back to all readers. The reserved items stay on lease.
+// Without `blame`, flowchan ended the reader.
 void Ring::hand_on(uint32_t from, uint32_t to, bool all, bool blame) {
     Session &s = session(from), &next = session(to);
     const bool suspect = blame && s.lease_head && s.at != Session::OURS;
@@ -162,7 +166,7 @@ void Ring::hand_on(uint32_t from, uint32_t to, bool all, bool blame) {
     change.commit();
 }
 
-// Takes the first of the items that are this session's own to try again.
+// Take the first of the items that only this session may try again.
 Step Ring::take_again(Taken& taken, ReaderState& reader) {
     Session& s = session(reader.session);
     Slot* slot = at<Slot>(s.again_head);
@@ -188,7 +192,7 @@ Step Ring::take_again(Taken& taken, ReaderState& reader) {
     return Step::Done;
 }
 
-// What a reader has in hand it gets once more, before anything else.
+// Reserve the leased items of a reader for this reader, which takes them again before any others.
 void Ring::begin_again(ReaderState& reader) {
     Session& s = session(reader.session);
     reader.in_hand = 0;
@@ -206,8 +210,8 @@ void Ring::begin_again(ReaderState& reader) {
     change.commit();
 }
 
-// Items are taken in the order of their numbers, so the first that is not finished is the oldest that somebody
-// has in hand or is to try again, or has been given back; or else the next to be taken.
+// Return the number of the first unfinished item. Items are taken in the order of their numbers. So that item
+// is the oldest that is leased, reserved for another try or given back, or else the next to be taken.
 uint64_t Ring::first_unfinished() const {
     uint64_t first = h_->numbered;
     const auto look = [&](uint64_t slot) {
@@ -228,7 +232,7 @@ void Ring::order(uint32_t index, Orders what, Wakes& wakes) {
     wakes.readers += h_->reader_gate.call_all();
 }
 
-// A session that ends before it has tried them again: they are everybody's.
+// Give the reserved items of a session that ends before it tried them again back to all readers.
 void Ring::give_back_again(Session& s, Wakes& wakes) {
     if (h_->damaged) return;
     Change change(record(Side::Writer), windows_);

@@ -1,8 +1,9 @@
-// Several small items at a time. What an item costs beside its own slot, the words that link and count, is paid
-// once for a run of them, as is the record: one Change, so all of a run happens or nothing.
+// Runs of several small items. The cost of an item besides its own slot, the words that link and count, is
+// paid once for a run of them. A run is one Change in the record, so it happens wholly or not at all.
 //
-// A run is what needs no more than that. What was given back, is looked at, has descriptors, or has a turn goes
-// item by item, and so does what finds no room; that also says what is wrong.
+// A run contains only items that need no more than that. These items go one by one: items that were given
+// back, are viewed, have descriptors or have a turn, and items that find no room; the single call then
+// reports the cause.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -11,13 +12,13 @@ namespace flowchan {
 
 namespace {
 
-// Of the words of a Change these are for the run as a whole.
+// The words of a Change that are needed once for the whole run.
 constexpr uint64_t TO_PUT = 7, TO_TAKE = 9, TO_FREE = 6;
 
 }  // namespace
 
-// Puts the first of these items, those of one class, without a key. How many: 0 when they are to be put one by
-// one.
+// Put the first of these items, as far as they have one class, without a key. Return their number, 0 when
+// they must be put one by one.
 uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
     if (h_->state != OPEN || blind_ || (h_->head && !slot_exists(h_->tail))) return 0;
     const uint64_t inside = h_->puts - h_->takes + h_->parked + h_->claimed;
@@ -56,7 +57,7 @@ uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
     return n;
 }
 
-// Takes what is inside on lease, up to `count` items, and none behind so many bytes. How many: 0 when they are to
+// Lease up to `count` items, and no more once `most_bytes` are reached. Return their number, 0 when they must
 // be taken one by one.
 uint64_t Ring::take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_t most_bytes, Wakes& wakes) {
     Session& s = session(reader.session);
@@ -100,8 +101,8 @@ uint64_t Ring::take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_
     return n;
 }
 
-// Frees the oldest that a session has on lease, up to `most`: those of one class that nobody looks at, at once.
-// How many; 0: something there can't be right.
+// Free the oldest leases of a session, up to `most`, and at once those of one class without viewers. Return
+// their number; 0: a value there is damaged.
 uint64_t Ring::free_run(Session& s, uint64_t most) {
     const uint64_t first = s.lease_head;
     Slot* run[Redo::MOST];

@@ -1,4 +1,4 @@
-// The sessions of a ring: who takes part in it, as whom, and what becomes of what they had when they end or
+// The sessions of a ring: its participants, their roles, and the handling of their items when they end or
 // die.
 #include "process.hpp"
 #include "ring.hpp"
@@ -9,7 +9,7 @@
 
 namespace flowchan {
 
-// A record that nobody uses, cleared for this process; 0 if there is none.
+// Return an unused record, cleared for this process; 0 if there is none.
 uint32_t Ring::free_session(Wakes& wakes) {
     for (int attempt = 0; attempt < 2; ++attempt) {
         for (uint32_t i = 1; i < SESSIONS; ++i) {  // 0 means "no session"
@@ -57,9 +57,9 @@ void Ring::adopt(uint32_t index) {
     s.started = own_start();
 }
 
-// A port moves to another process. What the former one looks at it goes on looking at, so that passes to a
-// HOLDER of its own: else the views would end with the new process. One Change for each slot; a death may
-// come between any two. (When all records are taken the views stay where they are.)
+// Handle a port that moves to another process. The former process keeps its views, so they pass to a HOLDER
+// of its own; otherwise they would end with the new process. There is one Change for each slot, and a death
+// may come between any two. (When all records are taken, the views stay with the port.)
 void Ring::part(uint32_t index) {
     Wakes wakes;
     if (!memory_is_right()) return void(found_damage());
@@ -85,8 +85,8 @@ void Ring::part(uint32_t index) {
     wake(wakes);
 }
 
-// What a session that ends, perhaps because its process was killed, was copying, and the waits it was counted
-// in. `views`: it looks at nothing any more.
+// Undo the copies and waits of a session that ends, perhaps because its process was killed. `views`: it does
+// not use its views any more.
 void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     Session& s = session(index);
     if (!memory_is_right()) found_damage();
@@ -104,8 +104,8 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     auto leave = [now](Gate& gate, uint32_t& at_gate) {
         const uint32_t n = at_gate;
         at_gate =
-            // first: a death in between leaves `waiting` too high, which costs a needless wake-up, never too
-            // low
+            // first: a death in between leaves `waiting` too high, never too low, and costs a needless
+            // wake-up
             0;
         keep_order();
         fault_point();
@@ -113,15 +113,14 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
         gate.woken = std::min(gate.woken, gate.waiting);
         gate.selecting = std::min(gate.selecting, gate.waiting);
         gate.waited_ns += int64_t(n) * now;
-        return n ? gate.call_all()
-                 : 0;  // a thread that waits in the port that is being closed must hear of it
+        return n ? gate.call_all() : 0;  // a thread that waits in the closing port must wake
     };
     wakes.readers += leave(h_->reader_gate, s.at_reader_gate);
     wakes.writers += leave(h_->writer_gate, s.at_writer_gate);
     s.clock.all.set(s.awaits != 0, now);
     if (s.awaits) {
         s.word.store(s.word.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-        wakes.add(s.word, true);  // a thread that waits in the port that is being closed must hear of it
+        wakes.add(s.word, true);  // a thread that waits in the closing port must wake
         have_turn(s);
         const auto waits = [](const Session& one) { return one.awaits != 0; };
         h_->writer_gate.ordered = uint32_t(std::ranges::count_if(h_->sessions(), waits));
@@ -130,21 +129,21 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
         call_turns(wakes);
     }
     if (s.pid == uint64_t(getpid())) return;
-    // It died, perhaps woken and on its way back, or about to wake somebody: let those who sleep look again.
+    // It died, perhaps woken and on its way back, or about to wake another: all sleepers look again.
     h_->reader_gate.woken = h_->writer_gate.woken = 0;
     wakes.readers += h_->reader_gate.call_all();
     call_all_writers(wakes);
 }
 
-// Whether the process of this session lives, or may have children that do, and so may still use what it looks
-// at, whoever ends the session.
+// Return whether the process of this session is alive, or may have live children, and so may still use its
+// views after the session has ended.
 bool Ring::still_looks(uint32_t index) const {
     const Session& s = session(index);
     return s.views && (s.forked || s.pid == uint64_t(getpid()) || process_alive(s.pid, s.started));
 }
 
-// `finished`: the items in hand are done with, else they go back. `died`: its process has ended without
-// closing it; of a writer that is no clean end (C5), unless the channel was closed before.
+// `finished`: the leased items are finished, else they go back. `died`: the process ended without closing the
+// session. For a writer that is not a clean end (C5) unless the channel was closed before.
 void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     Session& s = session(index);
     if (s.role == Session::NONE) return;
@@ -164,7 +163,7 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     } else if (s.role == Session::RESUME) {
         change.set(h_->resumes, h_->resumes - 1);
     }
-    if (looks) change.set(s.supervised, 0);  // when its process dies, whoever notices ends it
+    if (looks) change.set(s.supervised, 0);  // any process that notices its process's death may end it
     change.set(s.role, looks ? Session::HOLDER : Session::NONE);
     change.commit();
     if (h_->state == CLOSED) advance(wakes);
@@ -212,14 +211,14 @@ void Ring::sweep_now(Wakes& wakes) {
     h_->swept_ns.store(uint64_t(coarse_now_ns()), std::memory_order_relaxed);
     uint64_t me = uint64_t(getpid());
     const Session* alive = nullptr;
-    const bool locked = !h_->damaged;  // else the lock may keep nobody out
+    const bool locked = !h_->damaged;  // a lost lock may not exclude other threads
     if (locked) peers_.begin_round();
     for (uint32_t i = 1; i < h_->sessions().size(); ++i) {
         Session& s = session(i);
         if (s.role == Session::NONE || s.role == Session::RESUME || s.supervised || s.pid == me) continue;
         if (s.role == Session::HOLDER && s.forked) continue;  // until the channel's end
         if (alive && s.pid == alive->pid && s.started == alive->started)
-            continue;  // many ports of one process
+            continue;  // one process with many ports
         if (locked ? peers_.alive(s.pid, s.started) : process_alive(s.pid, s.started))
             alive = &s;
         else
