@@ -1,4 +1,5 @@
-// The connection of a link, and which lines it serves. link_send.cpp and link_receive.cpp are its two threads.
+// The connection of a link, and the list of its streams. link_send.cpp and link_receive.cpp are its two
+// threads.
 #include "link.hpp"
 #include "process.hpp"
 
@@ -17,9 +18,9 @@ std::unordered_set<Link*> live;
 
 }  // namespace
 
-// A forked child has a copy of the socket, but none of the threads. It closes the copy: or else the other side
-// would not learn that this process has ended before the child has, too. A fork holds all locks, so that the
-// child gets every link whole, and with no ring held.
+// A forked child has a copy of the socket, but none of the threads. It closes the copy, because otherwise the
+// other side would notice the end of this process only after the end of the child. A fork holds all locks, so
+// that the child gets every link in a consistent state, and with no ring locked.
 const int Link::fork_hook = pthread_atfork(before_fork, after_fork, in_child);
 
 void Link::before_fork() {
@@ -64,7 +65,7 @@ Link::~Link() {
         delete &told_;
         return;
     }
-    // In a forked child nothing of this is its own. The parent may have ended the threads before.
+    // A forked child owns none of this. The parent may have ended the threads before.
     for (std::thread* thread : {&sender_, &receiver_})
         if (thread->joinable()) thread->detach();
     lookouts_.leave_alone();
@@ -73,7 +74,7 @@ Link::~Link() {
 
 void Link::close() {
     if (pid_ != getpid()) return;
-    std::lock_guard one(closing_);  // who comes second returns when all is closed, too
+    std::lock_guard one(closing_);  // a second caller also returns only when everything is closed
     {
         std::lock_guard lock(mutex_);
         closed_ = true;
@@ -96,7 +97,7 @@ void Link::attach(int fd) {
 }
 
 void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
-    // The old connection comes to its end before the new one says what has arrived: what is still received
+    // The old connection ends before the new one reports what has arrived: otherwise frames still received
     // over it would be received twice.
     while (fd_ >= 0 && !closed_) {
         if (!std::exchange(lost_, true)) {
@@ -127,7 +128,7 @@ void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
     ring_bell();
 }
 
-// A thread has found out that the connection over `fd` has ended. The last one to leave it closes it.
+// Handle the end of the connection over `fd` in one thread. The last thread to leave it closes it.
 void Link::leave_connection(int fd, const std::string& why) {
     std::lock_guard lock(mutex_);
     users_ -= 1;
@@ -209,7 +210,7 @@ LinkEvent Link::next_event(int64_t until) {
     while (events_.empty() && !closed_) {
         const int64_t now = now_ns(), left = until - now;
         if (left <= 0) {
-            // Who wakes late was held up itself, and that time says nothing about the other side.
+            // A thread that wakes late was delayed itself, and that time proves nothing about the other side.
             heard_at_.store(std::min(now, heard_at_.load(std::memory_order_relaxed) - left),
                             std::memory_order_relaxed);
             return {};

@@ -1,23 +1,26 @@
 // Link: the connection between two hosts of a run, and the ports of the workers that it serves.
 //
-// A worker elsewhere has its ports at home, where its channels live, as every worker has. A line couples each
-// of them with a ring on the other host that the worker reads or writes: items that a Source takes on lease at
-// home go as ITEM frames into the Sink there, its outputs come back as OUT frames (wire.hpp).
+// The owner side has the channels, and the worker side runs remote workers. A remote worker has ports on the
+// owner side, like every worker. A stream of the link couples each of them with a ring on the worker side
+// that the worker reads or writes. A Source on the owner side leases items and sends them as ITEM frames to
+// the Sink on the worker side; the worker's outputs come back as OUT frames (wire.hpp).
 //
-// Exactly once. What was sent stays on lease where it came from: an output until the other side has put it
-// into its ring, an item until the worker has finished it *and* all its outputs are in their rings at home
-// (R4). Frames of a port are in order and are counted; after a break each side says what it has got, and the
-// other sends from there. Only Python dials, listens and proves secrets; it hands over each new connection
-// (`attach`), with TLS as without. A worker does one item after the other, so its outputs come in the order of its
-// items, and each says of which item it is: home puts it as that item's output, as if the worker were here,
-// and whoever does the item again after a death skips what is out already.
+// Exactly once. A sent item stays on lease at its origin. An output stays until the other side has put it
+// into its ring. An item stays until the worker has finished it *and* all its outputs are in their rings on
+// the owner side (R4). Frames of a port are in order and are counted. After a break each side reports what it
+// has received, and the other side sends from there. Only Python dials, listens and proves secrets; it passes
+// each new connection to `attach`, with or without TLS. A worker processes one item after the other, so its
+// outputs come in the order of its items, and each names its item. The owner side puts it as that item's
+// output, as for a local worker. After a death, the next worker of the item skips the outputs that are
+// already out.
 //
-// Nothing waits for a receiver: items are sent only as far as the worker's window goes, outputs only until so
-// many wait for room at home (staged). So one slow stage does not hold up the frames of the others.
+// No thread waits for a receiver. Items are sent only as far as the worker's window allows, and outputs only
+// until the limit of waiting ones on the owner side is reached (staged). So one slow stage does not hold up
+// the frames of the others.
 //
-// Two threads serve a link: one sends, and moves what is staged; one receives. (With many workers further ones
-// sleep on their rings, and wake the sender.) Both work under `mutex_`, but
-// not while they send or receive, or copy a large item. Neither ever needs the GIL.
+// Two threads serve a link: one sends and moves staged items, one receives. (With many workers further
+// threads sleep on the rings and wake the sender.) Both work under `mutex_`, but not while they send, receive
+// or copy a large item. Neither ever needs the GIL.
 #pragma once
 
 #include <atomic>
@@ -36,16 +39,16 @@ namespace flowchan {
 
 struct LinkLine {
     uint32_t number = 0;
-    bool announced = false;      // away: said to be open, over this connection
+    bool announced = false;      // worker side: OPEN was sent over this connection
     int filling = 0;             // large items that are being received into its rings
-    bool finished = false;       // home: nothing more comes from the worker, and everything is put
-    bool settling = false;       // home: a turn is awaited before an item can be done with
-    std::deque<Source> sources;  // home: of the worker's inputs; away: of its outputs
-    std::deque<Sink> sinks;      // the other ones
+    bool finished = false;       // owner side: the worker sends nothing more, and everything is put
+    bool settling = false;       // owner side: an item waits for its turn before it can be finished
+    std::deque<Source> sources;  // owner side: of the worker's inputs; worker side: of its outputs
+    std::deque<Sink> sinks;      // of the other ports
 };
 
-// What has happened to a link: flowchan/transport/link_events.py says what each kind means. Only the fields of
-// its kind are set.
+// An event of a link: flowchan/transport/link_events.py defines each kind. Only the fields of its kind are
+// set.
 struct LinkEvent {
     enum class Kind : uint8_t { None, Broken, Finished, Refused, TooLarge, Closed };
 
@@ -56,27 +59,28 @@ struct LinkEvent {
     std::string why;
 };
 
-// The counts of one line at this moment, by input port.
+// The present counts of one stream, over its input ports.
 struct LineCounts {
     uint32_t number;
-    uint64_t ahead, in_hand, staged;  // on their way or with the worker; begun; outputs that wait for room
+    uint64_t ahead, in_hand, staged;  // sent or with the worker; started; outputs that wait for room
     uint64_t window;                  // bytes that may be on their way from here
     bool starved;                     // the worker waits for an item
 };
 
-// What is to be sent, in its order: small things are copied, large items lie where they are. Nobody but the
-// sender's thread touches it.
+// The bytes to send, in their order: small pieces are copied, large items are sent in place. Only the sender
+// thread touches it.
 class Outgoing {
   public:
     uint64_t size() const { return size_; }
     void add(const void* head, uint64_t length, const void* at, uint64_t size);
     void add_in_place(std::shared_ptr<Ring> ring, const char* at, uint64_t size);
-    std::string send(int fd, uint64_t most);  // that much, waiting for the other side; why not, or ""
+    // sends up to `most` bytes, waiting for the other side; returns the error, or ""
+    std::string send(int fd, uint64_t most);
     void clear() { *this = {}; }
 
   private:
     struct Piece {
-        std::shared_ptr<Ring> ring;  // kept mapped; null: it lies in `copied_`
+        std::shared_ptr<Ring> ring;  // kept mapped; null: the piece is in `copied_`
         const char* at;
         uint64_t begin, size;
     };
@@ -92,7 +96,7 @@ class Link {
     ~Link();
     Link(const Link&) = delete;
 
-    void attach(int fd);  // takes over the descriptor; what was sent and is not acknowledged is sent again
+    void attach(int fd);  // takes ownership of the descriptor; unacknowledged items are sent again
     struct Taking {
         std::shared_ptr<Ring> ring;
         uint32_t session;
@@ -103,14 +107,14 @@ class Link {
         WriterState writer;
         bool follows, replays;
     };
-    // `on_demand`: items come for those only who wait for one, or work on one.
+    // `on_demand`: items come only for workers that wait for one or process one.
     void open_line(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
                    bool on_demand);
     void drop_line(uint32_t number);
     void close();
     LinkEvent next_event(int64_t until);  // of kind None when there is none by then
 
-    // Since the last byte came, and there and back; in ns.
+    // The time since the last byte arrived, and the round-trip time, in ns.
     int64_t silent_for() const { return now_ns() - heard_at_.load(std::memory_order_relaxed); }
     int64_t round_trip() const { return round_trip_.load(std::memory_order_relaxed); }
     bool connected();
@@ -119,11 +123,11 @@ class Link {
 
   private:
     static constexpr uint64_t GATHER = 256 << 10;  // bytes sent or received at a time
-    static constexpr uint64_t LARGE = 64 << 10;    // items from here on are not copied on their way
+    static constexpr uint64_t LARGE = 64 << 10;    // larger items are not copied on their way
 
     // sending (link_send.cpp)
     void send_loop();
-    std::string send_some(int fd);  // why not, or ""
+    std::string send_some(int fd);  // returns the error, or ""
     bool fill();
     bool serve_home(LinkLine& line);
     bool serve_away(LinkLine& line);
@@ -146,10 +150,10 @@ class Link {
 
     // receiving (link_receive.cpp)
     void receive_loop();
-    std::string receive(int fd, uint64_t connection);  // until the connection ends: why
+    std::string receive(int fd, uint64_t connection);  // returns when the connection ends, with the reason
     bool is_said_here_only(Say say) const;
     bool hear_pong(int64_t pinged_at);
-    bool hear(const Head& head, const char* payload);  // false: the other side can't be right
+    bool hear(const Head& head, const char* payload);  // false: the other side sent invalid data
     void release_ring();
     bool hear_item(LinkLine& line, Sink& sink, const Received& item);
     uint64_t hear_run(const char* at, uint64_t size);
@@ -160,16 +164,16 @@ class Link {
     bool claim(LinkLine& line, Sink& sink, const Received& item, Slot*& slot);
     void take_note(Sink& sink, bool stirs);
     void refuse(const LinkLine& line, Sink& sink, uint64_t size);
-    struct Behind {  // a large item
+    struct Behind {  // the bytes after a large item
         char* at;
         uint64_t room, have = 0;
     };
     struct Large {  // a large item that is being received
         Received item;
         LinkLine* line = nullptr;
-        Sink* sink = nullptr;  // null: nobody wants it
+        Sink* sink = nullptr;  // null: it has no receiver
         Slot* slot = nullptr;  // null: there is no room for it
-        bool skips = false;    // a worker that died has put it already
+        bool skips = false;    // a worker that died has already put it
         std::vector<char> apart;
         bool is_to_be_staged() const { return sink && !slot && !skips; }
     };
@@ -202,21 +206,21 @@ class Link {
     const bool home_;
     const int pid_;
     std::mutex mutex_, closing_;
-    // The connection, or `filling`, has changed. Not a member, for a forked child must not destroy it: that waits
-    // for threads which the child does not have.
+    // Signals a change of the connection or of `filling`. Not a member, because a forked child must not
+    // destroy it: the destructor waits for threads that the child does not have.
     std::condition_variable& changed_ = *new std::condition_variable;
     std::map<uint32_t, std::unique_ptr<LinkLine>> lines_;
     int fd_ = -1;
     int users_ = 0;  // threads that send or receive over fd_
     uint64_t connection_ = 0;
     bool closed_ = false;
-    bool lost_ = false;         // the connection is of no use any more, its last user closes it
-    uint32_t served_last_ = 0;  // the line after which the next round begins
+    bool lost_ = false;         // the connection is unusable; its last user closes it
+    uint32_t served_last_ = 0;  // the stream after which the next round begins
 
     Outgoing out_;
-    uint64_t said_ = 0;     // items among it
-    bool stirred_ = false;  // the receiver has heard what the sender has to know
-    // The receiver's: the ring that items are being put into, locked for some of them at a time.
+    uint64_t said_ = 0;     // items in `out_`
+    bool stirred_ = false;  // the receiver has news for the sender
+    // Used by the receiver: the ring into which it puts items, locked for several of them at a time.
     std::optional<Holding> held_;
     Ring* held_ring_ = nullptr;
     uint32_t held_for_ = 0;
@@ -230,9 +234,9 @@ class Link {
     std::atomic<bool> asleep_{false};
     std::atomic<int64_t> heard_at_{0}, round_trip_{200'000};
     std::deque<LinkEvent> events_;
-    std::condition_variable& told_ = *new std::condition_variable;  // likewise
+    std::condition_variable& told_ = *new std::condition_variable;  // not a member, like `changed_`
     std::thread sender_, receiver_;
-    Lookouts lookouts_{[this] { ring_bell(); }};  // the sender's
+    Lookouts lookouts_{[this] { ring_bell(); }};  // of the sender
 };
 
 }  // namespace flowchan

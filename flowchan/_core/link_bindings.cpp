@@ -1,4 +1,4 @@
-// Link as Python sees it.
+// The Python binding of Link.
 #include "link_bindings.hpp"
 #include "channel.hpp"
 #include "link.hpp"

@@ -10,12 +10,13 @@ void Window::hear(bool starved, bool waits, bool gathers, uint64_t ahead, uint64
     const int64_t now = now_ns();
     const int64_t passed = now - at_, worth = slow(round_trip);
     const uint64_t finished = done - done_;
-    // From far away items come all the time, and still the worker waits for some, or gets them as fast as the
-    // window lets them go: it finishes as many as are under way in the time that it takes to replace them.
-    // That counts once in a round trip, for so long it takes until more can come.
+    // A remote worker gets items steadily, and still it waits for some, or gets them only as fast as the
+    // window allows. In the second case it finishes as many items as are on their way in the time that
+    // replacing them takes. This counts once in a round trip, because more items cannot come earlier.
     const bool hurries = double(finished) * double(2 * round_trip) > size_ * double(passed);
     starved = starved || ((waits || hurries) && ahead >= size() && passed >= round_trip);
-    // What it finishes in a few round trips. 1 ms: for the threads on the way, which may have to be woken.
+    // The items that it finishes in a few round trips. 1 ms: for the threads on the way, which may have to be
+    // woken.
     const double few = passed ? double(finished) / double(passed) * double(4 * round_trip + 1'000'000) : 0;
     if (starved) {
         const bool quick = finished && passed / int64_t(finished) < worth;
@@ -45,7 +46,7 @@ void ByteWindow::look(uint64_t most, int64_t round_trip) {
     const int64_t trip = round_trip + 1'000'000;  // as for `few`
     if (passed < trip) return;
     const double two_trips = double(freed_) / double(passed) * double(2 * trip), before = double(size_);
-    // It grows only when that lets more through: who reads slowly is far from emptying it in a round trip.
+    // It grows only when that lets more through: a slow reader is far from emptying it in a round trip.
     const double next = std::clamp(two_trips, before / 2, full_ ? 2 * before : before);
     size_ = std::clamp(uint64_t(next), LEAST, std::clamp(most, LEAST, MOST));
     at_ = now;
@@ -92,14 +93,14 @@ bool Source::take(uint64_t most) {
         if (refused) return true;
         if (!took) break;
     }
-    // It may have been called for what it does not take: then another one is.
+    // It may have been woken for items that it does not take: wake another reader.
     if (entries.size() == before && ring->header().head)
         holding.wakes.readers += ring->header().reader_gate.call(1);
     return entries.size() != before || ending != Ending::Open;
 }
 
-// False: there is none now, an end was found, or the item was refused and is where it was. With the ring's lock
-// held.
+// Take one item, with the ring's lock held. Return false if there is none now, an end was found, or the item
+// was refused and is back in its place.
 bool Source::take_one(Wakes& wakes) {
     Taken taken;
     const Step step = ring->try_take(taken, &reader, reader.session, wakes);
@@ -125,16 +126,16 @@ void Source::see_end(Step step) {
         ending = Ending::Broke;
         cause = ring->cause();
     } else if (step == Step::Drained && (entries.empty() || (starved && in_hand == entries.size()))) {
-        // Who gathers, and has all there is in hand, is told the end now: what others may still give back is
-        // for them.
+        // A worker that gathers and holds all remaining items gets the end now. Items that others may still
+        // give back go to other readers.
         ending = Ending::Drained;
     }
 }
 
-// Several small items at once, if that can be. With the ring's lock held.
+// Take several small items at once if possible, with the ring's lock held.
 bool Source::take_run(uint64_t most, Wakes& wakes) {
     Ring::InRun run[Redo::MOST];
-    // As `wants`: the other side counts.
+    // Like `wants`: the limit counts items on the other side too.
     const uint64_t room = byte_window.size() - std::min(bytes, byte_window.size());
     const uint64_t n = ring->take_run(reader, run, most, room, wakes);
     if (n && entries.empty()) progress_at = now_ns();
@@ -171,7 +172,7 @@ void Source::leave() {
     sent = base;
 }
 
-// Others wait while this worker has been at one item for long.
+// Return whether others wait while this worker has processed one item for long.
 bool Source::should_recall(int64_t round_trip) const {
     if (!may_recall() || now_ns() - progress_at < Window::slow(round_trip)) return false;
     const Header& h = ring->header();
@@ -214,7 +215,7 @@ bool Source::stand() {
     Holding holding(*ring);
     gate.leave();
     const Header& h = ring->header();
-    // At the end of a channel others may still give back what they have in hand: that calls all who wait.
+    // At the end of a channel other readers may still give back their leased items, which wakes all waiters.
     const bool ended = h.state == BROKEN || (ring->at_end_for(&reader) && entries.empty());
     const bool any = h.head && !is_held_back();
     if (any || ring->session(reader.session).again_head || ended) return false;
@@ -315,7 +316,7 @@ void Sink::stand() {
     gate.enter(writer.ordered && writer.keyed, writer.number);
 }
 
-// With the ring's lock held.
+// The caller holds the ring's lock.
 static Sink::Progress progress_in(Ring& ring, bool on_demand) {
     Sink::Progress now;
     const Header& h = ring.header();

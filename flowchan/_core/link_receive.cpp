@@ -1,5 +1,5 @@
-// The receiving thread of a link: reads frames, checks them, and puts what they bring where it belongs. It
-// never waits for room: what finds none is staged.
+// The receiving thread of a link: reads frames, checks them, and puts their items into rings. It never waits
+// for room: an item without room is staged.
 #include "link.hpp"
 
 #include <poll.h>
@@ -13,13 +13,13 @@ namespace {
 
 constexpr uint32_t HELD_FOR = 64;
 constexpr uint64_t SMALL = Taken::LOCAL;  // items up to here are put in runs
-// What follows a large item is received together with its end. Another one is likely: of that only the
-// beginning is to be copied.
+// Bytes behind a large item that are received together with its end. Another large item is likely, and only
+// its beginning should be copied.
 constexpr uint64_t AFTER_LARGE = 4096;
-// What is still to come of a large item wakes this thread when so much of it is there, or all of it, and not
-// with each segment: a wake-up takes the time in which 50 KB could be copied.
+// Remaining bytes of a large item that wake this thread, instead of each segment: a wake-up costs as much
+// time as copying 50 KB.
 constexpr uint64_t WORTH_WAKING = 256 << 10;
-constexpr int MOST_MS = 100;  // on a slow connection, as long as something comes, the other side lives
+constexpr int MOST_MS = 100;  // on a slow connection the other side counts as alive while bytes arrive
 const char* const WRONG = "the other side sent what no agent of this version sends";
 
 }  // namespace
@@ -40,7 +40,7 @@ void Link::receive_loop() {
     }
 }
 
-// Until the connection ends; says why it did.
+// Receive until the connection ends. Return the reason.
 std::string Link::receive(int fd, uint64_t connection) {
     std::vector<char> buffer(GATHER + LARGE);
     uint64_t have = 0;
@@ -105,7 +105,7 @@ void Link::release_ring() {
     held_for_ = 0;
 }
 
-// Takes the lock of the ring into which so many items are to be put, and keeps it for some more.
+// Take the lock of the ring into which `items` items are put, and keep it for some more.
 void Link::hold(Sink& sink, uint64_t items) {
     if (held_ring_ != sink.ring.get() || held_for_ >= HELD_FOR) {
         release_ring();
@@ -115,8 +115,8 @@ void Link::hold(Sink& sink, uint64_t items) {
     held_for_ += uint32_t(items);
 }
 
-// Away: small items of one port that have come one behind the other go into its ring as a run. How many bytes
-// they were; 0: what comes first is to be heard by itself.
+// Worker side: put consecutive small items of one port into its ring as a run. Return their size in bytes; 0:
+// the first frame needs separate handling.
 uint64_t Link::hear_run(const char* at, uint64_t size) {
     Head head{};
     memcpy(static_cast<void*>(&head), at, Head::SHORT);
@@ -144,13 +144,13 @@ uint64_t Link::hear_run(const char* at, uint64_t size) {
     return heard;
 }
 
-// Whether no other side of this link says such a thing.
+// Return whether only this side of the link sends such frames.
 bool Link::is_said_here_only(Say say) const {
     if (home_) return say == Say::ITEM || say == Say::OUTPUT || say == Say::RECALL;
     return say == Say::OPEN || say == Say::OUT || say == Say::INPUT;
 }
 
-// The answer to what was said at that time.
+// Handle the answer to a ping that was sent at that time.
 bool Link::hear_pong(int64_t pinged_at) {
     const int64_t now = now_ns();
     if (pinged_at < 0 || pinged_at > now) return false;
@@ -174,7 +174,7 @@ bool Link::hear(const Head& head, const char* payload) {
     if (head.say == Say::PONG) return hear_pong(int64_t(head.n));
     if (is_said_here_only(head.say)) return false;
     LinkLine* line = find(head.line);
-    if (!line) return true;  // it was given up here, or is not open yet
+    if (!line) return true;  // this side gave it up, or has not opened it yet
     if (head.say == Say::OPEN) {
         for (Sink& sink : line->sinks) sink.dirty = true;
         return true;
@@ -191,7 +191,8 @@ bool Link::hear(const Head& head, const char* payload) {
 
 // --- items ---
 
-// The number under which home knows the item that the worker calls `key`; KEYLESS where outputs belong to none.
+// Return the owner side's number of the item that the worker calls `key`; KEYLESS where outputs belong to no
+// item.
 uint64_t Link::number_for(LinkLine& line, const Sink& sink, uint64_t key) {
     if (key == Slot::KEYLESS || !home_) return Slot::KEYLESS;
     if (const Source* source = numbering(line, sink)) return source->entries[key - source->base].number;
@@ -206,9 +207,9 @@ bool Link::key_is_right(LinkLine& line, const Sink& sink, uint64_t key) {
     return !sink.replays || key == 0;
 }
 
-// Whether the items before that for which `key` is an output are done with. The worker has finished them, and
-// all their outputs have come; their leases end first, because of a worker that dies only what it put for its
-// last item is remembered.
+// Return whether the items before the one with output `key` are finished. The worker has finished them, and
+// all their outputs have come. Their leases end first, because after a worker's death the ring remembers
+// outputs only for its last item.
 bool Link::is_settled(LinkLine& line, const Sink& sink, uint64_t key) {
     Source* source = key == Slot::KEYLESS ? nullptr : numbering(line, sink);
     if (!source || source->base >= key) return true;
@@ -243,15 +244,15 @@ bool Link::hear_item(LinkLine& line, Sink& sink, const Received& item) {
     return true;
 }
 
-// One more has come. Home tells so, because an output stays on lease until then. An item is on lease until it
-// is done with, so of that its worker is told of when it gets on.
+// Count one more arrival. The owner side acknowledges it, because an output stays on lease until then. An
+// item is on lease until it is finished, so its acknowledgement can wait for the worker's progress.
 void Link::take_note(Sink& sink, bool stirs) {
     sink.got += 1;
     sink.dirty = sink.dirty || stirs;
     stirred_ = stirred_ || stirs;
 }
 
-// There is less memory here than where it was put. Nothing that comes after it is put.
+// Refuse an item for which this side has too little memory, unlike its origin. No later item is put.
 void Link::refuse(const LinkLine& line, Sink& sink, uint64_t size) {
     sink.refuses = true;
     sink.forget_staged();
@@ -262,7 +263,7 @@ void Link::refuse(const LinkLine& line, Sink& sink, uint64_t size) {
           .size = size});
 }
 
-// A large item, of which `size` bytes have come: into the ring without a copy in between, if there is room.
+// Receive a large item of which `size` bytes have come, into the ring without a copy if there is room.
 bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size,
                       Behind& behind) {
     std::unique_lock lock(mutex_);
@@ -286,7 +287,7 @@ bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char*
     return whole;
 }
 
-// Where a large item goes to. False: the other side can't be right.
+// Find the destination of a large item. Return false if the other side sent invalid data.
 bool Link::begin_large(const Head& head, Large& large) {
     LinkLine* line = large.line = find(head.line);
     if (line && head.port >= line->sinks.size()) return false;
@@ -304,7 +305,7 @@ bool Link::begin_large(const Head& head, Large& large) {
     return true;
 }
 
-// A large item has come that nobody wants.
+// Count a large item that has no receiver.
 void Link::pass_over(const Head& head) {
     LinkLine* line = find(head.line);
     if (!line || head.port >= line->sinks.size()) return;
@@ -312,7 +313,8 @@ void Link::pass_over(const Head& head) {
     line->sinks[head.port].used += 1;
 }
 
-// It has come, or not all of it. False: it comes again, or the other side can't be right.
+// Finish a large item, or give up a part of one. Return false if it must come again, or if the other side
+// sent invalid data.
 bool Link::end_large(Large& large, bool whole) {
     Sink& sink = *large.sink;
     large.line->filling -= 1;
@@ -326,7 +328,7 @@ bool Link::end_large(Large& large, bool whole) {
                                home_ && sink.writer.keyed ? &sink.writer : nullptr, holding.wakes);
     }
     if (!whole) {
-        if (large.skips) sink.writer.count -= 1;  // it comes again, and is to be skipped again
+        if (large.skips) sink.writer.count -= 1;  // it comes again, and must be skipped again
         return false;
     }
     const bool put = large.slot || large.skips;
@@ -336,15 +338,15 @@ bool Link::end_large(Large& large, bool whole) {
     return true;
 }
 
-// Memory of the ring for a large item; none when there is no room. False: it is to be skipped, for a worker
-// that died has put it already.
+// Claim memory of the ring for a large item; null when there is no room. Return false if the item must be
+// skipped because a worker that died has already put it.
 bool Link::claim(LinkLine& line, Sink& sink, const Received& item, Slot*& slot) {
     if (!is_settled(line, sink, item.key)) return true;
     const uint64_t number = number_for(line, sink, item.key);
     Holding holding(*sink.ring);
     if (sink.begin(number) == Step::Done) return false;
     const bool keyed = number != Slot::KEYLESS;
-    if (home_ && !keyed && sink.writer.keyed) return true;  // staged: the put itself is to be without a key
+    if (home_ && !keyed && sink.writer.keyed) return true;  // staged: the put must not have a key
     const Step step =
         sink.ring->claim(frame_of(item), keyed ? &sink.writer : nullptr, sink.writer.session, slot);
     if (step != Step::Done) slot = nullptr;
@@ -358,7 +360,7 @@ class LowWaterMark {
     explicit LowWaterMark(int fd) : fd_(fd) {}
     ~LowWaterMark() { set(1); }
     LowWaterMark(const LowWaterMark&) = delete;
-    // Until so many bytes are there, or the connection ends; for MOST_MS.
+    // Wait until that many bytes are there or the connection ends, at most MOST_MS.
     void await(uint64_t bytes) {
         set(int(bytes));
         pollfd one{fd_, POLLIN, 0};
@@ -376,7 +378,7 @@ class LowWaterMark {
 
 }  // namespace
 
-// Null `to`: nobody wants it.
+// Null `to`: the item has no receiver.
 bool Link::read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size, Behind& behind) {
     std::vector<char> nowhere(to ? 0 : GATHER);
     if (to) memcpy(to, begun, have);
@@ -426,7 +428,7 @@ bool Link::hear_input(LinkLine& line, const Head& head, const char* payload) {
         source.ring->break_(std::string(payload, head.size), holding.wakes);
     }
     source.leaving = source.leaving || head.flags & NO_MORE;
-    // What the supervisor reads when the worker dies with its host (R10).
+    // State that the supervisor reads when the worker dies with its host (R10).
     Session& session = source.ring->session(source.reader.session);
     session.begun = head.n;
     session.at = head.flags & USERS       ? Session::USERS

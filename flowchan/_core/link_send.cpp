@@ -1,5 +1,5 @@
-// The sending thread of a link: takes items, says states, moves what is staged, and sleeps when there is
-// nothing to do, at the gates of all rings that it waits for.
+// The sending thread of a link: takes items, sends states, and moves staged items. When it has no work, it
+// sleeps in the wait queues of all rings that it waits for.
 #include "link.hpp"
 
 #include <sys/socket.h>
@@ -10,12 +10,13 @@ namespace flowchan {
 namespace {
 
 constexpr int64_t PING_NS = 500'000'000;
-constexpr int64_t RECALL_NS = 10'000'000;  // so often, whether others wait for what a worker has not begun
-constexpr uint64_t SOME = 8, MANY = 256;   // items of a run
+// how often to check whether others wait for items that a worker has not started
+constexpr int64_t RECALL_NS = 10'000'000;
+constexpr uint64_t SOME = 8, MANY = 256;  // items of a run
 constexpr std::chrono::microseconds REST{20};
 constexpr size_t MOST_PIECES = 64;
-constexpr uint64_t IN_PLACE = 16 << 10;    // items from here on are sent from where they lie
-constexpr int64_t CROWDED_NS = 2'000'000;  // so often is looked at what no thread can sleep on
+constexpr uint64_t IN_PLACE = 16 << 10;    // larger items are sent in place
+constexpr int64_t CROWDED_NS = 2'000'000;  // how often to check the words that no thread can sleep on
 
 }  // namespace
 
@@ -40,8 +41,8 @@ void Link::send_loop() {
     }
 }
 
-// While items come fast but are sent in small runs, a short rest makes the runs long: a call of the kernel
-// costs as much as a hundred items. A single item never waits.
+// While items come fast but are sent in small runs, a short rest makes the runs longer: a system call costs
+// as much as a hundred items. A single item never waits.
 std::string Link::send_some(int fd) {
     const uint64_t before = out_.size(), items = std::exchange(said_, 0);
     const std::string why = out_.send(fd, GATHER);
@@ -56,8 +57,8 @@ void Link::say(const Head& head, const std::string& payload) {
     out_.add(&head, head.length(), payload.data(), payload.size());
 }
 
-// Gathers frames, as much as is sent at a time, beginning each round with another line. Whether there is more
-// to be done at once.
+// Gather frames, as many as are sent at a time, beginning each round with another stream. Return whether
+// there is more to do at once.
 bool Link::fill() {
     if (is_full()) return true;
     const int64_t now = now_ns();
@@ -112,7 +113,7 @@ bool Link::serve_away(LinkLine& line) {
     for (Sink& sink : line.sinks) sink.look_at_worker();
     if (!std::exchange(line.announced, true)) {
         say({.line = line.number, .say = Say::OPEN});
-        say_progress(line);  // home is to know which items have come before it hears of their outputs
+        say_progress(line);  // the owner side must know which items have come before it gets their outputs
     }
     bool moved = false;
     for (Source& source : line.sources) {
@@ -124,8 +125,8 @@ bool Link::serve_away(LinkLine& line) {
         tell_if_refused(line, line.sources[port], port);
     moved = say_outputs(line) || moved;
     say_progress(line);
-    // Who ends its outputs has ended its inputs before, and finished what it had in hand: home is to know
-    // that first.
+    // A worker that ends its outputs has ended its inputs before and finished its leased items: the owner
+    // side must know that first.
     for (uint16_t port = 0; port < line.sources.size(); ++port) {
         Source& source = line.sources[port];
         if (source.ending == Ending::Open || source.told) continue;
@@ -136,9 +137,9 @@ bool Link::serve_away(LinkLine& line) {
     return moved;
 }
 
-// What the worker has put, over all its ports in the order of the items for which it did: with an output for
-// item n home knows that all outputs for the items before have come. An output that is still in a ring
-// counts, too: what a worker puts for an item is there before anything that it puts for a later one.
+// Send the worker's outputs, over all its ports in the order of their items. So with an output for item n the
+// owner side knows that all outputs for earlier items have come. An output that is still in a ring counts
+// too: a worker puts all outputs for an item before any output for a later one.
 bool Link::say_outputs(LinkLine& line) {
     bool any = false;
     while (!is_full()) {
@@ -157,7 +158,7 @@ bool Link::say_outputs(LinkLine& line) {
     return any;
 }
 
-// How far the worker is. An item is finished when its outputs have been sent before.
+// Send the worker's progress. An item counts as finished only after its outputs have been sent.
 void Link::say_progress(LinkLine& line) {
     uint64_t first = Slot::KEYLESS;
     for (Source& source : line.sources)
@@ -166,7 +167,7 @@ void Link::say_progress(LinkLine& line) {
         Sink& sink = line.sinks[port];
         Sink::Progress now = sink.seen;
         now.done = std::min(now.done, first);
-        if (first != Slot::KEYLESS) now.flags &= uint8_t(~NO_MORE);  // all that it put comes first
+        if (first != Slot::KEYLESS) now.flags &= uint8_t(~NO_MORE);  // all its outputs come first
         if (now == sink.told && !sink.dirty) continue;
         sink.told = now;
         sink.dirty = false;
@@ -258,7 +259,8 @@ std::string Outgoing::send(int fd, uint64_t most) {
     return "";
 }
 
-// There may always be more to send, so what was sent leaves, half of it at a time: each byte moves once at most.
+// Sent bytes are removed half of the buffer at a time, because there may always be more to send. So each byte
+// moves at most once.
 void Outgoing::forget_sent() {
     const auto first = std::ranges::find_if(pieces_, [](const Piece& piece) { return !piece.ring; });
     const uint64_t sent = first == pieces_.end() ? copied_.size() : first->begin;
@@ -270,7 +272,7 @@ void Outgoing::forget_sent() {
 
 // --- what waits for room ---
 
-// Puts what is staged, as far as there is room. Whether anything moved.
+// Put staged items as far as there is room. Return whether anything moved.
 bool Link::move_staged(LinkLine& line) {
     bool moved = home_ && settle(line);
     for (Sink& sink : line.sinks) {
@@ -286,7 +288,7 @@ bool Link::move_staged(LinkLine& line) {
             const Received item{first.key, first.kind, first.deaths, first.payload.size(),
                                 first.payload.data()};
             const Step step = sink.put(item, number_for(line, sink, first.key), holding.wakes);
-            if (step != Step::Done) break;  // what has ended is seen by `look`
+            if (step != Step::Done) break;  // `look` finds rings that have ended
             sink.gate.leave();
             sink.unstage();
             sink.used += 1;
@@ -305,13 +307,14 @@ bool Link::move_staged(LinkLine& line) {
     return moved;
 }
 
-// An item with descriptors can't go to another host. It stays where it is, until somebody breaks the channel.
+// Report an item with descriptors, which cannot go to another host. It stays in the ring until a caller
+// breaks the channel.
 void Link::tell_if_refused(const LinkLine& line, Source& source, uint16_t port) {
     if (!source.refused || std::exchange(source.refused_told, true)) return;
     tell({.kind = LinkEvent::Kind::Refused, .line = line.number, .port = port});
 }
 
-// Home: nothing more will come from the worker, and nothing is left to be put.
+// Owner side: report that the worker sends nothing more, and that everything is put.
 void Link::tell_if_finished(LinkLine& line) {
     const auto has_left = [](const Source& source) { return source.left; };
     const auto is_over = [](const Sink& sink) { return sink.over; };
@@ -322,8 +325,8 @@ void Link::tell_if_finished(LinkLine& line) {
     tell({.kind = LinkEvent::Kind::Finished, .line = line.number});
 }
 
-// Home: says of the items that the worker has finished that no more outputs come for them, where turns depend
-// on that, then ends their leases. Whether anything moved.
+// Owner side: mark the items that the worker has finished as having no more outputs, where turns depend on
+// that. Then end their leases. Return whether anything moved.
 bool Link::settle(LinkLine& line) {
     bool moved = false;
     line.settling = false;
@@ -331,7 +334,7 @@ bool Link::settle(LinkLine& line) {
         uint64_t upto = source.done;
         for (Sink& sink : line.sinks) {
             if (numbering(line, sink) != &source) {
-                // Of a worker with several inputs nobody can tell for which item an output is.
+                // A worker with several inputs does not say which item an output belongs to.
                 if (line.sources.size() > 1 && !sink.staged.empty()) upto = source.base;
                 continue;
             }
@@ -362,7 +365,7 @@ bool Link::settle(LinkLine& line) {
     return moved;
 }
 
-// With the lock of the sink's ring held.
+// The caller holds the lock of the sink's ring.
 bool Link::settle_sink(LinkLine& line, Sink& sink, uint64_t upto, Wakes& wakes) {
     Source& source = line.sources[0];
     while (sink.settled < upto) {
@@ -377,10 +380,12 @@ bool Link::settle_sink(LinkLine& line, Sink& sink, uint64_t upto, Wakes& wakes) 
 
 // --- sleeping ---
 
-// Sleeps until something may be done: a ring has changed at whose gate this thread stands, or the bell rings.
+// Sleep until there may be work: a ring has changed in whose wait queue this thread is, or the doorbell was
+// rung.
 void Link::sleep(uint32_t heard) {
-    // What this thread sleeps on itself, and the lookouts. So many words belong to a line as it has ports, watched
-    // or not: so a busy line changes what one of them watches, and does not shift what the others do.
+    // The words that this thread sleeps on, then those of the extra sleepers. A stream counts one word for
+    // each port, watched or not. So a busy stream changes the words of one sleeper and does not shift those
+    // of the others.
     Watched own;
     std::vector<Watched> others;
     size_t ports = 0;
@@ -403,7 +408,7 @@ void Link::sleep(uint32_t heard) {
     asleep_.store(false, std::memory_order_relaxed);
 }
 
-// The words of a line that are to be watched. False: there is something to do.
+// Add the words of a stream to watch. Return false if there is work to do.
 bool Link::collect(LinkLine& line, Watched& all, int64_t& until) {
     const bool connected = fd_ >= 0 && !lost_;
     auto watch = [&](Stand& gate, const std::shared_ptr<Ring>& ring) { all.add(gate.waited(), ring); };
@@ -433,7 +438,7 @@ bool Link::collect(LinkLine& line, Watched& all, int64_t& until) {
             sink.gate.leave();
         }
     }
-    // Who has come to stand at a gate tries once more: from then on it is called.
+    // After entering a wait queue, try once more: later changes wake this thread.
     return !again || !move_staged(line);
 }
 
