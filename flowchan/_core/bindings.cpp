@@ -1,4 +1,4 @@
-// The module flowchan._core: what Python sees of the core. Its committed stub is flowchan/_core.pyi.
+// The module flowchan._core: the Python bindings of the core. The committed stub is flowchan/_core.pyi.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -40,7 +40,7 @@ PyType_Slot out_slots[] = {{Py_tp_methods, out_methods},
                            {Py_tp_clear, (void*)out_clear},
                            {0, nullptr}};
 
-// Who polls learns of dead processes, too.
+// A caller that polls also learns of dead processes.
 uint64_t state_of(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
     return ch.with([](auto& transport) {
@@ -69,14 +69,14 @@ void close_channel(Channel& ch) {
     });
 }
 
-// A supervised session is ended by its supervisor alone, never by whoever notices that its process is gone.
+// Only the supervisor ends a supervised session, never a process that notices the death of the worker.
 template <class Port>
 void supervise(Port& port) {
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.session(port.state.session).supervised = 1; });
 }
 
-// For how many seconds calls through this port have waited, and of these for a turn. Nothing for a port whose
-// session has ended.
+// Return the seconds that calls through this port have waited, and how many of them for a turn. They are 0
+// for a port whose session has ended.
 template <class Port>
 nb::tuple waited(Port& port) {
     const auto seconds = [](const PortClock& clock) {
@@ -106,7 +106,7 @@ nb::tuple hand_over(Port& port) {
     return nb::make_tuple(port.channel, port.state.session);
 }
 
-// The process `pid` on another host, which this port served, has ended without closing it (C5).
+// Handle the end of process `pid` on another host, which used this port and did not close it (C5).
 void fall(Out& out, uint64_t pid) {
     if (!out.open.exchange(false)) return;
     locked_ring(*out.ch, [&](Ring& ring, Wakes& wakes) {
@@ -118,8 +118,8 @@ void fall(Out& out, uint64_t pid) {
 // --- what a supervisor does for a worker that died; `port` is the supervisor's own handle of the dead
 // worker's port ---
 
-// How many workers have died in the user's code, or while something was unpickled, over what this dead one
-// had in hand, itself included; 0 when it died elsewhere.
+// Return how many workers have died in user code, or while unpickling, with the leased items of this dead
+// worker, including this one. Return 0 when it died elsewhere.
 uint64_t deaths_over(const std::vector<In*>& inputs) {
     bool working = false;
     uint64_t most = 0;
@@ -147,7 +147,7 @@ void order(Ring& ring, In& in, Orders what, Wakes& wakes) {
     if (s.role == Session::READER && s.generation == in.generation) ring.order(in.state.session, what, wakes);
 }
 
-// Tells a reader, wherever its worker runs.
+// Send an order to a reader, wherever its worker runs.
 void order(In& in, Orders what) {
     in.ch->with([&](auto& transport) {
         Wakes wakes;
@@ -163,16 +163,17 @@ bool is_retired(In& in) {
              [&](Ring& ring) { return in.open && (ring.session(in.state.session).orders & RETIRE) != 0; }});
 }
 
-// A worker that lives on does again what it has in hand: it gets that once more, and of its outputs those are
-// skipped that are out.
+// Prepare a live worker to process its leased items again: it takes them once more, and outputs that are
+// already out are skipped.
 void begin_again(In& in) {
     locked_ring(*in.ch, [&](Ring& ring, Wakes&) { ring.begin_again(in.state); });
     for (Out* out : in.feeds) out->state.keyed = false;
 }
 
-// What a dead worker leaves is taken up: outputs that are out already stay remembered in their channel, so
-// that whoever does the item again skips them; what it had in hand goes to its successor, if it may have
-// killed it or nobody else may do it (`all`), else back to all. Of a source all outputs belong to item 0.
+// Release the state of a dead worker. Its channel remembers the outputs that are already out, so that the
+// next worker of the item skips them. Leased items go to the replacement if they may have killed the worker,
+// or if no other worker may process them (`all`); the others go back to all workers. All outputs of a source
+// belong to item 0.
 void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
              const std::vector<In*>& successors, bool all, bool blame) {
     if (inputs.size() != successors.size()) throw nb::value_error("a successor for each input");
@@ -193,7 +194,7 @@ void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
     }
 }
 
-// A descriptor of another process, opened here; -1 where the system does not allow it.
+// Open a descriptor of another process here; return -1 where the system does not allow it.
 int descriptor_of(int pid, int fd) {
     const long process = syscall(SYS_pidfd_open, pid, 0);
     if (process < 0) return -1;
@@ -202,9 +203,9 @@ int descriptor_of(int pid, int fd) {
     return int(opened);
 }
 
-// Ends this process at once when the process `pid` has ended, whatever this one is doing, C code with the GIL
-// held included. One thread that only ever sleeps in poll(), or, where the kernel or a filter refuses
-// pidfd_open, looks ten times a second; it ends with its process.
+// End this process as soon as process `pid` has ended, even while C code holds the GIL. One thread sleeps in
+// poll(), or, where the kernel or a filter refuses pidfd_open, checks ten times a second. It ends with its
+// process.
 void die_with(int pid) {
     const uint64_t started = process_start(pid);
     const int fd = open_pidfd(pid);
@@ -220,7 +221,7 @@ void die_with(int pid) {
     }).detach();
 }
 
-// Lets this process die of the signal `number` once the interpreter has ended: as Python itself does after an
+// Make this process die of the signal `number` once the interpreter has ended. Python does so after an
 // uncaught KeyboardInterrupt, but not after one of a subclass. A shell that runs the program in a loop then
 // ends too.
 void die_of(int number) {
@@ -229,7 +230,7 @@ void die_of(int number) {
     of = number;
 }
 
-// Errors of the operating system become OSError, not RuntimeError.
+// Turn errors of the operating system into OSError, not RuntimeError.
 template <class... Args>
 void construct(Channel* self, Args... args) {
     try {
@@ -249,7 +250,7 @@ void construct_port(Port* self, nb::handle channel, int session) {
 }  // namespace
 
 NB_MODULE(_core, m) {
-    nb::set_leak_warnings(false);  // a thread that still waits at the interpreter's exit is no leak of ours
+    nb::set_leak_warnings(false);  // threads that still wait at the interpreter's exit are not leaks
     m.doc() = "The native core of flowchan: channels and their ports.";
 
     nb::class_<View>(m, "View", nb::type_slots(view_slots),
@@ -309,7 +310,7 @@ NB_MODULE(_core, m) {
                  locked_ring(ch, [&](Ring& ring, Wakes& wakes) {
                      ids = ring.pinned();
                      if (ids.empty()) return;
-                     ring.sweep(wakes);  // the dead look at nothing
+                     ring.sweep(wakes);  // dead processes look at nothing
                      ids = ring.pinned();
                  });
                  return ids;
@@ -330,7 +331,7 @@ NB_MODULE(_core, m) {
         .def("_supervise", supervise<In>)
         .def("_waited", waited<In>)
         .def("_wake_lazily", [](In& in) { in.state.lazy = true; })
-        .def("_remain",  // the session belongs to no process from now on, and ends with the channel
+        .def("_remain",  // the session then belongs to no process and ends with the channel
              [](In& in) {
                  locked_ring(*in.ch, [&](Ring& ring, Wakes&) {
                      Session& s = ring.session(in.state.session);
@@ -339,7 +340,7 @@ NB_MODULE(_core, m) {
                  });
                  in.open = false;
              })
-        .def("_leave_alone",  // what it has in hand: the end of this process is not counted against it (R10)
+        .def("_leave_alone",  // the end of this process does not count against the leased items (R10)
              [](In& in) {
                  locked_ring(*in.ch,
                              [&](Ring& ring, Wakes&) { ring.session(in.state.session).at = Session::OURS; });
@@ -358,7 +359,7 @@ NB_MODULE(_core, m) {
             },
             "deaths"_a, "handler"_a.none())
         .def("_hand_over", hand_over<In>)
-        .def("_leave_open", [](In& in) { in.open = false; })  // another process, which has it too, ends it
+        .def("_leave_open", [](In& in) { in.open = false; })  // another process, which also has it, ends it
         .def("__enter__", [](nb::handle self) { return self; })
         .def(
             "__exit__", [](In& in, nb::handle type, nb::handle, nb::handle) { in.close(type.is_none()); },

@@ -15,7 +15,7 @@ PyObject* py_loads = nullptr;
 constexpr int DEEPEST = 4, DEEPEST_PLAIN = 32;
 constexpr uint64_t WITHOUT_GIL = 1 << 16;  // copies of at least this release the GIL
 constexpr uint64_t ALIGN = 64;
-constexpr uint64_t COPIED = 4096;  // smaller buffers arrive as copies: cheaper than a view of the block
+constexpr uint64_t COPIED = 4096;  // smaller buffers arrive as copies, which are cheaper than views
 
 enum Tag : unsigned char {
     NONE,
@@ -30,16 +30,16 @@ enum Tag : unsigned char {
     BYTES_LONG,
     ASCII_SHORT,
     STR_LONG,  // STR_LONG: kind byte (0 ascii, 1, 2, 4 bytes a character), u32 characters
-    LIST,      // of plain values only, as is the next
+    LIST,      // LIST and DICT: of plain values only
     DICT,
 };
 
-// Writes into Frame::small; false when it does not fit or is not one of the direct types.
+// Writes into Frame::small; false when the item does not fit or is not one of the direct types.
 struct Writer {
     char* p;
     char* end;
-    bool is_plain = false;   // lists and dictionaries, too
-    bool is_shared = false;  // inside of what others may refer to
+    bool is_plain = false;   // also accepts lists and dictionaries
+    bool is_shared = false;  // inside of a value that may have other references
 
     bool tag(Tag t, uint64_t more) {
         if (uint64_t(end - p) < 1 + more) return false;
@@ -114,10 +114,11 @@ struct Writer {
         is_shared = before;
         return true;
     }
-    // Whether nobody else refers to what is inside another value: it could be in there twice, or hold itself.
+    // Return whether a nested value has no other reference. Otherwise it could occur twice, or contain
+    // itself.
     static bool is_alone([[maybe_unused]] PyObject* o, [[maybe_unused]] int depth) {
 #ifdef Py_GIL_DISABLED
-        return false;  // it may change meanwhile
+        return false;  // it may change during the call
 #else
         return depth == 0 || Py_REFCNT(o) == 1;
 #endif
@@ -167,7 +168,7 @@ struct Reader {
         return has(sizeof(Int)) ? PyLong_FromLong(raw<Int>()) : nullptr;
     }
     PyObject* real() { return has(sizeof(double)) ? PyFloat_FromDouble(raw<double>()) : nullptr; }
-    // What begins with its length, a number of this type.
+    // Read bytes that begin with their length, a number of this type.
     template <class Length>
     PyObject* bytes() {
         return has(sizeof(Length)) ? bytes(raw<Length>()) : nullptr;
@@ -194,7 +195,7 @@ struct Reader {
         uint64_t width = raw<uint8_t>(), n = raw<uint32_t>();
         if (width == 0) return ascii(n);
         if ((width != 1 && width != 2 && width != 4) || !has(n * width)) return nullptr;
-        std::vector<char> aligned(p, p + n * width);  // the payload may lie at any address
+        std::vector<char> aligned(p, p + n * width);  // the payload may have any address
         p += n * width;
         if (width == 4)
             for (uint64_t i = 0; i < n; ++i) {
@@ -294,9 +295,12 @@ void copy(char* to, const char* from, uint64_t n) {
     memcpy(to, from, n);
 }
 
-// `dumps` is told if the item leaves this host. It gives the pickle; or a list, the pickle and then its out-of-band
-// buffers; or a tuple: an id, such a list, what is called with the channel once the item has been put (see
-// `tell_put`) or None, the id of its parcel or 0, and the descriptors in that.
+// Pickle an item. `dumps` gets True if the item leaves this host. It returns one of these:
+// - the pickle
+// - a list of the pickle and its out-of-band buffers
+// - a tuple of an id, such a list, a callback or None, the id of the fd bundle or 0, and the descriptors in
+//   it.
+// The callback gets the channel once the item has been put (see `tell_put`).
 bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     frame.keep = frame.leaves ? PyObject_CallFunctionObjArgs(py_dumps, object, Py_True, nullptr)
                               : PyObject_CallOneArg(py_dumps, object);
@@ -326,7 +330,7 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
         header = frame.long_header.data();
     }
     frame.buffers.reserve(n);
-    memcpy(header, &id, 8);  // where there is none, n follows in its place
+    memcpy(header, &id, 8);  // without an id, n takes its place
     memcpy(header + 8, &frame.parcel, 8);
     frame.pieces.push_back({header, head, 0});
     header += pin;
@@ -352,13 +356,14 @@ PyObject* damaged() {
     return nullptr;
 }
 
-// A buffer of an item: where it lies, when the block stays ours; else a copy. Read-only in either case.
+// Return a buffer of an item: in place, if the block stays valid, else a copy. It is read-only in either
+// case.
 PyObject* buffer_at(const char* at, uint64_t size, const std::shared_ptr<Block>& block) {
     if (size < COPIED) return PyBytes_FromStringAndSize(at, Py_ssize_t(size));
     return (block ? View::over(block, at, size) : View::copy_of(at, size)).release().ptr();
 }
 
-// A list of the pickle and its buffers.
+// Return a list of the pickle and its buffers.
 PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Block>& block) {
     uint64_t n;
     if (size < 8) return damaged();
@@ -381,9 +386,9 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
     return args;
 }
 
-// What `loads` is called with: the pickle and its buffers; for PINNED and PARCEL within a tuple, with a view
-// that keeps the item in existence, or None where this reader may not, and with its parcel. The buffers of
-// such an item are copied, so that who keeps one of them does not keep the item.
+// Call `loads` with the pickle and its buffers. For PINNED and PARCEL they are in a tuple with a view that
+// keeps the item alive, or None where this reader may not, and with its fd bundle. The buffers of such an
+// item are copied, so that a kept buffer does not keep the item.
 PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size,
                               const std::shared_ptr<Block>& block, PyObject* parcel) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;

@@ -35,7 +35,7 @@ Lookout::~Lookout() {
 }
 
 void Lookout::tell() {
-    told_.fetch_add(1, std::memory_order_relaxed);  // what is new is read under the mutex
+    told_.fetch_add(1, std::memory_order_relaxed);  // the news is read under the mutex
     futex_wake(told_, 1, false);
 }
 
@@ -56,7 +56,7 @@ void Lookout::run() {
             if (over_) return;
             told = told_.load(std::memory_order_relaxed);
             mine.add({told, reinterpret_cast<uint64_t>(&told_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}, {});
-            // Who has rung waits for other words: these have changed, so that nobody can sleep on them.
+            // After a ring these words have changed, so no thread can sleep on them; wait for other words.
             for (size_t i = 0; !has_rung_ && i < watched_.words.size(); ++i)
                 mine.add(watched_.words[i], watched_.kept[i]);
         }
@@ -64,7 +64,7 @@ void Lookout::run() {
         if (std::none_of(mine.words.begin() + 1, mine.words.end(), is_changed)) continue;
         {
             std::lock_guard lock(mutex_);
-            if (told != told_.load(std::memory_order_relaxed)) continue;  // for words that are new
+            if (told != told_.load(std::memory_order_relaxed)) continue;  // new words arrived
             has_rung_ = true;
         }
         ring_();

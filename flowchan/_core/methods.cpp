@@ -7,8 +7,8 @@
 
 namespace flowchan {
 
-// Any real number: a Fraction, a Decimal, a scalar of NumPy; but neither a bool nor all that merely has a
-// __float__.
+// Return whether an object is a real number: a Fraction, a Decimal or a scalar of NumPy is, but not a bool,
+// nor an object that only has a __float__.
 static bool is_real(PyObject* v) {
     if (PyFloat_Check(v) || PyLong_Check(v)) return !PyBool_Check(v);
     nb::object real = nb::module_::import_("numbers").attr("Real"),
@@ -16,7 +16,7 @@ static bool is_real(PyObject* v) {
     return PyObject_IsInstance(v, real.ptr()) == 1 || PyObject_IsInstance(v, decimal.ptr()) == 1;
 }
 
-// NAN for what is no real number.
+// Return NAN for an object that is not a real number.
 static double seconds_of(PyObject* v) {
     double s = is_real(v) ? PyFloat_AsDouble(v) : NAN;
     if (!PyErr_Occurred()) return s;
@@ -231,7 +231,7 @@ int in_clear(PyObject* self) {
     drop_items(std::exchange(in_of(self).hand, {}));
     return 0;
 }
-// Before anything of what is garbage with it is cleared: items in hand go back whole.
+// Runs before any of the garbage around it is cleared, so leased items go back complete.
 void in_finalize(PyObject* self) {
     if (!nb::inst_ready(self)) return;
     nb::error_scope kept;

@@ -1,5 +1,5 @@
-// In and Out: a stage's counted ends of a channel, and how the outputs of a stage belong to the items of its
-// input.
+// In and Out: a stage's counted ends of a channel, and the assignment of a stage's outputs to the items of
+// its input.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -9,13 +9,13 @@ namespace flowchan {
 
 namespace {
 
-// Says that item `number` has no more outputs. As for a put, an item too far ahead of its turn waits. False
-// with a Python error set when a signal's handler raised meanwhile.
+// Mark item `number` as having no more outputs. As for a put, an item too far ahead of its turn waits. Return
+// false with a Python error set when a signal handler raised during the wait.
 template <class M>
 bool done_with(M& m, Out& out, uint64_t number) {
     if (!out.state.ordered) {
         Wakes wakes;
-        if (out.state.keyed || !Traits<M>::resumes(m)) {  // nobody needs to know
+        if (out.state.keyed || !Traits<M>::resumes(m)) {  // no other worker needs to know
             out.state.keyed = false;
             return true;
         }
@@ -34,7 +34,7 @@ bool done_with(M& m, Out& out, uint64_t number) {
     return step != Step::Interrupted;
 }
 
-// Opens a session for a port, or adopts one that another process opened for it; gives its generation.
+// Open a session for a port, or adopt one that another process opened for it. Return its generation.
 uint64_t open_session(LocalQueue& queue, Channel&, int, bool writer, uint32_t&) {
     Locked locked(queue);
     (writer ? queue.writers : queue.readers) += 1;
@@ -65,8 +65,7 @@ uint64_t open_port(Channel& ch, int given, bool writer, uint32_t& session) {
     return ch.with([&](auto& transport) { return open_session(transport, ch, given, writer, session); });
 }
 
-// Whether the port's session is still this port's and, unless `anyway`, still this process's (it may have
-// moved on).
+// Return whether the session still belongs to this port.
 bool owns(Ring& ring, uint32_t session, uint64_t generation) {
     Session& s = ring.session(session);
     return s.generation == generation && s.role != Session::NONE;
@@ -81,7 +80,7 @@ Step Turn::enter(Deadline deadline) {
         if (PyErr_CheckSignals() != 0) return Step::Interrupted;
         WithoutGil without;
         waiting_ +=
-            1;  // before the word is looked at: `leave`, which writes the word first, sees this or is seen
+            1;  // before the word is read: `leave` writes the word first, so one of the two sees the other
         futex_wait(owner_, other, deadline.slice(), false);
         waiting_ -= 1;
     }
@@ -95,8 +94,8 @@ void Turn::leave() {
     if (waiting_.load(std::memory_order_seq_cst)) futex_wake(owner_, 1, false);
 }
 
-// Waits, with the transport's lock free, until nobody of this process reads or writes where the port's items
-// lie.
+// Wait, with the transport's lock free, until no thread of this process reads or writes the port's items in
+// place. Then take the lock.
 template <class Transport, class Busy>
 static void lock_when_idle(Transport& transport, Busy busy, std::optional<Locked<Transport>>& locked) {
     for (;;) {
@@ -152,7 +151,7 @@ void runs(In* in, Session::At at) {
     in->ch->with(Each{[](LocalQueue&) {}, [&](Ring& ring) { ring.session(in->state.session).at = at; }});
 }
 
-// Whether the port is open, and has not been sent to another process.
+// Return whether the port is open, and has not been sent to another process.
 template <class Port>
 static bool is_mine(Port& port) {
     if (!port.open || port.forks != fork_count) return false;
@@ -162,7 +161,7 @@ static bool is_mine(Port& port) {
     });
 }
 
-// Errors of what is called are nobody's business here.
+// Errors of the callbacks do not concern the caller.
 static void call_all(const std::vector<nb::object>& calls) {
     if (calls.empty()) return;
     nb::error_scope kept;
@@ -218,7 +217,7 @@ Out::~Out() {
 
 void In::close(bool finished) {
     if (!open.exchange(false)) return;
-    if (finished && !tell_followers(*this)) PyErr_Clear();  // interrupted; leaving goes on all the same
+    if (finished && !tell_followers(*this)) PyErr_Clear();  // interrupted; the port still closes
     ch->with([&](auto& transport) { leave(transport, finished); });
     const std::vector<nb::object> calls = std::exchange(due, {});
     if (finished) call_all(calls);

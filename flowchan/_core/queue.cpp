@@ -26,7 +26,7 @@ void LocalQueue::push(const Item& item) {
     puts += 1;
 }
 
-// To its place at the front, where those that were put back before stand in the order of their numbers.
+// Return an item to its place at the front, where earlier returned items are sorted by their numbers.
 void LocalQueue::put_back(const Item& item) {
     grow();
     head_ = (head_ - 1) & (buffer_.size() - 1);
@@ -70,7 +70,7 @@ Step LocalQueue::try_take(Item& item, ReaderState* reader, Wakes& wakes) {
     if (state == BROKEN) return Step::Broken;
     if (reader && reader->orders && !reader->in_hand) {
         if (reader->orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
-        if (reader->orders & RETIRE) return Step::Drained;  // the next one is called as the call ends
+        if (reader->orders & RETIRE) return Step::Drained;  // the end of the call wakes the next one
     }
     if (count_ == 0)
         return nothing_coming() && (leased == 0 || (reader && (reader->alone || reader->in_hand)))
@@ -137,7 +137,7 @@ void LocalQueue::advance(Wakes& wakes) {
         linked += uint32_t(g.items.size());
         parked -= g.items.size();
         g.items.clear();
-        if (!g.complete && state == OPEN) break;  // once it is closed, nothing that is missing comes
+        if (!g.complete && state == OPEN) break;  // after the close no missing output comes
         groups_.pop_front();
         turn += 1;
     }
@@ -188,7 +188,7 @@ void LocalQueue::break_(PyObject* by, std::vector<PyObject*>& dropped, Wakes& wa
 
 void LocalQueue::end_port(Side side, const void* port, Wakes& wakes) {
     if (--(side == Side::Writer ? writers : readers) == 0) close(wakes);
-    line(side).call_port(port, wakes);  // a thread that waits in it must hear of it
+    line(side).call_port(port, wakes);  // a thread that waits in it must wake
 }
 
 Counts LocalQueue::counts() const {

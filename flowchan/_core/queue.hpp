@@ -1,13 +1,12 @@
 // LocalQueue: the FIFO of a `threads` channel. Items are references; nothing is copied.
 //
-// A circular buffer that doubles up to `capacity`, the lines of stream.hpp, and the order of an ordered stage's
-// outputs as in ring_items.cpp, with deques in place of lists of slots. Its operations move references and
-// never drop one, because dropping could run any Python code under the lock. They run attached to the
-// interpreter (GIL held), because the garbage collector looks at the items without the lock.
+// It has a circular buffer that doubles up to `capacity`, and the wait lists of stream.hpp. The outputs of an
+// ordered stage are ordered as in ring_turns.cpp, with deques in place of lists of slots. Its operations move
+// references and never drop one, because dropping could run any Python code under the lock. They run attached
+// to the interpreter (GIL held), because the garbage collector looks at the items without the lock.
 //
-// So where there is a GIL, who is between lock and unlock holds it all the while, and it is the lock: the
-// two atomic operations of a mutex would be a quarter of a put. A free-threaded interpreter gets a small
-// futex mutex.
+// Where there is a GIL, a thread holds it between lock and unlock, so the GIL is the lock: the two atomic
+// operations of a mutex would be a quarter of a put. A free-threaded interpreter uses a small futex mutex.
 #pragma once
 
 #include <Python.h>
@@ -21,7 +20,7 @@
 
 namespace flowchan {
 
-// 0 free, 1 taken, 2 taken and somebody sleeps. Drepper, "Futexes are tricky" (2011), mutex 2.
+// 0 free, 1 taken, 2 taken with a sleeper. Drepper, "Futexes are tricky" (2011), mutex 2.
 class FutexMutex {
   public:
     void lock() {
@@ -61,7 +60,7 @@ class LocalQueue {
         static constexpr uint64_t UNNUMBERED = UINT64_MAX;
         PyObject* object;
         uint64_t size;                 // counted against max_bytes and the share; 0 where there are none
-        uint64_t number = UNNUMBERED;  // given when first taken, as in Slot
+        uint64_t number = UNNUMBERED;  // assigned at the first take, as in Slot
     };
 
     LocalQueue(uint64_t capacity, uint64_t max_bytes) : capacity_(capacity), max_bytes_(max_bytes) {}
@@ -76,7 +75,7 @@ class LocalQueue {
 
     // --- all under the lock; the same meaning as in Ring ---
     Step try_put(const Item& item, WriterState* writer, Wakes& wakes);  // takes over the reference when Done
-    Step try_take(Item& item, ReaderState* reader, Wakes& wakes);       // hands the reference over
+    Step try_take(Item& item, ReaderState* reader, Wakes& wakes);       // passes the reference to the caller
     void acknowledge(ReaderState& reader, Wakes& wakes);
     void give_back(const std::vector<Item>& items, ReaderState& reader,
                    Wakes& wakes);  // takes over the references
@@ -94,7 +93,8 @@ class LocalQueue {
     uint64_t inside() const { return count_; }
     uint64_t& share() { return share_; }
     Counts counts() const;
-    std::vector<Held> held() const { return {}; }  // nobody dies here, and nobody looks at what is inside
+    // threads do not die alone, and no view points into the queue
+    std::vector<Held> held() const { return {}; }
     bool is_sweep_due() const { return false; }
     int fd() const { return -1; }
     int socket() const { return -1; }
@@ -103,16 +103,16 @@ class LocalQueue {
     int traverse(visitproc visit, void* arg);
 
     Line& line(Side side) { return side == Side::Reader ? reader_line : writer_line; }
-    bool could_go(const Caller& caller) const;   // whether an operation of this caller would be done now
-    void call_waiting(Side side, Wakes& wakes);  // one who could go on now
+    bool could_go(const Caller& caller) const;   // whether an operation of this caller would succeed now
+    void call_waiting(Side side, Wakes& wakes);  // wakes one caller that could continue now
     Line reader_line, writer_line;
-    std::atomic<uint64_t> state = OPEN;  // also looked at without the lock, as a hint
+    std::atomic<uint64_t> state = OPEN;  // also read without the lock, as a hint
     PyObject* cause = nullptr;           // of BROKEN
     uint64_t puts = 0, takes = 0, bytes_in = 0, bytes_out = 0;
     uint64_t leased = 0, parked = 0, turn = 0, readers = 0, writers = 0;
     bool short_of_bytes = false;  // a writer waits for bytes, not for a place
 
-    // Whether too many outputs wait for a place to take an item for one more.
+    // Return whether so many outputs wait for a place that a worker must not take another item.
     bool is_crowded() const { return state == OPEN && room() <= 1 && writer_line.with_turn() >= CROWD; }
 
     bool counts_bytes() const { return share_ || max_bytes_ != UINT64_MAX; }

@@ -1,4 +1,4 @@
-// How a call that did not work is told to the user, and how the cause of a break is kept.
+// Errors of calls on channels, and the storage of the cause of a break.
 #include "raising.hpp"
 #include "wire.hpp"
 
@@ -13,7 +13,7 @@ PyObject* error_class(const char* name) {
     return module ? PyObject_GetAttrString(module, name) : nullptr;
 }
 
-// Raises Broken with the cause given to abort(), which may be null.
+// Raise Broken with the cause given to abort(), which may be null.
 void raise_broken(const std::string& message, PyObject* cause) {
     PyObject* cls = error_class("Broken");
     PyObject* error = cls ? PyObject_CallFunction(cls, "s", message.c_str()) : nullptr;
@@ -31,7 +31,7 @@ std::string amount(uint64_t bytes) {
     return text;
 }
 
-// What ended a channel whose counted writer's process died: a WorkerDied, or null.
+// Return the cause for a channel that the death of a counted writer ended: a WorkerDied, or null.
 PyObject* writer_died(const std::string& who, uint64_t pid) {
     const std::string text = "process " + std::to_string(pid) + ", which had a counted writer of " + who +
                              " open, ended without closing it";
@@ -42,7 +42,7 @@ PyObject* writer_died(const std::string& who, uint64_t pid) {
     return PyObject_Call(cls.ptr(), arguments.ptr(), keywords.ptr());
 }
 
-// How full a channel is that takes nothing now; and whose views keep memory back.
+// Describe how full a channel is, and which processes hold its memory by views.
 std::string fill(Channel& ch) {
     std::vector<Held> held;
     const Counts counts = locked(ch, [&](auto& transport, Wakes&) {
@@ -63,7 +63,7 @@ std::string fill(Channel& ch) {
 
 std::string seconds(Deadline deadline) { return deadline.now_only() ? "now" : "within the timeout"; }
 
-// The cause of Broken: for `threads` the exception itself, for `processes` what codec.dumps made of it.
+// Return the cause of Broken: for `threads` the exception itself, for `processes` the decoded pickle.
 PyObject* stored_cause(LocalQueue& queue) { return Py_XNewRef(queue.cause); }
 
 PyObject* stored_cause(Ring& ring) {
@@ -77,11 +77,11 @@ PyObject* stored_cause(Ring& ring) {
     return cause;
 }
 
-// What is wrong with a channel beyond what its state says; nothing of this comes to threads.
+// Faults of a channel in addition to its state. Channels of threads have none.
 struct Fault {
     uint64_t cut_off = 0;  // the process whose death ended it
     bool damaged = false;
-    bool blind = false;  // this process does not see all of it
+    bool blind = false;  // this process cannot map all of it
 };
 
 Fault fault(Channel& ch) {
@@ -129,14 +129,14 @@ void raise_stays_here(Channel& ch, PyObject* item) {
 
 namespace {
 
-// The kind, then the payload; "" if it can't cross.
+// Return the kind, then the payload; "" if the exception cannot cross.
 std::string pickled(PyObject* exception) {
     ObjectFrame frame;
-    frame.leaves = true;  // for no slot keeps what lies on a device
+    frame.leaves = true;  // no slot keeps memory on a device alive
     const bool crosses = exception && encode(exception, frame);
     PyErr_Clear();
     if (!crosses || frame.parcel || frame.size >= MOST_CAUSE)
-        return "";  // descriptors travel with items only
+        return "";  // descriptors travel only with items
     std::string all(1 + frame.size, char(frame.kind));
     frame.write(all.data() + 1);
     return all;
