@@ -1,8 +1,7 @@
 // The invariants of layout.hpp, ring_memory.cpp and ring_items.cpp, checked on a whole ring.
 //
-// Every slot is in exactly one place, every list is acyclic and as long as its count says, every sum agrees, and who is
-// named as a viewer is there and counts its views. Offsets are
-// relative to the header, which is where the file begins.
+// Every slot is in exactly one place. Every list is acyclic and as long as its count says. Every sum agrees.
+// Each named viewer exists and counts its views. Offsets are relative to the header, where the file begins.
 #pragma once
 
 #include <map>
@@ -21,14 +20,15 @@ struct Tolerance {
     bool lost_free_slots =
         false;  // after a death in `tidy`, or in taking a bare slot: free slots in no list, with any block
     bool giving_back = false;  // give_back marks its slots before its one Change
-    uint32_t waiting = 0;      // so many dead may still be counted at a gate: who looks after them died too
+    // how many dead users a wait queue may still count, if the cleaning process died too
+    uint32_t waiting = 0;
 };
 
 class Check {
   public:
     Check(Ring& ring, Tolerance tolerance = {}) : ring(ring), h(ring.header()), tolerance(tolerance) {}
 
-    // What is wrong; empty if nothing is. To be called under the lock.
+    // Return the problems; empty if there are none. The caller holds the lock.
     std::string run() {
         for (const Redo& redo : h.redo)
             if (redo.valid) wrong("a redo record is still valid");
@@ -67,7 +67,7 @@ class Check {
     }
     Slot* slot(uint64_t p) { return ring.slot_at(p); }
 
-    // The length of a list; its slots are entered under `name`.
+    // Return the length of a list, and enter its slots under `name`.
     template <class Each>
     uint64_t walk(uint64_t head, uint64_t* tail, const std::string& name, Each each) {
         uint64_t n = 0, last = 0;
@@ -91,7 +91,7 @@ class Check {
     void placed(Slot& s, SlotState place, const std::string& name) {
         const bool marked =
             tolerance.giving_back && place == SlotState::Leased && s.place() == SlotState::Inside;
-        // `advance` moves all that is parked for an item at once; what the slots say of themselves is not touched.
+        // `advance` moves all parked outputs of an item at once, without changing the slots' marks.
         const bool moved = place == SlotState::Inside && s.place() == SlotState::Parked;
         if (s.place() != place && !marked && !moved)
             wrong("a slot in " + name + " is marked " + std::to_string(int(s.place())));
@@ -169,7 +169,7 @@ class Check {
         }
         wrong("the cause is in no slot");
     }
-    // What is in no list belongs to a session that copies, looks or fills, or was forgotten by an interrupted `tidy`.
+    // A slot in no list belongs to a session that copies, looks or fills, or an interrupted `tidy` forgot it.
     void rest() {
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
             if (where.count(p)) continue;
@@ -190,7 +190,7 @@ class Check {
             used += 1;
         }
     }
-    // Who looks at a slot is there, and each session and the header count what is looked at.
+    // Check that every viewer exists, and that each session and the header count the views.
     void viewers() {
         uint64_t views[SESSIONS] = {}, seen = 0;
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
@@ -210,7 +210,7 @@ class Check {
                 s.place() == SlotState::Filling)
                 wrong(name + " has a viewer and is marked " + std::to_string(int(s.place())));
             if (s.loaned() && s.place() != SlotState::Held) wrong(name + " is on loan and is somewhere");
-            // Somebody else's only while that one makes a copy, which a plain user does.
+            // Another session holds it only while it makes a copy, which a plain user does.
             const bool copied = !s.loaned() && ring.session(s.owner()).role == Session::PLAIN;
             if (s.place() == SlotState::Held && s.owner() != s.viewer() && !copied)
                 wrong(name + " is held by another than its viewer");
@@ -225,7 +225,7 @@ class Check {
         }
         equal("viewed_bytes", h.viewed_bytes, seen);
     }
-    // A free slot in no list, where that is tolerated.
+    // Return whether a slot is free and in no list, where that is tolerated.
     bool lost(uint64_t p) {
         return tolerance.lost_free_slots && slot(p)->place() == SlotState::Free && !where.count(p);
     }
@@ -236,7 +236,7 @@ class Check {
         if (h.puts - h.takes + h.parked + h.claimed > h.capacity + SESSIONS)
             wrong("far more inside than the capacity");
     }
-    // No two slots share a byte of a block, and what can be viewed shares no page with anything.
+    // Check that no two slots share a byte of a block, and that a viewable block shares no page.
     void blocks() {
         std::map<uint64_t, uint64_t> ends;
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {

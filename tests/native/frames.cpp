@@ -1,11 +1,11 @@
-// Whatever comes over a connection, from a peer that has proved the secret: frames as agents send them, and
-// such that are changed, repeated, left out, of absurd sizes, cut, or no frames at all, in pieces of any size.
-// Arguments: `model`, `home` or `away`, a seed, and how many frames.
+// Arbitrary data over a connection, from a peer that has proved the secret. It sends frames as agents do, and
+// frames that are changed, repeated, left out, of absurd sizes or cut, and bytes that are not frames, in
+// pieces of any size. Arguments: `model`, `home` or `away`, a seed, and how many frames.
 //
-// `model`: items come to workers, and it is known of each frame whether it is right. What is right is put,
-// once and in order, also over the next connection; what is wrong ends the connection and leaves no trace.
-// `home` and `away`: the states of ports in both directions, where what is right depends on what the threads
-// of the link have done by then. What comes out is whole, and the rings are sound.
+// `model`: items come to workers, and the test knows which frames are valid. Valid ones are put, once and in
+// order, also over the next connection. An invalid one ends the connection and leaves no trace. `home` and
+// `away`: the states of ports in both directions, where validity depends on the progress of the link's
+// threads. Received items are complete, and the rings are consistent.
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -40,7 +40,7 @@ class Chance {
     T of(const T (&choices)[N]) {
         return choices[below(N)];
     }
-    // A number that something may depend on.
+    // Return a number with a chance to be at a limit.
     uint64_t number() {
         const uint64_t near[] = {
             0, 1, 2, 63, 1 << 16, UINT32_MAX, uint64_t(1) << 46, uint64_t(1) << 63, UINT64_MAX};
@@ -80,7 +80,7 @@ class Peer {
     void cut() {
         if (!unsent_.empty()) unsent_.resize(chance_.below(unsent_.size()));
     }
-    // In pieces of any size. The link may end the connection at any of them.
+    // Send in pieces of any size. The link may end the connection at any of them.
     void send() {
         for (uint64_t at = 0; at < unsent_.size();) {
             const uint64_t most = chance_.one_in(3) ? 1 + chance_.below(64) : unsent_.size();
@@ -91,7 +91,7 @@ class Peer {
         }
         unsent_.clear();
     }
-    // The next frame; none when the connection has ended.
+    // Return the next frame; none when the connection has ended.
     std::optional<Head> hear() {
         Head head{};
         if (!receive(&head, Head::SHORT)) return {};
@@ -105,7 +105,7 @@ class Peer {
         pollfd here{fd_, POLLIN, 0};
         return poll(&here, 1, 0) > 0;
     }
-    // Until all that was sent is done with. Whether the connection lives.
+    // Wait until the link has handled all sent frames. Return whether the connection still exists.
     bool wait() {
         const uint64_t mark = chance_.any() >> 1;
         say({.n = mark, .say = Say::PING});
@@ -116,7 +116,7 @@ class Peer {
     }
     static inline uint64_t said = 0;  // frames, over all connections
 
-    // Nothing more comes from here: until the link has found that out.
+    // End the sending direction and wait until the link has noticed it.
     void end() {
         shutdown(fd_, SHUT_WR);
         while (hear()) {}
@@ -153,7 +153,7 @@ void sound(Ring& ring) {
 
 // --- the model ---
 
-// A port of a line as its worker has it, and what must come out of it.
+// A port of a stream as its worker uses it, and the items expected from it.
 struct Port {
     std::shared_ptr<Ring> ring = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     const uint32_t feed = open_session(*ring, Session::WRITER);
@@ -169,7 +169,7 @@ struct Port {
     void take_all() {
         uint64_t value = 0;
         for (uint64_t right : expected) {
-            // What still waited for room when one was too large is dropped with it: the channel breaks.
+            // Items that waited for room when one was too large are dropped with it: the channel breaks.
             const Step step = reads.get(value, Deadline{refuses ? 0 : now_ns() + SOON});
             if (refuses && step == Step::NotNow) break;
             must(step == Step::Done && value == right, "not what was sent, or not in order");
@@ -213,7 +213,7 @@ class Model {
   private:
     enum class Sent { Right, Wrong, Cut };
 
-    // What it has got over the connections before.
+    // Check the reported state against all earlier connections.
     void hear_states(Peer& peer) {
         for (std::set<std::pair<uint32_t, uint16_t>> heard; heard.size() < LINES * PORTS;) {
             const std::optional<Head> head = peer.hear();
@@ -273,17 +273,17 @@ class Model {
                 head.size = chance_.number();
         }
         if (head.say == Say::END || head.say == Say::RECALL)
-            head.say = Say::OUT;  // these are the others' part
+            head.say = Say::OUT;  // only the link itself sends these
         if (head.carries_item()) head.size = std::max(head.size, Message::LEAST);
     }
 
-    // Whether an agent may hear this now.
+    // Return whether an agent may receive this frame now.
     bool is_expected(const Head& head) {
         if (head.say == Say::PING) return true;
         if (head.say == Say::PONG) return int64_t(head.n) >= 0 && int64_t(head.n) < now_ns();
         if (head.say != Say::ITEM && head.say != Say::OUTPUT) return false;
-        if (head.line >= LINES) return true;        // it was given up here, or is not open yet
-        if (head.say == Say::OUTPUT) return false;  // these lines have none
+        if (head.line >= LINES) return true;        // its stream was dropped here, or is not open yet
+        if (head.say == Say::OUTPUT) return false;  // these streams have none
         if (head.port >= PORTS) return false;
         const Port& port = ports_[head.line][head.port];
         return port.refuses || head.n == port.got;
@@ -297,13 +297,13 @@ class Model {
 
 // --- anything ---
 
-// A line: the ring that the link takes from, and the one that it puts into.
+// A stream: the ring that the link takes from, and the one that it puts into.
 struct Ends {
     std::shared_ptr<Ring> from = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     std::shared_ptr<Ring> to = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     const uint32_t taker = open_session(*from, Session::READER), putter = open_session(*to, Session::WRITER);
     User feeds = open(*from, Session::WRITER), drains = open(*to, Session::READER);
-    uint64_t heard = 0;  // items, by the peer
+    uint64_t heard = 0;  // items that the peer received
 };
 
 class Anything {
@@ -342,7 +342,7 @@ class Anything {
     }
 
   private:
-    // What goes in at one side, and whatever comes out at the other.
+    // Put an item in on one side, and read items from the other.
     void move() {
         Ends& ends = ends_[chance_.below(LINES)];
         if (chance_.one_in(3)) ends.feeds.put(Message(chance_.any(), chance_.of(SIZES)), Deadline{0});
@@ -355,7 +355,8 @@ class Anything {
         return head.has_value();
     }
 
-    // False: these were no frames, or one without its end, so that nothing more is heard of it.
+    // Return false if the bytes were not a frame, or one without its end, so that the link handles nothing
+    // after it.
     bool say_something(Peer& peer) {
         if (chance_.one_in(100)) return peer.say(chance_.bytes(chance_.below(200))), false;
         const uint32_t line = uint32_t(chance_.below(LINES));

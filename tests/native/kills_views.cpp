@@ -1,10 +1,10 @@
-// Random kills where items are read in place, and go on being looked at, and outputs are filled in place.
-// Sizes vary and memory is short, so that it is cut anew all the time around what is looked at. Every payload
-// follows from its number; it is read when it comes and once more just before it is let go: nobody may have
-// written over it.
+// Random kills where items are read in place and stay in view, and outputs are filled in place. Sizes vary
+// and memory is short, so it is cut again all the time around the viewed blocks. Every payload follows from
+// its number. It is verified at the get and again just before its view ends, so an overwrite in between is
+// found.
 //
-// Where the stage is not ordered, others come and go as unsupervised readers: they take items, give them
-// back, look at them a while longer, and fill memory that they never put.
+// Where the stage is not ordered, unsupervised readers come and go. They take items, give them back, keep
+// their views for a while, and fill memory that they never put.
 //
 // Arguments: seed, number of items.
 #include "kills.hpp"
@@ -35,14 +35,14 @@ class Viewers : public Kills {
 
     static uint64_t size_of(uint64_t value) { return SIZES[value * 2654435761 % 4093 % 7]; }
 
-    // One that is looked at for long goes to the end, now and then, so that they go in no order.
+    // Moves a long-lived view to the end at times, so that views end in no fixed order.
     void let_go(User& user, size_t most) {
         while (user.sights.size() > most) {
             if (user.sights.size() > 1 && random() % 2) std::swap(user.sights.front(), user.sights.back());
             user.let_go();
         }
     }
-    // Filled in place if there is memory at once, else copied.
+    // Fill in place if there is memory at once, else copy.
     void put(User& writer, uint64_t value, const uint64_t& item) {
         const uint64_t size = size_of(value);
         const bool skips = writer.writer.keyed && writer.writer.count < writer.writer.skip;
@@ -70,12 +70,12 @@ class Viewers : public Kills {
             if (step == Step::Drained) break;
             must(step == Step::Done || step == Step::NotNow,
                  "a worker's read ended with " + std::to_string(int(step)));
-            // Who waits keeps nothing: all that the source needs may lie between what is looked at.
+            // A waiting worker keeps no views: the memory that the source needs may be between viewed blocks.
             if (step == Step::NotNow) let_go(reader, 0);
             if (step == Step::Done) put(writer, value, reader.reader.number);
             let_go(reader, random() % (MOST_SIGHTS + 1));
         }
-        let_go(reader, random() % (MOST_SIGHTS + 1));  // it ends with the rest of them
+        let_go(reader, random() % (MOST_SIGHTS + 1));  // it ends with the remaining ones
     }
     void take_part() override {
         random.seed(uint64_t(getpid()));

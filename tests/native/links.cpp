@@ -1,6 +1,6 @@
-// The native stress of links: workers on the far end of a link, whose connection is broken again and again,
-// end in exact totals (R4). Arguments: the number of items, how many workers, `ordered` or `unordered`, and
-// the breaks a second (0: none). It runs as it is, and under the sanitizers.
+// Native stress of links: remote workers over a link whose connection breaks again and again end in exact
+// totals (R4). Arguments: the number of items, how many workers, `ordered` or `unordered`, and the breaks a
+// second (0: none). It runs with and without the sanitizers.
 #include <sys/socket.h>
 
 #include <random>
@@ -16,8 +16,7 @@ namespace testing {
 
 namespace {
 
-// Those that are copied on their way, those that are sent from where they lie, and those that are received
-// to where they will lie.
+// Sizes of items that are copied on their way, sent in place, or received in place.
 constexpr uint64_t SIZES[] = {8, 40, 300, 3000, 8, 20'000, 8, 70'000, 150'000};
 uint64_t size_for(uint64_t value) { return SIZES[value * 7 % 9]; }
 constexpr uint64_t MOST_OUTPUTS = 4;
@@ -25,14 +24,14 @@ uint64_t outputs_for(uint64_t item) { return item % MOST_OUTPUTS; }
 
 constexpr uint64_t BYTES_INSIDE = 4 << 20;
 
-// A worker on the far end: the rings under its ports there, and the ends of them that are the link's.
+// A remote worker: the rings under its ports on the worker side, and the ends of them that the link uses.
 struct Far {
     std::shared_ptr<Ring> into = std::make_shared<Ring>(1 << 12, BYTES_INSIDE);
     std::shared_ptr<Ring> out = std::make_shared<Ring>(64, BYTES_INSIDE);
     const uint32_t feed = open_session(*into, Session::WRITER), drain = open_session(*out, Session::READER);
     User reads = open(*into, Session::READER), writes = open(*out, Session::WRITER);
 
-    // `shared` with the other workers: where faults are planted.
+    // `shared` with the other workers: faults are planted there.
     void work(Ring& shared) {
         uint64_t item = 0;
         while (next(item)) {

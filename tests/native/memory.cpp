@@ -1,7 +1,6 @@
-// Memory that is free is found: a loan or a put succeeds whenever a slot is free and what it needs lies
-// anywhere between the blocks in use, or behind them, however the memory was cut before. Random sizes, in
-// random order, in one process; what is on loan, inside or looked at keeps its contents. Arguments: seed,
-// number of steps.
+// Free memory is found: a loan or a put succeeds whenever a slot is free and its block fits between or behind
+// the blocks in use, however the memory was cut before. Random sizes in random order, in one process. Items
+// on loan, inside or in view keep their contents. Arguments: seed, number of steps.
 #include <algorithm>
 #include <deque>
 #include <random>
@@ -51,7 +50,7 @@ class Memory {
             default: {
                 if (user.sights.empty()) break;
                 std::swap(user.sights.front(), user.sights[random() % user.sights.size()]);
-                // Some of what is on loan is put, the rest is let go.
+                // Put some of the loans, and drop the others.
                 const uint64_t lent =
                     user.sights.front().slot->loaned() && random() % 4 == 0 ? user.sights.front().value : 0;
                 if (!lent)
@@ -64,7 +63,7 @@ class Memory {
         const std::string problems = check(ring);
         must(problems.empty(), problems);
     }
-    // Whatever is looked at, once nothing is inside or on loan the largest item finds memory.
+    // Check that the largest item finds memory despite views, once no item is inside or on loan.
     void largest() {
         uint64_t got = 0;
         for (; !inside.empty(); inside.pop_front())
@@ -82,8 +81,8 @@ class Memory {
         std::swap(user.sights.front(), user.sights.back());
         user.let_go();
     }
-    // There are slots for `capacity` items, whatever blocks were cut. Then all goes, and the largest items
-    // that there may be find memory again.
+    // Check that there are slots for `capacity` items, whatever blocks were cut. Then everything is freed,
+    // and the largest items find memory again.
     void finish() {
         uint64_t got = 0;
         while (inside.size() < CAPACITY && h.bytes_in - h.bytes_out + 8 <= MAX_BYTES) {
@@ -116,7 +115,7 @@ class Memory {
         const uint64_t most = std::max<uint64_t>(MAX_BYTES >> random() % 13, 16);
         return 8 + random() % (most - 8);
     }
-    // Whether a slot is free and a block of this class fits somewhere; 0: a slot is all that it needs.
+    // Return whether a slot is free and a block of this class fits somewhere; 0: only a slot is needed.
     bool found(uint32_t cls) {
         const uint64_t blocks_end = (h.length - (2 * CAPACITY + SESSIONS) * sizeof(Slot)) / PAGE * PAGE;
         std::vector<std::pair<uint64_t, uint64_t>> used{{blocks_end, blocks_end}};

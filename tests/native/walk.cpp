@@ -1,7 +1,7 @@
-// `walk EVERY [NAME …]` walks all operations, or those named, and prints one line for each: its name, the number
-// of steps at which a process died in it, and of those at which a second one died while it recovered, which is
-// tried at one of EVERY points. Stops at the first broken promise. `list` prints the names only; `planted` walks
-// an operation that must fail.
+// `walk EVERY [NAME …]` walks all operations, or the named ones, and prints one line for each: its name, and
+// two numbers. The first counts the steps at which a process died in it. The second counts the steps at which
+// a second one died in the recovery, which is tried at one of EVERY points. It stops at the first broken
+// promise. `list` prints only the names; `planted` walks an operation that must fail.
 #include "walk.hpp"
 
 #include <algorithm>

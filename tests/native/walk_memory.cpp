@@ -1,4 +1,4 @@
-// The fault walk over memory: what is on loan, and blocks that are cut anew.
+// The fault walk over memory: loans, and blocks that are cut again.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -14,7 +14,8 @@ void fill(Ring& ring, const Values& values) {
     for (uint64_t value : values) must(user.put(Message(value), Deadline{0}) == Step::Done, "filling");
     user.leave(true);
 }
-// What is inside after `done` of `puts`, behind `before`: the one under way may have taken effect or not.
+// Return the possible contents after `done` of `puts`, behind `before`: the current one may have taken effect
+// or not.
 Lists put_so_far(const Values& before, const Values& puts, int done) {
     Values list = before;
     list.insert(list.end(), puts.begin(), puts.begin() + std::min<int>(done, int(puts.size())));
@@ -55,7 +56,7 @@ Scenario lending() {
     return s;
 }
 
-// A port ends that has memory on loan, and lives on until that is put, by another one, or dropped.
+// A port with memory on loan ends. It stays until another one puts the memory or it is dropped.
 Scenario lent_by_closed_port() {
     Scenario s{"end a port with memory on loan"};
     s.twice = false;
@@ -148,8 +149,7 @@ Scenario putting(const char* name, std::vector<uint64_t> sizes) {
     return s;
 }
 
-// So much has gone through that the memory is cut up into more blocks than max_bytes, all free, none of the
-// right size.
+// After many items the memory is cut into more blocks than max_bytes, all free, none of the right size.
 Scenario all_free() {
     Scenario s = putting("cut memory anew, all of it free", {15'000, 8, 3000});
     s.max_bytes = 30'000;
@@ -172,8 +172,8 @@ Scenario all_free() {
     return s;
 }
 
-// All memory is cut up, and every third block is looked at: larger ones must be cut from the gaps. `again`:
-// so do those who take over after a death, and die in it too.
+// All memory is cut, and every third block is in view: larger ones must be cut from the gaps. `again`: a
+// process that takes over after a death cuts too, and dies in it.
 Scenario gaps(const char* name, bool again) {
     Scenario s = putting(
         name, again ? std::vector<uint64_t>{36'000, 8} : std::vector<uint64_t>{36'000, 8, 3000, 12'000});

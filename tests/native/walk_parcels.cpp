@@ -1,5 +1,5 @@
-// The fault walk over parcels: an item that exists has its descriptors in the ring's socket, whoever dies
-// when.
+// The fault walk over fd bundles: an item that exists has its descriptors in the ring's socket, whichever
+// process dies.
 #include <sys/socket.h>
 
 #include "walk.hpp"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr uint64_t SMALL = 300, LARGE = 6000;
 
-// A message whose second word is the id of its parcel, as in codec.cpp's payloads.
+// Fill a frame whose second word is the id of its fd bundle, as in codec.cpp's payloads.
 void fill(const Message& message, Frame& frame, int fd) {
     message.fill(frame);
     frame.kind = PARCEL;
@@ -48,7 +48,7 @@ void must_open(Ring& ring, const char* payload) {
     must(close(descriptors[0]) == 0, "its parcel holds no descriptor");
 }
 
-// What is inside has its parcels; what is no more has none once somebody has looked.
+// Check that items inside have their bundles. Bundles without an item disappear at the next look.
 void parcels_are_right(Scene& scene) {
     Ring& ring = *scene.in;
     locked(ring, [&](Wakes&) {
@@ -93,7 +93,7 @@ Scenario sending() {
     return s;
 }
 
-// A worker that opens what it got, and drops what is finished.
+// A worker opens its received descriptors, and drops the finished bundles.
 Scenario receiving() {
     const Values all{1, 2, 3};
     Scenario s{"receive parcels"};

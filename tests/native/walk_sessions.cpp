@@ -23,7 +23,7 @@ Scenario closing() {
     return s;
 }
 
-// What is inside a broken channel is discarded; an item on lease goes its way all the same.
+// The items inside a broken channel are discarded; an item on lease is still finished.
 Scenario breaking(const char* name, uint64_t cause_size) {
     const std::string cause(cause_size, 'x');
     Scenario s{name};
@@ -57,7 +57,7 @@ Scenario breaking(const char* name, uint64_t cause_size) {
     return s;
 }
 
-// A session is opened, used and ended; it is the only one of its role, so its end closes the channel, however
+// A session is opened, used and ended. It is the only one of its role, so its end closes the channel, however
 // it ends.
 Scenario last_of(const char* name, Session::Role role) {
     Scenario s{name};
@@ -95,7 +95,7 @@ Scenario one_of_two(const char* name, Session::Role role) {
     return s;
 }
 
-// The items in hand of a reader are given back, to the front and in their order.
+// The leased items of a reader are given back, to the front and in their order.
 Scenario giving_back(const char* name, uint64_t left_inside) {
     Scenario s{name};
     Values all{1, 2, 3};
@@ -120,7 +120,7 @@ Scenario giving_back(const char* name, uint64_t left_inside) {
     return s;
 }
 
-// The items in hand are finished, one Change each; what is not yet finished when it dies goes back.
+// The leased items are finished, one Change each; unfinished ones go back when the process dies.
 Scenario finishing() {
     Scenario s = giving_back("end a session, its items finished", 2);
     s.act = [](Scene& scene) { scene.users[0].leave(true); };

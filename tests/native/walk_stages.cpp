@@ -1,6 +1,6 @@
-// The fault walk over what a stage's worker does: it leases items from `in` and puts outputs into `out`.
-// Whenever it dies, its successor takes its items up; each output appears exactly once, in order where the
-// stage is ordered.
+// The fault walk over a stage's worker: it leases items from `in` and puts outputs into `out`. Whenever it
+// dies, its replacement takes its items. Each output appears exactly once, in order where the stage is
+// ordered.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -15,7 +15,7 @@ struct Kind {
 };
 using Outputs = std::vector<Values>;  // by the number of the item
 
-// Everything for one item: its outputs, then the word that there are no more.
+// Put all outputs for one item, then mark it as having no more.
 void produce(Scene& scene, User& writer, uint64_t item, const Values& outputs, uint64_t size) {
     for (uint64_t value : outputs)
         must(writer.put(Message(value, size), Deadline{0}, &item) == Step::Done, "output");
@@ -31,7 +31,7 @@ User writer_of(Scene& scene, const Kind& kind) {
 void adopt(User& user) {
     locked(user.ring, [&](Wakes&) { user.ring.adopt(user.session); });
 }
-// As a supervisor does for a dead worker. It may itself have died in the middle, so this may come twice.
+// Act like a supervisor after a worker's death. The supervisor may die in the middle, so this may run twice.
 void retire(User& writer, const std::vector<uint64_t>& items) {
     locked(writer.ring, [&](Wakes& wakes) {
         if (writer.ring.session(writer.session).role == Session::WRITER)
@@ -47,9 +47,9 @@ void expect_out(Scene& scene, Values expected, bool ordered) {
     must(values == expected, "the outputs were" + Walk::text(values));
 }
 
-// One writer of an ordered stage works on the items mine[0], mine[1], …, others before and after it do the
-// rest. users: 0 the one that dies, 1 its successor, 2 the others. The items in hand are those that it is not
-// done with.
+// One writer of an ordered stage processes the items mine[0], mine[1], …, and others before and after it
+// process the rest. users: 0 the one that dies, 1 its replacement, 2 the others. The leased items are its
+// unfinished ones.
 Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Values mine, Values last) {
     Scenario s{name};
     s.has_in = false, s.has_out = true;
@@ -82,8 +82,8 @@ Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Val
     return s;
 }
 
-// Outputs for items 1 and 3 are parked when the channel is closed, and nobody can put those for items 0 and 2 any
-// more.
+// Outputs for items 1 and 3 are parked when the channel is closed, so that those for items 0 and 2 can no
+// longer be put.
 Scenario closing(const char* name, Kind kind) {
     Scenario s{name};
     s.has_in = false, s.has_out = true;
@@ -127,7 +127,7 @@ Scenario retiring(const char* name, Kind kind) {
     return s;
 }
 
-// The successor, which takes over what its predecessor has put, dies too.
+// The replacement, which inherits its predecessor's output count, dies too.
 Scenario resuming(const char* name, Kind kind) {
     Scenario s = retiring(name, kind);
     s.twice = kind.size <= Taken::LOCAL;
@@ -153,8 +153,9 @@ Scenario resuming(const char* name, Kind kind) {
     return s;
 }
 
-// A whole worker: lease, outputs, acknowledge. users: 0 reader and 1 writer of the one that dies, 2 and 3 its
-// successor. `again`: with the first output of this item it begins the item again, once, and lives on.
+// Run a whole worker: lease, outputs, acknowledge. users: 0 reader and 1 writer of the one that dies, 2 and 3
+// its replacement. `again`: at the first output of this item the worker begins the item again, once, and does
+// not die.
 void work(Scene& scene, User& reader, User& writer, const Kind& kind, const Outputs& outputs,
           int again = -1) {
     for (;;) {
@@ -226,7 +227,7 @@ Scenario working(const char* name, Kind kind, Outputs outputs, int again = -1) {
     return s;
 }
 
-// As a supervisor does for a reader that died; it may itself have died in the middle, so this may come twice.
+// Act like a supervisor after a reader's death. The supervisor may die in the middle, so this may run twice.
 void hand_on(User& from, User& to, bool all = false) {
     locked(from.ring, [&](Wakes& wakes) {
         if (from.ring.session(from.session).role != Session::READER) return;
@@ -235,10 +236,11 @@ void hand_on(User& from, User& to, bool all = false) {
     });
 }
 
-// A reader has died in the user's code with items 1 and 2 in hand. Its successor alone gets them, in their
-// order, and nobody waits for that. users: 0 the dead one, 1 and 2 its successors, 3 another reader. `tried`:
-// the first successor is at it, and dies too, in our code, so only what it has not begun with is still its
-// successor's alone. `all`: it died in our code, and all that it had in hand is its successor's.
+// A reader has died in user code with items 1 and 2 on lease. Only its replacement gets them, in their order,
+// and no other reader waits for them. users: 0 the dead one, 1 and 2 its replacements, 3 another reader.
+// `tried`: the first replacement works on one and dies too, outside user code, so only its untouched items
+// stay reserved for its replacement. `all`: the reader died outside user code, and all its leased items are
+// reserved.
 Scenario handing_on(const char* name, bool tried, bool all = false) {
     Scenario s{name};
     s.twice = !tried;

@@ -1,5 +1,4 @@
-// The fault walk over views: blocks that are read where they lie, and go on being looked at wherever their
-// slot goes.
+// The fault walk over views: blocks that are read in place, and stay in view wherever their slot goes.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -34,7 +33,7 @@ void acknowledge(User& user) {
 void verify_all(const User& user) {
     for (const Sight& sight : user.sights) sight.verify();
 }
-// Nobody looks at anything any more.
+// Check that no views are left.
 void nothing_seen(Scene& scene) {
     Header& h = scene.in->header();
     must(h.viewed_bytes == 0, "bytes count as viewed by nobody");
@@ -45,7 +44,7 @@ void nothing_left(Scene& scene) {
     must(scene.in->header().slots_used == 0, "a slot is left");
 }
 
-// What is left of `all` when `least` to `most` of them have gone.
+// Return the possible rests of `all` after `least` to `most` of them have gone.
 Lists gone(const Values& all, int least, int most) {
     Lists lists;
     for (int n = std::min<int>(least, int(all.size())); n <= std::min<int>(most, int(all.size())); ++n)
@@ -53,12 +52,12 @@ Lists gone(const Values& all, int least, int most) {
     return lists;
 }
 
-// Nothing to look at is left over, whenever the one who looks dies.
+// No view is left over, whenever the viewer dies.
 Scenario viewing(const char* name, Values all) {
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
         fill(*scene.in, all);
-        scene.users.push_back(open(*scene.in, Session::READER));  // one is there all the time
+        scene.users.push_back(open(*scene.in, Session::READER));  // one reader exists all the time
     };
     s.look = [](Scene& scene, int) {
         nothing_seen(scene);
@@ -69,7 +68,7 @@ Scenario viewing(const char* name, Values all) {
     return s;
 }
 
-// A plain user's: what it takes is HELD at once.
+// A plain user: a viewed item is HELD at once.
 Scenario taking() {
     const Values all{1, 2, 3, 4};
     Scenario s = viewing("take a view", all);
@@ -90,7 +89,7 @@ Scenario taking() {
     return s;
 }
 
-// What a plain user took to look at goes back to the front while it still looks; the next one makes a copy.
+// A viewed item of a plain user goes back to the front while it is still in view; the next user makes a copy.
 Scenario putting_back() {
     const Values all{1, 2, 3};
     Scenario s = viewing("put back what is looked at", all);
@@ -109,7 +108,7 @@ Scenario putting_back() {
     return s;
 }
 
-// A reader's. It lets go of one that it has acknowledged (HELD), then of one that it still has on lease.
+// A reader: it drops the view of an acknowledged item (HELD), then of one that it still leases.
 Scenario leasing() {
     const Values all{1, 2, 3};
     Scenario s = viewing("lease a view and acknowledge it", all);
@@ -138,7 +137,7 @@ Scenario leasing() {
     return s;
 }
 
-// A reader leaves, and lets go of what it has given back: INSIDE again, with its name on it.
+// A reader leaves, and drops the views of items that it has given back: INSIDE again, with it as the viewer.
 Scenario given_back() {
     const Values all{1, 2, 3};
     Scenario s = viewing("give back what is viewed, then let go", all);
@@ -159,7 +158,7 @@ Scenario given_back() {
     return s;
 }
 
-// A session ends that has views HELD and LEASED, and lives on until the last one of them is gone.
+// A session with HELD and LEASED views ends, and stays until the last of them is gone.
 Scenario holding() {
     const Values all{1, 2, 3};
     Scenario s = viewing("end a session that still looks", all);
@@ -200,8 +199,8 @@ Scenario holding_plain() {
     return s;
 }
 
-// A process has died that looked at slots in every place and had memory on loan; the one that cleans up after
-// it dies too.
+// A process has died that viewed slots in every place and had memory on loan. The one that cleans up after it
+// dies too.
 Scenario died(const char* name, bool supervised) {
     const Values all{1, 2, 3, 4, 5};
     Scenario s = viewing(name, all);
@@ -246,8 +245,8 @@ Scenario died(const char* name, bool supervised) {
     return s;
 }
 
-// One has given back what it still looks at, and others take it. They copy it, and what they are done with
-// becomes HELD for the first one, who still reads it afterwards.
+// A reader has given items back that it still views, and others take them. They copy them. Items that they
+// have finished become HELD for the first reader, which still reads them afterwards.
 Scenario second_reader(const char* name, Session::Role role) {
     const Values all{1, 2, 3, 4};
     Scenario s{name};
@@ -293,8 +292,8 @@ Scenario second_reader(const char* name, Session::Role role) {
     return s;
 }
 
-// The first one lets go while the second one makes its copy: the block must stay as it is until the copy is
-// made.
+// The first reader drops its view while the second one copies: the block must stay unchanged until the copy
+// is made.
 Scenario copying() {
     const Values all{1, 2};
     Scenario s = viewing("let go of what another one copies", all);
@@ -328,8 +327,8 @@ Scenario copying() {
     return s;
 }
 
-// A port moves to another process, and what its former one looks at stays as it is, whatever becomes of the
-// new one.
+// A port moves to another process. The views of the former process stay valid, whatever happens to the new
+// one.
 Scenario moving() {
     const Values all{1, 2, 3};
     Scenario s{"adopt a port whose former owner looks"};
