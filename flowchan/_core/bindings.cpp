@@ -98,8 +98,8 @@ template <class Port>
 nb::tuple hand_over(Port& port) {
     if (!port.ch->reaches_processes()) {
         PyErr_SetString(PyExc_TypeError,
-                        (port.ch->describe() + " can't be sent to another process, and so can't its "
-                                               "ports; make it with across='processes'")
+                        (port.ch->describe() + " and its ports can't be sent to another process; "
+                                               "make it with across='processes'")
                             .c_str());
         throw nb::python_error();
     }
@@ -172,11 +172,11 @@ void begin_again(In& in) {
 
 // Release the state of a dead worker. Its channel remembers the outputs that are already out, so that the
 // next worker of the item skips them. Leased items go to the replacement if they may have killed the worker,
-// or if no other worker may process them (`all`); the others go back to all workers. All outputs of a source
-// belong to item 0.
+// or with `all`. Other items go back to all workers. All outputs of a source belong to item 0.
 void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
              const std::vector<In*>& successors, bool all, bool blame) {
-    if (inputs.size() != successors.size()) throw nb::value_error("a successor for each input");
+    if (inputs.size() != successors.size())
+        throw nb::value_error("take_up: successors must have one port for each input");
     std::vector<uint64_t> items;
     for (In* in : inputs)
         locked_ring(*in->ch, [&](Ring& ring, Wakes&) {
@@ -243,7 +243,7 @@ void construct(Channel* self, Args... args) {
 
 template <class Port>
 void construct_port(Port* self, nb::handle channel, int session) {
-    if (!nb::isinstance<Channel>(channel)) throw nb::type_error("a port is one of a channel");
+    if (!nb::isinstance<Channel>(channel)) throw nb::type_error("port: channel must be a flowchan.Channel");
     new (self) Port(nb::borrow(channel), session);
 }
 
@@ -256,11 +256,13 @@ NB_MODULE(_core, m) {
     nb::class_<View>(m, "View", nb::type_slots(view_slots),
                      "Memory of a channel, or of this process, as a buffer.")
         .def_static("of", View::of, "address"_a, "size"_a, "owner"_a,
-                    "Read-only memory that ``owner`` keeps where it is.")
-        .def("private", private_view, "The same bytes, writable; pages are copied as they are written.")
+                    "Return a read-only view of memory that ``owner`` keeps alive.")
+        .def("private", private_view,
+             "Return a writable view of the same bytes; pages are copied as they are "
+             "written.")
         .def(
             "lent", [](View& view, nb::handle array) { view.block->array = nb::weakref(array); }, "array"_a,
-            "``array`` was made of this loan: it becomes read-only when it is put.");
+            "Make ``array``, which uses this loan, read-only when it is put.");
 
     nb::class_<Channel>(m, "Channel", nb::type_slots(channel_slots), nb::is_weak_referenceable(),
                         "A bounded, closable FIFO. Use flowchan.Channel, which checks its arguments.")
@@ -268,30 +270,30 @@ NB_MODULE(_core, m) {
              "max_bytes"_a, "name"_a)
         .def("__init__", construct<int, int, std::string>, "fd"_a, "socket"_a, "name"_a)
         .def("close", close_channel,
-             "Nobody can put any more; what is inside can still be read. Anybody may close, any number of "
-             "times.")
+             "Close the channel: later puts raise Closed, and the items inside can still be "
+             "read. Any user may close it, any number of times.")
         .def(
             "abort", [](Channel& ch, nb::handle cause) { abort_channel(ch, cause.ptr()); },
             "cause"_a = nb::none(),
-            "Break the channel: what is inside is discarded, and every waiting or later call raises Broken "
-            "from ``cause``.")
+            "Break the channel: its items are discarded, and every waiting or later call "
+            "raises Broken from ``cause``.")
         .def("__len__", length)
         .def_prop_ro(
-            "capacity", [](Channel& ch) { return ch.capacity; }, "How many items may be inside.")
+            "capacity", [](Channel& ch) { return ch.capacity; }, "The number of items that may be inside.")
         .def_prop_ro(
             "max_bytes",
             [](Channel& ch) -> std::optional<uint64_t> {
                 return ch.max_bytes == UINT64_MAX ? std::nullopt : std::optional(ch.max_bytes);
             },
-            "How many bytes may be inside; None: no such limit.")
+            "The number of bytes that may be inside (None: no limit).")
         .def_prop_ro(
             "across", [](Channel& ch) { return ch.across(); }, "The transport.")
         .def_rw("_hosts", &Channel::hosts)
         .def_prop_ro(
-            "closed", [](Channel& ch) { return state_of(ch) != OPEN; }, "Whether nobody can put any more.")
-        .def_prop_ro("drained", is_drained, "Whether it is closed and empty and no item is out on lease.")
-        .def_prop_ro("broken", is_broken,
-                     "Whether it was aborted, or has come to an end that is no clean one.")
+            "closed", [](Channel& ch) { return state_of(ch) != OPEN; },
+            "Whether puts are no longer possible.")
+        .def_prop_ro("drained", is_drained, "Whether it is closed and empty, and no item is on lease.")
+        .def_prop_ro("broken", is_broken, "Whether it was aborted, or its end was not clean.")
         .def_rw("_name", &Channel::name)
         .def_prop_ro("_fd",
                      [](Channel& ch) { return ch.with([](auto& transport) { return transport.fd(); }); })
@@ -321,11 +323,11 @@ NB_MODULE(_core, m) {
             "size"_a, "timeout"_a.none());
 
     nb::class_<In>(m, "In", nb::type_slots(in_slots),
-                   "A reading end of a channel. Use flowchan.In: channel.reader() gives one.")
+                   "A reading end of a channel. Use flowchan.In, which channel.reader() returns.")
         .def("__init__", construct_port<In>, "channel"_a, "session"_a = 0)
         .def(
             "close", [](In& in) { in.close(true); }, nb::lock_self(),
-            "Leave: the items in hand count as finished.")
+            "Close the port; its leased items count as finished.")
         .def(
             "_give_up", [](In& in) { in.close(false); }, nb::lock_self())
         .def("_supervise", supervise<In>)
@@ -365,15 +367,16 @@ NB_MODULE(_core, m) {
             "__exit__", [](In& in, nb::handle type, nb::handle, nb::handle) { in.close(type.is_none()); },
             nb::lock_self(), "type"_a.none(), "error"_a.none(), "traceback"_a.none())
         .def_prop_ro(
-            "channel", [](In& in) { return in.channel; }, "The channel that it reads.")
+            "channel", [](In& in) { return in.channel; }, "The channel that the port reads.")
         .def_prop_ro(
             "closed", [](In& in) { return !in.open || is_broken(*in.ch) || is_drained(*in.ch); },
-            "Whether nothing more comes: the port was closed, or the channel is drained or broken.");
+            "Whether no more items can come: the port was closed, or the channel is drained "
+            "or broken.");
 
     nb::class_<Out>(m, "Out", nb::type_slots(out_slots),
-                    "A writing end of a channel. Use flowchan.Out: channel.writer() gives one.")
+                    "A writing end of a channel. Use flowchan.Out, which channel.writer() returns.")
         .def("__init__", construct_port<Out>, "channel"_a, "session"_a = 0)
-        .def("close", &Out::close, nb::lock_self(), "Leave; the last writer to leave closes the channel.")
+        .def("close", &Out::close, nb::lock_self(), "Close the port; the last writer closes the channel.")
         .def(
             "_follow",
             [](nb::handle self, nb::handle reader, bool ordered, bool single, bool later) {
@@ -403,18 +406,17 @@ NB_MODULE(_core, m) {
             "__exit__", [](Out& out, nb::handle, nb::handle, nb::handle) { out.close(); }, nb::lock_self(),
             "type"_a.none(), "error"_a.none(), "traceback"_a.none())
         .def_prop_ro(
-            "channel", [](Out& out) { return out.channel; }, "The channel that it writes.")
+            "channel", [](Out& out) { return out.channel; }, "The channel that the port writes.")
         .def_prop_ro(
             "closed", [](Out& out) { return !out.open || state_of(*out.ch) != OPEN; },
-            "Whether nothing more can be put: the port was closed, the channel was closed or broken, or its "
-            "readers left.");
+            "Whether puts are no longer possible: the port or the channel was closed, the "
+            "channel broke, or its readers left.");
 
-    nb::class_<Await>(m, "Await",
-                      "One coroutine that stands at the gate of a channel or port; see awaiting.py.")
+    nb::class_<Await>(m, "Await", "One coroutine in the wait queue of a channel or port; see awaiting.py.")
         .def(nb::init<nb::object, bool, bool>(), "target"_a, "reading"_a, "again"_a)
         .def("leave", &Await::leave, "unused"_a)
         .def_prop_ro("channel", &Await::channel);
-    nb::class_<Watch>(m, "Watch", "The sleep of the thread that waits for coroutines.")
+    nb::class_<Watch>(m, "Watch", "Sleep of the thread that waits for coroutines.")
         .def(nb::init<>())
         .def_prop_ro("heard", &Watch::heard)
         .def("ring", &Watch::ring)
@@ -429,9 +431,8 @@ NB_MODULE(_core, m) {
         },
         "dumps"_a, "loads"_a, "unreadable"_a, "is_of_a_handler"_a);
     m.def("_when_finished", Receiving::when_finished, "call"_a,
-          "``call`` is called when the item that is being unpickled in this thread is finished; at once, if "
-          "none "
-          "is.");
+          "Call ``call`` when the item that this thread is unpickling is finished, or at "
+          "once if there is none.");
     m.def("_look_at", look_at, "channels"_a);
     bind_link(m);
     bind_group(m);

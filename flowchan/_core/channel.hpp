@@ -1,8 +1,8 @@
 // The Python objects: Channel over its transport, and its ports In and Out.
 //
 // The GIL guards the port's data that the transport's lock does not guard. Without a GIL, the critical
-// section of the port's object does: every thread holds it while it uses the port, and releases it wherever
-// it would release the GIL.
+// section of the port's object does. Every thread holds it while it uses the port, and releases it where it
+// would release the GIL.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -153,8 +153,8 @@ struct In {
     void leave(Ring& ring, bool finished);
 };
 
-// An item that this thread is receiving now. Its contents may ask to be called when the item is finished and
-// no other reader can get it again; a port finishes its leased items when it takes the next one.
+// An item that this thread is receiving now. Its contents may ask for a callback when the item is finished
+// and no other reader can get it. A port finishes its leased items when it takes the next one.
 class Receiving {
   public:
     Receiving() : outer_(std::exchange(current_, this)) {}
@@ -199,8 +199,8 @@ struct Out {
 PyObject* put_item(Channel& ch, Out* out, PyObject* item, Deadline deadline);
 Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits);  // the identity of a put
 PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool iterating);
-// Set the class of the stand-in for an item that cannot be unpickled, and the function that tells whether an
-// error came from a signal handler.
+// Set the stand-in class for items that cannot be unpickled. `is_of_a_handler` tells whether an error came
+// from a signal handler.
 void set_unreadable(PyObject* unreadable, PyObject* is_of_a_handler);
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout);
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline);

@@ -295,11 +295,10 @@ void copy(char* to, const char* from, uint64_t n) {
     memcpy(to, from, n);
 }
 
-// Pickle an item. `dumps` gets True if the item leaves this host. It returns one of these:
+// Pickle an item. `dumps` gets True if the item leaves this host. Its result is one of these:
 // - the pickle
 // - a list of the pickle and its out-of-band buffers
-// - a tuple of an id, such a list, a callback or None, the id of the fd bundle or 0, and the descriptors in
-//   it.
+// - a tuple: id, such a list, callback or None, id of the fd bundle or 0, descriptors in the bundle
 // The callback gets the channel once the item has been put (see `tell_put`).
 bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     frame.keep = frame.leaves ? PyObject_CallFunctionObjArgs(py_dumps, object, Py_True, nullptr)
@@ -352,7 +351,7 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
 }
 
 PyObject* damaged() {
-    if (!PyErr_Occurred()) raise("Broken", "an item in shared memory is damaged: its lengths can't be right");
+    if (!PyErr_Occurred()) raise("Broken", "an item in shared memory is damaged: its lengths are impossible");
     return nullptr;
 }
 
@@ -386,9 +385,9 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
     return args;
 }
 
-// Call `loads` with the pickle and its buffers. For PINNED and PARCEL they are in a tuple with a view that
-// keeps the item alive, or None where this reader may not, and with its fd bundle. The buffers of such an
-// item are copied, so that a kept buffer does not keep the item.
+// Call `loads` with the pickle and its buffers. For PINNED and PARCEL a tuple contains them, a view that
+// keeps the item alive (None where this reader may not), and the fd bundle. The buffers of such an item are
+// copied, so that a kept buffer does not keep the item.
 PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size,
                               const std::shared_ptr<Block>& block, PyObject* parcel) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;

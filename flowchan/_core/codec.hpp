@@ -1,7 +1,7 @@
 // Conversion between Python objects and the payloads of items.
 //
 // Small built-ins (None, bool, int of 64 bits, float, str, bytes, and small tuples of them) have a direct
-// encoding: a tag byte, then the value. `bytes` of any size are copied unchanged. All other objects go
+// encoding. It is a tag byte, then the value. `bytes` of any size are copied unchanged. All other objects go
 // through flowchan.items.codec (pickle protocol 5 with out-of-band buffers). Other processes can write the
 // memory of payloads, so decoding checks every length and raises instead of reading outside.
 #pragma once

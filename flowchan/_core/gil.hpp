@@ -1,7 +1,7 @@
 // Release of the GIL, and taking it again.
 //
 // A daemon thread that asks for the GIL while the interpreter shuts down does not get it. CPython up to 3.13
-// ends the thread by pthread_exit, which unwinds the C++ frames below as an exception would, and their
+// ends the thread by pthread_exit, which unwinds the C++ frames below as an exception would. Their
 // destructors would drop references without the GIL. So such a thread is stopped here for good, as CPython
 // 3.14 does; the process ends without it. A destructor stops it, because this unwinding is not an exception
 // that every C++ library lets a program catch.

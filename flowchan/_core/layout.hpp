@@ -22,9 +22,9 @@
 //
 // The cost of an item between two cores is the number of cache lines that move from one to the other. So
 // words that change together are next to each other. While no caller waits, a put and a get each move three
-// lines: the lock's line, the line after it with the FIFO's ends and counts, and the slot's first line. A put
-// into an empty FIFO moves no other line; any other put also moves the line of the previous slot. Words that
-// only readers or only writers write have their own lines, and so have redo records (redo.hpp).
+// lines. These are the lock's line, the next one with the FIFO's ends and counts, and the slot's first line.
+// A put into an empty FIFO moves no other line; any other put also moves the line of the previous slot. Words
+// that only readers or only writers write have their own lines, and so have redo records (redo.hpp).
 #pragma once
 
 #include <pthread.h>
@@ -72,9 +72,9 @@ struct alignas(64) Session {
     // the queues, they need no redo.
     uint32_t at_reader_gate;
     uint32_t at_writer_gate;
-    // For a writer of an ordered stage that waits for its turn: the number of its item plus one (0: not
-    // waiting), the futex word that it sleeps on (its partner is the sleeper's compare in the kernel), and
-    // whether it was woken.
+    // For a writer of an ordered stage that waits for its turn. `awaits` is the number of its item plus one
+    // (0: not waiting). `word` is the futex word that it sleeps on; its partner is the sleeper's compare in
+    // the kernel. `called`: it was woken.
     uint64_t awaits;
     std::atomic<uint32_t> word;
     uint32_t called;
@@ -85,8 +85,8 @@ struct alignas(64) Session {
     // Reader: items that its predecessors held when they died, which only this session takes again; and the
     // code that the last predecessor died in.
     uint64_t again_head, again_tail, again, again_at;
-    // Reader: how many of the leased items, from the oldest on, a remote worker has started, if a link holds
-    // the leases; 0: all of them.
+    // Reader, if a link holds the leases: how many items, from the oldest on, the remote worker has started.
+    // 0: all of them.
     uint64_t begun;
     PortClock clock;  // time spent waiting; no redo
     uint64_t orders;  // reader: see Orders
@@ -204,8 +204,8 @@ struct Header : Constants {
     std::span<Session> sessions() { return {records(), std::min<uint64_t>(reserved_sessions, SESSIONS)}; }
 };
 
-// Block classes: 0 is "no block"; 1 to 4 are 64, 128, 192, 256 bytes; then four steps to each doubling.
-// `class_of` is the smallest class that holds `size`.
+// Block classes: 0 is "no block". 1 to 4 are 64, 128, 192, 256 bytes, and then there are four steps to each
+// doubling. `class_of` is the smallest class that holds `size`.
 inline uint64_t class_size(uint32_t c) {
     if (c <= 4) return UNIT * c;
     uint32_t doubling = (c - 5) / 4, step = (c - 5) % 4;

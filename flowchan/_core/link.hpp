@@ -3,7 +3,7 @@
 // The owner side has the channels, and the worker side runs remote workers. A remote worker has ports on the
 // owner side, like every worker. A stream of the link couples each of them with a ring on the worker side
 // that the worker reads or writes. A Source on the owner side leases items and sends them as ITEM frames to
-// the Sink on the worker side; the worker's outputs come back as OUT frames (wire.hpp).
+// the Sink on the worker side. The worker's outputs come back as OUT frames (wire.hpp).
 //
 // Exactly once. A sent item stays on lease at its origin. An output stays until the other side has put it
 // into its ring. An item stays until the worker has finished it *and* all its outputs are in their rings on
@@ -14,9 +14,9 @@
 // output, as for a local worker. After a death, the next worker of the item skips the outputs that are
 // already out.
 //
-// No thread waits for a receiver. Items are sent only as far as the worker's window allows, and outputs only
-// until the limit of waiting ones on the owner side is reached (staged). So one slow stage does not hold up
-// the frames of the others.
+// No thread waits for a receiver. Items are sent only as far as the worker's window allows. Outputs are sent
+// until too many wait for room on the owner side (staged). So one slow stage does not hold up the frames of
+// the others.
 //
 // Two threads serve a link: one sends and moves staged items, one receives. (With many workers further
 // threads sleep on the rings and wake the sender.) Both work under `mutex_`, but not while they send, receive
@@ -171,7 +171,7 @@ class Link {
     struct Large {  // a large item that is being received
         Received item;
         LinkLine* line = nullptr;
-        Sink* sink = nullptr;  // null: it has no receiver
+        Sink* sink = nullptr;  // null: without a receiver
         Slot* slot = nullptr;  // null: there is no room for it
         bool skips = false;    // a worker that died has already put it
         std::vector<char> apart;

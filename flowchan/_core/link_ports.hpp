@@ -71,8 +71,8 @@ constexpr uint64_t MOST_AHEAD = 1 << 16;  // items on their way to a worker, or 
 class Window {
   public:
     uint64_t size() const { return uint64_t(size_); }
-    // Update from the state of the worker: it waits for an item (`waits`), none is on its way either
-    // (`starved`), and it holds some items at the same time (`gathers`).
+    // Update from the state of the worker. `waits`: it waits for an item. `starved`: none is on its way
+    // either. `gathers`: it holds items while it waits.
     void hear(bool starved, bool waits, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip);
     void shrink() { size_ = 1; }
     // Return the time per item from which on a worker counts as slow: waiting for the next item costs it
@@ -98,7 +98,7 @@ class Allowance {
     int64_t at_ = 0;
 };
 
-// How many bytes may be on their way, plus one item: as many as the other side processes in two round trips
+// How many bytes may be on their way, plus one item. It is what the other side processes in two round trips
 // of an idle connection. On a busy one, a round trip takes longer the more bytes are on their way.
 class ByteWindow {
   public:
@@ -279,7 +279,7 @@ class Sink {
     Progress look_at_worker();  // also sets `seen`
     bool stand_for_worker();    // false: the worker has made progress since then
     // Until then a quick worker with enough items is not watched. A wake-up at each of its items would cost
-    // more than a cheap item, also for the worker, and the owner side does not need a report of each.
+    // more than a cheap item, also for the worker. The owner side does not need a report of each.
     int64_t alone_until = 0;
     void has_told();
 

@@ -20,7 +20,7 @@ constexpr uint64_t AFTER_LARGE = 4096;
 // time as copying 50 KB.
 constexpr uint64_t WORTH_WAKING = 256 << 10;
 constexpr int MOST_MS = 100;  // on a slow connection the other side counts as alive while bytes arrive
-const char* const WRONG = "the other side sent what no agent of this version sends";
+const char* const WRONG = "the other side sent an invalid frame";
 
 }  // namespace
 
@@ -75,7 +75,7 @@ std::string Link::receive(int fd, uint64_t connection) {
                 lock.unlock();
                 Behind behind{buffer.data(), AFTER_LARGE};
                 if (!hear_large(fd, connection, head, payload, here, behind))
-                    return "the connection ended in an item";
+                    return "the connection ended in the middle of an item";
                 lock.lock();
                 at = 0;
                 have = behind.have;
@@ -338,7 +338,7 @@ bool Link::end_large(Large& large, bool whole) {
     return true;
 }
 
-// Claim memory of the ring for a large item; null when there is no room. Return false if the item must be
+// Claim memory of the ring for a large item; null when the ring is full. Return false if the item must be
 // skipped because a worker that died has already put it.
 bool Link::claim(LinkLine& line, Sink& sink, const Received& item, Slot*& slot) {
     if (!is_settled(line, sink, item.key)) return true;

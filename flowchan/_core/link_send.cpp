@@ -41,7 +41,7 @@ void Link::send_loop() {
     }
 }
 
-// While items come fast but are sent in small runs, a short rest makes the runs longer: a system call costs
+// While items come fast but are sent in small runs, a short rest makes the runs longer. A system call costs
 // as much as a hundred items. A single item never waits.
 std::string Link::send_some(int fd) {
     const uint64_t before = out_.size(), items = std::exchange(said_, 0);

@@ -12,7 +12,7 @@ constexpr const char* MEMORY_SHOWN = "memfd:flowchan";  // its name in /proc
 
 int make_memory(uint64_t length);  // returns its descriptor; throws std::system_error
 
-// Allocate this part of the file. Return false, with errno, when there is no memory.
+// Allocate this part of the file. Return false, with errno, when memory is exhausted.
 bool reserve_memory(int fd, uint64_t from, uint64_t upto);
 
 }  // namespace flowchan

@@ -107,9 +107,9 @@ static bool is_room_for(size_t descriptors) {
     return getrlimit(RLIMIT_NOFILE, &most) != 0 || descriptors <= most.rlim_cur / 4;
 }
 
-// Return null if there cannot be a pidfd, or while another thread looks or forks: a wait here, with a lock
-// that the fork also needs, would never end. The number may have gone to another process, so the start is
-// compared last.
+// Return null if a pidfd is impossible, or while another thread looks or forks. A wait here, with a lock that
+// the fork also needs, would never end. The number may have gone to another process, so the start is compared
+// last.
 std::shared_ptr<const Pidfd> Peers::open(uint64_t pid, uint64_t started) {
     std::unique_lock guard(open_mutex, std::try_to_lock);
     if (!guard) return nullptr;

@@ -21,9 +21,9 @@ uint64_t process_start(uint64_t pid);
 bool process_alive(uint64_t pid, uint64_t started);
 
 // Other processes whose state is asked for repeatedly. From the second query on, each has an open pidfd, so
-// that an answer is one system call without /proc. All users that ask for the same process share it. /proc
-// answers if the system refuses pidfds, or if they would exceed a quarter of the descriptors that this
-// process may have. A forked child closes those of its parent. Not for several threads at once.
+// that an answer is one system call without /proc. All users that ask for the same process share it. If the
+// system refuses pidfds, or if they exceed a quarter of this process's descriptor limit, /proc answers. A
+// forked child closes those of its parent. Not for several threads at once.
 class Peers {
   public:
     Peers() = default;

@@ -5,7 +5,7 @@
 // references and never drop one, because dropping could run any Python code under the lock. They run attached
 // to the interpreter (GIL held), because the garbage collector looks at the items without the lock.
 //
-// Where there is a GIL, a thread holds it between lock and unlock, so the GIL is the lock: the two atomic
+// Where there is a GIL, a thread holds it between lock and unlock, so the GIL is the lock. The two atomic
 // operations of a mutex would be a quarter of a put. A free-threaded interpreter uses a small futex mutex.
 #pragma once
 
@@ -112,7 +112,7 @@ class LocalQueue {
     uint64_t leased = 0, parked = 0, turn = 0, readers = 0, writers = 0;
     bool short_of_bytes = false;  // a writer waits for bytes, not for a place
 
-    // Return whether so many outputs wait for a place that a worker must not take another item.
+    // Return whether too many outputs wait for a place for a worker to take another item.
     bool is_crowded() const { return state == OPEN && room() <= 1 && writer_line.with_turn() >= CROWD; }
 
     bool counts_bytes() const { return share_ || max_bytes_ != UINT64_MAX; }

@@ -56,7 +56,7 @@ std::string fill(Channel& ch) {
     for (const Held& one : held)
         text += "; process " + std::to_string(one.pid) + " holds " + std::to_string(one.blocks) +
                 (one.blocks == 1 ? " block, " : " blocks, ") + amount(one.bytes) +
-                ", by arrays and tensors that it got or has on loan";
+                " in arrays and tensors that it received or has on loan";
     if (!held.empty()) text += "; keep copies instead (array.copy()), or give a larger max_bytes";
     return text;
 }
@@ -106,25 +106,24 @@ void raise_refused(Channel& ch, int error) {
     std::string why = std::string("they could not be sent (") + strerror(error) + ")";
     if (error == EBADF)
         why =
-            "this process has no socket of it; it needs AF_UNIX sockets, and must get the channel by fork, "
+            "this process lacks its socket; it needs AF_UNIX sockets, and must get the channel by fork, "
             "as an argument of a "
             "process or through a channel";
     if (error == E2BIG) why = "one item takes at most 126 of them; put several items";
-    if (error == EAGAIN || error == ENOBUFS) why = "too many are on their way in it; receive some first";
+    if (error == EAGAIN || error == ENOBUFS) why = "too many are in transit in it; receive some first";
     if (error == ETOOMANYREFS)
         why =
-            "this user has more descriptors on their way than a process may have open; receive some first, "
+            "this user has more descriptors in transit than a process may have open; receive some first, "
             "or allow more "
             "(ulimit -n)";
-    raise("ChannelError", who + " does not take the channels and shared tensors in this item: " + why);
+    raise("ChannelError", who + " cannot carry the channels and shared tensors in this item: " + why);
 }
 
 void raise_stays_here(Channel& ch, PyObject* item) {
-    PyErr_Format(
-        PyExc_TypeError,
-        "%s does not take this %s: it holds a channel, a port or a shared tensor that only processes "
-        "of one machine can share; channels across='hosts' can be put into it, and tensor.clone()",
-        ch.describe().c_str(), Py_TYPE(item)->tp_name);
+    PyErr_Format(PyExc_TypeError,
+                 "%s cannot carry this %s: it holds a channel, a port or a shared tensor that only processes "
+                 "of one machine can share; put a channel across='hosts' or tensor.clone() instead",
+                 ch.describe().c_str(), Py_TYPE(item)->tp_name);
 }
 
 namespace {
@@ -165,7 +164,7 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
                 raise("Empty", who + " is empty, nothing could be got " + seconds(deadline) + "; it is " +
                                    (ch.with([](auto& transport) { return transport.seen_state(); }) == OPEN
                                         ? "not closed"
-                                        : "closed, but a reader may give back what it has in hand"));
+                                        : "closed, but a reader may give back its leased items"));
             break;
         case Step::Closed:
             raise("Closed", who + " is closed: nothing can be put into it any more");
@@ -178,7 +177,7 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
             PyObject* cause = cut_off ? writer_died(who, cut_off)
                                       : ch.with([](auto& transport) { return stored_cause(transport); });
             raise_broken(who + (damaged   ? " is broken: its shared memory is damaged"
-                                : cut_off ? " is broken: a writer died, what it had put has been read"
+                                : cut_off ? " is broken: a writer died, and all its items have been read"
                                           : " is broken"),
                          cause);
             Py_XDECREF(cause);
@@ -187,13 +186,13 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
         case Step::TooLarge:
             PyErr_SetString(PyExc_ValueError,
                             (who + " takes items of at most max_bytes=" + std::to_string(ch.max_bytes) +
-                             " bytes, this one has " + std::to_string(size))
+                             " bytes; this one has " + std::to_string(size))
                                 .c_str());
             break;
         case Step::NoMemory:
             if (fault(ch).blind) {
                 PyErr_SetString(PyExc_MemoryError,
-                                (who + " has grown, and this process has no address space left to see "
+                                (who + " has grown, and this process has no address space left to map "
                                        "all of it; raise its limit (ulimit -v)")
                                     .c_str());
                 break;

@@ -17,9 +17,9 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
 // Set an attribute of the current error, and take over the value.
 void add_to_error(const char* name, PyObject* value);
 
-// The cause of a break in a form that another process can read: the exception itself, or an error with its
-// text if it cannot cross. `text` is a short form of a large cause, for when there is no memory for the
-// whole. Both are empty for a cause without text.
+// The cause of a break in a form that another process can read. It is the exception itself, or an error with
+// its text if it cannot cross. `text` is a short form of a large cause, used when memory is short. Both are
+// empty for a cause without text.
 struct Cause {
     std::string whole, text;
 };

@@ -8,11 +8,11 @@
 // do. Values are absolute, so applying twice is the same as applying once.
 //
 // Why compiler fences are enough. The reader of a dead owner's record gets the lock from the kernel, after
-// the owner was descheduled for good. By then all stores that the owner executed are visible, in whatever
-// order they left its core. Only the order in which the owner executed them matters, and that is the
-// program's order once the compiler is kept from changing it. The same holds on processors that order stores
-// less than x86_64 does: a core stops between two instructions, and everything before them has happened. The
-// kernel marks the lock of a dead thread with a full barrier (on aarch64 dmb ish), in the dead thread itself.
+// the owner was descheduled for good. All stores that the owner executed are visible then, in whatever order
+// they left its core. Only the order in which the owner executed them matters, and that is the program's
+// order once the compiler is kept from changing it. The same holds on processors that order stores less than
+// x86_64 does: a core stops between two instructions, and everything before them has happened. The kernel
+// marks the lock of a dead thread with a full barrier (on aarch64 dmb ish), in the dead thread itself.
 //
 // There are several records, so that the lines of a record stay in the cache of its user. Writers and readers
 // have different ones, and so have processes as far as there are enough. The choice of a record affects only

@@ -209,7 +209,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
 
     // --- the channel; all under the lock ---
     void close(Wakes& wakes);
-    // `in_short`: a shorter cause, used if there is no memory for the whole cause.
+    // `in_short`: a shorter cause, used if memory does not suffice for the whole cause.
     void break_(const std::string& cause, Wakes& wakes, const std::string& in_short = {});
     // turns broken into closed for the only user of the ring, so that the items inside can be taken
     void unbreak();

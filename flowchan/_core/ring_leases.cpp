@@ -62,7 +62,7 @@ void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     wakes.readers += h_->reader_gate.call(uint32_t(n));
 }
 
-// Do the same where others were given back before: each item goes to its place among them, because the front
+// Do the same where others were given back before. Each item goes to its place among them, because the front
 // of the FIFO is sorted by number. After a death, the call that gives back the rest handles the remaining
 // items.
 void Ring::give_back_between(Session& s, uint64_t n, Wakes& wakes) {
@@ -139,7 +139,7 @@ bool Ring::count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64
 }
 
 // Reserve leased items of a dead reader for its replacement. They are the items that may have killed the
-// reader, so that the other readers continue without that risk (R10), or with `all`, every item, because no
+// reader, so that the other readers run without that risk (R10). With `all` they are all items, because no
 // other reader may take them. The remaining items go back to all readers. The reserved items stay on lease.
 // Without `blame`, flowchan ended the reader.
 void Ring::hand_on(uint32_t from, uint32_t to, bool all, bool blame) {

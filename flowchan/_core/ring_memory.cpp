@@ -1,17 +1,17 @@
 // The memory of a ring: slots and their blocks, views of blocks, and the response to damage.
 //
-// A block is cut from the middle of the mapping when its class has no free one. It goes to the free list of
-// its class when its slot is free again, so that it is reused while it is still in the caches. When the
-// middle is used up, `tidy` cuts the memory outside of used blocks again.
+// A block is cut from the middle of the mapping when its class has no free one. When its slot is free again,
+// it goes to the free list of its class. So it is reused while it is still in the caches. When the middle is
+// used up, `tidy` cuts the memory outside of used blocks again.
 //
 // Views. The receiver of an item with large buffers may read them in place. The slot then names the session
-// that looks at it, its `viewer`. A call that would free such a slot leaves it HELD for the viewer instead,
-// and the viewer frees it when its last view is gone. If the item is still somewhere else, the viewer only
-// removes its name: an item that was given back is read by its next worker while the first still looks at it.
-// A slot has one viewer, and a second reader makes a private copy. So does every reader once the views cover
-// max_bytes, and every reader of the end of the memory, so that readers that keep their items cannot stop a
-// writer. A session whose port was closed stays as HOLDER until its process has dropped its last view, or has
-// died.
+// that looks at it, its `viewer`. A call that would free such a slot leaves it HELD for the viewer instead.
+// The viewer frees it when its last view is gone. If the item is still somewhere else, the viewer only
+// removes its name. (An item that was given back is read by its next worker while the first still looks at
+// it.) A slot has one viewer, and a second reader makes a private copy. So does every reader once the views
+// cover max_bytes, and every reader of the end of the memory. Otherwise readers that keep their items could
+// stop a writer. A session whose port was closed stays as HOLDER until its process has dropped its last view,
+// or has died.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -78,8 +78,8 @@ void Ring::see_growth() {
     return cls < upto ? cls : CLASSES;
 }
 
-// Return a slot with room for `size` bytes of payload. Return null, with nothing changed, when there is no
-// memory now.
+// Return a slot with room for `size` bytes of payload. Return null, with nothing changed, when memory is
+// exhausted now.
 Slot* Ring::take_slot(uint64_t size, Change& change) {
     const uint32_t cls = class_of(size);
     if (h_->slots_used == 0 && h_->free_slots[cls] == 0 && h_->blocks_top - blocks_at_ > max_bytes_)
@@ -170,7 +170,7 @@ bool Ring::find_used(std::vector<Span>& used, std::vector<Slot*>& free) {
     return true;
 }
 
-// Return one more slot without a block, null when there is no memory.
+// Return one more slot without a block, null when memory is exhausted.
 Slot* Ring::new_bare_slot(Change& change) {
     const uint64_t from = h_->slots_at - sizeof(Slot);
     if (!reserve_high(from)) return nullptr;
@@ -264,7 +264,7 @@ void Ring::tidy(uint32_t cls) {
 
 // Return whether the payload of this slot, about to be taken, may be read in place. A large block may contain
 // a small payload, but a plain user copies that and frees the slot at once. The end of the memory, as much as
-// the largest item needs, must not be viewed: even a few views scattered over it would stop the writer of
+// the largest item needs, must not be viewed. Even a few views scattered over it would stop the writer of
 // such an item.
 bool Ring::may_view(const Slot* slot) const {
     if (slot->viewer()) return false;
@@ -375,8 +375,8 @@ std::vector<Held> Ring::held() const {
 // --- damage ---
 // Other processes write this memory, and one of them may have a stray pointer. Each offset is checked before
 // it is followed, so that damage breaks the channel and never crashes its users or lets them read outside. A
-// list is followed no further than its count says, and a slot is taken out of a list only if its state says
-// that it belongs there. Once damage has been found, no offset is followed any more.
+// list is followed no further than its count says. A slot is taken out of a list only if its state belongs to
+// the list. Once damage has been found, no offset is followed any more.
 
 // The order of the parts: | blocks .. reserved_low | hole | reserved_high .. slots |
 bool Ring::memory_is_right() const {

@@ -1,9 +1,9 @@
 // Runs of several small items. The cost of an item besides its own slot, the words that link and count, is
 // paid once for a run of them. A run is one Change in the record, so it happens wholly or not at all.
 //
-// A run contains only items that need no more than that. These items go one by one: items that were given
-// back, are viewed, have descriptors or have a turn, and items that find no room; the single call then
-// reports the cause.
+// A run contains only items that need no more than that. Items that were given back, are viewed, have
+// descriptors or have a turn go one by one. So do items that find no room; the single call then reports the
+// cause.
 #include <algorithm>
 
 #include "ring.hpp"

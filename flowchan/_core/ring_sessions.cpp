@@ -50,16 +50,16 @@ uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
 
 void Ring::adopt(uint32_t index) {
     if (index == 0 || index >= SESSIONS)
-        throw std::length_error("there is no port number " + std::to_string(index));
+        throw std::length_error("unknown port number " + std::to_string(index));
     Session& s = session(index);
     if (s.views && s.pid != uint64_t(getpid())) part(index);
     s.pid = uint64_t(getpid());
     s.started = own_start();
 }
 
-// Handle a port that moves to another process. The former process keeps its views, so they pass to a HOLDER
-// of its own; otherwise they would end with the new process. There is one Change for each slot, and a death
-// may come between any two. (When all records are taken, the views stay with the port.)
+// Handle a port that moves to another process. The former process keeps its views, so they pass to a separate
+// HOLDER. Otherwise they would end with the new process. There is one Change for each slot, and a death may
+// come between any two. (When all records are taken, the views stay with the port.)
 void Ring::part(uint32_t index) {
     Wakes wakes;
     if (!memory_is_right()) return void(found_damage());
@@ -135,8 +135,8 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     call_all_writers(wakes);
 }
 
-// Return whether the process of this session is alive, or may have live children, and so may still use its
-// views after the session has ended.
+// Return whether the views of this session may still be used after its end. Its process is alive, or may have
+// live children.
 bool Ring::still_looks(uint32_t index) const {
     const Session& s = session(index);
     return s.views && (s.forked || s.pid == uint64_t(getpid()) || process_alive(s.pid, s.started));

@@ -3,11 +3,11 @@
 // Order (`ordered=True`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel, one
 // each, and put the outputs for i into another. `turn` is the i whose outputs go straight into the FIFO.
 // Outputs for a later i are parked in its group. When the worker of `turn` reports that i has no more
-// outputs, turn moves on, and the outputs parked for the new turn enter the FIFO. All parked outputs enter it
-// when the channel is closed.
+// outputs, turn moves on. The outputs parked for the new turn then enter the FIFO. All parked outputs enter
+// it when the channel is closed.
 //
 // Invariants. No output is parked for i = turn, nor in a closed channel. i - turn < groups for every parked
-// i. The worker of `turn` never waits for anything but readers, so parked outputs cannot deadlock the stage:
+// i. The worker of `turn` never waits for anything but readers. So parked outputs cannot deadlock the stage:
 // they leave one place of `capacity` free for it.
 #include <algorithm>
 
@@ -87,9 +87,9 @@ void Ring::advance(Wakes& wakes) {
 }
 
 // Start to keep turns at item `number`. A stage with one worker keeps no turns. When it gets more, its port
-// is ordered to (Orders), and begins with the first unfinished item: the outputs of all items before it are
-// in the FIFO. Where other workers have started already, their outputs for earlier items are parked and
-// complete.
+// gets an order to keep turns (Orders). It begins with the first unfinished item: the outputs of all items
+// before it are in the FIFO. Where other workers have started already, their outputs for earlier items are
+// parked and complete.
 void Ring::turn_is(uint64_t number, Wakes& wakes) {
     if (h_->state != OPEN || number <= h_->turn) return;
     const uint64_t parked_to = std::min(number, h_->turn + groups_);
@@ -108,9 +108,9 @@ void Ring::turn_is(uint64_t number, Wakes& wakes) {
 }
 
 // --- waiting for a turn ---
-// Each such writer sleeps on a word of its own session, so only writers that can continue are woken: the one
-// with the lowest number first. The redo record does not cover this. If a writer dies while it waits, or is
-// woken and on its way, drop_copies removes it and counts again.
+// Each such writer sleeps on a word in its session, so only writers that can continue are woken, the lowest
+// number first. The redo record does not cover this. If a writer dies while it waits, or is woken and on its
+// way, drop_copies removes it and counts again.
 
 uint32_t Ring::await_turn(Session& s, uint64_t number, bool again) {
     h_->writer_gate.begin_wait(again);

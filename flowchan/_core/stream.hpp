@@ -11,12 +11,12 @@
 // continue.
 //
 // The workers of a stage are exchangeable. The last of them to arrive goes to the head of the list, because
-// its stack and the data of its function are still in the caches. Of 300 workers that find work for two, the
-// same few do it, and the others sleep.
+// its stack and its function's data are still in the caches. So if 300 workers find work for two, the same
+// few do it, and the others sleep.
 //
 // Writers of an ordered stage have turns and are sorted by the numbers of their items. The first of them may
-// continue first, and waking any other would be in vain. Workers without an output come last (ANY_TURN): a
-// worker that finds CROWD others with outputs that have no place takes no item before there is a place again.
+// continue first, and waking any other would be in vain. Workers without an output come last (ANY_TURN). A
+// worker that finds CROWD others with outputs that have no place waits for a place before it takes an item.
 // So a few of many workers of a cheap function do the work. The others sleep instead of waking for each of
 // their items.
 //

@@ -1,5 +1,5 @@
 // Python views of blocks of shared memory: buffers that are read in place, and loans that a writer fills in
-// place. ring_memory.cpp describes the effect of a view on the ring.
+// place. The effect of a view on the ring is described in ring_memory.cpp.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -3,10 +3,10 @@
 //
 // Algorithm. A wait queue is one futex word `seq` and a few counts that only the holder of the channel's lock
 // touches. A caller that cannot continue registers (waiting += 1), remembers `seq`, drops the lock and sleeps
-// while `seq` is unchanged. An operation that makes k others possible wakes min(k, waiting - woken) sleepers:
-// it adds that to `woken`, changes `seq` and calls FUTEX_WAKE after it dropped the lock. No more readers are
-// on their way than there are cores: of 50 readers that wait for cheap items, two take them all before a
-// third has got up. The workers of a stage are woken by rank, not in turn, so that the same two, with warm
+// while `seq` is unchanged. An operation that makes k others possible wakes min(k, waiting - woken) sleepers.
+// It adds that to `woken`, changes `seq` and calls FUTEX_WAKE after it dropped the lock. At most as many
+// readers are on their way as there are cores: if 50 readers wait for cheap items, two take them all before a
+// third is awake. The workers of a stage are woken by rank, not in turn, so that the same two, with warm
 // caches, continue. Each sleeps as one of 32 ranks (FUTEX_WAIT_BITSET), and `idle` holds the ranks that wait.
 // It is only a hint: if no thread of a rank sleeps any more, another one is woken. A sleeper that returns,
 // for whatever reason, takes the lock and leaves (waiting -= 1, and `woken` -= 1 if it is above 0). It tries
@@ -16,22 +16,20 @@
 //  - No caller sleeps while an item is available to it. An operation that makes one available changes `seq`
 //    under
 //    the lock. So an earlier waiter is woken or finds `seq` changed, and a later one sees the item first. If
-//    the
-//    operation leaves the call to readers on their way, the last of them that takes an item makes it.
+//    the operation leaves the call to readers on their way, the last of them that takes an item makes that
+//    call.
 //  - `woken` never exceeds the number of waiters on their way back, while all are alive. A process killed on
 //    its
 //    way back leaves it too high; the slices below repair that.
 //  - No caller starves. A waiter that was woken twice in vain and has waited for PATIENCE_NS becomes
 //    `starving`.
 //    Until it is served, newcomers queue up behind it instead of overtaking, but only while it could
-//    continue: an
-//    item that does not fit does not hold up one that does. (Overtaking makes bursts fast: under the GIL a
-//    running
-//    thread empties a full channel while the sleepers that it woke are still on their way.)
+//    continue. So an item that does not fit does not hold up one that does. (Overtaking makes bursts fast:
+//    under the GIL a running thread empties a full channel while its woken sleepers are still on their way.)
 //  - The writers of an ordered stage do not use the wait queue: each waits on its own word for its turn
 //    (Ring::await_turn).
 // A sleep is cut into slices. A waiter may lose its waker to kill -9 (processes), or a signal may arrive
-// between the check and the sleep (main thread); in both cases the waiter looks again within SLICE_NS. This
+// between the check and the sleep (main thread). In both cases the waiter looks again within SLICE_NS. This
 // makes C9 and C11 unconditional.
 #pragma once
 

@@ -3,9 +3,9 @@
 // Algorithm. The part before the blocks, including the mutex, is mapped once and for good: a process must
 // know a robust mutex at one address only. Blocks grow up, and slots grow down from the end of the file. A
 // window shows the existing ones of each kind. When there are more, a window at least twice as large replaces
-// the old one. The old one stays mapped until the ring's end in this process, because views, loans, and
-// threads that copy outside of the lock point into it. So the address space taken is a small multiple of the
-// memory used, however large the file could become, and a word may have several addresses.
+// the old one. The old one stays mapped until the ring's end in this process. Views, loans, and threads that
+// copy outside of the lock point into it. So the mapped address space is a small multiple of the memory used,
+// however large the file could become. A word may have several addresses.
 //
 // Windows are opened under the ring's lock. `block` and `offset_in_window` may be called without it.
 // `blocks_` is written before `blocks_to_`, whose acquire is the partner of its release; a value that is read
@@ -17,8 +17,8 @@
 
 namespace flowchan {
 
-// The largest page size: mappings begin at multiples of the page size, which is 4 KB on x86_64 and 4, 16 or
-// 64 KB on aarch64, depending on the kernel's build.
+// The largest page size, at whose multiples mappings begin. Pages have 4 KB on x86_64, and 4, 16 or 64 KB on
+// aarch64, depending on the kernel's build.
 constexpr uint64_t LARGEST_PAGE = 1 << 16;
 
 class Windows {
@@ -40,7 +40,7 @@ class Windows {
     uint64_t slots_from() const { return slots_from_; }
     uint64_t blocks_to() const { return blocks_to_.load(std::memory_order_acquire); }
 
-    // Map blocks up to, or slots from, an offset. Return false when there is no address space.
+    // Map blocks up to, or slots from, an offset. Return false when address space is exhausted.
     bool show_blocks(uint64_t upto);
     bool show_slots(uint64_t from);
 

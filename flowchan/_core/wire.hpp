@@ -2,7 +2,7 @@
 //
 // A connection is a sequence of frames: a head, and for some types a payload behind it. A frame belongs to
 // one port of one stream (link.hpp). Input ports carry items to a worker, and output ports its outputs. All
-// types except ITEM and OUT are absolute state, so only the latest frame counts, and a new connection needs
+// types except ITEM and OUT are absolute state. So only the latest frame counts, and a new connection needs
 // no log of the old one.
 //
 // All numbers are little-endian. Data from the other side is checked before use: the other side may have

@@ -1,5 +1,7 @@
-"""Two ends of a link in one process, and workers that sit on the far one as threads: what they must keep of
-the channel's promises is the same as with a machine in between."""
+"""Connect two ends of a link in one process, with remote workers as threads.
+
+The workers must keep the channel's promises as on two machines.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,21 @@ from flowchan import Broken, Channel, _core
 
 
 class Linked:
-    """Two linked ends, and the connection between them, which can be broken at any time. ``delay``: seconds
-    that everything takes on its way."""
+    """Two ends of a link, and the connection between them, which can be broken at any time.
+
+    Args:
+        delay: seconds that each byte takes on its way
+    """
 
     def __init__(self, delay: float = 0.0) -> None:
         self.home, self.away = _core.Link(True), _core.Link(False)
         self.breaks = 0
         self.delay = delay
         self.wires: list[threading.Thread] = []
-        self.ends: list[socket.socket] = []  # of the wires
+        self.ends: list[socket.socket] = []  # of the delayed connections
 
     def connect(self) -> None:
-        """Connects them anew. What is under way over the old connection is lost with it."""
+        """Connect the ends again. Frames on the old connection are lost with it."""
         here, there = socket.socketpair()
         if self.delay:
             (here, near), (far, there) = (here, there), socket.socketpair()
@@ -53,7 +58,8 @@ class Linked:
 
 
 class FarWorker:
-    """One worker on the far end: its ports at home, and the rings there that it reads and writes."""
+    """One remote worker: its ports on the owner side, and the rings on the worker side that it reads and
+    writes."""
 
     def __init__(
         self,
@@ -83,8 +89,8 @@ class FarWorker:
         linked.away.line(number, [self.feed], self.drains)
 
     def die(self, number: int) -> FarWorker:
-        """Its host is gone: home gives it up, and what it had goes to a successor, whose line has this
-        number."""
+        """Let its host fail: the owner side gives the worker up, and a replacement with this stream number
+        takes its items."""
         self.linked.home.drop(self.number)
         self.linked.away.drop(self.number)
         successor = FarWorker(
@@ -101,7 +107,8 @@ class FarWorker:
         return successor
 
     def start(self, function: Callable[[Any], Iterable[tuple[int, Any]]]) -> threading.Thread:
-        """Puts what ``function`` gives for each item: (which output, what)."""
+        """Run a thread that puts the outputs of ``function`` for each item, as pairs (number of the port,
+        output)."""
 
         def work() -> None:
             with contextlib.suppress(Broken):  # it died
@@ -118,7 +125,7 @@ class FarWorker:
 
 
 def feeding(source: Channel[Any], items: Iterable[Any]) -> threading.Thread:
-    """A thread that puts the items, then closes the channel."""
+    """Start a thread that puts the items and then closes the channel."""
     writer = source.writer()
 
     def feed() -> None:
@@ -132,7 +139,7 @@ def feeding(source: Channel[Any], items: Iterable[Any]) -> threading.Thread:
 
 
 def kill_relays() -> int:
-    """Kill every TLS process of this process, and so break its encrypted connections. How many there were."""
+    """Kill every TLS process of this process, which breaks its encrypted connections. Return their number."""
     killed = 0
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended

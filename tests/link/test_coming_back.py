@@ -1,4 +1,5 @@
-"""After a break Python dials again and proves the secret; the link then goes on where it was (R10, C11)."""
+"""Reconnect a link after breaks: Python dials and proves the secret again, and the link continues (R10,
+C11)."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ class Returning(Linked):
                     self.connect()
 
     def break_(self) -> None:
-        """End the connection, whoever of its processes holds it."""
+        """End the connection, in whichever process it is."""
         kill_relays() if self.tls else cut()
 
     def are_connected(self) -> bool:
@@ -73,7 +74,7 @@ class Returning(Linked):
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_items_cross_many_breaks_once_and_in_order(tls: bool) -> None:
+def test_items_arrive_once_and_in_order_over_many_breaks(tls: bool) -> None:
     if tls:
         pytest.importorskip("cryptography")
     often = 4_000 if tls else 200
@@ -92,7 +93,7 @@ def test_items_cross_many_breaks_once_and_in_order(tls: bool) -> None:
         assert linked.home.state()["breaks"] > (1 if tls else 20)
 
 
-def test_link_comes_back_over_ipv6() -> None:
+def test_link_reconnects_over_ipv6() -> None:
     try:
         linked = Returning("[::1]:0")
     except OSError:

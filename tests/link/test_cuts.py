@@ -1,5 +1,7 @@
-"""A connection that is cut in the middle of a large item: what was done before is skipped once, and what is
-sent again comes once (R4, C11)."""
+"""Cut a connection in the middle of a large item.
+
+Outputs that were already put are skipped once, and repeated frames are put once (R4, C11).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ LARGE = bytes(200_000)
 
 
 class Cut(Linked):
-    """Connections that are cut after so many bytes towards home, one after the other; the last one holds."""
+    """Connections that are cut, one after the other, after the given numbers of bytes to the owner side. The
+    last one is not cut."""
 
     def __init__(self, *cuts: int) -> None:
         super().__init__()
@@ -61,7 +64,7 @@ class Cut(Linked):
 
 
 def pass_on(source: socket.socket, target: socket.socket, most: int | None) -> None:
-    """Passes so many bytes on, then ends both connections."""
+    """Forward up to ``most`` bytes, then end both connections."""
     left = most
     with contextlib.suppress(OSError):
         while left != 0 and (came := source.recv(65536 if left is None else min(left, 65536))):
@@ -70,7 +73,7 @@ def pass_on(source: socket.socket, target: socket.socket, most: int | None) -> N
     for sock in (source, target):
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-    source.close()  # the other one closes the target, which is its source
+    source.close()  # the other thread closes the target, which is its source
 
 
 def large(item: int) -> list[tuple[int, Any]]:
@@ -86,7 +89,7 @@ CUTS = [100_000, 150_000, 300_000, 1_000_000]
 
 
 @pytest.mark.parametrize("times", range(5))
-def test_what_is_cut_in_the_middle_comes_once(times: int) -> None:
+def test_outputs_cut_in_the_middle_arrive_once(times: int) -> None:
     with Cut(*CUTS) as linked:
         source, results = channel(4), channel(1000)
         thread = FarWorker(linked, 1, source, results).start(large)
@@ -96,7 +99,7 @@ def test_what_is_cut_in_the_middle_comes_once(times: int) -> None:
 
 
 @pytest.mark.parametrize("times", range(5))
-def test_what_is_cut_while_it_is_skipped_is_skipped_once(times: int) -> None:
+def test_outputs_cut_while_skipped_are_skipped_once(times: int) -> None:
     source, results = channel(4), channel(1000)
     with Linked() as first:
         far = FarWorker(first, 1, source, results)

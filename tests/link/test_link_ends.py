@@ -1,4 +1,4 @@
-"""What a link costs while nothing happens, and how it ends, also in a forked child."""
+"""Check the cost of an idle link, and how a link ends, also in a forked child."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def threads() -> set[str]:
 
 
 def seconds(*numbers: str) -> float:
-    """Of CPU time, by these threads, as far as they have not ended."""
+    """Return the CPU time in seconds of these threads, as far as they have not ended."""
     ticks = 0
     for number in numbers:
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/stat") as file:
@@ -37,8 +37,8 @@ def seconds(*numbers: str) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def test_an_idle_link_costs_no_cpu() -> None:
-    """Also where two of its lines wait for the items of one channel."""
+def test_idle_link_uses_no_cpu() -> None:
+    """Two streams of the link wait for the items of one channel."""
     before = threads()
     with Linked() as linked:
         own = threads() - before
@@ -55,7 +55,7 @@ def test_an_idle_link_costs_no_cpu() -> None:
 
 
 def switches(*numbers: str) -> int:
-    """How often these threads went to sleep, as far as they have not ended."""
+    """Return how often these threads went to sleep, as far as they have not ended."""
     times = 0
     for number in numbers:
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/status") as file:
@@ -63,8 +63,9 @@ def switches(*numbers: str) -> int:
     return times
 
 
-def test_a_link_of_many_workers_sleeps_as_soundly() -> None:
-    """Their rings are more than one thread can sleep on, so others do; an item of each worker wakes it."""
+def test_link_of_many_workers_sleeps_while_idle() -> None:
+    """One thread cannot sleep on so many rings, so extra threads do; an item of each worker wakes the
+    link."""
     before = threads()
     with Linked() as linked:
         far = []
@@ -76,7 +77,7 @@ def test_a_link_of_many_workers_sleeps_as_soundly() -> None:
             linked.home.line(number, [ports[0]], [ports[1]])
             linked.away.line(number, [ports[2]], [ports[3]])
             far.append((users, channels, ports))
-        # once for them to go to sleep, with all threads that they need
+        # the first round lets all needed threads start and go to sleep
         for may_sleep_less in (True, False):
             own, began = threads() - before, time.monotonic()
             slept = switches(*own)
@@ -97,8 +98,9 @@ def test_a_link_of_many_workers_sleeps_as_soundly() -> None:
     assert threads() <= before
 
 
-def test_who_was_stopped_does_not_take_the_time_for_silence() -> None:
-    """R11: a program that did not run for a while looks at what has come meanwhile, and blames nobody."""
+def test_stopped_process_does_not_count_the_stop_as_silence() -> None:
+    """R11: a program that was stopped handles the received frames first, and does not blame the other
+    side."""
     here, silent = socket.socketpair()
     told = Channel[float](10_000, across="processes")
 
@@ -129,8 +131,8 @@ def test_who_was_stopped_does_not_take_the_time_for_silence() -> None:
     silent.close()
 
 
-def test_two_may_close_a_link_at_once() -> None:
-    """Both return when it is closed."""
+def test_two_threads_close_a_link_at_once() -> None:
+    """Both calls return when it is closed."""
     for _ in range(50):
         with Linked() as linked:
             both = threading.Barrier(2)
@@ -148,9 +150,9 @@ def test_two_may_close_a_link_at_once() -> None:
             closing.join()
 
 
-def test_a_forked_child_has_no_copy_of_the_connection() -> None:
-    """With one, the other side would not learn of this process's end. The child may drop the link, or close
-    it, in the middle of traffic, and the parent's goes on."""
+def test_forked_child_has_no_copy_of_the_connection() -> None:
+    """Otherwise the other side would not notice the end of this process. The child may drop or close the link
+    in the middle of traffic, and the parent's link continues."""
     before = _sockets()
     with Linked() as linked:
         sockets = _sockets() - before
@@ -176,7 +178,7 @@ def test_a_forked_child_has_no_copy_of_the_connection() -> None:
         working.join(WAIT_LIMIT_S)
 
 
-def test_a_forked_child_may_drop_a_link_that_its_parent_has_closed() -> None:
+def test_forked_child_drops_a_link_closed_by_its_parent() -> None:
     link = _core.Link(True)
     link.close()
     child = os.fork()
@@ -187,16 +189,16 @@ def test_a_forked_child_may_drop_a_link_that_its_parent_has_closed() -> None:
 
 
 def _sockets() -> set[str]:
-    """Those that this process has open."""
+    """Return the open sockets of this process."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             found.add(os.readlink(f"/proc/self/fd/{fd}"))
     return {name for name in found if name.startswith("socket:")}
 
 
 @pytest.mark.parametrize("size", [10_000, 1_000_000], ids=["in a frame", "into the ring"])
-def test_an_item_that_has_no_place_on_the_other_side_is_told_and_nothing_after_it_is_put(size: int) -> None:
+def test_item_too_large_for_the_receiver_is_reported_and_stops_puts(size: int) -> None:
     with Linked() as linked:
         source, into = channel(), channel(max_bytes=5_000)
         reader, feed, worker = source.reader(), into.writer(), into.reader()

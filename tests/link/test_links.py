@@ -1,4 +1,4 @@
-"""What a link promises (C1–C9, R4): the ports of a worker elsewhere behave as if it were here."""
+"""Check that the ports of a remote worker behave like local ones over a link (C1–C9, R4)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def large(item: int) -> list[tuple[int, Any]]:
 def run(
     linked: Linked, function: Function, n: int, workers: int, ordered: bool = False, breaks: bool = False
 ) -> list[Any]:
-    """All outputs of so many workers for ``range(n)``, over a connection that breaks again and again."""
+    """Return all outputs of ``workers`` workers for ``range(n)``, over a connection that may break again and
+    again."""
     source, results = channel(), channel()
     one = function is not several
     far = [
@@ -75,7 +76,7 @@ def break_often(linked: Linked, over: threading.Event) -> None:
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
 @pytest.mark.parametrize("function", [same, several], ids=["map", "flat_map"])
-def test_each_output_comes_once_and_in_order_through_one_worker(
+def test_outputs_of_one_worker_arrive_once_and_in_order(
     linked: Linked, function: Function, breaks: bool
 ) -> None:
     outputs = run(linked, function, 20_000, 1, breaks=breaks)
@@ -84,7 +85,7 @@ def test_each_output_comes_once_and_in_order_through_one_worker(
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
 @pytest.mark.parametrize("function", [same, several], ids=["map", "flat_map"])
-def test_the_outputs_of_several_ordered_workers_keep_the_order_of_the_items(
+def test_outputs_of_several_ordered_workers_keep_the_item_order(
     linked: Linked, function: Function, breaks: bool
 ) -> None:
     outputs = run(linked, function, 10_000, 3, ordered=True, breaks=breaks)
@@ -92,12 +93,12 @@ def test_the_outputs_of_several_ordered_workers_keep_the_order_of_the_items(
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
-def test_large_items_are_whole(linked: Linked, breaks: bool) -> None:
+def test_large_items_arrive_whole(linked: Linked, breaks: bool) -> None:
     outputs = run(linked, large, 1_000, 2, breaks=breaks)
     assert Counter(outputs) == Counter(output for item in range(1_000) for _, output in large(item))
 
 
-def test_arrays_arrive_as_they_were(linked: Linked) -> None:
+def test_arrays_arrive_unchanged(linked: Linked) -> None:
     source, results = channel(), channel()
     far = FarWorker(linked, 1, source, results, one_output=True)
     thread = far.start(same)
@@ -109,8 +110,8 @@ def test_arrays_arrive_as_they_were(linked: Linked) -> None:
     feeder.join()
 
 
-def test_slow_items_are_not_taken_ahead_of_other_workers(linked: Linked) -> None:
-    """C8: nobody sleeps beside an item that lies unstarted with somebody else."""
+def test_worker_with_slow_items_gets_none_in_advance(linked: Linked) -> None:
+    """C8: no worker sleeps while another one holds an item that it has not started."""
     source, results = channel(), channel()
     go = threading.Event()
 
@@ -131,9 +132,9 @@ def test_slow_items_are_not_taken_ahead_of_other_workers(linked: Linked) -> None
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
-def test_what_a_worker_has_not_begun_is_called_back_when_others_wait(linked: Linked, breaks: bool) -> None:
-    """C8: cheap items make a worker take many ahead. When one of them is slow, who waits for an item gets
-    them."""
+def test_unstarted_items_are_recalled_when_other_readers_wait(linked: Linked, breaks: bool) -> None:
+    """C8: a worker gets many cheap items in advance. When one of them is slow, waiting readers get the
+    others."""
     source, results = channel(4_000), channel(4_000)
     go = threading.Event()
 
@@ -156,7 +157,7 @@ def test_what_a_worker_has_not_begun_is_called_back_when_others_wait(linked: Lin
     thread.join()
 
 
-def test_items_are_called_back_as_often_as_others_wait(linked: Linked) -> None:
+def test_items_are_recalled_each_time_other_readers_wait(linked: Linked) -> None:
     source, results = channel(4_000), channel(8_000)
     gates = [threading.Event() for _ in range(3)]
 
@@ -182,7 +183,7 @@ def test_items_are_called_back_as_often_as_others_wait(linked: Linked) -> None:
     thread.join()
 
 
-def test_a_channel_that_breaks_breaks_with_its_cause_on_the_far_side(linked: Linked) -> None:
+def test_broken_input_breaks_for_the_remote_worker_with_its_cause(linked: Linked) -> None:
     source, results = channel(), channel()
     far = FarWorker(linked, 1, source, results)
     source.abort(ValueError("no more"))
@@ -191,7 +192,7 @@ def test_a_channel_that_breaks_breaks_with_its_cause_on_the_far_side(linked: Lin
     assert repr(caught.value.__cause__) == "ValueError('no more')"
 
 
-def test_a_far_worker_that_breaks_its_channel_breaks_it_at_home(linked: Linked) -> None:
+def test_remote_worker_breaks_its_output_for_all_with_its_cause(linked: Linked) -> None:
     source, results = channel(), channel()
     far = FarWorker(linked, 1, source, results)
     far.outside[0].channel.abort(ValueError("no more"))
@@ -201,7 +202,7 @@ def test_a_far_worker_that_breaks_its_channel_breaks_it_at_home(linked: Linked) 
 
 
 @pytest.mark.parametrize("size", [1 << 20, 17 << 20])
-def test_however_large_its_cause_is_the_connection_holds(linked: Linked, size: int) -> None:
+def test_connection_survives_a_break_with_a_large_cause(linked: Linked, size: int) -> None:
     channels = [channel() for _ in range(4)]
     one, other = FarWorker(linked, 1, *channels[:2]), FarWorker(linked, 2, *channels[2:])
     cause = ValueError("no more", bytes(size))
@@ -214,7 +215,7 @@ def test_however_large_its_cause_is_the_connection_holds(linked: Linked, size: i
     assert linked.home.state()["breaks"] == 0
 
 
-def test_when_nobody_reads_any_more_a_far_writer_hears_it(linked: Linked) -> None:
+def test_remote_writer_learns_that_the_last_reader_closed(linked: Linked) -> None:
     source, results = channel(), channel()
     far = FarWorker(linked, 1, source, results)
     results.reader().close()
@@ -223,7 +224,7 @@ def test_when_nobody_reads_any_more_a_far_writer_hears_it(linked: Linked) -> Non
         far.outside[0].put(1)
 
 
-def test_a_far_reader_that_leaves_gives_back_what_it_has_not_taken(linked: Linked) -> None:
+def test_remote_reader_that_closes_gives_back_untaken_items(linked: Linked) -> None:
     source, results = channel(), channel()
     far = FarWorker(linked, 1, source, results)
     other = source.reader()
@@ -238,8 +239,8 @@ def test_a_far_reader_that_leaves_gives_back_what_it_has_not_taken(linked: Linke
 
 
 @pytest.mark.parametrize("size", [40, 3_000])
-def test_a_far_worker_that_gathers_gets_what_it_waits_for(linked: Linked, size: int) -> None:
-    """However many items that is."""
+def test_remote_worker_that_gathers_gets_all_items_it_needs(linked: Linked, size: int) -> None:
+    """The number of items does not matter."""
     source, results = channel(), channel()
     far = FarWorker(linked, 1, source, results)
     batches: list[list[int]] = []
@@ -264,8 +265,9 @@ def test_a_far_worker_that_gathers_gets_what_it_waits_for(linked: Linked, size: 
     assert sum(batches, []) == list(range(size * 5 // 2))  # noqa: RUF017 - three of them
 
 
-def test_outputs_of_a_host_that_died_are_not_repeated() -> None:
-    """R4: what a host put for an item before it died is skipped when the item is done again elsewhere."""
+def test_outputs_of_a_dead_host_are_not_repeated() -> None:
+    """R4: outputs that a host put for an item before it died are skipped when another worker processes the
+    item."""
     source, results = channel(4), channel(1000)
     with Linked() as first:
         far = FarWorker(first, 1, source, results)
@@ -289,8 +291,8 @@ def test_outputs_of_a_host_that_died_are_not_repeated() -> None:
     assert sorted(outputs) == [(item, k) for item in range(3) for k in range(8)]
 
 
-def test_an_item_is_its_workers_until_what_several_inputs_gave_has_found_room(linked: Linked) -> None:
-    """R4: nobody can tell for which item an output is that still waits at home, and it dies with its host."""
+def test_item_stays_leased_while_an_output_of_several_inputs_waits(linked: Linked) -> None:
+    """R4: an output that waits on the owner side does not name its item, and is lost with its host."""
     sources, results = [channel(), channel()], channel(1)
     readers, writer = [source.reader() for source in sources], results.writer()
     rings, drains = [channel(), channel()], channel()
@@ -321,8 +323,8 @@ def test_an_item_is_its_workers_until_what_several_inputs_gave_has_found_room(li
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["", "ordered"])
-def test_deaths_lose_and_repeat_nothing_however_many_items_were_ahead(linked: Linked, ordered: bool) -> None:
-    """R4: also where the outputs have turns, and lower numbers come back to workers that hold higher ones."""
+def test_deaths_of_workers_lose_and_repeat_no_items(linked: Linked, ordered: bool) -> None:
+    """R4: also where outputs have turns, and lower numbers come back to workers that hold higher ones."""
     source, results = channel(500), channel(32)
     far = [
         FarWorker(linked, number, source, results, ordered=ordered, one_output=True) for number in range(3)
@@ -342,8 +344,9 @@ def test_deaths_lose_and_repeat_nothing_however_many_items_were_ahead(linked: Li
 
 
 @pytest.mark.parametrize("home", [True, False], ids=["home", "away"])
-def test_rubbish_ends_the_connection_and_nothing_else(home: bool) -> None:
-    """Frames that no agent sends, also by one who has proved the secret: the connection ends, loudly."""
+def test_invalid_frames_end_only_the_connection(home: bool) -> None:
+    """Frames that no agent sends end the connection with an error, even from a peer that has proved the
+    secret."""
     draw = random.Random(7)
     link = _core.Link(home)
     source, results = channel(), channel()
@@ -368,14 +371,15 @@ def test_rubbish_ends_the_connection_and_nothing_else(home: bool) -> None:
             there.sendall(frame + draw.randbytes(draw.randrange(200)))
             there.close()
             while not isinstance(next_event(link, WAIT_LIMIT_S), LinkBroken):
-                pass  # what it says may be right
+                pass  # the frame may be valid
     finally:
         link.close()
 
 
 @pytest.mark.parametrize("one_output", [True, False], ids=["back", "there"])
-def test_over_a_long_wire_more_is_under_way_the_quicker_the_worker_is(one_output: bool) -> None:
-    """What is under way follows the rate and the round-trip time, for items and for outputs."""
+def test_quick_worker_gets_more_items_over_a_slow_connection(one_output: bool) -> None:
+    """The number of frames on their way follows the rate and the round-trip time, for items and for
+    outputs."""
     enough = 8_000
     with Linked(delay=0.02) as linked:
         source, results = channel(1 << 16), channel(1 << 16)
@@ -404,8 +408,8 @@ def test_over_a_long_wire_more_is_under_way_the_quicker_the_worker_is(one_output
 
 
 @pytest.mark.parametrize("one_output", [True, False], ids=["back", "there"])
-def test_over_a_long_wire_more_bytes_are_under_way_while_the_worker_is_quick(one_output: bool) -> None:
-    """As many as fill the wire, and no more than at first when who takes them is slow (C2)."""
+def test_byte_window_grows_only_while_the_receiver_is_quick(one_output: bool) -> None:
+    """The bytes fill the connection, but not more than the initial window while the receiver is slow (C2)."""
     size, least = 256 << 10, 4 << 20
     quick, over = threading.Event(), threading.Event()
     quick.set()

@@ -1,6 +1,6 @@
-// Arbitrary data over a connection, from a peer that has proved the secret. It sends frames as agents do, and
-// frames that are changed, repeated, left out, of absurd sizes or cut, and bytes that are not frames, in
-// pieces of any size. Arguments: `model`, `home` or `away`, a seed, and how many frames.
+// Arbitrary data over a connection, from a peer that has proved the secret. It sends frames as agents do. It
+// also sends frames that are changed, repeated, left out, of absurd sizes or cut, and other bytes, in pieces
+// of any size. Arguments: `model`, `home` or `away`, a seed, and how many frames.
 //
 // `model`: items come to workers, and the test knows which frames are valid. Valid ones are put, once and in
 // order, also over the next connection. An invalid one ends the connection and leaves no trace. `home` and

@@ -1,6 +1,6 @@
-// Free memory is found: a loan or a put succeeds whenever a slot is free and its block fits between or behind
-// the blocks in use, however the memory was cut before. Random sizes in random order, in one process. Items
-// on loan, inside or in view keep their contents. Arguments: seed, number of steps.
+// Check that free memory is found. A loan or a put succeeds whenever a slot is free and its block fits
+// between or behind the used blocks, however the memory was cut. Random sizes in random order, in one
+// process. Items on loan, inside or in view keep their contents. Arguments: seed, number of steps.
 #include <algorithm>
 #include <deque>
 #include <random>

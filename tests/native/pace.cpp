@@ -1,5 +1,5 @@
 // Turn-taking of two processes that take a ring from each other, on a simulated clock. An operation takes the
-// ring as soon as it can, then its process works elsewhere for so many ns. Prints how many runs the
+// ring as soon as it can, then its process works elsewhere for the given time in ns. Prints how many runs the
 // operations made, and how many rests there were.
 #include <cstdio>
 #include <cstdlib>

@@ -1,10 +1,10 @@
-"""C11: a process killed at any instruction, holding any lock, never blocks or corrupts the others.
+"""Check C11: a process killed at any instruction, with any lock, never blocks or corrupts the others.
 
-``walk.cpp`` kills a process at every fault point of every operation on a ring, and a second one while others
-recover from that: at every point with ``--long``, else at one of eight, which differ from one step of the
-operation to the next, so that each point is met. Each time the others find the lock, check every invariant
-of the ring, and read it to its end: each item comes exactly once, or not at all where its operation had not
-yet taken effect, in order.
+``walk.cpp`` kills a process at every fault point of every operation on a ring. It kills a second one while
+others recover: at every point with ``--long``, else at one of eight. The eighth points differ between the
+steps, so that each point is met. Each time the others find the lock, check every invariant of the ring, and
+read it to its end. Each item comes exactly once and in order, or not at all where its operation had not yet
+taken effect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles what all of them need
+pytestmark = pytest.mark.timeout(600)  # the first test compiles for all of them
 
 OPERATIONS = (
     "put small",
@@ -111,10 +111,10 @@ ONCE |= {
     "put what was on loan, parked",
     "cut memory anew between used blocks",
 }
-"""Whose recovery is that of others, so that only one process dies in them."""
+"""Operations whose recovery another operation walks, so that only one process dies in them."""
 
 Points = tuple[int, int]
-"""At how many points a process died in an operation, and at how many a second one in the recovery."""
+"""The number of points at which a process died in an operation, and a second one in the recovery."""
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def walk() -> Path:
 
 
 class Walked:
-    """Walks operations when they are first asked for, some together: two halves of them at a time."""
+    """Walks operations on demand, twelve at a time in two processes."""
 
     TOGETHER = 12
 
@@ -166,19 +166,19 @@ def walked(walk: Path, long_walk: bool) -> Walked:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_c11_a_death_at_any_step_of_an_operation_harms_nobody(walked: Walked, operation: str) -> None:
+def test_c11_death_at_any_step_harms_no_other_process(walked: Walked, operation: str) -> None:
     points, recoveries = walked[operation]
     assert points > 0
     assert recoveries > points / walked.every or operation in ONCE
 
 
-def test_c11_every_operation_there_is_was_walked(walked: Walked, walk: Path) -> None:
+def test_c11_walk_covers_every_operation(walked: Walked, walk: Path) -> None:
     assert run(walk, "list").stdout.splitlines() == list(OPERATIONS)
     points, recoveries = (sum(numbers) for numbers in zip(*map(walked.__getitem__, OPERATIONS), strict=True))
     print(f"{points} fault points walked, and {recoveries} with a second death in the recovery")
 
 
-def test_c11_the_walk_finds_a_put_that_keeps_no_record(walk: Path) -> None:
+def test_c11_walk_finds_a_put_without_a_record(walk: Path) -> None:
     planted = run(walk, "planted")
     assert planted.returncode == 2
     assert (

@@ -1,5 +1,5 @@
-// Helpers of the native test programs: messages whose every byte can be verified, and users of a ring that
-// put and take as puts.cpp and gets.cpp do, with the core's own waiting loop.
+// Helpers of the native test programs: messages whose every byte can be verified, and users of a ring. The
+// users put and take like puts.cpp and gets.cpp, with the core's own waiting loop.
 #pragma once
 
 #include <cstdio>

@@ -2,8 +2,8 @@
 // Each time other processes continue with the state that it left. Then all is repeated with a second process
 // that dies at every step of the recovery.
 //
-// The core is compiled with FLOWCHAN_FAULTS, so that it calls `fault_point` before and after each store of a
-// critical section, after taking the lock and before dropping it.
+// The core is compiled with FLOWCHAN_FAULTS. It calls `fault_point` before and after each store of a critical
+// section, after taking the lock and before dropping it.
 #pragma once
 
 #include <sys/mman.h>
@@ -201,8 +201,7 @@ class Walk {
         for (uint64_t value : values) text += " " + std::to_string(value);
         return text.empty() ? " nothing" : text;
     }
-    // Read a closed ring to its end. There is no other user, so every read must succeed or reach the end at
-    // once.
+    // Read a closed ring to its end. Without other users every read must succeed or reach the end at once.
     static Values drain(User& one, User& other) {
         Values values;
         for (int i = 0; i < 10'000; ++i) {

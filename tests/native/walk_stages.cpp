@@ -82,8 +82,8 @@ Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Val
     return s;
 }
 
-// Outputs for items 1 and 3 are parked when the channel is closed, so that those for items 0 and 2 can no
-// longer be put.
+// The channel is closed while outputs for items 1 and 3 are parked. Those for items 0 and 2 can no longer be
+// put.
 Scenario closing(const char* name, Kind kind) {
     Scenario s{name};
     s.has_in = false, s.has_out = true;
