@@ -86,8 +86,9 @@ void Await::leave(bool unused) {
 }
 
 void Watch::ring() {
-    bell_.fetch_add(1, std::memory_order_seq_cst);  // partner: the load in `sleep`, after `asleep_` was set
-    if (asleep_.load(std::memory_order_seq_cst)) futex_wake(bell_, 1, false);
+    doorbell_.fetch_add(1,
+                        std::memory_order_seq_cst);  // partner: the load in `sleep`, after `asleep_` was set
+    if (asleep_.load(std::memory_order_seq_cst)) futex_wake(doorbell_, 1, false);
 }
 
 // Sleep until the doorbell has rung since `heard` was read, one of the waits has changed, or `seconds` are
@@ -95,7 +96,7 @@ void Watch::ring() {
 nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
     std::vector<Await*> all;
     std::vector<WaitedWord> words{
-        {heard, reinterpret_cast<uint64_t>(&bell_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}};
+        {heard, reinterpret_cast<uint64_t>(&doorbell_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}};
     bool any = false;
     for (nb::handle one : waits) {
         Await* wait = nb::inst_ptr<Await>(one);

@@ -107,7 +107,7 @@ nb::tuple hand_over(Port& port) {
 }
 
 // Handle the end of process `pid` on another host, which used this port and did not close it (C5).
-void fall(Out& out, uint64_t pid) {
+void end_remote_writer(Out& out, uint64_t pid) {
     if (!out.open.exchange(false)) return;
     locked_ring(*out.ch, [&](Ring& ring, Wakes& wakes) {
         ring.session(out.state.session).pid = pid;
@@ -127,7 +127,7 @@ uint64_t deaths_over(const std::vector<In*>& inputs) {
         locked_ring(*in->ch, [&](Ring& ring, Wakes&) {
             const Session& s = ring.session(in->state.session);
             working = working || (s.lease_head && s.at != Session::OURS);
-            const std::vector<Slot*> slots = ring.in_hand(in->state.session);
+            const std::vector<Slot*> slots = ring.leased_slots(in->state.session);
             for (size_t n = 0; n < std::min<size_t>(slots.size(), s.suspects()); ++n)
                 most = std::max(most, slots[n]->deaths());
         });
@@ -180,7 +180,7 @@ void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
     std::vector<uint64_t> items;
     for (In* in : inputs)
         locked_ring(*in->ch, [&](Ring& ring, Wakes&) {
-            for (const Slot* slot : ring.in_hand(in->state.session)) items.push_back(slot->number);
+            for (const Slot* slot : ring.leased_slots(in->state.session)) items.push_back(slot->number);
             for (const uint64_t number : ring.to_try_again(in->state.session)) items.push_back(number);
         });
     if (inputs.empty()) items.push_back(0);
@@ -188,7 +188,7 @@ void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
     for (size_t i = 0; i < inputs.size(); ++i) {
         In& in = *inputs[i];
         locked_ring(*in.ch, [&](Ring& ring, Wakes&) {
-            ring.hand_on(in.state.session, successors[i]->state.session, all, blame);
+            ring.reserve_for(in.state.session, successors[i]->state.session, all, blame);
         });
         in.close(false);
     }
@@ -390,7 +390,7 @@ NB_MODULE(_core, m) {
             "reader"_a, "ordered"_a, "single"_a, "later"_a = false)
         .def("_waited", waited<Out>)
         .def("_replay", [](Out& out) { out.replays = true; })
-        .def("_fall", fall, "pid"_a)
+        .def("_fall", end_remote_writer, "pid"_a)
         .def(
             "_loan",
             [](Out& out, uint64_t size, nb::handle timeout) {

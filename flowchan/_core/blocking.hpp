@@ -27,37 +27,37 @@ struct Traits<LocalQueue> {
     static std::atomic<uint32_t>& word(LocalQueue&, const Caller&, Node& node) { return node.word; }
     static void enter(LocalQueue& q, const Caller& caller, Node& node, bool selecting, bool again) {
         const bool for_turn = caller.ordered && caller.number > q.turn && q.inside() == 0;
-        q.line(caller.side).enter(node, caller, selecting, again, for_turn);
+        q.wait_list(caller.side).enter(node, caller, selecting, again, for_turn);
     }
     static bool leave(LocalQueue& q, const Caller& caller, Node& node, bool) {
-        return q.line(caller.side).leave(node);
+        return q.wait_list(caller.side).leave(node);
     }
     static bool may_pass(LocalQueue& q, const Caller& caller, const Node* node) {
-        const Node* first = q.line(caller.side).starving;
+        const Node* first = q.wait_list(caller.side).starving;
         if (!first || caller.ordered || first == node) return true;
         return (caller.orders && *caller.orders) || !q.could_go(first->caller);
     }
     static void starve(LocalQueue& q, const Caller& caller, Node& node) {
-        Node*& first = q.line(caller.side).starving;
+        Node*& first = q.wait_list(caller.side).starving;
         if (!first && !caller.ordered) first = &node;
     }
-    // End a call. Whatever its result, no other waiter was woken while it was on its way (stream.hpp).
+    // End a call. Whatever its result, no other waiter was woken while it was on its way (wait_list.hpp).
     static void end(LocalQueue& q, const Caller& caller, Node& node, bool, Wakes& wakes) {
-        Node*& first = q.line(caller.side).starving;
+        Node*& first = q.wait_list(caller.side).starving;
         if (first == &node) first = nullptr;
         pass_on(q, caller, wakes);
     }
     // Handle a woken waiter that must not overtake: because it was woken, the starving one may not have been.
     static void stand_back(LocalQueue& q, const Caller& caller, Wakes& wakes) {
-        q.call_waiting(caller.side, wakes);
+        q.wake_waiting(caller.side, wakes);
     }
     // Handle a woken waiter that sleeps again. While it was on its way, a waiter with an earlier turn may
     // have come and not been woken.
     static void in_vain(LocalQueue& q, const Caller& caller, const Node& node, Wakes& wakes) {
-        if (q.line(caller.side).is_behind(node)) pass_on(q, caller, wakes);
+        if (q.wait_list(caller.side).is_behind(node)) pass_on(q, caller, wakes);
     }
     static void pass_on(LocalQueue& q, const Caller& caller, Wakes& wakes) {
-        q.call_waiting(caller.side, wakes);
+        q.wake_waiting(caller.side, wakes);
     }
     static bool ready(LocalQueue&, Side) { return false; }
     static void look_for_dead(LocalQueue&, Wakes&) {}
@@ -84,11 +84,11 @@ struct Traits<Ring> {
         bool selecting = false;
         bool ordered = false;
     };
-    static Gate& gate(Ring& r, Side side) {
-        return side == Side::Reader ? r.header().reader_gate : r.header().writer_gate;
+    static WaitQueue& wait_queue(Ring& r, Side side) {
+        return side == Side::Reader ? r.header().reader_queue : r.header().writer_queue;
     }
     static std::atomic<uint32_t>& word(Ring& r, const Caller& caller, Waiting& waiting) {
-        return waiting.ordered ? r.session(caller.session).word : gate(r, caller.side).seq;
+        return waiting.ordered ? r.session(caller.session).word : wait_queue(r, caller.side).seq;
     }
     static void enter(Ring& r, const Caller& caller, Waiting& waiting, bool selecting, bool again) {
         Session& s = r.session(caller.session);
@@ -98,13 +98,13 @@ struct Traits<Ring> {
             waiting.seen = r.await_turn(s, caller.number, again);
             return;
         }
-        waiting.seen = gate(r, caller.side).enter(again);
-        if (caller.exchangeable) gate(r, caller.side).idle |= waiting.rank = 1u << caller.session % 32;
-        if (waiting.selecting) gate(r, caller.side).ends_by_itself(+1);
-        (caller.side == Side::Reader ? s.at_reader_gate : s.at_writer_gate) += 1;
+        waiting.seen = wait_queue(r, caller.side).enter(again);
+        if (caller.exchangeable) wait_queue(r, caller.side).idle |= waiting.rank = 1u << caller.session % 32;
+        if (waiting.selecting) wait_queue(r, caller.side).count_selecting(+1);
+        (caller.side == Side::Reader ? s.in_reader_queue : s.in_writer_queue) += 1;
         s.clock.begin(false);
         if (caller.side == Side::Reader && r.header().heard)
-            futex_wake(r.header().writer_gate.seq, r.header().writer_gate.call(1), true);
+            futex_wake(r.header().writer_queue.seq, r.header().writer_queue.call(1), true);
     }
     // Leave the queue, and return whether the futex word had changed. The session may have ended while its
     // caller waited, which already removed the caller from the queue.
@@ -112,34 +112,34 @@ struct Traits<Ring> {
         Session& s = r.session(caller.session);
         const bool called = word(r, caller, waiting).load(std::memory_order_relaxed) != waiting.seen;
         if (waiting.ordered) {
-            r.have_turn(s);
+            r.end_turn_wait(s);
             return called;
         }
-        uint32_t& n = caller.side == Side::Reader ? s.at_reader_gate : s.at_writer_gate;
+        uint32_t& n = caller.side == Side::Reader ? s.in_reader_queue : s.in_writer_queue;
         const bool counted = n > 0;
         if (counted) n -= 1;
         if (counted) s.clock.end(false);
-        if (caller.exchangeable) gate(r, caller.side).idle &= ~waiting.rank;
+        if (caller.exchangeable) wait_queue(r, caller.side).idle &= ~waiting.rank;
         // as in Ring::drop_copies: after a death in between, it counts as waiting once too often, never too
         // seldom
         keep_order();
-        if (counted) gate(r, caller.side).leave();
-        if (waiting.selecting) gate(r, caller.side).ends_by_itself(counted ? -1 : 0);
+        if (counted) wait_queue(r, caller.side).leave();
+        if (waiting.selecting) wait_queue(r, caller.side).count_selecting(counted ? -1 : 0);
         return called;
     }
     static bool may_pass(Ring& r, const Caller& caller, const Waiting* waiting) {
-        const Gate& g = gate(r, caller.side);
+        const WaitQueue& g = wait_queue(r, caller.side);
         if (!g.starving || caller.ordered || (waiting && g.starving == thread_number())) return true;
         return caller.side == Side::Writer && !r.has_room(g.starving_size);
     }
     static void starve(Ring& r, const Caller& caller, Waiting&) {
-        Gate& g = gate(r, caller.side);
+        WaitQueue& g = wait_queue(r, caller.side);
         if (g.starving || caller.ordered) return;
         g.starving_size = caller.size;
         g.starving = thread_number();
     }
     static void end(Ring& r, const Caller& caller, Waiting&, bool used, Wakes& wakes) {
-        Gate& g = gate(r, caller.side);
+        WaitQueue& g = wait_queue(r, caller.side);
         uint32_t& count = caller.side == Side::Reader ? wakes.readers : wakes.writers;
         if (g.starving && g.starving == thread_number()) {
             g.starving = 0;
@@ -152,11 +152,12 @@ struct Traits<Ring> {
     static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}  // each turn is called separately
     static void pass_on(Ring& r, const Caller& caller, Wakes& wakes) {
         if (caller.ordered)
-            r.call_turns(wakes);
+            r.wake_turns(wakes);
         else
-            (caller.side == Side::Reader ? wakes.readers : wakes.writers) += gate(r, caller.side).call(1);
+            (caller.side == Side::Reader ? wakes.readers : wakes.writers) +=
+                wait_queue(r, caller.side).call(1);
         if (caller.side == Side::Reader && r.header().heard)  // one fewer waits
-            wakes.writers += r.header().writer_gate.call(1);
+            wakes.writers += r.header().writer_queue.call(1);
     }
     // Return a hint that is read without the lock. A caller that acts on it takes the lock and looks again.
     static bool ready(Ring& r, Side side) {

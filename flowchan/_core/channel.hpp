@@ -128,7 +128,7 @@ struct In {
     Channel* ch;
     ReaderState state;
     std::vector<LocalQueue::Item>
-        hand;                 // threads: the leased items, to be given back if they are not finished
+        leased_items;         // threads: the leased items, to be given back if they are not finished
     std::vector<Out*> feeds;  // the writers whose outputs belong to the leased item
     std::atomic<uint64_t> forks = fork_count;
     uint64_t generation = 0;
@@ -210,7 +210,7 @@ PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline);
 void runs(In* in, Session::At at);
 
 // Finish the leased items: the writers that follow pass their turn. Return false with a Python error set.
-bool tell_followers(In& in);
+bool pass_turns(In& in);
 // Return whether the only output of the leased item is already out: the previous holder died after it put it.
 bool has_its_output(In& in);
 
@@ -271,12 +271,12 @@ struct Await {
 // Sleep of the thread that waits for the coroutines of an event loop, and the doorbell that ends it.
 class Watch {
   public:
-    uint32_t heard() const { return bell_.load(std::memory_order_relaxed); }
+    uint32_t heard() const { return doorbell_.load(std::memory_order_relaxed); }
     void ring();
     nb::list sleep(uint32_t heard, nb::list waits, double seconds);
 
   private:
-    std::atomic<uint32_t> bell_{0};
+    std::atomic<uint32_t> doorbell_{0};
     std::atomic<bool> asleep_{false};
 };
 

@@ -299,7 +299,7 @@ void copy(char* to, const char* from, uint64_t n) {
 // - the pickle
 // - a list of the pickle and its out-of-band buffers
 // - a tuple: id, such a list, callback or None, id of the fd bundle or 0, descriptors in the bundle
-// The callback gets the channel once the item has been put (see `tell_put`).
+// The callback gets the channel once the item has been put (see `notify_put`).
 bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     frame.keep = frame.leaves ? PyObject_CallFunctionObjArgs(py_dumps, object, Py_True, nullptr)
                               : PyObject_CallOneArg(py_dumps, object);
@@ -315,13 +315,13 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     if (PyTuple_CheckExact(frame.keep)) {
         id = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(frame.keep, 0));
         list = PyTuple_GET_ITEM(frame.keep, 1);
-        frame.parcel = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(frame.keep, 3));
+        frame.bundle = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(frame.keep, 3));
         PyObject* descriptors = PyTuple_GET_ITEM(frame.keep, 4);
         for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(descriptors); ++i)
             frame.descriptors.push_back(int(PyLong_AsLong(PyTuple_GET_ITEM(descriptors, i))));
         pin = PIN;
     }
-    frame.kind = !pin ? BUFFERS : PyTuple_GET_ITEM(frame.keep, 2) == Py_None ? PARCEL : PINNED;
+    frame.kind = !pin ? BUFFERS : PyTuple_GET_ITEM(frame.keep, 2) == Py_None ? BUNDLE : PINNED;
     uint64_t n = uint64_t(PyList_GET_SIZE(list)), head = pin + 8 + 16 * n;
     char* header = frame.header;
     if (head > sizeof frame.header) {
@@ -330,7 +330,7 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     }
     frame.buffers.reserve(n);
     memcpy(header, &id, 8);  // without an id, n takes its place
-    memcpy(header + 8, &frame.parcel, 8);
+    memcpy(header + 8, &frame.bundle, 8);
     frame.pieces.push_back({header, head, 0});
     header += pin;
     memcpy(header, &n, 8);
@@ -385,17 +385,17 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
     return args;
 }
 
-// Call `loads` with the pickle and its buffers. For PINNED and PARCEL a tuple contains them, a view that
+// Call `loads` with the pickle and its buffers. For PINNED and BUNDLE a tuple contains them, a view that
 // keeps the item alive (None where this reader may not), and the fd bundle. The buffers of such an item are
 // copied, so that a kept buffer does not keep the item.
 PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size,
-                              const std::shared_ptr<Block>& block, PyObject* parcel) {
+                              const std::shared_ptr<Block>& block, PyObject* bundle) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
     if (size < pin) return damaged();
     PyObject* args = decode_buffers(at + pin, size - pin, pin ? nullptr : block);
     if (args && pin) {
         nb::object keep = block ? View::over(block, at, pin) : nb::none();
-        PyObject* all = PyTuple_Pack(3, keep.ptr(), args, parcel ? parcel : Py_None);
+        PyObject* all = PyTuple_Pack(3, keep.ptr(), args, bundle ? bundle : Py_None);
         Py_SETREF(args, all);
     }
     PyObject* result = args ? PyObject_CallOneArg(py_loads, args) : nullptr;
@@ -427,7 +427,7 @@ bool encode(PyObject* object, ObjectFrame& frame) {
 }
 
 PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block,
-                 PyObject* parcel) {
+                 PyObject* bundle) {
     if (kind == DIRECT) {
         Reader reader{at, at + size};
         PyObject* o = reader.object(0);
@@ -444,7 +444,7 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
         Py_XDECREF(bytes);
         return o;
     }
-    return kind == BUFFERS || needs_its_slot(kind) ? decode_with_buffers(kind, at, size, block, parcel)
+    return kind == BUFFERS || needs_its_slot(kind) ? decode_with_buffers(kind, at, size, block, bundle)
                                                    : damaged();
 }
 
@@ -459,13 +459,13 @@ PyObject* read_plain(const char* from, const char* end) {
     return o ? o : damaged();
 }
 
-uint64_t parcel_of(uint64_t kind, const char* at, uint64_t size) {
+uint64_t bundle_of(uint64_t kind, const char* at, uint64_t size) {
     uint64_t id = 0;
     if (needs_its_slot(kind) && size >= PIN) memcpy(&id, at + 8, 8);
     return id;
 }
 
-void tell_put(const ObjectFrame& frame, PyObject* channel) {
+void notify_put(const ObjectFrame& frame, PyObject* channel) {
     PyObject* put = PyTuple_GET_ITEM(frame.keep, 2);
     PyObject* none = PyObject_CallOneArg(put, channel);
     if (!none)

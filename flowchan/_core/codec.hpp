@@ -31,7 +31,7 @@ bool encode(PyObject* object, ObjectFrame& frame);
 // the buffers of a BUFFERS item in a `block`. `parcel`: the descriptors that came with the item, for `loads`,
 // borrowed; null where there cannot be any.
 PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block = nullptr,
-                 PyObject* parcel = nullptr);
+                 PyObject* bundle = nullptr);
 
 // Plain values: the built-in ones that have a direct encoding, and tuples, lists and dictionaries of them.
 // `write_plain` returns the end of the value, or null, without an error, if the value does not fit or is not
@@ -40,10 +40,10 @@ char* write_plain(PyObject* object, char* from, char* end);
 PyObject* read_plain(const char* from, const char* end);
 
 // Return the id of an item's fd bundle, 0 if it has none.
-uint64_t parcel_of(uint64_t kind, const char* at, uint64_t size);
+uint64_t bundle_of(uint64_t kind, const char* at, uint64_t size);
 
 // Call the callback of this PINNED frame: the item is now in `channel`, and so among its `_pinned` ids.
-void tell_put(const ObjectFrame& frame, PyObject* channel);
+void notify_put(const ObjectFrame& frame, PyObject* channel);
 
 // Write the rest of a frame before its buffers, which were filled in place in `loan`, into the LOAN_HEAD
 // bytes reserved there. Return false, with nothing changed, when it does not fit because another buffer is

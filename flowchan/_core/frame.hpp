@@ -17,11 +17,11 @@ enum Kind : uint64_t {
     // keeps an object alive for as long as the item exists
     PINNED = 5,
     // u64 0, u64 id of its fd bundle, PIN bytes in all, then as BUFFERS: descriptors travel with it
-    PARCEL = 6,
+    BUNDLE = 6,
 };
 
 // The kinds whose items must exist while they are decoded: they are never copied out and freed first.
-inline bool needs_its_slot(uint64_t kind) { return kind == PINNED || kind == PARCEL; }
+inline bool needs_its_slot(uint64_t kind) { return kind == PINNED || kind == BUNDLE; }
 
 constexpr uint64_t PIN = 64;
 
@@ -39,7 +39,7 @@ struct Frame {
     Piece one{};                // the payload of BYTES and PICKLE, and of items that arrive in one piece
     std::vector<Piece> pieces;  // the payload of BUFFERS
     uint64_t deaths = 0;        // remote workers that died while they held the item
-    uint64_t parcel = 0;        // id of the descriptors that travel with it, 0 for none
+    uint64_t bundle = 0;        // id of the descriptors that travel with it, 0 for none
     std::vector<int> descriptors;
     mutable int refused = 0;  // the errno, if they could not be sent
 

@@ -106,12 +106,12 @@ Step not_received(Ring& ring, In* in, Taking taking, Taken& taken) {
 
 // Return the descriptors that came with an item, for `loads`: a list of them, and why there are no more.
 // Return null with an error set.
-nb::object opened_parcel(Ring& ring, const Taken& taken) {
-    const uint64_t id = parcel_of(taken.kind, taken.at, taken.size);
+nb::object opened_bundle(Ring& ring, const Taken& taken) {
+    const uint64_t id = bundle_of(taken.kind, taken.at, taken.size);
     if (!id) return nb::none();
     std::vector<int> descriptors;
     Locked<Ring> locked(ring);
-    const int error = ring.open_parcel(id, descriptors);
+    const int error = ring.open_bundle(id, descriptors);
     locked.unlock({});
     nb::list list;
     for (int fd : descriptors) list.append(fd);
@@ -144,23 +144,23 @@ nb::object opened_parcel(Ring& ring, const Taken& taken) {
         },
         deadline);
     if (finished) in->call_due();
-    if (step != Step::Done && in && in->state.in_hand) runs(in, Session::USERS);
+    if (step != Step::Done && in && in->state.leases) runs(in, Session::USERS);
     return step;
 }
 
 // Free the memory of an item that was copied or decoded. Its descriptors, if it came with any, are open by
 // now.
-void release_held(Ring& ring, const Taken& taken, bool with_parcel) {
+void release_held(Ring& ring, const Taken& taken, bool with_bundle) {
     Wakes wakes;
     Locked<Ring> locked(ring);
     ring.release(taken.held, wakes);
-    if (with_parcel) ring.drop_parcels();
+    if (with_bundle) ring.drop_bundles();
     locked.unlock(wakes);
 }
 
 // Give up an item that its killed readers could unpickle, and that this worker must not process again. Wait:
 // its output is already out, so it is finished.
-Step give_up_killer(In& in, PyObject*& item, uint64_t deaths) {
+Step give_up_suspect(In& in, PyObject*& item, uint64_t deaths) {
     runs(&in, Session::OURS);
     if (has_its_output(in)) {
         Py_CLEAR(item);
@@ -177,19 +177,19 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
     const std::shared_ptr<Block> block =
         taken.viewed ? std::make_shared<Block>(ring.shared_from_this(), taken.slot) : nullptr;
     const bool killer = in && in->max_deaths && taken.deaths >= in->max_deaths;
-    if (killer && taken.kills_who_unpickles)
+    if (killer && taken.died_unpickling)
         return give_up(*in, unreadable(taken.kind, taken.at, taken.size), taken.deaths, nullptr);
-    nb::object parcel = needs_its_slot(taken.kind) ? opened_parcel(ring, taken) : nb::object();
+    nb::object bundle = needs_its_slot(taken.kind) ? opened_bundle(ring, taken) : nb::object();
     runs(in, Session::UNPICKLING);
     {
         Receiving receiving;
-        result = decode(taken.kind, taken.at, taken.size, block, parcel.ptr());
+        result = decode(taken.kind, taken.at, taken.size, block, bundle.ptr());
         if (result) receiving.received(in);
     }
     runs(in, result ? Session::USERS : Session::OURS);
     if (!result) return not_received(ring, in, taking, taken);
-    if (taken.held) release_held(ring, taken, parcel.is_valid());
-    return killer ? give_up_killer(*in, result, taken.deaths) : Step::Done;
+    if (taken.held) release_held(ring, taken, bundle.is_valid());
+    return killer ? give_up_suspect(*in, result, taken.deaths) : Step::Done;
 }
 
 // Wait until there is a place for one more output, or few writers wait for one.
@@ -210,7 +210,7 @@ Step await_place(LocalQueue& queue, Out& out) {
 // In a ring each writer waits on its own word, so a crowd costs nothing.
 Step await_place(Ring&, Out&) { return Step::Done; }
 
-// Keep a worker of an ordered stage from taking items while many outputs wait for a place (stream.hpp).
+// Keep a worker of an ordered stage from taking items while many outputs wait for a place (wait_list.hpp).
 Step await_places(In& in) {
     for (size_t i = 0; i < in.feeds.size(); ++i) {
         Out& out = *in.feeds[i];
@@ -242,14 +242,14 @@ Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, 
             if (in && !in->open) return queue.state == BROKEN ? Step::Broken : Step::PortClosed;
             if (reader && taking == Taking::Next) {
                 queue.acknowledge(*reader, wakes);
-                before.swap(in->hand);
+                before.swap(in->leased_items);
             }
             return queue.try_take(item, reader, wakes);
         },
         deadline);
     result = item.object;
     if (in && result) {
-        in->hand.push_back(item);
+        in->leased_items.push_back(item);
         Py_INCREF(result);
     }
     drop_items(before);  // last: the destructors may get from this port
@@ -291,7 +291,7 @@ void keep_turns(In& in) {
         out->ch->with([&](auto& transport) {
             Wakes wakes;
             Locked locked(transport);
-            transport.turn_is(first, wakes);
+            transport.start_turns_at(first, wakes);
             out->state.ordered = true;
             locked.unlock(wakes);
         });
@@ -315,7 +315,7 @@ PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool itera
     PyObject* result = nullptr;
     Step step;
     do {
-        if (in && !keep && !tell_followers(*in)) return nullptr;
+        if (in && !keep && !pass_turns(*in)) return nullptr;
         step = get_step(ch, in, deadline, keep ? Taking::More : Taking::Next, result);
     } while (step == Step::Wait);
     if (step == Step::Done) return result;
@@ -326,7 +326,7 @@ PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool itera
 Step try_get(Channel& ch, In* in, PyObject*& item) {
     Step step;
     do {
-        if (in && !tell_followers(*in)) return Step::Interrupted;
+        if (in && !pass_turns(*in)) return Step::Interrupted;
         step = get_step(ch, in, Deadline{0}, Taking::Next, item);
     } while (step == Step::Wait);
     if (step != Step::Done && step != Step::NotNow && step != Step::Drained)

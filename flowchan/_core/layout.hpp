@@ -70,8 +70,8 @@ struct alignas(64) Session {
     uint64_t forked;  // its process forked while it looked: a child may still look after the process is dead
     // How many of its threads wait in each wait queue: subtracted from the queues when the process dies. Like
     // the queues, they need no redo.
-    uint32_t at_reader_gate;
-    uint32_t at_writer_gate;
+    uint32_t in_reader_queue;
+    uint32_t in_writer_queue;
     // For a writer of an ordered stage that waits for its turn. `awaits` is the number of its item plus one
     // (0: not waiting). `word` is the futex word that it sleeps on; its partner is the sleeper's compare in
     // the kernel. `called`: it was woken.
@@ -191,8 +191,8 @@ struct Header : Constants {
     uint64_t leased;                // items on lease, over all sessions
     uint64_t viewed_bytes;          // of the slots with a viewer, except loaned ones
 
-    alignas(64) Gate reader_gate;  // wait queues need no redo, see waiting.hpp
-    Gate writer_gate;
+    alignas(64) WaitQueue reader_queue;  // wait queues need no redo, see waiting.hpp
+    WaitQueue writer_queue;
     // Time of the last search for dead sessions: a hint, no partner. Every call reads it, so no word that
     // changes often shares its line.
     alignas(64) std::atomic<uint64_t> swept_ns;

@@ -32,27 +32,27 @@ Port& port_of(nb::handle port, const char* what) {
 
 class PyLink : public Link {
   public:
-    explicit PyLink(bool home) : Link(home), home(home) {}
-    const bool home;
+    explicit PyLink(bool owner_side) : Link(owner_side), owner_side(owner_side) {}
+    const bool owner_side;
 };
 
-void open_line(PyLink& link, uint32_t number, nb::list inputs, nb::list outputs, bool on_demand) {
-    nb::list reads = link.home ? inputs : outputs, writes = link.home ? outputs : inputs;
+void open_stream(PyLink& link, uint32_t number, nb::list inputs, nb::list outputs, bool on_demand) {
+    nb::list reads = link.owner_side ? inputs : outputs, writes = link.owner_side ? outputs : inputs;
     std::vector<Link::Taking> takes;
     std::vector<Link::Putting> puts;
     for (nb::handle port : reads) {
-        In& in = port_of<In>(port, link.home ? "inputs must be In ports on the owner side"
-                                             : "outputs must be In ports on the worker side");
+        In& in = port_of<In>(port, link.owner_side ? "inputs must be In ports on the owner side"
+                                                   : "outputs must be In ports on the worker side");
         takes.push_back({ring_of(port, *in.ch), in.state.session, in.state.alone});
     }
     for (nb::handle port : writes) {
-        Out& out = port_of<Out>(port, link.home ? "outputs must be Out ports on the owner side"
-                                                : "inputs must be Out ports on the worker side");
+        Out& out = port_of<Out>(port, link.owner_side ? "outputs must be Out ports on the owner side"
+                                                      : "inputs must be Out ports on the worker side");
         puts.push_back(
             {ring_of(port, *out.ch), out.state, out.reader.is_valid() && !out.reader.is_none(), out.replays});
     }
     WithoutGil without;
-    link.open_line(number, takes, puts, on_demand);
+    link.open_stream(number, takes, puts, on_demand);
 }
 
 nb::tuple tuple_of(const LinkEvent& event) {
@@ -62,11 +62,11 @@ nb::tuple tuple_of(const LinkEvent& event) {
         case LinkEvent::Kind::Broken:
             return nb::make_tuple("broken", event.why);
         case LinkEvent::Kind::Finished:
-            return nb::make_tuple("finished", event.line);
+            return nb::make_tuple("finished", event.stream);
         case LinkEvent::Kind::Refused:
-            return nb::make_tuple("refused", event.line, event.port);
+            return nb::make_tuple("refused", event.stream, event.port);
         case LinkEvent::Kind::TooLarge:
-            return nb::make_tuple("too large", event.line, event.port, event.size);
+            return nb::make_tuple("too large", event.stream, event.port, event.size);
         case LinkEvent::Kind::Closed:
             break;
     }
@@ -89,7 +89,7 @@ nb::tuple wait_for_event(PyLink& link, nb::handle timeout) {
 }
 
 nb::dict state_of(PyLink& link) {
-    std::vector<LineCounts> counts;
+    std::vector<StreamCounts> counts;
     bool connected;
     {
         WithoutGil without;
@@ -97,14 +97,14 @@ nb::dict state_of(PyLink& link) {
         connected = link.connected();
     }
     nb::dict lines;
-    for (const LineCounts& line : counts) {
+    for (const StreamCounts& stream : counts) {
         nb::dict one;
-        one["ahead"] = line.ahead;
-        one["in_hand"] = line.in_hand;
-        one["staged"] = line.staged;
-        one["window"] = line.window;
-        one["starved"] = line.starved;
-        lines[nb::int_(line.number)] = one;
+        one["ahead"] = stream.ahead;
+        one["in_hand"] = stream.started;
+        one["staged"] = stream.staged;
+        one["window"] = stream.window;
+        one["starved"] = stream.starved;
+        lines[nb::int_(stream.number)] = one;
     }
     nb::dict all;
     all["connected"] = connected;
@@ -133,14 +133,14 @@ void bind_link(nb::module_& m) {
             "fd"_a,
             "Continue over this connected socket, and take ownership of it. Frames that did "
             "not arrive over the former one are sent again.")
-        .def("line", open_line, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
+        .def("line", open_stream, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
              "Serve the ports of one worker, under a number that both sides use. on_demand: "
              "items come only for workers that wait for one or process one.")
         .def(
             "drop",
             [](PyLink& link, uint32_t number) {
                 WithoutGil without;
-                link.drop_line(number);
+                link.drop_stream(number);
             },
             "number"_a,
             "Stop serving the ports of a worker; their sessions do not change. Unknown "

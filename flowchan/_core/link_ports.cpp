@@ -6,7 +6,8 @@ namespace flowchan {
 
 // --- how far ahead ---
 
-void Window::hear(bool starved, bool waits, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip) {
+void Window::update(bool starved, bool waits, bool gathers, uint64_t ahead, uint64_t done,
+                    int64_t round_trip) {
     const int64_t now = now_ns();
     const int64_t passed = now - at_, worth = slow(round_trip);
     const uint64_t finished = done - done_;
@@ -32,7 +33,7 @@ void Window::hear(bool starved, bool waits, bool gathers, uint64_t ahead, uint64
     if (!starved) starved_ = false;
 }
 
-void Allowance::hear(uint64_t used, int64_t round_trip) {
+void Allowance::update(uint64_t used, int64_t round_trip) {
     const int64_t now = now_ns(), passed = now - at_;
     if (passed < round_trip + 1'000'000) return;
     const double rate = double(used - used_) / double(passed);
@@ -66,23 +67,23 @@ void Source::Entries::grow() {
 }
 
 Source::Source(std::shared_ptr<Ring> ring_, uint32_t session, bool alone)
-    : ring(std::move(ring_)), gate(*ring, Side::Reader, session) {
+    : ring(std::move(ring_)), queue_place(*ring, Side::Reader, session) {
     reader.session = session;
     reader.alone = alone;
 }
 
 Source::~Source() {
-    if (!gate.entered()) return;
-    Holding holding(*ring);
-    gate.leave();
+    if (!queue_place.entered()) return;
+    RingLock holding(*ring);
+    queue_place.leave();
 }
 
 bool Source::take(uint64_t most) {
     const bool broke = ring->seen_state() == BROKEN && ending == Ending::Open;
     if (!wants(most) && !broke) return false;
     const size_t before = entries.size();
-    Holding holding(*ring);
-    gate.leave();
+    RingLock holding(*ring);
+    queue_place.leave();
     if (broke) {
         ending = Ending::Broke;
         cause = ring->cause();
@@ -95,7 +96,7 @@ bool Source::take(uint64_t most) {
     }
     // It may have been woken for items that it does not take: wake another reader.
     if (entries.size() == before && ring->header().head)
-        holding.wakes.readers += ring->header().reader_gate.call(1);
+        holding.wakes.readers += ring->header().reader_queue.call(1);
     return entries.size() != before || ending != Ending::Open;
 }
 
@@ -125,7 +126,7 @@ void Source::see_end(Step step) {
     if (step == Step::Broken) {
         ending = Ending::Broke;
         cause = ring->cause();
-    } else if (step == Step::Drained && (entries.empty() || (starved && in_hand == entries.size()))) {
+    } else if (step == Step::Drained && (entries.empty() || (starved && started == entries.size()))) {
         // A worker that gathers and holds all remaining items gets the end now. Items that others may still
         // give back go to other readers.
         ending = Ending::Drained;
@@ -159,14 +160,14 @@ void Source::free_oldest(uint64_t n) {
     base += n;
     sent = std::max(sent, base);
     if (left) return;
-    Holding holding(*ring);
+    RingLock holding(*ring);
     ring->acknowledge_oldest(reader.session, n, holding.wakes);
 }
 
 void Source::leave() {
     if (std::exchange(left, true)) return;
-    Holding holding(*ring);
-    gate.leave();
+    RingLock holding(*ring);
+    queue_place.leave();
     ring->end_session(reader.session, false, holding.wakes);
     entries = {};
     sent = base;
@@ -180,22 +181,22 @@ bool Source::should_recall(int64_t round_trip) const {
         return std::atomic_ref(const_cast<std::remove_cvref_t<decltype(word)>&>(word))
             .load(std::memory_order_relaxed);
     };
-    return seen(h.head) == 0 && seen(h.reader_gate.waiting) > uint32_t(gate.entered());
+    return seen(h.head) == 0 && seen(h.reader_queue.waiting) > uint32_t(queue_place.entered());
 }
 
-void Source::hear_recalled(uint64_t got) {
+void Source::handle_recalled(uint64_t got) {
     if (!std::exchange(recalling, false)) return;
-    recall_said = false;
+    recall_sent = false;
     const uint64_t kept = std::clamp(got, base, base + entries.size()) - base, n = entries.size() - kept;
     for (uint64_t i = kept; i < entries.size(); ++i) bytes -= entries[i].size;
     entries.drop_newest(n);
     sent = base + kept;
     window.shrink();
-    Holding holding(*ring);
+    RingLock holding(*ring);
     ring->give_back_newest(reader.session, n, holding.wakes);
 }
 
-void Source::hear_got(uint64_t got) {
+void Source::resume_after(uint64_t got) {
     if (std::exchange(known, true)) return;
     sent = std::clamp(got, base, base + entries.size());
 }
@@ -203,7 +204,7 @@ void Source::hear_got(uint64_t got) {
 uint64_t Source::first_key() {
     if (sent < base + entries.size()) return entries[sent - base].key == Slot::KEYLESS ? 0 : unsent().key;
     if (left || !has_more()) return Slot::KEYLESS;
-    Holding holding(*ring);
+    RingLock holding(*ring);
     const uint64_t head = ring->header().head;
     if (!head || ring->header().state == BROKEN) return Slot::KEYLESS;
     const Slot* slot = ring->slot_at(head);
@@ -211,15 +212,15 @@ uint64_t Source::first_key() {
 }
 
 bool Source::stand() {
-    if (gate.entered() && !gate.changed()) return true;
-    Holding holding(*ring);
-    gate.leave();
+    if (queue_place.entered() && !queue_place.changed()) return true;
+    RingLock holding(*ring);
+    queue_place.leave();
     const Header& h = ring->header();
     // At the end of a channel other readers may still give back their leased items, which wakes all waiters.
     const bool ended = h.state == BROKEN || (ring->at_end_for(&reader) && entries.empty());
     const bool any = h.head && !is_held_back();
     if (any || ring->session(reader.session).again_head || ended) return false;
-    gate.enter(false, 0);
+    queue_place.enter(false, 0);
     return true;
 }
 
@@ -239,12 +240,12 @@ Sink::Sink(std::shared_ptr<Ring> ring_, const WriterState& writer_, bool follows
       writer(writer_),
       follows(follows_),
       replays(replays_),
-      gate(*ring, Side::Writer, writer_.session) {}
+      queue_place(*ring, Side::Writer, writer_.session) {}
 
 Sink::~Sink() {
-    if (!gate.entered()) return;
-    Holding holding(*ring);
-    gate.leave();
+    if (!queue_place.entered()) return;
+    RingLock holding(*ring);
+    queue_place.leave();
 }
 
 bool Sink::stage(const Received& item, std::vector<char> payload) {
@@ -289,7 +290,7 @@ void Sink::recall() {
     got -= staged.size();
     forget_staged();
     if (!over) {
-        Holding holding(*ring);
+        RingLock holding(*ring);
         got -= ring->take_back(holding.wakes);
     }
     recalled = dirty = true;
@@ -297,8 +298,8 @@ void Sink::recall() {
 
 void Sink::end(Ending ending, const std::string& why) {
     if (std::exchange(over, true)) return;
-    Holding holding(*ring);
-    gate.leave();
+    RingLock holding(*ring);
+    queue_place.leave();
     if (ending == Ending::Broke) ring->break_(why, holding.wakes);
     ring->end_session(writer.session, true, holding.wakes);
     dirty = true;
@@ -312,8 +313,8 @@ bool Sink::look() {
 }
 
 void Sink::stand() {
-    Holding holding(*ring);
-    gate.enter(writer.ordered && writer.keyed, writer.number);
+    RingLock holding(*ring);
+    queue_place.enter(writer.ordered && writer.keyed, writer.number);
 }
 
 // The caller holds the ring's lock.
@@ -321,13 +322,13 @@ static Sink::Progress progress_in(Ring& ring, bool on_demand) {
     Sink::Progress now;
     const Header& h = ring.header();
     now.done = h.takes - std::min(h.leased, h.takes);
-    now.in_hand = h.leased;
-    const bool waits = (h.leased == 0 && !on_demand) || h.reader_gate.waiting > 0;
+    now.started = h.leased;
+    const bool waits = (h.leased == 0 && !on_demand) || h.reader_queue.waiting > 0;
     if (ring.inside() == 0 && waits && h.state == OPEN) now.flags |= STARVED;
     if (h.readers == 0) now.flags |= NO_MORE;
     if (h.state == BROKEN) now.flags |= BREAK;
     for (const Session& s : ring.sessions()) {
-        if (!now.in_hand || s.role != Session::READER) continue;
+        if (!now.started || s.role != Session::READER) continue;
         if (s.at == Session::USERS) now.flags |= USERS;
         if (s.at == Session::UNPICKLING) now.flags |= UNPICKLED;
     }
@@ -335,23 +336,23 @@ static Sink::Progress progress_in(Ring& ring, bool on_demand) {
 }
 
 Sink::Progress Sink::look_at_worker() {
-    Holding holding(*ring);
-    gate.leave();
+    RingLock holding(*ring);
+    queue_place.leave();
     inside_ = ring->inside();
     return seen = progress_in(*ring, on_demand);
 }
 
-void Sink::has_told() {
+void Sink::mark_progress_sent() {
     const int64_t now = now_ns();
-    const bool quick = now - std::exchange(told_at_, now) < 3 * ALONE_NS;
-    alone_until = quick && inside_ >= ENOUGH ? now + ALONE_NS : 0;
+    const bool quick = now - std::exchange(progress_sent_at_, now) < 3 * UNWATCHED_NS;
+    unwatched_until = quick && inside_ >= ENOUGH ? now + UNWATCHED_NS : 0;
 }
 
 bool Sink::stand_for_worker() {
-    if (gate.entered()) return !gate.changed();
-    Holding holding(*ring);
+    if (queue_place.entered()) return !queue_place.changed();
+    RingLock holding(*ring);
     if (progress_in(*ring, on_demand) != seen) return false;
-    gate.enter(false, 0);
+    queue_place.enter(false, 0);
     return true;
 }
 

@@ -17,16 +17,16 @@ namespace flowchan {
 
 // Holds the lock of a ring, taken without the GIL. After unlocking, it wakes the waiters that its operations
 // called.
-class Holding {
+class RingLock {
   public:
-    explicit Holding(Ring& ring) : ring_(ring) {
+    explicit RingLock(Ring& ring) : ring_(ring) {
         if (!ring.lock(false)) ring.lock(true);
     }
-    ~Holding() {
+    ~RingLock() {
         ring_.unlock();
         ring_.wake(wakes);
     }
-    Holding(const Holding&) = delete;
+    RingLock(const RingLock&) = delete;
     Wakes wakes;
 
   private:
@@ -34,9 +34,9 @@ class Holding {
 };
 
 // A place in a ring's wait queue that is kept over many sleeps, until it is woken.
-class Stand {
+class KeptPlace {
   public:
-    Stand(Ring& ring, Side side, uint32_t session) : ring_(ring), caller_{side, this, session} {}
+    KeptPlace(Ring& ring, Side side, uint32_t session) : ring_(ring), caller_{side, this, session} {}
     // The caller holds the ring's lock. `number`: the item whose turn the caller waits for.
     void enter(bool ordered, uint64_t number) {
         if (entered_) return;
@@ -73,7 +73,7 @@ class Window {
     uint64_t size() const { return uint64_t(size_); }
     // Update from the state of the worker. `waits`: it waits for an item. `starved`: none is on its way
     // either. `gathers`: it holds items while it waits.
-    void hear(bool starved, bool waits, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip);
+    void update(bool starved, bool waits, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip);
     void shrink() { size_ = 1; }
     // Return the time per item from which on a worker counts as slow: waiting for the next item costs it
     // little.
@@ -91,7 +91,7 @@ class Allowance {
   public:
     static constexpr uint64_t LEAST = 1024;
     uint64_t most() const { return most_; }
-    void hear(uint64_t used, int64_t round_trip);
+    void update(uint64_t used, int64_t round_trip);
 
   private:
     uint64_t most_ = LEAST, used_ = 0;  // at the last look
@@ -166,10 +166,10 @@ class Source {
     // Start over on a new connection. Until the other side has reported what it received, no item counts as
     // sent.
     void connect() {
-        known = told = recall_said = false;
+        known = end_sent = recall_sent = false;
         sent = base;
     }
-    void hear_got(uint64_t got);  // over a new connection, items after `got` are sent again
+    void resume_after(uint64_t got);  // over a new connection, items after `got` are sent again
     bool has_unsent() const { return known && !recalling && sent < base + entries.size(); }
     Entry& unsent() { return entries[sent - base]; }
     uint64_t first_key();  // of the unsent outputs: no item before it can be finished; Slot::KEYLESS: none
@@ -179,13 +179,13 @@ class Source {
     // Owner side: the most items that may be sent in advance. A worker that gathers and holds all of them
     // gets more, without a limit.
     uint64_t allowed_ahead() const {
-        if (on_demand && !starved && !in_hand) return 0;
-        const bool gathers = starved && in_hand && in_hand == entries.size();
-        return std::max(window.size(), gathers ? in_hand + MORE : 0);
+        if (on_demand && !starved && !started) return 0;
+        const bool gathers = starved && started && started == entries.size();
+        return std::max(window.size(), gathers ? started + MORE : 0);
     }
     bool wants(uint64_t most) const {
         return ending == Ending::Open && !left && !refused && !recalling && entries.size() < most &&
-               (bytes < byte_window.size() || in_hand >= entries.size());
+               (bytes < byte_window.size() || started >= entries.size());
     }
     bool has_more() const {  // a hint, without the lock
         return std::atomic_ref(ring->header().head).load(std::memory_order_relaxed) != 0 ||
@@ -198,7 +198,7 @@ class Source {
 
     const std::shared_ptr<Ring> ring;
     ReaderState reader;
-    Stand gate;
+    KeptPlace queue_place;
     Entries entries;  // on lease here: from item `base` on; those before `sent` are on their way
     uint64_t base = 0, sent = 0, bytes = 0, done = 0;
     Window window;        // owner side
@@ -207,22 +207,22 @@ class Source {
     void look_at_bytes(int64_t round_trip) { byte_window.look(ring->most_inside(), round_trip); }
     bool known = false;  // the other side has reported on this connection what it has received
     bool left = false;
-    bool refused = false, refused_told = false;  // an item was found that cannot go to another host
-    bool told = false;                           // the end was sent over this connection
+    bool refused = false, refused_reported = false;  // an item was found that cannot go to another host
+    bool end_sent = false;                           // the end was sent over this connection
     Ending ending = Ending::Open;
     std::string cause;
     // Owner side: how many items the worker has started, whether it waits for more, and whether it takes no
     // more.
-    uint64_t in_hand = 0;
+    uint64_t started = 0;
     bool starved = false, leaving = false;
     // Owner side: items that the worker has not started while others wait for some are recalled (C8).
-    bool recalling = false, recall_said = false;
+    bool recalling = false, recall_sent = false;
     int64_t progress_at = 0;  // when the worker last finished an item, or got its first
     bool may_recall() const {
-        return (in_hand > 0 || on_demand) && entries.size() > in_hand && !recalling && !left;
+        return (started > 0 || on_demand) && entries.size() > started && !recalling && !left;
     }
     bool should_recall(int64_t round_trip) const;
-    void hear_recalled(uint64_t got);
+    void handle_recalled(uint64_t got);
 };
 
 struct Received {
@@ -241,7 +241,7 @@ class Sink {
     Sink(std::shared_ptr<Ring> ring, const WriterState& writer, bool follows, bool replays);
     ~Sink();
 
-    bool left_alone() const { return over || refuses; }  // later items are dropped
+    bool drops_items() const { return over || refuses; }  // later items are dropped
     // Put as the output for item `number` of the ring that the worker reads (Slot::KEYLESS: none).
     Step put(const Received& item, uint64_t number, Wakes& wakes);
     Step begin(uint64_t number);  // Done: skip it
@@ -254,7 +254,7 @@ class Sink {
     WriterState writer;
     const bool follows, replays;
     bool on_demand = false;  // worker side: only a worker that waits needs an item
-    Stand gate;
+    KeptPlace queue_place;
     // Items without room in the ring. The other side sends no more than it may (Source::wants).
     std::deque<Staged> staged;
     uint64_t staged_bytes = 0;
@@ -272,22 +272,22 @@ class Sink {
 
     // Worker side: the worker's progress with it, as last sent.
     struct Progress {
-        uint64_t done = 0, in_hand = 0;
+        uint64_t done = 0, started = 0;
         uint8_t flags = 0;
         bool operator==(const Progress&) const = default;
-    } told, seen;
+    } last_sent, seen;
     Progress look_at_worker();  // also sets `seen`
     bool stand_for_worker();    // false: the worker has made progress since then
     // Until then a quick worker with enough items is not watched. A wake-up at each of its items would cost
     // more than a cheap item, also for the worker. The owner side does not need a report of each.
-    int64_t alone_until = 0;
-    void has_told();
+    int64_t unwatched_until = 0;
+    void mark_progress_sent();
 
   private:
-    static constexpr int64_t ALONE_NS = 100'000;
+    static constexpr int64_t UNWATCHED_NS = 100'000;
     static constexpr uint64_t ENOUGH = 2;
     uint64_t inside_ = 0;  // at the last look
-    int64_t told_at_ = 0;
+    int64_t progress_sent_at_ = 0;
 };
 
 Frame frame_of(const Received& item);

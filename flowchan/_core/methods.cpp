@@ -250,14 +250,14 @@ int in_traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(in_of(self).channel.ptr());
     Py_VISIT(in_of(self).on_poison.ptr());
     for (nb::object& call : in_of(self).due) Py_VISIT(call.ptr());
-    for (LocalQueue::Item& item : in_of(self).hand) Py_VISIT(item.object);
+    for (LocalQueue::Item& item : in_of(self).leased_items) Py_VISIT(item.object);
     return 0;
 }
 int in_clear(PyObject* self) {
     if (!nb::inst_ready(self)) return 0;
     in_of(self).on_poison.reset();
     const auto calls = std::exchange(in_of(self).due, {});
-    drop_items(std::exchange(in_of(self).hand, {}));
+    drop_items(std::exchange(in_of(self).leased_items, {}));
     return 0;
 }
 // Runs before any of the garbage around it is cleared, so leased items go back complete.

@@ -135,8 +135,8 @@ bool ready(Port& port) {
 template bool ready(In&);
 template bool ready(Out&);
 
-bool tell_followers(In& in) {
-    if (!in.state.in_hand) return true;
+bool pass_turns(In& in) {
+    if (!in.state.leases) return true;
     for (Out* out : in.feeds) {
         const bool told =
             out->ch->with([&](auto& transport) { return done_with(transport, *out, in.state.number); });
@@ -217,7 +217,7 @@ Out::~Out() {
 
 void In::close(bool finished) {
     if (!open.exchange(false)) return;
-    if (finished && !tell_followers(*this)) PyErr_Clear();  // interrupted; the port still closes
+    if (finished && !pass_turns(*this)) PyErr_Clear();  // interrupted; the port still closes
     ch->with([&](auto& transport) { leave(transport, finished); });
     const std::vector<nb::object> calls = std::exchange(due, {});
     if (finished) call_all(calls);
@@ -230,8 +230,8 @@ void In::leave(LocalQueue& queue, bool finished) {
     if (drops)
         queue.acknowledge(state, wakes);
     else
-        queue.give_back(hand, state, wakes);
-    const std::vector<LocalQueue::Item> items = std::exchange(hand, {});
+        queue.give_back(leased_items, state, wakes);
+    const std::vector<LocalQueue::Item> items = std::exchange(leased_items, {});
     queue.end_port(Side::Reader, this, wakes);
     locked.unlock(wakes);
     if (drops) drop_items(items);
@@ -243,7 +243,7 @@ void In::leave(Ring& ring, bool finished) {
     lock_when_idle(ring, [&] { return copying && !turn.is_mine(); }, locked);
     if (owns(ring, state.session, generation)) ring.end_session(state.session, finished, wakes);
     locked->unlock(wakes);
-    state.in_hand = 0;
+    state.leases = 0;
 }
 
 void Out::close() {

@@ -21,7 +21,7 @@ template <class M>
 void begin(M& m, Out& out) {
     if (out.state.keyed) return;
     In* in = out.follows();
-    if (!out.replays && (!in || !in->state.in_hand)) return;
+    if (!out.replays && (!in || !in->state.leases)) return;
     m.begin_item(out.state, out.replays ? 0 : in->state.number);
     out.state.keyed = true;
 }
@@ -167,7 +167,7 @@ Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, u
     Step step = put_frame(ring, ch, out, frame, deadline);
     runs(in, Session::USERS);
     if (step == Step::Refused) return raise_refused(ch, frame.refused), Step::Interrupted;
-    if (frame.kind == PINNED && step == Step::Done) tell_put(frame, nb::find(ch).ptr());
+    if (frame.kind == PINNED && step == Step::Done) notify_put(frame, nb::find(ch).ptr());
     return step;
 }
 

@@ -1,6 +1,6 @@
 // LocalQueue: the FIFO of a `threads` channel. Items are references; nothing is copied.
 //
-// It has a circular buffer that doubles up to `capacity`, and the wait lists of stream.hpp. The outputs of an
+// It has a circular buffer that doubles up to `capacity`, and the wait lists of wait_list.hpp. The outputs of an
 // ordered stage are ordered as in ring_turns.cpp, with deques in place of lists of slots. Its operations move
 // references and never drop one, because dropping could run any Python code under the lock. They run attached
 // to the interpreter (GIL held), because the garbage collector looks at the items without the lock.
@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "ring.hpp"
-#include "stream.hpp"
+#include "wait_list.hpp"
 
 namespace flowchan {
 
@@ -80,7 +80,7 @@ class LocalQueue {
     void give_back(const std::vector<Item>& items, ReaderState& reader,
                    Wakes& wakes);  // takes over the references
     void begin_item(WriterState& writer, uint64_t number);
-    void turn_is(uint64_t number, Wakes& wakes);
+    void start_turns_at(uint64_t number, Wakes& wakes);
     void order(ReaderState& reader, const void* port, Orders what, Wakes& wakes);
     Step item_done(WriterState& writer, Wakes& wakes);
     void close(Wakes& wakes);
@@ -102,10 +102,10 @@ class LocalQueue {
 
     int traverse(visitproc visit, void* arg);
 
-    Line& line(Side side) { return side == Side::Reader ? reader_line : writer_line; }
+    WaitList& wait_list(Side side) { return side == Side::Reader ? reader_list : writer_list; }
     bool could_go(const Caller& caller) const;   // whether an operation of this caller would succeed now
-    void call_waiting(Side side, Wakes& wakes);  // wakes one caller that could continue now
-    Line reader_line, writer_line;
+    void wake_waiting(Side side, Wakes& wakes);  // wakes one caller that could continue now
+    WaitList reader_list, writer_list;
     std::atomic<uint64_t> state = OPEN;  // also read without the lock, as a hint
     PyObject* cause = nullptr;           // of BROKEN
     uint64_t puts = 0, takes = 0, bytes_in = 0, bytes_out = 0;
@@ -113,7 +113,7 @@ class LocalQueue {
     bool short_of_bytes = false;  // a writer waits for bytes, not for a place
 
     // Return whether too many outputs wait for a place for a worker to take another item.
-    bool is_crowded() const { return state == OPEN && room() <= 1 && writer_line.with_turn() >= CROWD; }
+    bool is_crowded() const { return state == OPEN && room() <= 1 && writer_list.with_turn() >= CROWD; }
 
     bool counts_bytes() const { return share_ || max_bytes_ != UINT64_MAX; }
     uint64_t most_inside() const { return share_ ? std::min(share_, max_bytes_) : max_bytes_; }
@@ -126,8 +126,8 @@ class LocalQueue {
     static constexpr uint64_t GROUPS = 4096;
 
     bool nothing_coming() const { return state == CLOSED && count_ == 0 && parked == 0; }
-    void tell_end(Wakes& wakes) {
-        if (nothing_coming()) reader_line.call_all(wakes);
+    void wake_at_end(Wakes& wakes) {
+        if (nothing_coming()) reader_list.call_all(wakes);
     }
     void grow();
     void push(const Item& item);
@@ -137,19 +137,19 @@ class LocalQueue {
     bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number > turn; }
     uint64_t room() const { return capacity_ - std::min(capacity_, count_ + parked); }
     bool has_turn(uint64_t number) const {  // whether the output of item `number` has a place
-        if (number == ANY_TURN) return room() > 1 || writer_line.with_turn() == 0;
+        if (number == ANY_TURN) return room() > 1 || writer_list.with_turn() == 0;
         return number <= turn ? room() > 0 : number - turn < GROUPS && room() > 1;
     }
-    void call_turn(Wakes& wakes) {
-        writer_line.call_turn([&](uint64_t number) { return has_turn(number); }, wakes);
+    void wake_turn(Wakes& wakes) {
+        writer_list.wake_turn([&](uint64_t number) { return has_turn(number); }, wakes);
     }
-    void call_writers(const ReaderState* reader, Wakes& wakes) {  // as in Ring
-        if (!writer_line.waiting) return;
-        if (short_of_bytes) writer_line.call_all(wakes);
+    void wake_writers(const ReaderState* reader, Wakes& wakes) {  // as in Ring
+        if (!writer_list.waiting) return;
+        if (short_of_bytes) writer_list.call_all(wakes);
         short_of_bytes = false;
-        call_turn(wakes);
+        wake_turn(wakes);
         const uint64_t enough = reader && reader->lazy ? std::max<uint64_t>(capacity_ / 4, 1) : 1;
-        if (room() >= enough) writer_line.call(wakes);
+        if (room() >= enough) writer_list.call(wakes);
     }
 
     Mutex mutex_;

@@ -81,14 +81,15 @@ PyObject* stored_cause(Ring& ring) {
 struct Fault {
     uint64_t cut_off = 0;  // the process whose death ended it
     bool damaged = false;
-    bool blind = false;  // this process cannot map all of it
+    bool map_incomplete = false;  // this process cannot map all of it
 };
 
 Fault fault(Channel& ch) {
     return ch.with(Each{[](LocalQueue&) { return Fault{}; },
                         [](Ring& ring) {
                             const Header& h = ring.header();
-                            return Fault{h.state == CLOSED ? h.cut_off : 0, h.damaged != 0, ring.is_blind()};
+                            return Fault{h.state == CLOSED ? h.cut_off : 0, h.damaged != 0,
+                                         ring.is_map_incomplete()};
                         }});
 }
 
@@ -134,7 +135,7 @@ std::string pickled(PyObject* exception) {
     frame.leaves = true;  // no slot keeps memory on a device alive
     const bool crosses = exception && encode(exception, frame);
     PyErr_Clear();
-    if (!crosses || frame.parcel || frame.size >= MOST_CAUSE)
+    if (!crosses || frame.bundle || frame.size >= MOST_CAUSE)
         return "";  // descriptors travel only with items
     std::string all(1 + frame.size, char(frame.kind));
     frame.write(all.data() + 1);
@@ -190,7 +191,7 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
                                 .c_str());
             break;
         case Step::NoMemory:
-            if (fault(ch).blind) {
+            if (fault(ch).map_incomplete) {
                 PyErr_SetString(PyExc_MemoryError,
                                 (who + " has grown, and this process has no address space left to map "
                                        "all of it; raise its limit (ulimit -v)")

@@ -158,9 +158,9 @@ void Ring::recover() {
     if (!redo()) found_damage();
     Wakes wakes;
     advance(wakes);
-    h_->reader_gate.woken = h_->writer_gate.woken = 0;  // it may have counted sleepers that it did not wake
-    wakes.readers += h_->reader_gate.call_all();
-    call_all_writers(wakes);
+    h_->reader_queue.woken = h_->writer_queue.woken = 0;  // it may have counted sleepers that it did not wake
+    wakes.readers += h_->reader_queue.call_all();
+    wake_all_writers(wakes);
     wake(wakes);
 }
 
@@ -181,15 +181,15 @@ void Ring::close(Wakes& wakes) {
 void Ring::close_with(Change& change, Wakes& wakes) {
     if (h_->state != OPEN) return;
     change.set(h_->state, CLOSED);
-    wakes.readers += h_->reader_gate.call_all();
-    call_all_writers(wakes);
+    wakes.readers += h_->reader_queue.call_all();
+    wake_all_writers(wakes);
 }
 
 void Ring::break_(const std::string& cause, Wakes& wakes, const std::string& in_short) {
     if (h_->state == BROKEN || at_end()) return;  // the end is final
     Change change(record(Side::Writer), windows_);
     for (const std::string* said : {&cause, &in_short}) {
-        Slot* slot = said->empty() || blind_ ? nullptr : take_slot(said->size(), change);
+        Slot* slot = said->empty() || map_incomplete_ ? nullptr : take_slot(said->size(), change);
         if (!slot) continue;
         memcpy(payload(slot), said->data(), said->size());
         change.set(h_->cause, offset(payload(slot)));
@@ -198,8 +198,8 @@ void Ring::break_(const std::string& cause, Wakes& wakes, const std::string& in_
     }
     change.set(h_->state, BROKEN);
     change.commit();
-    wakes.readers += h_->reader_gate.call_all();
-    call_all_writers(wakes);
+    wakes.readers += h_->reader_queue.call_all();
+    wake_all_writers(wakes);
 }
 
 void Ring::unbreak() {
@@ -213,7 +213,7 @@ void Ring::unbreak() {
 
 Counts Ring::counts() const {
     const Header& h = *h_;
-    const Gate &readers = h.reader_gate, &writers = h.writer_gate;
+    const WaitQueue &readers = h.reader_queue, &writers = h.writer_queue;
     return {.items_in = h.puts + h.parked,
             .items_out = h.takes,
             .bytes_in = h.bytes_in,
@@ -222,8 +222,8 @@ Counts Ring::counts() const {
             .leased = h.leased,
             .readers = h.readers,
             .writers = h.writers,
-            .waiting_readers = readers.everybody(),
-            .waiting_writers = writers.everybody(),
+            .waiting_readers = readers.all_waiting(),
+            .waiting_writers = writers.all_waiting(),
             .read_wait_ns = readers.total_wait_ns(),
             .write_wait_ns = writers.total_wait_ns(),
             .turn_wait_ns = writers.turns.total(now_ns()),

@@ -46,7 +46,7 @@ struct ReaderState {
     mutable PortClock clock;  // for threads; a ring keeps it in the session
     // of the first leased item, or of the last one before; UINT64_MAX before the first lease
     uint64_t number = UINT64_MAX;
-    uint32_t in_hand = 0;
+    uint32_t leases = 0;
     uint32_t orders = 0;       // for threads, see Orders; a ring keeps them in Session
     bool keeps_turns = false;  // it has obeyed KEEP_TURNS
     bool lazy = false;         // a stage's reader: it wakes writers only when a quarter of the places is free
@@ -85,7 +85,7 @@ struct Taken {
     uint64_t kind = 0;
     uint64_t size = 0;
     uint64_t deaths = 0;  // workers that died while they held the item, in user code or while unpickling it
-    bool kills_who_unpickles = false;  // the last of them was unpickling the item when it died
+    bool died_unpickling = false;  // the last of them was unpickling the item when it died
     uint64_t number = 0;
     uint64_t made_for = 0;  // the input item of its writer that it is an output of, or Slot::KEYLESS
     const char* at = nullptr;
@@ -128,10 +128,10 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void wake(const Wakes& w) {
         fault_point();
         if (w.readers && w.ranks)
-            futex_wake_first(w.ranks, h_->reader_gate.seq, w.readers);
+            futex_wake_first(w.ranks, h_->reader_queue.seq, w.readers);
         else if (w.readers)
-            futex_wake(h_->reader_gate.seq, w.readers, true);
-        if (w.writers) futex_wake(h_->writer_gate.seq, w.writers, true);
+            futex_wake(h_->reader_queue.seq, w.readers, true);
+        if (w.writers) futex_wake(h_->writer_queue.seq, w.writers, true);
         w.wake_words(true);
     }
 
@@ -165,10 +165,10 @@ class Ring : public std::enable_shared_from_this<Ring> {
     Step put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes);
     std::vector<Held> held() const;
     std::vector<uint64_t> pinned() const;
-    int open_parcel(uint64_t id,
+    int open_bundle(uint64_t id,
                     // appends its descriptors, which this process then owns; returns 0 or an errno
                     std::vector<int>& descriptors);
-    void drop_parcels();  // drops the bundles at the front whose items no longer exist
+    void drop_bundles();  // drops the bundles at the front whose items no longer exist
     void acknowledge(ReaderState& reader, Wakes& wakes);  // finishes all leased items
     void acknowledge_oldest(uint32_t session, uint64_t n, Wakes& wakes);
     void give_back_newest(uint32_t session, uint64_t n, Wakes& wakes);  // gives back the newest leased items
@@ -183,10 +183,10 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void begin_item(WriterState& writer, uint64_t number);  // before the first output for the item
     // returns the present value of its futex word
     uint32_t await_turn(Session& s, uint64_t number, bool again);
-    void have_turn(Session& s);                   // ends the wait for a turn
-    void call_turns(Wakes& wakes);                // wakes the writers whose turn has come
-    void turn_is(uint64_t number, Wakes& wakes);  // no item before that one has outputs to come
-    uint64_t first_unfinished() const;            // among the taken items and the coming ones
+    void end_turn_wait(Session& s);                      // ends the wait for a turn
+    void wake_turns(Wakes& wakes);                       // wakes the writers whose turn has come
+    void start_turns_at(uint64_t number, Wakes& wakes);  // no item before that one has outputs to come
+    uint64_t first_unfinished() const;                   // among the taken items and the coming ones
     void order(uint32_t session, Orders what, Wakes& wakes);
     bool has_room(uint64_t size) const {
         const bool fits = h_->bytes_in - h_->bytes_out + size <= most_inside() || h_->puts == h_->takes;
@@ -231,8 +231,9 @@ class Ring : public std::enable_shared_from_this<Ring> {
         return ago < 0 || ago >= SLICE_NS * 4 / 5;
     }
     // Move the leased items of a dead reader to its replacement.
-    void hand_on(uint32_t from, uint32_t to, bool all = false, bool blame = true);
-    std::vector<Slot*> in_hand(uint32_t session) const;  // the items that a reader has on lease, oldest first
+    void reserve_for(uint32_t from, uint32_t to, bool all = false, bool blame = true);
+    std::vector<Slot*> leased_slots(
+        uint32_t session) const;  // the items that a reader has on lease, oldest first
     // the numbers of the items that only this reader may take again
     std::vector<uint64_t> to_try_again(uint32_t session) const;
     void begin_again(ReaderState& reader);
@@ -241,7 +242,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void retire_writer(uint32_t session, const std::vector<uint64_t>& items, Wakes& wakes);
     const char* payload_of(Slot* slot) const { return payload(slot); }
     Session& session(uint32_t index) const { return h_->records()[index < SESSIONS ? index : 0]; }
-    bool is_blind() const { return blind_; }  // this process cannot map the whole channel
+    bool is_map_incomplete() const { return map_incomplete_; }  // this process cannot map the whole channel
 
     Spin spin;
     Pace pace;
@@ -251,7 +252,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     Header* h_ = nullptr;
     SharedLock lock_;
     int fd_ = -1, socket_ = -1;
-    bool blind_ = false;
+    bool map_incomplete_ = false;
     Peers peers_;
     // Copies of the constants from when this process first mapped the header. Damage to the header does not
     // reach them.
@@ -266,11 +267,11 @@ class Ring : public std::enable_shared_from_this<Ring> {
         return reinterpret_cast<Group*>(windows_.header() + groups_at_)[number % groups_];
     }
     uint64_t finished() const { return h_->takes - std::min(h_->leased, h_->takes); }
-    uint64_t finished_by_then_ = 0;  // when a put waited in vain for memory
+    uint64_t finished_before_wait_ = 0;  // when a put waited in vain for memory
     bool nothing_coming() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
     Step end() const { return h_->cut_off ? Step::Broken : Step::Drained; }
     void sweep_now(Wakes& wakes);
-    void tell_end(Wakes& wakes);
+    void wake_at_end(Wakes& wakes);
     void close_with(Change& change, Wakes& wakes);
     void map(const Constants& constants, uint64_t blocks_end);
     void look_for_growth() {
@@ -288,7 +289,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     bool still_looks(uint32_t session) const;
     uint32_t free_session(Wakes& wakes);
     uint64_t first_slot() const { return std::max(h_->slots_at, windows_.slots_from()); }
-    void part(uint32_t session);
+    void move_views(uint32_t session);
 
     Step room(const Frame& frame, const WriterState* writer);
     char* payload(Slot* slot) const { return slot->block ? windows_.block(slot->block) : slot->data; }
@@ -307,7 +308,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     uint64_t view(uint64_t state, const Slot* slot, uint32_t session, Change& change);
     Step no_slot();
     void memory_freed(Wakes& wakes);
-    bool send_parcel(const Frame& frame);
+    bool send_bundle(const Frame& frame);
     bool slot_exists(uint64_t offset) const;
     bool payload_exists(const Slot* slot) const;
     bool memory_is_right() const;
@@ -335,14 +336,14 @@ class Ring : public std::enable_shared_from_this<Ring> {
     bool reserve_low(uint64_t upto);
     bool reserve_high(uint64_t from);
     bool has_turn(uint64_t number, uint64_t more) const;
-    void call_all_writers(Wakes& wakes);
-    void call_writers(Wakes& wakes, const ReaderState* reader = nullptr, uint32_t places = 1) {
-        if (h_->writer_gate.ordered) call_turns(wakes);
-        if (!h_->writer_gate.waiting) return;
-        if (!reader || !reader->lazy) return void(wakes.writers += h_->writer_gate.call(places));
+    void wake_all_writers(Wakes& wakes);
+    void wake_writers(Wakes& wakes, const ReaderState* reader = nullptr, uint32_t places = 1) {
+        if (h_->writer_queue.ordered) wake_turns(wakes);
+        if (!h_->writer_queue.waiting) return;
+        if (!reader || !reader->lazy) return void(wakes.writers += h_->writer_queue.call(places));
         const uint64_t room = capacity_ - std::min(capacity_, h_->puts - h_->takes + h_->claimed);
         if (room >= std::max<uint64_t>(capacity_ / 4, 1))
-            wakes.writers += h_->writer_gate.call(uint32_t(room));
+            wakes.writers += h_->writer_queue.call(uint32_t(room));
     }
 };
 

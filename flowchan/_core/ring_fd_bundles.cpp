@@ -57,11 +57,11 @@ int socket_to_itself() {
     return -1;
 }
 
-bool Ring::send_parcel(const Frame& frame) {
+bool Ring::send_bundle(const Frame& frame) {
     if (socket_ < 0) return frame.refused = EBADF, false;
     if (frame.descriptors.size() > size_t(MOST)) return frame.refused = E2BIG, false;
-    drop_parcels();
-    Label label{frame.parcel, frame.descriptors.size()};
+    drop_bundles();
+    Label label{frame.bundle, frame.descriptors.size()};
     iovec piece{&label, sizeof label};
     alignas(cmsghdr) char room[ROOM];
     const size_t size = frame.descriptors.size() * sizeof(int);
@@ -83,7 +83,7 @@ bool Ring::send_parcel(const Frame& frame) {
     return sent >= 0;
 }
 
-int Ring::open_parcel(uint64_t id, std::vector<int>& descriptors) {
+int Ring::open_bundle(uint64_t id, std::vector<int>& descriptors) {
     Label label{};
     if (socket_ < 0) return EBADF;
     int at = 0;
@@ -114,7 +114,7 @@ int Ring::open_parcel(uint64_t id, std::vector<int>& descriptors) {
                : 0;  // the kernel opens as many as it may, and does not report why it stopped
 }
 
-void Ring::drop_parcels() {
+void Ring::drop_bundles() {
     Label label{};
     if (socket_ < 0 || !look_from(socket_, -1) || !peek(socket_, label) || !memory_is_right()) return;
     std::vector<uint64_t> ids;

@@ -20,7 +20,7 @@ Step Ring::room(const Frame& frame, const WriterState* writer) {
     if (h_->state > BROKEN || (h_->head && !slot_exists(h_->tail))) return found_damage();
     if (h_->state == CLOSED) return broken() ? Step::Broken : Step::Closed;
     if (frame.size > max_bytes_) return Step::TooLarge;
-    if (blind_) return Step::NoMemory;
+    if (map_incomplete_) return Step::NoMemory;
     const uint64_t inside = h_->puts - h_->takes, all = inside + h_->parked + h_->claimed;
     const bool parks = is_parked(writer);
     // An item larger than the remaining bytes waits, but the worker of `turn` never waits for parked bytes:
@@ -59,7 +59,7 @@ void Ring::link(Slot* slot, WriterState* writer, Change& change) {
 }
 
 void Ring::finish_put(WriterState* writer, Wakes& wakes, bool parked) {
-    if (!parked) h_->reader_gate.call_in_turn(1, wakes);
+    if (!parked) h_->reader_queue.wake_by_rank(1, wakes);
     if (!writer || !writer->keyed) return;
     writer->count += 1;
     if (writer->single && writer->ordered) item_done(*writer, wakes);
@@ -79,7 +79,7 @@ Step Ring::try_put(const Frame& frame, WriterState* writer, Wakes& wakes) {
                uint64_t(parked ? SlotState::Parked : SlotState::Inside) | frame.deaths * Slot::DEATH);
     change.set(h_->bytes_in, h_->bytes_in + frame.size);
     link(slot, writer, change);
-    if (frame.parcel && !send_parcel(frame)) return Step::Refused;
+    if (frame.bundle && !send_bundle(frame)) return Step::Refused;
     change.commit();
     finish_put(writer, wakes, parked);
     return Step::Done;
@@ -105,7 +105,7 @@ Step Ring::publish(const Frame& frame, Slot* slot, WriterState* writer, Wakes& w
         unclaim(slot, wakes);
         return h_->state == BROKEN ? Step::Broken : Step::Closed;
     }
-    if (frame.parcel && !send_parcel(frame)) {
+    if (frame.bundle && !send_bundle(frame)) {
         unclaim(slot, wakes);
         return Step::Refused;
     }
@@ -130,8 +130,8 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     free_slot(slot, change);
     change.commit();
     memory_freed(wakes);
-    call_writers(wakes);
-    tell_end(wakes);
+    wake_writers(wakes);
+    wake_at_end(wakes);
 }
 
 // --- take ---
@@ -186,7 +186,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     if (leases) {
         lease(slot, taken.number, state, *leases, change);
         change.commit();
-        if (reader->in_hand++ == 0) reader->number = taken.number;
+        if (reader->leases++ == 0) reader->number = taken.number;
         taken.at = payload(slot);
     } else if (slot->size <= Taken::LOCAL && !taken.viewed && !needs_its_slot(slot->kind)) {
         memcpy(taken.local, payload(slot), slot->size);
@@ -201,24 +201,24 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
         taken.held = taken.viewed ? nullptr : slot;
     }
     memory_freed(wakes);
-    if (h_->head) h_->reader_gate.call_in_turn(1, wakes);
-    call_writers(wakes, reader);
-    tell_end(wakes);
+    if (h_->head) h_->reader_queue.wake_by_rank(1, wakes);
+    wake_writers(wakes, reader);
+    wake_at_end(wakes);
 }
 
 Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes) {
     if (h_->state >= BROKEN) return h_->state == BROKEN ? Step::Broken : found_damage();
     Session* const leases = reader ? &this->session(reader->session) : nullptr;
-    const uint64_t orders = reader && !reader->in_hand ? leases->orders : 0;
+    const uint64_t orders = reader && !reader->leases ? leases->orders : 0;
     if (orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
     if (leases && leases->again_head) return take_again(taken, *reader);
     // It still takes items that were given back: all others may wait behind them for their turns.
     if (orders & RETIRE && !is_next_before(UINT64_MAX)) {
-        if (h_->head) h_->reader_gate.call_in_turn(1, wakes);  // it may have been woken for that item
+        if (h_->head) h_->reader_queue.wake_by_rank(1, wakes);  // it may have been woken for that item
         return Step::Drained;
     }
     if (h_->head == 0) return at_end_for(reader) ? end() : Step::Wait;
-    if (blind_) return Step::NoMemory;
+    if (map_incomplete_) return Step::NoMemory;
     if (!head_is_right(leases)) return found_damage();
     take_head(taken, reader, leases, session, wakes);
     return Step::Done;
@@ -258,7 +258,7 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
         change.set(s.leased, s.leased - 1);
         change.set(h_->leased, h_->leased - 1);
         change.set(slot->state, slot->with_place(SlotState::Inside));
-        reader->in_hand -= 1;
+        reader->leases -= 1;
     } else if (taken.held || taken.viewed) {
         change.set(slot->state, slot->with_place(SlotState::Inside));
     } else {
@@ -273,7 +273,7 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
     link_front(slot, change);
     change.commit();
     taken.held = nullptr;
-    wakes.readers += h_->reader_gate.call(1);
+    wakes.readers += h_->reader_queue.call(1);
 }
 
 void Ring::release(Slot* slot, Wakes& wakes) {
@@ -295,8 +295,8 @@ bool Ring::at_end_for(const ReaderState* reader) const {
 }
 
 // Wake all readers when the last item may have gone: for some of them the end has come.
-void Ring::tell_end(Wakes& wakes) {
-    if (h_->state == CLOSED && nothing_coming()) wakes.readers += h_->reader_gate.call_all();
+void Ring::wake_at_end(Wakes& wakes) {
+    if (h_->state == CLOSED && nothing_coming()) wakes.readers += h_->reader_queue.call_all();
 }
 
 }  // namespace flowchan

@@ -13,14 +13,14 @@ void Ring::free_leased(Session& s, uint64_t most, Wakes& wakes) {
         most -= n;
     }
     memory_freed(wakes);
-    if (h_->heard) wakes.writers += h_->writer_gate.call(1);
-    tell_end(wakes);
+    if (h_->heard) wakes.writers += h_->writer_queue.call(1);
+    wake_at_end(wakes);
 }
 
 void Ring::acknowledge(ReaderState& reader, Wakes& wakes) {
-    if (!reader.in_hand) return;
+    if (!reader.leases) return;
     free_leased(session(reader.session), UINT64_MAX, wakes);
-    reader.in_hand = 0;
+    reader.leases = 0;
 }
 
 void Ring::acknowledge_oldest(uint32_t index, uint64_t n, Wakes& wakes) {
@@ -59,7 +59,7 @@ void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     change.set(s.lease_tail, kept);
     change.set(s.leased, s.leased - n);
     change.commit();
-    wakes.readers += h_->reader_gate.call(uint32_t(n));
+    wakes.readers += h_->reader_queue.call(uint32_t(n));
 }
 
 // Do the same where others were given back before. Each item goes to its place among them, because the front
@@ -94,7 +94,7 @@ void Ring::give_back_between(Session& s, uint64_t n, Wakes& wakes) {
         change.commit();
         before = here;
         steps += 1;
-        wakes.readers += h_->reader_gate.call(1);
+        wakes.readers += h_->reader_queue.call(1);
     }
 }
 
@@ -142,7 +142,7 @@ bool Ring::count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64
 // reader, so that the other readers run without that risk (R10). With `all` they are all items, because no
 // other reader may take them. The remaining items go back to all readers. The reserved items stay on lease.
 // Without `blame`, flowchan ended the reader.
-void Ring::hand_on(uint32_t from, uint32_t to, bool all, bool blame) {
+void Ring::reserve_for(uint32_t from, uint32_t to, bool all, bool blame) {
     Session &s = session(from), &next = session(to);
     const bool suspect = blame && s.lease_head && s.at != Session::OURS;
     const uint64_t suspects = suspect ? s.suspects() : 0, most = all ? s.leased : suspects;
@@ -175,7 +175,7 @@ Step Ring::take_again(Taken& taken, ReaderState& reader) {
     taken.kind = slot->kind;
     taken.size = slot->size;
     taken.deaths = slot->deaths();
-    taken.kills_who_unpickles = s.again_at == Session::UNPICKLING;
+    taken.died_unpickling = s.again_at == Session::UNPICKLING;
     taken.number = slot->number;
     taken.made_for = Slot::KEYLESS;
     taken.slot = slot;
@@ -188,14 +188,14 @@ Step Ring::take_again(Taken& taken, ReaderState& reader) {
     change.set(s.lease_tail, offset(slot));
     change.set(s.leased, s.leased + 1);
     change.commit();
-    if (reader.in_hand++ == 0) reader.number = slot->number;
+    if (reader.leases++ == 0) reader.number = slot->number;
     return Step::Done;
 }
 
 // Reserve the leased items of a reader for this reader, which takes them again before any others.
 void Ring::begin_again(ReaderState& reader) {
     Session& s = session(reader.session);
-    reader.in_hand = 0;
+    reader.leases = 0;
     if (h_->damaged || !s.lease_head) return;
     if (!slot_exists(s.lease_tail) || (s.again_head && !slot_exists(s.again_tail)))
         return void(found_damage());
@@ -229,7 +229,7 @@ uint64_t Ring::first_unfinished() const {
 
 void Ring::order(uint32_t index, Orders what, Wakes& wakes) {
     session(index).orders |= what;
-    wakes.readers += h_->reader_gate.call_all();
+    wakes.readers += h_->reader_queue.call_all();
 }
 
 // Give the reserved items of a session that ends before it tried them again back to all readers.

@@ -67,7 +67,7 @@ bool Ring::reserve_sessions(uint32_t n) {
 void Ring::see_growth() {
     const uint64_t upto = h_->map_blocks_to, from = h_->map_slots_from;
     if (upto > length_ || from < blocks_at_) return void(found_damage());
-    blind_ = !windows_.show_blocks(upto) || !windows_.show_slots(from);
+    map_incomplete_ = !windows_.show_blocks(upto) || !windows_.show_slots(from);
 }
 
 // --- slots ---
@@ -111,8 +111,8 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
 bool Ring::lacks_warm_memory(uint64_t size, bool late) {
     const uint32_t cls = class_of(size);
     if (free_class(cls, std::min(cls + 5, CLASSES)) != CLASSES) return false;
-    if (h_->state != OPEN || !h_->slots_used || finished_by_then_ == finished()) return false;
-    (late ? finished_by_then_ : h_->short_of_memory) = late ? finished() : 1;
+    if (h_->state != OPEN || !h_->slots_used || finished_before_wait_ == finished()) return false;
+    (late ? finished_before_wait_ : h_->short_of_memory) = late ? finished() : 1;
     return !late;
 }
 
@@ -311,7 +311,7 @@ Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
     if (h_->state == BROKEN) return Step::Broken;
     if (h_->state == CLOSED) return broken() ? Step::Broken : Step::Closed;
     if (size > max_bytes_) return Step::TooLarge;
-    if (blind_) return Step::NoMemory;
+    if (map_incomplete_) return Step::NoMemory;
     Change change(record(Side::Writer), windows_);
     slot = take_slot(std::max(size, class_size(VIEWABLE)), change);
     if (!slot) return no_slot();
@@ -418,7 +418,7 @@ Step Ring::no_slot() {
 void Ring::memory_freed(Wakes& wakes) {
     if (!h_->short_of_memory) return;
     h_->short_of_memory = 0;
-    call_all_writers(wakes);
+    wake_all_writers(wakes);
 }
 
 }  // namespace flowchan

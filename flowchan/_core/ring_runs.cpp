@@ -20,7 +20,7 @@ constexpr uint64_t TO_PUT = 7, TO_TAKE = 9, TO_FREE = 6;
 // Put the first of these items, as far as they have one class, without a key. Return their number, 0 when
 // they must be put one by one.
 uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
-    if (h_->state != OPEN || blind_ || (h_->head && !slot_exists(h_->tail))) return 0;
+    if (h_->state != OPEN || map_incomplete_ || (h_->head && !slot_exists(h_->tail))) return 0;
     const uint64_t inside = h_->puts - h_->takes + h_->parked + h_->claimed;
     const uint64_t most = std::min({count, Redo::MOST - TO_PUT, capacity_ - std::min(capacity_, inside)});
     const uint32_t cls = class_of(items[0].size);
@@ -53,7 +53,7 @@ uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
     change.set(h_->puts, h_->puts + n);
     change.set(h_->bytes_in, h_->bytes_in + bytes);
     change.commit();
-    h_->reader_gate.call_in_turn(uint32_t(n), wakes);
+    h_->reader_queue.wake_by_rank(uint32_t(n), wakes);
     return n;
 }
 
@@ -61,7 +61,7 @@ uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
 // be taken one by one.
 uint64_t Ring::take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_t most_bytes, Wakes& wakes) {
     Session& s = session(reader.session);
-    if (h_->state >= BROKEN || blind_ || s.again_head) return 0;
+    if (h_->state >= BROKEN || map_incomplete_ || s.again_head) return 0;
     if (s.lease_head && !slot_exists(s.lease_tail)) return 0;
     const uint64_t most = std::min({count, h_->puts - h_->takes, (Redo::MOST - TO_TAKE) / 2});
     uint64_t n = 0, bytes = 0, rest = h_->head;
@@ -92,12 +92,12 @@ uint64_t Ring::take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_
     change.set(s.leased, s.leased + n);
     change.set(h_->leased, h_->leased + n);
     change.commit();
-    if (reader.in_hand == 0) reader.number = number;
-    reader.in_hand += uint32_t(n);
+    if (reader.leases == 0) reader.number = number;
+    reader.leases += uint32_t(n);
     memory_freed(wakes);
-    if (h_->head) h_->reader_gate.call_in_turn(1, wakes);
-    call_writers(wakes, &reader, uint32_t(n));
-    tell_end(wakes);
+    if (h_->head) h_->reader_queue.wake_by_rank(1, wakes);
+    wake_writers(wakes, &reader, uint32_t(n));
+    wake_at_end(wakes);
     return n;
 }
 

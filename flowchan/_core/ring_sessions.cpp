@@ -21,7 +21,7 @@ uint32_t Ring::free_session(Wakes& wakes) {
             s.generation += 1;
             s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count =
                 s.views = s.forked = 0;
-            s.at_reader_gate = s.at_writer_gate = s.called = 0;
+            s.in_reader_queue = s.in_writer_queue = s.called = 0;
             s.clock = PortClock();
             s.awaits = s.at = s.begun = s.again_head = s.again_tail = s.again = s.again_at = s.orders = 0;
             fault_point();
@@ -52,7 +52,7 @@ void Ring::adopt(uint32_t index) {
     if (index == 0 || index >= SESSIONS)
         throw std::length_error("unknown port number " + std::to_string(index));
     Session& s = session(index);
-    if (s.views && s.pid != uint64_t(getpid())) part(index);
+    if (s.views && s.pid != uint64_t(getpid())) move_views(index);
     s.pid = uint64_t(getpid());
     s.started = own_start();
 }
@@ -60,7 +60,7 @@ void Ring::adopt(uint32_t index) {
 // Handle a port that moves to another process. The former process keeps its views, so they pass to a separate
 // HOLDER. Otherwise they would end with the new process. There is one Change for each slot, and a death may
 // come between any two. (When all records are taken, the views stay with the port.)
-void Ring::part(uint32_t index) {
+void Ring::move_views(uint32_t index) {
     Wakes wakes;
     if (!memory_is_right()) return void(found_damage());
     const uint32_t to = free_session(wakes);
@@ -101,38 +101,38 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
         if (slot->place() == SlotState::Filling) unclaim(slot, wakes);
     }
     int64_t now = now_ns();
-    auto leave = [now](Gate& gate, uint32_t& at_gate) {
-        const uint32_t n = at_gate;
-        at_gate =
+    auto leave = [now](WaitQueue& queue, uint32_t& in_queue) {
+        const uint32_t n = in_queue;
+        in_queue =
             // first: a death in between leaves `waiting` too high, never too low, and costs a needless
             // wake-up
             0;
         keep_order();
         fault_point();
-        gate.waiting -= std::min(gate.waiting, n);
-        gate.woken = std::min(gate.woken, gate.waiting);
-        gate.selecting = std::min(gate.selecting, gate.waiting);
-        gate.waited_ns += int64_t(n) * now;
-        return n ? gate.call_all() : 0;  // a thread that waits in the closing port must wake
+        queue.waiting -= std::min(queue.waiting, n);
+        queue.woken = std::min(queue.woken, queue.waiting);
+        queue.selecting = std::min(queue.selecting, queue.waiting);
+        queue.waited_ns += int64_t(n) * now;
+        return n ? queue.call_all() : 0;  // a thread that waits in the closing port must wake
     };
-    wakes.readers += leave(h_->reader_gate, s.at_reader_gate);
-    wakes.writers += leave(h_->writer_gate, s.at_writer_gate);
+    wakes.readers += leave(h_->reader_queue, s.in_reader_queue);
+    wakes.writers += leave(h_->writer_queue, s.in_writer_queue);
     s.clock.all.set(s.awaits != 0, now);
     if (s.awaits) {
         s.word.store(s.word.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
         wakes.add(s.word, true);  // a thread that waits in the closing port must wake
-        have_turn(s);
+        end_turn_wait(s);
         const auto waits = [](const Session& one) { return one.awaits != 0; };
-        h_->writer_gate.ordered = uint32_t(std::ranges::count_if(h_->sessions(), waits));
+        h_->writer_queue.ordered = uint32_t(std::ranges::count_if(h_->sessions(), waits));
         const auto for_turn = [](const Session& one) { return one.clock.turn.waiting != 0; };
-        h_->writer_gate.turns.set(uint32_t(std::ranges::count_if(h_->sessions(), for_turn)), now);
-        call_turns(wakes);
+        h_->writer_queue.turns.set(uint32_t(std::ranges::count_if(h_->sessions(), for_turn)), now);
+        wake_turns(wakes);
     }
     if (s.pid == uint64_t(getpid())) return;
     // It died, perhaps woken and on its way back, or about to wake another: all sleepers look again.
-    h_->reader_gate.woken = h_->writer_gate.woken = 0;
-    wakes.readers += h_->reader_gate.call_all();
-    call_all_writers(wakes);
+    h_->reader_queue.woken = h_->writer_queue.woken = 0;
+    wakes.readers += h_->reader_queue.call_all();
+    wake_all_writers(wakes);
 }
 
 // Return whether the views of this session may still be used after its end. Its process is alive, or may have
@@ -155,7 +155,7 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     if (s.role == Session::READER) {
         if (h_->readers == 1) close_with(change, wakes);
         change.set(h_->readers, h_->readers - 1);
-        if (h_->heard) wakes.writers += h_->writer_gate.call_all();
+        if (h_->heard) wakes.writers += h_->writer_queue.call_all();
     } else if (s.role == Session::WRITER) {
         if (h_->writers == 1) close_with(change, wakes);
         if (died && h_->state == OPEN && !h_->cut_off) change.set(h_->cut_off, s.pid);
@@ -169,7 +169,7 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     if (h_->state == CLOSED) advance(wakes);
 }
 
-std::vector<Slot*> Ring::in_hand(uint32_t index) const {
+std::vector<Slot*> Ring::leased_slots(uint32_t index) const {
     std::vector<Slot*> slots;
     const Session& s = session(index);
     for (uint64_t p = s.lease_head; slot_exists(p) && slots.size() < s.leased; p = at<Slot>(p)->next)
@@ -224,8 +224,8 @@ void Ring::sweep_now(Wakes& wakes) {
         else
             end_session(i, false, wakes, true);
     }
-    for (Gate* gate : {&h_->reader_gate, &h_->writer_gate})
-        if (gate->starving && !process_alive(gate->starving, 0)) gate->starving = 0;
+    for (WaitQueue* queue : {&h_->reader_queue, &h_->writer_queue})
+        if (queue->starving && !process_alive(queue->starving, 0)) queue->starving = 0;
 }
 
 }  // namespace flowchan

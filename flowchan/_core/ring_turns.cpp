@@ -79,10 +79,10 @@ void Ring::advance(Wakes& wakes) {
         change.set(h_->turn, h_->turn + 1);
         change.commit();
     }
-    if (linked) h_->reader_gate.call_in_turn(uint32_t(std::min<uint64_t>(linked, UINT32_MAX - 1)), wakes);
+    if (linked) h_->reader_queue.wake_by_rank(uint32_t(std::min<uint64_t>(linked, UINT32_MAX - 1)), wakes);
     if (h_->turn != before) {
-        call_turns(wakes);
-        tell_end(wakes);
+        wake_turns(wakes);
+        wake_at_end(wakes);
     }
 }
 
@@ -90,7 +90,7 @@ void Ring::advance(Wakes& wakes) {
 // gets an order to keep turns (Orders). It begins with the first unfinished item: the outputs of all items
 // before it are in the FIFO. Where other workers have started already, their outputs for earlier items are
 // parked and complete.
-void Ring::turn_is(uint64_t number, Wakes& wakes) {
+void Ring::start_turns_at(uint64_t number, Wakes& wakes) {
     if (h_->state != OPEN || number <= h_->turn) return;
     const uint64_t parked_to = std::min(number, h_->turn + groups_);
     for (uint64_t i = h_->turn; i < parked_to; ++i) {
@@ -103,8 +103,8 @@ void Ring::turn_is(uint64_t number, Wakes& wakes) {
     Change change(record(Side::Writer), windows_);
     change.set(h_->turn, number);
     change.commit();
-    call_turns(wakes);
-    tell_end(wakes);
+    wake_turns(wakes);
+    wake_at_end(wakes);
 }
 
 // --- waiting for a turn ---
@@ -113,24 +113,24 @@ void Ring::turn_is(uint64_t number, Wakes& wakes) {
 // way, drop_copies removes it and counts again.
 
 uint32_t Ring::await_turn(Session& s, uint64_t number, bool again) {
-    h_->writer_gate.begin_wait(again);
+    h_->writer_queue.begin_wait(again);
     s.called = 0;
     s.awaits = number + 1;
-    h_->writer_gate.ordered += 1;
+    h_->writer_queue.ordered += 1;
     const bool for_turn = number > h_->turn && inside() == 0;
     s.clock.begin(for_turn);
-    h_->writer_gate.turns.set(h_->writer_gate.turns.waiting + for_turn, now_ns());
+    h_->writer_queue.turns.set(h_->writer_queue.turns.waiting + for_turn, now_ns());
     return s.word.load(std::memory_order_relaxed);
 }
 
-void Ring::have_turn(Session& s) {
+void Ring::end_turn_wait(Session& s) {
     if (!s.awaits) return;  // its port was closed while it waited
     s.awaits = s.called = 0;
-    h_->writer_gate.ordered -= std::min(h_->writer_gate.ordered, 1u);
+    h_->writer_queue.ordered -= std::min(h_->writer_queue.ordered, 1u);
     const int64_t now = now_ns();
-    h_->writer_gate.waited_ns += now;
-    const uint32_t in_turn = h_->writer_gate.turns.waiting;
-    h_->writer_gate.turns.set(in_turn - std::min(in_turn, s.clock.turn.waiting), now);
+    h_->writer_queue.waited_ns += now;
+    const uint32_t in_turn = h_->writer_queue.turns.waiting;
+    h_->writer_queue.turns.set(in_turn - std::min(in_turn, s.clock.turn.waiting), now);
     s.clock.end(true);
 }
 
@@ -141,12 +141,12 @@ bool Ring::has_turn(uint64_t number, uint64_t more) const {
     return number - h_->turn < groups_ && inside + h_->parked + 1 + more < capacity_;
 }
 
-void Ring::call_turns(Wakes& wakes) {
+void Ring::wake_turns(Wakes& wakes) {
     for (;;) {
         Session* next = nullptr;
         uint64_t more = 0;
         uint32_t seen = 0;
-        for (uint32_t i = 1; i < h_->sessions().size() && seen < h_->writer_gate.ordered; ++i) {
+        for (uint32_t i = 1; i < h_->sessions().size() && seen < h_->writer_queue.ordered; ++i) {
             Session& s = session(i);
             if (!s.awaits) continue;
             seen += 1;
@@ -162,9 +162,9 @@ void Ring::call_turns(Wakes& wakes) {
     }
 }
 
-void Ring::call_all_writers(Wakes& wakes) {
-    wakes.writers += h_->writer_gate.call_all();
-    if (!h_->writer_gate.ordered) return;
+void Ring::wake_all_writers(Wakes& wakes) {
+    wakes.writers += h_->writer_queue.call_all();
+    if (!h_->writer_queue.ordered) return;
     for (Session& s : h_->sessions()) {
         if (!s.awaits) continue;
         s.called = 1;

@@ -19,9 +19,9 @@ namespace {
 constexpr size_t MOST = 128;  // FUTEX_WAITV_MAX
 
 // All places of one wait; leaves them at its end.
-class Gates {
+class WaitQueues {
   public:
-    Gates(std::deque<Place>& places, bool again) : places_(places) {
+    WaitQueues(std::deque<Place>& places, bool again) : places_(places) {
         for (Place& p : places_) {
             p.enter(again);
             words_.push_back(p.waited());
@@ -172,7 +172,7 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list
     while (nb::cast<int64_t>(done[0]) == -1 && !deadline.now_only()) {
         std::deque<Place> places;
         for (const Operation& op : ops) places.emplace_back(op.ch, op.caller());
-        Gates gates(places, again);
+        WaitQueues wait_queues(places, again);
         again = true;
         bool late = false;
         try {
@@ -180,14 +180,14 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list
             if (nb::cast<int64_t>(done[0]) == -1) {
                 if (PyErr_CheckSignals()) throw nb::python_error();
                 late = deadline.passed();
-                if (!late) gates.sleep(deadline.slice());
+                if (!late) wait_queues.sleep(deadline.slice());
             }
         } catch (...) {
-            gates.leave_all(SIZE_MAX);
+            wait_queues.leave_all(SIZE_MAX);
             throw;
         }
         int64_t used = nb::cast<int64_t>(done[0]);
-        gates.leave_all(used < 0 || ops[size_t(used)].looks ? SIZE_MAX : size_t(used));
+        wait_queues.leave_all(used < 0 || ops[size_t(used)].looks ? SIZE_MAX : size_t(used));
         if (late) break;
         if (used == -1) done = try_each(ops);
     }

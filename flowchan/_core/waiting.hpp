@@ -1,5 +1,5 @@
 // Waiting: deadlines, futex words, and the wait queue for the readers or writers of one `processes` channel.
-// (Threads of one process wait in stream.hpp.)
+// (Threads of one process wait in wait_list.hpp.)
 //
 // Algorithm. A wait queue is one futex word `seq` and a few counts that only the holder of the channel's lock
 // touches. A caller that cannot continue registers (waiting += 1), remembers `seq`, drops the lock and sleeps
@@ -154,7 +154,7 @@ struct PortClock {
     }
 };
 
-struct Gate {
+struct WaitQueue {
     std::atomic<uint32_t> seq{0};  // the futex word; its partner is the sleeper's compare in the kernel
     uint32_t waiting = 0;
     uint32_t woken = 0;
@@ -187,7 +187,7 @@ struct Gate {
     // Do the same for readers. No more of them are on their way than can run, because a reader that takes an
     // item and leaves one wakes the next (Ring::try_take). While a waiter starves, that reader may have to
     // stand back. Workers of a stage with the lowest ranks go first.
-    void call_in_turn(uint32_t k, Wakes& wakes);
+    void wake_by_rank(uint32_t k, Wakes& wakes);
 
     // `again`: after a slice of the same wait.
     uint32_t enter(bool again = false) {
@@ -202,17 +202,17 @@ struct Gate {
     }
     void begin_wait(bool again) {
         const int64_t now = now_ns();
-        if (everybody() == 0 && !again) since_ns = now;
+        if (all_waiting() == 0 && !again) since_ns = now;
         waited_ns -= now;
     }
-    uint32_t everybody() const { return waiting + ordered; }
+    uint32_t all_waiting() const { return waiting + ordered; }
     // Change `selecting` by one. The second line repairs the count after a death or a closed port.
-    void ends_by_itself(int change) {
+    void count_selecting(int change) {
         if (change > 0 || selecting) selecting += uint32_t(change);
         selecting = selecting < waiting ? selecting : waiting;
     }
-    int64_t waiting_for_ns() const { return everybody() ? now_ns() - since_ns : 0; }
-    int64_t total_wait_ns() const { return waited_ns + int64_t(everybody()) * now_ns(); }
+    int64_t waiting_for_ns() const { return all_waiting() ? now_ns() - since_ns : 0; }
+    int64_t total_wait_ns() const { return waited_ns + int64_t(all_waiting()) * now_ns(); }
 };
 
 // The sleepers that an operation wakes after it has dropped the lock: a number for each wait queue, and words
@@ -239,7 +239,7 @@ struct Wakes {
     }
 };
 
-inline void Gate::call_in_turn(uint32_t k, Wakes& wakes) {
+inline void WaitQueue::wake_by_rank(uint32_t k, Wakes& wakes) {
     static const uint32_t cores = uint32_t(std::max(sysconf(_SC_NPROCESSORS_ONLN), 1l));
     const uint32_t called = call(starving ? k : std::min(k, woken < cores ? cores - woken : 0));
     wakes.readers += called;

@@ -14,7 +14,7 @@
 
 namespace flowchan {
 
-enum class Say : uint8_t {
+enum class FrameType : uint8_t {
     // from the worker side: the stream is open; the owner side answers with the state of all its ports
     OPEN = 1,
     ITEM = 2,   // owner side -> worker side, input port: item n of the stream
@@ -42,9 +42,9 @@ enum Flag : uint8_t {
 struct Head {
     uint64_t size;  // of the payload
     uint64_t n;
-    uint32_t line;
+    uint32_t stream;
     uint16_t port;
-    Say say;
+    FrameType type;
     uint8_t flags;   // ITEM and OUT: the kind of the item (frame.hpp), and its deaths << 3
     uint64_t a = 0;  // not sent with ITEM and OUT
     uint64_t b = 0;
@@ -52,7 +52,7 @@ struct Head {
     static constexpr uint64_t SHORT = 24, LONG = 40;
     static constexpr uint64_t MOST_DEATHS = 31;
 
-    bool carries_item() const { return say == Say::ITEM || say == Say::OUT; }
+    bool carries_item() const { return type == FrameType::ITEM || type == FrameType::OUT; }
     uint64_t length() const { return carries_item() ? SHORT : LONG; }
     uint64_t kind() const { return flags & 7; }
     uint64_t deaths() const { return flags >> 3; }
@@ -64,19 +64,19 @@ constexpr uint64_t MOST_ITEM = uint64_t(1) << 46;
 
 // Return whether a head is valid, without its context.
 inline bool is_right(const Head& head) {
-    switch (head.say) {
-        case Say::ITEM:
-        case Say::OUT:
+    switch (head.type) {
+        case FrameType::ITEM:
+        case FrameType::OUT:
             return head.kind() >= 1 && head.kind() <= 4 && head.size <= MOST_ITEM;
-        case Say::INPUT:
-        case Say::OUTPUT:
+        case FrameType::INPUT:
+        case FrameType::OUTPUT:
             return head.size <= (head.flags & BREAK ? MOST_CAUSE : 0) && head.b <= head.a;
-        case Say::END:
+        case FrameType::END:
             return head.size <= (head.flags & BREAK ? MOST_CAUSE : 0);
-        case Say::OPEN:
-        case Say::PING:
-        case Say::PONG:
-        case Say::RECALL:
+        case FrameType::OPEN:
+        case FrameType::PING:
+        case FrameType::PONG:
+        case FrameType::RECALL:
             return head.size == 0;
     }
     return false;

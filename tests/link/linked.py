@@ -25,22 +25,23 @@ class Linked:
     """
 
     def __init__(self, delay: float = 0.0) -> None:
-        self.home, self.away = _core.Link(True), _core.Link(False)
+        self.owner_side, self.worker_side = _core.Link(True), _core.Link(False)
         self.breaks = 0
         self.delay = delay
-        self.wires: list[threading.Thread] = []
+        self.delays: list[threading.Thread] = []
         self.ends: list[socket.socket] = []  # of the delayed connections
 
     def connect(self) -> None:
         """Connect the ends again. Frames on the old connection are lost with it."""
-        here, there = socket.socketpair()
+        owner_end, worker_end = socket.socketpair()
         if self.delay:
-            (here, near), (far, there) = (here, there), socket.socketpair()
-            self.wires += delay_between(near, far, self.delay)
-            self.ends += [near, far]
-        attaching = threading.Thread(target=self.home.attach, args=(here.detach(),))
+            proxy_owner_end = worker_end
+            proxy_worker_end, worker_end = socket.socketpair()
+            self.delays += delay_between(proxy_owner_end, proxy_worker_end, self.delay)
+            self.ends += [proxy_owner_end, proxy_worker_end]
+        attaching = threading.Thread(target=self.owner_side.attach, args=(owner_end.detach(),))
         attaching.start()
-        self.away.attach(there.detach())
+        self.worker_side.attach(worker_end.detach())
         attaching.join()
         self.breaks += 1
 
@@ -49,15 +50,15 @@ class Linked:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.home.close()
-        self.away.close()
-        for wire in self.wires:
-            wire.join()
+        self.owner_side.close()
+        self.worker_side.close()
+        for delay_thread in self.delays:
+            delay_thread.join()
         for end in self.ends:
             end.close()
 
 
-class FarWorker:
+class RemoteWorker:
     """One remote worker: its ports on the owner side, and the rings on the worker side that it reads and
     writes."""
 
@@ -69,7 +70,7 @@ class FarWorker:
         *results: Channel[Any],
         ordered: bool = False,
         one_output: bool = False,
-        heir_of: FarWorker | None = None,
+        replaces: RemoteWorker | None = None,
     ) -> None:
         self.linked, self.number = linked, number
         self.source, self.results, self.ordered, self.one_output = source, results, ordered, one_output
@@ -83,24 +84,24 @@ class FarWorker:
             outer._follow(self.inside, False, one_output)
         for port in (self.reader, *self.writers, self.inside, *self.outside):
             port._supervise()
-        if heir_of is not None:
-            _core._take_up([heir_of.reader], heir_of.writers, [self.reader])
-        linked.home.line(number, [self.reader], self.writers)
-        linked.away.line(number, [self.feed], self.drains)
+        if replaces is not None:
+            _core._take_up([replaces.reader], replaces.writers, [self.reader])
+        linked.owner_side.line(number, [self.reader], self.writers)
+        linked.worker_side.line(number, [self.feed], self.drains)
 
-    def die(self, number: int) -> FarWorker:
+    def die(self, number: int) -> RemoteWorker:
         """Let its host fail: the owner side gives the worker up, and a replacement with this stream number
         takes its items."""
-        self.linked.home.drop(self.number)
-        self.linked.away.drop(self.number)
-        successor = FarWorker(
+        self.linked.owner_side.drop(self.number)
+        self.linked.worker_side.drop(self.number)
+        successor = RemoteWorker(
             self.linked,
             number,
             self.source,
             *self.results,
             ordered=self.ordered,
             one_output=self.one_output,
-            heir_of=self,
+            replaces=self,
         )
         for channel in (self.into, *self.out):
             channel.abort(None)
@@ -138,7 +139,7 @@ def feeding(source: Channel[Any], items: Iterable[Any]) -> threading.Thread:
     return thread
 
 
-def kill_relays() -> int:
+def kill_tls_proxies() -> int:
     """Kill every TLS process of this process, which breaks its encrypted connections. Return their number."""
     killed = 0
     for child in psutil.Process().children():

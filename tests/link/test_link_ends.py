@@ -15,7 +15,7 @@ import pytest
 
 from flowchan import Broken, Channel, _core
 from flowchan.transport.link_events import ItemTooLarge, LinkBroken, LinkClosed, next_event
-from tests.link.linked import FarWorker, Linked
+from tests.link.linked import Linked, RemoteWorker
 from tests.support.peers import ProcessPeer
 from tests.support.waiting import WAIT_LIMIT_S, wait_until
 
@@ -43,15 +43,15 @@ def test_idle_link_uses_no_cpu() -> None:
     with Linked() as linked:
         own = threads() - before
         source, results = channel(), channel()
-        far = [FarWorker(linked, number, source, results) for number in (1, 2)]
+        remote = [RemoteWorker(linked, number, source, results) for number in (1, 2)]
         wait_until(lambda: source.stats().waiting_readers > 0)
         spent = seconds(*own)
-        pings = linked.away.state()["bytes_in"] + 40 * 10
+        pings = linked.worker_side.state()["bytes_in"] + 40 * 10
         passed = -os.times().elapsed
-        wait_until(lambda: linked.away.state()["bytes_in"] > pings)
+        wait_until(lambda: linked.worker_side.state()["bytes_in"] > pings)
         passed += os.times().elapsed
         assert seconds(*own) - spent < 0.1 * passed
-        del far
+        del remote
 
 
 def switches(*numbers: str) -> int:
@@ -68,31 +68,31 @@ def test_link_of_many_workers_sleeps_while_idle() -> None:
     link."""
     before = threads()
     with Linked() as linked:
-        far = []
+        remote = []
         for number in range(100):
             channels = [Channel[int](4, across="processes", max_bytes=1 << 12) for _ in range(4)]
             source, into, out, results = channels
             users = source.writer(), into.reader(), out.writer(), results.reader()
             ports = source.reader(), results.writer(), into.writer(), out.reader()
-            linked.home.line(number, [ports[0]], [ports[1]])
-            linked.away.line(number, [ports[2]], [ports[3]])
-            far.append((users, channels, ports))
+            linked.owner_side.line(number, [ports[0]], [ports[1]])
+            linked.worker_side.line(number, [ports[2]], [ports[3]])
+            remote.append((users, channels, ports))
         # the first round lets all needed threads start and go to sleep
         for may_sleep_less in (True, False):
             own, began = threads() - before, time.monotonic()
             slept = switches(*own)
             while time.monotonic() - began < 1:
-                heard = linked.away.state()["bytes_in"]
-                wait_until(lambda heard=heard: linked.away.state()["bytes_in"] > heard)  # a ping
+                heard = linked.worker_side.state()["bytes_in"]
+                wait_until(lambda heard=heard: linked.worker_side.state()["bytes_in"] > heard)  # a ping
             rate = (switches(*own) - slept) / (time.monotonic() - began)
             assert may_sleep_less or rate < 150  # a second
-        for number, ((feed, worker_in, worker_out, outcome), *_) in enumerate(far):
+        for number, ((feed, worker_in, worker_out, outcome), *_) in enumerate(remote):
             feed.put(number)
             worker_out.put(worker_in.get(timeout=WAIT_LIMIT_S) + 1)
             assert outcome.get(timeout=WAIT_LIMIT_S) == number + 1
         child = os.fork()
         if child == 0:
-            linked.home.close()
+            linked.owner_side.close()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
     assert threads() <= before
@@ -101,12 +101,12 @@ def test_link_of_many_workers_sleeps_while_idle() -> None:
 def test_stopped_process_does_not_count_the_stop_as_silence() -> None:
     """R11: a program that was stopped handles the received frames first, and does not blame the other
     side."""
-    here, silent = socket.socketpair()
+    own_end, silent = socket.socketpair()
     told = Channel[float](10_000, across="processes")
 
     def wait() -> None:
         link = _core.Link(False)
-        link.attach(here.detach())
+        link.attach(own_end.detach())
         while not link.wait(0.1):
             told.put(link.state()["heard_ago"])
 
@@ -127,7 +127,7 @@ def test_stopped_process_does_not_count_the_stop_as_silence() -> None:
     assert heard_ago < time.monotonic() - began - 0.9 * stopped
     waiting.kill()
     waiting.join()
-    here.close()
+    own_end.close()
     silent.close()
 
 
@@ -139,14 +139,14 @@ def test_two_threads_close_a_link_at_once() -> None:
 
             def close(linked: Linked = linked, both: threading.Barrier = both) -> None:
                 both.wait()
-                linked.home.close()
+                linked.owner_side.close()
 
             closing = threading.Thread(target=close)
             closing.start()
             both.wait()
-            linked.home.close()
+            linked.owner_side.close()
             ended = LinkBroken("the other side closed the connection")
-            assert next_event(linked.home, WAIT_LIMIT_S) in {LinkClosed(), ended}
+            assert next_event(linked.owner_side, WAIT_LIMIT_S) in {LinkClosed(), ended}
             closing.join()
 
 
@@ -158,8 +158,8 @@ def test_forked_child_has_no_copy_of_the_connection() -> None:
         sockets = _sockets() - before
         assert len(sockets) == 2
         source, results = channel(), channel()
-        far = FarWorker(linked, 1, source, results)
-        working = far.start(lambda item: [(0, item)])
+        remote = RemoteWorker(linked, 1, source, results)
+        working = remote.start(lambda item: [(0, item)])
         writer = source.writer()
         for number in range(20):
             for item in range(100):
@@ -168,7 +168,7 @@ def test_forked_child_has_no_copy_of_the_connection() -> None:
             if not child:
                 has = sockets & _sockets()
                 if number % 2:
-                    linked.home.close()
+                    linked.owner_side.close()
                 else:
                     linked.__dict__.clear()
                 os._exit(len(has))
@@ -202,8 +202,8 @@ def test_item_too_large_for_the_receiver_is_reported_and_stops_puts(size: int) -
     with Linked() as linked:
         source, into = channel(), channel(max_bytes=5_000)
         reader, feed, worker = source.reader(), into.writer(), into.reader()
-        linked.home.line(1, [reader], [])
-        linked.away.line(1, [feed], [])
+        linked.owner_side.line(1, [reader], [])
+        linked.worker_side.line(1, [feed], [])
         got: list[bytes] = []
 
         def work() -> None:
@@ -214,12 +214,12 @@ def test_item_too_large_for_the_receiver_is_reported_and_stops_puts(size: int) -
         working.start()
         for item in (b"fits", bytes(size), b"fits, too"):
             source.put(item)
-        event = next_event(linked.away, WAIT_LIMIT_S)
+        event = next_event(linked.worker_side, WAIT_LIMIT_S)
         assert isinstance(event, ItemTooLarge)
         assert (event.line, event.port) == (1, 0)
         assert event.size >= size
-        heard = linked.away.state()["bytes_in"]
-        wait_until(lambda: linked.away.state()["bytes_in"] > heard)
+        heard = linked.worker_side.state()["bytes_in"]
+        wait_until(lambda: linked.worker_side.state()["bytes_in"] > heard)
         into.abort(None)
         working.join(WAIT_LIMIT_S)
         assert got == [b"fits"]

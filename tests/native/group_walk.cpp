@@ -203,7 +203,7 @@ bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, u
         if (!first) first = &one;
         must(one.done == first->done && one.end == first->end, "the survivors do not agree");
     }
-    if (!anybody_died) must(first && first->done == TIMES, "without a death all is done");
+    if (!anybody_died) must(first && first->done == TIMES, "without a death all operations must be done");
     return !anybody_died;
 }
 
@@ -218,7 +218,7 @@ void flowchan::fault_point() {
 }
 
 int main(int argc, char** argv) {
-    must(argc == 6, "arguments: operation, members, who dies, every how manieth point, dies or closes");
+    must(argc == 6, "arguments: operation, members, dying member, distance of points, dies or closes");
     const bool close_them = strcmp(argv[5], "closes") == 0;
     const int operation = atoi(argv[1]);
     const uint32_t size = uint32_t(atoi(argv[2])), who = uint32_t(atoi(argv[3])),
@@ -229,6 +229,6 @@ int main(int argc, char** argv) {
         who == size ? std::vector<uint32_t>{0, size - 1} : std::vector<uint32_t>{who};
     uint32_t n = 1, deaths = 0;
     for (; !group_survives(operation, size, dying, n, close_them, *shared); n += every) deaths += 1;
-    must(deaths > 0, "nobody died");
+    must(deaths > 0, "no member died");
     printf("%u deaths\n", deaths);
 }

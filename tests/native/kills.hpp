@@ -43,7 +43,8 @@ class Kills {
             Step step = sink.get(value, Deadline{now_ns() + 1'000'000});
             if (step == Step::Drained) break;
             if (step == Step::Done) {
-                must(missing.count(value), "an output came twice or never was one: " + std::to_string(value));
+                must(missing.count(value),
+                     "an output came twice or was not expected: " + std::to_string(value));
                 must(!ordered || *missing.begin() == value, "an output came out of order");
                 missing.erase(value);
                 passed += 1;
@@ -62,7 +63,7 @@ class Kills {
         while (std::any_of(workers.begin(), workers.end(), [](Worker& w) { return w.pid != 0; }))
             look_for_dead(0);
         must(missing.empty(), std::to_string(missing.size()) + " outputs are lost");
-        while (!sink.sights.empty()) sink.let_go();
+        while (!sink.held_views.empty()) sink.drop_view();
         sink.leave(true);
         for (Ring* ring : {&in, &out}) {
             std::string problems;
@@ -157,7 +158,7 @@ class Kills {
             std::vector<uint64_t> numbers;
             if (old.reader)
                 locked(in, [&](Wakes&) {
-                    for (Slot* slot : in.in_hand(old.reader)) numbers.push_back(slot->number);
+                    for (Slot* slot : in.leased_slots(old.reader)) numbers.push_back(slot->number);
                 });
             else
                 numbers = {0};

@@ -25,7 +25,7 @@ uint64_t outputs_for(uint64_t item) { return item % MOST_OUTPUTS; }
 constexpr uint64_t BYTES_INSIDE = 4 << 20;
 
 // A remote worker: the rings under its ports on the worker side, and the ends of them that the link uses.
-struct Far {
+struct RemoteWorker {
     std::shared_ptr<Ring> into = std::make_shared<Ring>(1 << 12, BYTES_INSIDE);
     std::shared_ptr<Ring> out = std::make_shared<Ring>(64, BYTES_INSIDE);
     const uint32_t feed = open_session(*into, Session::WRITER), drain = open_session(*out, Session::READER);
@@ -48,20 +48,20 @@ struct Far {
 
   private:
     bool next(uint64_t& item) {
-        if (reads.reader.in_hand) must(writes.done_with(reads.reader.number) == Step::Done, "done");
+        if (reads.reader.leases) must(writes.done_with(reads.reader.number) == Step::Done, "done");
         return reads.get(item) == Step::Done;
     }
 };
 
 // Both ends of a link, and the connection between them.
 struct Linked {
-    Link home{true}, away{false};
+    Link owner_side{true}, worker_side{false};
 
     void connect() {
         int ends[2];
         must(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "socketpair");
-        home.attach(ends[0]);
-        away.attach(ends[1]);
+        owner_side.attach(ends[0]);
+        worker_side.attach(ends[1]);
     }
 };
 
@@ -70,8 +70,8 @@ void break_often(Linked& linked, uint64_t often, const std::atomic<bool>& over) 
     while (!over) {
         usleep(useconds_t(random() % (2'000'000 / often)));
         linked.connect();
-        while (linked.home.next_event(0).kind != LinkEvent::Kind::None) {}
-        while (linked.away.next_event(0).kind != LinkEvent::Kind::None) {}
+        while (linked.owner_side.next_event(0).kind != LinkEvent::Kind::None) {}
+        while (linked.worker_side.next_event(0).kind != LinkEvent::Kind::None) {}
     }
 }
 
@@ -89,24 +89,24 @@ void run(uint64_t items, uint64_t workers, bool ordered, uint64_t often) {
     auto source = std::make_shared<Ring>(100, BYTES_INSIDE),
          results = std::make_shared<Ring>(100, BYTES_INSIDE);
     Linked linked;
-    std::vector<std::unique_ptr<Far>> far;
+    std::vector<std::unique_ptr<RemoteWorker>> remote;
     User feeder = open(*source, Session::WRITER), sink = open(*results, Session::PLAIN);
     for (uint32_t number = 1; number <= workers; ++number) {
-        far.push_back(std::make_unique<Far>());
+        remote.push_back(std::make_unique<RemoteWorker>());
         WriterState writer, feed;
         writer.session = open_session(*results, Session::WRITER);
         writer.ordered = ordered;
-        feed.session = far.back()->feed;
-        linked.home.open_line(number, {{source, open_session(*source, Session::READER)}},
-                              {{results, writer, true, false}}, false);
-        linked.away.open_line(number, {{far.back()->out, far.back()->drain}},
-                              {{far.back()->into, feed, false, false}}, false);
+        feed.session = remote.back()->feed;
+        linked.owner_side.open_stream(number, {{source, open_session(*source, Session::READER)}},
+                                      {{results, writer, true, false}}, false);
+        linked.worker_side.open_stream(number, {{remote.back()->out, remote.back()->drain}},
+                                       {{remote.back()->into, feed, false, false}}, false);
     }
     linked.connect();
 
     std::atomic<bool> over = false;
     std::vector<std::thread> threads;
-    for (auto& one : far) threads.emplace_back([&] { one->work(*source); });
+    for (auto& one : remote) threads.emplace_back([&] { one->work(*source); });
     threads.emplace_back([&] {
         for (uint64_t item = 0; item < items; ++item)
             must(feeder.put(Message(item, size_for(item))) == Step::Done, "an item");
@@ -126,13 +126,13 @@ void run(uint64_t items, uint64_t workers, bool ordered, uint64_t often) {
         }
     }
     uint64_t more = 0;
-    must(sink.get(more) == Step::Drained, "more came than there was");
+    must(sink.get(more) == Step::Drained, "more items came than were put");
     must(right == found, "the totals of the outputs");
     over = true;
     for (std::thread& thread : threads) thread.join();
-    const uint64_t breaks = linked.home.breaks;
-    linked.home.close();
-    linked.away.close();
+    const uint64_t breaks = linked.owner_side.breaks;
+    linked.owner_side.close();
+    linked.worker_side.close();
     sink.leave(true);
     for (Ring* ring : {source.get(), results.get()}) {
         const std::string wrong = locked(*ring, [&](Wakes&) { return check(*ring); });

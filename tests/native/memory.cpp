@@ -36,7 +36,7 @@ class Memory {
                 if (room)
                     expect(step, finds, "a put", size);
                 else
-                    must(step == Step::NotNow, "a put found room that was not there");
+                    must(step == Step::NotNow, "a put found room that should not exist");
                 if (step == Step::Done) inside.push_back(value);
                 break;
             }
@@ -48,18 +48,19 @@ class Memory {
                 break;
             }
             default: {
-                if (user.sights.empty()) break;
-                std::swap(user.sights.front(), user.sights[random() % user.sights.size()]);
+                if (user.held_views.empty()) break;
+                std::swap(user.held_views.front(), user.held_views[random() % user.held_views.size()]);
                 // Put some of the loans, and drop the others.
-                const uint64_t lent =
-                    user.sights.front().slot->loaned() && random() % 4 == 0 ? user.sights.front().value : 0;
+                const uint64_t lent = user.held_views.front().slot->loaned() && random() % 4 == 0
+                                          ? user.held_views.front().value
+                                          : 0;
                 if (!lent)
-                    user.let_go();
+                    user.drop_view();
                 else if (user.put_loan(user, Deadline{0}) == Step::Done)
                     inside.push_back(lent);
             }
         }
-        for (const Sight& sight : user.sights) sight.verify();
+        for (const HeldView& sight : user.held_views) sight.verify();
         const std::string problems = check(ring);
         must(problems.empty(), problems);
     }
@@ -68,18 +69,19 @@ class Memory {
         uint64_t got = 0;
         for (; !inside.empty(); inside.pop_front())
             must(user.get(got, Deadline{0}) == Step::Done && got == inside.front(), "get");
-        auto lent = [](const Sight& sight) { return sight.slot->loaned(); };
-        for (auto it = user.sights.begin();
-             (it = std::find_if(user.sights.begin(), user.sights.end(), lent)) != user.sights.end();) {
-            std::iter_swap(user.sights.begin(), it);
-            user.let_go();
+        auto lent = [](const HeldView& sight) { return sight.slot->loaned(); };
+        for (auto it = user.held_views.begin();
+             (it = std::find_if(user.held_views.begin(), user.held_views.end(), lent)) !=
+             user.held_views.end();) {
+            std::iter_swap(user.held_views.begin(), it);
+            user.drop_view();
         }
-        const size_t views = user.sights.size();
+        const size_t views = user.held_views.size();
         must(user.put(Message(++number, MAX_BYTES, BUFFERS), Deadline{0}) == Step::Done, "the largest put");
         must(user.get(got, Deadline{0}) == Step::Done && got == number, "get");
-        if (user.sights.size() == views) return;
-        std::swap(user.sights.front(), user.sights.back());
-        user.let_go();
+        if (user.held_views.size() == views) return;
+        std::swap(user.held_views.front(), user.held_views.back());
+        user.drop_view();
     }
     // Check that there are slots for `capacity` items, whatever blocks were cut. Then everything is freed,
     // and the largest items find memory again.
@@ -91,11 +93,11 @@ class Memory {
         }
         for (; !inside.empty(); inside.pop_front())
             must(user.get(got, Deadline{0}) == Step::Done && got == inside.front(), "get");
-        while (!user.sights.empty()) user.let_go();
+        while (!user.held_views.empty()) user.drop_view();
         must(h.slots_used == 0 && h.viewed_bytes == 0, "something is left");
         for (uint64_t value : {1, 2})
             must(user.loan(value, MAX_BYTES, Deadline{0}) == Step::Done, "the largest loan");
-        while (!user.sights.empty()) user.let_go();
+        while (!user.held_views.empty()) user.drop_view();
         user.leave(true);
         printf("%lu found, %lu not, %lu slots\n", static_cast<unsigned long>(hits),
                static_cast<unsigned long>(misses),

@@ -169,9 +169,9 @@ void round_and_round(bool processes, uint64_t turns) {
                 } else {
                     must(user.put(Message(value + 1, size, BUFFERS)) == Step::Done, "put");
                 }
-                while (user.sights.size() > n % 4) user.let_go();
+                while (user.held_views.size() > n % 4) user.drop_view();
             }
-            while (!user.sights.empty()) user.let_go();
+            while (!user.held_views.empty()) user.drop_view();
             lender.leave(true);
             user.leave(true);
         });
@@ -180,7 +180,7 @@ void round_and_round(bool processes, uint64_t turns) {
     locked(one, [&](Wakes& wakes) { one.close(wakes); });
     uint64_t sum = 0, value = 0;
     while (filler.get(value) == Step::Done) sum += value;
-    must(sum == ITEMS * (ITEMS - 1) / 2 + USERS * turns, "the sum of all that went round");
+    must(sum == ITEMS * (ITEMS - 1) / 2 + USERS * turns, "the sum of the circulating items");
     filler.leave(true);
     checked(one, "the ring of rounds");
 }
@@ -209,7 +209,7 @@ void ordered_stage(bool processes, uint64_t items) {
             locked(target, [&](Wakes&) { target.adopt(writer.session); });
             writer.writer.ordered = true;
             for (;;) {
-                if (reader.reader.in_hand) must(writer.done_with(reader.reader.number) == Step::Done, "done");
+                if (reader.reader.leases) must(writer.done_with(reader.reader.number) == Step::Done, "done");
                 uint64_t value = 0;
                 if (reader.get(value) != Step::Done) break;
                 for (uint64_t k = 0; k < value % 4; ++k)
@@ -227,7 +227,7 @@ void ordered_stage(bool processes, uint64_t items) {
         for (uint64_t k = 0; k < i % 4; ++k, ++seen)
             must(sink.get(value) == Step::Done && value == i * 4 + k,
                  "the outputs are not in the order of the items");
-    must(sink.get(value) == Step::Drained, "more came than there was");
+    must(sink.get(value) == Step::Drained, "more items came than were put");
     sink.leave(true);
     parties.join();
     checked(in, "the input");

@@ -23,12 +23,12 @@ def test_put_and_get_share_two_cache_lines_and_the_slot() -> None:
     assert with_the_next == 3
 
 
-def pace(one: int, other: int) -> tuple[int, int]:
+def turn_taking(one: int, other: int) -> tuple[int, int]:
     """Return how many runs 20,000 operations make, and how many rests.
 
     ``one`` and ``other``: ns that each side works elsewhere between two of its operations.
     """
-    ended = run(program("plain/pace"), str(one), str(other), "20000")
+    ended = run(program("plain/turn_taking"), str(one), str(other), "20000")
     assert ended.returncode == 0, ended.stderr
     runs, rests = numbers(ended.stdout)
     return runs, rests
@@ -36,16 +36,16 @@ def pace(one: int, other: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("elsewhere", [0, 100, 150])
 def test_sides_in_tight_loops_alternate_in_runs(elsewhere: int) -> None:
-    runs, _ = pace(elsewhere, elsewhere)
+    runs, _ = turn_taking(elsewhere, elsewhere)
     assert runs < 20_000 / 12
 
 
 @pytest.mark.parametrize("elsewhere", [(2_000, 2_000), (5_000, 5_000)])
 def test_side_with_much_other_work_never_rests(elsewhere: tuple[int, int]) -> None:
-    assert pace(*elsewhere)[1] == 0
+    assert turn_taking(*elsewhere)[1] == 0
 
 
 @pytest.mark.parametrize("elsewhere", [(400, 400), (600, 600), (100, 2_000), (10_000, 100), (50, 300)])
 def test_useless_rests_become_rare(elsewhere: tuple[int, int]) -> None:
-    runs, rests = pace(*elsewhere)
+    runs, rests = turn_taking(*elsewhere)
     assert rests < 20 + runs / 100

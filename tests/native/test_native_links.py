@@ -60,7 +60,7 @@ def test_link_frees_sent_bytes_while_more_are_queued(copied: int) -> None:
 
 
 @pytest.mark.timeout(3 * 3600)  # ``--frames`` may ask for any number
-@pytest.mark.parametrize("world", ["model", "home", "away"])
+@pytest.mark.parametrize("world", ["model", "owner", "worker"])
 def test_link_puts_valid_frames_and_disconnects_on_invalid_ones(
     pytestconfig: pytest.Config, long_walk: bool, world: str
 ) -> None:

@@ -77,14 +77,14 @@ auto locked(Ring& ring, Op&& op) {
 }
 
 // A block that a user views, or has on loan and has filled, and its expected content.
-struct Sight {
+struct HeldView {
     Slot* slot;
     char* at;
     uint64_t size, value;
 
     void verify() const {
         if (Message::value_of(at, size) != value)
-            die("what was looked at is message " + std::to_string(value) + " no more");
+            die("a viewed block is message " + std::to_string(value) + " no longer");
     }
 };
 
@@ -97,7 +97,7 @@ struct User {
     WriterState writer{};
     Taken taken{};
     bool keeps = false;  // keeps views of the items that it got
-    std::vector<Sight> sights;
+    std::vector<HeldView> held_views;
 
     User(Ring& ring, uint32_t session, Session::Role role) : ring(ring), session(session) {
         is_reader = role == Session::READER;
@@ -146,8 +146,8 @@ struct User {
         if (step != Step::Done) return step;
         value = Message::value_of(taken.at, taken.size);
         finish_copy();
-        if (taken.viewed) sights.push_back({taken.slot, const_cast<char*>(taken.at), taken.size, value});
-        if (taken.viewed && !keeps) let_go();
+        if (taken.viewed) held_views.push_back({taken.slot, const_cast<char*>(taken.at), taken.size, value});
+        if (taken.viewed && !keeps) drop_view();
         return step;
     }
     void finish_copy() {
@@ -155,10 +155,10 @@ struct User {
         taken.held = nullptr;
     }
     // Drop the oldest view or loan.
-    void let_go() {
-        sights.front().verify();
-        locked(ring, [&](Wakes& wakes) { ring.unview(sights.front().slot, wakes); });
-        sights.erase(sights.begin());
+    void drop_view() {
+        held_views.front().verify();
+        locked(ring, [&](Wakes& wakes) { ring.unview(held_views.front().slot, wakes); });
+        held_views.erase(held_views.begin());
     }
     // Take memory on loan and fill it.
     Step loan(uint64_t value, uint64_t size, Deadline deadline = {}) {
@@ -167,13 +167,13 @@ struct User {
             ring, [&](bool) { return as_caller(); }, [&](Wakes&) { return ring.loan(size, session, slot); },
             deadline);
         if (step != Step::Done) return step;
-        sights.push_back({slot, const_cast<char*>(ring.payload_of(slot)), size, value});
-        Message::lay(value, sights.back().at, size);
+        held_views.push_back({slot, const_cast<char*>(ring.payload_of(slot)), size, value});
+        Message::lay(value, held_views.back().at, size);
         return step;
     }
     // Put the oldest loan of `lender`, like put_loaned of puts.cpp.
     Step put_loan(User& lender, Deadline deadline = {}, const uint64_t* item = nullptr) {
-        Sight& sight = lender.sights.front();
+        HeldView& sight = lender.held_views.front();
         Frame frame;
         frame.kind = BUFFERS;
         frame.size = sight.size;
@@ -187,9 +187,9 @@ struct User {
             },
             deadline);
         if (skipped)
-            lender.let_go();
+            lender.drop_view();
         else if (step == Step::Done)
-            lender.sights.erase(lender.sights.begin());
+            lender.held_views.erase(lender.held_views.begin());
         return step;
     }
     // Finish an item like done_with of ports.cpp.

@@ -22,7 +22,7 @@ int main(int argc, char** argv) {
     if (first == "planted") Walk(planted_scenario(), 1).run();
     const long every = list ? 1 : std::stol(first);
     for (auto scenarios : {put_scenarios(), take_scenarios(), session_scenarios(), stage_scenarios(),
-                           view_scenarios(), memory_scenarios(), parcel_scenarios()}) {
+                           view_scenarios(), memory_scenarios(), bundle_scenarios()}) {
         for (const Scenario& scenario : scenarios) {
             if (list) {
                 puts(scenario.name.c_str());

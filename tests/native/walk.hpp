@@ -158,7 +158,7 @@ class Walk {
             for (Session& s : h.sessions())
                 need(s.role == Session::NONE || s.role == Session::RESUME || s.pid == uint64_t(getpid()),
                      "a session of a dead process is left");
-            need(h.reader_gate.waiting <= scenario.tolerance.waiting && h.writer_gate.waiting == 0,
+            need(h.reader_queue.waiting <= scenario.tolerance.waiting && h.writer_queue.waiting == 0,
                  "a dead process still waits");
         }
         scenario.look(scene, journal->done);
@@ -190,7 +190,7 @@ class Walk {
             list.insert(list.end(), more.begin(), more.end());
             found |= list == values;
         }
-        need(found, "after " + std::to_string(journal->done) + " steps there came " + text(values));
+        need(found, "after " + std::to_string(journal->done) + " steps the items were " + text(values));
         one.leave(true);
         other.leave(true);
     }
@@ -213,7 +213,8 @@ class Walk {
             }
             const bool cut_off = one.ring.header().cut_off;  // a writer died: the end is not clean
             must(step == (cut_off ? Step::Broken : Step::Drained),
-                 "a read of what is left ended with " + std::to_string(int(step)) + " after" + text(values));
+                 "a read of the remaining items ended with " + std::to_string(int(step)) + " after" +
+                     text(values));
             Header& h = one.ring.header();
             uint64_t views = 0;  // viewed slots stay in use
             for (const Session& s : h.sessions()) views += s.views;
@@ -221,7 +222,7 @@ class Walk {
                  "drained with something inside");
             return values;
         }
-        die("there is no end to what comes");
+        die("the items do not end");
     }
 };
 
@@ -232,7 +233,7 @@ std::vector<Scenario> session_scenarios();
 std::vector<Scenario> stage_scenarios();
 std::vector<Scenario> view_scenarios();
 std::vector<Scenario> memory_scenarios();
-std::vector<Scenario> parcel_scenarios();
+std::vector<Scenario> bundle_scenarios();
 Scenario planted_scenario();  // a put that keeps no record; walked only when asked for, and must fail
 
 }  // namespace testing

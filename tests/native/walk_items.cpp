@@ -50,7 +50,7 @@ Scenario putting(const char* name, Values before, std::vector<uint64_t> sizes) {
 
 // A put of a large item that is in progress when the channel is closed puts nothing.
 Scenario close_between() {
-    Scenario s{"put large, closed meanwhile"};
+    Scenario s{"put large, closed in between"};
     s.prepare = [](Scene& scene) { fill(*scene.in, {1, 2}); };
     s.act = [](Scene& scene) {
         Ring& ring = *scene.in;
@@ -205,7 +205,7 @@ Scenario putting_back(const char* name, uint64_t size, bool leases) {
             if (i == 0 && !leases) user.finish_copy();
         }
         locked(ring, [&](Wakes& wakes) { ring.put_back(user.taken, user.as_reader(), wakes); });
-        must(!leases || user.reader.in_hand == 1, "more than the last one went back");
+        must(!leases || user.reader.leases == 1, "more than the last one went back");
         scene.did();
     };
     s.take_over = [=](Scene& scene) {
@@ -271,7 +271,7 @@ std::vector<Scenario> take_scenarios() {
         leasing("lease and acknowledge runs with blocks", 1000, 2, true),
         putting_back("put back", 8, false),
         putting_back("put back, large", LARGE, false),
-        putting_back("put back what was leased", 8, true),
+        putting_back("put back a leased item", 8, true),
     };
 }
 

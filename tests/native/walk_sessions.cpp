@@ -73,8 +73,8 @@ Scenario last_of(const char* name, Session::Role role) {
         Header& h = scene.in->header();
         must(h.readers == 0 && h.writers == 0, "a port is still counted");
         must(!done || h.state == CLOSED, "the last one has left and the channel is open");
-        must(!h.cut_off || role == Session::WRITER, "a reader's death is taken for a writer's");
-        must(!h.cut_off || done < 2, "a writer that had left is taken for one that died");
+        must(!h.cut_off || role == Session::WRITER, "a reader's death is recorded as a writer's");
+        must(!h.cut_off || done < 2, "a writer that had left is recorded as dead");
     };
     return s;
 }
@@ -90,7 +90,7 @@ Scenario one_of_two(const char* name, Session::Role role) {
     s.allowed = [](int) { return Lists{{1, 2}}; };
     s.look = [](Scene& scene, int) {
         Header& h = scene.in->header();
-        must(h.readers + h.writers == 1 && h.state == OPEN, "the other one is not there any more");
+        must(h.readers + h.writers == 1 && h.state == OPEN, "the other port was ended too");
     };
     return s;
 }
@@ -151,8 +151,8 @@ Scenario sweeping() {
                 must(ring.try_take(reader.taken, &reader.reader, reader.session, wakes) == Step::Done,
                      "lease");
                 must(ring.claim(frame, nullptr, plain.session, slot) == Step::Done, "claim");
-                ring.header().reader_gate.enter();
-                ring.session(plain.session).at_reader_gate += 1;
+                ring.header().reader_queue.enter();
+                ring.session(plain.session).in_reader_queue += 1;
             });
             _exit(0);
         }
@@ -165,7 +165,7 @@ Scenario sweeping() {
         Header& h = scene.in->header();
         must(h.readers == 1 && h.writers == 1 && h.state == OPEN,
              "more than the dead one's sessions were ended");
-        must(h.cut_off != 0, "nothing is known of the writer that died");
+        must(h.cut_off != 0, "the dead writer was not recorded");
         scene.users[0].leave(true);
         must(h.state == CLOSED, "the last reader has left");
     };

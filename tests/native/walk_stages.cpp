@@ -41,7 +41,7 @@ void retire(User& writer, const std::vector<uint64_t>& items) {
 void expect_out(Scene& scene, Values expected, bool ordered) {
     User one = open(*scene.out, Session::PLAIN), other = open(*scene.out, Session::PLAIN);
     must(scene.out->header().state == CLOSED, "the last writer has left and the channel is open");
-    must(scene.out->header().resumes == 0, "what a dead writer has put is remembered for nobody");
+    must(scene.out->header().resumes == 0, "the outputs of a dead writer are still remembered");
     Values values = Walk::drain(one, other);
     if (!ordered) std::sort(values.begin(), values.end()), std::sort(expected.begin(), expected.end());
     must(values == expected, "the outputs were" + Walk::text(values));
@@ -54,7 +54,7 @@ Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Val
     Scenario s{name};
     s.has_in = false, s.has_out = true;
     s.twice = kind.size <= Taken::LOCAL;
-    auto in_hand = [=](Scene& scene) {
+    auto unfinished = [=](Scene& scene) {
         size_t done = size_t(scene.journal->done);
         return done < mine.size() ? std::vector<uint64_t>{mine[done]} : std::vector<uint64_t>{};
     };
@@ -68,7 +68,7 @@ Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Val
         adopt(scene.users[0]);
         for (uint64_t item : mine) produce(scene, scene.users[0], item, outputs[item], kind.size);
     };
-    s.take_over = [=](Scene& scene) { retire(scene.users[0], in_hand(scene)); };
+    s.take_over = [=](Scene& scene) { retire(scene.users[0], unfinished(scene)); };
     s.finish = [=](Scene& scene) {
         for (size_t i = size_t(scene.journal->done); i < mine.size(); ++i)
             produce(scene, scene.users[1], mine[i], outputs[mine[i]], kind.size);
@@ -159,7 +159,7 @@ Scenario resuming(const char* name, Kind kind) {
 void work(Scene& scene, User& reader, User& writer, const Kind& kind, const Outputs& outputs,
           int again = -1) {
     for (;;) {
-        if (reader.reader.in_hand) must(writer.done_with(reader.reader.number) == Step::Done, "done");
+        if (reader.reader.leases) must(writer.done_with(reader.reader.number) == Step::Done, "done");
         uint64_t value = 0;
         Step step = reader.get(value, Deadline{0});
         if (step == Step::Drained) return;
@@ -207,7 +207,7 @@ Scenario working(const char* name, Kind kind, Outputs outputs, int again = -1) {
     s.take_over = [](Scene& scene) {
         std::vector<uint64_t> items;
         locked(*scene.in, [&](Wakes&) {
-            for (Slot* slot : scene.in->in_hand(scene.users[0].session)) items.push_back(slot->number);
+            for (Slot* slot : scene.in->leased_slots(scene.users[0].session)) items.push_back(slot->number);
             for (uint64_t number : scene.in->to_try_again(scene.users[0].session)) items.push_back(number);
         });
         retire(scene.users[1], items);
@@ -228,10 +228,10 @@ Scenario working(const char* name, Kind kind, Outputs outputs, int again = -1) {
 }
 
 // Act like a supervisor after a reader's death. The supervisor may die in the middle, so this may run twice.
-void hand_on(User& from, User& to, bool all = false) {
+void reserve_for(User& from, User& to, bool all = false) {
     locked(from.ring, [&](Wakes& wakes) {
         if (from.ring.session(from.session).role != Session::READER) return;
-        from.ring.hand_on(from.session, to.session, all);
+        from.ring.reserve_for(from.session, to.session, all);
         from.ring.end_session(from.session, false, wakes);
     });
 }
@@ -256,29 +256,29 @@ Scenario handing_on(const char* name, bool tried, bool all = false) {
         for (bool more : {false, true})
             must(scene.users[0].get(value, Deadline{0}, more) == Step::Done, "get");
         scene.in->session(scene.users[0].session).at = all ? Session::OURS : Session::USERS;
-        if (tried) hand_on(scene.users[0], scene.users[1]);
+        if (tried) reserve_for(scene.users[0], scene.users[1]);
     };
     s.act = [=](Scene& scene) {
-        if (!tried) return hand_on(scene.users[0], scene.users[1], all);
+        if (!tried) return reserve_for(scene.users[0], scene.users[1], all);
         adopt(scene.users[1]);
         uint64_t value = 0;
-        must(scene.users[1].get(value, Deadline{0}) == Step::Done && value == 1, "the first suspect");
+        must(scene.users[1].get(value, Deadline{0}) == Step::Done && value == 1, "get of the first suspect");
     };
     s.take_over = [=](Scene& scene) {
         if (tried)
-            hand_on(scene.users[1], scene.users[2]);
+            reserve_for(scene.users[1], scene.users[2]);
         else
-            hand_on(scene.users[0], scene.users[1], all);
+            reserve_for(scene.users[0], scene.users[1], all);
     };
     s.finish = [=](Scene& scene) {
         User &successor = scene.users[tried ? 2 : 1], &other = scene.users[3];
         if (tried && scene.in->session(scene.users[1].session).role == Session::READER)
-            hand_on(scene.users[1], scene.users[2]);
+            reserve_for(scene.users[1], scene.users[2]);
         Values values;
         uint64_t value = 0;
         if (all) {
             must(other.get(value, Deadline{0}) == Step::Done && value == 3,
-                 "another got what is not its own");
+                 "another reader got a reserved item");
             values.push_back(value);
         }
         while (successor.get(value, Deadline{0}) == Step::Done) values.push_back(value);
@@ -306,16 +306,16 @@ std::vector<Scenario> stage_scenarios() {
         writing("put single, parked", map, one, {}, {2, 3}, {0, 1}),
         writing("put single, at its turn", map, one, {1, 3}, {0, 2}, {}),
         writing("put unordered", loose, some, {1}, {0, 2, 3}, {4, 5}),
-        closing("close over what is parked", flat),
-        closing("close over large ones", large),
+        closing("close with parked outputs", flat),
+        closing("close with large parked outputs", large),
         retiring("retire a writer", flat),
         retiring("retire a writer, unordered", loose),
-        resuming("begin an item with what a dead writer has put", flat),
-        resuming("the same with large outputs", large),
-        resuming("the same unordered", loose),
-        handing_on("hand a suspect on", false),
+        resuming("begin an item of a dead writer", flat),
+        resuming("begin an item of a dead writer, large outputs", large),
+        resuming("begin an item of a dead writer, unordered", loose),
+        handing_on("reserve a suspect", false),
         handing_on("take a suspect", true),
-        handing_on("hand all on", false, true),
+        handing_on("reserve all items", false, true),
         working("a worker of map", map, {{1}, {2}}),
         working("a worker of flat_map", flat, few),
         working("a worker of flat_map, large outputs", large, few),

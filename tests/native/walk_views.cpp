@@ -21,22 +21,22 @@ User viewer(Ring& ring, Session::Role role) {
     return user;
 }
 void get(User& user, uint64_t expected, bool more = false) {
-    const size_t before = user.sights.size();
+    const size_t before = user.held_views.size();
     uint64_t value = 0;
     must(user.get(value, Deadline{0}, more) == Step::Done && value == expected, "get");
-    must(user.sights.size() == before + 1, "it was copied, not viewed");
+    must(user.held_views.size() == before + 1, "it was copied, not viewed");
 }
 void get_more(User& user, uint64_t expected) { get(user, expected, true); }
 void acknowledge(User& user) {
     locked(user.ring, [&](Wakes& wakes) { user.ring.acknowledge(user.reader, wakes); });
 }
 void verify_all(const User& user) {
-    for (const Sight& sight : user.sights) sight.verify();
+    for (const HeldView& sight : user.held_views) sight.verify();
 }
 // Check that no views are left.
 void nothing_seen(Scene& scene) {
     Header& h = scene.in->header();
-    must(h.viewed_bytes == 0, "bytes count as viewed by nobody");
+    must(h.viewed_bytes == 0, "bytes count as viewed without a viewer");
     for (const Session& s : h.sessions()) must(s.views == 0 && s.role != Session::HOLDER, "a view is left");
 }
 void nothing_left(Scene& scene) {
@@ -78,11 +78,11 @@ Scenario taking() {
         for (uint64_t value : {1, 2, 3}) {
             get(user, value);
             scene.did();
-            if (value == 2) user.let_go();
+            if (value == 2) user.drop_view();
         }
         verify_all(user);
-        user.let_go();
-        user.let_go();
+        user.drop_view();
+        user.drop_view();
         user.leave(true);
     };
     s.allowed = [=](int done) { return gone(all, done, std::min(done + 1, 3)); };
@@ -92,7 +92,7 @@ Scenario taking() {
 // A viewed item of a plain user goes back to the front while it is still in view; the next user makes a copy.
 Scenario putting_back() {
     const Values all{1, 2, 3};
-    Scenario s = viewing("put back what is looked at", all);
+    Scenario s = viewing("put back a viewed item", all);
     s.twice = false;
     s.act = [](Scene& scene) {
         User user = viewer(*scene.in, Session::PLAIN);
@@ -100,7 +100,7 @@ Scenario putting_back() {
         locked(*scene.in, [&](Wakes& wakes) { scene.in->put_back(user.taken, nullptr, wakes); });
         scene.did();
         verify_all(user);
-        user.let_go();
+        user.drop_view();
         scene.did();
         user.leave(true);
     };
@@ -124,11 +124,11 @@ Scenario leasing() {
         scene.did();
         get(user, 2);
         scene.did();
-        must(user.sights[0].slot->place() == SlotState::Held &&
-                 user.sights[1].slot->place() == SlotState::Leased,
+        must(user.held_views[0].slot->place() == SlotState::Held &&
+                 user.held_views[1].slot->place() == SlotState::Leased,
              "places");
-        user.let_go();
-        user.let_go();
+        user.drop_view();
+        user.drop_view();
         acknowledge(user);
         scene.did();
     };
@@ -140,7 +140,7 @@ Scenario leasing() {
 // A reader leaves, and drops the views of items that it has given back: INSIDE again, with it as the viewer.
 Scenario given_back() {
     const Values all{1, 2, 3};
-    Scenario s = viewing("give back what is viewed, then let go", all);
+    Scenario s = viewing("give back viewed items, then drop the views", all);
     s.twice = false;
     s.act = [](Scene& scene) {
         User user = viewer(*scene.in, Session::READER);
@@ -149,10 +149,10 @@ Scenario given_back() {
         user.leave(false);
         scene.did();
         must(scene.in->session(user.session).role == Session::HOLDER, "it holds nothing");
-        must(user.sights[0].slot->place() == SlotState::Inside, "not given back");
-        user.let_go();
+        must(user.held_views[0].slot->place() == SlotState::Inside, "not given back");
+        user.drop_view();
         verify_all(user);
-        user.let_go();
+        user.drop_view();
     };
     s.allowed = [=](int) { return Lists{all}; };
     return s;
@@ -161,7 +161,7 @@ Scenario given_back() {
 // A session with HELD and LEASED views ends, and stays until the last of them is gone.
 Scenario holding() {
     const Values all{1, 2, 3};
-    Scenario s = viewing("end a session that still looks", all);
+    Scenario s = viewing("end a session with views", all);
     s.act = [](Scene& scene) {
         User user = viewer(*scene.in, Session::READER);
         get(user, 1);
@@ -172,10 +172,10 @@ Scenario holding() {
         scene.did();
         must(scene.in->session(user.session).role == Session::HOLDER, "it holds nothing");
         verify_all(user);
-        user.let_go();
-        must(scene.in->session(user.session).role == Session::HOLDER, "it is gone before its last view");
-        user.let_go();
-        must(scene.in->session(user.session).role == Session::NONE, "it is still there");
+        user.drop_view();
+        must(scene.in->session(user.session).role == Session::HOLDER, "it ended before its last view");
+        user.drop_view();
+        must(scene.in->session(user.session).role == Session::NONE, "it still exists");
     };
     s.allowed = [=](int done) { return gone(all, done == 3 ? 2 : std::max(0, done - 1), std::min(done, 2)); };
     return s;
@@ -183,7 +183,7 @@ Scenario holding() {
 
 Scenario holding_plain() {
     const Values all{1, 2, 3};
-    Scenario s = viewing("end a plain session that still looks", all);
+    Scenario s = viewing("end a plain session with views", all);
     s.act = [](Scene& scene) {
         User user = viewer(*scene.in, Session::PLAIN);
         get(user, 1);
@@ -192,8 +192,8 @@ Scenario holding_plain() {
         scene.did();
         user.leave(true);
         verify_all(user);
-        user.let_go();
-        user.let_go();
+        user.drop_view();
+        user.drop_view();
     };
     s.allowed = [=](int done) { return gone(all, done, std::min(done + 1, 2)); };
     return s;
@@ -220,9 +220,9 @@ Scenario died(const char* name, bool supervised) {
             get(plain, 1);   // Held
             get(leaver, 2);  // Inside again
             leaver.leave(false);
-            must(leaver.sights[0].slot->place() == SlotState::Inside, "not inside");
+            must(leaver.held_views[0].slot->place() == SlotState::Inside, "not inside");
             uint64_t value;  // copied, Leased
-            must(reader.get(value, Deadline{0}) == Step::Done && value == 2 && reader.sights.empty(),
+            must(reader.get(value, Deadline{0}) == Step::Done && value == 2 && reader.held_views.empty(),
                  "not copied");
             get_more(reader, 3);  // Leased
             must(plain.loan(77, SEEN, Deadline{0}) == Step::Done, "loan");
@@ -230,7 +230,7 @@ Scenario died(const char* name, bool supervised) {
         }
         int status;
         must(waitpid(child, &status, 0) == child && status == 0, "the child that dies");
-        must(scene.in->header().viewed_bytes == 3 * SEEN, "it viewed less");
+        must(scene.in->header().viewed_bytes == 3 * SEEN, "it has too few views");
     };
     s.act = [=](Scene& scene) { supervised ? scene.users[1].leave(false) : find_dead(*scene.in); };
     s.take_over = [=](Scene& scene) {
@@ -275,18 +275,18 @@ Scenario second_reader(const char* name, Session::Role role) {
         return gone(all, done == 4 ? 3 : std::max(0, done - 1), std::min(done, 3));
     };
     s.look = [](Scene& scene, int) {
-        must(scene.in->header().viewed_bytes == 2 * SEEN, "what the first one looks at");
+        must(scene.in->header().viewed_bytes == 2 * SEEN, "the views of the first reader");
         verify_all(scene.users[0]);
         scene.users[1].leave(true);
     };
     s.last = [](Scene& scene) {
         User& first = scene.users[0];
-        for (const Sight& sight : first.sights)
+        for (const HeldView& sight : first.held_views)
             must(sight.slot->place() == SlotState::Held && sight.slot->viewer() == first.session,
-                 "it is not its viewer any more");
-        first.let_go();
+                 "it is no longer its viewer");
+        first.drop_view();
         verify_all(first);
-        first.let_go();
+        first.drop_view();
         nothing_left(scene);
     };
     return s;
@@ -296,7 +296,7 @@ Scenario second_reader(const char* name, Session::Role role) {
 // is made.
 Scenario copying() {
     const Values all{1, 2};
-    Scenario s = viewing("let go of what another one copies", all);
+    Scenario s = viewing("drop a view while another user copies", all);
     s.twice = false;
     s.act = [](Scene& scene) {
         Ring& ring = *scene.in;
@@ -310,11 +310,11 @@ Scenario copying() {
              "take");
         must(second.taken.held && !second.taken.viewed, "an item has two viewers");
         scene.did();
-        first.let_go();
+        first.drop_view();
         must(second.put(Message(11, SEEN, BUFFERS), Deadline{0}) == Step::Done, "put");
         scene.did();
         must(Message::value_of(second.taken.at, second.taken.size) == 1,
-             "it was written over while it was copied");
+             "it was overwritten during the copy");
         second.finish_copy();
         second.leave(true);
     };
@@ -331,7 +331,7 @@ Scenario copying() {
 // one.
 Scenario moving() {
     const Values all{1, 2, 3};
-    Scenario s{"adopt a port whose former owner looks"};
+    Scenario s{"adopt a port whose former owner has views"};
     s.prepare = [=](Scene& scene) {
         fill(*scene.in, all);
         scene.users.push_back(viewer(*scene.in, Session::READER));
@@ -343,7 +343,7 @@ Scenario moving() {
     s.act = [](Scene& scene) {
         User user(*scene.in, scene.users[0].session, Session::READER);
         locked(*scene.in, [&](Wakes&) { scene.in->adopt(user.session); });
-        must(scene.in->session(user.session).views == 0, "it has taken over the views");
+        must(scene.in->session(user.session).views == 0, "it has the views of the former owner");
         user.reader = scene.users[0].reader;
         user.keeps = true;
         get(user, 3);
@@ -354,14 +354,14 @@ Scenario moving() {
     s.take_over = [](Scene& scene) { scene.users[0].leave(false); };
     s.allowed = [](int done) { return done ? done == 2 ? Lists{{}} : Lists{{3}, {}} : Lists{{2, 3}, {3}}; };
     s.look = [](Scene& scene, int) {
-        must(scene.in->header().viewed_bytes == 2 * SEEN, "what the former owner looks at");
+        must(scene.in->header().viewed_bytes == 2 * SEEN, "the views of the former owner");
         verify_all(scene.users[0]);
         scene.users[1].leave(true);
     };
     s.last = [](Scene& scene) {
         verify_all(scene.users[0]);
-        scene.users[0].let_go();
-        scene.users[0].let_go();
+        scene.users[0].drop_view();
+        scene.users[0].drop_view();
         nothing_left(scene);
     };
     return s;
@@ -377,10 +377,10 @@ std::vector<Scenario> view_scenarios() {
         given_back(),
         holding(),
         holding_plain(),
-        died("sweep up after one who looked", false),
-        died("end the session of one who looked", true),
-        second_reader("take what another one looks at", Session::PLAIN),
-        second_reader("lease what another one looks at", Session::READER),
+        died("sweep up after a dead viewer", false),
+        died("end the session of a dead viewer", true),
+        second_reader("take an item that another reader views", Session::PLAIN),
+        second_reader("lease an item that another reader views", Session::READER),
         copying(),
         moving(),
     };

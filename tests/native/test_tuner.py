@@ -13,7 +13,7 @@ HALF = 20_000
 def shares(before: tuple[int, ...], after: tuple[int, ...]) -> list[list[float]]:
     """Return the share of each plan in both halves of a run. ``before`` and ``after``: ns that each plan
     takes there."""
-    ended = run(program("plain/trial"), *map(str, (HALF, len(before), *before, *after)))
+    ended = run(program("plain/tuner"), *map(str, (HALF, len(before), *before, *after)))
     assert ended.returncode == 0, ended.stderr
     counts = [int(count) / HALF for count in ended.stdout.split()]
     return [counts[: len(before)], counts[len(before) :]]

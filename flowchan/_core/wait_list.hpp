@@ -43,7 +43,7 @@ struct Node {
     bool for_turn = false;  // it waits for its turn and not for a place
 };
 
-class Line {
+class WaitList {
   public:
     void enter(Node& node, const Caller& caller, bool selecting, bool again, bool for_turn = false) {
         const int64_t now = now_ns();
@@ -88,7 +88,7 @@ class Line {
     }
     // Wake the waiter with the lowest number, if `may(number)` holds.
     template <class May>
-    void call_turn(May may, Wakes& wakes) {
+    void wake_turn(May may, Wakes& wakes) {
         if (!woken_with_turn_ && !turns_.empty() && may(turns_.begin()->first))
             wake(*turns_.begin()->second, wakes);
     }
@@ -97,7 +97,7 @@ class Line {
         return node.caller.ordered && turns_.begin()->first < node.caller.number;
     }
     // Wake all threads that wait through this port.
-    void call_port(const void* port, Wakes& wakes) {
+    void wake_port(const void* port, Wakes& wakes) {
         for (Node *node = first_, *next; node; node = next) {
             next = node->after;
             if (node->caller.port == port) wake(*node, wakes);
