@@ -95,7 +95,7 @@ nb::tuple waited(Port& port) {
 }
 
 template <class Port>
-nb::tuple hand_over(Port& port) {
+nb::tuple port_state(Port& port) {
     if (!port.ch->reaches_processes()) {
         PyErr_SetString(PyExc_TypeError,
                         (port.ch->describe() + " and its ports can't be sent to another process; "
@@ -181,7 +181,7 @@ void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
     for (In* in : inputs)
         locked_ring(*in->ch, [&](Ring& ring, Wakes&) {
             for (const Slot* slot : ring.leased_slots(in->state.session)) items.push_back(slot->number);
-            for (const uint64_t number : ring.to_try_again(in->state.session)) items.push_back(number);
+            for (const uint64_t number : ring.reserved_numbers(in->state.session)) items.push_back(number);
         });
     if (inputs.empty()) items.push_back(0);
     for (Out* out : outputs) retire(*out, items);
@@ -360,7 +360,7 @@ NB_MODULE(_core, m) {
                 in.on_poison = std::move(handler);
             },
             "deaths"_a, "handler"_a.none())
-        .def("_hand_over", hand_over<In>)
+        .def("_hand_over", port_state<In>)
         .def("_leave_open", [](In& in) { in.open = false; })  // another process, which also has it, ends it
         .def("__enter__", [](nb::handle self) { return self; })
         .def(
@@ -399,7 +399,7 @@ NB_MODULE(_core, m) {
             },
             "size"_a, "timeout"_a.none())
         .def("_supervise", supervise<Out>)
-        .def("_hand_over", hand_over<Out>)
+        .def("_hand_over", port_state<Out>)
         .def("_leave_open", [](Out& out) { out.open = false; })
         .def("__enter__", [](nb::handle self) { return self; })
         .def(

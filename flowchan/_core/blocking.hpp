@@ -35,7 +35,7 @@ struct Traits<LocalQueue> {
     static bool may_pass(LocalQueue& q, const Caller& caller, const Node* node) {
         const Node* first = q.wait_list(caller.side).starving;
         if (!first || caller.ordered || first == node) return true;
-        return (caller.orders && *caller.orders) || !q.could_go(first->caller);
+        return (caller.orders && *caller.orders) || !q.could_continue(first->caller);
     }
     static void starve(LocalQueue& q, const Caller& caller, Node& node) {
         Node*& first = q.wait_list(caller.side).starving;
@@ -61,7 +61,7 @@ struct Traits<LocalQueue> {
     }
     static bool ready(LocalQueue&, Side) { return false; }
     static void look_for_dead(LocalQueue&, Wakes&) {}
-    static constexpr bool time_to_look(LocalQueue&) { return false; }
+    static constexpr bool is_check_due(LocalQueue&) { return false; }
     static bool ended(LocalQueue& q) { return q.state != OPEN; }
     static uint64_t resumes(LocalQueue&) { return 0; }
     // A thread does not die on its own, and only the main thread has signals to handle. The other threads
@@ -103,7 +103,7 @@ struct Traits<Ring> {
         if (waiting.selecting) wait_queue(r, caller.side).count_selecting(+1);
         (caller.side == Side::Reader ? s.in_reader_queue : s.in_writer_queue) += 1;
         s.clock.begin(false);
-        if (caller.side == Side::Reader && r.header().heard)
+        if (caller.side == Side::Reader && r.header().notify_writer)
             futex_wake(r.header().writer_queue.seq, r.header().writer_queue.call(1), true);
     }
     // Leave the queue, and return whether the futex word had changed. The session may have ended while its
@@ -156,7 +156,7 @@ struct Traits<Ring> {
         else
             (caller.side == Side::Reader ? wakes.readers : wakes.writers) +=
                 wait_queue(r, caller.side).call(1);
-        if (caller.side == Side::Reader && r.header().heard)  // one fewer waits
+        if (caller.side == Side::Reader && r.header().notify_writer)  // one fewer waits
             wakes.writers += r.header().writer_queue.call(1);
     }
     // Return a hint that is read without the lock. A caller that acts on it takes the lock and looks again.
@@ -172,7 +172,7 @@ struct Traits<Ring> {
         return std::atomic_ref(r.header().resumes).load(std::memory_order_relaxed);
     }
     static void look_for_dead(Ring& r, Wakes& wakes) { r.sweep(wakes); }
-    static bool time_to_look(Ring& r) { return r.is_sweep_due(); }
+    static bool is_check_due(Ring& r) { return r.is_sweep_due(); }
     static int64_t slice(Deadline deadline) { return deadline.slice(); }
     static int sleep(Ring& r, const Caller& caller, Waiting& waiting, int64_t ns) {
         return futex_wait_as(waiting.rank, word(r, caller, waiting), waiting.seen, ns);
@@ -285,12 +285,12 @@ Step perform(M& m, Who&& caller, Op&& op, Deadline deadline) {
     Locked<M> locked(m);
     // Callers that never wait also learn of deaths (C5). A get that finds an item need not know; a put would
     // go nowhere.
-    if (T::processes && caller(false).side == Side::Writer && T::time_to_look(m)) T::look_for_dead(m, wakes);
+    if (T::processes && caller(false).side == Side::Writer && T::is_check_due(m)) T::look_for_dead(m, wakes);
     // No caller stands back in a channel that has ended: the others may wait for the items that this one
     // leases.
     const bool behind = !deadline.now_only() && !T::ended(m) && !T::may_pass(m, caller(false), nullptr);
     Step step = behind ? Step::Wait : op(wakes);
-    if (step == Step::Wait && !behind && T::time_to_look(m)) {
+    if (step == Step::Wait && !behind && T::is_check_due(m)) {
         T::look_for_dead(m, wakes);
         step = op(wakes);
     }

@@ -87,7 +87,7 @@ void locked_ring(Channel& ch, F&& f) {
 // Look for dead processes when it is time to.
 template <class M>
 void look_for_dead(M& transport) {
-    if (!Traits<M>::time_to_look(transport)) return;
+    if (!Traits<M>::is_check_due(transport)) return;
     Wakes wakes;
     Locked lock(transport);
     Traits<M>::look_for_dead(transport, wakes);
@@ -109,7 +109,7 @@ class Turn {
     // Return Done once it is the caller's turn; else NotNow, or Interrupted with a Python error set.
     Step enter(Deadline deadline);
     void leave();
-    bool is_mine() const { return owner_.load(std::memory_order_relaxed) == me(); }
+    bool is_own() const { return owner_.load(std::memory_order_relaxed) == me(); }
     void forget() { owner_ = depth_ = 0; }  // for a forked child, which has no other threads
 
   private:

@@ -106,7 +106,7 @@ struct Writer {
     [[gnu::always_inline]] bool tuple(PyObject* o, int depth) {
         const int deepest = is_plain ? DEEPEST_PLAIN : DEEPEST;
         if (depth == deepest || PyTuple_GET_SIZE(o) > 255 || !tag(TUPLE, 1)) return false;
-        const bool before = std::exchange(is_shared, is_shared || !is_alone(o, depth));
+        const bool before = std::exchange(is_shared, is_shared || !is_unshared(o, depth));
         Py_ssize_t n = PyTuple_GET_SIZE(o);
         raw(uint8_t(n));
         for (Py_ssize_t i = 0; i < n; ++i)
@@ -116,7 +116,7 @@ struct Writer {
     }
     // Return whether a nested value has no other reference. Otherwise it could occur twice, or contain
     // itself.
-    static bool is_alone([[maybe_unused]] PyObject* o, [[maybe_unused]] int depth) {
+    static bool is_unshared([[maybe_unused]] PyObject* o, [[maybe_unused]] int depth) {
 #ifdef Py_GIL_DISABLED
         return false;  // it may change during the call
 #else
@@ -124,7 +124,7 @@ struct Writer {
 #endif
     }
     bool begin(Tag t, Py_ssize_t n, PyObject* o, int depth) {
-        if (depth == DEEPEST_PLAIN || n > UINT32_MAX || is_shared || !is_alone(o, depth) || !tag(t, 4))
+        if (depth == DEEPEST_PLAIN || n > UINT32_MAX || is_shared || !is_unshared(o, depth) || !tag(t, 4))
             return false;
         raw(uint32_t(n));
         return true;

@@ -28,7 +28,7 @@ struct ObjectFrame : Frame {
 bool encode(PyObject* object, ObjectFrame& frame);
 
 // Return a new reference, or null with a Python error set. Everything needed is copied out of `at`, except
-// the buffers of a BUFFERS item in a `block`. `parcel`: the descriptors that came with the item, for `loads`,
+// the buffers of a BUFFERS item in a `block`. `bundle`: the descriptors that came with the item, for `loads`,
 // borrowed; null where there cannot be any.
 PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block = nullptr,
                  PyObject* bundle = nullptr);

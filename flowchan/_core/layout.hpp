@@ -84,7 +84,7 @@ struct alignas(64) Session {
     uint64_t at;
     // Reader: items that its predecessors held when they died, which only this session takes again; and the
     // code that the last predecessor died in.
-    uint64_t again_head, again_tail, again, again_at;
+    uint64_t reserved_head, reserved_tail, reserved, reserved_at;
     // Reader, if a link holds the leases: how many items, from the oldest on, the remote worker has started.
     // 0: all of them.
     uint64_t begun;
@@ -182,7 +182,7 @@ struct Header : Constants {
     uint64_t writers, readers;   // counted ports open now
     uint64_t cause, cause_size;  // block with the pickled cause of BROKEN
     // The only writer, a link, must learn of each finished item and of each waiting reader.
-    uint64_t heard;
+    uint64_t notify_writer;
     // Items go to another host, so no part of them may stay on a device of this one. It needs no redo: it is
     // set before any other process has the channel.
     uint64_t leaves;

@@ -151,7 +151,7 @@ void Link::open_stream(uint32_t number, const std::vector<Taking>& takes, const 
         stream->sources.emplace_back(take.ring, take.session, take.alone).on_demand =
             owner_side_ && on_demand;
     for (const Putting& put : puts) {
-        if (!owner_side_) put.ring->header().heard = 1;
+        if (!owner_side_) put.ring->header().notify_writer = 1;
         stream->sinks.emplace_back(put.ring, put.writer, put.follows, put.replays).on_demand = on_demand;
     }
     for (Sink& sink : stream->sinks)

@@ -187,7 +187,7 @@ class Link {
     Source* numbering(LinkStream& stream, const Sink& sink) {
         return owner_side_ && sink.follows && stream.sources.size() == 1 ? &stream.sources[0] : nullptr;
     }
-    bool key_is_right(LinkStream& stream, const Sink& sink, uint64_t key);
+    bool is_valid_key(LinkStream& stream, const Sink& sink, uint64_t key);
     uint64_t number_for(LinkStream& stream, const Sink& sink, uint64_t key);
     LinkStream* find(uint32_t number);
     void ring_doorbell();

@@ -42,7 +42,7 @@ void Allowance::update(uint64_t used, int64_t round_trip) {
     used_ = used;
 }
 
-void ByteWindow::look(uint64_t most, int64_t round_trip) {
+void ByteWindow::update(uint64_t most, int64_t round_trip) {
     const int64_t now = now_ns(), passed = now - at_;
     const int64_t trip = round_trip + 1'000'000;  // as for `few`
     if (passed < trip) return;
@@ -106,7 +106,7 @@ bool Source::take_one(Wakes& wakes) {
     Taken taken;
     const Step step = ring->try_take(taken, &reader, reader.session, wakes);
     if (step != Step::Done) {
-        see_end(step);
+        handle_take(step);
         return false;
     }
     if (taken.viewed) ring->unview(taken.slot, wakes);
@@ -122,7 +122,7 @@ bool Source::take_one(Wakes& wakes) {
     return true;
 }
 
-void Source::see_end(Step step) {
+void Source::handle_take(Step step) {
     if (step == Step::Broken) {
         ending = Ending::Broke;
         cause = ring->cause();
@@ -211,7 +211,7 @@ uint64_t Source::first_key() {
     return slot->numbered() || slot->number == Slot::KEYLESS ? 0 : slot->number;
 }
 
-bool Source::stand() {
+bool Source::enter_queue() {
     if (queue_place.entered() && !queue_place.changed()) return true;
     RingLock holding(*ring);
     queue_place.leave();
@@ -219,7 +219,7 @@ bool Source::stand() {
     // At the end of a channel other readers may still give back their leased items, which wakes all waiters.
     const bool ended = h.state == BROKEN || (ring->at_end_for(&reader) && entries.empty());
     const bool any = h.head && !is_held_back();
-    if (any || ring->session(reader.session).again_head || ended) return false;
+    if (any || ring->session(reader.session).reserved_head || ended) return false;
     queue_place.enter(false, 0);
     return true;
 }
@@ -305,14 +305,14 @@ void Sink::end(Ending ending, const std::string& why) {
     dirty = true;
 }
 
-bool Sink::look() {
+bool Sink::check_ended() {
     if (over || ring->seen_state() == OPEN) return false;
     over = dirty = true;
     forget_staged();
     return true;
 }
 
-void Sink::stand() {
+void Sink::enter_queue() {
     RingLock holding(*ring);
     queue_place.enter(writer.ordered && writer.keyed, writer.number);
 }
@@ -335,7 +335,7 @@ static Sink::Progress progress_in(Ring& ring, bool on_demand) {
     return now;
 }
 
-Sink::Progress Sink::look_at_worker() {
+Sink::Progress Sink::read_progress() {
     RingLock holding(*ring);
     queue_place.leave();
     inside_ = ring->inside();
@@ -348,7 +348,7 @@ void Sink::mark_progress_sent() {
     unwatched_until = quick && inside_ >= ENOUGH ? now + UNWATCHED_NS : 0;
 }
 
-bool Sink::stand_for_worker() {
+bool Sink::enter_queue_for_worker() {
     if (queue_place.entered()) return !queue_place.changed();
     RingLock holding(*ring);
     if (progress_in(*ring, on_demand) != seen) return false;

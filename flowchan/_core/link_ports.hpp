@@ -109,7 +109,7 @@ class ByteWindow {
         freed_ += bytes;
         full_ = full_ || under_way >= size_;
     }
-    void look(uint64_t most, int64_t round_trip);
+    void update(uint64_t most, int64_t round_trip);
 
   private:
     uint64_t size_ = LEAST, freed_ = 0;  // since the last look
@@ -189,12 +189,13 @@ class Source {
     }
     bool has_more() const {  // a hint, without the lock
         return std::atomic_ref(ring->header().head).load(std::memory_order_relaxed) != 0 ||
-               std::atomic_ref(ring->session(reader.session).again_head).load(std::memory_order_relaxed) != 0;
+               std::atomic_ref(ring->session(reader.session).reserved_head).load(std::memory_order_relaxed) !=
+                   0;
     }
-    bool stand();  // enters the wait queue; false: there is an item already
+    bool enter_queue();  // enters the wait queue; false: there is an item already
     bool take_run(uint64_t most, Wakes& wakes);
     bool take_one(Wakes& wakes);
-    void see_end(Step step);  // handles the result of a take
+    void handle_take(Step step);  // handles the result of a take
 
     const std::shared_ptr<Ring> ring;
     ReaderState reader;
@@ -204,7 +205,7 @@ class Source {
     Window window;        // owner side
     Allowance allowance;  // worker side
     ByteWindow byte_window;
-    void look_at_bytes(int64_t round_trip) { byte_window.look(ring->most_inside(), round_trip); }
+    void update_byte_window(int64_t round_trip) { byte_window.update(ring->most_inside(), round_trip); }
     bool known = false;  // the other side has reported on this connection what it has received
     bool left = false;
     bool refused = false, refused_reported = false;  // an item was found that cannot go to another host
@@ -247,8 +248,8 @@ class Sink {
     Step begin(uint64_t number);  // Done: skip it
     Step done_with(uint64_t number, Wakes& wakes);
     void end(Ending ending, const std::string& cause);
-    bool look();   // without the lock: returns whether the channel has ended
-    void stand();  // where it waits for room, or for its turn
+    bool check_ended();  // without the lock: returns whether the channel has ended
+    void enter_queue();  // where it waits for room, or for its turn
 
     const std::shared_ptr<Ring> ring;
     WriterState writer;
@@ -266,9 +267,9 @@ class Sink {
     bool refuses = false;   // an item came that the ring cannot take; its channel is about to be broken
     bool recalled = false;  // worker side: the recall must be acknowledged
     void recall();
-    bool dirty = true;             // the other side does not know the present state
-    Ending coming = Ending::Open;  // what follows when everything is put
-    std::string coming_cause;
+    bool dirty = true;                  // the other side does not know the present state
+    Ending pending_end = Ending::Open;  // what follows when everything is put
+    std::string pending_cause;
 
     // Worker side: the worker's progress with it, as last sent.
     struct Progress {
@@ -276,8 +277,8 @@ class Sink {
         uint8_t flags = 0;
         bool operator==(const Progress&) const = default;
     } last_sent, seen;
-    Progress look_at_worker();  // also sets `seen`
-    bool stand_for_worker();    // false: the worker has made progress since then
+    Progress read_progress();       // also sets `seen`
+    bool enter_queue_for_worker();  // false: the worker has made progress since then
     // Until then a quick worker with enough items is not watched. A wake-up at each of its items would cost
     // more than a cheap item, also for the worker. The owner side does not need a report of each.
     int64_t unwatched_until = 0;

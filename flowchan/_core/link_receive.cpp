@@ -55,15 +55,15 @@ std::string Link::receive(int fd, uint64_t connection) {
         uint64_t at = 0;
         std::unique_lock lock(mutex_);
         while (have - at >= Head::SHORT) {
-            if (const uint64_t heard = handle_run(buffer.data() + at, have - at)) {
-                at += heard;
+            if (const uint64_t handled = handle_run(buffer.data() + at, have - at)) {
+                at += handled;
                 continue;
             }
             Head head{};
             memcpy(static_cast<void*>(&head), buffer.data() + at, Head::SHORT);
             if (have - at < head.length()) break;
             memcpy(static_cast<void*>(&head), buffer.data() + at, head.length());
-            if (!is_right(head)) return release_ring(), WRONG;
+            if (!is_valid(head)) return release_ring(), WRONG;
             const char* payload = buffer.data() + at + head.length();
             const uint64_t here = have - at - head.length();
             if (here >= head.size) {
@@ -131,7 +131,7 @@ uint64_t Link::handle_run(const char* at, uint64_t size) {
     for (uint64_t from = 0; n < Redo::MOST && size - from >= Head::SHORT; from += Head::SHORT + head.size) {
         memcpy(static_cast<void*>(&head), at + from, Head::SHORT);
         const bool same = head.type == first.type && head.stream == first.stream && head.port == first.port;
-        if (!same || !is_right(head) || head.n != sink.got + n) break;
+        if (!same || !is_valid(head) || head.n != sink.got + n) break;
         if (class_of(head.size) != class_of(first.size) || size - from - Head::SHORT < head.size) break;
         run[n++] = {head.kind(), head.deaths(), head.size, at + from + Head::SHORT};
     }
@@ -140,9 +140,9 @@ uint64_t Link::handle_run(const char* at, uint64_t size) {
     n = sink.ring->put_run(run, n, held_->wakes);
     sink.got += n;
     sink.used += n;
-    uint64_t heard = n * Head::SHORT;
-    for (uint64_t i = 0; i < n; ++i) heard += run[i].size;
-    return heard;
+    uint64_t handled = n * Head::SHORT;
+    for (uint64_t i = 0; i < n; ++i) handled += run[i].size;
+    return handled;
 }
 
 // Return whether only this side of the link sends such frames.
@@ -200,7 +200,7 @@ uint64_t Link::number_for(LinkStream& stream, const Sink& sink, uint64_t key) {
     return sink.replays ? key : Slot::KEYLESS;
 }
 
-bool Link::key_is_right(LinkStream& stream, const Sink& sink, uint64_t key) {
+bool Link::is_valid_key(LinkStream& stream, const Sink& sink, uint64_t key) {
     if (!owner_side_) return key == sink.got;
     if (key == Slot::KEYLESS) return true;
     if (const Source* source = numbering(stream, sink))
@@ -226,7 +226,7 @@ bool Link::handle_item(LinkStream& stream, Sink& sink, const Received& item) {
         sink.used += 1;
         return true;
     }
-    if (!key_is_right(stream, sink, item.key)) return false;
+    if (!is_valid_key(stream, sink, item.key)) return false;
     Step step = Step::Wait;
     if (sink.staged.empty() && is_settled(stream, sink, item.key)) {
         hold(sink, 1);
@@ -240,7 +240,7 @@ bool Link::handle_item(LinkStream& stream, Sink& sink, const Received& item) {
     release_ring();
     has_news_ = true;
     if (step == Step::TooLarge) refuse(stream, sink, item.size);
-    if (!sink.look() && !sink.drops_items() && !sink.stage(item, {item.at, item.at + item.size}))
+    if (!sink.check_ended() && !sink.drops_items() && !sink.stage(item, {item.at, item.at + item.size}))
         return false;
     count_arrival(sink, owner_side_);
     return true;
@@ -296,7 +296,7 @@ bool Link::begin_large(const Head& head, Large& large) {
     if (head.type == (owner_side_ ? FrameType::ITEM : FrameType::OUT)) return false;
     Sink* sink = stream ? &stream->sinks[head.port] : nullptr;
     if (!sink || sink->drops_items()) return true;
-    if (!key_is_right(*stream, *sink, head.n)) return false;
+    if (!is_valid_key(*stream, *sink, head.n)) return false;
     if (!sink->ring->fits(head.size)) {
         refuse(*stream, *sink, head.size);
         return true;
@@ -334,7 +334,7 @@ bool Link::end_large(Large& large, bool whole) {
         return false;
     }
     const bool put = large.slot || large.skips;
-    if (!sink.look() && !put && !sink.stage(large.item, std::move(large.buffer))) return false;
+    if (!sink.check_ended() && !put && !sink.stage(large.item, std::move(large.buffer))) return false;
     count_arrival(sink, owner_side_ || !large.slot);
     if (put) sink.used += 1;
     return true;
@@ -438,7 +438,7 @@ bool Link::handle_input(LinkStream& stream, const Head& head, const char* payloa
                  : head.flags & UNPICKLED ? Session::UNPICKLING
                                           : Session::OURS;
     settle(stream);
-    source.look_at_bytes(least_trip_);
+    source.update_byte_window(least_trip_);
     source.window.update(source.starved, head.flags & STARVED, head.n > 0, source.entries.size(), source.done,
                          round_trip());
     return true;
@@ -451,7 +451,7 @@ bool Link::handle_output(LinkStream& stream, const Head& head, const char* paylo
     source.resume_after(head.a);
     source.free_oldest(head.b - source.base);
     source.allowance.update(head.b, round_trip());
-    source.look_at_bytes(least_trip_);
+    source.update_byte_window(least_trip_);
     if (head.flags & BREAK) {
         RingLock holding(*source.ring);
         source.ring->break_(std::string(payload, head.size), holding.wakes);
@@ -463,9 +463,9 @@ bool Link::handle_output(LinkStream& stream, const Head& head, const char* paylo
 bool Link::handle_end(LinkStream& stream, Sink& sink, const Head& head, const char* payload) {
     if (bool(head.flags & IS_OUTPUT) != owner_side_) return false;
     if (sink.over) return true;
-    sink.coming = head.flags & BREAK ? Ending::Broke : Ending::Drained;
-    sink.coming_cause.assign(payload, head.size);
-    if (sink.coming == Ending::Broke) sink.forget_staged();
+    sink.pending_end = head.flags & BREAK ? Ending::Broke : Ending::Drained;
+    sink.pending_cause.assign(payload, head.size);
+    if (sink.pending_end == Ending::Broke) sink.forget_staged();
     move_staged(stream);
     return true;
 }

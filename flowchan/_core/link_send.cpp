@@ -81,7 +81,7 @@ bool Link::serve_as_owner(LinkStream& stream) {
     bool moved = false;
     for (uint16_t port = 0; port < stream.sinks.size(); ++port) {
         Sink& sink = stream.sinks[port];
-        sink.look();
+        sink.check_ended();
         if (!std::exchange(sink.dirty, false)) continue;
         Head head{
             .stream = stream.number, .port = port, .type = FrameType::OUTPUT, .a = sink.got, .b = sink.used};
@@ -111,7 +111,7 @@ bool Link::serve_as_owner(LinkStream& stream) {
 }
 
 bool Link::serve_as_worker(LinkStream& stream) {
-    for (Sink& sink : stream.sinks) sink.look_at_worker();
+    for (Sink& sink : stream.sinks) sink.read_progress();
     if (!std::exchange(stream.announced, true)) {
         add_frame({.stream = stream.number, .type = FrameType::OPEN});
         add_progress(stream);  // the owner side must know which items have come before it gets their outputs
@@ -131,7 +131,7 @@ bool Link::serve_as_worker(LinkStream& stream) {
     for (uint16_t port = 0; port < stream.sources.size(); ++port) {
         Source& source = stream.sources[port];
         if (source.ending == Ending::Open || source.end_sent) continue;
-        for (Sink& sink : stream.sinks) sink.look_at_worker();
+        for (Sink& sink : stream.sinks) sink.read_progress();
         add_progress(stream);
         moved = add_end(stream, source, port) || moved;
     }
@@ -292,17 +292,17 @@ bool Link::move_staged(LinkStream& stream) {
             const Received item{first.key, first.kind, first.deaths, first.payload.size(),
                                 first.payload.data()};
             const Step step = sink.put(item, number_for(stream, sink, first.key), holding.wakes);
-            if (step != Step::Done) break;  // `look` finds rings that have ended
+            if (step != Step::Done) break;  // `check_ended` finds rings that have ended
             sink.queue_place.leave();
             sink.unstage();
             sink.used += 1;
             sink.dirty = moved = true;
         }
-        if (sink.look()) moved = true;
-        if (!sink.over && sink.coming != Ending::Open && sink.staged.empty()) {
+        if (sink.check_ended()) moved = true;
+        if (!sink.over && sink.pending_end != Ending::Open && sink.staged.empty()) {
             const Source* numbers = numbering(stream, sink);
-            if (numbers && sink.settled < numbers->done && sink.coming == Ending::Drained) continue;
-            sink.end(sink.coming, sink.coming_cause);
+            if (numbers && sink.settled < numbers->done && sink.pending_end == Ending::Drained) continue;
+            sink.end(sink.pending_end, sink.pending_cause);
             moved = true;
         }
     }
@@ -420,7 +420,7 @@ bool Link::collect(LinkStream& stream, Watched& all, int64_t& until) {
     };
     for (Source& source : stream.sources) {
         if (connected && source.known && source.wants(allowed(source))) {
-            if (!source.stand()) return false;
+            if (!source.enter_queue()) return false;
             watch(source.queue_place, source.ring);
         } else if (source.queue_place.entered()) {
             RingLock holding(*source.ring);
@@ -429,15 +429,15 @@ bool Link::collect(LinkStream& stream, Watched& all, int64_t& until) {
     }
     bool again = false;
     for (Sink& sink : stream.sinks) {
-        if (sink.look()) return false;
+        if (sink.check_ended()) return false;
         if ((!sink.staged.empty() || stream.settling) && !sink.over) {
             again = !sink.queue_place.entered() || again;
-            sink.stand();
+            sink.enter_queue();
             watch(sink.queue_place, sink.ring);
         } else if (sink.unwatched_until > now_ns()) {
             until = std::min(until, sink.unwatched_until);
         } else if (!owner_side_ && !(sink.seen.flags & NO_MORE)) {
-            if (!sink.stand_for_worker()) return false;
+            if (!sink.enter_queue_for_worker()) return false;
             watch(sink.queue_place, sink.ring);
         } else if (sink.queue_place.entered()) {
             RingLock holding(*sink.ring);

@@ -32,7 +32,7 @@ void SharedLock::attach(pthread_mutex_t& mutex, int fd, uint64_t& given_up) {
 }
 
 SharedLock::Got SharedLock::lock(bool patient) {
-    if (!is_right()) return Got::Lost;
+    if (!is_valid()) return Got::Lost;
     int rc;
     // Each try takes the lock's line from its owner, so the tries become rarer.
     for (int i = 0; (rc = pthread_mutex_trylock(mutex_)) == EBUSY; ++i) {

@@ -26,9 +26,9 @@ class SharedLock {
     Got lock(bool patient);
     void is_whole() { pthread_mutex_consistent(mutex_); }
     void unlock() {
-        if (is_right()) pthread_mutex_unlock(mutex_);
+        if (is_valid()) pthread_mutex_unlock(mutex_);
     }
-    bool is_right() const { return kind_of(*mutex_) == kind_.load(std::memory_order_relaxed); }
+    bool is_valid() const { return kind_of(*mutex_) == kind_.load(std::memory_order_relaxed); }
     // This process does not touch it any more.
     void give_up() { kind_.store(-1, std::memory_order_relaxed); }
 

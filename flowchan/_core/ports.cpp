@@ -75,7 +75,7 @@ bool owns(Ring& ring, uint32_t session, uint64_t generation) {
 
 Step Turn::enter(Deadline deadline) {
     for (uint32_t other = 0;
-         !is_mine() && !owner_.compare_exchange_strong(other, me(), std::memory_order_acquire); other = 0) {
+         !is_own() && !owner_.compare_exchange_strong(other, me(), std::memory_order_acquire); other = 0) {
         if (deadline.now_only() || deadline.passed()) return Step::NotNow;
         if (PyErr_CheckSignals() != 0) return Step::Interrupted;
         WithoutGil without;
@@ -138,9 +138,9 @@ template bool ready(Out&);
 bool pass_turns(In& in) {
     if (!in.state.leases) return true;
     for (Out* out : in.feeds) {
-        const bool told =
+        const bool ok =
             out->ch->with([&](auto& transport) { return done_with(transport, *out, in.state.number); });
-        if (!told) return false;
+        if (!ok) return false;
         out->state.count = 0;
     }
     return true;
@@ -153,7 +153,7 @@ void runs(In* in, Session::At at) {
 
 // Return whether the port is open, and has not been sent to another process.
 template <class Port>
-static bool is_mine(Port& port) {
+static bool is_own(Port& port) {
     if (!port.open || port.forks != fork_count) return false;
     return port.ch->with(Each{
         [](LocalQueue&) { return true; },
@@ -207,12 +207,12 @@ In::~In() {
 }
 
 void In::drop() {
-    if (is_mine(*this)) close(false);
+    if (is_own(*this)) close(false);
 }
 
 Out::~Out() {
     if (In* in = follows()) std::erase(in->feeds, this);
-    if (is_mine(*this)) close();
+    if (is_own(*this)) close();
 }
 
 void In::close(bool finished) {
@@ -240,7 +240,7 @@ void In::leave(LocalQueue& queue, bool finished) {
 void In::leave(Ring& ring, bool finished) {
     Wakes wakes;
     std::optional<Locked<Ring>> locked;
-    lock_when_idle(ring, [&] { return copying && !turn.is_mine(); }, locked);
+    lock_when_idle(ring, [&] { return copying && !turn.is_own(); }, locked);
     if (owns(ring, state.session, generation)) ring.end_session(state.session, finished, wakes);
     locked->unlock(wakes);
     state.leases = 0;

@@ -73,7 +73,7 @@ Step LocalQueue::try_take(Item& item, ReaderState* reader, Wakes& wakes) {
         if (reader->orders & RETIRE) return Step::Drained;  // the end of the call wakes the next one
     }
     if (count_ == 0)
-        return nothing_coming() && (leased == 0 || (reader && (reader->alone || reader->leases)))
+        return is_exhausted() && (leased == 0 || (reader && (reader->alone || reader->leases)))
                    ? Step::Drained
                    : Step::Wait;
     item = buffer_[head_];
@@ -212,7 +212,7 @@ Counts LocalQueue::counts() const {
             .short_of_bytes = short_of_bytes && writer_list.waiting > 0};
 }
 
-bool LocalQueue::could_go(const Caller& caller) const {
+bool LocalQueue::could_continue(const Caller& caller) const {
     if (state != OPEN || caller.side == Side::Reader) return state != OPEN || count_ > 0;
     if (caller.ordered) return has_turn(caller.number);
     const bool fits = bytes_in - bytes_out + caller.size <= most_inside() || count_ == 0;

@@ -87,7 +87,7 @@ class LocalQueue {
     // The caller drops the references, unlocked.
     void break_(PyObject* by, std::vector<PyObject*>& dropped, Wakes& wakes);
     void end_port(Side side, const void* port, Wakes& wakes);
-    bool drained() const { return leased == 0 && nothing_coming(); }
+    bool drained() const { return leased == 0 && is_exhausted(); }
     bool broken() const { return state == BROKEN; }
     uint64_t seen_state() const { return state; }
     uint64_t inside() const { return count_; }
@@ -103,8 +103,8 @@ class LocalQueue {
     int traverse(visitproc visit, void* arg);
 
     WaitList& wait_list(Side side) { return side == Side::Reader ? reader_list : writer_list; }
-    bool could_go(const Caller& caller) const;   // whether an operation of this caller would succeed now
-    void wake_waiting(Side side, Wakes& wakes);  // wakes one caller that could continue now
+    bool could_continue(const Caller& caller) const;  // whether an operation of this caller would succeed now
+    void wake_waiting(Side side, Wakes& wakes);       // wakes one caller that could continue now
     WaitList reader_list, writer_list;
     std::atomic<uint64_t> state = OPEN;  // also read without the lock, as a hint
     PyObject* cause = nullptr;           // of BROKEN
@@ -125,9 +125,9 @@ class LocalQueue {
     };
     static constexpr uint64_t GROUPS = 4096;
 
-    bool nothing_coming() const { return state == CLOSED && count_ == 0 && parked == 0; }
+    bool is_exhausted() const { return state == CLOSED && count_ == 0 && parked == 0; }
     void wake_at_end(Wakes& wakes) {
-        if (nothing_coming()) reader_list.call_all(wakes);
+        if (is_exhausted()) reader_list.call_all(wakes);
     }
     void grow();
     void push(const Item& item);

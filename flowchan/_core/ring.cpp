@@ -121,7 +121,7 @@ bool Ring::lock(bool patient) {
     if (got == SharedLock::Got::Busy) return false;
     fault_point();
     if (got == SharedLock::Got::Lost) return lock_without_mutex();
-    look_for_growth();
+    check_growth();
     if (got == SharedLock::Got::FromDead) {
         recover();
         fault_point();
@@ -188,12 +188,12 @@ void Ring::close_with(Change& change, Wakes& wakes) {
 void Ring::break_(const std::string& cause, Wakes& wakes, const std::string& in_short) {
     if (h_->state == BROKEN || at_end()) return;  // the end is final
     Change change(record(Side::Writer), windows_);
-    for (const std::string* said : {&cause, &in_short}) {
-        Slot* slot = said->empty() || map_incomplete_ ? nullptr : take_slot(said->size(), change);
+    for (const std::string* text : {&cause, &in_short}) {
+        Slot* slot = text->empty() || map_incomplete_ ? nullptr : take_slot(text->size(), change);
         if (!slot) continue;
-        memcpy(payload(slot), said->data(), said->size());
+        memcpy(payload(slot), text->data(), text->size());
         change.set(h_->cause, offset(payload(slot)));
-        change.set(h_->cause_size, said->size());
+        change.set(h_->cause_size, text->size());
         break;
     }
     change.set(h_->state, BROKEN);
@@ -207,8 +207,8 @@ void Ring::unbreak() {
     Change change(record(Side::Reader), windows_);
     change.set(h_->state, CLOSED);
     change.commit();
-    Wakes nobody;
-    advance(nobody);
+    Wakes unused;
+    advance(unused);
 }
 
 Counts Ring::counts() const {

@@ -199,7 +199,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     // Return whether an item of this size would need memory that was never used, while readers are about to
     // free memory. `late`: the put has already waited for recycled memory as long as it is worth.
     bool lacks_warm_memory(uint64_t size, bool late);
-    bool at_end() const { return h_->state == CLOSED && h_->leased == 0 && nothing_coming(); }
+    bool at_end() const { return h_->state == CLOSED && h_->leased == 0 && is_exhausted(); }
     bool at_end_for(const ReaderState* reader) const;
     uint64_t inside() const { return h_->state == BROKEN ? 0 : h_->puts - h_->takes; }
     uint64_t& share() { return h_->share; }
@@ -235,7 +235,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     std::vector<Slot*> leased_slots(
         uint32_t session) const;  // the items that a reader has on lease, oldest first
     // the numbers of the items that only this reader may take again
-    std::vector<uint64_t> to_try_again(uint32_t session) const;
+    std::vector<uint64_t> reserved_numbers(uint32_t session) const;
     void begin_again(ReaderState& reader);
     // End the session of a writer that died. If it had put outputs for one of `items`, which are processed
     // again, the ring remembers their count, so that they are not put twice.
@@ -268,17 +268,17 @@ class Ring : public std::enable_shared_from_this<Ring> {
     }
     uint64_t finished() const { return h_->takes - std::min(h_->leased, h_->takes); }
     uint64_t finished_before_wait_ = 0;  // when a put waited in vain for memory
-    bool nothing_coming() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
+    bool is_exhausted() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
     Step end() const { return h_->cut_off ? Step::Broken : Step::Drained; }
     void sweep_now(Wakes& wakes);
     void wake_at_end(Wakes& wakes);
     void close_with(Change& change, Wakes& wakes);
     void map(const Constants& constants, uint64_t blocks_end);
-    void look_for_growth() {
+    void check_growth() {
         if (h_->map_blocks_to > windows_.blocks_to() || h_->map_slots_from < windows_.slots_from())
-            see_growth();
+            map_growth();
     }
-    void see_growth();
+    void map_growth();
     bool reserve(uint64_t from, uint64_t upto) { return reserve_memory(fd_, from, upto); }
     bool reserve_sessions(uint32_t n);
     bool lock_without_mutex();
@@ -286,7 +286,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     bool redo();
     Redo& record(Side side) const;
     void drop_copies(uint32_t session, bool views, Wakes& wakes);
-    bool still_looks(uint32_t session) const;
+    bool may_still_view(uint32_t session) const;
     uint32_t free_session(Wakes& wakes);
     uint64_t first_slot() const { return std::max(h_->slots_at, windows_.slots_from()); }
     void move_views(uint32_t session);
@@ -298,7 +298,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     Slot* new_slot(uint32_t cls, Change& change);
     Slot* new_bare_slot(Change& change);
     void free_slot(Slot* slot, Change& change);
-    void put_away(Slot* slot, Change& change);
+    void push_free(Slot* slot, Change& change);
     using Span = std::pair<uint64_t, uint64_t>;  // first and last offset of some memory
     bool find_used(std::vector<Span>& used, std::vector<Slot*>& free);
     void fill_free_lists(const std::vector<uint64_t>& heads, Change& change);
@@ -311,7 +311,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     bool send_bundle(const Frame& frame);
     bool slot_exists(uint64_t offset) const;
     bool payload_exists(const Slot* slot) const;
-    bool memory_is_right() const;
+    bool memory_is_valid() const;
     Step found_damage();
     void link(Slot* slot, WriterState* writer, Change& change);
     void finish_put(WriterState* writer, Wakes& wakes, bool parked);
@@ -322,7 +322,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     static bool is_leased(const Slot* slot) {  // Inside: a process died while it gave the slot back
         return slot->place() == SlotState::Leased || slot->place() == SlotState::Inside;
     }
-    bool head_is_right(const Session* session) const;
+    bool head_is_valid(const Session* session) const;
     void describe(Taken& taken, Slot* slot) const;
     void take_head(Taken& taken, ReaderState* reader, Session* leases, uint32_t session, Wakes& wakes);
     void lease(Slot* slot, uint64_t number, uint64_t state, Session& session, Change& change);
@@ -331,8 +331,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
     uint64_t free_run(Session& s, uint64_t most);
     void give_back(Session& s, uint64_t n, Wakes& wakes);
     void give_back_between(Session& s, uint64_t n, Wakes& wakes);
-    void give_back_again(Session& s, Wakes& wakes);
-    Step take_again(Taken& taken, ReaderState& reader);
+    void give_back_reserved(Session& s, Wakes& wakes);
+    Step take_reserved(Taken& taken, ReaderState& reader);
     bool reserve_low(uint64_t upto);
     bool reserve_high(uint64_t from);
     bool has_turn(uint64_t number, uint64_t more) const;

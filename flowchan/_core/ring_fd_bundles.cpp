@@ -116,7 +116,7 @@ int Ring::open_bundle(uint64_t id, std::vector<int>& descriptors) {
 
 void Ring::drop_bundles() {
     Label label{};
-    if (socket_ < 0 || !look_from(socket_, -1) || !peek(socket_, label) || !memory_is_right()) return;
+    if (socket_ < 0 || !look_from(socket_, -1) || !peek(socket_, label) || !memory_is_valid()) return;
     std::vector<uint64_t> ids;
     for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);

@@ -137,7 +137,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
 // --- take ---
 
 // Return whether the slot at the head, and the last slot that the session leases, are valid.
-[[gnu::always_inline]] inline bool Ring::head_is_right(const Session* session) const {
+[[gnu::always_inline]] inline bool Ring::head_is_valid(const Session* session) const {
     const Slot* slot = at<Slot>(h_->head);
     if (!slot_exists(h_->head) || !payload_exists(slot)) return false;
     if (slot->place() != SlotState::Inside && slot->place() != SlotState::Parked) return false;
@@ -211,7 +211,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     Session* const leases = reader ? &this->session(reader->session) : nullptr;
     const uint64_t orders = reader && !reader->leases ? leases->orders : 0;
     if (orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
-    if (leases && leases->again_head) return take_again(taken, *reader);
+    if (leases && leases->reserved_head) return take_reserved(taken, *reader);
     // It still takes items that were given back: all others may wait behind them for their turns.
     if (orders & RETIRE && !is_next_before(UINT64_MAX)) {
         if (h_->head) h_->reader_queue.wake_by_rank(1, wakes);  // it may have been woken for that item
@@ -219,7 +219,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     }
     if (h_->head == 0) return at_end_for(reader) ? end() : Step::Wait;
     if (map_incomplete_) return Step::NoMemory;
-    if (!head_is_right(leases)) return found_damage();
+    if (!head_is_valid(leases)) return found_damage();
     take_head(taken, reader, leases, session, wakes);
     return Step::Done;
 }
@@ -291,12 +291,12 @@ void Ring::release(Slot* slot, Wakes& wakes) {
 // not wait: two readers that gather (get_more) would wait for each other.
 bool Ring::at_end_for(const ReaderState* reader) const {
     const bool goes = reader && (reader->alone || session(reader->session).leased > 0);
-    return h_->state == CLOSED && nothing_coming() && (goes || h_->leased == 0);
+    return h_->state == CLOSED && is_exhausted() && (goes || h_->leased == 0);
 }
 
 // Wake all readers when the last item may have gone: for some of them the end has come.
 void Ring::wake_at_end(Wakes& wakes) {
-    if (h_->state == CLOSED && nothing_coming()) wakes.readers += h_->reader_queue.call_all();
+    if (h_->state == CLOSED && is_exhausted()) wakes.readers += h_->reader_queue.call_all();
 }
 
 }  // namespace flowchan

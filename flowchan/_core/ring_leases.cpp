@@ -13,7 +13,7 @@ void Ring::free_leased(Session& s, uint64_t most, Wakes& wakes) {
         most -= n;
     }
     memory_freed(wakes);
-    if (h_->heard) wakes.writers += h_->writer_queue.call(1);
+    if (h_->notify_writer) wakes.writers += h_->writer_queue.call(1);
     wake_at_end(wakes);
 }
 
@@ -146,43 +146,43 @@ void Ring::reserve_for(uint32_t from, uint32_t to, bool all, bool blame) {
     Session &s = session(from), &next = session(to);
     const bool suspect = blame && s.lease_head && s.at != Session::OURS;
     const uint64_t suspects = suspect ? s.suspects() : 0, most = all ? s.leased : suspects;
-    if (h_->damaged || (!most && !s.again_head) || next.again_head) return;
-    if ((s.lease_head && !slot_exists(s.lease_tail)) || (s.again_head && !slot_exists(s.again_tail)))
+    if (h_->damaged || (!most && !s.reserved_head) || next.reserved_head) return;
+    if ((s.lease_head && !slot_exists(s.lease_tail)) || (s.reserved_head && !slot_exists(s.reserved_tail)))
         return void(found_damage());
     uint64_t last = 0, rest = s.lease_head;
     if (!count_deaths(suspects, most, last, rest)) return void(found_damage());
     Change change(record(Side::Writer), windows_);
-    if (most) change.set(at<Slot>(last)->next, s.again_head);
-    change.set(next.again_head, most ? s.lease_head : s.again_head);
-    change.set(next.again_tail, s.again_head ? s.again_tail : last);
-    change.set(next.again, s.again + most);
-    change.set(next.again_at, suspect ? s.at : s.again_at);
+    if (most) change.set(at<Slot>(last)->next, s.reserved_head);
+    change.set(next.reserved_head, most ? s.lease_head : s.reserved_head);
+    change.set(next.reserved_tail, s.reserved_head ? s.reserved_tail : last);
+    change.set(next.reserved, s.reserved + most);
+    change.set(next.reserved_at, suspect ? s.at : s.reserved_at);
     if (most) {
         change.set(s.lease_head, rest);
         change.set(s.leased, s.leased - most);
     }
-    change.set(s.again_head, 0);
-    change.set(s.again, 0);
+    change.set(s.reserved_head, 0);
+    change.set(s.reserved, 0);
     change.commit();
 }
 
 // Take the first of the items that only this session may try again.
-Step Ring::take_again(Taken& taken, ReaderState& reader) {
+Step Ring::take_reserved(Taken& taken, ReaderState& reader) {
     Session& s = session(reader.session);
-    Slot* slot = at<Slot>(s.again_head);
-    if (!slot_exists(s.again_head) || !payload_exists(slot) || !is_leased(slot)) return found_damage();
+    Slot* slot = at<Slot>(s.reserved_head);
+    if (!slot_exists(s.reserved_head) || !payload_exists(slot) || !is_leased(slot)) return found_damage();
     if (s.lease_head && !slot_exists(s.lease_tail)) return found_damage();
     taken.kind = slot->kind;
     taken.size = slot->size;
     taken.deaths = slot->deaths();
-    taken.died_unpickling = s.again_at == Session::UNPICKLING;
+    taken.died_unpickling = s.reserved_at == Session::UNPICKLING;
     taken.number = slot->number;
     taken.made_for = Slot::KEYLESS;
     taken.slot = slot;
     taken.at = payload(slot);
     Change change(record(Side::Reader), windows_);
-    change.set(s.again_head, slot->next);
-    change.set(s.again, s.again - 1);
+    change.set(s.reserved_head, slot->next);
+    change.set(s.reserved, s.reserved - 1);
     change.set(slot->next, 0);
     change.set(s.lease_head ? at<Slot>(s.lease_tail)->next : s.lease_head, offset(slot));
     change.set(s.lease_tail, offset(slot));
@@ -197,14 +197,14 @@ void Ring::begin_again(ReaderState& reader) {
     Session& s = session(reader.session);
     reader.leases = 0;
     if (h_->damaged || !s.lease_head) return;
-    if (!slot_exists(s.lease_tail) || (s.again_head && !slot_exists(s.again_tail)))
+    if (!slot_exists(s.lease_tail) || (s.reserved_head && !slot_exists(s.reserved_tail)))
         return void(found_damage());
     Change change(record(Side::Reader), windows_);
-    change.set(at<Slot>(s.lease_tail)->next, s.again_head);
-    if (!s.again_head) change.set(s.again_tail, s.lease_tail);
-    change.set(s.again_head, s.lease_head);
-    change.set(s.again, s.again + s.leased);
-    change.set(s.again_at, Session::OURS);
+    change.set(at<Slot>(s.lease_tail)->next, s.reserved_head);
+    if (!s.reserved_head) change.set(s.reserved_tail, s.lease_tail);
+    change.set(s.reserved_head, s.lease_head);
+    change.set(s.reserved, s.reserved + s.leased);
+    change.set(s.reserved_at, Session::OURS);
     change.set(s.lease_head, 0);
     change.set(s.leased, 0);
     change.commit();
@@ -222,7 +222,7 @@ uint64_t Ring::first_unfinished() const {
     for (const Session& s : h_->sessions()) {
         if (s.role != Session::READER) continue;
         look(s.lease_head);
-        look(s.again_head);
+        look(s.reserved_head);
     }
     return first;
 }
@@ -233,14 +233,14 @@ void Ring::order(uint32_t index, Orders what, Wakes& wakes) {
 }
 
 // Give the reserved items of a session that ends before it tried them again back to all readers.
-void Ring::give_back_again(Session& s, Wakes& wakes) {
+void Ring::give_back_reserved(Session& s, Wakes& wakes) {
     if (h_->damaged) return;
     Change change(record(Side::Writer), windows_);
-    change.set(s.lease_head, s.again_head);
-    change.set(s.lease_tail, s.again_tail);
-    change.set(s.leased, s.again);
-    change.set(s.again_head, 0);
-    change.set(s.again, 0);
+    change.set(s.lease_head, s.reserved_head);
+    change.set(s.lease_tail, s.reserved_tail);
+    change.set(s.leased, s.reserved);
+    change.set(s.reserved_head, 0);
+    change.set(s.reserved, 0);
     change.commit();
     give_back(s, s.leased, wakes);
 }

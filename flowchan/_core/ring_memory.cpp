@@ -64,7 +64,7 @@ bool Ring::reserve_sessions(uint32_t n) {
 }
 
 // Map memory that another process has cut. While this process cannot map it, it neither puts nor gets.
-void Ring::see_growth() {
+void Ring::map_growth() {
     const uint64_t upto = h_->map_blocks_to, from = h_->map_slots_from;
     if (upto > length_ || from < blocks_at_) return void(found_damage());
     map_incomplete_ = !windows_.show_blocks(upto) || !windows_.show_slots(from);
@@ -85,7 +85,7 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
     if (h_->slots_used == 0 && h_->free_slots[cls] == 0 && h_->blocks_top - blocks_at_ > max_bytes_)
         tidy(cls);
     if (!h_->free_slots[cls]) {
-        if (!memory_is_right()) return found_damage(), nullptr;
+        if (!memory_is_valid()) return found_damage(), nullptr;
         if (Slot* slot = new_slot(cls, change)) return slot;
         if (h_->damaged) return nullptr;
     }
@@ -145,10 +145,10 @@ void Ring::free_slot(Slot* slot, Change& change) {
         change.set(slot->state, slot->with_place(SlotState::Held, slot->viewer()));
         return;
     }
-    put_away(slot, change);
+    push_free(slot, change);
 }
 
-void Ring::put_away(Slot* slot, Change& change) {
+void Ring::push_free(Slot* slot, Change& change) {
     change.set(slot->next, h_->free_slots[slot->cls]);
     change.set(slot->state, 0);
     change.set(h_->free_slots[slot->cls], offset(slot));
@@ -211,7 +211,7 @@ std::vector<std::pair<uint64_t, uint64_t>> gaps_between(
 // filled. A death in between leaves lists that are too short. The next `tidy` repairs them, because it looks
 // only at used blocks.
 void Ring::tidy(uint32_t cls) {
-    if (!memory_is_right()) return void(found_damage());
+    if (!memory_is_valid()) return void(found_damage());
     std::vector<Span> used;
     std::vector<Slot*> free;
     if (!find_used(used, free)) return void(found_damage());
@@ -299,7 +299,7 @@ void Ring::unview(Slot* slot, Wakes& wakes) {
     // If another session has it HELD, that session makes a copy now and frees the slot afterwards.
     const bool held = slot->place() == SlotState::Held && slot->owner() == slot->viewer();
     if (held)
-        put_away(slot, change);
+        push_free(slot, change);
     else
         change.set(slot->state, slot->state & ~Slot::VIEW_BITS);
     change.commit();
@@ -344,7 +344,7 @@ Step Ring::put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& 
 // written now may show the id of its slot's previous item.
 std::vector<uint64_t> Ring::pinned() const {
     std::vector<uint64_t> ids;
-    if (!memory_is_right()) return ids;
+    if (!memory_is_valid()) return ids;
     for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
         const Slot* slot = at<Slot>(p);
         const bool inside = slot->place() == SlotState::Inside || slot->place() == SlotState::Parked;
@@ -359,7 +359,7 @@ std::vector<uint64_t> Ring::pinned() const {
 std::vector<Held> Ring::held() const {
     std::vector<Held> all;
     const bool any = std::ranges::any_of(h_->sessions(), [](const Session& s) { return s.views > 0; });
-    if (!any || !memory_is_right()) return all;
+    if (!any || !memory_is_valid()) return all;
     for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
         const Slot* slot = at<Slot>(p);
         if (!slot->viewer()) continue;
@@ -379,7 +379,7 @@ std::vector<Held> Ring::held() const {
 // the list. Once damage has been found, no offset is followed any more.
 
 // The order of the parts: | blocks .. reserved_low | hole | reserved_high .. slots |
-bool Ring::memory_is_right() const {
+bool Ring::memory_is_valid() const {
     return blocks_at_ <= h_->blocks_top && h_->blocks_top <= h_->reserved_low &&
            h_->reserved_low <= h_->reserved_high && h_->reserved_high <= h_->slots_at &&
            h_->slots_at <= length_ && (length_ - h_->slots_at) % sizeof(Slot) == 0;

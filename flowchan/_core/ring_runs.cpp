@@ -61,7 +61,7 @@ uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
 // be taken one by one.
 uint64_t Ring::take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_t most_bytes, Wakes& wakes) {
     Session& s = session(reader.session);
-    if (h_->state >= BROKEN || map_incomplete_ || s.again_head) return 0;
+    if (h_->state >= BROKEN || map_incomplete_ || s.reserved_head) return 0;
     if (s.lease_head && !slot_exists(s.lease_tail)) return 0;
     const uint64_t most = std::min({count, h_->puts - h_->takes, (Redo::MOST - TO_TAKE) / 2});
     uint64_t n = 0, bytes = 0, rest = h_->head;

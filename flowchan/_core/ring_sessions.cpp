@@ -23,7 +23,8 @@ uint32_t Ring::free_session(Wakes& wakes) {
                 s.views = s.forked = 0;
             s.in_reader_queue = s.in_writer_queue = s.called = 0;
             s.clock = PortClock();
-            s.awaits = s.at = s.begun = s.again_head = s.again_tail = s.again = s.again_at = s.orders = 0;
+            s.awaits = s.at = s.begun = s.reserved_head = s.reserved_tail = s.reserved = s.reserved_at =
+                s.orders = 0;
             fault_point();
             return i;
         }
@@ -62,7 +63,7 @@ void Ring::adopt(uint32_t index) {
 // come between any two. (When all records are taken, the views stay with the port.)
 void Ring::move_views(uint32_t index) {
     Wakes wakes;
-    if (!memory_is_right()) return void(found_damage());
+    if (!memory_is_valid()) return void(found_damage());
     const uint32_t to = free_session(wakes);
     Session &s = session(index), &holder = session(to);
     if (to) {
@@ -89,7 +90,7 @@ void Ring::move_views(uint32_t index) {
 // not use its views any more.
 void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     Session& s = session(index);
-    if (!memory_is_right()) found_damage();
+    if (!memory_is_valid()) found_damage();
     for (uint64_t p = first_slot(); !h_->damaged && p < length_; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);
         if (slot->viewer() == index) {
@@ -137,7 +138,7 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
 
 // Return whether the views of this session may still be used after its end. Its process is alive, or may have
 // live children.
-bool Ring::still_looks(uint32_t index) const {
+bool Ring::may_still_view(uint32_t index) const {
     const Session& s = session(index);
     return s.views && (s.forked || s.pid == uint64_t(getpid()) || process_alive(s.pid, s.started));
 }
@@ -148,14 +149,14 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     Session& s = session(index);
     if (s.role == Session::NONE) return;
     if (s.lease_head) finished ? free_leased(s, UINT64_MAX, wakes) : give_back(s, s.leased, wakes);
-    if (s.again_head) give_back_again(s, wakes);
-    const bool looks = still_looks(index);
+    if (s.reserved_head) give_back_reserved(s, wakes);
+    const bool looks = may_still_view(index);
     drop_copies(index, !looks, wakes);
     Change change(record(Side::Writer), windows_);
     if (s.role == Session::READER) {
         if (h_->readers == 1) close_with(change, wakes);
         change.set(h_->readers, h_->readers - 1);
-        if (h_->heard) wakes.writers += h_->writer_queue.call_all();
+        if (h_->notify_writer) wakes.writers += h_->writer_queue.call_all();
     } else if (s.role == Session::WRITER) {
         if (h_->writers == 1) close_with(change, wakes);
         if (died && h_->state == OPEN && !h_->cut_off) change.set(h_->cut_off, s.pid);
@@ -177,10 +178,10 @@ std::vector<Slot*> Ring::leased_slots(uint32_t index) const {
     return slots;
 }
 
-std::vector<uint64_t> Ring::to_try_again(uint32_t index) const {
+std::vector<uint64_t> Ring::reserved_numbers(uint32_t index) const {
     std::vector<uint64_t> numbers;
     const Session& s = session(index);
-    for (uint64_t p = s.again_head; slot_exists(p) && numbers.size() < s.again; p = at<Slot>(p)->next)
+    for (uint64_t p = s.reserved_head; slot_exists(p) && numbers.size() < s.reserved; p = at<Slot>(p)->next)
         numbers.push_back(at<Slot>(p)->number);
     return numbers;
 }

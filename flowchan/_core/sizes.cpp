@@ -130,9 +130,9 @@ struct Estimate {
         PyObject* n = PyObject_GetAttr(o, name);
         bytes = n && PyLong_Check(n) ? PyLong_AsUnsignedLongLong(n) : UINT64_MAX;
         Py_XDECREF(n);
-        const bool told = !PyErr_Occurred() && bytes < uint64_t(1) << 60;
+        const bool ok = !PyErr_Occurred() && bytes < uint64_t(1) << 60;
         PyErr_Clear();
-        return told;
+        return ok;
     }
 
     // Return the size of the objects to which another object refers, as the garbage collector visits them.

@@ -63,7 +63,7 @@ constexpr uint64_t MOST_CAUSE = 1 << 24;  // bytes of a cause
 constexpr uint64_t MOST_ITEM = uint64_t(1) << 46;
 
 // Return whether a head is valid, without its context.
-inline bool is_right(const Head& head) {
+inline bool is_valid(const Head& head) {
     switch (head.type) {
         case FrameType::ITEM:
         case FrameType::OUT:

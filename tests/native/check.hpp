@@ -153,7 +153,7 @@ class Check {
                 leased += n;
             };
             on_lease("the lease", s.lease_head, s.lease_tail, s.leased);
-            on_lease("the reserved items", s.again_head, s.again_tail, s.again);
+            on_lease("the reserved items", s.reserved_head, s.reserved_tail, s.reserved);
         }
         equal("leased", h.leased, leased);
         equal("readers", h.readers, readers);

@@ -96,7 +96,7 @@ class Peer {
         Head head{};
         if (!receive(&head, Head::SHORT)) return {};
         if (!head.carries_item() && !receive(&head.a, Head::LONG - Head::SHORT)) return {};
-        must(is_right(head), "the link has sent an invalid frame");
+        must(is_valid(head), "the link has sent an invalid frame");
         std::string payload(head.size, '\0');
         if (!receive(payload.data(), head.size)) return {};
         return head;
@@ -214,13 +214,13 @@ class Model {
 
     // Check the reported state against all earlier connections.
     void hear_states(Peer& peer) {
-        for (std::set<std::pair<uint32_t, uint16_t>> heard; heard.size() < STREAMS * PORTS;) {
+        for (std::set<std::pair<uint32_t, uint16_t>> received; received.size() < STREAMS * PORTS;) {
             const std::optional<Head> head = peer.next_frame();
             must(head.has_value(), "a new connection has ended");
             if (head->type != FrameType::INPUT) continue;
             must(head->a == ports_[head->stream][head->port].got,
                  "the reported count differs from the sent frames");
-            heard.emplace(head->stream, head->port);
+            received.emplace(head->stream, head->port);
         }
     }
 
@@ -234,7 +234,7 @@ class Model {
         if (draw_.one_in(8))
             head = {.n = draw_.number(), .type = draw_.one_in(2) ? FrameType::PING : FrameType::PONG};
         if (draw_.one_in(6)) change(head);
-        const bool right = is_right(head), here = right && is_expected(head);
+        const bool right = is_valid(head), here = right && is_expected(head);
         const bool endless = right && head.size > 2 * BYTES_INSIDE;
         const uint64_t value = next_++;
         peer.add_frame(head,
@@ -306,7 +306,7 @@ struct Ends {
     std::shared_ptr<Ring> to = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     const uint32_t taker = open_session(*from, Session::READER), putter = open_session(*to, Session::WRITER);
     User feeds = open(*from, Session::WRITER), drains = open(*to, Session::READER);
-    uint64_t heard = 0;  // items that the peer received
+    uint64_t received = 0;  // items that the peer received
 };
 
 class Anything {
@@ -354,7 +354,7 @@ class Anything {
     }
     bool count_frame(Peer& peer) {
         const std::optional<Head> head = peer.next_frame();
-        if (head && head->carries_item()) ends_[head->stream].heard += 1;
+        if (head && head->carries_item()) ends_[head->stream].received += 1;
         return head.has_value();
     }
 
@@ -390,7 +390,7 @@ class Anything {
         return size == head.size;
     }
     uint64_t near(uint32_t stream) {
-        return ends_[stream].heard + (draw_.one_in(8) ? draw_.below(3) - 1 : 0);
+        return ends_[stream].received + (draw_.one_in(8) ? draw_.below(3) - 1 : 0);
     }
 
     const bool owner_side_;

@@ -208,7 +208,8 @@ Scenario working(const char* name, Kind kind, Outputs outputs, int again = -1) {
         std::vector<uint64_t> items;
         locked(*scene.in, [&](Wakes&) {
             for (Slot* slot : scene.in->leased_slots(scene.users[0].session)) items.push_back(slot->number);
-            for (uint64_t number : scene.in->to_try_again(scene.users[0].session)) items.push_back(number);
+            for (uint64_t number : scene.in->reserved_numbers(scene.users[0].session))
+                items.push_back(number);
         });
         retire(scene.users[1], items);
         scene.users[0].leave(false);
