@@ -13,11 +13,11 @@ class View:
 
     @staticmethod
     def of(address: int, size: int, owner: Any) -> View:
-        """Read-only memory that ``owner`` keeps where it is."""
+        """Return a read-only view of memory that ``owner`` keeps alive."""
     def private(self) -> View:
-        """The same bytes, writable; pages are copied as they are written."""
+        """Return a writable view of the same bytes; pages are copied as they are written."""
     def lent(self, array: Any) -> None:
-        """``array`` was made of this loan: it becomes read-only when it is put."""
+        """Make ``array``, which uses this loan, read-only when it is put."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Channel(Generic[T]):
@@ -28,55 +28,91 @@ class Channel(Generic[T]):
     @overload
     def __init__(self, fd: int, socket: int, name: str) -> None: ...
     def put(self, item: T, timeout: float | None = None) -> None:
-        """Put ``item`` in, waiting up to ``timeout`` seconds for a place (None: for ever).
+        """Put an item, and wait for a place while the channel is full.
 
-        Raises Full when the time is over, Closed when somebody closed the channel, Broken when it was
-        aborted; across processes TypeError or another error of pickling if the item can't be serialised.
+        Args:
+            item: the item
+            timeout: seconds to wait (None: no limit)
+
+        Raises:
+            Full: the timeout ran out
+            Closed: the channel was closed, or its last reader left
+            Broken: the channel was aborted
+            TypeError: the item cannot be serialised (between processes; or another pickling error)
         """
     def put_nowait(self, item: T, /) -> None:
-        """Put ``item`` in if there is a place now, else raise Full."""
+        """Put an item if there is a place now, else raise Full."""
     def put_many(self, items: Iterable[T], timeout: float | None = None) -> None:
-        """Put every item of an iterable in, in order, waiting as needed. If that ends early the error's
-        ``items_put`` tells how many were put."""
-    def get(self, timeout: float | None = None) -> T:
-        """Take the oldest item out, waiting up to ``timeout`` seconds for one (None: for ever).
+        """Put all items of an iterable, in order, and wait for places as needed.
 
-        Raises Empty when the time is over, Drained at the clean end, Broken when the channel was aborted.
+        Args:
+            items: the items
+            timeout: seconds for all items together (None: no limit)
+
+        Raises:
+            Full, Closed, Broken: as for ``put``; ``items_put`` of the error is the number of items put before
+        """
+    def get(self, timeout: float | None = None) -> T:
+        """Take the oldest item, and wait for one while the channel is empty.
+
+        Args:
+            timeout: seconds to wait (None: no limit)
+
+        Returns:
+            The item.
+
+        Raises:
+            Empty: the timeout ran out
+            Drained: the channel is closed and all its items were read
+            Broken: the channel was aborted
         """
     def get_nowait(self) -> T:
-        """Take the oldest item out if there is one now, else raise Empty."""
+        """Take the oldest item if there is one now, else raise Empty."""
     def get_many(self, max: int, timeout: float | None = None) -> list[T]:
-        """Take up to ``max`` items out as a list: waits for the first as ``get`` does, then takes what is
-        there. What can't be unpickled ends the list before it: the next call raises its error. A
-        KeyboardInterrupt meanwhile has those before it as ``items_got``."""
+        """Take up to ``max`` items as a list.
+
+        It waits for the first item as ``get`` does, and then takes the items that are there. An item that
+        cannot be unpickled ends the list before it, and the next call raises its error.
+
+        Args:
+            max: the largest number of items
+            timeout: seconds to wait for the first item (None: no limit)
+
+        Returns:
+            A list of at least one item.
+
+        Raises:
+            Empty, Drained, Broken: as for ``get``
+            KeyboardInterrupt: ``items_got`` of the error has the items that were taken before
+        """
     def close(self) -> None:
-        """Nobody can put any more; what is inside can still be read. Anybody may close, any number of
-        times."""
+        """Close the channel: later puts raise Closed, and the items inside can still be read. Any user
+        may close it, any number of times."""
     def abort(self, cause: BaseException | None = None) -> None:
-        """Break the channel: what is inside is discarded, and every waiting or later call raises Broken from
+        """Break the channel: its items are discarded, and every waiting or later call raises Broken from
         ``cause``."""
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[T]: ...
     def __next__(self) -> T: ...
     @property
     def capacity(self) -> int:
-        """How many items may be inside."""
+        """The number of items that may be inside."""
     @property
     def max_bytes(self) -> int | None:
-        """How many bytes may be inside; None: no such limit."""
+        """The number of bytes that may be inside (None: no limit)."""
     @property
     def across(self) -> Literal["threads", "processes", "hosts"]:
         """The transport."""
     _hosts: bool
     @property
     def closed(self) -> bool:
-        """Whether nobody can put any more."""
+        """Whether puts are no longer possible."""
     @property
     def drained(self) -> bool:
-        """Whether it is closed and empty and no item is out on lease."""
+        """Whether it is closed and empty, and no item is on lease."""
     @property
     def broken(self) -> bool:
-        """Whether it was aborted, or has come to an end that is no clean one."""
+        """Whether it was aborted, or its end was not clean."""
     _name: str
     @property
     def _fd(self) -> int: ...
@@ -90,25 +126,49 @@ class Channel(Generic[T]):
     def _loan(self, size: int, timeout: float | None) -> View: ...
 
 class In(Generic[T_co]):
-    """A reading end of a channel. Use flowchan.In: channel.reader() gives one."""
+    """A reading end of a channel. Use flowchan.In, which channel.reader() returns."""
 
     def __init__(self, channel: Channel[T_co], session: int = 0) -> None: ...
     def get(self, timeout: float | None = None) -> T_co:
-        """Take the oldest item out, waiting up to ``timeout`` seconds for one (None: for ever).
+        """Take the oldest item, and wait for one while the channel is empty.
 
-        Raises Empty when the time is over, Drained at the clean end, Broken when the channel was aborted.
+        Args:
+            timeout: seconds to wait (None: no limit)
+
+        Returns:
+            The item.
+
+        Raises:
+            Empty: the timeout ran out
+            Drained: the channel is closed and all its items were read
+            Broken: the channel was aborted
         """
     def get_nowait(self) -> T_co:
-        """Take the oldest item out if there is one now, else raise Empty."""
+        """Take the oldest item if there is one now, else raise Empty."""
     def get_many(self, max: int, timeout: float | None = None) -> list[T_co]:
-        """Take up to ``max`` items out as a list: waits for the first as ``get`` does, then takes what is
-        there. What can't be unpickled ends the list before it: the next call raises its error. A
-        KeyboardInterrupt meanwhile has those before it as ``items_got``."""
+        """Take up to ``max`` items as a list.
+
+        It waits for the first item as ``get`` does, and then takes the items that are there. An item that
+        cannot be unpickled ends the list before it, and the next call raises its error.
+
+        Args:
+            max: the largest number of items
+            timeout: seconds to wait for the first item (None: no limit)
+
+        Returns:
+            A list of at least one item.
+
+        Raises:
+            Empty, Drained, Broken: as for ``get``
+            KeyboardInterrupt: ``items_got`` of the error has the items that were taken before
+        """
     def get_more(self, timeout: float | None = None) -> T_co:
-        """Like ``get``, but the items taken before stay in hand too: they all count as unfinished until the
-        next ``get``."""
+        """Take an item as ``get`` does, but keep the earlier items on lease.
+
+        All of them count as unfinished until the next ``get``.
+        """
     def close(self) -> None:
-        """Leave: the items in hand count as finished."""
+        """Close the port; its leased items count as finished."""
     def __iter__(self) -> Iterator[T_co]: ...
     def __next__(self) -> T_co: ...
     def __enter__(self) -> Self: ...
@@ -117,10 +177,10 @@ class In(Generic[T_co]):
     ) -> None: ...
     @property
     def channel(self) -> Any:
-        """The channel that it reads."""
+        """The channel that the port reads."""
     @property
     def closed(self) -> bool:
-        """Whether nothing more comes: the port was closed, or the channel is drained or broken."""
+        """Whether no more items can come: the port was closed, or the channel is drained or broken."""
     def _give_up(self) -> None: ...
     def _supervise(self) -> None: ...
     def _hand_over(self) -> tuple[Any, int]: ...
@@ -141,33 +201,47 @@ class In(Generic[T_co]):
     ) -> None: ...
 
 class Out(Generic[T_contra]):
-    """A writing end of a channel. Use flowchan.Out: channel.writer() gives one."""
+    """A writing end of a channel. Use flowchan.Out, which channel.writer() returns."""
 
     def __init__(self, channel: Channel[T_contra], session: int = 0) -> None: ...
     def put(self, item: T_contra, timeout: float | None = None) -> None:
-        """Put ``item`` in, waiting up to ``timeout`` seconds for a place (None: for ever).
+        """Put an item, and wait for a place while the channel is full.
 
-        Raises Full when the time is over, Closed when somebody closed the channel, Broken when it was
-        aborted; across processes TypeError or another error of pickling if the item can't be serialised.
+        Args:
+            item: the item
+            timeout: seconds to wait (None: no limit)
+
+        Raises:
+            Full: the timeout ran out
+            Closed: the channel was closed, or its last reader left
+            Broken: the channel was aborted
+            TypeError: the item cannot be serialised (between processes; or another pickling error)
         """
     def put_nowait(self, item: T_contra, /) -> None:
-        """Put ``item`` in if there is a place now, else raise Full."""
+        """Put an item if there is a place now, else raise Full."""
     def put_many(self, items: Iterable[T_contra], timeout: float | None = None) -> None:
-        """Put every item of an iterable in, in order, waiting as needed. If that ends early the error's
-        ``items_put`` tells how many were put."""
+        """Put all items of an iterable, in order, and wait for places as needed.
+
+        Args:
+            items: the items
+            timeout: seconds for all items together (None: no limit)
+
+        Raises:
+            Full, Closed, Broken: as for ``put``; ``items_put`` of the error is the number of items put before
+        """
     def close(self) -> None:
-        """Leave; the last writer to leave closes the channel."""
+        """Close the port; the last writer closes the channel."""
     def __enter__(self) -> Self: ...
     def __exit__(
         self, type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
     @property
     def channel(self) -> Any:
-        """The channel that it writes."""
+        """The channel that the port writes."""
     @property
     def closed(self) -> bool:
-        """Whether nothing more can be put: the port was closed, the channel was closed or broken, or its
-        readers left."""
+        """Whether puts are no longer possible: the port or the channel was closed, the channel broke, or
+        its readers left."""
     def _follow(self, reader: In[Any], ordered: bool, single: bool, later: bool = False) -> None: ...
     def _replay(self) -> None: ...
     def _waited(self) -> tuple[float, float]: ...
@@ -178,25 +252,24 @@ class Out(Generic[T_contra]):
     def _leave_open(self) -> None: ...
 
 class Link:
-    """The connection between two hosts of a run: carries what goes through the ports of workers that run
-    elsewhere."""
+    """The connection between two hosts of a run, which serves the ports of remote workers."""
 
     def __init__(self, home: bool) -> None: ...
     def attach(self, fd: int) -> None:
-        """Goes on over this connected socket, which belongs to the link from now on; what was sent over the
-        former one and has not arrived is sent again."""
+        """Continue over this connected socket, and take ownership of it. Frames that did not arrive over
+        the former one are sent again."""
     def line(self, number: int, inputs: list[Any], outputs: list[Any], on_demand: bool = False) -> None:
-        """Serves the ports of one worker, under a number that both sides know. on_demand: items come for
-        those only who wait for one, or work on one."""
+        """Serve the ports of one worker, under a number that both sides use. on_demand: items come only
+        for workers that wait for one or process one."""
     def drop(self, number: int) -> None:
-        """Serves them no more; their sessions stay as they are. Does nothing when there is no such line."""
+        """Stop serving the ports of a worker; their sessions do not change. Unknown numbers are ignored."""
     def wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """Wait for the next event and return its kind and values; () when there is none by then.
-        flowchan.transport.link_events makes typed events of them."""
+        """Wait for the next event and return its kind and values, or () after the timeout.
+        flowchan.transport.link_events converts them to typed events."""
     def state(self) -> dict[str, Any]:
-        """Whether it is connected, and its counts."""
+        """Return the state of the connection and the counts of the link."""
     def close(self) -> None:
-        """Ends the connection and both threads."""
+        """End the connection and both threads."""
 
 class Group:
     """A member of a group. Use flowchan.collective."""
@@ -278,7 +351,7 @@ class Group:
     def _reduce_scatter(self, x: Any, out: Any, op: str, timeout: float | None) -> Any: ...
 
 class Await:
-    """One coroutine that stands at the gate of a channel or port; see awaiting.py."""
+    """One coroutine in the wait queue of a channel or port; see awaiting.py."""
 
     def __init__(self, target: Any, reading: bool, again: bool) -> None: ...
     @property
@@ -286,7 +359,7 @@ class Await:
     def leave(self, unused: bool) -> None: ...
 
 class Watch:
-    """The sleep of the thread that waits for coroutines."""
+    """Sleep of the thread that waits for coroutines."""
 
     def __init__(self) -> None: ...
     @property
@@ -312,8 +385,8 @@ def _take_up(
     blame: bool = True,
 ) -> None: ...
 def _when_finished(call: Callable[[], object]) -> None:
-    """``call`` is called when the item that is being unpickled in this thread is finished; at once, if none
-    is."""
+    """Call ``call`` when the item that this thread is unpickling is finished, or at once if there is
+    none."""
 
 def _look_at(channels: list[Any]) -> tuple[int, int, int]: ...
 def _size_of(item: Any) -> int: ...

@@ -122,7 +122,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     ),
     17: (
         "a killed worker dies with the lock of the queue",
-        ("native/test_fault_walk.py::test_c11_a_death_at_any_step_of_an_operation_harms_nobody",),
+        ("native/test_fault_walk.py::test_c11_death_at_any_step_harms_no_other_process",),
     ),
     18: (
         "the same, found by an eight-day soak in the field",
@@ -238,7 +238,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     36: (
         "shared-memory allreduce: memory order, threads, groups",
         (
-            "native/test_group_walk.py::test_a_death_at_any_point_has_the_same_outcome_for_all",
+            "native/test_group_walk.py::test_death_at_any_point_gives_all_survivors_one_outcome",
             "model/test_protocol_model.py::test_the_whole_model_holds",
             "collective/test_group_failures.py::test_many_groups_leave_nothing_whatever_the_order_of_their_ends",
         ),

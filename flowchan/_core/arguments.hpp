@@ -1,4 +1,4 @@
-// Methods as plain C functions: their arguments, and errors on their way to Python.
+// Helpers for methods that are plain C functions: arguments, and errors on their way to Python.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,7 +19,7 @@ PyObject* guarded(F&& f) {
     return nullptr;
 }
 
-// That a call has no such argument, and which of its own it is most like.
+// Raise TypeError for an unknown argument, and name the most similar one of the call.
 inline void refuse_argument(const char* function, PyObject* name, const char* const* names, size_t n) {
     guarded([&]() -> PyObject* {
         nb::list known;
@@ -36,7 +36,7 @@ inline void refuse_argument(const char* function, PyObject* name, const char* co
     });
 }
 
-// Parses at most `want` required arguments and an optional `timeout`, by position or by name.
+// Parse `required` arguments and further optional ones, by position or by name.
 template <size_t N>
 bool parse(const char* function, const char* const (&names)[N], size_t required, PyObject* const* args,
            Py_ssize_t n, PyObject* keywords, PyObject* (&values)[N]) {

@@ -1,11 +1,11 @@
-// What the async calls wait with (awaiting.py): coroutines that stand at the gates of their channels, and
-// a thread that sleeps for all of them.
+// Waits of the async calls (awaiting.py): coroutines in the wait queues of their channels, and a thread that
+// sleeps for all of them.
 //
-// Algorithm. A coroutine that can't go on enters the gate, as a thread would, and tries once more: what
-// happens later changes the gate's word. It stays at the gate until its operation is done, until it is told,
-// or until it is cancelled; meanwhile the watching thread sleeps in futex_waitv on the words of all its
-// coroutines. Those whose word has changed it takes off their gates, and the event loop tells them. One that
-// leaves without having used its wake-up passes it on.
+// Algorithm. A coroutine that cannot continue enters the wait queue, as a thread would, and tries once more:
+// a later event changes the queue's word. It stays in the queue until its operation is done, until it is
+// woken, or until it is cancelled. The watching thread sleeps in futex_waitv on the words of all its
+// coroutines. It removes those whose word has changed from their queues, and the event loop wakes them. A
+// coroutine that leaves without having used its wake-up passes it on.
 #include "channel.hpp"
 
 namespace flowchan {
@@ -36,8 +36,8 @@ void Place::leave(bool unused) {
         Locked locked(m);
         const bool called = Traits<M>::leave(m, caller, waiting, true);
         Traits<M>::look_for_dead(m, wakes);
-        // In a line nobody else is woken while this one is on its way, so the next must be, whatever came of
-        // it.
+        // In a wait list no other waiter is woken while this one is on its way, so the next must be, whatever
+        // the result was.
         if (called ? unused || !Traits<M>::processes : unused) Traits<M>::pass_on(m, caller, wakes);
         locked.unlock(wakes);
     });
@@ -74,7 +74,7 @@ Await::~Await() {
 
 nb::object Await::channel() const { return in ? in->channel : out ? out->channel : target; }
 
-// `unused`: somebody else may go on in this caller's place, if it was woken.
+// `unused`: another waiter may take the place of this caller, if it was woken.
 void Await::leave(bool unused) {
     if (forks != fork_count || (!entered && !unused)) return;
     if (entered.exchange(false)) {
@@ -86,16 +86,17 @@ void Await::leave(bool unused) {
 }
 
 void Watch::ring() {
-    bell_.fetch_add(1, std::memory_order_seq_cst);  // partner: the load in `sleep`, after `asleep_` was set
-    if (asleep_.load(std::memory_order_seq_cst)) futex_wake(bell_, 1, false);
+    doorbell_.fetch_add(1,
+                        std::memory_order_seq_cst);  // partner: the load in `sleep`, after `asleep_` was set
+    if (asleep_.load(std::memory_order_seq_cst)) futex_wake(doorbell_, 1, false);
 }
 
-// Until the bell has rung since `heard` was read, one of the waits has changed, or `seconds` are over.
-// Answers the indices of those that have changed; they have left their gates then.
+// Sleep until the doorbell has rung since `heard` was read, one of the waits has changed, or `seconds` are
+// over. Return the indices of the changed waits, which have left their queues by then.
 nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
     std::vector<Await*> all;
     std::vector<WaitedWord> words{
-        {heard, reinterpret_cast<uint64_t>(&bell_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}};
+        {heard, reinterpret_cast<uint64_t>(&doorbell_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}};
     bool any = false;
     for (nb::handle one : waits) {
         Await* wait = nb::inst_ptr<Await>(one);
@@ -113,7 +114,7 @@ nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
     }
     nb::list found;
     for (size_t i = 0; i < all.size(); ++i) {
-        // who would have woken it may be dead
+        // the process that would have woken it may be dead
         all[i]->place->ch->with([](auto& transport) { look_for_dead(transport); });
         if (!changed(*all[i])) continue;
         all[i]->leave(false);

@@ -1,4 +1,4 @@
-// The module flowchan._core: what Python sees of the core. Its committed stub is flowchan/_core.pyi.
+// The module flowchan._core: the Python bindings of the core. The committed stub is flowchan/_core.pyi.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -40,7 +40,7 @@ PyType_Slot out_slots[] = {{Py_tp_methods, out_methods},
                            {Py_tp_clear, (void*)out_clear},
                            {0, nullptr}};
 
-// Who polls learns of dead processes, too.
+// A caller that polls also learns of dead processes.
 uint64_t state_of(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
     return ch.with([](auto& transport) {
@@ -69,14 +69,14 @@ void close_channel(Channel& ch) {
     });
 }
 
-// A supervised session is ended by its supervisor alone, never by whoever notices that its process is gone.
+// Only the supervisor ends a supervised session, never a process that notices the death of the worker.
 template <class Port>
 void supervise(Port& port) {
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.session(port.state.session).supervised = 1; });
 }
 
-// For how many seconds calls through this port have waited, and of these for a turn. Nothing for a port whose
-// session has ended.
+// Return the seconds that calls through this port have waited, and how many of them for a turn. They are 0
+// for a port whose session has ended.
 template <class Port>
 nb::tuple waited(Port& port) {
     const auto seconds = [](const PortClock& clock) {
@@ -95,19 +95,19 @@ nb::tuple waited(Port& port) {
 }
 
 template <class Port>
-nb::tuple hand_over(Port& port) {
+nb::tuple port_state(Port& port) {
     if (!port.ch->reaches_processes()) {
         PyErr_SetString(PyExc_TypeError,
-                        (port.ch->describe() + " can't be sent to another process, and so can't its "
-                                               "ports; make it with across='processes'")
+                        (port.ch->describe() + " and its ports can't be sent to another process; "
+                                               "make it with across='processes'")
                             .c_str());
         throw nb::python_error();
     }
     return nb::make_tuple(port.channel, port.state.session);
 }
 
-// The process `pid` on another host, which this port served, has ended without closing it (C5).
-void fall(Out& out, uint64_t pid) {
+// Handle the end of process `pid` on another host, which used this port and did not close it (C5).
+void end_remote_writer(Out& out, uint64_t pid) {
     if (!out.open.exchange(false)) return;
     locked_ring(*out.ch, [&](Ring& ring, Wakes& wakes) {
         ring.session(out.state.session).pid = pid;
@@ -118,8 +118,8 @@ void fall(Out& out, uint64_t pid) {
 // --- what a supervisor does for a worker that died; `port` is the supervisor's own handle of the dead
 // worker's port ---
 
-// How many workers have died in the user's code, or while something was unpickled, over what this dead one
-// had in hand, itself included; 0 when it died elsewhere.
+// Return how many workers have died in user code, or while unpickling, with the leased items of this dead
+// worker, including this one. Return 0 when it died elsewhere.
 uint64_t deaths_over(const std::vector<In*>& inputs) {
     bool working = false;
     uint64_t most = 0;
@@ -127,7 +127,7 @@ uint64_t deaths_over(const std::vector<In*>& inputs) {
         locked_ring(*in->ch, [&](Ring& ring, Wakes&) {
             const Session& s = ring.session(in->state.session);
             working = working || (s.lease_head && s.at != Session::OURS);
-            const std::vector<Slot*> slots = ring.in_hand(in->state.session);
+            const std::vector<Slot*> slots = ring.leased_slots(in->state.session);
             for (size_t n = 0; n < std::min<size_t>(slots.size(), s.suspects()); ++n)
                 most = std::max(most, slots[n]->deaths());
         });
@@ -147,7 +147,7 @@ void order(Ring& ring, In& in, Orders what, Wakes& wakes) {
     if (s.role == Session::READER && s.generation == in.generation) ring.order(in.state.session, what, wakes);
 }
 
-// Tells a reader, wherever its worker runs.
+// Send an order to a reader, wherever its worker runs.
 void order(In& in, Orders what) {
     in.ch->with([&](auto& transport) {
         Wakes wakes;
@@ -163,37 +163,38 @@ bool is_retired(In& in) {
              [&](Ring& ring) { return in.open && (ring.session(in.state.session).orders & RETIRE) != 0; }});
 }
 
-// A worker that lives on does again what it has in hand: it gets that once more, and of its outputs those are
-// skipped that are out.
+// Prepare a live worker to process its leased items again: it takes them once more, and outputs that are
+// already out are skipped.
 void begin_again(In& in) {
     locked_ring(*in.ch, [&](Ring& ring, Wakes&) { ring.begin_again(in.state); });
     for (Out* out : in.feeds) out->state.keyed = false;
 }
 
-// What a dead worker leaves is taken up: outputs that are out already stay remembered in their channel, so
-// that whoever does the item again skips them; what it had in hand goes to its successor, if it may have
-// killed it or nobody else may do it (`all`), else back to all. Of a source all outputs belong to item 0.
+// Release the state of a dead worker. Its channel remembers the outputs that are already out, so that the
+// next worker of the item skips them. Leased items go to the replacement if they may have killed the worker,
+// or with `all`. Other items go back to all workers. All outputs of a source belong to item 0.
 void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
              const std::vector<In*>& successors, bool all, bool blame) {
-    if (inputs.size() != successors.size()) throw nb::value_error("a successor for each input");
+    if (inputs.size() != successors.size())
+        throw nb::value_error("take_up: successors must have one port for each input");
     std::vector<uint64_t> items;
     for (In* in : inputs)
         locked_ring(*in->ch, [&](Ring& ring, Wakes&) {
-            for (const Slot* slot : ring.in_hand(in->state.session)) items.push_back(slot->number);
-            for (const uint64_t number : ring.to_try_again(in->state.session)) items.push_back(number);
+            for (const Slot* slot : ring.leased_slots(in->state.session)) items.push_back(slot->number);
+            for (const uint64_t number : ring.reserved_numbers(in->state.session)) items.push_back(number);
         });
     if (inputs.empty()) items.push_back(0);
     for (Out* out : outputs) retire(*out, items);
     for (size_t i = 0; i < inputs.size(); ++i) {
         In& in = *inputs[i];
         locked_ring(*in.ch, [&](Ring& ring, Wakes&) {
-            ring.hand_on(in.state.session, successors[i]->state.session, all, blame);
+            ring.reserve_for(in.state.session, successors[i]->state.session, all, blame);
         });
         in.close(false);
     }
 }
 
-// A descriptor of another process, opened here; -1 where the system does not allow it.
+// Open a descriptor of another process here; return -1 where the system does not allow it.
 int descriptor_of(int pid, int fd) {
     const long process = syscall(SYS_pidfd_open, pid, 0);
     if (process < 0) return -1;
@@ -202,9 +203,9 @@ int descriptor_of(int pid, int fd) {
     return int(opened);
 }
 
-// Ends this process at once when the process `pid` has ended, whatever this one is doing, C code with the GIL
-// held included. One thread that only ever sleeps in poll(), or, where the kernel or a filter refuses
-// pidfd_open, looks ten times a second; it ends with its process.
+// End this process as soon as process `pid` has ended, even while C code holds the GIL. One thread sleeps in
+// poll(), or, where the kernel or a filter refuses pidfd_open, checks ten times a second. It ends with its
+// process.
 void die_with(int pid) {
     const uint64_t started = process_start(pid);
     const int fd = open_pidfd(pid);
@@ -220,7 +221,7 @@ void die_with(int pid) {
     }).detach();
 }
 
-// Lets this process die of the signal `number` once the interpreter has ended: as Python itself does after an
+// Make this process die of the signal `number` once the interpreter has ended. Python does so after an
 // uncaught KeyboardInterrupt, but not after one of a subclass. A shell that runs the program in a loop then
 // ends too.
 void die_of(int number) {
@@ -229,7 +230,7 @@ void die_of(int number) {
     of = number;
 }
 
-// Errors of the operating system become OSError, not RuntimeError.
+// Turn errors of the operating system into OSError, not RuntimeError.
 template <class... Args>
 void construct(Channel* self, Args... args) {
     try {
@@ -242,24 +243,26 @@ void construct(Channel* self, Args... args) {
 
 template <class Port>
 void construct_port(Port* self, nb::handle channel, int session) {
-    if (!nb::isinstance<Channel>(channel)) throw nb::type_error("a port is one of a channel");
+    if (!nb::isinstance<Channel>(channel)) throw nb::type_error("port: channel must be a flowchan.Channel");
     new (self) Port(nb::borrow(channel), session);
 }
 
 }  // namespace
 
 NB_MODULE(_core, m) {
-    nb::set_leak_warnings(false);  // a thread that still waits at the interpreter's exit is no leak of ours
+    nb::set_leak_warnings(false);  // threads that still wait at the interpreter's exit are not leaks
     m.doc() = "The native core of flowchan: channels and their ports.";
 
     nb::class_<View>(m, "View", nb::type_slots(view_slots),
                      "Memory of a channel, or of this process, as a buffer.")
         .def_static("of", View::of, "address"_a, "size"_a, "owner"_a,
-                    "Read-only memory that ``owner`` keeps where it is.")
-        .def("private", private_view, "The same bytes, writable; pages are copied as they are written.")
+                    "Return a read-only view of memory that ``owner`` keeps alive.")
+        .def("private", private_view,
+             "Return a writable view of the same bytes; pages are copied as they are "
+             "written.")
         .def(
             "lent", [](View& view, nb::handle array) { view.block->array = nb::weakref(array); }, "array"_a,
-            "``array`` was made of this loan: it becomes read-only when it is put.");
+            "Make ``array``, which uses this loan, read-only when it is put.");
 
     nb::class_<Channel>(m, "Channel", nb::type_slots(channel_slots), nb::is_weak_referenceable(),
                         "A bounded, closable FIFO. Use flowchan.Channel, which checks its arguments.")
@@ -267,30 +270,30 @@ NB_MODULE(_core, m) {
              "max_bytes"_a, "name"_a)
         .def("__init__", construct<int, int, std::string>, "fd"_a, "socket"_a, "name"_a)
         .def("close", close_channel,
-             "Nobody can put any more; what is inside can still be read. Anybody may close, any number of "
-             "times.")
+             "Close the channel: later puts raise Closed, and the items inside can still be "
+             "read. Any user may close it, any number of times.")
         .def(
             "abort", [](Channel& ch, nb::handle cause) { abort_channel(ch, cause.ptr()); },
             "cause"_a = nb::none(),
-            "Break the channel: what is inside is discarded, and every waiting or later call raises Broken "
-            "from ``cause``.")
+            "Break the channel: its items are discarded, and every waiting or later call "
+            "raises Broken from ``cause``.")
         .def("__len__", length)
         .def_prop_ro(
-            "capacity", [](Channel& ch) { return ch.capacity; }, "How many items may be inside.")
+            "capacity", [](Channel& ch) { return ch.capacity; }, "The number of items that may be inside.")
         .def_prop_ro(
             "max_bytes",
             [](Channel& ch) -> std::optional<uint64_t> {
                 return ch.max_bytes == UINT64_MAX ? std::nullopt : std::optional(ch.max_bytes);
             },
-            "How many bytes may be inside; None: no such limit.")
+            "The number of bytes that may be inside (None: no limit).")
         .def_prop_ro(
             "across", [](Channel& ch) { return ch.across(); }, "The transport.")
         .def_rw("_hosts", &Channel::hosts)
         .def_prop_ro(
-            "closed", [](Channel& ch) { return state_of(ch) != OPEN; }, "Whether nobody can put any more.")
-        .def_prop_ro("drained", is_drained, "Whether it is closed and empty and no item is out on lease.")
-        .def_prop_ro("broken", is_broken,
-                     "Whether it was aborted, or has come to an end that is no clean one.")
+            "closed", [](Channel& ch) { return state_of(ch) != OPEN; },
+            "Whether puts are no longer possible.")
+        .def_prop_ro("drained", is_drained, "Whether it is closed and empty, and no item is on lease.")
+        .def_prop_ro("broken", is_broken, "Whether it was aborted, or its end was not clean.")
         .def_rw("_name", &Channel::name)
         .def_prop_ro("_fd",
                      [](Channel& ch) { return ch.with([](auto& transport) { return transport.fd(); }); })
@@ -309,7 +312,7 @@ NB_MODULE(_core, m) {
                  locked_ring(ch, [&](Ring& ring, Wakes& wakes) {
                      ids = ring.pinned();
                      if (ids.empty()) return;
-                     ring.sweep(wakes);  // the dead look at nothing
+                     ring.sweep(wakes);  // dead processes look at nothing
                      ids = ring.pinned();
                  });
                  return ids;
@@ -320,17 +323,17 @@ NB_MODULE(_core, m) {
             "size"_a, "timeout"_a.none());
 
     nb::class_<In>(m, "In", nb::type_slots(in_slots),
-                   "A reading end of a channel. Use flowchan.In: channel.reader() gives one.")
+                   "A reading end of a channel. Use flowchan.In, which channel.reader() returns.")
         .def("__init__", construct_port<In>, "channel"_a, "session"_a = 0)
         .def(
             "close", [](In& in) { in.close(true); }, nb::lock_self(),
-            "Leave: the items in hand count as finished.")
+            "Close the port; its leased items count as finished.")
         .def(
             "_give_up", [](In& in) { in.close(false); }, nb::lock_self())
         .def("_supervise", supervise<In>)
         .def("_waited", waited<In>)
         .def("_wake_lazily", [](In& in) { in.state.lazy = true; })
-        .def("_remain",  // the session belongs to no process from now on, and ends with the channel
+        .def("_remain",  // the session then belongs to no process and ends with the channel
              [](In& in) {
                  locked_ring(*in.ch, [&](Ring& ring, Wakes&) {
                      Session& s = ring.session(in.state.session);
@@ -339,7 +342,7 @@ NB_MODULE(_core, m) {
                  });
                  in.open = false;
              })
-        .def("_leave_alone",  // what it has in hand: the end of this process is not counted against it (R10)
+        .def("_leave_alone",  // the end of this process does not count against the leased items (R10)
              [](In& in) {
                  locked_ring(*in.ch,
                              [&](Ring& ring, Wakes&) { ring.session(in.state.session).at = Session::OURS; });
@@ -357,22 +360,23 @@ NB_MODULE(_core, m) {
                 in.on_poison = std::move(handler);
             },
             "deaths"_a, "handler"_a.none())
-        .def("_hand_over", hand_over<In>)
-        .def("_leave_open", [](In& in) { in.open = false; })  // another process, which has it too, ends it
+        .def("_hand_over", port_state<In>)
+        .def("_leave_open", [](In& in) { in.open = false; })  // another process, which also has it, ends it
         .def("__enter__", [](nb::handle self) { return self; })
         .def(
             "__exit__", [](In& in, nb::handle type, nb::handle, nb::handle) { in.close(type.is_none()); },
             nb::lock_self(), "type"_a.none(), "error"_a.none(), "traceback"_a.none())
         .def_prop_ro(
-            "channel", [](In& in) { return in.channel; }, "The channel that it reads.")
+            "channel", [](In& in) { return in.channel; }, "The channel that the port reads.")
         .def_prop_ro(
             "closed", [](In& in) { return !in.open || is_broken(*in.ch) || is_drained(*in.ch); },
-            "Whether nothing more comes: the port was closed, or the channel is drained or broken.");
+            "Whether no more items can come: the port was closed, or the channel is drained "
+            "or broken.");
 
     nb::class_<Out>(m, "Out", nb::type_slots(out_slots),
-                    "A writing end of a channel. Use flowchan.Out: channel.writer() gives one.")
+                    "A writing end of a channel. Use flowchan.Out, which channel.writer() returns.")
         .def("__init__", construct_port<Out>, "channel"_a, "session"_a = 0)
-        .def("close", &Out::close, nb::lock_self(), "Leave; the last writer to leave closes the channel.")
+        .def("close", &Out::close, nb::lock_self(), "Close the port; the last writer closes the channel.")
         .def(
             "_follow",
             [](nb::handle self, nb::handle reader, bool ordered, bool single, bool later) {
@@ -386,7 +390,7 @@ NB_MODULE(_core, m) {
             "reader"_a, "ordered"_a, "single"_a, "later"_a = false)
         .def("_waited", waited<Out>)
         .def("_replay", [](Out& out) { out.replays = true; })
-        .def("_fall", fall, "pid"_a)
+        .def("_fall", end_remote_writer, "pid"_a)
         .def(
             "_loan",
             [](Out& out, uint64_t size, nb::handle timeout) {
@@ -395,25 +399,24 @@ NB_MODULE(_core, m) {
             },
             "size"_a, "timeout"_a.none())
         .def("_supervise", supervise<Out>)
-        .def("_hand_over", hand_over<Out>)
+        .def("_hand_over", port_state<Out>)
         .def("_leave_open", [](Out& out) { out.open = false; })
         .def("__enter__", [](nb::handle self) { return self; })
         .def(
             "__exit__", [](Out& out, nb::handle, nb::handle, nb::handle) { out.close(); }, nb::lock_self(),
             "type"_a.none(), "error"_a.none(), "traceback"_a.none())
         .def_prop_ro(
-            "channel", [](Out& out) { return out.channel; }, "The channel that it writes.")
+            "channel", [](Out& out) { return out.channel; }, "The channel that the port writes.")
         .def_prop_ro(
             "closed", [](Out& out) { return !out.open || state_of(*out.ch) != OPEN; },
-            "Whether nothing more can be put: the port was closed, the channel was closed or broken, or its "
-            "readers left.");
+            "Whether puts are no longer possible: the port or the channel was closed, the "
+            "channel broke, or its readers left.");
 
-    nb::class_<Await>(m, "Await",
-                      "One coroutine that stands at the gate of a channel or port; see awaiting.py.")
+    nb::class_<Await>(m, "Await", "One coroutine in the wait queue of a channel or port; see awaiting.py.")
         .def(nb::init<nb::object, bool, bool>(), "target"_a, "reading"_a, "again"_a)
         .def("leave", &Await::leave, "unused"_a)
         .def_prop_ro("channel", &Await::channel);
-    nb::class_<Watch>(m, "Watch", "The sleep of the thread that waits for coroutines.")
+    nb::class_<Watch>(m, "Watch", "Sleep of the thread that waits for coroutines.")
         .def(nb::init<>())
         .def_prop_ro("heard", &Watch::heard)
         .def("ring", &Watch::ring)
@@ -428,9 +431,8 @@ NB_MODULE(_core, m) {
         },
         "dumps"_a, "loads"_a, "unreadable"_a, "is_of_a_handler"_a);
     m.def("_when_finished", Receiving::when_finished, "call"_a,
-          "``call`` is called when the item that is being unpickled in this thread is finished; at once, if "
-          "none "
-          "is.");
+          "Call ``call`` when the item that this thread is unpickling is finished, or at "
+          "once if there is none.");
     m.def("_look_at", look_at, "channels"_a);
     bind_link(m);
     bind_group(m);

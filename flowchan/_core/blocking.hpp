@@ -1,6 +1,6 @@
-// How a call on a channel tries, waits, and gives up: the loop around the gates of waiting.hpp.
+// How a call on a channel tries, waits and gives up: the loop around the wait queues of waiting.hpp.
 //
-// `op` is the operation on the transport; it is called with the transport's lock held and answers with a Step. For
+// `op` is the operation on the transport; it is called with the transport's lock held and returns a Step. For
 // a ring it touches no Python object. The GIL is held on entry and on return, and released while the call
 // sleeps.
 #pragma once
@@ -15,7 +15,7 @@ namespace flowchan {
 
 static_assert(Transport<LocalQueue> && Transport<Ring>);
 
-// What the loop must know of a transport.
+// The operations of a transport that the loop needs.
 template <class M>
 struct Traits;
 
@@ -27,45 +27,45 @@ struct Traits<LocalQueue> {
     static std::atomic<uint32_t>& word(LocalQueue&, const Caller&, Node& node) { return node.word; }
     static void enter(LocalQueue& q, const Caller& caller, Node& node, bool selecting, bool again) {
         const bool for_turn = caller.ordered && caller.number > q.turn && q.inside() == 0;
-        q.line(caller.side).enter(node, caller, selecting, again, for_turn);
+        q.wait_list(caller.side).enter(node, caller, selecting, again, for_turn);
     }
     static bool leave(LocalQueue& q, const Caller& caller, Node& node, bool) {
-        return q.line(caller.side).leave(node);
+        return q.wait_list(caller.side).leave(node);
     }
     static bool may_pass(LocalQueue& q, const Caller& caller, const Node* node) {
-        const Node* first = q.line(caller.side).starving;
+        const Node* first = q.wait_list(caller.side).starving;
         if (!first || caller.ordered || first == node) return true;
-        return (caller.orders && *caller.orders) || !q.could_go(first->caller);
+        return (caller.orders && *caller.orders) || !q.could_continue(first->caller);
     }
     static void starve(LocalQueue& q, const Caller& caller, Node& node) {
-        Node*& first = q.line(caller.side).starving;
+        Node*& first = q.wait_list(caller.side).starving;
         if (!first && !caller.ordered) first = &node;
     }
-    // The call is over. Whatever came of it, while it was on its way nobody else was woken (stream.hpp).
+    // End a call. Whatever its result, no other waiter was woken while it was on its way (wait_list.hpp).
     static void end(LocalQueue& q, const Caller& caller, Node& node, bool, Wakes& wakes) {
-        Node*& first = q.line(caller.side).starving;
+        Node*& first = q.wait_list(caller.side).starving;
         if (first == &node) first = nullptr;
         pass_on(q, caller, wakes);
     }
-    // Woken, and not allowed to overtake: whoever starves may not have been woken, because this one was.
+    // Handle a woken waiter that must not overtake: because it was woken, the starving one may not have been.
     static void stand_back(LocalQueue& q, const Caller& caller, Wakes& wakes) {
-        q.call_waiting(caller.side, wakes);
+        q.wake_waiting(caller.side, wakes);
     }
-    // Woken, and asleep again. While it was on its way, one whose turn comes before may have come and not
-    // been woken.
+    // Handle a woken waiter that sleeps again. While it was on its way, a waiter with an earlier turn may
+    // have come and not been woken.
     static void in_vain(LocalQueue& q, const Caller& caller, const Node& node, Wakes& wakes) {
-        if (q.line(caller.side).is_behind(node)) pass_on(q, caller, wakes);
+        if (q.wait_list(caller.side).is_behind(node)) pass_on(q, caller, wakes);
     }
     static void pass_on(LocalQueue& q, const Caller& caller, Wakes& wakes) {
-        q.call_waiting(caller.side, wakes);
+        q.wake_waiting(caller.side, wakes);
     }
     static bool ready(LocalQueue&, Side) { return false; }
     static void look_for_dead(LocalQueue&, Wakes&) {}
-    static constexpr bool time_to_look(LocalQueue&) { return false; }
+    static constexpr bool is_check_due(LocalQueue&) { return false; }
     static bool ended(LocalQueue& q) { return q.state != OPEN; }
     static uint64_t resumes(LocalQueue&) { return 0; }
-    // Nobody dies here, and only the main thread has signals to look after: the others sleep until they are
-    // woken.
+    // A thread does not die on its own, and only the main thread has signals to handle. The other threads
+    // sleep until they are woken.
     static int64_t slice(Deadline deadline) {
         return thread_number() == uint32_t(getpid()) ? deadline.slice() : deadline.left();
     }
@@ -80,15 +80,15 @@ struct Traits<Ring> {
     static constexpr bool processes = true;
     struct Waiting {
         uint32_t seen = 0;
-        uint32_t rank = FUTEX_BITSET_MATCH_ANY;  // a bit; or all of them, of those who have none
+        uint32_t rank = FUTEX_BITSET_MATCH_ANY;  // a bit; all bits for a caller without a rank
         bool selecting = false;
         bool ordered = false;
     };
-    static Gate& gate(Ring& r, Side side) {
-        return side == Side::Reader ? r.header().reader_gate : r.header().writer_gate;
+    static WaitQueue& wait_queue(Ring& r, Side side) {
+        return side == Side::Reader ? r.header().reader_queue : r.header().writer_queue;
     }
     static std::atomic<uint32_t>& word(Ring& r, const Caller& caller, Waiting& waiting) {
-        return waiting.ordered ? r.session(caller.session).word : gate(r, caller.side).seq;
+        return waiting.ordered ? r.session(caller.session).word : wait_queue(r, caller.side).seq;
     }
     static void enter(Ring& r, const Caller& caller, Waiting& waiting, bool selecting, bool again) {
         Session& s = r.session(caller.session);
@@ -98,47 +98,48 @@ struct Traits<Ring> {
             waiting.seen = r.await_turn(s, caller.number, again);
             return;
         }
-        waiting.seen = gate(r, caller.side).enter(again);
-        if (caller.exchangeable) gate(r, caller.side).idle |= waiting.rank = 1u << caller.session % 32;
-        if (waiting.selecting) gate(r, caller.side).ends_by_itself(+1);
-        (caller.side == Side::Reader ? s.at_reader_gate : s.at_writer_gate) += 1;
+        waiting.seen = wait_queue(r, caller.side).enter(again);
+        if (caller.exchangeable) wait_queue(r, caller.side).idle |= waiting.rank = 1u << caller.session % 32;
+        if (waiting.selecting) wait_queue(r, caller.side).count_selecting(+1);
+        (caller.side == Side::Reader ? s.in_reader_queue : s.in_writer_queue) += 1;
         s.clock.begin(false);
-        if (caller.side == Side::Reader && r.header().heard)
-            futex_wake(r.header().writer_gate.seq, r.header().writer_gate.call(1), true);
+        if (caller.side == Side::Reader && r.header().notify_writer)
+            futex_wake(r.header().writer_queue.seq, r.header().writer_queue.call(1), true);
     }
-    // Whether its word had changed. The session may have ended while its caller waited, and was taken off the
-    // gate with that.
+    // Leave the queue, and return whether the futex word had changed. The session may have ended while its
+    // caller waited, which already removed the caller from the queue.
     static bool leave(Ring& r, const Caller& caller, Waiting& waiting, bool) {
         Session& s = r.session(caller.session);
         const bool called = word(r, caller, waiting).load(std::memory_order_relaxed) != waiting.seen;
         if (waiting.ordered) {
-            r.have_turn(s);
+            r.end_turn_wait(s);
             return called;
         }
-        uint32_t& n = caller.side == Side::Reader ? s.at_reader_gate : s.at_writer_gate;
+        uint32_t& n = caller.side == Side::Reader ? s.in_reader_queue : s.in_writer_queue;
         const bool counted = n > 0;
         if (counted) n -= 1;
         if (counted) s.clock.end(false);
-        if (caller.exchangeable) gate(r, caller.side).idle &= ~waiting.rank;
-        // as in Ring::drop_copies: dead in between, it counts as waiting once too often, never too seldom
+        if (caller.exchangeable) wait_queue(r, caller.side).idle &= ~waiting.rank;
+        // as in Ring::drop_copies: after a death in between, it counts as waiting once too often, never too
+        // seldom
         keep_order();
-        if (counted) gate(r, caller.side).leave();
-        if (waiting.selecting) gate(r, caller.side).ends_by_itself(counted ? -1 : 0);
+        if (counted) wait_queue(r, caller.side).leave();
+        if (waiting.selecting) wait_queue(r, caller.side).count_selecting(counted ? -1 : 0);
         return called;
     }
     static bool may_pass(Ring& r, const Caller& caller, const Waiting* waiting) {
-        const Gate& g = gate(r, caller.side);
+        const WaitQueue& g = wait_queue(r, caller.side);
         if (!g.starving || caller.ordered || (waiting && g.starving == thread_number())) return true;
         return caller.side == Side::Writer && !r.has_room(g.starving_size);
     }
     static void starve(Ring& r, const Caller& caller, Waiting&) {
-        Gate& g = gate(r, caller.side);
+        WaitQueue& g = wait_queue(r, caller.side);
         if (g.starving || caller.ordered) return;
         g.starving_size = caller.size;
         g.starving = thread_number();
     }
     static void end(Ring& r, const Caller& caller, Waiting&, bool used, Wakes& wakes) {
-        Gate& g = gate(r, caller.side);
+        WaitQueue& g = wait_queue(r, caller.side);
         uint32_t& count = caller.side == Side::Reader ? wakes.readers : wakes.writers;
         if (g.starving && g.starving == thread_number()) {
             g.starving = 0;
@@ -147,17 +148,18 @@ struct Traits<Ring> {
             pass_on(r, caller, wakes);
         }
     }
-    static void stand_back(Ring&, const Caller&, Wakes&) {}  // while somebody starves, all are woken
-    static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}  // each turn is called by itself
+    static void stand_back(Ring&, const Caller&, Wakes&) {}  // while a caller starves, all are woken
+    static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}  // each turn is called separately
     static void pass_on(Ring& r, const Caller& caller, Wakes& wakes) {
         if (caller.ordered)
-            r.call_turns(wakes);
+            r.wake_turns(wakes);
         else
-            (caller.side == Side::Reader ? wakes.readers : wakes.writers) += gate(r, caller.side).call(1);
-        if (caller.side == Side::Reader && r.header().heard)  // one waits less
-            wakes.writers += r.header().writer_gate.call(1);
+            (caller.side == Side::Reader ? wakes.readers : wakes.writers) +=
+                wait_queue(r, caller.side).call(1);
+        if (caller.side == Side::Reader && r.header().notify_writer)  // one fewer waits
+            wakes.writers += r.header().writer_queue.call(1);
     }
-    // A hint read without the lock; whoever believes it takes the lock and looks.
+    // Return a hint that is read without the lock. A caller that acts on it takes the lock and looks again.
     static bool ready(Ring& r, Side side) {
         Header& h = r.header();
         auto seen = [](uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_relaxed); };
@@ -170,29 +172,29 @@ struct Traits<Ring> {
         return std::atomic_ref(r.header().resumes).load(std::memory_order_relaxed);
     }
     static void look_for_dead(Ring& r, Wakes& wakes) { r.sweep(wakes); }
-    static bool time_to_look(Ring& r) { return r.is_sweep_due(); }
+    static bool is_check_due(Ring& r) { return r.is_sweep_due(); }
     static int64_t slice(Deadline deadline) { return deadline.slice(); }
     static int sleep(Ring& r, const Caller& caller, Waiting& waiting, int64_t ns) {
         return futex_wait_as(waiting.rank, word(r, caller, waiting), waiting.seen, ns);
     }
 };
 
-// Says that an item has no more outputs. Wait: as for a put, its turn is too far ahead. With the lock held.
+// Mark an item as having no more outputs, with the lock held. Wait: as for a put, its turn is too far ahead.
 template <class M>
 Step finish_item(M& m, WriterState& writer, uint64_t number, Wakes& wakes) {
-    if (!writer.ordered) {  // without an output, what a dead predecessor put for it is forgotten
+    if (!writer.ordered) {  // without an output, the count of outputs from a dead predecessor is dropped
         if (!writer.keyed && Traits<M>::resumes(m)) m.begin_item(writer, number);
         writer.keyed = false;
         return Step::Done;
     }
-    // `single` has passed its turn with its output; an item without any output must still pass it.
+    // A `single` writer has passed its turn with its output; an item without any output must still pass it.
     if (writer.has_passed(number)) return Step::Done;
     if (!writer.keyed) m.begin_item(writer, number);
     writer.keyed = true;
     return m.item_done(writer, wakes);
 }
 
-// Gets the lock; when that means waiting, without the GIL. Returns whether the GIL is released now.
+// Takes the lock, without the GIL if it has to wait. `released` is set while the GIL is released.
 template <class M>
 struct Locked {
     explicit Locked(M& transport) : m(transport) {
@@ -200,7 +202,7 @@ struct Locked {
         released = PyEval_SaveThread();
         m.lock(true);
     }
-    // Drops the lock first, then wakes who can go on, then takes the GIL again.
+    // Drop the lock first, then wake the waiters, then take the GIL again.
     void unlock(const Wakes& wakes) {
         m.unlock();
         m.wake(wakes);
@@ -211,7 +213,7 @@ struct Locked {
     PyThreadState* released = nullptr;
 };
 
-// How a sleep of a call that waits has ended. Interrupted and late calls have not slept.
+// How a sleep of a waiting call ended. Interrupted and late calls have not slept.
 struct Woken {
     bool interrupted = false, late = false;
     int error = 0;
@@ -236,7 +238,7 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
     typename T::Waiting waiting;
     uint32_t vain = 0;
     const int64_t since = now_ns();
-    const bool selecting = deadline.at != NEVER;  // it goes on by itself
+    const bool selecting = deadline.at != NEVER;  // it ends at its deadline
     Wakes wakes;
 
     if constexpr (T::processes) {
@@ -256,8 +258,8 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
         Locked<M> locked(m);
         const bool called = T::leave(m, caller, waiting, selecting);
         T::look_for_dead(m, wakes);
-        // An interrupted call must not take an item that it can't return. One whose slice is over ignores who
-        // starves: that one may be dead.
+        // An interrupted call must not take an item, because it cannot return it. A call whose slice is over
+        // ignores the starving waiter, which may be dead.
         const bool passes = T::may_pass(m, caller, &waiting) || slice_over || T::ended(m);
         if (!interrupted && passes) step = op(wakes);
         if (!passes) T::stand_back(m, caller, wakes);
@@ -274,20 +276,21 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
     return step;
 }
 
-// Does `op` as soon as it can be done. `caller(waits)` says as whom; with `waits` it must say the session
-// too, which may have to be opened for that.
+// Do `op` as soon as it is possible. `caller(waits)` returns the identity of the call; with `waits` it must
+// include the session, which may have to be opened for that.
 template <class M, class Op, class Who>
 Step perform(M& m, Who&& caller, Op&& op, Deadline deadline) {
     using T = Traits<M>;
     Wakes wakes;
     Locked<M> locked(m);
-    // Who never waits learns of deaths too (C5). A get that finds an item need not know, a put would go
-    // nowhere.
-    if (T::processes && caller(false).side == Side::Writer && T::time_to_look(m)) T::look_for_dead(m, wakes);
-    // Nobody stands back in a channel that has ended: what is in hand here may be what the others wait for.
+    // Callers that never wait also learn of deaths (C5). A get that finds an item need not know; a put would
+    // go nowhere.
+    if (T::processes && caller(false).side == Side::Writer && T::is_check_due(m)) T::look_for_dead(m, wakes);
+    // No caller stands back in a channel that has ended: the others may wait for the items that this one
+    // leases.
     const bool behind = !deadline.now_only() && !T::ended(m) && !T::may_pass(m, caller(false), nullptr);
     Step step = behind ? Step::Wait : op(wakes);
-    if (step == Step::Wait && !behind && T::time_to_look(m)) {
+    if (step == Step::Wait && !behind && T::is_check_due(m)) {
         T::look_for_dead(m, wakes);
         step = op(wakes);
     }

@@ -1,4 +1,4 @@
-// The Channel object itself: making, attaching and ending it, its statistics, and what a fork means for it.
+// The Channel object: construction, attachment, end, statistics, and the effect of a fork.
 #include "channel.hpp"
 #include "raising.hpp"
 #include "system.hpp"
@@ -24,7 +24,7 @@ Channel::Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::str
     }
     need_proc();
     ring_ = std::make_shared<Ring>(capacity, max_bytes);
-    this->max_bytes = ring_->header().max_bytes;  // no more than it can keep in one block
+    this->max_bytes = ring_->header().max_bytes;  // no more than one block can hold
 }
 
 Channel::Channel(int fd, int socket, std::string name) : name(std::move(name)) {
@@ -109,7 +109,7 @@ void abort_channel(Channel& ch, PyObject* cause) {
     ch.with([&](auto& transport) { abort_transport(transport, cause); });
 }
 
-// (pid, blocks, bytes) of each process that looks at blocks of the channel.
+// Return (pid, blocks, bytes) of each process that looks at blocks of the channel.
 static nb::list as_list(const std::vector<Held>& held) {
     nb::list list;
     for (const Held& h : held) list.append(nb::make_tuple(h.pid, h.blocks, h.bytes));
@@ -121,7 +121,7 @@ nb::dict channel_stats(Channel& ch) {
     const Counts c = locked(ch, [&](auto& transport, Wakes& wakes) {
         held = transport.held();
         if (!held.empty()) {
-            transport.sweep(wakes);  // the dead hold nothing
+            transport.sweep(wakes);  // dead processes hold nothing
             held = transport.held();
         }
         return transport.counts();
@@ -151,8 +151,8 @@ nb::dict channel_stats(Channel& ch) {
     return stats;
 }
 
-// All channels of a run at once: how many items have been put and taken in all, how many readers and how many
-// writers wait. Cheap enough to be asked for as often as one likes.
+// Return totals over the channels of a run: items put plus items taken, waiting readers, and waiting writers.
+// It is cheap enough for frequent calls.
 nb::tuple look_at(nb::list channels) {
     uint64_t moved = 0, reading = 0, writing = 0;
     for (nb::handle one : channels) {

@@ -1,8 +1,8 @@
 // The Python objects: Channel over its transport, and its ports In and Out.
 //
-// What a transport's lock does not guard of a port is guarded by the GIL, and where there is none by the critical
-// section of the port's object: every thread holds that section while it uses the port, and releases it wherever
-// it would release the GIL.
+// The GIL guards the port's data that the transport's lock does not guard. Without a GIL, the critical
+// section of the port's object does. Every thread holds it while it uses the port, and releases it where it
+// would release the GIL.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -21,7 +21,7 @@
 
 namespace flowchan {
 
-// Functions for the transports where these differ, one each: `ch.with(Each{[](LocalQueue&) {}, [](Ring&) {}})`.
+// One function for each transport where they differ: `ch.with(Each{[](LocalQueue&) {}, [](Ring&) {}})`.
 template <class... F>
 struct Each : F... {
     using F::operator()...;
@@ -38,7 +38,7 @@ class Channel {
     uint64_t capacity = 0;
     uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
     std::atomic<uint64_t> forks = fork_count;
-    bool hosts = false;               // ring: others read it whom no descriptor reaches
+    bool hosts = false;               // ring: it has readers that no descriptor can reach
     std::atomic<uint32_t> plain = 0;  // ring: this process's own session, opened when first needed
     std::atomic<uint32_t> awaiting =
         0;  // coroutines of this process that wait here: a count for stats, no partner
@@ -47,7 +47,7 @@ class Channel {
     Channel(int fd, int socket, std::string name);
     ~Channel();
 
-    // Does `f` with its transport. Nobody else asks which it is.
+    // Call `f` with its transport. This is the only place that checks which transport it is.
     template <class F>
     auto with(F&& f) const {
         return queue_ ? f(*queue_) : f(*ring_);
@@ -59,7 +59,7 @@ class Channel {
     bool usable();                 // false with a Python error set: a `threads` channel in a forked child
 };
 
-// Does `f` with the transport of a channel, under its lock.
+// Call `f` with the transport of a channel, under its lock.
 template <class F>
 auto locked(Channel& ch, F&& f) {
     if (!ch.usable()) throw nb::python_error();
@@ -72,7 +72,7 @@ auto locked(Channel& ch, F&& f) {
     });
 }
 
-// The same where processes may die and leave something behind: not for threads, which end with their process.
+// Do the same for rings only, whose processes may die and leave state behind. Threads end with their process.
 template <class F>
 void locked_ring(Channel& ch, F&& f) {
     ch.with(Each{[](LocalQueue&) {},
@@ -84,10 +84,10 @@ void locked_ring(Channel& ch, F&& f) {
                  }});
 }
 
-// Looks for dead processes when it is time to.
+// Look for dead processes when it is time to.
 template <class M>
 void look_for_dead(M& transport) {
-    if (!Traits<M>::time_to_look(transport)) return;
+    if (!Traits<M>::is_check_due(transport)) return;
     Wakes wakes;
     Locked lock(transport);
     Traits<M>::look_for_dead(transport, wakes);
@@ -96,22 +96,21 @@ void look_for_dead(M& transport) {
 
 struct Out;
 
-// Unlocked. No container that the garbage collector looks at may still have them: what is in one of them may
-// call anything.
+// Release the items, unlocked. No container that the garbage collector visits may still have them: the
+// destructor of an item may call any code.
 inline void drop_items(const std::vector<LocalQueue::Item>& items) {
     for (const LocalQueue::Item& item : items) Py_DECREF(item.object);
 }
 
-// Whose turn it is to get through a port: threads that share one get one after the other, since each get
-// finishes what the one before took. A thread may enter again, from a signal's handler or from what unpickles
-// an item.
+// Serialises the threads that share a port for gets, since each get finishes the items of the one before. A
+// thread may enter again, from a signal handler or from code that unpickles an item.
 class Turn {
   public:
-    // Done once it is the caller's turn; else NotNow, or Interrupted with a Python error set.
+    // Return Done once it is the caller's turn; else NotNow, or Interrupted with a Python error set.
     Step enter(Deadline deadline);
     void leave();
-    bool is_mine() const { return owner_.load(std::memory_order_relaxed) == me(); }
-    void forget() { owner_ = depth_ = 0; }  // in a forked child, which has no other threads
+    bool is_own() const { return owner_.load(std::memory_order_relaxed) == me(); }
+    void forget() { owner_ = depth_ = 0; }  // for a forked child, which has no other threads
 
   private:
     static uint32_t me() {  // not gettid(), which is a system call
@@ -129,25 +128,24 @@ struct In {
     Channel* ch;
     ReaderState state;
     std::vector<LocalQueue::Item>
-        hand;                 // threads: the items in hand, to be given back if they are not finished
-    std::vector<Out*> feeds;  // the writers whose outputs belong to the item in hand
+        leased_items;         // threads: the leased items, to be given back if they are not finished
+    std::vector<Out*> feeds;  // the writers whose outputs belong to the leased item
     std::atomic<uint64_t> forks = fork_count;
     uint64_t generation = 0;
     std::atomic<bool> open = true;
     Turn turn;
-    std::atomic<bool> copying =
-        false;  // an item is being read from where it lies: the port can't be closed just now
-    // Where an item goes that can't be used, instead of to the caller: (what stands for it, deaths, error or
-    // None). One that can't be unpickled, and one with which `max_deaths` workers have died (0: no such
+    std::atomic<bool> copying = false;  // an item is being read in place: the port cannot be closed now
+    // Receives, in the caller's place, an item that cannot be used: (its stand-in, deaths, error or None).
+    // That is an item that cannot be unpickled, or one with which `max_deaths` workers have died (0: no such
     // limit).
     uint64_t max_deaths = 0;
     nb::object on_poison;
-    std::vector<nb::object> due;  // what is to be called when the items in hand are finished
+    std::vector<nb::object> due;  // callbacks for when the leased items are finished
 
     In(nb::object channel, int session);
     ~In();
     void close(bool finished);
-    void drop();  // nobody has it any more: what it has in hand goes back
+    void drop();  // for a port without users: gives its leased items back
     void call_due();
 
   private:
@@ -155,15 +153,15 @@ struct In {
     void leave(Ring& ring, bool finished);
 };
 
-// An item that this thread is receiving just now. What is in it may want to hear when it is finished, and
-// nobody gets it again: of one that a port has in hand, when that goes on to the next.
+// An item that this thread is receiving now. Its contents may ask for a callback when the item is finished
+// and no other reader can get it. A port finishes its leased items when it takes the next one.
 class Receiving {
   public:
     Receiving() : outer_(std::exchange(current_, this)) {}
     ~Receiving() { current_ = outer_; }
     Receiving(const Receiving&) = delete;
     void received(In* in);
-    static void when_finished(nb::object call);  // at once, where no item is being received
+    static void when_finished(nb::object call);  // at once if no item is being received
 
   private:
     static thread_local Receiving* current_;
@@ -180,10 +178,11 @@ struct Out {
     uint64_t generation = 0;
     std::atomic<bool> open = true;
     std::atomic<uint32_t> copying =
-        0;  // large items that threads are writing to their places: it can't be closed just now
+        0;  // large items that threads are writing into their slots: the port cannot be closed now
     bool may_have_turns = false;  // as soon as its stage has several workers
     bool replays =
-        false;  // a source's: all it puts belongs to one item, number 0, so that a successor can skip it
+        // for a source: all its outputs belong to one item, number 0, so that a replacement can skip them
+        false;
 
     Out(nb::object channel, int session);
     ~Out();
@@ -195,47 +194,49 @@ struct Out {
     void leave(Ring& ring);
 };
 
-// Each gives a new reference, or null with a Python error set. `in`/`out` is the port used, or null for a
+// Each returns a new reference, or null with a Python error set. `in`/`out` is the port used, or null for a
 // plain call.
 PyObject* put_item(Channel& ch, Out* out, PyObject* item, Deadline deadline);
-Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits);  // as whom a put waits
+Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits);  // the identity of a put
 PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool iterating);
-// The class of what stands for an item that can't be unpickled, and what tells whose an error is.
+// Set the stand-in class for items that cannot be unpickled. `is_of_a_handler` tells whether an error came
+// from a signal handler.
 void set_unreadable(PyObject* unreadable, PyObject* is_of_a_handler);
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout);
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline);
 PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline);
 
-// Whose code runs now for the item that `in`, if there is one, has in hand (R10).
+// Record whose code runs now for the items that `in` leases, if there is one (R10).
 void runs(In* in, Session::At at);
 
-// The items in hand are done with: the writers that follow pass their turn. False with a Python error set.
-bool tell_followers(In& in);
-// Whether the one output of the item in hand is out already: whoever had it before died behind that.
+// Finish the leased items: the writers that follow pass their turn. Return false with a Python error set.
+bool pass_turns(In& in);
+// Return whether the only output of the leased item is already out: the previous holder died after it put it.
 bool has_its_output(In& in);
 
-// One try, no waiting: Done, NotNow, Drained, or a step with its Python error set.
+// Try once without waiting. Return Done, NotNow, Drained, or a step with its Python error set.
 Step try_put(Channel& ch, Out* out, PyObject* item);
 Step try_get(Channel& ch, In* in, PyObject*& item);
 
 bool parse_deadline(PyObject* timeout, Deadline& deadline);
 
-// Whether the port can be used here; false with a Python error set. A port used by a forked child for the
-// first time moves to that child.
+// Return whether the port can be used here; false with a Python error set. A port that a forked child uses
+// for the first time moves to that child.
 template <class Port>
 bool ready(Port& port);
 
 nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list ready);
 
-// Where somebody waits who waits at several places: in the line of a LocalQueue, or at the gate of a Ring.
+// One wait of a caller that waits on several channels: in the wait list of a LocalQueue or the wait queue of
+// a Ring.
 class Place {
   public:
     Place(Channel* ch, const Caller& caller) : ch(ch), caller(caller) {}
     Place(const Place&) = delete;
 
     void enter(bool again);
-    void leave(bool unused);  // `unused`: somebody else may have the chance that was meant for it
-    void pass_on();           // to somebody else, the chance that was meant for it
+    void leave(bool unused);  // `unused`: another waiter may have the opportunity
+    void pass_on();           // gives its opportunity to another waiter
     bool changed() const { return word_->load(std::memory_order_relaxed) != seen_; }
     WaitedWord waited() const {
         return {seen_, reinterpret_cast<uint64_t>(word_),
@@ -246,7 +247,8 @@ class Place {
     const Caller caller;
 
   private:
-    std::tuple<Traits<LocalQueue>::Waiting, Traits<Ring>::Waiting> waiting_;  // that of its transport is used
+    // only the one of its transport is used
+    std::tuple<Traits<LocalQueue>::Waiting, Traits<Ring>::Waiting> waiting_;
     std::atomic<uint32_t>* word_ = nullptr;
     uint32_t seen_ = 0;
 };
@@ -266,15 +268,15 @@ struct Await {
     void leave(bool unused);
 };
 
-// The sleep of the thread that waits for the coroutines of an event loop, and the bell that ends it.
+// Sleep of the thread that waits for the coroutines of an event loop, and the doorbell that ends it.
 class Watch {
   public:
-    uint32_t heard() const { return bell_.load(std::memory_order_relaxed); }
+    uint32_t heard() const { return doorbell_.load(std::memory_order_relaxed); }
     void ring();
     nb::list sleep(uint32_t heard, nb::list waits, double seconds);
 
   private:
-    std::atomic<uint32_t> bell_{0};
+    std::atomic<uint32_t> doorbell_{0};
     std::atomic<bool> asleep_{false};
 };
 

@@ -15,7 +15,7 @@ PyObject* py_loads = nullptr;
 constexpr int DEEPEST = 4, DEEPEST_PLAIN = 32;
 constexpr uint64_t WITHOUT_GIL = 1 << 16;  // copies of at least this release the GIL
 constexpr uint64_t ALIGN = 64;
-constexpr uint64_t COPIED = 4096;  // smaller buffers arrive as copies: cheaper than a view of the block
+constexpr uint64_t COPIED = 4096;  // smaller buffers arrive as copies, which are cheaper than views
 
 enum Tag : unsigned char {
     NONE,
@@ -30,16 +30,16 @@ enum Tag : unsigned char {
     BYTES_LONG,
     ASCII_SHORT,
     STR_LONG,  // STR_LONG: kind byte (0 ascii, 1, 2, 4 bytes a character), u32 characters
-    LIST,      // of plain values only, as is the next
+    LIST,      // LIST and DICT: of plain values only
     DICT,
 };
 
-// Writes into Frame::small; false when it does not fit or is not one of the direct types.
+// Writes into Frame::small; false when the item does not fit or is not one of the direct types.
 struct Writer {
     char* p;
     char* end;
-    bool is_plain = false;   // lists and dictionaries, too
-    bool is_shared = false;  // inside of what others may refer to
+    bool is_plain = false;   // also accepts lists and dictionaries
+    bool is_shared = false;  // inside of a value that may have other references
 
     bool tag(Tag t, uint64_t more) {
         if (uint64_t(end - p) < 1 + more) return false;
@@ -106,7 +106,7 @@ struct Writer {
     [[gnu::always_inline]] bool tuple(PyObject* o, int depth) {
         const int deepest = is_plain ? DEEPEST_PLAIN : DEEPEST;
         if (depth == deepest || PyTuple_GET_SIZE(o) > 255 || !tag(TUPLE, 1)) return false;
-        const bool before = std::exchange(is_shared, is_shared || !is_alone(o, depth));
+        const bool before = std::exchange(is_shared, is_shared || !is_unshared(o, depth));
         Py_ssize_t n = PyTuple_GET_SIZE(o);
         raw(uint8_t(n));
         for (Py_ssize_t i = 0; i < n; ++i)
@@ -114,16 +114,17 @@ struct Writer {
         is_shared = before;
         return true;
     }
-    // Whether nobody else refers to what is inside another value: it could be in there twice, or hold itself.
-    static bool is_alone([[maybe_unused]] PyObject* o, [[maybe_unused]] int depth) {
+    // Return whether a nested value has no other reference. Otherwise it could occur twice, or contain
+    // itself.
+    static bool is_unshared([[maybe_unused]] PyObject* o, [[maybe_unused]] int depth) {
 #ifdef Py_GIL_DISABLED
-        return false;  // it may change meanwhile
+        return false;  // it may change during the call
 #else
         return depth == 0 || Py_REFCNT(o) == 1;
 #endif
     }
     bool begin(Tag t, Py_ssize_t n, PyObject* o, int depth) {
-        if (depth == DEEPEST_PLAIN || n > UINT32_MAX || is_shared || !is_alone(o, depth) || !tag(t, 4))
+        if (depth == DEEPEST_PLAIN || n > UINT32_MAX || is_shared || !is_unshared(o, depth) || !tag(t, 4))
             return false;
         raw(uint32_t(n));
         return true;
@@ -167,7 +168,7 @@ struct Reader {
         return has(sizeof(Int)) ? PyLong_FromLong(raw<Int>()) : nullptr;
     }
     PyObject* real() { return has(sizeof(double)) ? PyFloat_FromDouble(raw<double>()) : nullptr; }
-    // What begins with its length, a number of this type.
+    // Read bytes that begin with their length, a number of this type.
     template <class Length>
     PyObject* bytes() {
         return has(sizeof(Length)) ? bytes(raw<Length>()) : nullptr;
@@ -194,7 +195,7 @@ struct Reader {
         uint64_t width = raw<uint8_t>(), n = raw<uint32_t>();
         if (width == 0) return ascii(n);
         if ((width != 1 && width != 2 && width != 4) || !has(n * width)) return nullptr;
-        std::vector<char> aligned(p, p + n * width);  // the payload may lie at any address
+        std::vector<char> aligned(p, p + n * width);  // the payload may have any address
         p += n * width;
         if (width == 4)
             for (uint64_t i = 0; i < n; ++i) {
@@ -294,9 +295,11 @@ void copy(char* to, const char* from, uint64_t n) {
     memcpy(to, from, n);
 }
 
-// `dumps` is told if the item leaves this host. It gives the pickle; or a list, the pickle and then its out-of-band
-// buffers; or a tuple: an id, such a list, what is called with the channel once the item has been put (see
-// `tell_put`) or None, the id of its parcel or 0, and the descriptors in that.
+// Pickle an item. `dumps` gets True if the item leaves this host. Its result is one of these:
+// - the pickle
+// - a list of the pickle and its out-of-band buffers
+// - a tuple: id, such a list, callback or None, id of the fd bundle or 0, descriptors in the bundle
+// The callback gets the channel once the item has been put (see `notify_put`).
 bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     frame.keep = frame.leaves ? PyObject_CallFunctionObjArgs(py_dumps, object, Py_True, nullptr)
                               : PyObject_CallOneArg(py_dumps, object);
@@ -312,13 +315,13 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     if (PyTuple_CheckExact(frame.keep)) {
         id = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(frame.keep, 0));
         list = PyTuple_GET_ITEM(frame.keep, 1);
-        frame.parcel = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(frame.keep, 3));
+        frame.bundle = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(frame.keep, 3));
         PyObject* descriptors = PyTuple_GET_ITEM(frame.keep, 4);
         for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(descriptors); ++i)
             frame.descriptors.push_back(int(PyLong_AsLong(PyTuple_GET_ITEM(descriptors, i))));
         pin = PIN;
     }
-    frame.kind = !pin ? BUFFERS : PyTuple_GET_ITEM(frame.keep, 2) == Py_None ? PARCEL : PINNED;
+    frame.kind = !pin ? BUFFERS : PyTuple_GET_ITEM(frame.keep, 2) == Py_None ? BUNDLE : PINNED;
     uint64_t n = uint64_t(PyList_GET_SIZE(list)), head = pin + 8 + 16 * n;
     char* header = frame.header;
     if (head > sizeof frame.header) {
@@ -326,8 +329,8 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
         header = frame.long_header.data();
     }
     frame.buffers.reserve(n);
-    memcpy(header, &id, 8);  // where there is none, n follows in its place
-    memcpy(header + 8, &frame.parcel, 8);
+    memcpy(header, &id, 8);  // without an id, n takes its place
+    memcpy(header + 8, &frame.bundle, 8);
     frame.pieces.push_back({header, head, 0});
     header += pin;
     memcpy(header, &n, 8);
@@ -348,17 +351,18 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
 }
 
 PyObject* damaged() {
-    if (!PyErr_Occurred()) raise("Broken", "an item in shared memory is damaged: its lengths can't be right");
+    if (!PyErr_Occurred()) raise("Broken", "an item in shared memory is damaged: its lengths are impossible");
     return nullptr;
 }
 
-// A buffer of an item: where it lies, when the block stays ours; else a copy. Read-only in either case.
+// Return a buffer of an item: in place, if the block stays valid, else a copy. It is read-only in either
+// case.
 PyObject* buffer_at(const char* at, uint64_t size, const std::shared_ptr<Block>& block) {
     if (size < COPIED) return PyBytes_FromStringAndSize(at, Py_ssize_t(size));
     return (block ? View::over(block, at, size) : View::copy_of(at, size)).release().ptr();
 }
 
-// A list of the pickle and its buffers.
+// Return a list of the pickle and its buffers.
 PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Block>& block) {
     uint64_t n;
     if (size < 8) return damaged();
@@ -381,17 +385,17 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
     return args;
 }
 
-// What `loads` is called with: the pickle and its buffers; for PINNED and PARCEL within a tuple, with a view
-// that keeps the item in existence, or None where this reader may not, and with its parcel. The buffers of
-// such an item are copied, so that who keeps one of them does not keep the item.
+// Call `loads` with the pickle and its buffers. For PINNED and BUNDLE a tuple contains them, a view that
+// keeps the item alive (None where this reader may not), and the fd bundle. The buffers of such an item are
+// copied, so that a kept buffer does not keep the item.
 PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size,
-                              const std::shared_ptr<Block>& block, PyObject* parcel) {
+                              const std::shared_ptr<Block>& block, PyObject* bundle) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
     if (size < pin) return damaged();
     PyObject* args = decode_buffers(at + pin, size - pin, pin ? nullptr : block);
     if (args && pin) {
         nb::object keep = block ? View::over(block, at, pin) : nb::none();
-        PyObject* all = PyTuple_Pack(3, keep.ptr(), args, parcel ? parcel : Py_None);
+        PyObject* all = PyTuple_Pack(3, keep.ptr(), args, bundle ? bundle : Py_None);
         Py_SETREF(args, all);
     }
     PyObject* result = args ? PyObject_CallOneArg(py_loads, args) : nullptr;
@@ -423,7 +427,7 @@ bool encode(PyObject* object, ObjectFrame& frame) {
 }
 
 PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block,
-                 PyObject* parcel) {
+                 PyObject* bundle) {
     if (kind == DIRECT) {
         Reader reader{at, at + size};
         PyObject* o = reader.object(0);
@@ -440,7 +444,7 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
         Py_XDECREF(bytes);
         return o;
     }
-    return kind == BUFFERS || needs_its_slot(kind) ? decode_with_buffers(kind, at, size, block, parcel)
+    return kind == BUFFERS || needs_its_slot(kind) ? decode_with_buffers(kind, at, size, block, bundle)
                                                    : damaged();
 }
 
@@ -455,13 +459,13 @@ PyObject* read_plain(const char* from, const char* end) {
     return o ? o : damaged();
 }
 
-uint64_t parcel_of(uint64_t kind, const char* at, uint64_t size) {
+uint64_t bundle_of(uint64_t kind, const char* at, uint64_t size) {
     uint64_t id = 0;
     if (needs_its_slot(kind) && size >= PIN) memcpy(&id, at + 8, 8);
     return id;
 }
 
-void tell_put(const ObjectFrame& frame, PyObject* channel) {
+void notify_put(const ObjectFrame& frame, PyObject* channel) {
     PyObject* put = PyTuple_GET_ITEM(frame.keep, 2);
     PyObject* none = PyObject_CallOneArg(put, channel);
     if (!none)

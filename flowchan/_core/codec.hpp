@@ -1,9 +1,9 @@
-// From a Python object to the payload of an item, and back.
+// Conversion between Python objects and the payloads of items.
 //
 // Small built-ins (None, bool, int of 64 bits, float, str, bytes, and small tuples of them) have a direct
-// encoding: a tag byte, then the value. `bytes` of any size travel as they are. Everything else goes through
-// flowchan.items.codec (pickle protocol 5 with out-of-band buffers). Payloads come from memory that other
-// processes write, so decoding checks every length and raises instead of reading outside.
+// encoding. It is a tag byte, then the value. `bytes` of any size are copied unchanged. All other objects go
+// through flowchan.items.codec (pickle protocol 5 with out-of-band buffers). Other processes can write the
+// memory of payloads, so decoding checks every length and raises instead of reading outside.
 #pragma once
 
 #include <Python.h>
@@ -12,7 +12,7 @@
 
 namespace flowchan {
 
-// A Frame that keeps alive what its pieces point to.
+// A Frame that keeps the objects alive that its pieces point to.
 struct ObjectFrame : Frame {
     bool leaves = false;  // to another host; set before encoding
     PyObject* keep = nullptr;
@@ -24,35 +24,34 @@ struct ObjectFrame : Frame {
     ~ObjectFrame();
 };
 
-// False with a Python error set if the object can't be serialised (C13).
+// Return false with a Python error set if the object cannot be serialised (C13).
 bool encode(PyObject* object, ObjectFrame& frame);
 
-// A new reference, or null with a Python error set. Copies everything it needs out of `at`; but of BUFFERS in
-// a `block` only the pickle.
-// `parcel`: what `loads` is given of the descriptors that came with the item, borrowed; null where there
-// can't be any.
+// Return a new reference, or null with a Python error set. Everything needed is copied out of `at`, except
+// the buffers of a BUFFERS item in a `block`. `bundle`: the descriptors that came with the item, for `loads`,
+// borrowed; null where there cannot be any.
 PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block = nullptr,
-                 PyObject* parcel = nullptr);
+                 PyObject* bundle = nullptr);
 
-// Plain values: the built-in ones that have a direct encoding, and tuples, lists and dictionaries of such.
-// Returns where it ends; null, without an error: it does not fit or is not plain.
+// Plain values: the built-in ones that have a direct encoding, and tuples, lists and dictionaries of them.
+// `write_plain` returns the end of the value, or null, without an error, if the value does not fit or is not
+// plain.
 char* write_plain(PyObject* object, char* from, char* end);
 PyObject* read_plain(const char* from, const char* end);
 
-// The id of an item's parcel, 0 if it has none.
-uint64_t parcel_of(uint64_t kind, const char* at, uint64_t size);
+// Return the id of an item's fd bundle, 0 if it has none.
+uint64_t bundle_of(uint64_t kind, const char* at, uint64_t size);
 
-// Tells whoever pinned something to this PINNED frame that it is in `channel` now, and so among its `_pinned`
-// ids.
-void tell_put(const ObjectFrame& frame, PyObject* channel);
+// Call the callback of this PINNED frame: the item is now in `channel`, and so among its `_pinned` ids.
+void notify_put(const ObjectFrame& frame, PyObject* channel);
 
-// A frame whose buffers lie in `loan`, filled in place: writes the rest before them, in the LOAN_HEAD bytes
-// that are kept free there. False, with nothing changed, when that does not fit or some buffer lies elsewhere
-// and is too large.
+// Write the rest of a frame before its buffers, which were filled in place in `loan`, into the LOAN_HEAD
+// bytes reserved there. Return false, with nothing changed, when it does not fit because another buffer is
+// too large.
 constexpr uint64_t LOAN_HEAD = 4096;
 bool lay_into(ObjectFrame& frame, const Block& loan);
 
-// What flowchan.items.codec gives at import.
+// Set the functions of flowchan.items.codec, at its import.
 void set_codec(PyObject* dumps, PyObject* loads);
 
 }  // namespace flowchan

@@ -22,56 +22,56 @@ void Watched::add(const WaitedWord& word, std::shared_ptr<void> keeps) {
     kept.push_back(std::move(keeps));
 }
 
-Lookout::Lookout(std::function<void()> ring) : ring_(std::move(ring)), thread_([this] { run(); }) {}
+ExtraSleeper::ExtraSleeper(std::function<void()> ring) : ring_(std::move(ring)), thread_([this] { run(); }) {}
 
-Lookout::~Lookout() {
+ExtraSleeper::~ExtraSleeper() {
     if (!thread_.joinable()) return;
     {
         std::lock_guard lock(mutex_);
         over_ = true;
-        tell();
+        notify();
     }
     thread_.join();
 }
 
-void Lookout::tell() {
-    told_.fetch_add(1, std::memory_order_relaxed);  // what is new is read under the mutex
-    futex_wake(told_, 1, false);
+void ExtraSleeper::notify() {
+    news_.fetch_add(1, std::memory_order_relaxed);  // the news is read under the mutex
+    futex_wake(news_, 1, false);
 }
 
-void Lookout::watch(Watched watched) {
+void ExtraSleeper::watch(Watched watched) {
     std::lock_guard lock(mutex_);
     if (!has_rung_ && std::ranges::equal(watched.words, watched_.words, same)) return;
     watched_ = std::move(watched);
     has_rung_ = false;
-    tell();
+    notify();
 }
 
-void Lookout::run() {
+void ExtraSleeper::run() {
     for (;;) {
-        Watched mine;
-        uint32_t told = 0;
+        Watched own;
+        uint32_t news = 0;
         {
             std::lock_guard lock(mutex_);
             if (over_) return;
-            told = told_.load(std::memory_order_relaxed);
-            mine.add({told, reinterpret_cast<uint64_t>(&told_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}, {});
-            // Who has rung waits for other words: these have changed, so that nobody can sleep on them.
+            news = news_.load(std::memory_order_relaxed);
+            own.add({news, reinterpret_cast<uint64_t>(&news_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}, {});
+            // After a ring these words have changed, so no thread can sleep on them; wait for other words.
             for (size_t i = 0; !has_rung_ && i < watched_.words.size(); ++i)
-                mine.add(watched_.words[i], watched_.kept[i]);
+                own.add(watched_.words[i], watched_.kept[i]);
         }
-        sleep_on_any(mine.words, now_ns() + LONG);
-        if (std::none_of(mine.words.begin() + 1, mine.words.end(), is_changed)) continue;
+        sleep_on_any(own.words, now_ns() + LONG);
+        if (std::none_of(own.words.begin() + 1, own.words.end(), is_changed)) continue;
         {
             std::lock_guard lock(mutex_);
-            if (told != told_.load(std::memory_order_relaxed)) continue;  // for words that are new
+            if (news != news_.load(std::memory_order_relaxed)) continue;  // new words arrived
             has_rung_ = true;
         }
         ring_();
     }
 }
 
-bool Lookouts::watch(std::vector<Watched> parts) {
+bool ExtraSleepers::watch(std::vector<Watched> parts) {
     try {
         while (all_.size() < parts.size()) all_.emplace_back(ring_);
     } catch (const std::system_error&) {}

@@ -1,4 +1,4 @@
-// More futex words than one thread can sleep on: further threads sleep on the rest.
+// Extra sleepers: further threads for futex words that exceed the limit of one thread's sleep.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace flowchan {
 
-// Words, and what keeps each of them mapped.
+// Words, and the owners that keep their memory mapped.
 struct Watched {
     std::vector<WaitedWord> words;
     std::vector<std::shared_ptr<void>> kept;
@@ -21,40 +21,40 @@ struct Watched {
     void add(const WaitedWord& word, std::shared_ptr<void> keeps);
 };
 
-// A thread that sleeps on words for another one, and rings once when one of them has changed.
-class Lookout {
+// A thread that sleeps on words for another thread. It calls `ring` once when one of them has changed.
+class ExtraSleeper {
   public:
-    explicit Lookout(std::function<void()> ring);
-    ~Lookout();
-    Lookout(const Lookout&) = delete;
+    explicit ExtraSleeper(std::function<void()> ring);
+    ~ExtraSleeper();
+    ExtraSleeper(const ExtraSleeper&) = delete;
     void watch(Watched watched);
-    void leave_alone() { thread_.detach(); }  // in a forked child, which does not have the thread
+    void detach() { thread_.detach(); }  // in a forked child, which does not have the thread
 
   private:
     void run();
-    void tell();  // with the mutex held: there is something new
+    void notify();  // the caller holds the mutex: there are new words or an end
     const std::function<void()> ring_;
     std::mutex mutex_;
     Watched watched_;
     bool has_rung_ = false, over_ = false;
-    std::atomic<uint32_t> told_{0};
+    std::atomic<uint32_t> news_{0};
     std::thread thread_;
 };
 
-// As many of them as are needed. One thread uses it.
-class Lookouts {
+// As many extra sleepers as are needed. One thread uses it.
+class ExtraSleepers {
   public:
-    explicit Lookouts(std::function<void()> ring) : ring_(std::move(ring)) {}
-    // One watches each of these. False: there are not so many threads to be had.
+    explicit ExtraSleepers(std::function<void()> ring) : ring_(std::move(ring)) {}
+    // Give each part to one sleeper. Return false if there are not enough threads.
     bool watch(std::vector<Watched> parts);
     void end() { all_.clear(); }
-    void leave_alone() {
-        for (Lookout& one : all_) one.leave_alone();
+    void detach() {
+        for (ExtraSleeper& one : all_) one.detach();
     }
 
   private:
     const std::function<void()> ring_;
-    std::deque<Lookout> all_;
+    std::deque<ExtraSleeper> all_;
 };
 
 }  // namespace flowchan

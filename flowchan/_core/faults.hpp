@@ -1,10 +1,10 @@
-// Where the crash tests kill.
+// Fault points: the places where the crash tests kill a process.
 #pragma once
 
 namespace flowchan {
 
-// A place where a process may be killed. The crash tests build the core with FLOWCHAN_FAULTS and give a
-// function that kills at the n-th such place; in the module it is nothing.
+// A place where a process may be killed. The crash tests build the core with FLOWCHAN_FAULTS and define a
+// function that kills at the n-th such place. In the module it does nothing.
 #ifdef FLOWCHAN_FAULTS
 void fault_point();
 #else

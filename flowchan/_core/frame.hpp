@@ -1,4 +1,4 @@
-// An item on its way into a ring: up to a few pieces of memory that are laid one after the other.
+// An item on its way into a ring: a few pieces of memory that are stored one after the other.
 #pragma once
 
 #include <cstdint>
@@ -7,20 +7,21 @@
 
 namespace flowchan {
 
-// What the payload of a slot is. The numbers are written into shared memory: never reuse one.
+// Encoding of a slot's payload. The numbers are written into shared memory: never reuse one.
 enum Kind : uint64_t {
     DIRECT = 1,   // codec.cpp's direct encoding of small built-ins
     BYTES = 2,    // the bytes of a `bytes` object
     PICKLE = 3,   // a pickle without buffers
     BUFFERS = 4,  // u64 count, then u64 offset and u64 size of each: a pickle, and its out-of-band buffers
-    // u64 id, u64 id of its parcel or 0, PIN bytes in all, then as BUFFERS: whoever put it keeps something
-    // for as long as the item exists
+    // u64 id, u64 id of its fd bundle or 0, PIN bytes in all, then as BUFFERS: the process that put the item
+    // keeps an object alive for as long as the item exists
     PINNED = 5,
-    PARCEL = 6,  // u64 0, u64 id of its parcel, PIN bytes in all, then as BUFFERS: descriptors travel with it
+    // u64 0, u64 id of its fd bundle, PIN bytes in all, then as BUFFERS: descriptors travel with it
+    BUNDLE = 6,
 };
 
-// The kinds whose items must exist while they are decoded: they are never copied out and freed before.
-inline bool needs_its_slot(uint64_t kind) { return kind == PINNED || kind == PARCEL; }
+// The kinds whose items must exist while they are decoded: they are never copied out and freed first.
+inline bool needs_its_slot(uint64_t kind) { return kind == PINNED || kind == BUNDLE; }
 
 constexpr uint64_t PIN = 64;
 
@@ -35,12 +36,12 @@ struct Frame {
     uint64_t size = 0;
     uint64_t small_size = 0;
     char small[SMALL];          // the payload of DIRECT
-    Piece one{};                // the payload of BYTES and PICKLE, and of what came laid out
+    Piece one{};                // the payload of BYTES and PICKLE, and of items that arrive in one piece
     std::vector<Piece> pieces;  // the payload of BUFFERS
-    uint64_t deaths = 0;        // of workers elsewhere, with it in hand
-    uint64_t parcel = 0;        // id of the descriptors that travel with it, 0: there are none
+    uint64_t deaths = 0;        // remote workers that died while they held the item
+    uint64_t bundle = 0;        // id of the descriptors that travel with it, 0 for none
     std::vector<int> descriptors;
-    mutable int refused = 0;  // errno, when they could not be sent
+    mutable int refused = 0;  // the errno, if they could not be sent
 
     void write(char* to) const {
         if (one.at) {

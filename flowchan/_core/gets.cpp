@@ -1,4 +1,4 @@
-// What a get does, from the transport to the Python object.
+// The get operation, from the transport to the Python object.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -9,10 +9,10 @@ namespace {
 PyObject* py_unreadable = nullptr;
 PyObject* py_is_of_a_handler = nullptr;
 
-// What stands for an item that can't be unpickled: a new reference, or null with a Python error set.
+// Return the stand-in for an item that cannot be unpickled: a new reference, or null with a Python error set.
 PyObject* unreadable(uint64_t kind, const char* at, uint64_t size) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
-    uint64_t from = 0, length = size;  // all of it, unless the table of its buffers says where the pickle is
+    uint64_t from = 0, length = size;  // all of it, unless the table of its buffers locates the pickle
     if ((kind == BUFFERS || pin) && size >= pin + 24) {
         memcpy(&from, at + pin + 8, 8);
         memcpy(&length, at + pin + 16, 8);
@@ -23,22 +23,22 @@ PyObject* unreadable(uint64_t kind, const char* at, uint64_t size) {
     return data.is_valid() ? PyObject_CallOneArg(py_unreadable, data.ptr()) : nullptr;
 }
 
-// Whether the handler of a signal has raised this error, so that it says nothing of an item.
+// Return whether a signal handler raised this error, so that it is unrelated to the item.
 bool is_of_a_handler(PyObject* error) {
     PyObject* is = PyObject_CallOneArg(py_is_of_a_handler, error);
-    const bool answer = !is || is == Py_True;  // null: a handler has raised this very moment
+    const bool answer = !is || is == Py_True;  // null: a handler has raised just now
     Py_XDECREF(is);
     PyErr_Clear();
     return answer;
 }
 
-// What a get does about the items taken before it, and about its own when that can't be received. Next: those
-// in hand are finished. More: they stay in hand. Rest: as More, and what can't be received is left for the
-// next call to tell.
+// How a get treats the items leased before it, and its own item when that cannot be received. Next: earlier
+// leases are finished. More: they stay leased. Rest: like More, and an item that cannot be received is left
+// for the next call, which raises its error.
 enum class Taking { Next, More, Rest };
 
-// Hands an item that can't be used to the handler, in place of the caller; takes over the references. `error`
-// is why, or null when it has killed its workers. Wait: go on with the next item.
+// Pass an item that cannot be used to the handler instead of the caller, and take over the references.
+// `error` is the reason, or null when the item has killed its workers. Wait: continue with the next item.
 Step give_up(In& in, PyObject* item, uint64_t deaths, PyObject* error) {
     PyObject* done =
         item ? PyObject_CallFunction(in.on_poison.ptr(), "OKO", item, static_cast<unsigned long long>(deaths),
@@ -51,7 +51,7 @@ Step give_up(In& in, PyObject* item, uint64_t deaths, PyObject* error) {
     return Step::Wait;
 }
 
-// The error that is being raised, which is cleared with that.
+// Return the current error and clear it.
 PyObject* take_error() {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
@@ -66,7 +66,7 @@ void raise_again(const nb::object& error) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
 }
 
-// Whether what is being raised interrupts the call, and no more: Ctrl-C, or what another handler has raised.
+// Return whether the current error only interrupts the call: Ctrl-C, or an error of another signal handler.
 bool is_interrupt() {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
     nb::object error = nb::steal(take_error());
@@ -75,7 +75,7 @@ bool is_interrupt() {
     return is;
 }
 
-// Whether the error that is being raised says nothing of the item: this process lacks memory or descriptors.
+// Return whether the current error is unrelated to the item: this process lacks memory or descriptors.
 bool is_shortage() {
     if (PyErr_ExceptionMatches(PyExc_MemoryError)) return true;
     if (!PyErr_ExceptionMatches(PyExc_OSError)) return false;
@@ -86,7 +86,7 @@ bool is_shortage() {
     return code == EMFILE || code == ENFILE || code == ENOMEM;
 }
 
-// After an item could not be unpickled, with the error set.
+// Handle an item that could not be unpickled, with the error set.
 Step not_received(Ring& ring, In* in, Taking taking, Taken& taken) {
     const bool ordinary = !is_interrupt();
     const bool leave = !ordinary || taking == Taking::Rest || is_shortage();
@@ -104,21 +104,21 @@ Step not_received(Ring& ring, In* in, Taking taking, Taken& taken) {
     return Step::Interrupted;
 }
 
-// The descriptors that came with an item, for `loads`: a list of them, and why there are no more. Null with
-// an error set.
-nb::object opened_parcel(Ring& ring, const Taken& taken) {
-    const uint64_t id = parcel_of(taken.kind, taken.at, taken.size);
+// Return the descriptors that came with an item, for `loads`: a list of them, and why there are no more.
+// Return null with an error set.
+nb::object opened_bundle(Ring& ring, const Taken& taken) {
+    const uint64_t id = bundle_of(taken.kind, taken.at, taken.size);
     if (!id) return nb::none();
     std::vector<int> descriptors;
     Locked<Ring> locked(ring);
-    const int error = ring.open_parcel(id, descriptors);
+    const int error = ring.open_bundle(id, descriptors);
     locked.unlock({});
     nb::list list;
     for (int fd : descriptors) list.append(fd);
     return nb::make_tuple(list, error);
 }
 
-// Takes the next item, not decoded yet.
+// Take the next item without decoding it.
 [[gnu::always_inline]] inline Step take_encoded(Ring& ring, Channel& ch, In* in, Deadline deadline,
                                                 Taking taking, Taken& taken) {
     ReaderState* reader = in ? &in->state : nullptr;
@@ -144,23 +144,23 @@ nb::object opened_parcel(Ring& ring, const Taken& taken) {
         },
         deadline);
     if (finished) in->call_due();
-    if (step != Step::Done && in && in->state.in_hand) runs(in, Session::USERS);
+    if (step != Step::Done && in && in->state.leases) runs(in, Session::USERS);
     return step;
 }
 
-// The memory of an item that was copied or decoded is free again. Its descriptors, if it came with any, are
-// open by now.
-void release_held(Ring& ring, const Taken& taken, bool with_parcel) {
+// Free the memory of an item that was copied or decoded. Its descriptors, if it came with any, are open by
+// now.
+void release_held(Ring& ring, const Taken& taken, bool with_bundle) {
     Wakes wakes;
     Locked<Ring> locked(ring);
     ring.release(taken.held, wakes);
-    if (with_parcel) ring.drop_parcels();
+    if (with_bundle) ring.drop_bundles();
     locked.unlock(wakes);
 }
 
-// An item that its killed readers could unpickle, and that this worker must not work on again. Wait: its
-// output is out already, so it is done with.
-Step give_up_killer(In& in, PyObject*& item, uint64_t deaths) {
+// Give up an item that its killed readers could unpickle, and that this worker must not process again. Wait:
+// its output is already out, so it is finished.
+Step give_up_suspect(In& in, PyObject*& item, uint64_t deaths) {
     runs(&in, Session::OURS);
     if (has_its_output(in)) {
         Py_CLEAR(item);
@@ -169,7 +169,7 @@ Step give_up_killer(In& in, PyObject*& item, uint64_t deaths) {
     return give_up(in, std::exchange(item, nullptr), deaths, nullptr);
 }
 
-// What lies in a ring is not freed before it is decoded: see In::copying.
+// Take and decode an item. It stays in the ring until it is decoded: see In::copying.
 Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     Taken taken;
     const Step step = take_encoded(ring, ch, in, deadline, taking, taken);
@@ -177,40 +177,40 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
     const std::shared_ptr<Block> block =
         taken.viewed ? std::make_shared<Block>(ring.shared_from_this(), taken.slot) : nullptr;
     const bool killer = in && in->max_deaths && taken.deaths >= in->max_deaths;
-    if (killer && taken.kills_who_unpickles)
+    if (killer && taken.died_unpickling)
         return give_up(*in, unreadable(taken.kind, taken.at, taken.size), taken.deaths, nullptr);
-    nb::object parcel = needs_its_slot(taken.kind) ? opened_parcel(ring, taken) : nb::object();
+    nb::object bundle = needs_its_slot(taken.kind) ? opened_bundle(ring, taken) : nb::object();
     runs(in, Session::UNPICKLING);
     {
         Receiving receiving;
-        result = decode(taken.kind, taken.at, taken.size, block, parcel.ptr());
+        result = decode(taken.kind, taken.at, taken.size, block, bundle.ptr());
         if (result) receiving.received(in);
     }
     runs(in, result ? Session::USERS : Session::OURS);
     if (!result) return not_received(ring, in, taking, taken);
-    if (taken.held) release_held(ring, taken, parcel.is_valid());
-    return killer ? give_up_killer(*in, result, taken.deaths) : Step::Done;
+    if (taken.held) release_held(ring, taken, bundle.is_valid());
+    return killer ? give_up_suspect(*in, result, taken.deaths) : Step::Done;
 }
 
-// Until there is a place for one more output, or few wait for one.
+// Wait until there is a place for one more output, or few writers wait for one.
 Step await_place(LocalQueue& queue, Out& out) {
     const auto waits = [&] { return out.open && queue.is_crowded(); };
     Locked lock(queue);
     const bool now = waits();
     lock.unlock({});
     if (!now) return Step::Done;
-    nb::object kept = nb::find(out);          // others may close and drop it meanwhile
-    if (!kept.is_valid()) return Step::Done;  // they just do
+    nb::object kept = nb::find(out);          // other threads may close and drop it during the wait
+    if (!kept.is_valid()) return Step::Done;  // it is being destroyed
     return perform(
         queue,
         [&](bool) { return Caller{Side::Writer, &out, 0, 0, true, ANY_TURN, false, &out.state.clock}; },
         [&](Wakes&) { return waits() ? Step::Wait : Step::Done; }, Deadline{});
 }
 
-// In a ring each waits on a word of its own, so a crowd costs nothing.
+// In a ring each writer waits on its own word, so a crowd costs nothing.
 Step await_place(Ring&, Out&) { return Step::Done; }
 
-// A worker of an ordered stage takes no item while many outputs wait for a place (stream.hpp).
+// Keep a worker of an ordered stage from taking items while many outputs wait for a place (wait_list.hpp).
 Step await_places(In& in) {
     for (size_t i = 0; i < in.feeds.size(); ++i) {
         Out& out = *in.feeds[i];
@@ -242,17 +242,17 @@ Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, 
             if (in && !in->open) return queue.state == BROKEN ? Step::Broken : Step::PortClosed;
             if (reader && taking == Taking::Next) {
                 queue.acknowledge(*reader, wakes);
-                before.swap(in->hand);
+                before.swap(in->leased_items);
             }
             return queue.try_take(item, reader, wakes);
         },
         deadline);
     result = item.object;
     if (in && result) {
-        in->hand.push_back(item);
+        in->leased_items.push_back(item);
         Py_INCREF(result);
     }
-    drop_items(before);  // last: what is in them may get from this port
+    drop_items(before);  // last: the destructors may get from this port
     return step;
 }
 
@@ -271,8 +271,8 @@ Step get(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, PyOb
     return get_decoded(ring, ch, in, deadline, taking, result);
 }
 
-// The first item that outputs of this port's worker may still belong to. A thread is not replaced, so before
-// all others it had what its port had; where workers die, the ring knows what they had.
+// Return the first item to which outputs of this port's worker may still belong. A thread is not replaced, so
+// every earlier item was one of its port's. Where workers die, the ring knows their items.
 uint64_t first_unfinished(In& in) {
     return in.ch->with(Each{[&](LocalQueue&) { return in.state.number + 1; },
                             [&](Ring& ring) {
@@ -283,7 +283,7 @@ uint64_t first_unfinished(In& in) {
                             }});
 }
 
-// Its worker is the only one of its stage no longer, and has nothing in hand.
+// Start to keep turns: the stage gets more workers, and this one has no leased items.
 void keep_turns(In& in) {
     const uint64_t first = first_unfinished(in);
     for (Out* out : in.feeds) {
@@ -291,7 +291,7 @@ void keep_turns(In& in) {
         out->ch->with([&](auto& transport) {
             Wakes wakes;
             Locked locked(transport);
-            transport.turn_is(first, wakes);
+            transport.start_turns_at(first, wakes);
             out->state.ordered = true;
             locked.unlock(wakes);
         });
@@ -299,7 +299,7 @@ void keep_turns(In& in) {
     in.state.keeps_turns = true;
 }
 
-// Wait: go on with the next item.
+// Wait: continue with the next item.
 Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     const Step step =
         ch.with([&](auto& transport) { return get(transport, ch, in, deadline, taking, result); });
@@ -315,7 +315,7 @@ PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool itera
     PyObject* result = nullptr;
     Step step;
     do {
-        if (in && !keep && !tell_followers(*in)) return nullptr;
+        if (in && !keep && !pass_turns(*in)) return nullptr;
         step = get_step(ch, in, deadline, keep ? Taking::More : Taking::Next, result);
     } while (step == Step::Wait);
     if (step == Step::Done) return result;
@@ -326,7 +326,7 @@ PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool itera
 Step try_get(Channel& ch, In* in, PyObject*& item) {
     Step step;
     do {
-        if (in && !tell_followers(*in)) return Step::Interrupted;
+        if (in && !pass_turns(*in)) return Step::Interrupted;
         step = get_step(ch, in, Deadline{0}, Taking::Next, item);
     } while (step == Step::Wait);
     if (step != Step::Done && step != Step::NotNow && step != Step::Drained)
@@ -351,7 +351,7 @@ PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline) {
             add_to_error("items_got", list);
             return nullptr;
         }
-        if (step != Step::Done) break;  // whatever it is, the next call will say it
+        if (step != Step::Done) break;  // the next call raises any error
         int failed = PyList_Append(list, item);
         Py_DECREF(item);
         if (failed) {

@@ -1,13 +1,13 @@
-// Giving the GIL away and taking it back.
+// Release of the GIL, and taking it again.
 //
-// A daemon thread that asks for the GIL while the interpreter shuts down does not get it: CPython up to 3.13
-// ends the thread by pthread_exit, which unwinds the C++ frames below as an exception would, and their
-// destructors would drop references without the GIL. So such a thread is held here for ever, as CPython 3.14
-// does; the process ends without it. A destructor does it, for what unwinds is no exception that every C++
-// library lets one catch.
+// A daemon thread that asks for the GIL while the interpreter shuts down does not get it. CPython up to 3.13
+// ends the thread by pthread_exit, which unwinds the C++ frames below as an exception would. Their
+// destructors would drop references without the GIL. So such a thread is stopped here for good, as CPython
+// 3.14 does; the process ends without it. A destructor stops it, because this unwinding is not an exception
+// that every C++ library lets a program catch.
 //
-// A free-threaded interpreter has no GIL to give away, but stops all threads now and then, for its collector:
-// a thread that sleeps without having said so would hold the others up.
+// A free-threaded interpreter has no GIL to release, but its collector sometimes stops all threads. A thread
+// that sleeps without having released its state would hold the others up.
 #pragma once
 
 #include <Python.h>
@@ -27,7 +27,7 @@ inline void take_gil(PyThreadState* state) {
     held.got = true;
 }
 
-// In a block: others may run Python meanwhile.
+// Releases the GIL in a block, so that other threads may run Python.
 class WithoutGil {
   public:
     WithoutGil() : state_(PyEval_SaveThread()) {}

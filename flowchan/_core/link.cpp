@@ -1,4 +1,5 @@
-// The connection of a link, and which lines it serves. link_send.cpp and link_receive.cpp are its two threads.
+// The connection of a link, and the list of its streams. link_send.cpp and link_receive.cpp are its two
+// threads.
 #include "link.hpp"
 #include "process.hpp"
 
@@ -17,9 +18,9 @@ std::unordered_set<Link*> live;
 
 }  // namespace
 
-// A forked child has a copy of the socket, but none of the threads. It closes the copy: or else the other side
-// would not learn that this process has ended before the child has, too. A fork holds all locks, so that the
-// child gets every link whole, and with no ring held.
+// A forked child has a copy of the socket, but none of the threads. It closes the copy, because otherwise the
+// other side would notice the end of this process only after the end of the child. A fork holds all locks, so
+// that the child gets every link in a consistent state, and with no ring locked.
 const int Link::fork_hook = pthread_atfork(before_fork, after_fork, in_child);
 
 void Link::before_fork() {
@@ -40,7 +41,7 @@ void Link::in_child() {
     after_fork();
 }
 
-Link::Link(bool home) : home_(home), pid_(getpid()) {
+Link::Link(bool owner_side) : owner_side_(owner_side), pid_(getpid()) {
     NoSignals none;
     sender_ = std::thread([this] { send_loop(); });
     try {
@@ -61,33 +62,33 @@ Link::~Link() {
     if (pid_ == getpid()) {
         close();
         delete &changed_;
-        delete &told_;
+        delete &event_added_;
         return;
     }
-    // In a forked child nothing of this is its own. The parent may have ended the threads before.
+    // A forked child owns none of this. The parent may have ended the threads before.
     for (std::thread* thread : {&sender_, &receiver_})
         if (thread->joinable()) thread->detach();
-    lookouts_.leave_alone();
-    for (auto& [number, line] : lines_) line.release();
+    extra_sleepers_.detach();
+    for (auto& [number, stream] : streams_) stream.release();
 }
 
 void Link::close() {
     if (pid_ != getpid()) return;
-    std::lock_guard one(closing_);  // who comes second returns when all is closed, too
+    std::lock_guard one(closing_);  // a second caller also returns only when everything is closed
     {
         std::lock_guard lock(mutex_);
         closed_ = true;
         if (fd_ >= 0) shutdown(fd_, SHUT_RDWR);
         changed_.notify_all();
-        told_.notify_all();
+        event_added_.notify_all();
     }
-    ring_bell();
+    ring_doorbell();
     for (std::thread* thread : {&sender_, &receiver_})
         if (thread->joinable()) thread->join();
-    lookouts_.end();
+    extra_sleepers_.end();
     std::lock_guard lock(mutex_);
     if (fd_ >= 0) ::close(std::exchange(fd_, -1));
-    lines_.clear();
+    streams_.clear();
 }
 
 void Link::attach(int fd) {
@@ -96,7 +97,7 @@ void Link::attach(int fd) {
 }
 
 void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
-    // The old connection comes to its end before the new one says what has arrived: what is still received
+    // The old connection ends before the new one reports what has arrived: otherwise frames still received
     // over it would be received twice.
     while (fd_ >= 0 && !closed_) {
         if (!std::exchange(lost_, true)) {
@@ -113,21 +114,21 @@ void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
     lost_ = false;
     connection_ += 1;
     out_.clear();
-    said_ = 0;
+    queued_items_ = 0;
     pong_ = false;
     pinged_at_ = 0;
     timed_ = false;
-    for (auto& [number, line] : lines_) {
-        line->announced = false;
-        for (Source& source : line->sources) source.connect();
-        for (Sink& sink : line->sinks) sink.dirty = true;
+    for (auto& [number, stream] : streams_) {
+        stream->announced = false;
+        for (Source& source : stream->sources) source.connect();
+        for (Sink& sink : stream->sinks) sink.dirty = true;
     }
-    heard_at_.store(now_ns(), std::memory_order_relaxed);
+    last_byte_at_.store(now_ns(), std::memory_order_relaxed);
     changed_.notify_all();
-    ring_bell();
+    ring_doorbell();
 }
 
-// A thread has found out that the connection over `fd` has ended. The last one to leave it closes it.
+// Handle the end of the connection over `fd` in one thread. The last thread to leave it closes it.
 void Link::leave_connection(int fd, const std::string& why) {
     std::lock_guard lock(mutex_);
     users_ -= 1;
@@ -135,41 +136,42 @@ void Link::leave_connection(int fd, const std::string& why) {
         lost_ = true;
         shutdown(fd, SHUT_RDWR);
         breaks.fetch_add(1, std::memory_order_relaxed);
-        if (!closed_) tell({.kind = LinkEvent::Kind::Broken, .why = why});
+        if (!closed_) report({.kind = LinkEvent::Kind::Broken, .why = why});
     }
     if (fd == fd_ && lost_ && users_ == 0 && !closed_) ::close(std::exchange(fd_, -1));
     changed_.notify_all();
 }
 
-void Link::open_line(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
-                     bool on_demand) {
+void Link::open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
+                       bool on_demand) {
     std::lock_guard lock(mutex_);
-    auto line = std::make_unique<LinkLine>();
-    line->number = number;
+    auto stream = std::make_unique<LinkStream>();
+    stream->number = number;
     for (const Taking& take : takes)
-        line->sources.emplace_back(take.ring, take.session, take.alone).on_demand = home_ && on_demand;
+        stream->sources.emplace_back(take.ring, take.session, take.alone).on_demand =
+            owner_side_ && on_demand;
     for (const Putting& put : puts) {
-        if (!home_) put.ring->header().heard = 1;
-        line->sinks.emplace_back(put.ring, put.writer, put.follows, put.replays).on_demand = on_demand;
+        if (!owner_side_) put.ring->header().notify_writer = 1;
+        stream->sinks.emplace_back(put.ring, put.writer, put.follows, put.replays).on_demand = on_demand;
     }
-    for (Sink& sink : line->sinks)
-        if (Source* source = numbering(*line, sink)) source->ascending |= sink.writer.ordered;
-    lines_[number] = std::move(line);
-    ring_bell();
+    for (Sink& sink : stream->sinks)
+        if (Source* source = numbering(*stream, sink)) source->ascending |= sink.writer.ordered;
+    streams_[number] = std::move(stream);
+    ring_doorbell();
 }
 
-void Link::drop_line(uint32_t number) {
+void Link::drop_stream(uint32_t number) {
     std::unique_lock lock(mutex_);
-    LinkLine* line = find(number);
-    if (!line) return;
-    changed_.wait(lock, [&] { return !(line = find(number)) || line->filling == 0; });
-    lines_.erase(number);
-    ring_bell();
+    LinkStream* stream = find(number);
+    if (!stream) return;
+    changed_.wait(lock, [&] { return !(stream = find(number)) || stream->filling == 0; });
+    streams_.erase(number);
+    ring_doorbell();
 }
 
-LinkLine* Link::find(uint32_t number) {
-    const auto found = lines_.find(number);
-    return found == lines_.end() ? nullptr : found->second.get();
+LinkStream* Link::find(uint32_t number) {
+    const auto found = streams_.find(number);
+    return found == streams_.end() ? nullptr : found->second.get();
 }
 
 bool Link::connected() {
@@ -177,31 +179,31 @@ bool Link::connected() {
     return fd_ >= 0 && !lost_;
 }
 
-std::vector<LineCounts> Link::counts() {
+std::vector<StreamCounts> Link::counts() {
     std::lock_guard lock(mutex_);
-    std::vector<LineCounts> all;
-    for (auto& [number, line] : lines_) {
-        LineCounts counts{number, 0, 0, 0, 0, true};
-        for (Source& source : line->sources) {
+    std::vector<StreamCounts> all;
+    for (auto& [number, stream] : streams_) {
+        StreamCounts counts{number, 0, 0, 0, 0, true};
+        for (Source& source : stream->sources) {
             counts.ahead += source.entries.size();
             counts.window += source.byte_window.size();
-            counts.in_hand += home_ && !source.left ? source.in_hand : 0;
+            counts.started += owner_side_ && !source.left ? source.started : 0;
             counts.starved = counts.starved && source.starved;
         }
-        for (Sink& sink : line->sinks) counts.staged += sink.staged.size();
+        for (Sink& sink : stream->sinks) counts.staged += sink.staged.size();
         all.push_back(counts);
     }
     return all;
 }
 
-void Link::ring_bell() {
-    bell_.fetch_add(1, std::memory_order_seq_cst);  // partner: `sleep` sets asleep_ before it looks again
-    if (asleep_.load(std::memory_order_seq_cst)) futex_wake(bell_, 1, false);
+void Link::ring_doorbell() {
+    doorbell_.fetch_add(1, std::memory_order_seq_cst);  // partner: `sleep` sets asleep_ before it looks again
+    if (asleep_.load(std::memory_order_seq_cst)) futex_wake(doorbell_, 1, false);
 }
 
-void Link::tell(LinkEvent event) {
+void Link::report(LinkEvent event) {
     events_.push_back(std::move(event));
-    told_.notify_all();
+    event_added_.notify_all();
 }
 
 LinkEvent Link::next_event(int64_t until) {
@@ -209,12 +211,12 @@ LinkEvent Link::next_event(int64_t until) {
     while (events_.empty() && !closed_) {
         const int64_t now = now_ns(), left = until - now;
         if (left <= 0) {
-            // Who wakes late was held up itself, and that time says nothing about the other side.
-            heard_at_.store(std::min(now, heard_at_.load(std::memory_order_relaxed) - left),
-                            std::memory_order_relaxed);
+            // A thread that wakes late was delayed itself, and that time proves nothing about the other side.
+            last_byte_at_.store(std::min(now, last_byte_at_.load(std::memory_order_relaxed) - left),
+                                std::memory_order_relaxed);
             return {};
         }
-        told_.wait_for(lock, std::chrono::nanoseconds(left));
+        event_added_.wait_for(lock, std::chrono::nanoseconds(left));
     }
     if (events_.empty()) return {.kind = LinkEvent::Kind::Closed};
     LinkEvent event = std::move(events_.front());

@@ -1,23 +1,26 @@
 // Link: the connection between two hosts of a run, and the ports of the workers that it serves.
 //
-// A worker elsewhere has its ports at home, where its channels live, as every worker has. A line couples each
-// of them with a ring on the other host that the worker reads or writes: items that a Source takes on lease at
-// home go as ITEM frames into the Sink there, its outputs come back as OUT frames (wire.hpp).
+// The owner side has the channels, and the worker side runs remote workers. A remote worker has ports on the
+// owner side, like every worker. A stream of the link couples each of them with a ring on the worker side
+// that the worker reads or writes. A Source on the owner side leases items and sends them as ITEM frames to
+// the Sink on the worker side. The worker's outputs come back as OUT frames (wire.hpp).
 //
-// Exactly once. What was sent stays on lease where it came from: an output until the other side has put it
-// into its ring, an item until the worker has finished it *and* all its outputs are in their rings at home
-// (R4). Frames of a port are in order and are counted; after a break each side says what it has got, and the
-// other sends from there. Only Python dials, listens and proves secrets; it hands over each new connection
-// (`attach`), with TLS as without. A worker does one item after the other, so its outputs come in the order of its
-// items, and each says of which item it is: home puts it as that item's output, as if the worker were here,
-// and whoever does the item again after a death skips what is out already.
+// Exactly once. A sent item stays on lease at its origin. An output stays until the other side has put it
+// into its ring. An item stays until the worker has finished it *and* all its outputs are in their rings on
+// the owner side (R4). Frames of a port are in order and are counted. After a break each side reports what it
+// has received, and the other side sends from there. Only Python dials, listens and proves secrets; it passes
+// each new connection to `attach`, with or without TLS. A worker processes one item after the other, so its
+// outputs come in the order of its items, and each names its item. The owner side puts it as that item's
+// output, as for a local worker. After a death, the next worker of the item skips the outputs that are
+// already out.
 //
-// Nothing waits for a receiver: items are sent only as far as the worker's window goes, outputs only until so
-// many wait for room at home (staged). So one slow stage does not hold up the frames of the others.
+// No thread waits for a receiver. Items are sent only as far as the worker's window allows. Outputs are sent
+// until too many wait for room on the owner side (staged). So one slow stage does not hold up the frames of
+// the others.
 //
-// Two threads serve a link: one sends, and moves what is staged; one receives. (With many workers further ones
-// sleep on their rings, and wake the sender.) Both work under `mutex_`, but
-// not while they send or receive, or copy a large item. Neither ever needs the GIL.
+// Two threads serve a link: one sends and moves staged items, one receives. (With many workers further
+// threads sleep on the rings and wake the sender.) Both work under `mutex_`, but not while they send, receive
+// or copy a large item. Neither ever needs the GIL.
 #pragma once
 
 #include <atomic>
@@ -34,49 +37,50 @@
 
 namespace flowchan {
 
-struct LinkLine {
+struct LinkStream {
     uint32_t number = 0;
-    bool announced = false;      // away: said to be open, over this connection
+    bool announced = false;      // worker side: OPEN was sent over this connection
     int filling = 0;             // large items that are being received into its rings
-    bool finished = false;       // home: nothing more comes from the worker, and everything is put
-    bool settling = false;       // home: a turn is awaited before an item can be done with
-    std::deque<Source> sources;  // home: of the worker's inputs; away: of its outputs
-    std::deque<Sink> sinks;      // the other ones
+    bool finished = false;       // owner side: the worker sends nothing more, and everything is put
+    bool settling = false;       // owner side: an item waits for its turn before it can be finished
+    std::deque<Source> sources;  // owner side: of the worker's inputs; worker side: of its outputs
+    std::deque<Sink> sinks;      // of the other ports
 };
 
-// What has happened to a link: flowchan/transport/link_events.py says what each kind means. Only the fields of
-// its kind are set.
+// An event of a link: flowchan/transport/link_events.py defines each kind. Only the fields of its kind are
+// set.
 struct LinkEvent {
     enum class Kind : uint8_t { None, Broken, Finished, Refused, TooLarge, Closed };
 
     Kind kind = Kind::None;
-    uint32_t line = 0;
+    uint32_t stream = 0;
     uint16_t port = 0;
     uint64_t size = 0;
     std::string why;
 };
 
-// The counts of one line at this moment, by input port.
-struct LineCounts {
+// The present counts of one stream, over its input ports.
+struct StreamCounts {
     uint32_t number;
-    uint64_t ahead, in_hand, staged;  // on their way or with the worker; begun; outputs that wait for room
+    uint64_t ahead, started, staged;  // sent or with the worker; started; outputs that wait for room
     uint64_t window;                  // bytes that may be on their way from here
     bool starved;                     // the worker waits for an item
 };
 
-// What is to be sent, in its order: small things are copied, large items lie where they are. Nobody but the
-// sender's thread touches it.
+// The bytes to send, in their order: small pieces are copied, large items are sent in place. Only the sender
+// thread touches it.
 class Outgoing {
   public:
     uint64_t size() const { return size_; }
     void add(const void* head, uint64_t length, const void* at, uint64_t size);
     void add_in_place(std::shared_ptr<Ring> ring, const char* at, uint64_t size);
-    std::string send(int fd, uint64_t most);  // that much, waiting for the other side; why not, or ""
+    // sends up to `most` bytes, waiting for the other side; returns the error, or ""
+    std::string send(int fd, uint64_t most);
     void clear() { *this = {}; }
 
   private:
     struct Piece {
-        std::shared_ptr<Ring> ring;  // kept mapped; null: it lies in `copied_`
+        std::shared_ptr<Ring> ring;  // kept mapped; null: the piece is in `copied_`
         const char* at;
         uint64_t begin, size;
     };
@@ -88,11 +92,11 @@ class Outgoing {
 
 class Link {
   public:
-    explicit Link(bool home);
+    explicit Link(bool owner_side);
     ~Link();
     Link(const Link&) = delete;
 
-    void attach(int fd);  // takes over the descriptor; what was sent and is not acknowledged is sent again
+    void attach(int fd);  // takes ownership of the descriptor; unacknowledged items are sent again
     struct Taking {
         std::shared_ptr<Ring> ring;
         uint32_t session;
@@ -103,95 +107,95 @@ class Link {
         WriterState writer;
         bool follows, replays;
     };
-    // `on_demand`: items come for those only who wait for one, or work on one.
-    void open_line(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
-                   bool on_demand);
-    void drop_line(uint32_t number);
+    // `on_demand`: items come only for workers that wait for one or process one.
+    void open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
+                     bool on_demand);
+    void drop_stream(uint32_t number);
     void close();
     LinkEvent next_event(int64_t until);  // of kind None when there is none by then
 
-    // Since the last byte came, and there and back; in ns.
-    int64_t silent_for() const { return now_ns() - heard_at_.load(std::memory_order_relaxed); }
+    // The time since the last byte arrived, and the round-trip time, in ns.
+    int64_t silent_for() const { return now_ns() - last_byte_at_.load(std::memory_order_relaxed); }
     int64_t round_trip() const { return round_trip_.load(std::memory_order_relaxed); }
     bool connected();
-    std::vector<LineCounts> counts();
+    std::vector<StreamCounts> counts();
     std::atomic<uint64_t> bytes_in{0}, bytes_out{0}, breaks{0};
 
   private:
     static constexpr uint64_t GATHER = 256 << 10;  // bytes sent or received at a time
-    static constexpr uint64_t LARGE = 64 << 10;    // items from here on are not copied on their way
+    static constexpr uint64_t LARGE = 64 << 10;    // larger items are not copied on their way
 
     // sending (link_send.cpp)
     void send_loop();
-    std::string send_some(int fd);  // why not, or ""
+    std::string send_some(int fd);  // returns the error, or ""
     bool fill();
-    bool serve_home(LinkLine& line);
-    bool serve_away(LinkLine& line);
-    void say_progress(LinkLine& line);
-    void say_item(LinkLine& line, Source& source, uint16_t port);
-    bool say_outputs(LinkLine& line);
-    bool say_end(LinkLine& line, Source& source, uint16_t port);
+    bool serve_as_owner(LinkStream& stream);
+    bool serve_as_worker(LinkStream& stream);
+    void add_progress(LinkStream& stream);
+    void add_item(LinkStream& stream, Source& source, uint16_t port);
+    bool add_outputs(LinkStream& stream);
+    bool add_end(LinkStream& stream, Source& source, uint16_t port);
     uint64_t allowed(const Source& source) const {
-        return home_ ? source.allowed_ahead() : source.allowance.most();
+        return owner_side_ ? source.allowed_ahead() : source.allowance.most();
     }
     bool is_full() const { return out_.size() >= GATHER; }
-    bool move_staged(LinkLine& line);
-    bool settle(LinkLine& line);
-    void tell_if_finished(LinkLine& line);
-    void tell_if_refused(const LinkLine& line, Source& source, uint16_t port);
-    bool collect(LinkLine& line, Watched& all, int64_t& until);
-    bool settle_sink(LinkLine& line, Sink& sink, uint64_t upto, Wakes& wakes);
+    bool move_staged(LinkStream& stream);
+    bool settle(LinkStream& stream);
+    void report_if_finished(LinkStream& stream);
+    void report_if_refused(const LinkStream& stream, Source& source, uint16_t port);
+    bool collect(LinkStream& stream, Watched& all, int64_t& until);
+    bool settle_sink(LinkStream& stream, Sink& sink, uint64_t upto, Wakes& wakes);
     void sleep(uint32_t heard);
-    void say(const Head& head, const std::string& payload = {});
+    void add_frame(const Head& head, const std::string& payload = {});
 
     // receiving (link_receive.cpp)
     void receive_loop();
-    std::string receive(int fd, uint64_t connection);  // until the connection ends: why
-    bool is_said_here_only(Say say) const;
-    bool hear_pong(int64_t pinged_at);
-    bool hear(const Head& head, const char* payload);  // false: the other side can't be right
+    std::string receive(int fd, uint64_t connection);  // returns when the connection ends, with the reason
+    bool is_sent_here_only(FrameType type) const;
+    bool handle_pong(int64_t pinged_at);
+    bool handle(const Head& head, const char* payload);  // false: the other side sent invalid data
     void release_ring();
-    bool hear_item(LinkLine& line, Sink& sink, const Received& item);
-    uint64_t hear_run(const char* at, uint64_t size);
+    bool handle_item(LinkStream& stream, Sink& sink, const Received& item);
+    uint64_t handle_run(const char* at, uint64_t size);
     void hold(Sink& sink, uint64_t items);
-    bool hear_input(LinkLine& line, const Head& head, const char* payload);
-    bool hear_output(LinkLine& line, const Head& head, const char* payload);
-    bool hear_end(LinkLine& line, Sink& sink, const Head& head, const char* payload);
-    bool claim(LinkLine& line, Sink& sink, const Received& item, Slot*& slot);
-    void take_note(Sink& sink, bool stirs);
-    void refuse(const LinkLine& line, Sink& sink, uint64_t size);
-    struct Behind {  // a large item
+    bool handle_input(LinkStream& stream, const Head& head, const char* payload);
+    bool handle_output(LinkStream& stream, const Head& head, const char* payload);
+    bool handle_end(LinkStream& stream, Sink& sink, const Head& head, const char* payload);
+    bool claim(LinkStream& stream, Sink& sink, const Received& item, Slot*& slot);
+    void count_arrival(Sink& sink, bool is_news);
+    void refuse(const LinkStream& stream, Sink& sink, uint64_t size);
+    struct Following {  // the bytes after a large item
         char* at;
         uint64_t room, have = 0;
     };
     struct Large {  // a large item that is being received
         Received item;
-        LinkLine* line = nullptr;
-        Sink* sink = nullptr;  // null: nobody wants it
+        LinkStream* stream = nullptr;
+        Sink* sink = nullptr;  // null: without a receiver
         Slot* slot = nullptr;  // null: there is no room for it
-        bool skips = false;    // a worker that died has put it already
-        std::vector<char> apart;
+        bool skips = false;    // a worker that died has already put it
+        std::vector<char> buffer;
         bool is_to_be_staged() const { return sink && !slot && !skips; }
     };
     bool begin_large(const Head& head, Large& large);
     bool end_large(Large& large, bool whole);
     void pass_over(const Head& head);
-    bool hear_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size,
-                    Behind& behind);
-    bool read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size, Behind& behind);
-    bool is_settled(LinkLine& line, const Sink& sink, uint64_t key);
-    Source* numbering(LinkLine& line, const Sink& sink) {
-        return home_ && sink.follows && line.sources.size() == 1 ? &line.sources[0] : nullptr;
+    bool receive_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size,
+                       Following& following);
+    bool read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size, Following& following);
+    bool is_settled(LinkStream& stream, const Sink& sink, uint64_t key);
+    Source* numbering(LinkStream& stream, const Sink& sink) {
+        return owner_side_ && sink.follows && stream.sources.size() == 1 ? &stream.sources[0] : nullptr;
     }
-    bool key_is_right(LinkLine& line, const Sink& sink, uint64_t key);
-    uint64_t number_for(LinkLine& line, const Sink& sink, uint64_t key);
-    LinkLine* find(uint32_t number);
-    void ring_bell();
-    void ring_bell_if_stirred() {
-        if (std::exchange(stirred_, false)) ring_bell();
+    bool is_valid_key(LinkStream& stream, const Sink& sink, uint64_t key);
+    uint64_t number_for(LinkStream& stream, const Sink& sink, uint64_t key);
+    LinkStream* find(uint32_t number);
+    void ring_doorbell();
+    void ring_doorbell_if_news() {
+        if (std::exchange(has_news_, false)) ring_doorbell();
     }
     void leave_connection(int fd, const std::string& why);
-    void tell(LinkEvent event);
+    void report(LinkEvent event);
     void take_over(std::unique_lock<std::mutex>& lock, int fd);
 
     static void before_fork();
@@ -199,25 +203,25 @@ class Link {
     static void in_child();
     static const int fork_hook;
 
-    const bool home_;
+    const bool owner_side_;
     const int pid_;
     std::mutex mutex_, closing_;
-    // The connection, or `filling`, has changed. Not a member, for a forked child must not destroy it: that waits
-    // for threads which the child does not have.
+    // Signals a change of the connection or of `filling`. Not a member, because a forked child must not
+    // destroy it: the destructor waits for threads that the child does not have.
     std::condition_variable& changed_ = *new std::condition_variable;
-    std::map<uint32_t, std::unique_ptr<LinkLine>> lines_;
+    std::map<uint32_t, std::unique_ptr<LinkStream>> streams_;
     int fd_ = -1;
     int users_ = 0;  // threads that send or receive over fd_
     uint64_t connection_ = 0;
     bool closed_ = false;
-    bool lost_ = false;         // the connection is of no use any more, its last user closes it
-    uint32_t served_last_ = 0;  // the line after which the next round begins
+    bool lost_ = false;         // the connection is unusable; its last user closes it
+    uint32_t last_served_ = 0;  // the stream after which the next round begins
 
     Outgoing out_;
-    uint64_t said_ = 0;     // items among it
-    bool stirred_ = false;  // the receiver has heard what the sender has to know
-    // The receiver's: the ring that items are being put into, locked for some of them at a time.
-    std::optional<Holding> held_;
+    uint64_t queued_items_ = 0;  // items in `out_`
+    bool has_news_ = false;      // the receiver has news for the sender
+    // Used by the receiver: the ring into which it puts items, locked for several of them at a time.
+    std::optional<RingLock> held_;
     Ring* held_ring_ = nullptr;
     uint32_t held_for_ = 0;
     bool pong_ = false;
@@ -226,13 +230,13 @@ class Link {
     bool timed_ = false;  // over this connection
     int64_t least_trip_ = 200'000;
 
-    std::atomic<uint32_t> bell_{0};
+    std::atomic<uint32_t> doorbell_{0};
     std::atomic<bool> asleep_{false};
-    std::atomic<int64_t> heard_at_{0}, round_trip_{200'000};
+    std::atomic<int64_t> last_byte_at_{0}, round_trip_{200'000};
     std::deque<LinkEvent> events_;
-    std::condition_variable& told_ = *new std::condition_variable;  // likewise
+    std::condition_variable& event_added_ = *new std::condition_variable;  // not a member, like `changed_`
     std::thread sender_, receiver_;
-    Lookouts lookouts_{[this] { ring_bell(); }};  // the sender's
+    ExtraSleepers extra_sleepers_{[this] { ring_doorbell(); }};  // of the sender
 };
 
 }  // namespace flowchan

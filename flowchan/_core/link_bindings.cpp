@@ -1,4 +1,4 @@
-// Link as Python sees it.
+// The Python binding of Link.
 #include "link_bindings.hpp"
 #include "channel.hpp"
 #include "link.hpp"
@@ -14,7 +14,7 @@ namespace {
 std::shared_ptr<Ring> ring_of(nb::handle port, Channel& ch) {
     return ch.with(Each{[&](LocalQueue&) -> std::shared_ptr<Ring> {
                             PyErr_Format(PyExc_TypeError,
-                                         "a link couples ports of channels between processes; %R is none",
+                                         "link: ports must be of channels between processes, got %R",
                                          port.ptr());
                             throw nb::python_error();
                         },
@@ -24,7 +24,7 @@ std::shared_ptr<Ring> ring_of(nb::handle port, Channel& ch) {
 template <class Port>
 Port& port_of(nb::handle port, const char* what) {
     if (!nb::isinstance<Port>(port)) {
-        PyErr_Format(PyExc_TypeError, "%s, not %R", what, port.ptr());
+        PyErr_Format(PyExc_TypeError, "link: %s, got %R", what, port.ptr());
         throw nb::python_error();
     }
     return *nb::inst_ptr<Port>(port);
@@ -32,27 +32,27 @@ Port& port_of(nb::handle port, const char* what) {
 
 class PyLink : public Link {
   public:
-    explicit PyLink(bool home) : Link(home), home(home) {}
-    const bool home;
+    explicit PyLink(bool owner_side) : Link(owner_side), owner_side(owner_side) {}
+    const bool owner_side;
 };
 
-void open_line(PyLink& link, uint32_t number, nb::list inputs, nb::list outputs, bool on_demand) {
-    nb::list reads = link.home ? inputs : outputs, writes = link.home ? outputs : inputs;
+void open_stream(PyLink& link, uint32_t number, nb::list inputs, nb::list outputs, bool on_demand) {
+    nb::list reads = link.owner_side ? inputs : outputs, writes = link.owner_side ? outputs : inputs;
     std::vector<Link::Taking> takes;
     std::vector<Link::Putting> puts;
     for (nb::handle port : reads) {
-        In& in = port_of<In>(port, link.home ? "the inputs of a line at home are In ports"
-                                             : "the outputs of a line away from home are In ports");
+        In& in = port_of<In>(port, link.owner_side ? "inputs must be In ports on the owner side"
+                                                   : "outputs must be In ports on the worker side");
         takes.push_back({ring_of(port, *in.ch), in.state.session, in.state.alone});
     }
     for (nb::handle port : writes) {
-        Out& out = port_of<Out>(port, link.home ? "the outputs of a line at home are Out ports"
-                                                : "the inputs of a line away from home are Out ports");
+        Out& out = port_of<Out>(port, link.owner_side ? "outputs must be Out ports on the owner side"
+                                                      : "inputs must be Out ports on the worker side");
         puts.push_back(
             {ring_of(port, *out.ch), out.state, out.reader.is_valid() && !out.reader.is_none(), out.replays});
     }
     WithoutGil without;
-    link.open_line(number, takes, puts, on_demand);
+    link.open_stream(number, takes, puts, on_demand);
 }
 
 nb::tuple tuple_of(const LinkEvent& event) {
@@ -62,11 +62,11 @@ nb::tuple tuple_of(const LinkEvent& event) {
         case LinkEvent::Kind::Broken:
             return nb::make_tuple("broken", event.why);
         case LinkEvent::Kind::Finished:
-            return nb::make_tuple("finished", event.line);
+            return nb::make_tuple("finished", event.stream);
         case LinkEvent::Kind::Refused:
-            return nb::make_tuple("refused", event.line, event.port);
+            return nb::make_tuple("refused", event.stream, event.port);
         case LinkEvent::Kind::TooLarge:
-            return nb::make_tuple("too large", event.line, event.port, event.size);
+            return nb::make_tuple("too large", event.stream, event.port, event.size);
         case LinkEvent::Kind::Closed:
             break;
     }
@@ -89,7 +89,7 @@ nb::tuple wait_for_event(PyLink& link, nb::handle timeout) {
 }
 
 nb::dict state_of(PyLink& link) {
-    std::vector<LineCounts> counts;
+    std::vector<StreamCounts> counts;
     bool connected;
     {
         WithoutGil without;
@@ -97,14 +97,14 @@ nb::dict state_of(PyLink& link) {
         connected = link.connected();
     }
     nb::dict lines;
-    for (const LineCounts& line : counts) {
+    for (const StreamCounts& stream : counts) {
         nb::dict one;
-        one["ahead"] = line.ahead;
-        one["in_hand"] = line.in_hand;
-        one["staged"] = line.staged;
-        one["window"] = line.window;
-        one["starved"] = line.starved;
-        lines[nb::int_(line.number)] = one;
+        one["ahead"] = stream.ahead;
+        one["in_hand"] = stream.started;
+        one["staged"] = stream.staged;
+        one["window"] = stream.window;
+        one["starved"] = stream.starved;
+        lines[nb::int_(stream.number)] = one;
     }
     nb::dict all;
     all["connected"] = connected;
@@ -121,8 +121,8 @@ nb::dict state_of(PyLink& link) {
 
 void bind_link(nb::module_& m) {
     nb::class_<PyLink>(m, "Link",
-                       "The connection between two hosts of a run: carries what goes through the ports of "
-                       "workers that run elsewhere.")
+                       "The connection between two hosts of a run, which serves the ports of remote "
+                       "workers.")
         .def(nb::init<bool>(), "home"_a)
         .def(
             "attach",
@@ -131,30 +131,31 @@ void bind_link(nb::module_& m) {
                 link.attach(fd);
             },
             "fd"_a,
-            "Goes on over this connected socket, which belongs to the link from now on; what was sent over "
-            "the former one and has not arrived is sent again.")
-        .def("line", open_line, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
-             "Serves the ports of one worker, under a number that both sides know. on_demand: items come for "
-             "those only who wait for one, or work on one.")
+            "Continue over this connected socket, and take ownership of it. Frames that did "
+            "not arrive over the former one are sent again.")
+        .def("line", open_stream, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
+             "Serve the ports of one worker, under a number that both sides use. on_demand: "
+             "items come only for workers that wait for one or process one.")
         .def(
             "drop",
             [](PyLink& link, uint32_t number) {
                 WithoutGil without;
-                link.drop_line(number);
+                link.drop_stream(number);
             },
             "number"_a,
-            "Serves them no more; their sessions stay as they are. Does nothing when there is no such line.")
+            "Stop serving the ports of a worker; their sessions do not change. Unknown "
+            "numbers are ignored.")
         .def("wait", wait_for_event, "timeout"_a = nb::none(),
-             "Wait for the next event and return its kind and values; () when there is none by then. "
-             "flowchan.transport.link_events makes typed events of them.")
-        .def("state", state_of, "Whether it is connected, and its counts.")
+             "Wait for the next event and return its kind and values, or () after the "
+             "timeout. flowchan.transport.link_events converts them to typed events.")
+        .def("state", state_of, "Return the state of the connection and the counts of the link.")
         .def(
             "close",
             [](PyLink& link) {
                 WithoutGil without;
                 link.close();
             },
-            "Ends the connection and both threads.");
+            "End the connection and both threads.");
 }
 
 }  // namespace flowchan

@@ -6,16 +6,18 @@ namespace flowchan {
 
 // --- how far ahead ---
 
-void Window::hear(bool starved, bool waits, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip) {
+void Window::update(bool starved, bool waits, bool gathers, uint64_t ahead, uint64_t done,
+                    int64_t round_trip) {
     const int64_t now = now_ns();
     const int64_t passed = now - at_, worth = slow(round_trip);
     const uint64_t finished = done - done_;
-    // From far away items come all the time, and still the worker waits for some, or gets them as fast as the
-    // window lets them go: it finishes as many as are under way in the time that it takes to replace them.
-    // That counts once in a round trip, for so long it takes until more can come.
+    // A remote worker gets items steadily, and still it waits for some, or gets them only as fast as the
+    // window allows. In the second case it finishes as many items as are on their way in the time that
+    // replacing them takes. This counts once in a round trip, because more items cannot come earlier.
     const bool hurries = double(finished) * double(2 * round_trip) > size_ * double(passed);
     starved = starved || ((waits || hurries) && ahead >= size() && passed >= round_trip);
-    // What it finishes in a few round trips. 1 ms: for the threads on the way, which may have to be woken.
+    // The items that it finishes in a few round trips. 1 ms: for the threads on the way, which may have to be
+    // woken.
     const double few = passed ? double(finished) / double(passed) * double(4 * round_trip + 1'000'000) : 0;
     if (starved) {
         const bool quick = finished && passed / int64_t(finished) < worth;
@@ -31,7 +33,7 @@ void Window::hear(bool starved, bool waits, bool gathers, uint64_t ahead, uint64
     if (!starved) starved_ = false;
 }
 
-void Allowance::hear(uint64_t used, int64_t round_trip) {
+void Allowance::update(uint64_t used, int64_t round_trip) {
     const int64_t now = now_ns(), passed = now - at_;
     if (passed < round_trip + 1'000'000) return;
     const double rate = double(used - used_) / double(passed);
@@ -40,12 +42,12 @@ void Allowance::hear(uint64_t used, int64_t round_trip) {
     used_ = used;
 }
 
-void ByteWindow::look(uint64_t most, int64_t round_trip) {
+void ByteWindow::update(uint64_t most, int64_t round_trip) {
     const int64_t now = now_ns(), passed = now - at_;
     const int64_t trip = round_trip + 1'000'000;  // as for `few`
     if (passed < trip) return;
     const double two_trips = double(freed_) / double(passed) * double(2 * trip), before = double(size_);
-    // It grows only when that lets more through: who reads slowly is far from emptying it in a round trip.
+    // It grows only when that lets more through: a slow reader is far from emptying it in a round trip.
     const double next = std::clamp(two_trips, before / 2, full_ ? 2 * before : before);
     size_ = std::clamp(uint64_t(next), LEAST, std::clamp(most, LEAST, MOST));
     at_ = now;
@@ -65,23 +67,23 @@ void Source::Entries::grow() {
 }
 
 Source::Source(std::shared_ptr<Ring> ring_, uint32_t session, bool alone)
-    : ring(std::move(ring_)), gate(*ring, Side::Reader, session) {
+    : ring(std::move(ring_)), queue_place(*ring, Side::Reader, session) {
     reader.session = session;
     reader.alone = alone;
 }
 
 Source::~Source() {
-    if (!gate.entered()) return;
-    Holding holding(*ring);
-    gate.leave();
+    if (!queue_place.entered()) return;
+    RingLock holding(*ring);
+    queue_place.leave();
 }
 
 bool Source::take(uint64_t most) {
     const bool broke = ring->seen_state() == BROKEN && ending == Ending::Open;
     if (!wants(most) && !broke) return false;
     const size_t before = entries.size();
-    Holding holding(*ring);
-    gate.leave();
+    RingLock holding(*ring);
+    queue_place.leave();
     if (broke) {
         ending = Ending::Broke;
         cause = ring->cause();
@@ -92,19 +94,19 @@ bool Source::take(uint64_t most) {
         if (refused) return true;
         if (!took) break;
     }
-    // It may have been called for what it does not take: then another one is.
+    // It may have been woken for items that it does not take: wake another reader.
     if (entries.size() == before && ring->header().head)
-        holding.wakes.readers += ring->header().reader_gate.call(1);
+        holding.wakes.readers += ring->header().reader_queue.call(1);
     return entries.size() != before || ending != Ending::Open;
 }
 
-// False: there is none now, an end was found, or the item was refused and is where it was. With the ring's lock
-// held.
+// Take one item, with the ring's lock held. Return false if there is none now, an end was found, or the item
+// was refused and is back in its place.
 bool Source::take_one(Wakes& wakes) {
     Taken taken;
     const Step step = ring->try_take(taken, &reader, reader.session, wakes);
     if (step != Step::Done) {
-        see_end(step);
+        handle_take(step);
         return false;
     }
     if (taken.viewed) ring->unview(taken.slot, wakes);
@@ -120,21 +122,21 @@ bool Source::take_one(Wakes& wakes) {
     return true;
 }
 
-void Source::see_end(Step step) {
+void Source::handle_take(Step step) {
     if (step == Step::Broken) {
         ending = Ending::Broke;
         cause = ring->cause();
-    } else if (step == Step::Drained && (entries.empty() || (starved && in_hand == entries.size()))) {
-        // Who gathers, and has all there is in hand, is told the end now: what others may still give back is
-        // for them.
+    } else if (step == Step::Drained && (entries.empty() || (starved && started == entries.size()))) {
+        // A worker that gathers and holds all remaining items gets the end now. Items that others may still
+        // give back go to other readers.
         ending = Ending::Drained;
     }
 }
 
-// Several small items at once, if that can be. With the ring's lock held.
+// Take several small items at once if possible, with the ring's lock held.
 bool Source::take_run(uint64_t most, Wakes& wakes) {
     Ring::InRun run[Redo::MOST];
-    // As `wants`: the other side counts.
+    // Like `wants`: the limit counts items on the other side too.
     const uint64_t room = byte_window.size() - std::min(bytes, byte_window.size());
     const uint64_t n = ring->take_run(reader, run, most, room, wakes);
     if (n && entries.empty()) progress_at = now_ns();
@@ -158,20 +160,20 @@ void Source::free_oldest(uint64_t n) {
     base += n;
     sent = std::max(sent, base);
     if (left) return;
-    Holding holding(*ring);
+    RingLock holding(*ring);
     ring->acknowledge_oldest(reader.session, n, holding.wakes);
 }
 
 void Source::leave() {
     if (std::exchange(left, true)) return;
-    Holding holding(*ring);
-    gate.leave();
+    RingLock holding(*ring);
+    queue_place.leave();
     ring->end_session(reader.session, false, holding.wakes);
     entries = {};
     sent = base;
 }
 
-// Others wait while this worker has been at one item for long.
+// Return whether others wait while this worker has processed one item for long.
 bool Source::should_recall(int64_t round_trip) const {
     if (!may_recall() || now_ns() - progress_at < Window::slow(round_trip)) return false;
     const Header& h = ring->header();
@@ -179,22 +181,22 @@ bool Source::should_recall(int64_t round_trip) const {
         return std::atomic_ref(const_cast<std::remove_cvref_t<decltype(word)>&>(word))
             .load(std::memory_order_relaxed);
     };
-    return seen(h.head) == 0 && seen(h.reader_gate.waiting) > uint32_t(gate.entered());
+    return seen(h.head) == 0 && seen(h.reader_queue.waiting) > uint32_t(queue_place.entered());
 }
 
-void Source::hear_recalled(uint64_t got) {
+void Source::handle_recalled(uint64_t got) {
     if (!std::exchange(recalling, false)) return;
-    recall_said = false;
+    recall_sent = false;
     const uint64_t kept = std::clamp(got, base, base + entries.size()) - base, n = entries.size() - kept;
     for (uint64_t i = kept; i < entries.size(); ++i) bytes -= entries[i].size;
     entries.drop_newest(n);
     sent = base + kept;
     window.shrink();
-    Holding holding(*ring);
+    RingLock holding(*ring);
     ring->give_back_newest(reader.session, n, holding.wakes);
 }
 
-void Source::hear_got(uint64_t got) {
+void Source::resume_after(uint64_t got) {
     if (std::exchange(known, true)) return;
     sent = std::clamp(got, base, base + entries.size());
 }
@@ -202,23 +204,23 @@ void Source::hear_got(uint64_t got) {
 uint64_t Source::first_key() {
     if (sent < base + entries.size()) return entries[sent - base].key == Slot::KEYLESS ? 0 : unsent().key;
     if (left || !has_more()) return Slot::KEYLESS;
-    Holding holding(*ring);
+    RingLock holding(*ring);
     const uint64_t head = ring->header().head;
     if (!head || ring->header().state == BROKEN) return Slot::KEYLESS;
     const Slot* slot = ring->slot_at(head);
     return slot->numbered() || slot->number == Slot::KEYLESS ? 0 : slot->number;
 }
 
-bool Source::stand() {
-    if (gate.entered() && !gate.changed()) return true;
-    Holding holding(*ring);
-    gate.leave();
+bool Source::enter_queue() {
+    if (queue_place.entered() && !queue_place.changed()) return true;
+    RingLock holding(*ring);
+    queue_place.leave();
     const Header& h = ring->header();
-    // At the end of a channel others may still give back what they have in hand: that calls all who wait.
+    // At the end of a channel other readers may still give back their leased items, which wakes all waiters.
     const bool ended = h.state == BROKEN || (ring->at_end_for(&reader) && entries.empty());
     const bool any = h.head && !is_held_back();
-    if (any || ring->session(reader.session).again_head || ended) return false;
-    gate.enter(false, 0);
+    if (any || ring->session(reader.session).reserved_head || ended) return false;
+    queue_place.enter(false, 0);
     return true;
 }
 
@@ -238,12 +240,12 @@ Sink::Sink(std::shared_ptr<Ring> ring_, const WriterState& writer_, bool follows
       writer(writer_),
       follows(follows_),
       replays(replays_),
-      gate(*ring, Side::Writer, writer_.session) {}
+      queue_place(*ring, Side::Writer, writer_.session) {}
 
 Sink::~Sink() {
-    if (!gate.entered()) return;
-    Holding holding(*ring);
-    gate.leave();
+    if (!queue_place.entered()) return;
+    RingLock holding(*ring);
+    queue_place.leave();
 }
 
 bool Sink::stage(const Received& item, std::vector<char> payload) {
@@ -288,7 +290,7 @@ void Sink::recall() {
     got -= staged.size();
     forget_staged();
     if (!over) {
-        Holding holding(*ring);
+        RingLock holding(*ring);
         got -= ring->take_back(holding.wakes);
     }
     recalled = dirty = true;
@@ -296,61 +298,61 @@ void Sink::recall() {
 
 void Sink::end(Ending ending, const std::string& why) {
     if (std::exchange(over, true)) return;
-    Holding holding(*ring);
-    gate.leave();
+    RingLock holding(*ring);
+    queue_place.leave();
     if (ending == Ending::Broke) ring->break_(why, holding.wakes);
     ring->end_session(writer.session, true, holding.wakes);
     dirty = true;
 }
 
-bool Sink::look() {
+bool Sink::check_ended() {
     if (over || ring->seen_state() == OPEN) return false;
     over = dirty = true;
     forget_staged();
     return true;
 }
 
-void Sink::stand() {
-    Holding holding(*ring);
-    gate.enter(writer.ordered && writer.keyed, writer.number);
+void Sink::enter_queue() {
+    RingLock holding(*ring);
+    queue_place.enter(writer.ordered && writer.keyed, writer.number);
 }
 
-// With the ring's lock held.
+// The caller holds the ring's lock.
 static Sink::Progress progress_in(Ring& ring, bool on_demand) {
     Sink::Progress now;
     const Header& h = ring.header();
     now.done = h.takes - std::min(h.leased, h.takes);
-    now.in_hand = h.leased;
-    const bool waits = (h.leased == 0 && !on_demand) || h.reader_gate.waiting > 0;
+    now.started = h.leased;
+    const bool waits = (h.leased == 0 && !on_demand) || h.reader_queue.waiting > 0;
     if (ring.inside() == 0 && waits && h.state == OPEN) now.flags |= STARVED;
     if (h.readers == 0) now.flags |= NO_MORE;
     if (h.state == BROKEN) now.flags |= BREAK;
     for (const Session& s : ring.sessions()) {
-        if (!now.in_hand || s.role != Session::READER) continue;
+        if (!now.started || s.role != Session::READER) continue;
         if (s.at == Session::USERS) now.flags |= USERS;
         if (s.at == Session::UNPICKLING) now.flags |= UNPICKLED;
     }
     return now;
 }
 
-Sink::Progress Sink::look_at_worker() {
-    Holding holding(*ring);
-    gate.leave();
+Sink::Progress Sink::read_progress() {
+    RingLock holding(*ring);
+    queue_place.leave();
     inside_ = ring->inside();
     return seen = progress_in(*ring, on_demand);
 }
 
-void Sink::has_told() {
+void Sink::mark_progress_sent() {
     const int64_t now = now_ns();
-    const bool quick = now - std::exchange(told_at_, now) < 3 * ALONE_NS;
-    alone_until = quick && inside_ >= ENOUGH ? now + ALONE_NS : 0;
+    const bool quick = now - std::exchange(progress_sent_at_, now) < 3 * UNWATCHED_NS;
+    unwatched_until = quick && inside_ >= ENOUGH ? now + UNWATCHED_NS : 0;
 }
 
-bool Sink::stand_for_worker() {
-    if (gate.entered()) return !gate.changed();
-    Holding holding(*ring);
+bool Sink::enter_queue_for_worker() {
+    if (queue_place.entered()) return !queue_place.changed();
+    RingLock holding(*ring);
     if (progress_in(*ring, on_demand) != seen) return false;
-    gate.enter(false, 0);
+    queue_place.enter(false, 0);
     return true;
 }
 

@@ -1,5 +1,5 @@
-// The receiving thread of a link: reads frames, checks them, and puts what they bring where it belongs. It
-// never waits for room: what finds none is staged.
+// The receiving thread of a link: reads frames, checks them, and puts their items into rings. It never waits
+// for room: an item without room is staged.
 #include "link.hpp"
 
 #include <poll.h>
@@ -13,14 +13,14 @@ namespace {
 
 constexpr uint32_t HELD_FOR = 64;
 constexpr uint64_t SMALL = Taken::LOCAL;  // items up to here are put in runs
-// What follows a large item is received together with its end. Another one is likely: of that only the
-// beginning is to be copied.
+// Bytes behind a large item that are received together with its end. Another large item is likely, and only
+// its beginning should be copied.
 constexpr uint64_t AFTER_LARGE = 4096;
-// What is still to come of a large item wakes this thread when so much of it is there, or all of it, and not
-// with each segment: a wake-up takes the time in which 50 KB could be copied.
+// Remaining bytes of a large item that wake this thread, instead of each segment: a wake-up costs as much
+// time as copying 50 KB.
 constexpr uint64_t WORTH_WAKING = 256 << 10;
-constexpr int MOST_MS = 100;  // on a slow connection, as long as something comes, the other side lives
-const char* const WRONG = "the other side sent what no agent of this version sends";
+constexpr int MOST_MS = 100;  // on a slow connection the other side counts as alive while bytes arrive
+const char* const WRONG = "the other side sent an invalid frame";
 
 }  // namespace
 
@@ -40,7 +40,7 @@ void Link::receive_loop() {
     }
 }
 
-// Until the connection ends; says why it did.
+// Receive until the connection ends. Return the reason.
 std::string Link::receive(int fd, uint64_t connection) {
     std::vector<char> buffer(GATHER + LARGE);
     uint64_t have = 0;
@@ -51,34 +51,34 @@ std::string Link::receive(int fd, uint64_t connection) {
         if (n == 0) return "the other side closed the connection";
         have += uint64_t(n);
         bytes_in.fetch_add(uint64_t(n), std::memory_order_relaxed);
-        heard_at_.store(now_ns(), std::memory_order_relaxed);
+        last_byte_at_.store(now_ns(), std::memory_order_relaxed);
         uint64_t at = 0;
         std::unique_lock lock(mutex_);
         while (have - at >= Head::SHORT) {
-            if (const uint64_t heard = hear_run(buffer.data() + at, have - at)) {
-                at += heard;
+            if (const uint64_t handled = handle_run(buffer.data() + at, have - at)) {
+                at += handled;
                 continue;
             }
             Head head{};
             memcpy(static_cast<void*>(&head), buffer.data() + at, Head::SHORT);
             if (have - at < head.length()) break;
             memcpy(static_cast<void*>(&head), buffer.data() + at, head.length());
-            if (!is_right(head)) return release_ring(), WRONG;
+            if (!is_valid(head)) return release_ring(), WRONG;
             const char* payload = buffer.data() + at + head.length();
             const uint64_t here = have - at - head.length();
             if (here >= head.size) {
-                if (!hear(head, payload)) return release_ring(), WRONG;
+                if (!handle(head, payload)) return release_ring(), WRONG;
                 at += head.length() + head.size;
             } else if (head.carries_item() && head.size >= LARGE) {
                 release_ring();
-                ring_bell_if_stirred();
+                ring_doorbell_if_news();
                 lock.unlock();
-                Behind behind{buffer.data(), AFTER_LARGE};
-                if (!hear_large(fd, connection, head, payload, here, behind))
-                    return "the connection ended in an item";
+                Following following{buffer.data(), AFTER_LARGE};
+                if (!receive_large(fd, connection, head, payload, here, following))
+                    return "the connection ended in the middle of an item";
                 lock.lock();
                 at = 0;
-                have = behind.have;
+                have = following.have;
             } else {
                 if (head.length() + head.size > buffer.size()) {
                     std::vector<char> larger(head.length() + head.size + GATHER);
@@ -91,7 +91,7 @@ std::string Link::receive(int fd, uint64_t connection) {
             }
         }
         release_ring();
-        ring_bell_if_stirred();
+        ring_doorbell_if_news();
         lock.unlock();
         memmove(buffer.data(), buffer.data() + at, have - at);
         have -= at;
@@ -105,7 +105,7 @@ void Link::release_ring() {
     held_for_ = 0;
 }
 
-// Takes the lock of the ring into which so many items are to be put, and keeps it for some more.
+// Take the lock of the ring into which `items` items are put, and keep it for some more.
 void Link::hold(Sink& sink, uint64_t items) {
     if (held_ring_ != sink.ring.get() || held_for_ >= HELD_FOR) {
         release_ring();
@@ -115,22 +115,23 @@ void Link::hold(Sink& sink, uint64_t items) {
     held_for_ += uint32_t(items);
 }
 
-// Away: small items of one port that have come one behind the other go into its ring as a run. How many bytes
-// they were; 0: what comes first is to be heard by itself.
-uint64_t Link::hear_run(const char* at, uint64_t size) {
+// Worker side: put consecutive small items of one port into its ring as a run. Return their size in bytes; 0:
+// the first frame needs separate handling.
+uint64_t Link::handle_run(const char* at, uint64_t size) {
     Head head{};
     memcpy(static_cast<void*>(&head), at, Head::SHORT);
-    LinkLine* line = home_ || head.say != Say::ITEM || head.size > SMALL ? nullptr : find(head.line);
-    if (!line || head.port >= line->sinks.size()) return 0;
-    Sink& sink = line->sinks[head.port];
-    if (sink.left_alone() || !sink.staged.empty()) return 0;
+    LinkStream* stream =
+        owner_side_ || head.type != FrameType::ITEM || head.size > SMALL ? nullptr : find(head.stream);
+    if (!stream || head.port >= stream->sinks.size()) return 0;
+    Sink& sink = stream->sinks[head.port];
+    if (sink.drops_items() || !sink.staged.empty()) return 0;
     const Head first = head;
     Ring::Small run[Redo::MOST];
     uint64_t n = 0;
     for (uint64_t from = 0; n < Redo::MOST && size - from >= Head::SHORT; from += Head::SHORT + head.size) {
         memcpy(static_cast<void*>(&head), at + from, Head::SHORT);
-        const bool same = head.say == first.say && head.line == first.line && head.port == first.port;
-        if (!same || !is_right(head) || head.n != sink.got + n) break;
+        const bool same = head.type == first.type && head.stream == first.stream && head.port == first.port;
+        if (!same || !is_valid(head) || head.n != sink.got + n) break;
         if (class_of(head.size) != class_of(first.size) || size - from - Head::SHORT < head.size) break;
         run[n++] = {head.kind(), head.deaths(), head.size, at + from + Head::SHORT};
     }
@@ -139,19 +140,19 @@ uint64_t Link::hear_run(const char* at, uint64_t size) {
     n = sink.ring->put_run(run, n, held_->wakes);
     sink.got += n;
     sink.used += n;
-    uint64_t heard = n * Head::SHORT;
-    for (uint64_t i = 0; i < n; ++i) heard += run[i].size;
-    return heard;
+    uint64_t handled = n * Head::SHORT;
+    for (uint64_t i = 0; i < n; ++i) handled += run[i].size;
+    return handled;
 }
 
-// Whether no other side of this link says such a thing.
-bool Link::is_said_here_only(Say say) const {
-    if (home_) return say == Say::ITEM || say == Say::OUTPUT || say == Say::RECALL;
-    return say == Say::OPEN || say == Say::OUT || say == Say::INPUT;
+// Return whether only this side of the link sends such frames.
+bool Link::is_sent_here_only(FrameType type) const {
+    if (owner_side_) return type == FrameType::ITEM || type == FrameType::OUTPUT || type == FrameType::RECALL;
+    return type == FrameType::OPEN || type == FrameType::OUT || type == FrameType::INPUT;
 }
 
-// The answer to what was said at that time.
-bool Link::hear_pong(int64_t pinged_at) {
+// Handle the answer to a ping that was sent at that time.
+bool Link::handle_pong(int64_t pinged_at) {
     const int64_t now = now_ns();
     if (pinged_at < 0 || pinged_at > now) return false;
     const int64_t took = now - pinged_at;
@@ -161,110 +162,112 @@ bool Link::hear_pong(int64_t pinged_at) {
     return true;
 }
 
-bool Link::hear(const Head& head, const char* payload) {
+bool Link::handle(const Head& head, const char* payload) {
     if (!head.carries_item()) {
         release_ring();
-        stirred_ = true;
+        has_news_ = true;
     }
-    if (head.say == Say::PING) {
+    if (head.type == FrameType::PING) {
         pong_ = true;
         pong_n_ = head.n;
         return true;
     }
-    if (head.say == Say::PONG) return hear_pong(int64_t(head.n));
-    if (is_said_here_only(head.say)) return false;
-    LinkLine* line = find(head.line);
-    if (!line) return true;  // it was given up here, or is not open yet
-    if (head.say == Say::OPEN) {
-        for (Sink& sink : line->sinks) sink.dirty = true;
+    if (head.type == FrameType::PONG) return handle_pong(int64_t(head.n));
+    if (is_sent_here_only(head.type)) return false;
+    LinkStream* stream = find(head.stream);
+    if (!stream) return true;  // this side gave it up, or has not opened it yet
+    if (head.type == FrameType::OPEN) {
+        for (Sink& sink : stream->sinks) sink.dirty = true;
         return true;
     }
-    const bool of_source = head.say == Say::INPUT || head.say == Say::OUTPUT;
-    if (head.port >= (of_source ? line->sources.size() : line->sinks.size())) return false;
-    if (head.say == Say::INPUT) return hear_input(*line, head, payload);
-    if (head.say == Say::OUTPUT) return hear_output(*line, head, payload);
-    Sink& sink = line->sinks[head.port];
-    if (head.say == Say::RECALL) return sink.recall(), true;
-    if (head.say == Say::END) return hear_end(*line, sink, head, payload);
-    return hear_item(*line, sink, {head.n, head.kind(), head.deaths(), head.size, payload});
+    const bool of_source = head.type == FrameType::INPUT || head.type == FrameType::OUTPUT;
+    if (head.port >= (of_source ? stream->sources.size() : stream->sinks.size())) return false;
+    if (head.type == FrameType::INPUT) return handle_input(*stream, head, payload);
+    if (head.type == FrameType::OUTPUT) return handle_output(*stream, head, payload);
+    Sink& sink = stream->sinks[head.port];
+    if (head.type == FrameType::RECALL) return sink.recall(), true;
+    if (head.type == FrameType::END) return handle_end(*stream, sink, head, payload);
+    return handle_item(*stream, sink, {head.n, head.kind(), head.deaths(), head.size, payload});
 }
 
 // --- items ---
 
-// The number under which home knows the item that the worker calls `key`; KEYLESS where outputs belong to none.
-uint64_t Link::number_for(LinkLine& line, const Sink& sink, uint64_t key) {
-    if (key == Slot::KEYLESS || !home_) return Slot::KEYLESS;
-    if (const Source* source = numbering(line, sink)) return source->entries[key - source->base].number;
+// Return the owner side's number of the item that the worker calls `key`; KEYLESS where outputs belong to no
+// item.
+uint64_t Link::number_for(LinkStream& stream, const Sink& sink, uint64_t key) {
+    if (key == Slot::KEYLESS || !owner_side_) return Slot::KEYLESS;
+    if (const Source* source = numbering(stream, sink)) return source->entries[key - source->base].number;
     return sink.replays ? key : Slot::KEYLESS;
 }
 
-bool Link::key_is_right(LinkLine& line, const Sink& sink, uint64_t key) {
-    if (!home_) return key == sink.got;
+bool Link::is_valid_key(LinkStream& stream, const Sink& sink, uint64_t key) {
+    if (!owner_side_) return key == sink.got;
     if (key == Slot::KEYLESS) return true;
-    if (const Source* source = numbering(line, sink))
+    if (const Source* source = numbering(stream, sink))
         return key >= std::max(source->base, sink.settled) && key < source->sent;
     return !sink.replays || key == 0;
 }
 
-// Whether the items before that for which `key` is an output are done with. The worker has finished them, and
-// all their outputs have come; their leases end first, because of a worker that dies only what it put for its
-// last item is remembered.
-bool Link::is_settled(LinkLine& line, const Sink& sink, uint64_t key) {
-    Source* source = key == Slot::KEYLESS ? nullptr : numbering(line, sink);
+// Return whether the items before the one with output `key` are finished. The worker has finished them, and
+// all their outputs have come. Their leases end first, because after a worker's death the ring remembers
+// outputs only for its last item.
+bool Link::is_settled(LinkStream& stream, const Sink& sink, uint64_t key) {
+    Source* source = key == Slot::KEYLESS ? nullptr : numbering(stream, sink);
     if (!source || source->base >= key) return true;
     source->done = std::max(source->done, key);
     release_ring();
-    settle(line);
+    settle(stream);
     return source->base >= key;
 }
 
-bool Link::hear_item(LinkLine& line, Sink& sink, const Received& item) {
-    if (sink.left_alone()) {
+bool Link::handle_item(LinkStream& stream, Sink& sink, const Received& item) {
+    if (sink.drops_items()) {
         sink.got += 1;
         sink.used += 1;
         return true;
     }
-    if (!key_is_right(line, sink, item.key)) return false;
+    if (!is_valid_key(stream, sink, item.key)) return false;
     Step step = Step::Wait;
-    if (sink.staged.empty() && is_settled(line, sink, item.key)) {
+    if (sink.staged.empty() && is_settled(stream, sink, item.key)) {
         hold(sink, 1);
-        step = sink.put(item, number_for(line, sink, item.key), held_->wakes);
+        step = sink.put(item, number_for(stream, sink, item.key), held_->wakes);
     }
     if (step == Step::Done) {
-        take_note(sink, home_);
+        count_arrival(sink, owner_side_);
         sink.used += 1;
         return true;
     }
     release_ring();
-    stirred_ = true;
-    if (step == Step::TooLarge) refuse(line, sink, item.size);
-    if (!sink.look() && !sink.left_alone() && !sink.stage(item, {item.at, item.at + item.size})) return false;
-    take_note(sink, home_);
+    has_news_ = true;
+    if (step == Step::TooLarge) refuse(stream, sink, item.size);
+    if (!sink.check_ended() && !sink.drops_items() && !sink.stage(item, {item.at, item.at + item.size}))
+        return false;
+    count_arrival(sink, owner_side_);
     return true;
 }
 
-// One more has come. Home tells so, because an output stays on lease until then. An item is on lease until it
-// is done with, so of that its worker is told of when it gets on.
-void Link::take_note(Sink& sink, bool stirs) {
+// Count one more arrival. The owner side acknowledges it, because an output stays on lease until then. An
+// item is on lease until it is finished, so its acknowledgement can wait for the worker's progress.
+void Link::count_arrival(Sink& sink, bool is_news) {
     sink.got += 1;
-    sink.dirty = sink.dirty || stirs;
-    stirred_ = stirred_ || stirs;
+    sink.dirty = sink.dirty || is_news;
+    has_news_ = has_news_ || is_news;
 }
 
-// There is less memory here than where it was put. Nothing that comes after it is put.
-void Link::refuse(const LinkLine& line, Sink& sink, uint64_t size) {
+// Refuse an item for which this side has too little memory, unlike its origin. No later item is put.
+void Link::refuse(const LinkStream& stream, Sink& sink, uint64_t size) {
     sink.refuses = true;
     sink.forget_staged();
-    const auto port = std::ranges::find(line.sinks, &sink, [](const Sink& one) { return &one; });
-    tell({.kind = LinkEvent::Kind::TooLarge,
-          .line = line.number,
-          .port = uint16_t(port - line.sinks.begin()),
-          .size = size});
+    const auto port = std::ranges::find(stream.sinks, &sink, [](const Sink& one) { return &one; });
+    report({.kind = LinkEvent::Kind::TooLarge,
+            .stream = stream.number,
+            .port = uint16_t(port - stream.sinks.begin()),
+            .size = size});
 }
 
-// A large item, of which `size` bytes have come: into the ring without a copy in between, if there is room.
-bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size,
-                      Behind& behind) {
+// Receive a large item of which `size` bytes have come, into the ring without a copy if there is room.
+bool Link::receive_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size,
+                         Following& following) {
     std::unique_lock lock(mutex_);
     Large large{.item = {head.n, head.kind(), head.deaths(), head.size, nullptr}};
     if (!begin_large(head, large)) return false;
@@ -273,78 +276,79 @@ bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char*
     bool whole = true;
     if (large.is_to_be_staged()) {
         try {
-            large.apart.resize(head.size);
-            to = large.apart.data();
+            large.buffer.resize(head.size);
+            to = large.buffer.data();
         } catch (const std::bad_alloc&) {  // it comes again, over another connection
             whole = false;
         }
     }
-    whole = whole && read_large(fd, to, begun, size, head.size, behind);
+    whole = whole && read_large(fd, to, begun, size, head.size, following);
     lock.lock();
     if (large.sink) return end_large(large, whole && connection == connection_);
-    if (whole && large.line) pass_over(head);
+    if (whole && large.stream) pass_over(head);
     return whole;
 }
 
-// Where a large item goes to. False: the other side can't be right.
+// Find the destination of a large item. Return false if the other side sent invalid data.
 bool Link::begin_large(const Head& head, Large& large) {
-    LinkLine* line = large.line = find(head.line);
-    if (line && head.port >= line->sinks.size()) return false;
-    if (head.say == (home_ ? Say::ITEM : Say::OUT)) return false;
-    Sink* sink = line ? &line->sinks[head.port] : nullptr;
-    if (!sink || sink->left_alone()) return true;
-    if (!key_is_right(*line, *sink, head.n)) return false;
+    LinkStream* stream = large.stream = find(head.stream);
+    if (stream && head.port >= stream->sinks.size()) return false;
+    if (head.type == (owner_side_ ? FrameType::ITEM : FrameType::OUT)) return false;
+    Sink* sink = stream ? &stream->sinks[head.port] : nullptr;
+    if (!sink || sink->drops_items()) return true;
+    if (!is_valid_key(*stream, *sink, head.n)) return false;
     if (!sink->ring->fits(head.size)) {
-        refuse(*line, *sink, head.size);
+        refuse(*stream, *sink, head.size);
         return true;
     }
     large.sink = sink;
-    large.skips = sink->staged.empty() && !claim(*line, *sink, large.item, large.slot);
-    line->filling += 1;
+    large.skips = sink->staged.empty() && !claim(*stream, *sink, large.item, large.slot);
+    stream->filling += 1;
     return true;
 }
 
-// A large item has come that nobody wants.
+// Count a large item that has no receiver.
 void Link::pass_over(const Head& head) {
-    LinkLine* line = find(head.line);
-    if (!line || head.port >= line->sinks.size()) return;
-    line->sinks[head.port].got += 1;
-    line->sinks[head.port].used += 1;
+    LinkStream* stream = find(head.stream);
+    if (!stream || head.port >= stream->sinks.size()) return;
+    stream->sinks[head.port].got += 1;
+    stream->sinks[head.port].used += 1;
 }
 
-// It has come, or not all of it. False: it comes again, or the other side can't be right.
+// Finish a large item, or give up a part of one. Return false if it must come again, or if the other side
+// sent invalid data.
 bool Link::end_large(Large& large, bool whole) {
     Sink& sink = *large.sink;
-    large.line->filling -= 1;
+    large.stream->filling -= 1;
     changed_.notify_all();
     if (large.slot) {
-        Holding holding(*sink.ring);
+        RingLock holding(*sink.ring);
         if (!whole)
             sink.ring->unclaim(large.slot, holding.wakes);
         else
             sink.ring->publish(frame_of(large.item), large.slot,
-                               home_ && sink.writer.keyed ? &sink.writer : nullptr, holding.wakes);
+                               owner_side_ && sink.writer.keyed ? &sink.writer : nullptr, holding.wakes);
     }
     if (!whole) {
-        if (large.skips) sink.writer.count -= 1;  // it comes again, and is to be skipped again
+        if (large.skips) sink.writer.count -= 1;  // it comes again, and must be skipped again
         return false;
     }
     const bool put = large.slot || large.skips;
-    if (!sink.look() && !put && !sink.stage(large.item, std::move(large.apart))) return false;
-    take_note(sink, home_ || !large.slot);
+    if (!sink.check_ended() && !put && !sink.stage(large.item, std::move(large.buffer))) return false;
+    count_arrival(sink, owner_side_ || !large.slot);
     if (put) sink.used += 1;
     return true;
 }
 
-// Memory of the ring for a large item; none when there is no room. False: it is to be skipped, for a worker
-// that died has put it already.
-bool Link::claim(LinkLine& line, Sink& sink, const Received& item, Slot*& slot) {
-    if (!is_settled(line, sink, item.key)) return true;
-    const uint64_t number = number_for(line, sink, item.key);
-    Holding holding(*sink.ring);
+// Claim memory of the ring for a large item; null when the ring is full. Return false if the item must be
+// skipped because a worker that died has already put it.
+bool Link::claim(LinkStream& stream, Sink& sink, const Received& item, Slot*& slot) {
+    if (!is_settled(stream, sink, item.key)) return true;
+    const uint64_t number = number_for(stream, sink, item.key);
+    RingLock holding(*sink.ring);
     if (sink.begin(number) == Step::Done) return false;
     const bool keyed = number != Slot::KEYLESS;
-    if (home_ && !keyed && sink.writer.keyed) return true;  // staged: the put itself is to be without a key
+    if (owner_side_ && !keyed && sink.writer.keyed) return true;  // staged: the put must not have a key
     const Step step =
         sink.ring->claim(frame_of(item), keyed ? &sink.writer : nullptr, sink.writer.session, slot);
     if (step != Step::Done) slot = nullptr;
@@ -358,7 +362,7 @@ class LowWaterMark {
     explicit LowWaterMark(int fd) : fd_(fd) {}
     ~LowWaterMark() { set(1); }
     LowWaterMark(const LowWaterMark&) = delete;
-    // Until so many bytes are there, or the connection ends; for MOST_MS.
+    // Wait until that many bytes are there or the connection ends, at most MOST_MS.
     void await(uint64_t bytes) {
         set(int(bytes));
         pollfd one{fd_, POLLIN, 0};
@@ -376,8 +380,9 @@ class LowWaterMark {
 
 }  // namespace
 
-// Null `to`: nobody wants it.
-bool Link::read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size, Behind& behind) {
+// Null `to`: the item has no receiver.
+bool Link::read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size,
+                      Following& following) {
     std::vector<char> nowhere(to ? 0 : GATHER);
     if (to) memcpy(to, begun, have);
     LowWaterMark mark(fd);
@@ -385,7 +390,7 @@ bool Link::read_large(int fd, char* to, const char* begun, uint64_t have, uint64
     while (have < size) {
         const uint64_t left = size - have, most = std::min(left, to ? 4 * GATHER : GATHER);
         iovec pieces[] = {{to ? to + have : nowhere.data(), most},
-                          {behind.at, most == left ? behind.room : 0}};
+                          {following.at, most == left ? following.room : 0}};
         msghdr message{};
         message.msg_iov = pieces;
         message.msg_iovlen = 2;
@@ -395,73 +400,73 @@ bool Link::read_large(int fd, char* to, const char* begun, uint64_t have, uint64
         if (n <= 0) return false;
         const uint64_t part = std::min(uint64_t(n), most);
         have += part;
-        behind.have = uint64_t(n) - part;
+        following.have = uint64_t(n) - part;
         bytes_in.fetch_add(uint64_t(n), std::memory_order_relaxed);
-        heard_at_.store(now_ns(), std::memory_order_relaxed);
+        last_byte_at_.store(now_ns(), std::memory_order_relaxed);
     }
     return true;
 }
 
 // --- states ---
 
-bool Link::hear_input(LinkLine& line, const Head& head, const char* payload) {
-    Source& source = line.sources[head.port];
+bool Link::handle_input(LinkStream& stream, const Head& head, const char* payload) {
+    Source& source = stream.sources[head.port];
     if (head.a > source.base + source.entries.size() && !source.left) return false;
-    source.hear_got(head.a);
+    source.resume_after(head.a);
     if (source.left) return true;
     if (head.b > source.sent) return false;
     if (head.b > source.done) source.progress_at = now_ns();
     if (head.flags & RECALLED) {
-        for (const Sink& sink : line.sinks)
+        for (const Sink& sink : stream.sinks)
             for (const Sink::Staged& output : sink.staged)
                 if (output.key != Slot::KEYLESS && output.key >= head.a) return false;
         if (source.done > head.a) return false;
-        source.hear_recalled(head.a);
+        source.handle_recalled(head.a);
     }
     source.done = std::max(source.done, head.b);  // over a new connection it may know less at first
-    source.in_hand = head.n;
+    source.started = head.n;
     source.starved = head.flags & STARVED && head.a == source.base + source.entries.size();
     if (head.flags & BREAK) {
-        Holding holding(*source.ring);
+        RingLock holding(*source.ring);
         source.ring->break_(std::string(payload, head.size), holding.wakes);
     }
     source.leaving = source.leaving || head.flags & NO_MORE;
-    // What the supervisor reads when the worker dies with its host (R10).
+    // State that the supervisor reads when the worker dies with its host (R10).
     Session& session = source.ring->session(source.reader.session);
     session.begun = head.n;
     session.at = head.flags & USERS       ? Session::USERS
                  : head.flags & UNPICKLED ? Session::UNPICKLING
                                           : Session::OURS;
-    settle(line);
-    source.look_at_bytes(least_trip_);
-    source.window.hear(source.starved, head.flags & STARVED, head.n > 0, source.entries.size(), source.done,
-                       round_trip());
+    settle(stream);
+    source.update_byte_window(least_trip_);
+    source.window.update(source.starved, head.flags & STARVED, head.n > 0, source.entries.size(), source.done,
+                         round_trip());
     return true;
 }
 
-bool Link::hear_output(LinkLine& line, const Head& head, const char* payload) {
-    Source& source = line.sources[head.port];
+bool Link::handle_output(LinkStream& stream, const Head& head, const char* payload) {
+    Source& source = stream.sources[head.port];
     if (source.left) return true;
     if (head.a > source.base + source.entries.size() || head.b < source.base) return false;
-    source.hear_got(head.a);
+    source.resume_after(head.a);
     source.free_oldest(head.b - source.base);
-    source.allowance.hear(head.b, round_trip());
-    source.look_at_bytes(least_trip_);
+    source.allowance.update(head.b, round_trip());
+    source.update_byte_window(least_trip_);
     if (head.flags & BREAK) {
-        Holding holding(*source.ring);
+        RingLock holding(*source.ring);
         source.ring->break_(std::string(payload, head.size), holding.wakes);
     }
     if (head.flags & NO_MORE) source.leave();
     return true;
 }
 
-bool Link::hear_end(LinkLine& line, Sink& sink, const Head& head, const char* payload) {
-    if (bool(head.flags & IS_OUTPUT) != home_) return false;
+bool Link::handle_end(LinkStream& stream, Sink& sink, const Head& head, const char* payload) {
+    if (bool(head.flags & IS_OUTPUT) != owner_side_) return false;
     if (sink.over) return true;
-    sink.coming = head.flags & BREAK ? Ending::Broke : Ending::Drained;
-    sink.coming_cause.assign(payload, head.size);
-    if (sink.coming == Ending::Broke) sink.forget_staged();
-    move_staged(line);
+    sink.pending_end = head.flags & BREAK ? Ending::Broke : Ending::Drained;
+    sink.pending_cause.assign(payload, head.size);
+    if (sink.pending_end == Ending::Broke) sink.forget_staged();
+    move_staged(stream);
     return true;
 }
 

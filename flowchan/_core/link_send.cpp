@@ -1,5 +1,5 @@
-// The sending thread of a link: takes items, says states, moves what is staged, and sleeps when there is
-// nothing to do, at the gates of all rings that it waits for.
+// The sending thread of a link: takes items, sends states, and moves staged items. When it has no work, it
+// sleeps in the wait queues of all rings that it waits for.
 #include "link.hpp"
 
 #include <sys/socket.h>
@@ -10,24 +10,25 @@ namespace flowchan {
 namespace {
 
 constexpr int64_t PING_NS = 500'000'000;
-constexpr int64_t RECALL_NS = 10'000'000;  // so often, whether others wait for what a worker has not begun
-constexpr uint64_t SOME = 8, MANY = 256;   // items of a run
+// how often to check whether others wait for items that a worker has not started
+constexpr int64_t RECALL_NS = 10'000'000;
+constexpr uint64_t SOME = 8, MANY = 256;  // items of a run
 constexpr std::chrono::microseconds REST{20};
 constexpr size_t MOST_PIECES = 64;
-constexpr uint64_t IN_PLACE = 16 << 10;    // items from here on are sent from where they lie
-constexpr int64_t CROWDED_NS = 2'000'000;  // so often is looked at what no thread can sleep on
+constexpr uint64_t IN_PLACE = 16 << 10;    // larger items are sent in place
+constexpr int64_t CROWDED_NS = 2'000'000;  // how often to check the words that no thread can sleep on
 
 }  // namespace
 
 void Link::send_loop() {
     for (;;) {
-        const uint32_t heard = bell_.load(std::memory_order_seq_cst);
+        const uint32_t heard = doorbell_.load(std::memory_order_seq_cst);
         int fd = -1;
         bool moved = false;
         {
             std::lock_guard lock(mutex_);
             if (closed_) return;
-            for (auto& [number, line] : lines_) moved = move_staged(*line) || moved;
+            for (auto& [number, stream] : streams_) moved = move_staged(*stream) || moved;
             if (fd_ >= 0 && !lost_) {
                 moved = fill() || moved;
                 if (out_.size()) fd = fd_, users_ += 1;
@@ -40,10 +41,10 @@ void Link::send_loop() {
     }
 }
 
-// While items come fast but are sent in small runs, a short rest makes the runs long: a call of the kernel
-// costs as much as a hundred items. A single item never waits.
+// While items come fast but are sent in small runs, a short rest makes the runs longer. A system call costs
+// as much as a hundred items. A single item never waits.
 std::string Link::send_some(int fd) {
-    const uint64_t before = out_.size(), items = std::exchange(said_, 0);
+    const uint64_t before = out_.size(), items = std::exchange(queued_items_, 0);
     const std::string why = out_.send(fd, GATHER);
     bytes_out.fetch_add(before - out_.size(), std::memory_order_relaxed);
     if (items >= SOME && items < MANY && before < GATHER / 4) std::this_thread::sleep_for(REST);
@@ -52,160 +53,164 @@ std::string Link::send_some(int fd) {
 
 // --- what is to be sent ---
 
-void Link::say(const Head& head, const std::string& payload) {
+void Link::add_frame(const Head& head, const std::string& payload) {
     out_.add(&head, head.length(), payload.data(), payload.size());
 }
 
-// Gathers frames, as much as is sent at a time, beginning each round with another line. Whether there is more
-// to be done at once.
+// Gather frames, as many as are sent at a time, beginning each round with another stream. Return whether
+// there is more to do at once.
 bool Link::fill() {
     if (is_full()) return true;
     const int64_t now = now_ns();
-    if (std::exchange(pong_, false)) say({.n = pong_n_, .say = Say::PONG});
+    if (std::exchange(pong_, false)) add_frame({.n = pong_n_, .type = FrameType::PONG});
     if (now - pinged_at_ >= PING_NS) {
         pinged_at_ = now;
-        say({.n = uint64_t(now), .say = Say::PING});
+        add_frame({.n = uint64_t(now), .type = FrameType::PING});
     }
     bool moved = false;
-    auto from = lines_.upper_bound(served_last_);
-    for (size_t n = 0; n < lines_.size() && !is_full(); ++n, ++from) {
-        if (from == lines_.end()) from = lines_.begin();
-        served_last_ = from->first;
-        moved = (home_ ? serve_home(*from->second) : serve_away(*from->second)) || moved;
+    auto from = streams_.upper_bound(last_served_);
+    for (size_t n = 0; n < streams_.size() && !is_full(); ++n, ++from) {
+        if (from == streams_.end()) from = streams_.begin();
+        last_served_ = from->first;
+        moved = (owner_side_ ? serve_as_owner(*from->second) : serve_as_worker(*from->second)) || moved;
     }
     return moved || is_full();
 }
 
-bool Link::serve_home(LinkLine& line) {
+bool Link::serve_as_owner(LinkStream& stream) {
     bool moved = false;
-    for (uint16_t port = 0; port < line.sinks.size(); ++port) {
-        Sink& sink = line.sinks[port];
-        sink.look();
+    for (uint16_t port = 0; port < stream.sinks.size(); ++port) {
+        Sink& sink = stream.sinks[port];
+        sink.check_ended();
         if (!std::exchange(sink.dirty, false)) continue;
-        Head head{.line = line.number, .port = port, .say = Say::OUTPUT, .a = sink.got, .b = sink.used};
+        Head head{
+            .stream = stream.number, .port = port, .type = FrameType::OUTPUT, .a = sink.got, .b = sink.used};
         std::string cause;
         if (sink.over) {
-            Holding holding(*sink.ring);
+            RingLock holding(*sink.ring);
             const bool broken = sink.ring->header().state == BROKEN;
             head.flags = broken ? BREAK | NO_MORE : NO_MORE;
             if (broken) cause = sink.ring->cause();
         }
         head.size = cause.size();
-        say(head, cause);
+        add_frame(head, cause);
     }
-    for (uint16_t port = 0; port < line.sources.size(); ++port) {
-        Source& source = line.sources[port];
+    for (uint16_t port = 0; port < stream.sources.size(); ++port) {
+        Source& source = stream.sources[port];
         if (!source.known || source.left) continue;
         if (source.has_more() || source.ring->seen_state() != OPEN)
             moved = source.take(allowed(source)) || moved;
-        tell_if_refused(line, source, port);
+        report_if_refused(stream, source, port);
         if (source.should_recall(round_trip())) source.recalling = true;
-        if (source.recalling && !std::exchange(source.recall_said, true))
-            say({.line = line.number, .port = port, .say = Say::RECALL});
-        for (; source.has_unsent() && !is_full(); moved = true) say_item(line, source, port);
-        moved = say_end(line, source, port) || moved;
+        if (source.recalling && !std::exchange(source.recall_sent, true))
+            add_frame({.stream = stream.number, .port = port, .type = FrameType::RECALL});
+        for (; source.has_unsent() && !is_full(); moved = true) add_item(stream, source, port);
+        moved = add_end(stream, source, port) || moved;
     }
     return moved;
 }
 
-bool Link::serve_away(LinkLine& line) {
-    for (Sink& sink : line.sinks) sink.look_at_worker();
-    if (!std::exchange(line.announced, true)) {
-        say({.line = line.number, .say = Say::OPEN});
-        say_progress(line);  // home is to know which items have come before it hears of their outputs
+bool Link::serve_as_worker(LinkStream& stream) {
+    for (Sink& sink : stream.sinks) sink.read_progress();
+    if (!std::exchange(stream.announced, true)) {
+        add_frame({.stream = stream.number, .type = FrameType::OPEN});
+        add_progress(stream);  // the owner side must know which items have come before it gets their outputs
     }
     bool moved = false;
-    for (Source& source : line.sources) {
+    for (Source& source : stream.sources) {
         if (!source.known || source.left) continue;
         if (source.has_more() || source.ring->seen_state() != OPEN)
             moved = source.take(allowed(source)) || moved;
     }
-    for (uint16_t port = 0; port < line.sources.size(); ++port)
-        tell_if_refused(line, line.sources[port], port);
-    moved = say_outputs(line) || moved;
-    say_progress(line);
-    // Who ends its outputs has ended its inputs before, and finished what it had in hand: home is to know
-    // that first.
-    for (uint16_t port = 0; port < line.sources.size(); ++port) {
-        Source& source = line.sources[port];
-        if (source.ending == Ending::Open || source.told) continue;
-        for (Sink& sink : line.sinks) sink.look_at_worker();
-        say_progress(line);
-        moved = say_end(line, source, port) || moved;
+    for (uint16_t port = 0; port < stream.sources.size(); ++port)
+        report_if_refused(stream, stream.sources[port], port);
+    moved = add_outputs(stream) || moved;
+    add_progress(stream);
+    // A worker that ends its outputs has ended its inputs before and finished its leased items: the owner
+    // side must know that first.
+    for (uint16_t port = 0; port < stream.sources.size(); ++port) {
+        Source& source = stream.sources[port];
+        if (source.ending == Ending::Open || source.end_sent) continue;
+        for (Sink& sink : stream.sinks) sink.read_progress();
+        add_progress(stream);
+        moved = add_end(stream, source, port) || moved;
     }
     return moved;
 }
 
-// What the worker has put, over all its ports in the order of the items for which it did: with an output for
-// item n home knows that all outputs for the items before have come. An output that is still in a ring
-// counts, too: what a worker puts for an item is there before anything that it puts for a later one.
-bool Link::say_outputs(LinkLine& line) {
+// Send the worker's outputs, over all its ports in the order of their items. So with an output for item n the
+// owner side knows that all outputs for earlier items have come. An output that is still in a ring counts
+// too: a worker puts all outputs for an item before any output for a later one.
+bool Link::add_outputs(LinkStream& stream) {
     bool any = false;
     while (!is_full()) {
-        size_t next = line.sources.size();
+        size_t next = stream.sources.size();
         uint64_t first = Slot::KEYLESS, number = 0;
-        for (size_t port = 0; port < line.sources.size(); ++port) {
-            Source& source = line.sources[port];
+        for (size_t port = 0; port < stream.sources.size(); ++port) {
+            Source& source = stream.sources[port];
             if (source.left || (number = source.first_key()) > first || number == Slot::KEYLESS) continue;
             first = number;
             next = port;
         }
-        if (next == line.sources.size() || !line.sources[next].has_unsent()) break;
-        say_item(line, line.sources[next], uint16_t(next));
+        if (next == stream.sources.size() || !stream.sources[next].has_unsent()) break;
+        add_item(stream, stream.sources[next], uint16_t(next));
         any = true;
     }
     return any;
 }
 
-// How far the worker is. An item is finished when its outputs have been sent before.
-void Link::say_progress(LinkLine& line) {
+// Send the worker's progress. An item counts as finished only after its outputs have been sent.
+void Link::add_progress(LinkStream& stream) {
     uint64_t first = Slot::KEYLESS;
-    for (Source& source : line.sources)
+    for (Source& source : stream.sources)
         if (!source.left) first = std::min(first, source.first_key());
-    for (uint16_t port = 0; port < line.sinks.size(); ++port) {
-        Sink& sink = line.sinks[port];
+    for (uint16_t port = 0; port < stream.sinks.size(); ++port) {
+        Sink& sink = stream.sinks[port];
         Sink::Progress now = sink.seen;
         now.done = std::min(now.done, first);
-        if (first != Slot::KEYLESS) now.flags &= uint8_t(~NO_MORE);  // all that it put comes first
-        if (now == sink.told && !sink.dirty) continue;
-        sink.told = now;
+        if (first != Slot::KEYLESS) now.flags &= uint8_t(~NO_MORE);  // all its outputs come first
+        if (now == sink.last_sent && !sink.dirty) continue;
+        sink.last_sent = now;
         sink.dirty = false;
-        sink.has_told();
-        Head head{.n = now.in_hand, .line = line.number, .port = port, .say = Say::INPUT};
+        sink.mark_progress_sent();
+        Head head{.n = now.started, .stream = stream.number, .port = port, .type = FrameType::INPUT};
         head.flags = uint8_t(now.flags | (std::exchange(sink.recalled, false) ? RECALLED : 0));
         head.a = sink.got;
         head.b = now.done;
         std::string cause;
         if (now.flags & BREAK) {
-            Holding holding(*sink.ring);
+            RingLock holding(*sink.ring);
             cause = sink.ring->cause();
         }
         head.size = cause.size();
-        say(head, cause);
+        add_frame(head, cause);
     }
 }
 
-void Link::say_item(LinkLine& line, Source& source, uint16_t port) {
+void Link::add_item(LinkStream& stream, Source& source, uint16_t port) {
     const Source::Entry& entry = source.unsent();
-    Head head{.size = entry.size, .n = home_ ? source.sent : entry.key, .line = line.number, .port = port};
-    head.say = home_ ? Say::ITEM : Say::OUT;
+    Head head{.size = entry.size,
+              .n = owner_side_ ? source.sent : entry.key,
+              .stream = stream.number,
+              .port = port};
+    head.type = owner_side_ ? FrameType::ITEM : FrameType::OUT;
     head.flags = uint8_t(entry.kind | entry.deaths << 3);
     const bool copied = entry.size < IN_PLACE;
     out_.add(&head, Head::SHORT, entry.at, copied ? entry.size : 0);
     if (!copied) out_.add_in_place(source.ring, entry.at, entry.size);
-    said_ += 1;
+    queued_items_ += 1;
     source.sent += 1;
 }
 
-bool Link::say_end(LinkLine& line, Source& source, uint16_t port) {
-    if (source.ending == Ending::Open || source.told || !source.known) return false;
+bool Link::add_end(LinkStream& stream, Source& source, uint16_t port) {
+    if (source.ending == Ending::Open || source.end_sent || !source.known) return false;
     const bool broke = source.ending == Ending::Broke;
     if (!broke && source.has_unsent()) return false;
-    source.told = true;
-    Head head{.line = line.number, .port = port, .say = Say::END};
+    source.end_sent = true;
+    Head head{.stream = stream.number, .port = port, .type = FrameType::END};
     head.size = broke ? source.cause.size() : 0;
-    head.flags = uint8_t((broke ? BREAK : 0) | (home_ ? 0 : IS_OUTPUT));
-    say(head, broke ? source.cause : std::string());
+    head.flags = uint8_t((broke ? BREAK : 0) | (owner_side_ ? 0 : IS_OUTPUT));
+    add_frame(head, broke ? source.cause : std::string());
     return true;
 }
 
@@ -258,7 +263,8 @@ std::string Outgoing::send(int fd, uint64_t most) {
     return "";
 }
 
-// There may always be more to send, so what was sent leaves, half of it at a time: each byte moves once at most.
+// Sent bytes are removed half of the buffer at a time, because there may always be more to send. So each byte
+// moves at most once.
 void Outgoing::forget_sent() {
     const auto first = std::ranges::find_if(pieces_, [](const Piece& piece) { return !piece.ring; });
     const uint64_t sent = first == pieces_.end() ? copied_.size() : first->begin;
@@ -270,69 +276,70 @@ void Outgoing::forget_sent() {
 
 // --- what waits for room ---
 
-// Puts what is staged, as far as there is room. Whether anything moved.
-bool Link::move_staged(LinkLine& line) {
-    bool moved = home_ && settle(line);
-    for (Sink& sink : line.sinks) {
+// Put staged items as far as there is room. Return whether anything moved.
+bool Link::move_staged(LinkStream& stream) {
+    bool moved = owner_side_ && settle(stream);
+    for (Sink& sink : stream.sinks) {
         if (sink.over) continue;
         while (!sink.staged.empty()) {
             const Sink::Staged& first = sink.staged.front();
-            if (sink.gate.changed()) {
-                Holding holding(*sink.ring);
-                sink.gate.leave();
+            if (sink.queue_place.changed()) {
+                RingLock holding(*sink.ring);
+                sink.queue_place.leave();
             }
-            if (!is_settled(line, sink, first.key)) break;
-            Holding holding(*sink.ring);
+            if (!is_settled(stream, sink, first.key)) break;
+            RingLock holding(*sink.ring);
             const Received item{first.key, first.kind, first.deaths, first.payload.size(),
                                 first.payload.data()};
-            const Step step = sink.put(item, number_for(line, sink, first.key), holding.wakes);
-            if (step != Step::Done) break;  // what has ended is seen by `look`
-            sink.gate.leave();
+            const Step step = sink.put(item, number_for(stream, sink, first.key), holding.wakes);
+            if (step != Step::Done) break;  // `check_ended` finds rings that have ended
+            sink.queue_place.leave();
             sink.unstage();
             sink.used += 1;
             sink.dirty = moved = true;
         }
-        if (sink.look()) moved = true;
-        if (!sink.over && sink.coming != Ending::Open && sink.staged.empty()) {
-            const Source* numbers = numbering(line, sink);
-            if (numbers && sink.settled < numbers->done && sink.coming == Ending::Drained) continue;
-            sink.end(sink.coming, sink.coming_cause);
+        if (sink.check_ended()) moved = true;
+        if (!sink.over && sink.pending_end != Ending::Open && sink.staged.empty()) {
+            const Source* numbers = numbering(stream, sink);
+            if (numbers && sink.settled < numbers->done && sink.pending_end == Ending::Drained) continue;
+            sink.end(sink.pending_end, sink.pending_cause);
             moved = true;
         }
     }
-    moved = (home_ && settle(line)) || moved;
-    tell_if_finished(line);
+    moved = (owner_side_ && settle(stream)) || moved;
+    report_if_finished(stream);
     return moved;
 }
 
-// An item with descriptors can't go to another host. It stays where it is, until somebody breaks the channel.
-void Link::tell_if_refused(const LinkLine& line, Source& source, uint16_t port) {
-    if (!source.refused || std::exchange(source.refused_told, true)) return;
-    tell({.kind = LinkEvent::Kind::Refused, .line = line.number, .port = port});
+// Report an item with descriptors, which cannot go to another host. It stays in the ring until a caller
+// breaks the channel.
+void Link::report_if_refused(const LinkStream& stream, Source& source, uint16_t port) {
+    if (!source.refused || std::exchange(source.refused_reported, true)) return;
+    report({.kind = LinkEvent::Kind::Refused, .stream = stream.number, .port = port});
 }
 
-// Home: nothing more will come from the worker, and nothing is left to be put.
-void Link::tell_if_finished(LinkLine& line) {
+// Owner side: report that the worker sends nothing more, and that everything is put.
+void Link::report_if_finished(LinkStream& stream) {
     const auto has_left = [](const Source& source) { return source.left; };
     const auto is_over = [](const Sink& sink) { return sink.over; };
-    if (!home_ || line.finished || !std::ranges::all_of(line.sources, has_left) ||
-        !std::ranges::all_of(line.sinks, is_over))
+    if (!owner_side_ || stream.finished || !std::ranges::all_of(stream.sources, has_left) ||
+        !std::ranges::all_of(stream.sinks, is_over))
         return;
-    line.finished = true;
-    tell({.kind = LinkEvent::Kind::Finished, .line = line.number});
+    stream.finished = true;
+    report({.kind = LinkEvent::Kind::Finished, .stream = stream.number});
 }
 
-// Home: says of the items that the worker has finished that no more outputs come for them, where turns depend
-// on that, then ends their leases. Whether anything moved.
-bool Link::settle(LinkLine& line) {
+// Owner side: mark the items that the worker has finished as having no more outputs, where turns depend on
+// that. Then end their leases. Return whether anything moved.
+bool Link::settle(LinkStream& stream) {
     bool moved = false;
-    line.settling = false;
-    for (Source& source : line.sources) {
+    stream.settling = false;
+    for (Source& source : stream.sources) {
         uint64_t upto = source.done;
-        for (Sink& sink : line.sinks) {
-            if (numbering(line, sink) != &source) {
-                // Of a worker with several inputs nobody can tell for which item an output is.
-                if (line.sources.size() > 1 && !sink.staged.empty()) upto = source.base;
+        for (Sink& sink : stream.sinks) {
+            if (numbering(stream, sink) != &source) {
+                // A worker with several inputs does not say which item an output belongs to.
+                if (stream.sources.size() > 1 && !sink.staged.empty()) upto = source.base;
                 continue;
             }
             uint64_t most = source.done;
@@ -344,9 +351,9 @@ bool Link::settle(LinkLine& line) {
             if (sink.over) {
                 sink.settled = std::max(sink.settled, most);
             } else if (sink.settled < most) {
-                Holding holding(*sink.ring);
-                if (sink.gate.changed()) sink.gate.leave();
-                if (!settle_sink(line, sink, most, holding.wakes)) line.settling = true;
+                RingLock holding(*sink.ring);
+                if (sink.queue_place.changed()) sink.queue_place.leave();
+                if (!settle_sink(stream, sink, most, holding.wakes)) stream.settling = true;
             }
             upto = std::min(upto, sink.settled);
         }
@@ -362,9 +369,9 @@ bool Link::settle(LinkLine& line) {
     return moved;
 }
 
-// With the lock of the sink's ring held.
-bool Link::settle_sink(LinkLine& line, Sink& sink, uint64_t upto, Wakes& wakes) {
-    Source& source = line.sources[0];
+// The caller holds the lock of the sink's ring.
+bool Link::settle_sink(LinkStream& stream, Sink& sink, uint64_t upto, Wakes& wakes) {
+    Source& source = stream.sources[0];
     while (sink.settled < upto) {
         if (sink.settled >= source.base) {
             const uint64_t number = source.entries[sink.settled - source.base].number;
@@ -377,64 +384,68 @@ bool Link::settle_sink(LinkLine& line, Sink& sink, uint64_t upto, Wakes& wakes) 
 
 // --- sleeping ---
 
-// Sleeps until something may be done: a ring has changed at whose gate this thread stands, or the bell rings.
+// Sleep until there may be work: a ring has changed in whose wait queue this thread is, or the doorbell was
+// rung.
 void Link::sleep(uint32_t heard) {
-    // What this thread sleeps on itself, and the lookouts. So many words belong to a line as it has ports, watched
-    // or not: so a busy line changes what one of them watches, and does not shift what the others do.
+    // The words that this thread sleeps on, then those of the extra sleepers. A stream counts one word for
+    // each port, watched or not. So a busy stream changes the words of one sleeper and does not shift those
+    // of the others.
     Watched own;
     std::vector<Watched> others;
     size_t ports = 0;
-    own.add({heard, reinterpret_cast<uint64_t>(&bell_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}, {});
+    own.add({heard, reinterpret_cast<uint64_t>(&doorbell_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}, {});
     int64_t until = now_ns() + SLICE_NS;
     {
         std::lock_guard lock(mutex_);
         if (closed_) return;
-        for (auto& [number, line] : lines_) {
-            const size_t more = line->sources.size() + line->sinks.size();
+        for (auto& [number, stream] : streams_) {
+            const size_t more = stream->sources.size() + stream->sinks.size();
             if ((ports += more) >= words_at_once()) ports = more, others.emplace_back();
-            if (!collect(*line, others.empty() ? own : others.back(), until)) return;
-            if (home_ && std::ranges::any_of(line->sources, &Source::may_recall))
+            if (!collect(*stream, others.empty() ? own : others.back(), until)) return;
+            if (owner_side_ && std::ranges::any_of(stream->sources, &Source::may_recall))
                 until = std::min(until, now_ns() + RECALL_NS);
         }
-        if (!lookouts_.watch(std::move(others))) until = std::min(until, now_ns() + CROWDED_NS);
+        if (!extra_sleepers_.watch(std::move(others))) until = std::min(until, now_ns() + CROWDED_NS);
     }
     asleep_.store(true, std::memory_order_seq_cst);
-    if (bell_.load(std::memory_order_seq_cst) == heard) sleep_on_any(own.words, until);
+    if (doorbell_.load(std::memory_order_seq_cst) == heard) sleep_on_any(own.words, until);
     asleep_.store(false, std::memory_order_relaxed);
 }
 
-// The words of a line that are to be watched. False: there is something to do.
-bool Link::collect(LinkLine& line, Watched& all, int64_t& until) {
+// Add the words of a stream to watch. Return false if there is work to do.
+bool Link::collect(LinkStream& stream, Watched& all, int64_t& until) {
     const bool connected = fd_ >= 0 && !lost_;
-    auto watch = [&](Stand& gate, const std::shared_ptr<Ring>& ring) { all.add(gate.waited(), ring); };
-    for (Source& source : line.sources) {
+    auto watch = [&](KeptPlace& queue_place, const std::shared_ptr<Ring>& ring) {
+        all.add(queue_place.waited(), ring);
+    };
+    for (Source& source : stream.sources) {
         if (connected && source.known && source.wants(allowed(source))) {
-            if (!source.stand()) return false;
-            watch(source.gate, source.ring);
-        } else if (source.gate.entered()) {
-            Holding holding(*source.ring);
-            source.gate.leave();
+            if (!source.enter_queue()) return false;
+            watch(source.queue_place, source.ring);
+        } else if (source.queue_place.entered()) {
+            RingLock holding(*source.ring);
+            source.queue_place.leave();
         }
     }
     bool again = false;
-    for (Sink& sink : line.sinks) {
-        if (sink.look()) return false;
-        if ((!sink.staged.empty() || line.settling) && !sink.over) {
-            again = !sink.gate.entered() || again;
-            sink.stand();
-            watch(sink.gate, sink.ring);
-        } else if (sink.alone_until > now_ns()) {
-            until = std::min(until, sink.alone_until);
-        } else if (!home_ && !(sink.seen.flags & NO_MORE)) {
-            if (!sink.stand_for_worker()) return false;
-            watch(sink.gate, sink.ring);
-        } else if (sink.gate.entered()) {
-            Holding holding(*sink.ring);
-            sink.gate.leave();
+    for (Sink& sink : stream.sinks) {
+        if (sink.check_ended()) return false;
+        if ((!sink.staged.empty() || stream.settling) && !sink.over) {
+            again = !sink.queue_place.entered() || again;
+            sink.enter_queue();
+            watch(sink.queue_place, sink.ring);
+        } else if (sink.unwatched_until > now_ns()) {
+            until = std::min(until, sink.unwatched_until);
+        } else if (!owner_side_ && !(sink.seen.flags & NO_MORE)) {
+            if (!sink.enter_queue_for_worker()) return false;
+            watch(sink.queue_place, sink.ring);
+        } else if (sink.queue_place.entered()) {
+            RingLock holding(*sink.ring);
+            sink.queue_place.leave();
         }
     }
-    // Who has come to stand at a gate tries once more: from then on it is called.
-    return !again || !move_staged(line);
+    // After entering a wait queue, try once more: later changes wake this thread.
+    return !again || !move_staged(stream);
 }
 
 }  // namespace flowchan

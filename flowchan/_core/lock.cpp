@@ -17,7 +17,7 @@ void SharedLock::make(pthread_mutex_t& mutex) {
     pthread_mutexattr_t attr;
     pthread_mutexattr_init(&attr);
     pthread_mutexattr_setpshared(&attr, PTHREAD_PROCESS_SHARED);
-    // musl asks the kernel whether it would tell of a dead owner, glibc takes it for granted.
+    // musl asks the kernel whether it reports dead owners; glibc assumes that.
     const int error = pthread_mutexattr_setrobust(&attr, PTHREAD_MUTEX_ROBUST);
     if (error) fail(error, "set_robust_list");
     pthread_mutex_init(&mutex, &attr);
@@ -32,9 +32,9 @@ void SharedLock::attach(pthread_mutex_t& mutex, int fd, uint64_t& given_up) {
 }
 
 SharedLock::Got SharedLock::lock(bool patient) {
-    if (!is_right()) return Got::Lost;
+    if (!is_valid()) return Got::Lost;
     int rc;
-    // Each try takes the lock's line from its owner, so there are ever fewer of them.
+    // Each try takes the lock's line from its owner, so the tries become rarer.
     for (int i = 0; (rc = pthread_mutex_trylock(mutex_)) == EBUSY; ++i) {
         if (i < 40) {
             for (int pauses = 1 << std::min(i, 4); pauses; --pauses) cpu_relax();
@@ -48,13 +48,14 @@ SharedLock::Got SharedLock::lock(bool patient) {
     return rc == 0 ? Got::Taken : rc == EOWNERDEAD ? Got::FromDead : Got::Lost;
 }
 
-// Whether a thread lives that has this memory mapped; true when that can't be told.
+// Return whether a thread with this memory mapped is alive; true when that is unknown.
 bool SharedLock::is_used_by(uint64_t thread) const {
     struct stat st;
     char path[32];
     snprintf(path, sizeof path, "/proc/%lu/maps", static_cast<unsigned long>(thread));
     FILE* maps = fstat(fd_, &st) == 0 ? fopen(path, "re") : nullptr;
-    if (!maps) return errno != ENOENT && errno != EACCES;  // who has a channel can look at its other users
+    // any user of a channel can look at its other users
+    if (!maps) return errno != ENOENT && errno != EACCES;
     char* line = nullptr;
     size_t room = 0;
     bool found = false;
@@ -68,13 +69,13 @@ bool SharedLock::is_used_by(uint64_t thread) const {
     return found;
 }
 
-// Waits for the lock, unless nobody can ever unlock it: its word names a thread that is not there, or this
-// one. (When a thread dies with the lock, the kernel marks the word before the thread is gone.)
+// Wait for the lock unless it can never be unlocked: its word names this thread or one that does not exist.
+// (When a thread dies with the lock, the kernel marks the word before the thread is gone.)
 int SharedLock::lock_slowly() {
     [[maybe_unused]] uint32_t before = 0;
     for (;;) {
-        // By the clock that can be set: glibc before 2.30 and musl know no other for this. Who sets it back
-        // delays only what follows a time-out.
+        // The realtime clock, because glibc before 2.30 and musl offer no other for this. Setting that clock
+        // back delays only the check after a time-out.
         timespec until;
         clock_gettime(CLOCK_REALTIME, &until);
         until.tv_nsec += 2 * SLICE_NS;

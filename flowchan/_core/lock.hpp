@@ -1,8 +1,8 @@
-// A lock in memory that several processes share, which outlives whoever dies with it.
+// A lock in memory that several processes share. It survives the death of its owner.
 //
-// A robust mutex of the C library, and what that does not say: whether the mutex itself can still be right.
-// Its type is remembered when it is first seen, because the library believes without looking what stands
-// there; and who waits long looks whether the owner that is named there exists at all.
+// It is a robust mutex of the C library, with a check that the library lacks: whether the mutex itself may be
+// damaged. The library trusts the mutex's type without a check, so this class remembers the type that it saw
+// first. A long waiter checks whether the thread that the mutex names as owner exists.
 #pragma once
 
 #include <pthread.h>
@@ -14,26 +14,26 @@ namespace flowchan {
 
 class SharedLock {
   public:
-    // FromDead: its owner died; make whole what it protects, then call `is_whole`. Lost: nobody will ever get
-    // it, and what it protects is to be given up.
+    // FromDead: its owner died; repair the protected data, then call `is_whole`. Lost: it can never be taken
+    // again, and the protected data must be given up.
     enum class Got { Taken, FromDead, Busy, Lost };
 
     static void make(pthread_mutex_t& mutex);
-    // `fd`: of the memory that it lies in. `given_up`: whether others have found it Lost.
+    // `fd`: the memory that contains it. `given_up`: whether another process has found it Lost.
     void attach(pthread_mutex_t& mutex, int fd, uint64_t& given_up);
 
     // Busy only if not `patient`.
     Got lock(bool patient);
     void is_whole() { pthread_mutex_consistent(mutex_); }
     void unlock() {
-        if (is_right()) pthread_mutex_unlock(mutex_);
+        if (is_valid()) pthread_mutex_unlock(mutex_);
     }
-    bool is_right() const { return kind_of(*mutex_) == kind_.load(std::memory_order_relaxed); }
-    // It is touched no more by this process.
+    bool is_valid() const { return kind_of(*mutex_) == kind_.load(std::memory_order_relaxed); }
+    // This process does not touch it any more.
     void give_up() { kind_.store(-1, std::memory_order_relaxed); }
 
   private:
-    // The type of a mutex; 0 where it can't be told.
+    // Return the type of a mutex, 0 where it cannot be read.
     static int kind_of(const pthread_mutex_t& mutex) {
 #ifdef __GLIBC__
         return mutex.__data.__kind;

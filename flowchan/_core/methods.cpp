@@ -7,8 +7,8 @@
 
 namespace flowchan {
 
-// Any real number: a Fraction, a Decimal, a scalar of NumPy; but neither a bool nor all that merely has a
-// __float__.
+// Return whether an object is a real number. A Fraction, a Decimal or a scalar of NumPy is one. A bool is
+// not, nor is an object that only has a __float__.
 static bool is_real(PyObject* v) {
     if (PyFloat_Check(v) || PyLong_Check(v)) return !PyBool_Check(v);
     nb::object real = nb::module_::import_("numbers").attr("Real"),
@@ -16,7 +16,7 @@ static bool is_real(PyObject* v) {
     return PyObject_IsInstance(v, real.ptr()) == 1 || PyObject_IsInstance(v, decimal.ptr()) == 1;
 }
 
-// NAN for what is no real number.
+// Return NAN for an object that is not a real number.
 static double seconds_of(PyObject* v) {
     double s = is_real(v) ? PyFloat_AsDouble(v) : NAN;
     if (!PyErr_Occurred()) return s;
@@ -33,8 +33,8 @@ bool parse_deadline(PyObject* timeout, Deadline& deadline) {
     if (!timeout || timeout == Py_None) return true;
     double s = seconds_of(timeout);
     if (!(s >= 0)) {
-        PyErr_Format(PyExc_ValueError,
-                     "timeout must be None (wait for ever) or a number of seconds >= 0, not %R", timeout);
+        PyErr_Format(PyExc_ValueError, "timeout must be None (no limit) or a number of seconds >= 0, got %R",
+                     timeout);
         return false;
     }
     deadline.at = s == 0 ? 0 : s > 1e9 ? NEVER : now_ns() + int64_t(s * 1e9);
@@ -81,7 +81,7 @@ PyObject* do_get_many(Channel& ch, In* in, PyObject* const* args, Py_ssize_t n, 
     Py_ssize_t most = PyLong_Check(v[0]) && !PyBool_Check(v[0]) ? PyLong_AsSsize_t(v[0]) : -1;
     if (most < 1) {
         PyErr_Clear();
-        PyErr_Format(PyExc_ValueError, "max must be a whole number >= 1, not %R", v[0]);
+        PyErr_Format(PyExc_ValueError, "get_many: max must be a whole number >= 1, got %R", v[0]);
         return nullptr;
     }
     return get_all(ch, in, most, deadline);
@@ -128,32 +128,61 @@ PyObject* in_get_nowait(PyObject* self, PyObject*) {
 
 #undef FAST
 
-#define PUT_DOC                                                                                       \
-    "put($self, /, item, timeout=None)\n--\n\n"                                                       \
-    "Put ``item`` in, waiting up to ``timeout`` seconds for a place (None: for ever).\n\n"            \
-    "Raises Full when the time is over, Closed when somebody closed the channel, Broken when it was " \
-    "aborted;\n"                                                                                      \
-    "across processes TypeError or another error of pickling if the item can't be serialised."
-#define PUT_NOWAIT_DOC \
-    "put_nowait($self, item, /)\n--\n\nPut ``item`` in if there is a place now, else raise Full."
-#define PUT_MANY_DOC                                                                                 \
-    "put_many($self, /, items, timeout=None)\n--\n\n"                                                \
-    "Put every item of an iterable in, in order, waiting as needed. If that ends early the error's " \
-    "``items_put`` tells\n"                                                                          \
-    "how many were put."
-#define GET_DOC                                                                                 \
-    "get($self, /, timeout=None)\n--\n\n"                                                       \
-    "Take the oldest item out, waiting up to ``timeout`` seconds for one (None: for ever).\n\n" \
-    "Raises Empty when the time is over, Drained at the clean end, Broken when the channel was aborted."
-#define GET_NOWAIT_DOC \
-    "get_nowait($self)\n--\n\nTake the oldest item out if there is one now, else raise Empty."
-#define GET_MANY_DOC                                                                                   \
-    "get_many($self, /, max, timeout=None)\n--\n\n"                                                    \
-    "Take up to ``max`` items out as a list: waits for the first as ``get`` does, then takes what is " \
-    "there. What\n"                                                                                    \
-    "can't be unpickled ends the list before it: the next call raises its error. A KeyboardInterrupt " \
-    "meanwhile has those\n"                                                                            \
-    "before it as ``items_got``."
+#define PUT_DOC                                                        \
+    "put($self, /, item, timeout=None)\n--\n\n"                        \
+    "Put an item, and wait for a place while the channel is full.\n\n" \
+    "Args:\n"                                                          \
+    "    item: the item\n"                                             \
+    "    timeout: seconds to wait (None: no limit)\n\n"                \
+    "Raises:\n"                                                        \
+    "    Full: the timeout ran out\n"                                  \
+    "    Closed: the channel was closed, or its last reader left\n"    \
+    "    Broken: the channel was aborted\n"                            \
+    "    TypeError: the item cannot be serialised (between processes; or another pickling error)"
+
+#define PUT_NOWAIT_DOC                   \
+    "put_nowait($self, item, /)\n--\n\n" \
+    "Put an item if there is a place now, else raise Full."
+
+#define PUT_MANY_DOC                                                             \
+    "put_many($self, /, items, timeout=None)\n--\n\n"                            \
+    "Put all items of an iterable, in order, and wait for places as needed.\n\n" \
+    "Args:\n"                                                                    \
+    "    items: the items\n"                                                     \
+    "    timeout: seconds for all items together (None: no limit)\n\n"           \
+    "Raises:\n"                                                                  \
+    "    Full, Closed, Broken: as for ``put``; ``items_put`` of the error is the number of items put before"
+
+#define GET_DOC                                                              \
+    "get($self, /, timeout=None)\n--\n\n"                                    \
+    "Take the oldest item, and wait for one while the channel is empty.\n\n" \
+    "Args:\n"                                                                \
+    "    timeout: seconds to wait (None: no limit)\n\n"                      \
+    "Returns:\n"                                                             \
+    "    The item.\n\n"                                                      \
+    "Raises:\n"                                                              \
+    "    Empty: the timeout ran out\n"                                       \
+    "    Drained: the channel is closed and all its items were read\n"       \
+    "    Broken: the channel was aborted"
+
+#define GET_NOWAIT_DOC          \
+    "get_nowait($self)\n--\n\n" \
+    "Take the oldest item if there is one now, else raise Empty."
+
+#define GET_MANY_DOC                                                                                      \
+    "get_many($self, /, max, timeout=None)\n--\n\n"                                                       \
+    "Take up to ``max`` items as a list.\n\n"                                                             \
+    "It waits for the first item as ``get`` does, and then takes the items that are there. An item that " \
+    "cannot be\n"                                                                                         \
+    "unpickled ends the list before it, and the next call raises its error.\n\n"                          \
+    "Args:\n"                                                                                             \
+    "    max: the largest number of items\n"                                                              \
+    "    timeout: seconds to wait for the first item (None: no limit)\n\n"                                \
+    "Returns:\n"                                                                                          \
+    "    A list of at least one item.\n\n"                                                                \
+    "Raises:\n"                                                                                           \
+    "    Empty, Drained, Broken: as for ``get``\n"                                                        \
+    "    KeyboardInterrupt: ``items_got`` of the error has the items that were taken before"
 
 }  // namespace
 
@@ -172,8 +201,8 @@ PyMethodDef in_methods[] = {{"get", fast(in_get), FASTCALL, GET_DOC},
                             {"get_many", fast(in_get_many), FASTCALL, GET_MANY_DOC},
                             {"get_more", fast(in_get_more), FASTCALL,
                              "get_more($self, /, timeout=None)\n--\n\n"
-                             "Like ``get``, but the items taken before stay in hand too: they all count as "
-                             "unfinished until the next ``get``."},
+                             "Take an item as ``get`` does, but keep the earlier items on lease.\n\n"
+                             "All of them count as unfinished until the next ``get``."},
                             {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS,
                              "In[T]: the annotation of an input port of item type T."},
                             {nullptr, nullptr, 0, nullptr}};
@@ -221,17 +250,17 @@ int in_traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(in_of(self).channel.ptr());
     Py_VISIT(in_of(self).on_poison.ptr());
     for (nb::object& call : in_of(self).due) Py_VISIT(call.ptr());
-    for (LocalQueue::Item& item : in_of(self).hand) Py_VISIT(item.object);
+    for (LocalQueue::Item& item : in_of(self).leased_items) Py_VISIT(item.object);
     return 0;
 }
 int in_clear(PyObject* self) {
     if (!nb::inst_ready(self)) return 0;
     in_of(self).on_poison.reset();
     const auto calls = std::exchange(in_of(self).due, {});
-    drop_items(std::exchange(in_of(self).hand, {}));
+    drop_items(std::exchange(in_of(self).leased_items, {}));
     return 0;
 }
-// Before anything of what is garbage with it is cleared: items in hand go back whole.
+// Runs before any of the garbage around it is cleared, so leased items go back complete.
 void in_finalize(PyObject* self) {
     if (!nb::inst_ready(self)) return;
     nb::error_scope kept;

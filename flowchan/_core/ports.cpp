@@ -1,5 +1,5 @@
-// In and Out: a stage's counted ends of a channel, and how the outputs of a stage belong to the items of its
-// input.
+// In and Out: a stage's counted ends of a channel, and the assignment of a stage's outputs to the items of
+// its input.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -9,13 +9,13 @@ namespace flowchan {
 
 namespace {
 
-// Says that item `number` has no more outputs. As for a put, an item too far ahead of its turn waits. False
-// with a Python error set when a signal's handler raised meanwhile.
+// Mark item `number` as having no more outputs. As for a put, an item too far ahead of its turn waits. Return
+// false with a Python error set when a signal handler raised during the wait.
 template <class M>
 bool done_with(M& m, Out& out, uint64_t number) {
     if (!out.state.ordered) {
         Wakes wakes;
-        if (out.state.keyed || !Traits<M>::resumes(m)) {  // nobody needs to know
+        if (out.state.keyed || !Traits<M>::resumes(m)) {  // no other worker needs to know
             out.state.keyed = false;
             return true;
         }
@@ -34,7 +34,7 @@ bool done_with(M& m, Out& out, uint64_t number) {
     return step != Step::Interrupted;
 }
 
-// Opens a session for a port, or adopts one that another process opened for it; gives its generation.
+// Open a session for a port, or adopt one that another process opened for it. Return its generation.
 uint64_t open_session(LocalQueue& queue, Channel&, int, bool writer, uint32_t&) {
     Locked locked(queue);
     (writer ? queue.writers : queue.readers) += 1;
@@ -65,8 +65,7 @@ uint64_t open_port(Channel& ch, int given, bool writer, uint32_t& session) {
     return ch.with([&](auto& transport) { return open_session(transport, ch, given, writer, session); });
 }
 
-// Whether the port's session is still this port's and, unless `anyway`, still this process's (it may have
-// moved on).
+// Return whether the session still belongs to this port.
 bool owns(Ring& ring, uint32_t session, uint64_t generation) {
     Session& s = ring.session(session);
     return s.generation == generation && s.role != Session::NONE;
@@ -76,12 +75,12 @@ bool owns(Ring& ring, uint32_t session, uint64_t generation) {
 
 Step Turn::enter(Deadline deadline) {
     for (uint32_t other = 0;
-         !is_mine() && !owner_.compare_exchange_strong(other, me(), std::memory_order_acquire); other = 0) {
+         !is_own() && !owner_.compare_exchange_strong(other, me(), std::memory_order_acquire); other = 0) {
         if (deadline.now_only() || deadline.passed()) return Step::NotNow;
         if (PyErr_CheckSignals() != 0) return Step::Interrupted;
         WithoutGil without;
         waiting_ +=
-            1;  // before the word is looked at: `leave`, which writes the word first, sees this or is seen
+            1;  // before the word is read: `leave` writes the word first, so one of the two sees the other
         futex_wait(owner_, other, deadline.slice(), false);
         waiting_ -= 1;
     }
@@ -95,8 +94,8 @@ void Turn::leave() {
     if (waiting_.load(std::memory_order_seq_cst)) futex_wake(owner_, 1, false);
 }
 
-// Waits, with the transport's lock free, until nobody of this process reads or writes where the port's items
-// lie.
+// Wait, with the transport's lock free, until no thread of this process reads or writes the port's items in
+// place. Then take the lock.
 template <class Transport, class Busy>
 static void lock_when_idle(Transport& transport, Busy busy, std::optional<Locked<Transport>>& locked) {
     for (;;) {
@@ -136,12 +135,12 @@ bool ready(Port& port) {
 template bool ready(In&);
 template bool ready(Out&);
 
-bool tell_followers(In& in) {
-    if (!in.state.in_hand) return true;
+bool pass_turns(In& in) {
+    if (!in.state.leases) return true;
     for (Out* out : in.feeds) {
-        const bool told =
+        const bool ok =
             out->ch->with([&](auto& transport) { return done_with(transport, *out, in.state.number); });
-        if (!told) return false;
+        if (!ok) return false;
         out->state.count = 0;
     }
     return true;
@@ -152,9 +151,9 @@ void runs(In* in, Session::At at) {
     in->ch->with(Each{[](LocalQueue&) {}, [&](Ring& ring) { ring.session(in->state.session).at = at; }});
 }
 
-// Whether the port is open, and has not been sent to another process.
+// Return whether the port is open, and has not been sent to another process.
 template <class Port>
-static bool is_mine(Port& port) {
+static bool is_own(Port& port) {
     if (!port.open || port.forks != fork_count) return false;
     return port.ch->with(Each{
         [](LocalQueue&) { return true; },
@@ -162,7 +161,7 @@ static bool is_mine(Port& port) {
     });
 }
 
-// Errors of what is called are nobody's business here.
+// Errors of the callbacks do not concern the caller.
 static void call_all(const std::vector<nb::object>& calls) {
     if (calls.empty()) return;
     nb::error_scope kept;
@@ -208,17 +207,17 @@ In::~In() {
 }
 
 void In::drop() {
-    if (is_mine(*this)) close(false);
+    if (is_own(*this)) close(false);
 }
 
 Out::~Out() {
     if (In* in = follows()) std::erase(in->feeds, this);
-    if (is_mine(*this)) close();
+    if (is_own(*this)) close();
 }
 
 void In::close(bool finished) {
     if (!open.exchange(false)) return;
-    if (finished && !tell_followers(*this)) PyErr_Clear();  // interrupted; leaving goes on all the same
+    if (finished && !pass_turns(*this)) PyErr_Clear();  // interrupted; the port still closes
     ch->with([&](auto& transport) { leave(transport, finished); });
     const std::vector<nb::object> calls = std::exchange(due, {});
     if (finished) call_all(calls);
@@ -231,8 +230,8 @@ void In::leave(LocalQueue& queue, bool finished) {
     if (drops)
         queue.acknowledge(state, wakes);
     else
-        queue.give_back(hand, state, wakes);
-    const std::vector<LocalQueue::Item> items = std::exchange(hand, {});
+        queue.give_back(leased_items, state, wakes);
+    const std::vector<LocalQueue::Item> items = std::exchange(leased_items, {});
     queue.end_port(Side::Reader, this, wakes);
     locked.unlock(wakes);
     if (drops) drop_items(items);
@@ -241,10 +240,10 @@ void In::leave(LocalQueue& queue, bool finished) {
 void In::leave(Ring& ring, bool finished) {
     Wakes wakes;
     std::optional<Locked<Ring>> locked;
-    lock_when_idle(ring, [&] { return copying && !turn.is_mine(); }, locked);
+    lock_when_idle(ring, [&] { return copying && !turn.is_own(); }, locked);
     if (owns(ring, state.session, generation)) ring.end_session(state.session, finished, wakes);
     locked->unlock(wakes);
-    state.in_hand = 0;
+    state.leases = 0;
 }
 
 void Out::close() {

@@ -35,16 +35,16 @@ struct Pidfd {
 
 namespace {
 
-std::atomic<uint64_t> own_start_{0};  // 0: not yet asked for; no partner
+std::atomic<uint64_t> own_start_{0};  // 0: not yet queried; no partner
 
-std::mutex open_mutex;  // a fork holds it: the child gets it unlocked, and what it guards whole
+std::mutex open_mutex;  // a fork holds it, so the child gets it unlocked and its data consistent
 auto& all_open =
-    *new std::vector<std::weak_ptr<const Pidfd>>;  // for ever: while a program exits threads look
+    *new std::vector<std::weak_ptr<const Pidfd>>;  // never destroyed: threads use it while a program exits
 
 void before_fork() { open_mutex.lock(); }
 void in_parent() { open_mutex.unlock(); }
 void in_child() {
-    // Who had them is not here, or leaves them as they are: see Peers::table.
+    // The users of these descriptors do not exist here, or do not touch them: see Peers::table.
     for (const auto& one : all_open)
         if (auto open = one.lock()) close(open->fd);
     all_open.clear();
@@ -55,7 +55,8 @@ void in_child() {
 
 [[maybe_unused]] const int fork_hook = pthread_atfork(before_fork, in_parent, in_child);
 
-// Reads /proc/<pid>/stat: the state letter and the start time; false, with errno, if that can't be done.
+// Read the state letter and the start time from /proc/<pid>/stat. Return false, with errno, if that is
+// impossible.
 bool read_stat(uint64_t pid, char& state, uint64_t& started) {
     char path[32], text[512];
     snprintf(path, sizeof path, "/proc/%lu/stat", static_cast<unsigned long>(pid));
@@ -91,7 +92,7 @@ bool process_alive(uint64_t pid, uint64_t started) {
     uint64_t now = 0;
     if (read_stat(pid, state, now)) return state != 'Z' && state != 'X' && (started == 0 || started == now);
     if (errno == ENOENT) return kill(pid_t(pid), 0) == 0 || errno == EPERM;  // hidden from this user, perhaps
-    return errno != ESRCH;  // without a free descriptor it can't be told
+    return errno != ESRCH;  // unknown without a free descriptor
 }
 
 uint64_t own_start() {
@@ -100,15 +101,15 @@ uint64_t own_start() {
     return start;
 }
 
-// Most descriptors are the program's.
+// Leave most descriptors to the program.
 static bool is_room_for(size_t descriptors) {
     rlimit most;
     return getrlimit(RLIMIT_NOFILE, &most) != 0 || descriptors <= most.rlim_cur / 4;
 }
 
-// Null if there can't be one, or somebody else is just looking or forking: whoever waited here with a lock that a
-// fork wants, too, would wait for ever. The number might have gone to another process meanwhile, so the start is
-// compared last.
+// Return null if a pidfd is impossible, or while another thread looks or forks. A wait here, with a lock that
+// the fork also needs, would never end. The number may have gone to another process, so the start is compared
+// last.
 std::shared_ptr<const Pidfd> Peers::open(uint64_t pid, uint64_t started) {
     std::unique_lock guard(open_mutex, std::try_to_lock);
     if (!guard) return nullptr;
@@ -134,7 +135,7 @@ bool Peers::alive(uint64_t pid, uint64_t started) {
     peer->round = round;
     if (peer->pidfd && !peer->pidfd->may_have_ended()) return true;
     peer->pidfd = nullptr;
-    return process_alive(pid, started);  // a program that closes all descriptors has closed ours, too
+    return process_alive(pid, started);  // a program that closes all descriptors has closed this one too
 }
 
 void Peers::begin_round() {
@@ -143,7 +144,7 @@ void Peers::begin_round() {
     now.round += 1;
 }
 
-// This process's own. What a fork has copied may be half changed, and is left as it is.
+// Return this process's own table. A fork may have copied the old one half changed, so it is left unused.
 Peers::Table& Peers::table() {
     if (!table_ || table_->of != process_number()) table_ = new Table{process_number()};
     return *table_;

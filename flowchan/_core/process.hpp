@@ -1,4 +1,5 @@
-// Whether a process lives, whoever started it, and which of all that ever had its number it is. Besides, its threads.
+// Queries about processes: whether one is alive, and which of the processes with a number it is. Also threads
+// without signals.
 #pragma once
 
 #include <pthread.h>
@@ -11,25 +12,25 @@ namespace flowchan {
 
 struct Pidfd;
 
-// When it started, in the kernel's ticks since boot: with its number it names one process for ever. 0: none.
+// Return the start time of a process, in the kernel's ticks since boot, 0 if there is none. With the number
+// it identifies one process for all time.
 uint64_t process_start(uint64_t pid);
 
-// Whether the process with this number and start time still runs (a zombie does not). started = 0: any start
-// time.
+// Return whether the process with this number and start time still runs (a zombie does not). started = 0: any
+// start time.
 bool process_alive(uint64_t pid, uint64_t started);
 
-// Other processes, of which it is asked again and again whether they still run. From the second time on each has
-// a pidfd that stays open, so that an answer is one system call and no look into /proc; it is shared by all who
-// ask for the same process. Where the system refuses pidfds, and when they would be more than a quarter of the
-// descriptors that this process may have, /proc has the answer. A forked child closes those of its parent. Not for
-// several threads at once.
+// Other processes whose state is asked for repeatedly. From the second query on, each has an open pidfd, so
+// that an answer is one system call without /proc. All users that ask for the same process share it. If the
+// system refuses pidfds, or if they exceed a quarter of this process's descriptor limit, /proc answers. A
+// forked child closes those of its parent. Not for several threads at once.
 class Peers {
   public:
     Peers() = default;
     ~Peers();
     Peers(const Peers&) = delete;
     bool alive(uint64_t pid, uint64_t started);
-    // Forgets those for whom nobody has asked since this was called last.
+    // Forget the processes that were not queried since the last call.
     void begin_round();
 
   private:
@@ -50,10 +51,10 @@ class Peers {
 // This process's number, without a system call; a forked child has its own.
 extern uint32_t own_number;
 inline uint32_t process_number() { return own_number; }
-// And when it started.
+// Return the start time of this process.
 uint64_t own_start();
 
-// Threads that are begun meanwhile take no signal: those are for Python's main thread.
+// Blocks signals for threads that start while it exists, because Python's main thread handles signals.
 class NoSignals {
   public:
     NoSignals() {

@@ -1,4 +1,4 @@
-// What a put does, from the Python object to the transport.
+// The put operation, from the Python object to the transport.
 #include "channel.hpp"
 #include "raising.hpp"
 #include "sizes.hpp"
@@ -11,17 +11,17 @@ using namespace nb::literals;
 
 namespace {
 
-// What a put says whose port was closed while it waited.
+// Return the result of a put whose port was closed while it waited.
 Step left(uint64_t state) {
     return state == OPEN ? Step::PortClosed : state == BROKEN ? Step::Broken : Step::Closed;
 }
 
-// Before the first output for an item: which item it is, and how many of its outputs are there already.
+// Set the item, and the number of its outputs that are already out, before the first output for it.
 template <class M>
 void begin(M& m, Out& out) {
     if (out.state.keyed) return;
     In* in = out.follows();
-    if (!out.replays && (!in || !in->state.in_hand)) return;
+    if (!out.replays && (!in || !in->state.leases)) return;
     m.begin_item(out.state, out.replays ? 0 : in->state.number);
     out.state.keyed = true;
 }
@@ -41,7 +41,7 @@ Step put(LocalQueue& queue, Channel& ch, Out* out, PyObject* item, Deadline dead
     return step;
 }
 
-// What comes before every put into a ring, under its lock: Wait, unless that has settled it.
+// Prepare a put into a ring, under its lock. Return Wait unless the put is already settled.
 Step before_put(Ring& ring, Out* out) {
     if (!out) return Step::Wait;
     if (!out->open) return left(ring.header().state);
@@ -49,10 +49,10 @@ Step before_put(Ring& ring, Out* out) {
     return out->state.skips() ? Step::Done : Step::Wait;
 }
 
-// Who puts faster than others read would use ever more memory for the first time, up to the channel's bound.
-// Waiting for what they give back costs less, for about as long as new memory would cost, and as long as they
-// do give some back. A MB that is new takes 0.7 to 1 ms of a processor (to find and to clear it 0.25 ms, in faults at
-// the first touch 0.4 ms, to give it back at the end 0.2 ms), one that was used before 0.03 to 0.07 ms.
+// Wait for recycled memory. A writer that outpaces its readers would otherwise touch ever more new memory, up
+// to the channel's bound. The wait pays for about as long as new memory would cost, and while readers free
+// some. A new MB costs 0.7 to 1 ms of a processor, a used one 0.03 to 0.07 ms. The parts are 0.25 ms to find
+// and clear it, 0.4 ms for faults at the first touch, and 0.2 ms to return it.
 Step await_warm_memory(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadline deadline) {
     constexpr uint64_t WORTH_IT = 64 << 10, BYTES_A_NS = 1;
     if (size < WORTH_IT || deadline.now_only()) return Step::Done;
@@ -67,7 +67,7 @@ Step await_warm_memory(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadlin
         soon);
 }
 
-// A large item is copied outside the lock, in two steps, so that nobody waits for the copy.
+// Put a large item in two steps, with the copy outside the lock, so that no other caller waits for the copy.
 Step put_large(Ring& ring, Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadline) {
     WriterState* writer = out ? &out->state : nullptr;
     uint32_t session = out ? out->state.session : ch.plain_session();
@@ -95,7 +95,7 @@ Step put_large(Ring& ring, Channel& ch, Out* out, const ObjectFrame& frame, Dead
     return step;
 }
 
-// The loan from the channel that one of the frame's buffers lies in, at `at`.
+// Return the loan from the channel that contains one of the frame's buffers, which is at `at`.
 std::shared_ptr<Block> loan_of(Channel& ch, const ObjectFrame& frame, const void*& at) {
     nb::object self = nb::find(ch);
     nb::ft_object_guard guard(self);  // of `loans`
@@ -105,10 +105,10 @@ std::shared_ptr<Block> loan_of(Channel& ch, const ObjectFrame& frame, const void
     return loan;
 }
 
-// Puts an item whose large buffer was filled in place. Wait: it can't go that way, copy it like any other. So
-// it is with memory that a forked child has inherited, which is on loan to its parent, and with what has come
-// to where something was filled and put before. `put` is set first, so that two threads can't put the same
-// memory twice.
+// Put an item whose large buffer was filled in place. Wait: the item must be copied like any other. This
+// applies to memory that a forked child inherited, because it is on loan to the parent. It also applies to an
+// item that arrived where an earlier loan was put. `put` is set first, so that two threads cannot put the
+// same memory twice.
 Step put_loaned(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     const void* at = nullptr;
     std::shared_ptr<Block> loan = loan_of(ch, frame, at);
@@ -167,7 +167,7 @@ Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, u
     Step step = put_frame(ring, ch, out, frame, deadline);
     runs(in, Session::USERS);
     if (step == Step::Refused) return raise_refused(ch, frame.refused), Step::Interrupted;
-    if (frame.kind == PINNED && step == Step::Done) tell_put(frame, nb::find(ch).ptr());
+    if (frame.kind == PINNED && step == Step::Done) notify_put(frame, nb::find(ch).ptr());
     return step;
 }
 
@@ -198,7 +198,8 @@ Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits) {
 }
 
 static nb::object lend(LocalQueue&, Channel& ch, Out*, uint64_t, Deadline) {
-    throw nb::type_error((ch.describe() + " has no memory of its own to lend").c_str());
+    throw nb::type_error(
+        (ch.describe() + " has no shared memory to lend; make it with across='processes'").c_str());
 }
 
 static nb::object lend(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadline deadline) {
@@ -227,7 +228,8 @@ static nb::object lend(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadlin
     return view;
 }
 
-// Memory of the channel for `size` bytes that the caller fills and then puts, waiting until there is some.
+// Lend memory of the channel for `size` bytes, waiting until there is some. The caller fills it and then puts
+// it.
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout) {
     Deadline deadline;
     if (!ch.usable() || !parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
@@ -263,7 +265,7 @@ PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline) {
     }
     Py_DECREF(iterator);
     if (!PyErr_Occurred()) Py_RETURN_NONE;
-    // The error tells how many were put, so that the caller can go on behind them.
+    // `items_put` of the error counts the items that were put, so that the caller can continue after them.
     add_to_error("items_put", PyLong_FromSsize_t(done));
     return nullptr;
 }

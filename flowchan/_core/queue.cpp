@@ -26,7 +26,7 @@ void LocalQueue::push(const Item& item) {
     puts += 1;
 }
 
-// To its place at the front, where those that were put back before stand in the order of their numbers.
+// Return an item to its place at the front, where earlier returned items are sorted by their numbers.
 void LocalQueue::put_back(const Item& item) {
     grow();
     head_ = (head_ - 1) & (buffer_.size() - 1);
@@ -55,25 +55,25 @@ Step LocalQueue::try_put(const Item& item, WriterState* writer, Wakes& wakes) {
     } else {
         if (count_ + parked >= capacity_) return Step::Wait;
         push(item);
-        reader_line.call(wakes);
+        reader_list.call(wakes);
     }
     bytes_in += item.size;
     if (writer && writer->keyed) {
         writer->count += 1;
         if (writer->single && writer->ordered) item_done(*writer, wakes);
     }
-    if (writer_line.waiting) call_waiting(Side::Writer, wakes);
+    if (writer_list.waiting) wake_waiting(Side::Writer, wakes);
     return Step::Done;
 }
 
 Step LocalQueue::try_take(Item& item, ReaderState* reader, Wakes& wakes) {
     if (state == BROKEN) return Step::Broken;
-    if (reader && reader->orders && !reader->in_hand) {
+    if (reader && reader->orders && !reader->leases) {
         if (reader->orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
-        if (reader->orders & RETIRE) return Step::Drained;  // the next one is called as the call ends
+        if (reader->orders & RETIRE) return Step::Drained;  // the end of the call wakes the next one
     }
     if (count_ == 0)
-        return nothing_coming() && (leased == 0 || (reader && (reader->alone || reader->in_hand)))
+        return is_exhausted() && (leased == 0 || (reader && (reader->alone || reader->leases)))
                    ? Step::Drained
                    : Step::Wait;
     item = buffer_[head_];
@@ -83,32 +83,32 @@ Step LocalQueue::try_take(Item& item, ReaderState* reader, Wakes& wakes) {
     bytes_out += item.size;
     if (item.number == Item::UNNUMBERED) item.number = numbered_++;
     if (reader) {
-        if (reader->in_hand++ == 0) reader->number = item.number;
+        if (reader->leases++ == 0) reader->number = item.number;
         leased += 1;
     }
     takes += 1;
-    call_writers(reader, wakes);
-    if (reader_line.waiting) call_waiting(Side::Reader, wakes);
-    tell_end(wakes);
+    wake_writers(reader, wakes);
+    if (reader_list.waiting) wake_waiting(Side::Reader, wakes);
+    wake_at_end(wakes);
     return Step::Done;
 }
 
 void LocalQueue::acknowledge(ReaderState& reader, Wakes& wakes) {
-    if (!reader.in_hand) return;
-    leased -= reader.in_hand;
-    reader.in_hand = 0;
-    tell_end(wakes);
+    if (!reader.leases) return;
+    leased -= reader.leases;
+    reader.leases = 0;
+    wake_at_end(wakes);
 }
 
 void LocalQueue::give_back(const std::vector<Item>& items, ReaderState& reader, Wakes& wakes) {
-    leased -= reader.in_hand;
-    takes -= reader.in_hand;
-    reader.in_hand = 0;
+    leased -= reader.leases;
+    takes -= reader.leases;
+    reader.leases = 0;
     for (auto item = items.rbegin(); item != items.rend(); ++item) {
         put_back(*item);
         bytes_out -= item->size;
     }
-    reader_line.call(wakes);
+    reader_list.call(wakes);
 }
 
 void LocalQueue::begin_item(WriterState& writer, uint64_t number) {
@@ -137,40 +137,40 @@ void LocalQueue::advance(Wakes& wakes) {
         linked += uint32_t(g.items.size());
         parked -= g.items.size();
         g.items.clear();
-        if (!g.complete && state == OPEN) break;  // once it is closed, nothing that is missing comes
+        if (!g.complete && state == OPEN) break;  // after the close no missing output comes
         groups_.pop_front();
         turn += 1;
     }
-    if (linked) reader_line.call(wakes);
+    if (linked) reader_list.call(wakes);
     if (turn != before) {
-        call_turn(wakes);
-        tell_end(wakes);
+        wake_turn(wakes);
+        wake_at_end(wakes);
     }
 }
 
 // As in Ring.
-void LocalQueue::turn_is(uint64_t number, Wakes& wakes) {
+void LocalQueue::start_turns_at(uint64_t number, Wakes& wakes) {
     if (state != OPEN || number <= turn) return;
     const uint64_t parked_to = std::min<uint64_t>(number - turn, groups_.size());
     for (uint64_t i = 0; i < parked_to; ++i) groups_[i].complete = true;
     advance(wakes);
     if (!groups_.empty() || turn >= number) return;
     turn = number;
-    call_turn(wakes);
-    tell_end(wakes);
+    wake_turn(wakes);
+    wake_at_end(wakes);
 }
 
 void LocalQueue::order(ReaderState& reader, const void* port, Orders what, Wakes& wakes) {
     reader.orders |= what;
-    reader_line.call_port(port, wakes);
+    reader_list.wake_port(port, wakes);
 }
 
 void LocalQueue::close(Wakes& wakes) {
     if (state != OPEN) return;
     state = CLOSED;
     advance(wakes);
-    reader_line.call_all(wakes);
-    writer_line.call_all(wakes);
+    reader_list.call_all(wakes);
+    writer_list.call_all(wakes);
 }
 
 void LocalQueue::break_(PyObject* by, std::vector<PyObject*>& dropped, Wakes& wakes) {
@@ -182,13 +182,13 @@ void LocalQueue::break_(PyObject* by, std::vector<PyObject*>& dropped, Wakes& wa
         for (Item& item : g.items) dropped.push_back(item.object);
     count_ = parked = 0;
     groups_.clear();
-    reader_line.call_all(wakes);
-    writer_line.call_all(wakes);
+    reader_list.call_all(wakes);
+    writer_list.call_all(wakes);
 }
 
 void LocalQueue::end_port(Side side, const void* port, Wakes& wakes) {
     if (--(side == Side::Writer ? writers : readers) == 0) close(wakes);
-    line(side).call_port(port, wakes);  // a thread that waits in it must hear of it
+    wait_list(side).wake_port(port, wakes);  // a thread that waits in it must wake
 }
 
 Counts LocalQueue::counts() const {
@@ -200,28 +200,28 @@ Counts LocalQueue::counts() const {
             .leased = leased,
             .readers = readers,
             .writers = writers,
-            .waiting_readers = reader_line.waiting,
-            .waiting_writers = writer_line.waiting,
-            .read_wait_ns = reader_line.total_wait_ns(),
-            .write_wait_ns = writer_line.total_wait_ns(),
-            .turn_wait_ns = writer_line.turns.total(now_ns()),
-            .readers_waiting_for_ns = reader_line.waiting_for_ns(),
-            .writers_waiting_for_ns = writer_line.waiting_for_ns(),
-            .selecting = reader_line.selecting() + writer_line.selecting(),
-            .woken = reader_line.woken() + writer_line.woken(),
-            .short_of_bytes = short_of_bytes && writer_line.waiting > 0};
+            .waiting_readers = reader_list.waiting,
+            .waiting_writers = writer_list.waiting,
+            .read_wait_ns = reader_list.total_wait_ns(),
+            .write_wait_ns = writer_list.total_wait_ns(),
+            .turn_wait_ns = writer_list.turns.total(now_ns()),
+            .readers_waiting_for_ns = reader_list.waiting_for_ns(),
+            .writers_waiting_for_ns = writer_list.waiting_for_ns(),
+            .selecting = reader_list.selecting() + writer_list.selecting(),
+            .woken = reader_list.woken() + writer_list.woken(),
+            .short_of_bytes = short_of_bytes && writer_list.waiting > 0};
 }
 
-bool LocalQueue::could_go(const Caller& caller) const {
+bool LocalQueue::could_continue(const Caller& caller) const {
     if (state != OPEN || caller.side == Side::Reader) return state != OPEN || count_ > 0;
     if (caller.ordered) return has_turn(caller.number);
     const bool fits = bytes_in - bytes_out + caller.size <= most_inside() || count_ == 0;
     return fits && room() > 0;
 }
 
-void LocalQueue::call_waiting(Side side, Wakes& wakes) {
-    if (side == Side::Writer) call_turn(wakes);
-    if (side == Side::Reader ? count_ > 0 : room() > 0) line(side).call(wakes);
+void LocalQueue::wake_waiting(Side side, Wakes& wakes) {
+    if (side == Side::Writer) wake_turn(wakes);
+    if (side == Side::Reader ? count_ > 0 : room() > 0) wait_list(side).call(wakes);
 }
 
 int LocalQueue::traverse(visitproc visit, void* arg) {

@@ -1,13 +1,12 @@
 // LocalQueue: the FIFO of a `threads` channel. Items are references; nothing is copied.
 //
-// A circular buffer that doubles up to `capacity`, the lines of stream.hpp, and the order of an ordered stage's
-// outputs as in ring_items.cpp, with deques in place of lists of slots. Its operations move references and
-// never drop one, because dropping could run any Python code under the lock. They run attached to the
-// interpreter (GIL held), because the garbage collector looks at the items without the lock.
+// It has a circular buffer that doubles up to `capacity`, and the wait lists of wait_list.hpp. The outputs of an
+// ordered stage are ordered as in ring_turns.cpp, with deques in place of lists of slots. Its operations move
+// references and never drop one, because dropping could run any Python code under the lock. They run attached
+// to the interpreter (GIL held), because the garbage collector looks at the items without the lock.
 //
-// So where there is a GIL, who is between lock and unlock holds it all the while, and it is the lock: the
-// two atomic operations of a mutex would be a quarter of a put. A free-threaded interpreter gets a small
-// futex mutex.
+// Where there is a GIL, a thread holds it between lock and unlock, so the GIL is the lock. The two atomic
+// operations of a mutex would be a quarter of a put. A free-threaded interpreter uses a small futex mutex.
 #pragma once
 
 #include <Python.h>
@@ -17,11 +16,11 @@
 #include <vector>
 
 #include "ring.hpp"
-#include "stream.hpp"
+#include "wait_list.hpp"
 
 namespace flowchan {
 
-// 0 free, 1 taken, 2 taken and somebody sleeps. Drepper, "Futexes are tricky" (2011), mutex 2.
+// 0 free, 1 taken, 2 taken with a sleeper. Drepper, "Futexes are tricky" (2011), mutex 2.
 class FutexMutex {
   public:
     void lock() {
@@ -61,7 +60,7 @@ class LocalQueue {
         static constexpr uint64_t UNNUMBERED = UINT64_MAX;
         PyObject* object;
         uint64_t size;                 // counted against max_bytes and the share; 0 where there are none
-        uint64_t number = UNNUMBERED;  // given when first taken, as in Slot
+        uint64_t number = UNNUMBERED;  // assigned at the first take, as in Slot
     };
 
     LocalQueue(uint64_t capacity, uint64_t max_bytes) : capacity_(capacity), max_bytes_(max_bytes) {}
@@ -76,25 +75,26 @@ class LocalQueue {
 
     // --- all under the lock; the same meaning as in Ring ---
     Step try_put(const Item& item, WriterState* writer, Wakes& wakes);  // takes over the reference when Done
-    Step try_take(Item& item, ReaderState* reader, Wakes& wakes);       // hands the reference over
+    Step try_take(Item& item, ReaderState* reader, Wakes& wakes);       // passes the reference to the caller
     void acknowledge(ReaderState& reader, Wakes& wakes);
     void give_back(const std::vector<Item>& items, ReaderState& reader,
                    Wakes& wakes);  // takes over the references
     void begin_item(WriterState& writer, uint64_t number);
-    void turn_is(uint64_t number, Wakes& wakes);
+    void start_turns_at(uint64_t number, Wakes& wakes);
     void order(ReaderState& reader, const void* port, Orders what, Wakes& wakes);
     Step item_done(WriterState& writer, Wakes& wakes);
     void close(Wakes& wakes);
     // The caller drops the references, unlocked.
     void break_(PyObject* by, std::vector<PyObject*>& dropped, Wakes& wakes);
     void end_port(Side side, const void* port, Wakes& wakes);
-    bool drained() const { return leased == 0 && nothing_coming(); }
+    bool drained() const { return leased == 0 && is_exhausted(); }
     bool broken() const { return state == BROKEN; }
     uint64_t seen_state() const { return state; }
     uint64_t inside() const { return count_; }
     uint64_t& share() { return share_; }
     Counts counts() const;
-    std::vector<Held> held() const { return {}; }  // nobody dies here, and nobody looks at what is inside
+    // threads do not die alone, and no view points into the queue
+    std::vector<Held> held() const { return {}; }
     bool is_sweep_due() const { return false; }
     int fd() const { return -1; }
     int socket() const { return -1; }
@@ -102,18 +102,18 @@ class LocalQueue {
 
     int traverse(visitproc visit, void* arg);
 
-    Line& line(Side side) { return side == Side::Reader ? reader_line : writer_line; }
-    bool could_go(const Caller& caller) const;   // whether an operation of this caller would be done now
-    void call_waiting(Side side, Wakes& wakes);  // one who could go on now
-    Line reader_line, writer_line;
-    std::atomic<uint64_t> state = OPEN;  // also looked at without the lock, as a hint
+    WaitList& wait_list(Side side) { return side == Side::Reader ? reader_list : writer_list; }
+    bool could_continue(const Caller& caller) const;  // whether an operation of this caller would succeed now
+    void wake_waiting(Side side, Wakes& wakes);       // wakes one caller that could continue now
+    WaitList reader_list, writer_list;
+    std::atomic<uint64_t> state = OPEN;  // also read without the lock, as a hint
     PyObject* cause = nullptr;           // of BROKEN
     uint64_t puts = 0, takes = 0, bytes_in = 0, bytes_out = 0;
     uint64_t leased = 0, parked = 0, turn = 0, readers = 0, writers = 0;
     bool short_of_bytes = false;  // a writer waits for bytes, not for a place
 
-    // Whether too many outputs wait for a place to take an item for one more.
-    bool is_crowded() const { return state == OPEN && room() <= 1 && writer_line.with_turn() >= CROWD; }
+    // Return whether too many outputs wait for a place for a worker to take another item.
+    bool is_crowded() const { return state == OPEN && room() <= 1 && writer_list.with_turn() >= CROWD; }
 
     bool counts_bytes() const { return share_ || max_bytes_ != UINT64_MAX; }
     uint64_t most_inside() const { return share_ ? std::min(share_, max_bytes_) : max_bytes_; }
@@ -125,9 +125,9 @@ class LocalQueue {
     };
     static constexpr uint64_t GROUPS = 4096;
 
-    bool nothing_coming() const { return state == CLOSED && count_ == 0 && parked == 0; }
-    void tell_end(Wakes& wakes) {
-        if (nothing_coming()) reader_line.call_all(wakes);
+    bool is_exhausted() const { return state == CLOSED && count_ == 0 && parked == 0; }
+    void wake_at_end(Wakes& wakes) {
+        if (is_exhausted()) reader_list.call_all(wakes);
     }
     void grow();
     void push(const Item& item);
@@ -137,19 +137,19 @@ class LocalQueue {
     bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number > turn; }
     uint64_t room() const { return capacity_ - std::min(capacity_, count_ + parked); }
     bool has_turn(uint64_t number) const {  // whether the output of item `number` has a place
-        if (number == ANY_TURN) return room() > 1 || writer_line.with_turn() == 0;
+        if (number == ANY_TURN) return room() > 1 || writer_list.with_turn() == 0;
         return number <= turn ? room() > 0 : number - turn < GROUPS && room() > 1;
     }
-    void call_turn(Wakes& wakes) {
-        writer_line.call_turn([&](uint64_t number) { return has_turn(number); }, wakes);
+    void wake_turn(Wakes& wakes) {
+        writer_list.wake_turn([&](uint64_t number) { return has_turn(number); }, wakes);
     }
-    void call_writers(const ReaderState* reader, Wakes& wakes) {  // as in Ring
-        if (!writer_line.waiting) return;
-        if (short_of_bytes) writer_line.call_all(wakes);
+    void wake_writers(const ReaderState* reader, Wakes& wakes) {  // as in Ring
+        if (!writer_list.waiting) return;
+        if (short_of_bytes) writer_list.call_all(wakes);
         short_of_bytes = false;
-        call_turn(wakes);
+        wake_turn(wakes);
         const uint64_t enough = reader && reader->lazy ? std::max<uint64_t>(capacity_ / 4, 1) : 1;
-        if (room() >= enough) writer_line.call(wakes);
+        if (room() >= enough) writer_list.call(wakes);
     }
 
     Mutex mutex_;

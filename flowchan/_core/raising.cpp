@@ -1,4 +1,4 @@
-// How a call that did not work is told to the user, and how the cause of a break is kept.
+// Errors of calls on channels, and the storage of the cause of a break.
 #include "raising.hpp"
 #include "wire.hpp"
 
@@ -13,7 +13,7 @@ PyObject* error_class(const char* name) {
     return module ? PyObject_GetAttrString(module, name) : nullptr;
 }
 
-// Raises Broken with the cause given to abort(), which may be null.
+// Raise Broken with the cause given to abort(), which may be null.
 void raise_broken(const std::string& message, PyObject* cause) {
     PyObject* cls = error_class("Broken");
     PyObject* error = cls ? PyObject_CallFunction(cls, "s", message.c_str()) : nullptr;
@@ -31,7 +31,7 @@ std::string amount(uint64_t bytes) {
     return text;
 }
 
-// What ended a channel whose counted writer's process died: a WorkerDied, or null.
+// Return the cause for a channel that the death of a counted writer ended: a WorkerDied, or null.
 PyObject* writer_died(const std::string& who, uint64_t pid) {
     const std::string text = "process " + std::to_string(pid) + ", which had a counted writer of " + who +
                              " open, ended without closing it";
@@ -42,7 +42,7 @@ PyObject* writer_died(const std::string& who, uint64_t pid) {
     return PyObject_Call(cls.ptr(), arguments.ptr(), keywords.ptr());
 }
 
-// How full a channel is that takes nothing now; and whose views keep memory back.
+// Describe how full a channel is, and which processes hold its memory by views.
 std::string fill(Channel& ch) {
     std::vector<Held> held;
     const Counts counts = locked(ch, [&](auto& transport, Wakes&) {
@@ -56,14 +56,14 @@ std::string fill(Channel& ch) {
     for (const Held& one : held)
         text += "; process " + std::to_string(one.pid) + " holds " + std::to_string(one.blocks) +
                 (one.blocks == 1 ? " block, " : " blocks, ") + amount(one.bytes) +
-                ", by arrays and tensors that it got or has on loan";
+                " in arrays and tensors that it received or has on loan";
     if (!held.empty()) text += "; keep copies instead (array.copy()), or give a larger max_bytes";
     return text;
 }
 
 std::string seconds(Deadline deadline) { return deadline.now_only() ? "now" : "within the timeout"; }
 
-// The cause of Broken: for `threads` the exception itself, for `processes` what codec.dumps made of it.
+// Return the cause of Broken: for `threads` the exception itself, for `processes` the decoded pickle.
 PyObject* stored_cause(LocalQueue& queue) { return Py_XNewRef(queue.cause); }
 
 PyObject* stored_cause(Ring& ring) {
@@ -77,18 +77,19 @@ PyObject* stored_cause(Ring& ring) {
     return cause;
 }
 
-// What is wrong with a channel beyond what its state says; nothing of this comes to threads.
+// Faults of a channel in addition to its state. Channels of threads have none.
 struct Fault {
     uint64_t cut_off = 0;  // the process whose death ended it
     bool damaged = false;
-    bool blind = false;  // this process does not see all of it
+    bool map_incomplete = false;  // this process cannot map all of it
 };
 
 Fault fault(Channel& ch) {
     return ch.with(Each{[](LocalQueue&) { return Fault{}; },
                         [](Ring& ring) {
                             const Header& h = ring.header();
-                            return Fault{h.state == CLOSED ? h.cut_off : 0, h.damaged != 0, ring.is_blind()};
+                            return Fault{h.state == CLOSED ? h.cut_off : 0, h.damaged != 0,
+                                         ring.is_map_incomplete()};
                         }});
 }
 
@@ -106,37 +107,36 @@ void raise_refused(Channel& ch, int error) {
     std::string why = std::string("they could not be sent (") + strerror(error) + ")";
     if (error == EBADF)
         why =
-            "this process has no socket of it; it needs AF_UNIX sockets, and must get the channel by fork, "
+            "this process lacks its socket; it needs AF_UNIX sockets, and must get the channel by fork, "
             "as an argument of a "
             "process or through a channel";
     if (error == E2BIG) why = "one item takes at most 126 of them; put several items";
-    if (error == EAGAIN || error == ENOBUFS) why = "too many are on their way in it; receive some first";
+    if (error == EAGAIN || error == ENOBUFS) why = "too many are in transit in it; receive some first";
     if (error == ETOOMANYREFS)
         why =
-            "this user has more descriptors on their way than a process may have open; receive some first, "
+            "this user has more descriptors in transit than a process may have open; receive some first, "
             "or allow more "
             "(ulimit -n)";
-    raise("ChannelError", who + " does not take the channels and shared tensors in this item: " + why);
+    raise("ChannelError", who + " cannot carry the channels and shared tensors in this item: " + why);
 }
 
 void raise_stays_here(Channel& ch, PyObject* item) {
-    PyErr_Format(
-        PyExc_TypeError,
-        "%s does not take this %s: it holds a channel, a port or a shared tensor that only processes "
-        "of one machine can share; channels across='hosts' can be put into it, and tensor.clone()",
-        ch.describe().c_str(), Py_TYPE(item)->tp_name);
+    PyErr_Format(PyExc_TypeError,
+                 "%s cannot carry this %s: it holds a channel, a port or a shared tensor that only processes "
+                 "of one machine can share; put a channel across='hosts' or tensor.clone() instead",
+                 ch.describe().c_str(), Py_TYPE(item)->tp_name);
 }
 
 namespace {
 
-// The kind, then the payload; "" if it can't cross.
+// Return the kind, then the payload; "" if the exception cannot cross.
 std::string pickled(PyObject* exception) {
     ObjectFrame frame;
-    frame.leaves = true;  // for no slot keeps what lies on a device
+    frame.leaves = true;  // no slot keeps memory on a device alive
     const bool crosses = exception && encode(exception, frame);
     PyErr_Clear();
-    if (!crosses || frame.parcel || frame.size >= MOST_CAUSE)
-        return "";  // descriptors travel with items only
+    if (!crosses || frame.bundle || frame.size >= MOST_CAUSE)
+        return "";  // descriptors travel only with items
     std::string all(1 + frame.size, char(frame.kind));
     frame.write(all.data() + 1);
     return all;
@@ -165,7 +165,7 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
                 raise("Empty", who + " is empty, nothing could be got " + seconds(deadline) + "; it is " +
                                    (ch.with([](auto& transport) { return transport.seen_state(); }) == OPEN
                                         ? "not closed"
-                                        : "closed, but a reader may give back what it has in hand"));
+                                        : "closed, but a reader may give back its leased items"));
             break;
         case Step::Closed:
             raise("Closed", who + " is closed: nothing can be put into it any more");
@@ -178,7 +178,7 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
             PyObject* cause = cut_off ? writer_died(who, cut_off)
                                       : ch.with([](auto& transport) { return stored_cause(transport); });
             raise_broken(who + (damaged   ? " is broken: its shared memory is damaged"
-                                : cut_off ? " is broken: a writer died, what it had put has been read"
+                                : cut_off ? " is broken: a writer died, and all its items have been read"
                                           : " is broken"),
                          cause);
             Py_XDECREF(cause);
@@ -187,13 +187,13 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
         case Step::TooLarge:
             PyErr_SetString(PyExc_ValueError,
                             (who + " takes items of at most max_bytes=" + std::to_string(ch.max_bytes) +
-                             " bytes, this one has " + std::to_string(size))
+                             " bytes; this one has " + std::to_string(size))
                                 .c_str());
             break;
         case Step::NoMemory:
-            if (fault(ch).blind) {
+            if (fault(ch).map_incomplete) {
                 PyErr_SetString(PyExc_MemoryError,
-                                (who + " has grown, and this process has no address space left to see "
+                                (who + " has grown, and this process has no address space left to map "
                                        "all of it; raise its limit (ulimit -v)")
                                     .c_str());
                 break;

@@ -1,23 +1,23 @@
-// The redo record: how a critical section on shared memory happens wholly or not at all, whoever is killed in
-// it.
+// The redo record: makes a critical section on shared memory happen wholly or not at all, even if its process
+// is killed.
 //
 // Algorithm (write-ahead redo logging, as in databases). A change to the shared state is a list of (word, new
-// value). It is written to the record first, then the record is marked valid, then it is applied, then it is
-// cleared. Who takes the lock and finds that its owner died looks at the record: valid means that all of it
-// was written, so it is applied (again); not valid means that nothing of it was applied, so nothing is to be
-// done. Values are absolute, so applying twice is the same as applying once.
+// value). It is first written to the record, then the record is marked valid, then it is applied, then it is
+// cleared. A process that takes the lock of a dead owner looks at the record. If it is valid, it was written
+// completely, so it is applied (again). If it is not valid, no part of it was applied, so there is nothing to
+// do. Values are absolute, so applying twice is the same as applying once.
 //
-// Why compiler fences are enough. The reader of a dead owner's record got the lock from the kernel, after the
-// owner was descheduled for good: all stores that the owner had executed are visible then, in whatever order
-// they left its core. What matters is only the order in which the owner executed them, and that is the
-// program's order once the compiler is kept from changing it. So it is on processors that order stores less
-// than x86_64 does, too: a core stops between two instructions, what came before them has happened, and the
-// kernel marks the lock of the dead with a full barrier (on aarch64 dmb ish), in the dead thread itself.
+// Why compiler fences are enough. The reader of a dead owner's record gets the lock from the kernel, after
+// the owner was descheduled for good. All stores that the owner executed are visible then, in whatever order
+// they left its core. Only the order in which the owner executed them matters, and that is the program's
+// order once the compiler is kept from changing it. The same holds on processors that order stores less than
+// x86_64 does: a core stops between two instructions, and everything before them has happened. The kernel
+// marks the lock of a dead thread with a full barrier (on aarch64 dmb ish), in the dead thread itself.
 //
-// There are several records, so that the lines of a record stay in the cache of who uses it: writers and
-// readers have different ones, and so have processes as far as there are enough. Which one is used is a
-// matter of speed alone. Only the holder of the lock writes any of them and leaves it cleared, so at most
-// one is valid, and who finds the owner dead looks at them all.
+// There are several records, so that the lines of a record stay in the cache of its user. Writers and readers
+// have different ones, and so have processes as far as there are enough. The choice of a record affects only
+// speed. Only the holder of the lock writes a record and leaves it cleared, so at most one is valid. A
+// process that finds the owner dead looks at all of them.
 #pragma once
 
 #include "faults.hpp"
@@ -43,13 +43,14 @@ struct alignas(64) Redo {
     void apply(const Words& words, uint64_t n) const {
         for (uint64_t i = 0; i < n; ++i) {
             // Atomic because some words are read without the lock, as hints (Traits<Ring>::ready in
-            // blocking.hpp is the partner); relaxed because who believes a hint takes the lock and looks.
+            // blocking.hpp is the partner). Relaxed because a reader that acts on a hint takes the lock and
+            // looks again.
             std::atomic_ref(*words.at(entry[i].offset)).store(entry[i].value, std::memory_order_relaxed);
             fault_point();
         }
     }
-    // Called by who found the owner of the lock dead. False, with nothing done, if the record can't be right:
-    // an entry names a word that is none of `words`.
+    // Apply the record after its owner died. Return false, with nothing done, if the record is damaged: an
+    // entry names a word that is not in `words`.
     template <class Words>
     bool recover(const Words& words) {
         const uint64_t n = valid;
@@ -65,8 +66,8 @@ struct alignas(64) Redo {
     }
 };
 
-// One change being composed. Reads of the state between `set` calls see the old values. `Words` tells where a
-// word lies, by its offset, and the other way round.
+// A change under construction. Reads of the state between `set` calls see the old values. `Words` converts
+// between words and their offsets.
 template <class Words>
 class ChangeOf {
   public:

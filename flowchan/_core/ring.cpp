@@ -1,4 +1,4 @@
-// The mapping and the lock of a ring, and the end of its channel. ring.hpp says where the rest is.
+// The mapping and the lock of a ring, and the end of its channel. ring.hpp lists the other files.
 #include "ring.hpp"
 
 #include "memory.hpp"
@@ -17,7 +17,7 @@ constexpr uint32_t FIRST_SESSIONS = 64;
 
 uint64_t align(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
-// Where everything lies in the memory of a channel.
+// Offsets of all parts in the memory of a channel.
 struct Layout : Constants {
     uint64_t blocks_end;
 
@@ -27,16 +27,16 @@ struct Layout : Constants {
         magic = MAGIC;
         version = VERSION;
         capacity = capacity_;
-        max_bytes = std::min(max_bytes_, class_size(CLASSES - 1));  // what a block can have: 1.9 TB
+        max_bytes = std::min(max_bytes_, class_size(CLASSES - 1));  // the size of the largest block: 1.9 TB
         groups = std::clamp<uint64_t>(capacity, 64, 4096);
         groups_at = align(sizeof(Header) + SESSIONS * sizeof(Session), UNIT);
         blocks_at = align(groups_end(), LARGEST_PAGE);
-        // Four times max_bytes: items on lease, and what is viewed, are not "inside", classes waste up to a
-        // fifth, and what is viewed for long lies in the way.
+        // Four times max_bytes. Leased and viewed items are not "inside", classes waste up to a fifth, and
+        // long-lived views leave gaps that are too small to use.
         const uint64_t slots = (2 * capacity + SESSIONS) * sizeof(Slot);
         length = align(blocks_at + 4 * max_bytes + GROW + slots, LARGEST_PAGE);
-        blocks_end = (length - slots) / PAGE *
-                     PAGE;  // blocks of all sizes must not take the room of slots for `capacity`
+        blocks_end =
+            (length - slots) / PAGE * PAGE;  // blocks must leave the slots for `capacity` their memory
     }
 };
 
@@ -116,12 +116,12 @@ bool Ring::lock(bool patient) {
     std::atomic_ref had_by(h_->had_by);
     const bool had = had_by.load(std::memory_order_relaxed) == process_number();
     const int64_t wanted = had ? 0 : ticks();
-    if (!had && !patient && pace.should_rest(wanted)) rest(wanted);  // who is patient has just done so
+    if (!had && !patient && pace.should_rest(wanted)) rest(wanted);  // a patient caller has just rested
     const SharedLock::Got got = lock_.lock(patient);
     if (got == SharedLock::Got::Busy) return false;
     fault_point();
     if (got == SharedLock::Got::Lost) return lock_without_mutex();
-    look_for_growth();
+    check_growth();
     if (got == SharedLock::Got::FromDead) {
         recover();
         fault_point();
@@ -135,16 +135,16 @@ bool Ring::lock(bool patient) {
     return true;
 }
 
-// The mutex itself is damaged. The channel breaks, and what does not look at the state finds `damaged`.
+// The mutex itself is damaged. The channel breaks, and operations that do not read the state find `damaged`.
 bool Ring::lock_without_mutex() {
     lock_.give_up();
     std::atomic_ref(h_->damaged)
-        .store(1, std::memory_order_relaxed);  // hints to others without the lock: no partner
+        .store(1, std::memory_order_relaxed);  // hints to readers without the lock: no partner
     std::atomic_ref(h_->state).store(BROKEN, std::memory_order_relaxed);
     return true;
 }
 
-// Makes the last Change whole. False if the records can't be right.
+// Complete the last Change. Return false if the records are damaged.
 bool Ring::redo() {
     const auto is_valid = [](const Redo& redo) { return redo.valid != 0; };
     bool right = std::ranges::count_if(h_->redo, is_valid) <= 1;
@@ -152,16 +152,15 @@ bool Ring::redo() {
     return right;
 }
 
-// The owner of the lock died in its critical section. Everything but the last Change is whole; that one is
-// made whole. `advance` is the one operation of several Changes that nobody else would take up again.
+// Repair after the owner of the lock died in its critical section. Only the last Change can be incomplete,
+// and it is completed. `advance` is the one operation of several Changes that no other call would resume.
 void Ring::recover() {
     if (!redo()) found_damage();
     Wakes wakes;
     advance(wakes);
-    h_->reader_gate.woken = h_->writer_gate.woken =
-        0;  // it may have counted sleepers that it did not get to wake
-    wakes.readers += h_->reader_gate.call_all();
-    call_all_writers(wakes);
+    h_->reader_queue.woken = h_->writer_queue.woken = 0;  // it may have counted sleepers that it did not wake
+    wakes.readers += h_->reader_queue.call_all();
+    wake_all_writers(wakes);
     wake(wakes);
 }
 
@@ -169,7 +168,7 @@ void Ring::recover() {
 
 void Ring::close(Wakes& wakes) {
     if (h_->state != OPEN) return;
-    sweep_now(wakes);  // a writer that was killed before this is remembered
+    sweep_now(wakes);  // remembers a writer that was killed before this
     if (h_->state != OPEN) return;
     Change change(record(Side::Writer), windows_);
     close_with(change, wakes);
@@ -177,30 +176,30 @@ void Ring::close(Wakes& wakes) {
     advance(wakes);
 }
 
-// Closes as a part of `change`: when the last port leaves, a death must not come between its leaving and the
-// close. `advance` is to be called after that.
+// Close as a part of `change`: when the last port leaves, its leaving and the close must be one step. Call
+// `advance` afterwards.
 void Ring::close_with(Change& change, Wakes& wakes) {
     if (h_->state != OPEN) return;
     change.set(h_->state, CLOSED);
-    wakes.readers += h_->reader_gate.call_all();
-    call_all_writers(wakes);
+    wakes.readers += h_->reader_queue.call_all();
+    wake_all_writers(wakes);
 }
 
 void Ring::break_(const std::string& cause, Wakes& wakes, const std::string& in_short) {
     if (h_->state == BROKEN || at_end()) return;  // the end is final
     Change change(record(Side::Writer), windows_);
-    for (const std::string* said : {&cause, &in_short}) {
-        Slot* slot = said->empty() || blind_ ? nullptr : take_slot(said->size(), change);
+    for (const std::string* text : {&cause, &in_short}) {
+        Slot* slot = text->empty() || map_incomplete_ ? nullptr : take_slot(text->size(), change);
         if (!slot) continue;
-        memcpy(payload(slot), said->data(), said->size());
+        memcpy(payload(slot), text->data(), text->size());
         change.set(h_->cause, offset(payload(slot)));
-        change.set(h_->cause_size, said->size());
+        change.set(h_->cause_size, text->size());
         break;
     }
     change.set(h_->state, BROKEN);
     change.commit();
-    wakes.readers += h_->reader_gate.call_all();
-    call_all_writers(wakes);
+    wakes.readers += h_->reader_queue.call_all();
+    wake_all_writers(wakes);
 }
 
 void Ring::unbreak() {
@@ -208,13 +207,13 @@ void Ring::unbreak() {
     Change change(record(Side::Reader), windows_);
     change.set(h_->state, CLOSED);
     change.commit();
-    Wakes nobody;
-    advance(nobody);
+    Wakes unused;
+    advance(unused);
 }
 
 Counts Ring::counts() const {
     const Header& h = *h_;
-    const Gate &readers = h.reader_gate, &writers = h.writer_gate;
+    const WaitQueue &readers = h.reader_queue, &writers = h.writer_queue;
     return {.items_in = h.puts + h.parked,
             .items_out = h.takes,
             .bytes_in = h.bytes_in,
@@ -223,8 +222,8 @@ Counts Ring::counts() const {
             .leased = h.leased,
             .readers = h.readers,
             .writers = h.writers,
-            .waiting_readers = readers.everybody(),
-            .waiting_writers = writers.everybody(),
+            .waiting_readers = readers.all_waiting(),
+            .waiting_writers = writers.all_waiting(),
             .read_wait_ns = readers.total_wait_ns(),
             .write_wait_ns = writers.total_wait_ns(),
             .turn_wait_ns = writers.turns.total(now_ns()),

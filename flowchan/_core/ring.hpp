@@ -1,12 +1,18 @@
-// Ring: the FIFO of a `processes` channel in shared memory, with leases and committed counts (layout.hpp has
-// the data, ring.cpp the mapping and the lock, ring_sessions.cpp who takes part, ring_memory.cpp slots,
-// blocks and views, ring_items.cpp puts and takes, ring_runs.cpp several of them at once, ring_leases.cpp what
-// readers have in hand, ring_turns.cpp the order of outputs, ring_fd_bundles.cpp descriptors that travel with
-// items).
+// Ring: the FIFO of a `processes` channel in shared memory, with leases and committed counts.
+//
+// The data is declared in layout.hpp. The methods are in these files:
+// - ring.cpp: the mapping and the lock
+// - ring_sessions.cpp: the participants
+// - ring_memory.cpp: slots, blocks and views
+// - ring_items.cpp: puts and gets
+// - ring_runs.cpp: puts and gets of several items
+// - ring_leases.cpp: the items that readers hold
+// - ring_turns.cpp: the order of outputs
+// - ring_fd_bundles.cpp: descriptors that travel with items
 //
 // Nothing here touches a Python object, so all of it may run with or without the GIL. Two rules keep threads
-// from deadlocking: the lock is never held while the GIL is being waited for, and nothing that can call
-// Python runs under it.
+// from deadlocking. A thread never waits for the GIL while it holds the lock, and no code that can call
+// Python runs under the lock.
 #pragma once
 
 #include <algorithm>
@@ -28,68 +34,69 @@ namespace flowchan {
 
 using Change = ChangeOf<Windows>;
 
-// What a supervisor has told a reader, as bits. The reader obeys when it has no item in hand.
+// Orders of a supervisor to a reader, as bits. The reader obeys when it holds no item.
 enum Orders : uint32_t {
-    RETIRE = 1,      // to this port alone the channel is drained from now on
-    KEEP_TURNS = 2,  // its outputs have turns from now on: its stage gets more workers
+    RETIRE = 1,      // the channel counts as drained, for this port only
+    KEEP_TURNS = 2,  // its outputs keep turns from now on, because its stage gets more workers
 };
 
-// What a port remembers between two operations. Everything that must survive its process lies in Session.
+// State of a port between two operations. State that must survive the process is in Session.
 struct ReaderState {
     uint32_t session = 0;
-    mutable PortClock clock;       // between threads; a ring has it in the session
-    uint64_t number = UINT64_MAX;  // of the first item in hand, or the last that was; before that UINT64_MAX
-    uint32_t in_hand = 0;
-    uint32_t orders = 0;       // threads: see Orders; of a ring they are in Session
+    mutable PortClock clock;  // for threads; a ring keeps it in the session
+    // of the first leased item, or of the last one before; UINT64_MAX before the first lease
+    uint64_t number = UINT64_MAX;
+    uint32_t leases = 0;
+    uint32_t orders = 0;       // for threads, see Orders; a ring keeps them in Session
     bool keeps_turns = false;  // it has obeyed KEEP_TURNS
-    bool lazy =
-        false;  // a stage's reader. It wakes writers when a quarter of the places is free, not for each place:
-                // its next item matters more than the writer's, and their slices bound the delay.
+    bool lazy = false;         // a stage's reader: it wakes writers only when a quarter of the places is free
+    // (its next item is more urgent than the writer's, and the writers' slices bound the delay)
     bool alone =
-        false;  // what others have in hand never comes to it, so it does not wait for that at the end
+        // it never gets an item back that others lease, so it does not wait for their leases at the end
+        false;
     bool once =
-        false;  // a death counts against the item in hand until that is finished, not only in the user's
-                // code: nothing is begun twice
+        false;  // nothing starts twice: a death counts against the leased item until the item is finished,
+                // not only while user code runs
 };
 struct WriterState {
     uint32_t session = 0;
-    mutable PortClock clock;  // as a reader's
-    bool ordered = false;     // outputs for item i wait for i's turn
+    mutable PortClock clock;  // for threads, as in ReaderState
+    bool ordered = false;     // outputs of item i wait for i's turn
     bool single = false;      // each item has exactly one output, so the output also completes the item
-    bool keyed = false;       // outputs belong to the item `number`, as numbered by the reader it follows
+    // outputs belong to the item `number`, as numbered by the reader that this writer follows
+    bool keyed = false;
     uint64_t number = 0;
-    uint64_t count = 0;  // outputs made for it so far, those skipped included
-    uint64_t skip = 0;   // of them a dead predecessor has put already
+    uint64_t count = 0;  // outputs made for the item so far, including skipped ones
+    uint64_t skip = 0;   // how many of them a dead predecessor has already put
 
-    // Counts one more output, and says whether it is one of those, which are not put again.
+    // Count one more output. Return whether to skip it because a predecessor has already put it.
     bool skips() {
         if (!keyed || count >= skip) return false;
         count += 1;
         return true;
     }
-    // Whether its output has completed the item already (`single`).
+    // Return whether the item's only output has already completed it (`single`).
     bool has_passed(uint64_t item) const { return !keyed && count > 0 && number == item; }
 };
 
-// An item that was taken: either copied to `local`, or still in shared memory and to be given back by
-// `release`.
+// An item that was taken: either copied to `local`, or still in shared memory until `release` frees it.
 struct Taken {
     static constexpr uint64_t LOCAL = 4096;
     uint64_t kind = 0;
     uint64_t size = 0;
-    uint64_t deaths = 0;  // how many workers have died with it in hand, in the user's code or unpickling it
-    bool kills_who_unpickles = false;  // it was being unpickled when the last of them died
+    uint64_t deaths = 0;  // workers that died while they held the item, in user code or while unpickling it
+    bool died_unpickling = false;  // the last of them was unpickling the item when it died
     uint64_t number = 0;
-    uint64_t made_for = 0;  // the item of its writer's input that it is an output of, or Slot::KEYLESS
+    uint64_t made_for = 0;  // the input item of its writer that it is an output of, or Slot::KEYLESS
     const char* at = nullptr;
-    Slot* held = nullptr;  // plain get of a large item: release() it after reading
-    bool viewed = false;   // the session is the viewer of `slot` now: unview() it some time
+    Slot* held = nullptr;  // plain get of a large item: call release() after reading
+    bool viewed = false;   // the session is now the viewer of `slot`: call unview() later
     Slot* slot = nullptr;
     char local[LOCAL];
 };
 
-// What a process needs to map a ring that another one has created. Without its socket no descriptors travel
-// through it.
+// Descriptors with which a process maps a ring of another process. No descriptors can travel through the ring
+// without the socket.
 struct RingHandle {
     int fd;
     int socket = -1;
@@ -98,7 +105,8 @@ struct RingHandle {
 class Ring : public std::enable_shared_from_this<Ring> {
   public:
     Ring(uint64_t capacity, uint64_t max_bytes);  // creates; throws std::system_error, std::bad_alloc
-    explicit Ring(RingHandle handle);  // maps what another process created; takes over the descriptors
+    // maps a ring of another process and takes ownership of the descriptors
+    explicit Ring(RingHandle handle);
     ~Ring();
     Ring(const Ring&) = delete;
 
@@ -106,12 +114,12 @@ class Ring : public std::enable_shared_from_this<Ring> {
     int socket() const { return socket_; }
     uint64_t offset_of_payload(const void* p) const {
         return windows_.offset_in_window(p);
-    }  // without the lock too
+    }  // also without the lock
     Slot* slot_at(uint64_t offset) const { return at<Slot>(offset); }
     Header& header() { return *h_; }
     std::span<Session> sessions() { return h_->sessions(); }
 
-    // The lock. `lock` says false if it could not get it without waiting and `patient` is false.
+    // Take the lock. If `patient` is false and the lock is busy, return false instead of waiting.
     bool lock(bool patient);
     void unlock() {
         fault_point();
@@ -120,10 +128,10 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void wake(const Wakes& w) {
         fault_point();
         if (w.readers && w.ranks)
-            futex_wake_first(w.ranks, h_->reader_gate.seq, w.readers);
+            futex_wake_first(w.ranks, h_->reader_queue.seq, w.readers);
         else if (w.readers)
-            futex_wake(h_->reader_gate.seq, w.readers, true);
-        if (w.writers) futex_wake(h_->writer_gate.seq, w.writers, true);
+            futex_wake(h_->reader_queue.seq, w.readers, true);
+        if (w.writers) futex_wake(h_->writer_queue.seq, w.writers, true);
         w.wake_words(true);
     }
 
@@ -134,11 +142,11 @@ class Ring : public std::enable_shared_from_this<Ring> {
     Step publish(const Frame& frame, Slot* slot, WriterState* writer,
                  Wakes& wakes);  // large put, second half
     void unclaim(Slot* slot, Wakes& wakes);
-    void write(const Frame& frame, Slot* slot) {  // between them, unlocked
+    void write(const Frame& frame, Slot* slot) {  // between the halves, unlocked
         if (slot->size == frame.size && payload_exists(slot)) frame.write(payload(slot));
     }
     Step try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes);
-    struct Small {  // to be put
+    struct Small {  // an item to put
         uint64_t kind, deaths, size;
         const char* at;
     };
@@ -146,36 +154,39 @@ class Ring : public std::enable_shared_from_this<Ring> {
         Slot* slot;
         uint64_t made_for;
     };
-    uint64_t put_run(const Small* items, uint64_t count, Wakes& wakes);  // several at a time
+    uint64_t put_run(const Small* items, uint64_t count, Wakes& wakes);  // puts several items at once
     uint64_t take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_t most_bytes, Wakes& wakes);
-    void release(Slot* slot, Wakes& wakes);  // of a HELD slot
+    void release(Slot* slot, Wakes& wakes);  // frees a HELD slot
     void put_back(Taken& taken, ReaderState* reader,
-                  Wakes& wakes);            // it was taken last, and can't be received now
-    void unview(Slot* slot, Wakes& wakes);  // its viewer has let go of it
+                  Wakes& wakes);            // returns the item taken last, because it cannot be received now
+    void unview(Slot* slot, Wakes& wakes);  // for a viewer that no longer uses the block
     Step loan(uint64_t size, uint32_t session,
               Slot*& slot);  // memory to be filled in place, outside the FIFO
     Step put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes);
     std::vector<Held> held() const;
     std::vector<uint64_t> pinned() const;
-    int open_parcel(uint64_t id,
-                    std::vector<int>& descriptors);  // its descriptors are this process's too; 0 or an errno
-    void drop_parcels();                             // those in front whose items exist no more
-    void acknowledge(ReaderState& reader, Wakes& wakes);  // all items in hand are finished
+    int open_bundle(uint64_t id,
+                    // appends its descriptors, which this process then owns; returns 0 or an errno
+                    std::vector<int>& descriptors);
+    void drop_bundles();  // drops the bundles at the front whose items no longer exist
+    void acknowledge(ReaderState& reader, Wakes& wakes);  // finishes all leased items
     void acknowledge_oldest(uint32_t session, uint64_t n, Wakes& wakes);
-    void give_back_newest(uint32_t session, uint64_t n, Wakes& wakes);  // of what a reader has on lease
-    // Whether what would be taken next was given back, and comes before item `number`.
+    void give_back_newest(uint32_t session, uint64_t n, Wakes& wakes);  // gives back the newest leased items
+    // Return whether the next item to take was given back and precedes item `number`.
     bool is_next_before(uint64_t number) const {
         const Slot* slot = h_->head && slot_exists(h_->head) ? at<Slot>(h_->head) : nullptr;
         return slot && slot->numbered() && slot->number < number;
     }
-    uint64_t take_back(Wakes& wakes);  // what was put and has never been taken; how many it were
-    Step item_done(WriterState& writer, Wakes& wakes);             // no more outputs for writer.number
-    void begin_item(WriterState& writer, uint64_t number);         // first output for it is about to come
-    uint32_t await_turn(Session& s, uint64_t number, bool again);  // gives what its word is now
-    void have_turn(Session& s);                                    // it waits no more
-    void call_turns(Wakes& wakes);                                 // those whose turn has come
-    void turn_is(uint64_t number, Wakes& wakes);  // no item before that one has outputs to come
-    uint64_t first_unfinished() const;            // of the items that were taken, and of those to come
+    // removes the items that were put and never taken; returns their number
+    uint64_t take_back(Wakes& wakes);
+    Step item_done(WriterState& writer, Wakes& wakes);      // no more outputs for writer.number
+    void begin_item(WriterState& writer, uint64_t number);  // before the first output for the item
+    // returns the present value of its futex word
+    uint32_t await_turn(Session& s, uint64_t number, bool again);
+    void end_turn_wait(Session& s);                      // ends the wait for a turn
+    void wake_turns(Wakes& wakes);                       // wakes the writers whose turn has come
+    void start_turns_at(uint64_t number, Wakes& wakes);  // no item before that one has outputs to come
+    uint64_t first_unfinished() const;                   // among the taken items and the coming ones
     void order(uint32_t session, Orders what, Wakes& wakes);
     bool has_room(uint64_t size) const {
         const bool fits = h_->bytes_in - h_->bytes_out + size <= most_inside() || h_->puts == h_->takes;
@@ -183,12 +194,12 @@ class Ring : public std::enable_shared_from_this<Ring> {
     }
     uint64_t most_inside() const {
         return h_->share ? std::min(h_->share, max_bytes_) : max_bytes_;
-    }  // a larger item: alone
+    }  // a larger item passes alone
     bool fits(uint64_t size) const { return size <= max_bytes_; }
-    // Whether an item of this size would be the first in some memory, while others give memory back. `late`: it
-    // has waited for that as long as it is worth.
+    // Return whether an item of this size would need memory that was never used, while readers are about to
+    // free memory. `late`: the put has already waited for recycled memory as long as it is worth.
     bool lacks_warm_memory(uint64_t size, bool late);
-    bool at_end() const { return h_->state == CLOSED && h_->leased == 0 && nothing_coming(); }
+    bool at_end() const { return h_->state == CLOSED && h_->leased == 0 && is_exhausted(); }
     bool at_end_for(const ReaderState* reader) const;
     uint64_t inside() const { return h_->state == BROKEN ? 0 : h_->puts - h_->takes; }
     uint64_t& share() { return h_->share; }
@@ -198,36 +209,40 @@ class Ring : public std::enable_shared_from_this<Ring> {
 
     // --- the channel; all under the lock ---
     void close(Wakes& wakes);
-    // `in_short`: the cause, where there is no memory for all of it.
+    // `in_short`: a shorter cause, used if memory does not suffice for the whole cause.
     void break_(const std::string& cause, Wakes& wakes, const std::string& in_short = {});
-    void unbreak();  // closed in place of broken, for who alone has it: what was inside can be taken
+    // turns broken into closed for the only user of the ring, so that the items inside can be taken
+    void unbreak();
     std::string cause() const;
 
     // --- sessions; all under the lock ---
-    uint32_t open_session(Session::Role role, Wakes& wakes);  // throws std::length_error when all are taken
-    void adopt(uint32_t session);                             // it belongs to the calling process from now on
+    // throws std::length_error when all sessions are taken
+    uint32_t open_session(Session::Role role, Wakes& wakes);
+    void adopt(uint32_t session);  // moves the session to the calling process
     void end_session(uint32_t session, bool finished, Wakes& wakes, bool died = false);
     uint64_t seen_state() const {
         return std::atomic_ref(h_->state).load(std::memory_order_acquire);  // without the lock
     }
-    // Ends unsupervised sessions of dead processes, if nobody has done so lately; also the hint, without the
-    // lock, that it is time to.
+    // End unsupervised sessions of dead processes unless another user did so lately. `is_sweep_due` is the
+    // hint, read without the lock, that it is time to.
     void sweep(Wakes& wakes);
     bool is_sweep_due() const {
         const int64_t ago = coarse_now_ns() - int64_t(h_->swept_ns.load(std::memory_order_relaxed));
         return ago < 0 || ago >= SLICE_NS * 4 / 5;
     }
-    // What a dead reader had in hand, to its successor.
-    void hand_on(uint32_t from, uint32_t to, bool all = false, bool blame = true);
-    std::vector<Slot*> in_hand(uint32_t session) const;          // what a reader has on lease, oldest first
-    std::vector<uint64_t> to_try_again(uint32_t session) const;  // the numbers of what is its alone
+    // Move the leased items of a dead reader to its replacement.
+    void reserve_for(uint32_t from, uint32_t to, bool all = false, bool blame = true);
+    std::vector<Slot*> leased_slots(
+        uint32_t session) const;  // the items that a reader has on lease, oldest first
+    // the numbers of the items that only this reader may take again
+    std::vector<uint64_t> reserved_numbers(uint32_t session) const;
     void begin_again(ReaderState& reader);
-    // Ends the session of a writer that died. If it had put outputs for one of `items`, which will be worked
-    // on again, that is remembered, so that they are not put twice.
+    // End the session of a writer that died. If it had put outputs for one of `items`, which are processed
+    // again, the ring remembers their count, so that they are not put twice.
     void retire_writer(uint32_t session, const std::vector<uint64_t>& items, Wakes& wakes);
     const char* payload_of(Slot* slot) const { return payload(slot); }
     Session& session(uint32_t index) const { return h_->records()[index < SESSIONS ? index : 0]; }
-    bool is_blind() const { return blind_; }  // this process can't map all that it must see of the channel
+    bool is_map_incomplete() const { return map_incomplete_; }  // this process cannot map the whole channel
 
     Spin spin;
     Pace pace;
@@ -237,9 +252,10 @@ class Ring : public std::enable_shared_from_this<Ring> {
     Header* h_ = nullptr;
     SharedLock lock_;
     int fd_ = -1, socket_ = -1;
-    bool blind_ = false;
+    bool map_incomplete_ = false;
     Peers peers_;
-    // What never changes, as it was when this process first saw it: damage to the header does not reach it.
+    // Copies of the constants from when this process first mapped the header. Damage to the header does not
+    // reach them.
     uint64_t length_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0,
              blocks_end_ = 0;
     template <class T>
@@ -251,18 +267,18 @@ class Ring : public std::enable_shared_from_this<Ring> {
         return reinterpret_cast<Group*>(windows_.header() + groups_at_)[number % groups_];
     }
     uint64_t finished() const { return h_->takes - std::min(h_->leased, h_->takes); }
-    uint64_t finished_by_then_ = 0;  // when a put waited in vain for memory
-    bool nothing_coming() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
+    uint64_t finished_before_wait_ = 0;  // when a put waited in vain for memory
+    bool is_exhausted() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
     Step end() const { return h_->cut_off ? Step::Broken : Step::Drained; }
     void sweep_now(Wakes& wakes);
-    void tell_end(Wakes& wakes);
+    void wake_at_end(Wakes& wakes);
     void close_with(Change& change, Wakes& wakes);
     void map(const Constants& constants, uint64_t blocks_end);
-    void look_for_growth() {
+    void check_growth() {
         if (h_->map_blocks_to > windows_.blocks_to() || h_->map_slots_from < windows_.slots_from())
-            see_growth();
+            map_growth();
     }
-    void see_growth();
+    void map_growth();
     bool reserve(uint64_t from, uint64_t upto) { return reserve_memory(fd_, from, upto); }
     bool reserve_sessions(uint32_t n);
     bool lock_without_mutex();
@@ -270,10 +286,10 @@ class Ring : public std::enable_shared_from_this<Ring> {
     bool redo();
     Redo& record(Side side) const;
     void drop_copies(uint32_t session, bool views, Wakes& wakes);
-    bool still_looks(uint32_t session) const;
+    bool may_still_view(uint32_t session) const;
     uint32_t free_session(Wakes& wakes);
     uint64_t first_slot() const { return std::max(h_->slots_at, windows_.slots_from()); }
-    void part(uint32_t session);
+    void move_views(uint32_t session);
 
     Step room(const Frame& frame, const WriterState* writer);
     char* payload(Slot* slot) const { return slot->block ? windows_.block(slot->block) : slot->data; }
@@ -282,8 +298,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
     Slot* new_slot(uint32_t cls, Change& change);
     Slot* new_bare_slot(Change& change);
     void free_slot(Slot* slot, Change& change);
-    void put_away(Slot* slot, Change& change);
-    using Span = std::pair<uint64_t, uint64_t>;  // of memory: where it begins, and ends
+    void push_free(Slot* slot, Change& change);
+    using Span = std::pair<uint64_t, uint64_t>;  // first and last offset of some memory
     bool find_used(std::vector<Span>& used, std::vector<Slot*>& free);
     void fill_free_lists(const std::vector<uint64_t>& heads, Change& change);
     void tidy(uint32_t cls);
@@ -292,10 +308,10 @@ class Ring : public std::enable_shared_from_this<Ring> {
     uint64_t view(uint64_t state, const Slot* slot, uint32_t session, Change& change);
     Step no_slot();
     void memory_freed(Wakes& wakes);
-    bool send_parcel(const Frame& frame);
+    bool send_bundle(const Frame& frame);
     bool slot_exists(uint64_t offset) const;
     bool payload_exists(const Slot* slot) const;
-    bool memory_is_right() const;
+    bool memory_is_valid() const;
     Step found_damage();
     void link(Slot* slot, WriterState* writer, Change& change);
     void finish_put(WriterState* writer, Wakes& wakes, bool parked);
@@ -303,10 +319,10 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void count_output(WriterState* writer, Change& change);
     void link_front(Slot* slot, Change& change);
     void advance(Wakes& wakes);
-    static bool is_leased(const Slot* slot) {  // Inside: whoever was giving it back died before it was done
+    static bool is_leased(const Slot* slot) {  // Inside: a process died while it gave the slot back
         return slot->place() == SlotState::Leased || slot->place() == SlotState::Inside;
     }
-    bool head_is_right(const Session* session) const;
+    bool head_is_valid(const Session* session) const;
     void describe(Taken& taken, Slot* slot) const;
     void take_head(Taken& taken, ReaderState* reader, Session* leases, uint32_t session, Wakes& wakes);
     void lease(Slot* slot, uint64_t number, uint64_t state, Session& session, Change& change);
@@ -315,19 +331,19 @@ class Ring : public std::enable_shared_from_this<Ring> {
     uint64_t free_run(Session& s, uint64_t most);
     void give_back(Session& s, uint64_t n, Wakes& wakes);
     void give_back_between(Session& s, uint64_t n, Wakes& wakes);
-    void give_back_again(Session& s, Wakes& wakes);
-    Step take_again(Taken& taken, ReaderState& reader);
+    void give_back_reserved(Session& s, Wakes& wakes);
+    Step take_reserved(Taken& taken, ReaderState& reader);
     bool reserve_low(uint64_t upto);
     bool reserve_high(uint64_t from);
     bool has_turn(uint64_t number, uint64_t more) const;
-    void call_all_writers(Wakes& wakes);
-    void call_writers(Wakes& wakes, const ReaderState* reader = nullptr, uint32_t places = 1) {
-        if (h_->writer_gate.ordered) call_turns(wakes);
-        if (!h_->writer_gate.waiting) return;
-        if (!reader || !reader->lazy) return void(wakes.writers += h_->writer_gate.call(places));
+    void wake_all_writers(Wakes& wakes);
+    void wake_writers(Wakes& wakes, const ReaderState* reader = nullptr, uint32_t places = 1) {
+        if (h_->writer_queue.ordered) wake_turns(wakes);
+        if (!h_->writer_queue.waiting) return;
+        if (!reader || !reader->lazy) return void(wakes.writers += h_->writer_queue.call(places));
         const uint64_t room = capacity_ - std::min(capacity_, h_->puts - h_->takes + h_->claimed);
         if (room >= std::max<uint64_t>(capacity_ / 4, 1))
-            wakes.writers += h_->writer_gate.call(uint32_t(room));
+            wakes.writers += h_->writer_queue.call(uint32_t(room));
     }
 };
 

@@ -1,14 +1,14 @@
 // Descriptors that travel with items: how a channel is put into a channel (C14).
 //
-// A descriptor lives as long as a process has it open, or as long as it lies in the queue of a socket. So
-// each ring has a socket, which whoever has the ring has too. It is a datagram socket connected to itself:
-// nobody else may send to it. A put sends the descriptors of its item to it as one datagram, a parcel, with
-// an id that the item names. Who receives the item looks at the parcel in the queue, which opens the
-// descriptors and leaves the parcel where it is, for whoever gets the item again when this one dies.
+// A descriptor lives as long as a process has it open, or as long as it is in the queue of a socket. So each
+// ring has a socket that all its users share. It is a datagram socket connected to itself, and no other
+// socket may send to it. A put sends the descriptors of its item as one datagram, an fd bundle, with an id
+// that the item names. The receiver of the item peeks at the bundle in the queue, which opens the
+// descriptors. The bundle stays in the queue for the next receiver of the item in case this one dies.
 //
-// All under the ring's lock. The parcel is sent before the put's commit: an item that exists has its parcel.
-// A put that dies, or fails, in between leaves a parcel without an item. Parcels leave from the front, before
-// each send and after each item that is received, as long as their items exist no more.
+// All of this runs under the ring's lock. The bundle is sent before the put's commit, so an item that exists
+// has its bundle. A put that dies or fails in between leaves a bundle without an item. Before each send and
+// after each received item, bundles are removed from the front while their items no longer exist.
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <algorithm>
@@ -26,7 +26,7 @@ struct Label {
 constexpr int MOST = 253;  // SCM_MAX_FD of the kernel
 constexpr size_t ROOM = CMSG_SPACE(MOST * sizeof(int));
 
-// Which datagram the next peek sees: as an offset in bytes, which whole datagrams before it use up; -1 is the
+// Set the datagram that the next peek sees, as an offset in bytes that whole datagrams use up; -1 is the
 // first.
 bool look_from(int socket, int offset) {
     return setsockopt(socket, SOL_SOCKET, SO_PEEK_OFF, &offset, sizeof offset) == 0;
@@ -38,7 +38,8 @@ bool peek(int socket, Label& label) {
 
 }  // namespace
 
-// -1, with no harm to anything else, where there are no such sockets.
+// Return a socket connected to itself, or -1 if the system has no such sockets. Only item descriptors need
+// it.
 int socket_to_itself() {
     const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     if (fd < 0) return -1;
@@ -47,7 +48,7 @@ int socket_to_itself() {
     socklen_t length = sizeof address;
     const int room = 1 << 20;
     setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);  // as much as the system allows
-    // Bound to no name, it gets an abstract one of the kernel's choice.
+    // Bound without a name, it gets an abstract name that the kernel chooses.
     if (bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address.sun_family) == 0 &&
         getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
         connect(fd, reinterpret_cast<sockaddr*>(&address), length) == 0)
@@ -56,11 +57,11 @@ int socket_to_itself() {
     return -1;
 }
 
-bool Ring::send_parcel(const Frame& frame) {
+bool Ring::send_bundle(const Frame& frame) {
     if (socket_ < 0) return frame.refused = EBADF, false;
     if (frame.descriptors.size() > size_t(MOST)) return frame.refused = E2BIG, false;
-    drop_parcels();
-    Label label{frame.parcel, frame.descriptors.size()};
+    drop_bundles();
+    Label label{frame.bundle, frame.descriptors.size()};
     iovec piece{&label, sizeof label};
     alignas(cmsghdr) char room[ROOM];
     const size_t size = frame.descriptors.size() * sizeof(int);
@@ -82,7 +83,7 @@ bool Ring::send_parcel(const Frame& frame) {
     return sent >= 0;
 }
 
-int Ring::open_parcel(uint64_t id, std::vector<int>& descriptors) {
+int Ring::open_bundle(uint64_t id, std::vector<int>& descriptors) {
     Label label{};
     if (socket_ < 0) return EBADF;
     int at = 0;
@@ -110,12 +111,12 @@ int Ring::open_parcel(uint64_t id, std::vector<int>& descriptors) {
     }
     return descriptors.size() < label.count
                ? EMFILE
-               : 0;  // the kernel opens as many as it may, and does not say why no more
+               : 0;  // the kernel opens as many as it may, and does not report why it stopped
 }
 
-void Ring::drop_parcels() {
+void Ring::drop_bundles() {
     Label label{};
-    if (socket_ < 0 || !look_from(socket_, -1) || !peek(socket_, label) || !memory_is_right()) return;
+    if (socket_ < 0 || !look_from(socket_, -1) || !peek(socket_, label) || !memory_is_valid()) return;
     std::vector<uint64_t> ids;
     for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);

@@ -1,11 +1,12 @@
-// What happens to the items of a ring: put and take.
+// Puts and gets of a ring's items.
 //
-// The life of an item:   claim -> FILLING -> publish        (large: the copy is made outside the lock)
-//                        put -> INSIDE, or PARKED until its turn -> INSIDE
-//                        take -> LEASED -> acknowledged, or given back to the front
-//                        take -> copied and freed; large: HELD until the copy is made, or the last view is
-//                        gone take -> put back to the front, when it can't be received now
-//                        loan -> HELD until it is put
+// The states of an item:
+//   claim -> FILLING -> publish        (large: the copy is made outside the lock)
+//   put -> INSIDE, or PARKED until its turn -> INSIDE
+//   take -> LEASED -> acknowledged, or given back to the front
+//   take -> copied and freed; large: HELD until it is copied or its last view is gone
+//   take -> put back to the front, when it cannot be received now
+//   loan -> HELD until it is put
 #include <algorithm>
 
 #include "ring.hpp"
@@ -19,11 +20,11 @@ Step Ring::room(const Frame& frame, const WriterState* writer) {
     if (h_->state > BROKEN || (h_->head && !slot_exists(h_->tail))) return found_damage();
     if (h_->state == CLOSED) return broken() ? Step::Broken : Step::Closed;
     if (frame.size > max_bytes_) return Step::TooLarge;
-    if (blind_) return Step::NoMemory;
+    if (map_incomplete_) return Step::NoMemory;
     const uint64_t inside = h_->puts - h_->takes, all = inside + h_->parked + h_->claimed;
     const bool parks = is_parked(writer);
-    // An item larger than what is left waits, but the worker of `turn` never waits for parked bytes: only it
-    // can free them.
+    // An item larger than the remaining bytes waits, but the worker of `turn` never waits for parked bytes:
+    // only it can free them.
     const bool alone = parks ? all == 0 : inside + h_->claimed == 0;
     if (h_->bytes_in - h_->bytes_out + frame.size > most_inside() && !alone) {
         h_->short_of_memory = 1;
@@ -58,7 +59,7 @@ void Ring::link(Slot* slot, WriterState* writer, Change& change) {
 }
 
 void Ring::finish_put(WriterState* writer, Wakes& wakes, bool parked) {
-    if (!parked) h_->reader_gate.call_in_turn(1, wakes);
+    if (!parked) h_->reader_queue.wake_by_rank(1, wakes);
     if (!writer || !writer->keyed) return;
     writer->count += 1;
     if (writer->single && writer->ordered) item_done(*writer, wakes);
@@ -78,7 +79,7 @@ Step Ring::try_put(const Frame& frame, WriterState* writer, Wakes& wakes) {
                uint64_t(parked ? SlotState::Parked : SlotState::Inside) | frame.deaths * Slot::DEATH);
     change.set(h_->bytes_in, h_->bytes_in + frame.size);
     link(slot, writer, change);
-    if (frame.parcel && !send_parcel(frame)) return Step::Refused;
+    if (frame.bundle && !send_bundle(frame)) return Step::Refused;
     change.commit();
     finish_put(writer, wakes, parked);
     return Step::Done;
@@ -104,7 +105,7 @@ Step Ring::publish(const Frame& frame, Slot* slot, WriterState* writer, Wakes& w
         unclaim(slot, wakes);
         return h_->state == BROKEN ? Step::Broken : Step::Closed;
     }
-    if (frame.parcel && !send_parcel(frame)) {
+    if (frame.bundle && !send_bundle(frame)) {
         unclaim(slot, wakes);
         return Step::Refused;
     }
@@ -129,21 +130,21 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     free_slot(slot, change);
     change.commit();
     memory_freed(wakes);
-    call_writers(wakes);
-    tell_end(wakes);
+    wake_writers(wakes);
+    wake_at_end(wakes);
 }
 
 // --- take ---
 
-// Whether the slot at the head, and the last one that the session has on lease, are as they must be.
-[[gnu::always_inline]] inline bool Ring::head_is_right(const Session* session) const {
+// Return whether the slot at the head, and the last slot that the session leases, are valid.
+[[gnu::always_inline]] inline bool Ring::head_is_valid(const Session* session) const {
     const Slot* slot = at<Slot>(h_->head);
     if (!slot_exists(h_->head) || !payload_exists(slot)) return false;
     if (slot->place() != SlotState::Inside && slot->place() != SlotState::Parked) return false;
     return !session || !session->lease_head || slot_exists(session->lease_tail);
 }
 
-// What a reader is told of the slot at the head, but for where its payload is.
+// Fill in the description of the slot at the head, except where its payload is.
 [[gnu::always_inline]] inline void Ring::describe(Taken& taken, Slot* slot) const {
     taken.kind = slot->kind;
     taken.size = slot->size;
@@ -154,7 +155,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     taken.viewed = may_view(slot);
 }
 
-// Puts the slot, which was at the head, on lease.
+// Lease the slot, which was at the head.
 [[gnu::always_inline]] inline void Ring::lease(Slot* slot, uint64_t number, uint64_t state, Session& session,
                                                Change& change) {
     change.set(slot->next, 0);
@@ -166,7 +167,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     change.set(h_->leased, h_->leased + 1);
 }
 
-// Takes the slot at the head, which is as it must be. ``leases``: the session that gets it on lease, if any.
+// Take the slot at the head, which is valid. ``leases``: the session that leases it, if any.
 [[gnu::always_inline]] inline void Ring::take_head(Taken& taken, ReaderState* reader, Session* leases,
                                                    uint32_t session, Wakes& wakes) {
     Slot* slot = at<Slot>(h_->head);
@@ -185,7 +186,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     if (leases) {
         lease(slot, taken.number, state, *leases, change);
         change.commit();
-        if (reader->in_hand++ == 0) reader->number = taken.number;
+        if (reader->leases++ == 0) reader->number = taken.number;
         taken.at = payload(slot);
     } else if (slot->size <= Taken::LOCAL && !taken.viewed && !needs_its_slot(slot->kind)) {
         memcpy(taken.local, payload(slot), slot->size);
@@ -200,25 +201,25 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
         taken.held = taken.viewed ? nullptr : slot;
     }
     memory_freed(wakes);
-    if (h_->head) h_->reader_gate.call_in_turn(1, wakes);
-    call_writers(wakes, reader);
-    tell_end(wakes);
+    if (h_->head) h_->reader_queue.wake_by_rank(1, wakes);
+    wake_writers(wakes, reader);
+    wake_at_end(wakes);
 }
 
 Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes) {
     if (h_->state >= BROKEN) return h_->state == BROKEN ? Step::Broken : found_damage();
     Session* const leases = reader ? &this->session(reader->session) : nullptr;
-    const uint64_t orders = reader && !reader->in_hand ? leases->orders : 0;
+    const uint64_t orders = reader && !reader->leases ? leases->orders : 0;
     if (orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
-    if (leases && leases->again_head) return take_again(taken, *reader);
-    // What was given back it still takes: the others may all wait behind that for their turns.
+    if (leases && leases->reserved_head) return take_reserved(taken, *reader);
+    // It still takes items that were given back: all others may wait behind them for their turns.
     if (orders & RETIRE && !is_next_before(UINT64_MAX)) {
-        if (h_->head) h_->reader_gate.call_in_turn(1, wakes);  // it may have been woken for that item
+        if (h_->head) h_->reader_queue.wake_by_rank(1, wakes);  // it may have been woken for that item
         return Step::Drained;
     }
     if (h_->head == 0) return at_end_for(reader) ? end() : Step::Wait;
-    if (blind_) return Step::NoMemory;
-    if (!head_is_right(leases)) return found_damage();
+    if (map_incomplete_) return Step::NoMemory;
+    if (!head_is_valid(leases)) return found_damage();
     take_head(taken, reader, leases, session, wakes);
     return Step::Done;
 }
@@ -231,9 +232,9 @@ void Ring::link_front(Slot* slot, Change& change) {
     change.set(h_->bytes_out, h_->bytes_out - slot->size);
 }
 
-// To the front, with its old number and its old deaths, over the capacity if need be. Nothing, if it is not
-// ours any more, or is lost anyway because the channel is broken. (A small one that a plain reader took was
-// freed, and gets a new slot.)
+// Return an item to the front, with its old number and its deaths, even over the capacity. Do nothing if the
+// item is not this reader's any more, or is lost anyway because the channel is broken. (A small item that a
+// plain reader took was freed, and gets a new slot.)
 void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
     if (h_->damaged || h_->state == BROKEN) {
         if (taken.held) release(taken.held, wakes);
@@ -257,7 +258,7 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
         change.set(s.leased, s.leased - 1);
         change.set(h_->leased, h_->leased - 1);
         change.set(slot->state, slot->with_place(SlotState::Inside));
-        reader->in_hand -= 1;
+        reader->leases -= 1;
     } else if (taken.held || taken.viewed) {
         change.set(slot->state, slot->with_place(SlotState::Inside));
     } else {
@@ -272,7 +273,7 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
     link_front(slot, change);
     change.commit();
     taken.held = nullptr;
-    wakes.readers += h_->reader_gate.call(1);
+    wakes.readers += h_->reader_queue.call(1);
 }
 
 void Ring::release(Slot* slot, Wakes& wakes) {
@@ -285,17 +286,17 @@ void Ring::release(Slot* slot, Wakes& wakes) {
 
 // --- the end ---
 
-// Whether nothing more can come for this reader now. Others may still give back what they have in hand, so
-// who has nothing in hand waits for that, unless it would not be given to it. Who has something does not: two
-// who gather (get_more) would wait for each other.
+// Return whether no more items can come for this reader. Other readers may still give back their leased
+// items, so a reader without leases waits for them unless it would not get them. A reader with leases does
+// not wait: two readers that gather (get_more) would wait for each other.
 bool Ring::at_end_for(const ReaderState* reader) const {
     const bool goes = reader && (reader->alone || session(reader->session).leased > 0);
-    return h_->state == CLOSED && nothing_coming() && (goes || h_->leased == 0);
+    return h_->state == CLOSED && is_exhausted() && (goes || h_->leased == 0);
 }
 
-// When the last item may have gone, all who wait must look: for some the end has come.
-void Ring::tell_end(Wakes& wakes) {
-    if (h_->state == CLOSED && nothing_coming()) wakes.readers += h_->reader_gate.call_all();
+// Wake all readers when the last item may have gone: for some of them the end has come.
+void Ring::wake_at_end(Wakes& wakes) {
+    if (h_->state == CLOSED && is_exhausted()) wakes.readers += h_->reader_queue.call_all();
 }
 
 }  // namespace flowchan

@@ -1,4 +1,5 @@
-// What readers have in hand: finished, given back to the front, or handed on to be tried again by one alone.
+// The items that readers lease: finished, given back to the front, or reserved for one replacement to try
+// again.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -12,21 +13,21 @@ void Ring::free_leased(Session& s, uint64_t most, Wakes& wakes) {
         most -= n;
     }
     memory_freed(wakes);
-    if (h_->heard) wakes.writers += h_->writer_gate.call(1);
-    tell_end(wakes);
+    if (h_->notify_writer) wakes.writers += h_->writer_queue.call(1);
+    wake_at_end(wakes);
 }
 
 void Ring::acknowledge(ReaderState& reader, Wakes& wakes) {
-    if (!reader.in_hand) return;
+    if (!reader.leases) return;
     free_leased(session(reader.session), UINT64_MAX, wakes);
-    reader.in_hand = 0;
+    reader.leases = 0;
 }
 
 void Ring::acknowledge_oldest(uint32_t index, uint64_t n, Wakes& wakes) {
     if (n) free_leased(session(index), n, wakes);
 }
 
-// The newest `n` to the front, in their old order, with their old numbers.
+// Move the newest `n` leased items to the front, in their old order and with their old numbers.
 void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     if (h_->damaged || !slot_exists(s.lease_tail)) return void(found_damage());
     if (h_->head && !slot_exists(h_->head)) return void(found_damage());
@@ -58,11 +59,12 @@ void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     change.set(s.lease_tail, kept);
     change.set(s.leased, s.leased - n);
     change.commit();
-    wakes.readers += h_->reader_gate.call(uint32_t(n));
+    wakes.readers += h_->reader_queue.call(uint32_t(n));
 }
 
-// The same where others have been given back before: each to its place among them, for the front of the FIFO
-// is in the order of the numbers. Whoever gives back the rest after a death does it for what is left.
+// Do the same where others were given back before. Each item goes to its place among them, because the front
+// of the FIFO is sorted by number. After a death, the call that gives back the rest handles the remaining
+// items.
 void Ring::give_back_between(Session& s, uint64_t n, Wakes& wakes) {
     uint64_t kept = 0, p = s.lease_head;
     for (uint64_t left = s.leased; left > n; left -= 1, kept = p, p = at<Slot>(p)->next)
@@ -92,7 +94,7 @@ void Ring::give_back_between(Session& s, uint64_t n, Wakes& wakes) {
         change.commit();
         before = here;
         steps += 1;
-        wakes.readers += h_->reader_gate.call(1);
+        wakes.readers += h_->reader_queue.call(1);
     }
 }
 
@@ -100,7 +102,7 @@ void Ring::give_back_newest(uint32_t index, uint64_t n, Wakes& wakes) {
     if (n && n <= session(index).leased) give_back(session(index), n, wakes);
 }
 
-// What was put and has never been taken leaves again, as if it had not been put. Whose it is may put it
+// Remove the items that were put and never taken, as if they had not been put. Their owner may put them
 // elsewhere.
 uint64_t Ring::take_back(Wakes& wakes) {
     uint64_t before = 0, p = h_->head, n = 0;
@@ -122,92 +124,94 @@ uint64_t Ring::take_back(Wakes& wakes) {
     return n;
 }
 
-// Counts the death of a reader for the first `suspects` of its leased items. Gives the last of the first `most`
-// items and what comes behind it; false when the ring is damaged.
+// Count the death of a reader for the first `suspects` of its leased items. Return false when the ring is
+// damaged. `last` becomes the last of the first `most` items, and `rest` the item after it.
 bool Ring::count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64_t& rest) {
     for (uint64_t n = 0; n < most; ++n, last = rest, rest = at<Slot>(rest)->next) {
         if (!slot_exists(rest) || !is_leased(at<Slot>(rest))) return false;
         if (n >= suspects) continue;
-        // A death between here and the commit counts twice: `deaths` may then be one too high, nothing else.
+        // A death between here and the commit counts twice: `deaths` may then be one too high, with no other
+        // effect.
         at<Slot>(rest)->state += Slot::DEATH;
         fault_point();
     }
     return true;
 }
 
-// What a dead reader had in hand, and has not been worked on since: to its successor alone where it may have
-// killed it, so that the others go on meanwhile (R10), or where nobody else may take it (`all`); else nothing,
-// and it goes back to all. All of it stays on lease. Without `blame` it was us who ended the reader.
-void Ring::hand_on(uint32_t from, uint32_t to, bool all, bool blame) {
+// Reserve leased items of a dead reader for its replacement. They are the items that may have killed the
+// reader, so that the other readers run without that risk (R10). With `all` they are all items, because no
+// other reader may take them. The remaining items go back to all readers. The reserved items stay on lease.
+// Without `blame`, flowchan ended the reader.
+void Ring::reserve_for(uint32_t from, uint32_t to, bool all, bool blame) {
     Session &s = session(from), &next = session(to);
     const bool suspect = blame && s.lease_head && s.at != Session::OURS;
     const uint64_t suspects = suspect ? s.suspects() : 0, most = all ? s.leased : suspects;
-    if (h_->damaged || (!most && !s.again_head) || next.again_head) return;
-    if ((s.lease_head && !slot_exists(s.lease_tail)) || (s.again_head && !slot_exists(s.again_tail)))
+    if (h_->damaged || (!most && !s.reserved_head) || next.reserved_head) return;
+    if ((s.lease_head && !slot_exists(s.lease_tail)) || (s.reserved_head && !slot_exists(s.reserved_tail)))
         return void(found_damage());
     uint64_t last = 0, rest = s.lease_head;
     if (!count_deaths(suspects, most, last, rest)) return void(found_damage());
     Change change(record(Side::Writer), windows_);
-    if (most) change.set(at<Slot>(last)->next, s.again_head);
-    change.set(next.again_head, most ? s.lease_head : s.again_head);
-    change.set(next.again_tail, s.again_head ? s.again_tail : last);
-    change.set(next.again, s.again + most);
-    change.set(next.again_at, suspect ? s.at : s.again_at);
+    if (most) change.set(at<Slot>(last)->next, s.reserved_head);
+    change.set(next.reserved_head, most ? s.lease_head : s.reserved_head);
+    change.set(next.reserved_tail, s.reserved_head ? s.reserved_tail : last);
+    change.set(next.reserved, s.reserved + most);
+    change.set(next.reserved_at, suspect ? s.at : s.reserved_at);
     if (most) {
         change.set(s.lease_head, rest);
         change.set(s.leased, s.leased - most);
     }
-    change.set(s.again_head, 0);
-    change.set(s.again, 0);
+    change.set(s.reserved_head, 0);
+    change.set(s.reserved, 0);
     change.commit();
 }
 
-// Takes the first of the items that are this session's own to try again.
-Step Ring::take_again(Taken& taken, ReaderState& reader) {
+// Take the first of the items that only this session may try again.
+Step Ring::take_reserved(Taken& taken, ReaderState& reader) {
     Session& s = session(reader.session);
-    Slot* slot = at<Slot>(s.again_head);
-    if (!slot_exists(s.again_head) || !payload_exists(slot) || !is_leased(slot)) return found_damage();
+    Slot* slot = at<Slot>(s.reserved_head);
+    if (!slot_exists(s.reserved_head) || !payload_exists(slot) || !is_leased(slot)) return found_damage();
     if (s.lease_head && !slot_exists(s.lease_tail)) return found_damage();
     taken.kind = slot->kind;
     taken.size = slot->size;
     taken.deaths = slot->deaths();
-    taken.kills_who_unpickles = s.again_at == Session::UNPICKLING;
+    taken.died_unpickling = s.reserved_at == Session::UNPICKLING;
     taken.number = slot->number;
     taken.made_for = Slot::KEYLESS;
     taken.slot = slot;
     taken.at = payload(slot);
     Change change(record(Side::Reader), windows_);
-    change.set(s.again_head, slot->next);
-    change.set(s.again, s.again - 1);
+    change.set(s.reserved_head, slot->next);
+    change.set(s.reserved, s.reserved - 1);
     change.set(slot->next, 0);
     change.set(s.lease_head ? at<Slot>(s.lease_tail)->next : s.lease_head, offset(slot));
     change.set(s.lease_tail, offset(slot));
     change.set(s.leased, s.leased + 1);
     change.commit();
-    if (reader.in_hand++ == 0) reader.number = slot->number;
+    if (reader.leases++ == 0) reader.number = slot->number;
     return Step::Done;
 }
 
-// What a reader has in hand it gets once more, before anything else.
+// Reserve the leased items of a reader for this reader, which takes them again before any others.
 void Ring::begin_again(ReaderState& reader) {
     Session& s = session(reader.session);
-    reader.in_hand = 0;
+    reader.leases = 0;
     if (h_->damaged || !s.lease_head) return;
-    if (!slot_exists(s.lease_tail) || (s.again_head && !slot_exists(s.again_tail)))
+    if (!slot_exists(s.lease_tail) || (s.reserved_head && !slot_exists(s.reserved_tail)))
         return void(found_damage());
     Change change(record(Side::Reader), windows_);
-    change.set(at<Slot>(s.lease_tail)->next, s.again_head);
-    if (!s.again_head) change.set(s.again_tail, s.lease_tail);
-    change.set(s.again_head, s.lease_head);
-    change.set(s.again, s.again + s.leased);
-    change.set(s.again_at, Session::OURS);
+    change.set(at<Slot>(s.lease_tail)->next, s.reserved_head);
+    if (!s.reserved_head) change.set(s.reserved_tail, s.lease_tail);
+    change.set(s.reserved_head, s.lease_head);
+    change.set(s.reserved, s.reserved + s.leased);
+    change.set(s.reserved_at, Session::OURS);
     change.set(s.lease_head, 0);
     change.set(s.leased, 0);
     change.commit();
 }
 
-// Items are taken in the order of their numbers, so the first that is not finished is the oldest that somebody
-// has in hand or is to try again, or has been given back; or else the next to be taken.
+// Return the number of the first unfinished item. Items are taken in the order of their numbers. So that item
+// is the oldest that is leased, reserved for another try or given back, or else the next to be taken.
 uint64_t Ring::first_unfinished() const {
     uint64_t first = h_->numbered;
     const auto look = [&](uint64_t slot) {
@@ -218,25 +222,25 @@ uint64_t Ring::first_unfinished() const {
     for (const Session& s : h_->sessions()) {
         if (s.role != Session::READER) continue;
         look(s.lease_head);
-        look(s.again_head);
+        look(s.reserved_head);
     }
     return first;
 }
 
 void Ring::order(uint32_t index, Orders what, Wakes& wakes) {
     session(index).orders |= what;
-    wakes.readers += h_->reader_gate.call_all();
+    wakes.readers += h_->reader_queue.call_all();
 }
 
-// A session that ends before it has tried them again: they are everybody's.
-void Ring::give_back_again(Session& s, Wakes& wakes) {
+// Give the reserved items of a session that ends before it tried them again back to all readers.
+void Ring::give_back_reserved(Session& s, Wakes& wakes) {
     if (h_->damaged) return;
     Change change(record(Side::Writer), windows_);
-    change.set(s.lease_head, s.again_head);
-    change.set(s.lease_tail, s.again_tail);
-    change.set(s.leased, s.again);
-    change.set(s.again_head, 0);
-    change.set(s.again, 0);
+    change.set(s.lease_head, s.reserved_head);
+    change.set(s.lease_tail, s.reserved_tail);
+    change.set(s.leased, s.reserved);
+    change.set(s.reserved_head, 0);
+    change.set(s.reserved, 0);
     change.commit();
     give_back(s, s.leased, wakes);
 }

@@ -1,18 +1,17 @@
-// The memory of a ring: slots and their blocks, views of blocks that were handed out, and what is done about
-// damage.
+// The memory of a ring: slots and their blocks, views of blocks, and the response to damage.
 //
-// A block is cut from the middle of the mapping when there is no free one of its class, and goes to the free
-// list of its class when its slot is free again, so that it is used again while it is still warm. When the
-// middle is used up, `tidy` cuts what no used block covers anew.
+// A block is cut from the middle of the mapping when its class has no free one. When its slot is free again,
+// it goes to the free list of its class. So it is reused while it is still in the caches. When the middle is
+// used up, `tidy` cuts the memory outside of used blocks again.
 //
-// Views. Who takes an item with large buffers may read
-// them where they lie. The slot then names the session that looks at it, its `viewer`. Whoever would free
-// such a slot leaves it HELD for the viewer instead, and the viewer frees it when its last view goes, or does
-// nothing but strike its name out when the item is still somewhere else: an item that was given back is read
-// by its next worker while the first still looks at it. A slot has one viewer; a second reader makes a
-// private copy, as does every reader once the views cover max_bytes, and of what lies at the end of the
-// memory, so that nobody who keeps what it received can stop a writer. A session whose port was closed lives
-// on as HOLDER until its process has let go of its last view, or has died.
+// Views. The receiver of an item with large buffers may read them in place. The slot then names the session
+// that looks at it, its `viewer`. A call that would free such a slot leaves it HELD for the viewer instead.
+// The viewer frees it when its last view is gone. If the item is still somewhere else, the viewer only
+// removes its name. (An item that was given back is read by its next worker while the first still looks at
+// it.) A slot has one viewer, and a second reader makes a private copy. So does every reader once the views
+// cover max_bytes, and every reader of the end of the memory. Otherwise readers that keep their items could
+// stop a writer. A session whose port was closed stays as HOLDER until its process has dropped its last view,
+// or has died.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -29,8 +28,7 @@ uint64_t block_start(uint64_t top, uint32_t cls) {
 
 // --- what is allocated, and mapped ---
 
-// Makes sure that the memory below `upto` is allocated, and mapped. False when there is none; the state is
-// unchanged then.
+// Allocate and map the memory below `upto`. Return false, with the state unchanged, when there is none.
 bool Ring::reserve_low(uint64_t upto) {
     if (!windows_.show_blocks(upto)) return false;
     h_->map_blocks_to = std::max(h_->map_blocks_to, windows_.blocks_to());
@@ -55,7 +53,7 @@ bool Ring::reserve_high(uint64_t from) {
     return true;
 }
 
-// Makes sure that there are `n` records of sessions.
+// Allocate `n` records of sessions.
 bool Ring::reserve_sessions(uint32_t n) {
     if (n <= h_->reserved_sessions) return true;
     if (n > SESSIONS) return false;
@@ -65,33 +63,33 @@ bool Ring::reserve_sessions(uint32_t n) {
     return true;
 }
 
-// Another process has cut more memory than this one has mapped. While it can't map that, it neither puts nor
-// gets.
-void Ring::see_growth() {
+// Map memory that another process has cut. While this process cannot map it, it neither puts nor gets.
+void Ring::map_growth() {
     const uint64_t upto = h_->map_blocks_to, from = h_->map_slots_from;
     if (upto > length_ || from < blocks_at_) return void(found_damage());
-    blind_ = !windows_.show_blocks(upto) || !windows_.show_slots(from);
+    map_incomplete_ = !windows_.show_blocks(upto) || !windows_.show_slots(from);
 }
 
 // --- slots ---
 
-// The first class from `cls` on, before `upto`, in which a slot is free; CLASSES: there is none.
+// Return the first class from `cls` on, before `upto`, with a free slot; CLASSES if there is none.
 [[gnu::always_inline]] inline uint32_t Ring::free_class(uint32_t cls, uint32_t upto) const {
     while (cls < upto && !h_->free_slots[cls]) ++cls;
     return cls < upto ? cls : CLASSES;
 }
 
-// A slot with room for `size` bytes of payload. Null when there is no memory now; then nothing has changed.
+// Return a slot with room for `size` bytes of payload. Return null, with nothing changed, when memory is
+// exhausted now.
 Slot* Ring::take_slot(uint64_t size, Change& change) {
     const uint32_t cls = class_of(size);
     if (h_->slots_used == 0 && h_->free_slots[cls] == 0 && h_->blocks_top - blocks_at_ > max_bytes_)
         tidy(cls);
     if (!h_->free_slots[cls]) {
-        if (!memory_is_right()) return found_damage(), nullptr;
+        if (!memory_is_valid()) return found_damage(), nullptr;
         if (Slot* slot = new_slot(cls, change)) return slot;
         if (h_->damaged) return nullptr;
     }
-    uint32_t found = free_class(cls, std::min(cls + 6, CLASSES));  // twice as large is no great waste
+    uint32_t found = free_class(cls, std::min(cls + 6, CLASSES));  // twice as large is an acceptable waste
     if (found == CLASSES) {
         tidy(cls);
         if (Slot* slot = h_->free_slots[cls] || h_->damaged ? nullptr : new_slot(cls, change)) return slot;
@@ -108,17 +106,17 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
     return slot;
 }
 
-// New memory the kernel has to find and to clear, which takes longer than to copy the item, and it is in no
-// cache. Nobody who has waited in vain waits again before others have finished more.
+// The kernel has to find and clear new memory, which takes longer than to copy the item, and new memory is in
+// no cache. After a wait in vain, no other put waits before readers have finished more items.
 bool Ring::lacks_warm_memory(uint64_t size, bool late) {
     const uint32_t cls = class_of(size);
     if (free_class(cls, std::min(cls + 5, CLASSES)) != CLASSES) return false;
-    if (h_->state != OPEN || !h_->slots_used || finished_by_then_ == finished()) return false;
-    (late ? finished_by_then_ : h_->short_of_memory) = late ? finished() : 1;
+    if (h_->state != OPEN || !h_->slots_used || finished_before_wait_ == finished()) return false;
+    (late ? finished_before_wait_ : h_->short_of_memory) = late ? finished() : 1;
     return !late;
 }
 
-// A slot with a block that has never been one, cut where blocks end.
+// Return a slot with a new block, cut where the blocks end.
 Slot* Ring::new_slot(uint32_t cls, Change& change) {
     const uint64_t block = block_start(h_->blocks_top, cls), upto = block + class_size(cls);
     const uint64_t bare = cls ? h_->free_slots[0] : 0;  // a slot without a block
@@ -129,7 +127,7 @@ Slot* Ring::new_slot(uint32_t cls, Change& change) {
     Slot* slot = at<Slot>(from);
     if (bare) {
         change.set(h_->free_slots[0], slot->next);
-        change.commit();  // now nobody finds it until it is used; after a death in between, `tidy` does
+        change.commit();  // now it is in no list until it is used; after a death in between, `tidy` finds it
     } else {
         change.set(h_->slots_at, from);
     }
@@ -147,17 +145,17 @@ void Ring::free_slot(Slot* slot, Change& change) {
         change.set(slot->state, slot->with_place(SlotState::Held, slot->viewer()));
         return;
     }
-    put_away(slot, change);
+    push_free(slot, change);
 }
 
-void Ring::put_away(Slot* slot, Change& change) {
+void Ring::push_free(Slot* slot, Change& change) {
     change.set(slot->next, h_->free_slots[slot->cls]);
     change.set(slot->state, 0);
     change.set(h_->free_slots[slot->cls], offset(slot));
     change.set(h_->slots_used, h_->slots_used - 1);
 }
 
-// Finds the blocks that are used, in their order, and the slots that are free. False: the memory is damaged.
+// Find the used blocks, in their order, and the free slots. Return false if the memory is damaged.
 bool Ring::find_used(std::vector<Span>& used, std::vector<Slot*>& free) {
     for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);
@@ -172,7 +170,7 @@ bool Ring::find_used(std::vector<Span>& used, std::vector<Slot*>& free) {
     return true;
 }
 
-// A slot more, without a block; null when there is no memory.
+// Return one more slot without a block, null when memory is exhausted.
 Slot* Ring::new_bare_slot(Change& change) {
     const uint64_t from = h_->slots_at - sizeof(Slot);
     if (!reserve_high(from)) return nullptr;
@@ -193,8 +191,8 @@ void Ring::fill_free_lists(const std::vector<uint64_t>& heads, Change& change) {
 
 namespace {
 
-// The memory between used blocks, which come in their order. `top` is where it begins, then where the last of
-// them ends.
+// Return the memory between used blocks, which are sorted. `top` is where it begins, and becomes where the
+// last of them ends.
 std::vector<std::pair<uint64_t, uint64_t>> gaps_between(
     const std::vector<std::pair<uint64_t, uint64_t>>& used, uint64_t& top) {
     std::vector<std::pair<uint64_t, uint64_t>> gaps;
@@ -207,18 +205,18 @@ std::vector<std::pair<uint64_t, uint64_t>> gaps_between(
 
 }  // namespace
 
-// Cuts all memory that no used block covers anew: what lies behind the last used block is uncut again, gaps
-// between them become blocks of the class in demand, and what is left of those of the largest class that
-// fits. First all free lists are emptied, so that what is written then belongs to nobody; at the end they are
-// filled. Whoever dies in between leaves lists that are shorter than they could be, which the next `tidy`
-// mends, because it looks at what is used only.
+// Cut all memory outside of used blocks again. Memory behind the last used block becomes uncut. The gaps
+// between used blocks become blocks of the class in demand, and their rests blocks of the largest class that
+// fits. First all free lists are emptied, so that the memory written next has no owner; at the end they are
+// filled. A death in between leaves lists that are too short. The next `tidy` repairs them, because it looks
+// only at used blocks.
 void Ring::tidy(uint32_t cls) {
-    if (!memory_is_right()) return void(found_damage());
+    if (!memory_is_valid()) return void(found_damage());
     std::vector<Span> used;
     std::vector<Slot*> free;
     if (!find_used(used, free)) return void(found_damage());
     Change change(record(Side::Writer), windows_);
-    if (free.empty()) {  // the gaps may need one all the same
+    if (free.empty()) {  // the gaps may still need one
         Slot* slot = new_bare_slot(change);
         if (!slot) return;
         free.push_back(slot);
@@ -240,9 +238,9 @@ void Ring::tidy(uint32_t cls) {
     };
     uint64_t top = blocks_at_;
     std::vector<Span> gaps = gaps_between(used, top);
-    // Of all gaps what is in demand first, then the rest, which must leave a slot for what is cut behind
-    // them: there may be no memory for another slot. No block of class 1 is ever cut: it would hold less than
-    // a slot without a block.
+    // Cut blocks of the class in demand from all gaps first, then the rest. The rest must leave a slot for
+    // the memory behind the gaps, because there may be no memory for another slot. No block of class 1 is
+    // ever cut: it would hold less than a slot without a block.
     static_assert(UNIT < Slot::INLINE && Slot::INLINE <= 2 * UNIT);
     auto cut = [&](uint32_t piece, uint64_t& begin, uint64_t end) {
         const uint64_t start = block_start(begin, piece);
@@ -264,33 +262,33 @@ void Ring::tidy(uint32_t cls) {
 
 // --- views ---
 
-// Whether the payload of this slot, about to be taken, may be read where it lies. A small one may lie in a
-// large block too, but a plain user copies it and frees the slot at once. The end of the memory, as much as
-// the largest item needs, is for passing use only: views scattered over all of it would stop the writer of
-// such an item, however few they are.
+// Return whether the payload of this slot, about to be taken, may be read in place. A large block may contain
+// a small payload, but a plain user copies that and frees the slot at once. The end of the memory, as much as
+// the largest item needs, must not be viewed. Even a few views scattered over it would stop the writer of
+// such an item.
 bool Ring::may_view(const Slot* slot) const {
     if (slot->viewer()) return false;
-    if (slot->kind == PINNED) return true;  // small, and gone when what it tells of is used
+    if (slot->kind == PINNED) return true;  // small, and gone when the object that it names is in use
     if (slot->kind != BUFFERS || slot->cls < VIEWABLE || slot->size <= Taken::LOCAL) return false;
     const uint64_t end = blocks_end_ - class_size(class_of(max_bytes_)) - PAGE;
     return h_->viewed_bytes + slot->size <= max_bytes_ &&
            slot->block + class_size(uint32_t(slot->cls)) <= end;
 }
 
-// Enters the session as the viewer of the slot whose state is about to become `state`; gives that state.
+// Make the session the viewer of the slot whose state is about to become `state`. Return the new state.
 uint64_t Ring::view(uint64_t state, const Slot* slot, uint32_t session, Change& change) {
     change.set(this->session(session).views, this->session(session).views + 1);
     change.set(h_->viewed_bytes, h_->viewed_bytes + slot->size);
     return state | Slot::viewed_by(session);
 }
 
-// One view less of a session; the last one ends a HOLDER.
+// Subtract one view from a session; the last one ends a HOLDER.
 void Ring::forget_view(Session& s, Change& change) {
     if (s.views == 1 && s.role == Session::HOLDER) change.set(s.role, Session::NONE);
     change.set(s.views, s.views - 1);
 }
 
-// The last view of this slot is gone.
+// Handle the end of the last view of this slot.
 void Ring::unview(Slot* slot, Wakes& wakes) {
     if (h_->damaged || !slot->viewer()) return;
     if (slot->cls >= CLASSES) return void(found_damage());
@@ -298,22 +296,22 @@ void Ring::unview(Slot* slot, Wakes& wakes) {
     if (!slot->loaned())
         change.set(h_->viewed_bytes, h_->viewed_bytes - std::min(h_->viewed_bytes, slot->size));
     forget_view(session(slot->viewer()), change);
-    // HELD by another one means that it makes a copy now: the slot is freed when that is done.
+    // If another session has it HELD, that session makes a copy now and frees the slot afterwards.
     const bool held = slot->place() == SlotState::Held && slot->owner() == slot->viewer();
     if (held)
-        put_away(slot, change);
+        push_free(slot, change);
     else
         change.set(slot->state, slot->state & ~Slot::VIEW_BITS);
     change.commit();
     if (held) memory_freed(wakes);
 }
 
-// Memory that a writer fills in place: a slot that is HELD and LOANED, outside the FIFO.
+// Lend memory that a writer fills in place: a slot that is HELD and LOANED, outside the FIFO.
 Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
     if (h_->state == BROKEN) return Step::Broken;
     if (h_->state == CLOSED) return broken() ? Step::Broken : Step::Closed;
     if (size > max_bytes_) return Step::TooLarge;
-    if (blind_) return Step::NoMemory;
+    if (map_incomplete_) return Step::NoMemory;
     Change change(record(Side::Writer), windows_);
     slot = take_slot(std::max(size, class_size(VIEWABLE)), change);
     if (!slot) return no_slot();
@@ -326,7 +324,7 @@ Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
     return Step::Done;
 }
 
-// The put of what was filled in place; `frame` says its size only.
+// Put a loan that was filled in place. Only the size of `frame` is used.
 Step Ring::put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes) {
     Step step = room(frame, writer);
     if (step != Step::Done) return step;
@@ -342,11 +340,11 @@ Step Ring::put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& 
     return Step::Done;
 }
 
-// The ids of the PINNED items that exist: inside, with somebody, or looked at. One that is being written just
-// now may show the id of the item that was in its slot before.
+// Return the ids of the PINNED items that exist: inside, held by a process, or viewed. An item that is being
+// written now may show the id of its slot's previous item.
 std::vector<uint64_t> Ring::pinned() const {
     std::vector<uint64_t> ids;
-    if (!memory_is_right()) return ids;
+    if (!memory_is_valid()) return ids;
     for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
         const Slot* slot = at<Slot>(p);
         const bool inside = slot->place() == SlotState::Inside || slot->place() == SlotState::Parked;
@@ -361,7 +359,7 @@ std::vector<uint64_t> Ring::pinned() const {
 std::vector<Held> Ring::held() const {
     std::vector<Held> all;
     const bool any = std::ranges::any_of(h_->sessions(), [](const Session& s) { return s.views > 0; });
-    if (!any || !memory_is_right()) return all;
+    if (!any || !memory_is_valid()) return all;
     for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
         const Slot* slot = at<Slot>(p);
         if (!slot->viewer()) continue;
@@ -375,14 +373,13 @@ std::vector<Held> Ring::held() const {
 }
 
 // --- damage ---
-//
-// Other processes write this memory, and one of them may have a stray pointer. What is about to be followed
-// is checked first, so that damage breaks the channel and never crashes its users or lets them read outside.
-// A list is followed no further than its count says, and a slot is taken out of a list only if its state says
-// that it belongs there. Once damage has been found nothing is followed any more.
+// Other processes write this memory, and one of them may have a stray pointer. Each offset is checked before
+// it is followed, so that damage breaks the channel and never crashes its users or lets them read outside. A
+// list is followed no further than its count says. A slot is taken out of a list only if its state belongs to
+// the list. Once damage has been found, no offset is followed any more.
 
-// The order in which everything lies: | blocks .. reserved_low | hole | reserved_high .. slots |
-bool Ring::memory_is_right() const {
+// The order of the parts: | blocks .. reserved_low | hole | reserved_high .. slots |
+bool Ring::memory_is_valid() const {
     return blocks_at_ <= h_->blocks_top && h_->blocks_top <= h_->reserved_low &&
            h_->reserved_low <= h_->reserved_high && h_->reserved_high <= h_->slots_at &&
            h_->slots_at <= length_ && (length_ - h_->slots_at) % sizeof(Slot) == 0;
@@ -397,7 +394,7 @@ bool Ring::payload_exists(const Slot* slot) const {
     if (slot->cls >= CLASSES) return false;
     if (slot->cls == 0) return slot->block == 0 && slot->size <= Slot::INLINE;
     const uint64_t room = class_size(uint32_t(slot->cls));
-    // Read without the lock by `write`: the partner is Redo::apply; relaxed, because a slot that exists stays
+    // `write` reads it without the lock: the partner is Redo::apply; relaxed, because an existing slot stays
     // above it.
     const uint64_t end =
         std::min(std::atomic_ref(h_->slots_at).load(std::memory_order_relaxed), windows_.blocks_to());
@@ -411,7 +408,7 @@ Step Ring::found_damage() {
     return Step::Broken;
 }
 
-// There is no memory for a put: wait until some is freed, unless nothing is in use that could be.
+// Handle a put without memory: wait until some is freed, unless no memory is in use that could be freed.
 Step Ring::no_slot() {
     if (h_->damaged) return Step::Broken;
     h_->short_of_memory = 1;
@@ -421,7 +418,7 @@ Step Ring::no_slot() {
 void Ring::memory_freed(Wakes& wakes) {
     if (!h_->short_of_memory) return;
     h_->short_of_memory = 0;
-    call_all_writers(wakes);
+    wake_all_writers(wakes);
 }
 
 }  // namespace flowchan

@@ -1,8 +1,9 @@
-// Several small items at a time. What an item costs beside its own slot, the words that link and count, is paid
-// once for a run of them, as is the record: one Change, so all of a run happens or nothing.
+// Runs of several small items. The cost of an item besides its own slot, the words that link and count, is
+// paid once for a run of them. A run is one Change in the record, so it happens wholly or not at all.
 //
-// A run is what needs no more than that. What was given back, is looked at, has descriptors, or has a turn goes
-// item by item, and so does what finds no room; that also says what is wrong.
+// A run contains only items that need no more than that. Items that were given back, are viewed, have
+// descriptors or have a turn go one by one. So do items that find no room; the single call then reports the
+// cause.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -11,15 +12,15 @@ namespace flowchan {
 
 namespace {
 
-// Of the words of a Change these are for the run as a whole.
+// The words of a Change that are needed once for the whole run.
 constexpr uint64_t TO_PUT = 7, TO_TAKE = 9, TO_FREE = 6;
 
 }  // namespace
 
-// Puts the first of these items, those of one class, without a key. How many: 0 when they are to be put one by
-// one.
+// Put the first of these items, as far as they have one class, without a key. Return their number, 0 when
+// they must be put one by one.
 uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
-    if (h_->state != OPEN || blind_ || (h_->head && !slot_exists(h_->tail))) return 0;
+    if (h_->state != OPEN || map_incomplete_ || (h_->head && !slot_exists(h_->tail))) return 0;
     const uint64_t inside = h_->puts - h_->takes + h_->parked + h_->claimed;
     const uint64_t most = std::min({count, Redo::MOST - TO_PUT, capacity_ - std::min(capacity_, inside)});
     const uint32_t cls = class_of(items[0].size);
@@ -52,15 +53,15 @@ uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
     change.set(h_->puts, h_->puts + n);
     change.set(h_->bytes_in, h_->bytes_in + bytes);
     change.commit();
-    h_->reader_gate.call_in_turn(uint32_t(n), wakes);
+    h_->reader_queue.wake_by_rank(uint32_t(n), wakes);
     return n;
 }
 
-// Takes what is inside on lease, up to `count` items, and none behind so many bytes. How many: 0 when they are to
+// Lease up to `count` items, and no more once `most_bytes` are reached. Return their number, 0 when they must
 // be taken one by one.
 uint64_t Ring::take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_t most_bytes, Wakes& wakes) {
     Session& s = session(reader.session);
-    if (h_->state >= BROKEN || blind_ || s.again_head) return 0;
+    if (h_->state >= BROKEN || map_incomplete_ || s.reserved_head) return 0;
     if (s.lease_head && !slot_exists(s.lease_tail)) return 0;
     const uint64_t most = std::min({count, h_->puts - h_->takes, (Redo::MOST - TO_TAKE) / 2});
     uint64_t n = 0, bytes = 0, rest = h_->head;
@@ -91,17 +92,17 @@ uint64_t Ring::take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_
     change.set(s.leased, s.leased + n);
     change.set(h_->leased, h_->leased + n);
     change.commit();
-    if (reader.in_hand == 0) reader.number = number;
-    reader.in_hand += uint32_t(n);
+    if (reader.leases == 0) reader.number = number;
+    reader.leases += uint32_t(n);
     memory_freed(wakes);
-    if (h_->head) h_->reader_gate.call_in_turn(1, wakes);
-    call_writers(wakes, &reader, uint32_t(n));
-    tell_end(wakes);
+    if (h_->head) h_->reader_queue.wake_by_rank(1, wakes);
+    wake_writers(wakes, &reader, uint32_t(n));
+    wake_at_end(wakes);
     return n;
 }
 
-// Frees the oldest that a session has on lease, up to `most`: those of one class that nobody looks at, at once.
-// How many; 0: something there can't be right.
+// Free the oldest leases of a session, up to `most`, and at once those of one class without viewers. Return
+// their number; 0: a value there is damaged.
 uint64_t Ring::free_run(Session& s, uint64_t most) {
     const uint64_t first = s.lease_head;
     Slot* run[Redo::MOST];

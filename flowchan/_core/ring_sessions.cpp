@@ -1,4 +1,4 @@
-// The sessions of a ring: who takes part in it, as whom, and what becomes of what they had when they end or
+// The sessions of a ring: its participants, their roles, and the handling of their items when they end or
 // die.
 #include "process.hpp"
 #include "ring.hpp"
@@ -9,7 +9,7 @@
 
 namespace flowchan {
 
-// A record that nobody uses, cleared for this process; 0 if there is none.
+// Return an unused record, cleared for this process; 0 if there is none.
 uint32_t Ring::free_session(Wakes& wakes) {
     for (int attempt = 0; attempt < 2; ++attempt) {
         for (uint32_t i = 1; i < SESSIONS; ++i) {  // 0 means "no session"
@@ -21,9 +21,10 @@ uint32_t Ring::free_session(Wakes& wakes) {
             s.generation += 1;
             s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count =
                 s.views = s.forked = 0;
-            s.at_reader_gate = s.at_writer_gate = s.called = 0;
+            s.in_reader_queue = s.in_writer_queue = s.called = 0;
             s.clock = PortClock();
-            s.awaits = s.at = s.begun = s.again_head = s.again_tail = s.again = s.again_at = s.orders = 0;
+            s.awaits = s.at = s.begun = s.reserved_head = s.reserved_tail = s.reserved = s.reserved_at =
+                s.orders = 0;
             fault_point();
             return i;
         }
@@ -50,19 +51,19 @@ uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
 
 void Ring::adopt(uint32_t index) {
     if (index == 0 || index >= SESSIONS)
-        throw std::length_error("there is no port number " + std::to_string(index));
+        throw std::length_error("unknown port number " + std::to_string(index));
     Session& s = session(index);
-    if (s.views && s.pid != uint64_t(getpid())) part(index);
+    if (s.views && s.pid != uint64_t(getpid())) move_views(index);
     s.pid = uint64_t(getpid());
     s.started = own_start();
 }
 
-// A port moves to another process. What the former one looks at it goes on looking at, so that passes to a
-// HOLDER of its own: else the views would end with the new process. One Change for each slot; a death may
-// come between any two. (When all records are taken the views stay where they are.)
-void Ring::part(uint32_t index) {
+// Handle a port that moves to another process. The former process keeps its views, so they pass to a separate
+// HOLDER. Otherwise they would end with the new process. There is one Change for each slot, and a death may
+// come between any two. (When all records are taken, the views stay with the port.)
+void Ring::move_views(uint32_t index) {
     Wakes wakes;
-    if (!memory_is_right()) return void(found_damage());
+    if (!memory_is_valid()) return void(found_damage());
     const uint32_t to = free_session(wakes);
     Session &s = session(index), &holder = session(to);
     if (to) {
@@ -85,11 +86,11 @@ void Ring::part(uint32_t index) {
     wake(wakes);
 }
 
-// What a session that ends, perhaps because its process was killed, was copying, and the waits it was counted
-// in. `views`: it looks at nothing any more.
+// Undo the copies and waits of a session that ends, perhaps because its process was killed. `views`: it does
+// not use its views any more.
 void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     Session& s = session(index);
-    if (!memory_is_right()) found_damage();
+    if (!memory_is_valid()) found_damage();
     for (uint64_t p = first_slot(); !h_->damaged && p < length_; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);
         if (slot->viewer() == index) {
@@ -101,62 +102,61 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
         if (slot->place() == SlotState::Filling) unclaim(slot, wakes);
     }
     int64_t now = now_ns();
-    auto leave = [now](Gate& gate, uint32_t& at_gate) {
-        const uint32_t n = at_gate;
-        at_gate =
-            // first: a death in between leaves `waiting` too high, which costs a needless wake-up, never too
-            // low
+    auto leave = [now](WaitQueue& queue, uint32_t& in_queue) {
+        const uint32_t n = in_queue;
+        in_queue =
+            // first: a death in between leaves `waiting` too high, never too low, and costs a needless
+            // wake-up
             0;
         keep_order();
         fault_point();
-        gate.waiting -= std::min(gate.waiting, n);
-        gate.woken = std::min(gate.woken, gate.waiting);
-        gate.selecting = std::min(gate.selecting, gate.waiting);
-        gate.waited_ns += int64_t(n) * now;
-        return n ? gate.call_all()
-                 : 0;  // a thread that waits in the port that is being closed must hear of it
+        queue.waiting -= std::min(queue.waiting, n);
+        queue.woken = std::min(queue.woken, queue.waiting);
+        queue.selecting = std::min(queue.selecting, queue.waiting);
+        queue.waited_ns += int64_t(n) * now;
+        return n ? queue.call_all() : 0;  // a thread that waits in the closing port must wake
     };
-    wakes.readers += leave(h_->reader_gate, s.at_reader_gate);
-    wakes.writers += leave(h_->writer_gate, s.at_writer_gate);
+    wakes.readers += leave(h_->reader_queue, s.in_reader_queue);
+    wakes.writers += leave(h_->writer_queue, s.in_writer_queue);
     s.clock.all.set(s.awaits != 0, now);
     if (s.awaits) {
         s.word.store(s.word.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-        wakes.add(s.word, true);  // a thread that waits in the port that is being closed must hear of it
-        have_turn(s);
+        wakes.add(s.word, true);  // a thread that waits in the closing port must wake
+        end_turn_wait(s);
         const auto waits = [](const Session& one) { return one.awaits != 0; };
-        h_->writer_gate.ordered = uint32_t(std::ranges::count_if(h_->sessions(), waits));
+        h_->writer_queue.ordered = uint32_t(std::ranges::count_if(h_->sessions(), waits));
         const auto for_turn = [](const Session& one) { return one.clock.turn.waiting != 0; };
-        h_->writer_gate.turns.set(uint32_t(std::ranges::count_if(h_->sessions(), for_turn)), now);
-        call_turns(wakes);
+        h_->writer_queue.turns.set(uint32_t(std::ranges::count_if(h_->sessions(), for_turn)), now);
+        wake_turns(wakes);
     }
     if (s.pid == uint64_t(getpid())) return;
-    // It died, perhaps woken and on its way back, or about to wake somebody: let those who sleep look again.
-    h_->reader_gate.woken = h_->writer_gate.woken = 0;
-    wakes.readers += h_->reader_gate.call_all();
-    call_all_writers(wakes);
+    // It died, perhaps woken and on its way back, or about to wake another: all sleepers look again.
+    h_->reader_queue.woken = h_->writer_queue.woken = 0;
+    wakes.readers += h_->reader_queue.call_all();
+    wake_all_writers(wakes);
 }
 
-// Whether the process of this session lives, or may have children that do, and so may still use what it looks
-// at, whoever ends the session.
-bool Ring::still_looks(uint32_t index) const {
+// Return whether the views of this session may still be used after its end. Its process is alive, or may have
+// live children.
+bool Ring::may_still_view(uint32_t index) const {
     const Session& s = session(index);
     return s.views && (s.forked || s.pid == uint64_t(getpid()) || process_alive(s.pid, s.started));
 }
 
-// `finished`: the items in hand are done with, else they go back. `died`: its process has ended without
-// closing it; of a writer that is no clean end (C5), unless the channel was closed before.
+// `finished`: the leased items are finished, else they go back. `died`: the process ended without closing the
+// session. For a writer that is not a clean end (C5) unless the channel was closed before.
 void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     Session& s = session(index);
     if (s.role == Session::NONE) return;
     if (s.lease_head) finished ? free_leased(s, UINT64_MAX, wakes) : give_back(s, s.leased, wakes);
-    if (s.again_head) give_back_again(s, wakes);
-    const bool looks = still_looks(index);
+    if (s.reserved_head) give_back_reserved(s, wakes);
+    const bool looks = may_still_view(index);
     drop_copies(index, !looks, wakes);
     Change change(record(Side::Writer), windows_);
     if (s.role == Session::READER) {
         if (h_->readers == 1) close_with(change, wakes);
         change.set(h_->readers, h_->readers - 1);
-        if (h_->heard) wakes.writers += h_->writer_gate.call_all();
+        if (h_->notify_writer) wakes.writers += h_->writer_queue.call_all();
     } else if (s.role == Session::WRITER) {
         if (h_->writers == 1) close_with(change, wakes);
         if (died && h_->state == OPEN && !h_->cut_off) change.set(h_->cut_off, s.pid);
@@ -164,13 +164,13 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     } else if (s.role == Session::RESUME) {
         change.set(h_->resumes, h_->resumes - 1);
     }
-    if (looks) change.set(s.supervised, 0);  // when its process dies, whoever notices ends it
+    if (looks) change.set(s.supervised, 0);  // any process that notices its process's death may end it
     change.set(s.role, looks ? Session::HOLDER : Session::NONE);
     change.commit();
     if (h_->state == CLOSED) advance(wakes);
 }
 
-std::vector<Slot*> Ring::in_hand(uint32_t index) const {
+std::vector<Slot*> Ring::leased_slots(uint32_t index) const {
     std::vector<Slot*> slots;
     const Session& s = session(index);
     for (uint64_t p = s.lease_head; slot_exists(p) && slots.size() < s.leased; p = at<Slot>(p)->next)
@@ -178,10 +178,10 @@ std::vector<Slot*> Ring::in_hand(uint32_t index) const {
     return slots;
 }
 
-std::vector<uint64_t> Ring::to_try_again(uint32_t index) const {
+std::vector<uint64_t> Ring::reserved_numbers(uint32_t index) const {
     std::vector<uint64_t> numbers;
     const Session& s = session(index);
-    for (uint64_t p = s.again_head; slot_exists(p) && numbers.size() < s.again; p = at<Slot>(p)->next)
+    for (uint64_t p = s.reserved_head; slot_exists(p) && numbers.size() < s.reserved; p = at<Slot>(p)->next)
         numbers.push_back(at<Slot>(p)->number);
     return numbers;
 }
@@ -212,21 +212,21 @@ void Ring::sweep_now(Wakes& wakes) {
     h_->swept_ns.store(uint64_t(coarse_now_ns()), std::memory_order_relaxed);
     uint64_t me = uint64_t(getpid());
     const Session* alive = nullptr;
-    const bool locked = !h_->damaged;  // else the lock may keep nobody out
+    const bool locked = !h_->damaged;  // a lost lock may not exclude other threads
     if (locked) peers_.begin_round();
     for (uint32_t i = 1; i < h_->sessions().size(); ++i) {
         Session& s = session(i);
         if (s.role == Session::NONE || s.role == Session::RESUME || s.supervised || s.pid == me) continue;
         if (s.role == Session::HOLDER && s.forked) continue;  // until the channel's end
         if (alive && s.pid == alive->pid && s.started == alive->started)
-            continue;  // many ports of one process
+            continue;  // one process with many ports
         if (locked ? peers_.alive(s.pid, s.started) : process_alive(s.pid, s.started))
             alive = &s;
         else
             end_session(i, false, wakes, true);
     }
-    for (Gate* gate : {&h_->reader_gate, &h_->writer_gate})
-        if (gate->starving && !process_alive(gate->starving, 0)) gate->starving = 0;
+    for (WaitQueue* queue : {&h_->reader_queue, &h_->writer_queue})
+        if (queue->starving && !process_alive(queue->starving, 0)) queue->starving = 0;
 }
 
 }  // namespace flowchan

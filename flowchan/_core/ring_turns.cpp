@@ -1,12 +1,14 @@
-// The order of an ordered stage's outputs, and who waits for a turn.
+// The order of an ordered stage's outputs, and the writers that wait for a turn.
 //
-// Order (`ordered=True`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel,
-// one each, and put the outputs for i into another. `turn` is the i whose outputs go straight into the FIFO.
-// Outputs for a later i are parked in its group. When the worker of `turn` says that i has no more outputs,
-// turn moves on, and what is parked for the new turn enters the FIFO; so does all that is parked when the
-// channel is closed. Invariants: nothing is parked for i = turn, nor in a closed channel; i - turn < groups
-// for every parked i; the worker of `turn` never waits for anything but readers, so parked outputs cannot
-// deadlock the stage: parked items leave one place of `capacity` free for it.
+// Order (`ordered=True`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel, one
+// each, and put the outputs for i into another. `turn` is the i whose outputs go straight into the FIFO.
+// Outputs for a later i are parked in its group. When the worker of `turn` reports that i has no more
+// outputs, turn moves on. The outputs parked for the new turn then enter the FIFO. All parked outputs enter
+// it when the channel is closed.
+//
+// Invariants. No output is parked for i = turn, nor in a closed channel. i - turn < groups for every parked
+// i. The worker of `turn` never waits for anything but readers. So parked outputs cannot deadlock the stage:
+// they leave one place of `capacity` free for it.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -19,7 +21,8 @@ void Ring::begin_item(WriterState& writer, uint64_t number) {
     writer.number = number;
     writer.count = writer.skip = 0;
     Session& s = session(writer.session);
-    if (s.committed_item == number + 1) writer.skip = s.committed_count;  // its own, which begins it again
+    // its own outputs, because it processes the item again
+    if (s.committed_item == number + 1) writer.skip = s.committed_count;
     if (!h_->resumes) return;
     for (Session& old : h_->sessions()) {
         if (old.role != Session::RESUME || old.committed_item != number + 1) continue;
@@ -49,7 +52,7 @@ Step Ring::item_done(WriterState& writer, Wakes& wakes) {
 void Ring::advance(Wakes& wakes) {
     Change change(record(Side::Writer), windows_);
     uint64_t before = h_->turn, linked = 0;
-    // Once it is closed, nothing that is missing comes: what is parked goes without it.
+    // After the close no missing output comes, so the parked ones stop waiting for it.
     const auto waits = [&](const Group& g) { return !g.complete && (h_->state != CLOSED || !h_->parked); };
     while (!h_->damaged) {
         Group& g = group(h_->turn);
@@ -76,17 +79,18 @@ void Ring::advance(Wakes& wakes) {
         change.set(h_->turn, h_->turn + 1);
         change.commit();
     }
-    if (linked) h_->reader_gate.call_in_turn(uint32_t(std::min<uint64_t>(linked, UINT32_MAX - 1)), wakes);
+    if (linked) h_->reader_queue.wake_by_rank(uint32_t(std::min<uint64_t>(linked, UINT32_MAX - 1)), wakes);
     if (h_->turn != before) {
-        call_turns(wakes);
-        tell_end(wakes);
+        wake_turns(wakes);
+        wake_at_end(wakes);
     }
 }
 
-// A stage with one worker keeps no turns. When it gets more, its port is told to (Orders), and begins with the
-// first item that is not finished: all before that have their outputs in the FIFO. Where others have begun
-// already, their outputs for earlier items are parked and complete.
-void Ring::turn_is(uint64_t number, Wakes& wakes) {
+// Start to keep turns at item `number`. A stage with one worker keeps no turns. When it gets more, its port
+// gets an order to keep turns (Orders). It begins with the first unfinished item: the outputs of all items
+// before it are in the FIFO. Where other workers have started already, their outputs for earlier items are
+// parked and complete.
+void Ring::start_turns_at(uint64_t number, Wakes& wakes) {
     if (h_->state != OPEN || number <= h_->turn) return;
     const uint64_t parked_to = std::min(number, h_->turn + groups_);
     for (uint64_t i = h_->turn; i < parked_to; ++i) {
@@ -99,51 +103,50 @@ void Ring::turn_is(uint64_t number, Wakes& wakes) {
     Change change(record(Side::Writer), windows_);
     change.set(h_->turn, number);
     change.commit();
-    call_turns(wakes);
-    tell_end(wakes);
+    wake_turns(wakes);
+    wake_at_end(wakes);
 }
 
 // --- waiting for a turn ---
-//
-// Each such writer sleeps on a word of its own session, so that those are woken who can go on and no others:
-// of two that wait, the one with the lower number first. None of it is in the redo record: who dies while it
-// waits, or called and on its way, is taken off by drop_copies, which counts anew.
+// Each such writer sleeps on a word in its session, so only writers that can continue are woken, the lowest
+// number first. The redo record does not cover this. If a writer dies while it waits, or is woken and on its
+// way, drop_copies removes it and counts again.
 
 uint32_t Ring::await_turn(Session& s, uint64_t number, bool again) {
-    h_->writer_gate.begin_wait(again);
+    h_->writer_queue.begin_wait(again);
     s.called = 0;
     s.awaits = number + 1;
-    h_->writer_gate.ordered += 1;
+    h_->writer_queue.ordered += 1;
     const bool for_turn = number > h_->turn && inside() == 0;
     s.clock.begin(for_turn);
-    h_->writer_gate.turns.set(h_->writer_gate.turns.waiting + for_turn, now_ns());
+    h_->writer_queue.turns.set(h_->writer_queue.turns.waiting + for_turn, now_ns());
     return s.word.load(std::memory_order_relaxed);
 }
 
-void Ring::have_turn(Session& s) {
-    if (!s.awaits) return;  // its port was closed meanwhile
+void Ring::end_turn_wait(Session& s) {
+    if (!s.awaits) return;  // its port was closed while it waited
     s.awaits = s.called = 0;
-    h_->writer_gate.ordered -= std::min(h_->writer_gate.ordered, 1u);
+    h_->writer_queue.ordered -= std::min(h_->writer_queue.ordered, 1u);
     const int64_t now = now_ns();
-    h_->writer_gate.waited_ns += now;
-    const uint32_t in_turn = h_->writer_gate.turns.waiting;
-    h_->writer_gate.turns.set(in_turn - std::min(in_turn, s.clock.turn.waiting), now);
+    h_->writer_queue.waited_ns += now;
+    const uint32_t in_turn = h_->writer_queue.turns.waiting;
+    h_->writer_queue.turns.set(in_turn - std::min(in_turn, s.clock.turn.waiting), now);
     s.clock.end(true);
 }
 
-// Whether the output of item `number` has a place when `more` others are still to take theirs.
+// Return whether the output of item `number` has a place after `more` others have taken theirs.
 bool Ring::has_turn(uint64_t number, uint64_t more) const {
     const uint64_t inside = h_->puts - h_->takes + h_->claimed;
     if (number <= h_->turn) return inside < capacity_;
     return number - h_->turn < groups_ && inside + h_->parked + 1 + more < capacity_;
 }
 
-void Ring::call_turns(Wakes& wakes) {
+void Ring::wake_turns(Wakes& wakes) {
     for (;;) {
         Session* next = nullptr;
         uint64_t more = 0;
         uint32_t seen = 0;
-        for (uint32_t i = 1; i < h_->sessions().size() && seen < h_->writer_gate.ordered; ++i) {
+        for (uint32_t i = 1; i < h_->sessions().size() && seen < h_->writer_queue.ordered; ++i) {
             Session& s = session(i);
             if (!s.awaits) continue;
             seen += 1;
@@ -159,9 +162,9 @@ void Ring::call_turns(Wakes& wakes) {
     }
 }
 
-void Ring::call_all_writers(Wakes& wakes) {
-    wakes.writers += h_->writer_gate.call_all();
-    if (!h_->writer_gate.ordered) return;
+void Ring::wake_all_writers(Wakes& wakes) {
+    wakes.writers += h_->writer_queue.call_all();
+    if (!h_->writer_queue.ordered) return;
     for (Session& s : h_->sessions()) {
         if (!s.awaits) continue;
         s.called = 1;

@@ -1,9 +1,9 @@
-// Waiting at several gates at once: what select is made of.
+// Select: a wait in several wait queues at once.
 //
-// Algorithm. Register at every gate first, then try the operations, then sleep on all the gates' words
-// (sleeping.hpp). Because registering comes before trying, an operation that becomes possible later changes a
-// word that is being watched. Leaving a gate without having used it passes the wake-up on, since this caller
-// may have been the one that was woken.
+// Algorithm. Enter every wait queue first, then try the operations, then sleep on all the queues' words
+// (sleeping.hpp). Because entering comes before trying, an operation that becomes possible later changes a
+// watched word. A caller that leaves a queue without an operation there passes the wake-up on, because it may
+// have been the woken waiter.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -18,20 +18,20 @@ namespace {
 
 constexpr size_t MOST = 128;  // FUTEX_WAITV_MAX
 
-// All the places of one wait; leaves them at its end.
-class Gates {
+// All places of one wait; leaves them at its end.
+class WaitQueues {
   public:
-    Gates(std::deque<Place>& places, bool again) : places_(places) {
+    WaitQueues(std::deque<Place>& places, bool again) : places_(places) {
         for (Place& p : places_) {
             p.enter(again);
             words_.push_back(p.waited());
         }
     }
-    // `used`: the place whose operation was done, which needs no passing on.
+    // `used`: the place whose operation was done, so its wake-up is not passed on.
     void leave_all(size_t used) {
         for (size_t i = 0; i < places_.size(); ++i) places_[i].leave(i != used);
     }
-    // Until a word changes or `ns` are over. True when the time ran out.
+    // Sleep until a word changes or `ns` are over. Return true when the time ran out.
     bool sleep(int64_t ns) {
         WithoutGil without;
         return sleep_on_any(words_, now_ns() + ns);
@@ -50,7 +50,7 @@ struct Operation {
     Out* out;
     PyObject* item;      // of a put, borrowed
     nb::handle target;   // the channel or the port
-    bool looks = false;  // a get that takes nothing: done when it would not wait
+    bool looks = false;  // a get that takes nothing: done when a get would not wait
 
     Caller caller() const {
         Caller caller = side == Side::Writer ? writing(*ch, out, 0, false) : Caller{Side::Reader, in};
@@ -60,7 +60,7 @@ struct Operation {
     }
 };
 
-// A channel or a port, as the caller named it.
+// Return the operation on a channel or port that the caller named.
 Operation parse(nb::handle target, Side side, PyObject* item) {
     Operation op{nullptr, side, 0, nullptr, nullptr, item, target};
     if (nb::isinstance<Channel>(target)) {
@@ -87,7 +87,7 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
     return op;
 }
 
-// Whether a get would not wait, for an item is inside or the channel is drained.
+// Return whether a get would not wait, because an item is inside or the channel is drained.
 Step look(Channel& ch) {
     ch.with([](auto& transport) { look_for_dead(transport); });
     const Step step = locked(ch, [](auto& transport, Wakes&) {
@@ -107,8 +107,8 @@ Step try_once(const Operation& op, PyObject*& item) {
 
 }  // namespace
 
-// Tries each operation once, in a random order, and answers (index, item) of the one that was done; index -1
-// when all must wait, -2 when nothing is left that could ever be done. Raises what the operation raises.
+// Try each operation once, in a random order. Return (index, item) of the first that succeeds; index -1 when
+// all must wait, -2 when all channels are drained. Raise the error of an operation that fails.
 static nb::object try_each(const std::vector<Operation>& ops) {
     static thread_local std::minstd_rand random{std::random_device{}()};
     std::vector<size_t> order(ops.size());
@@ -130,7 +130,7 @@ static nb::object try_each(const std::vector<Operation>& ops) {
     return nb::make_tuple(drained == ops.size() ? -2 : -1, nb::none());
 }
 
-// How many items have gone in and come out of each channel. While none of these changes, nothing becomes
+// Return how many items have entered and left each channel. While no count changes, no operation becomes
 // possible.
 static std::vector<uint64_t> moves(const std::vector<Operation>& ops) {
     std::vector<uint64_t> found;
@@ -141,9 +141,9 @@ static std::vector<uint64_t> moves(const std::vector<Operation>& ops) {
     return found;
 }
 
-// The same at one moment: an item that goes from one of the channels to another while they are tried, one
-// after the other, is not missed. When nothing has moved between the first try and the last, all had to wait
-// at once (a double collect).
+// Do the same for one moment, so that it does not miss an item that moves between the channels while they are
+// tried. If nothing moved between the first try and the last, all operations had to wait at once (a double
+// collect).
 static nb::object try_now(const std::vector<Operation>& ops) {
     for (;;) {
         const std::vector<uint64_t> before = moves(ops);
@@ -172,7 +172,7 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list
     while (nb::cast<int64_t>(done[0]) == -1 && !deadline.now_only()) {
         std::deque<Place> places;
         for (const Operation& op : ops) places.emplace_back(op.ch, op.caller());
-        Gates gates(places, again);
+        WaitQueues wait_queues(places, again);
         again = true;
         bool late = false;
         try {
@@ -180,14 +180,14 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list
             if (nb::cast<int64_t>(done[0]) == -1) {
                 if (PyErr_CheckSignals()) throw nb::python_error();
                 late = deadline.passed();
-                if (!late) gates.sleep(deadline.slice());
+                if (!late) wait_queues.sleep(deadline.slice());
             }
         } catch (...) {
-            gates.leave_all(SIZE_MAX);
+            wait_queues.leave_all(SIZE_MAX);
             throw;
         }
         int64_t used = nb::cast<int64_t>(done[0]);
-        gates.leave_all(used < 0 || ops[size_t(used)].looks ? SIZE_MAX : size_t(used));
+        wait_queues.leave_all(used < 0 || ops[size_t(used)].looks ? SIZE_MAX : size_t(used));
         if (late) break;
         if (used == -1) done = try_each(ops);
     }

@@ -1,13 +1,13 @@
-// About how many bytes an item keeps alive, told from a few of its parts.
+// Estimate how many bytes an item keeps alive, from a few of its parts.
 //
-// Buffers, text and `nbytes` count exactly. Of a container SAMPLES of the elements are looked at, spread over
-// a list or a tuple, and stand for the others; of any other object what the garbage collector would visit. At
-// most LOOKS objects are looked at for one item: so a batch of 20,000 rows costs no more than one of a
-// hundred. What many items share (a class, a module, a function) counts as nothing; other shared parts count
-// for each of them, because nobody can tell.
+// Buffers, text and `nbytes` count exactly. For a container, SAMPLES of its elements represent the others; in
+// a list or tuple they are spread evenly. For any other object the parts are those that the garbage collector
+// would visit. At most LOOKS objects are visited for one item, so a batch of 20,000 rows costs no more than
+// one of a hundred. Parts that many items share (a class, a module, a function) count as nothing. Other
+// shared parts count for each item, because sharing is not visible.
 //
-// Other threads may change the item meanwhile, where there is no GIL at any moment. So the samples of an object
-// are taken at once, each with a reference, with the object's critical section held, and looked at after it.
+// Without a GIL, other threads may change the item at any moment. So the samples of an object are taken at
+// once, each with a reference, in the object's critical section, and visited after it.
 #include "sizes.hpp"
 
 #include <nanobind/nanobind.h>
@@ -25,12 +25,12 @@ namespace {
 constexpr Py_ssize_t SAMPLES = 8;
 constexpr int LOOKS = 64, DEPTH = 8;
 
-// Parts of an object, kept.
+// Parts of an object, with references.
 struct Samples {
     static constexpr size_t MOST = 2 * SAMPLES;
     PyObject* part[MOST];
     size_t count = 0;
-    Py_ssize_t among = 0;  // so many parts there are
+    Py_ssize_t among = 0;  // the number of all parts
 
     Samples() = default;
     Samples(const Samples&) = delete;
@@ -41,7 +41,7 @@ struct Samples {
         if (one && count < MOST) part[count++] = Py_NewRef(one);
         return count < MOST;
     }
-    // Of a list or a tuple, spread over it.
+    // Take samples of a list or a tuple, spread evenly.
     template <class At>
     void row(Py_ssize_t n, At at) {
         among = n;
@@ -73,14 +73,14 @@ struct Estimate {
   private:
     bool deeper(int depth) const { return left > 0 && depth < DEPTH; }
 
-    // The samples' sizes, and how many of them have been looked at.
+    // Return the total size of the samples; `seen` counts those visited.
     uint64_t sum(const Samples& samples, int depth, uint64_t& seen) {
         uint64_t bytes = 0;
         for (seen = 0; seen < samples.count && left > 0; ++seen) bytes += of(samples.part[seen], depth + 1);
         return bytes;
     }
 
-    // The elements of a list or a tuple, and the references to them.
+    // Return the size of the elements of a list or a tuple, with the references to them.
     uint64_t row(PyObject* o, int depth) {
         if (!deeper(depth)) return uint64_t(Py_SIZE(o)) * 8;
         Samples samples;
@@ -123,19 +123,19 @@ struct Estimate {
         return true;
     }
 
-    // What says so itself: tensors, and arrays that give no buffer.
+    // Read `nbytes`, which tensors and arrays without a buffer have.
     static bool counted(PyObject* o, PyTypeObject* type, uint64_t& bytes) {
         static PyObject* const name = PyUnicode_InternFromString("nbytes");
         if (!_PyType_Lookup(type, name)) return false;
         PyObject* n = PyObject_GetAttr(o, name);
         bytes = n && PyLong_Check(n) ? PyLong_AsUnsignedLongLong(n) : UINT64_MAX;
         Py_XDECREF(n);
-        const bool told = !PyErr_Occurred() && bytes < uint64_t(1) << 60;
+        const bool ok = !PyErr_Occurred() && bytes < uint64_t(1) << 60;
         PyErr_Clear();
-        return told;
+        return ok;
     }
 
-    // What another object refers to, as the garbage collector is told of it.
+    // Return the size of the objects to which another object refers, as the garbage collector visits them.
     uint64_t parts(PyObject* o, PyTypeObject* type, int depth) {
         if (!type->tp_traverse || !deeper(depth) || !PyObject_IS_GC(o)) return 0;
         Samples samples;

@@ -1,4 +1,4 @@
-// What an item counts against the bytes that a `threads` channel may hold.
+// Sizes of items, counted against the byte limit of a `threads` channel.
 #pragma once
 
 #include <Python.h>
@@ -7,7 +7,8 @@
 
 namespace flowchan {
 
-// About how many bytes an item keeps alive. Never raises. Numbers cost a comparison of types; see sizes.cpp.
+// Estimate how many bytes an item keeps alive. Never raises. Numbers cost a comparison of types; see
+// sizes.cpp.
 uint64_t estimate_size(PyObject* item);
 
 inline uint64_t size_of(PyObject* item) {

@@ -1,4 +1,5 @@
-// Linux 5.16 sleeps on many words by futex_waitv; where it is missing or refused, see `sleep_by_turns`.
+// Linux 5.16 and later sleep on many words by futex_waitv. `sleep_by_turns` replaces it where it is missing
+// or refused.
 #include "sleeping.hpp"
 
 #include "system.hpp"
@@ -17,8 +18,8 @@ std::atomic<bool> waitv_refused{
 std::atomic<uint32_t>& word(const WaitedWord& w) {
     return *reinterpret_cast<std::atomic<uint32_t>*>(w.uaddr);
 }
-// Without futex_waitv: asleep on one of the words, looking at the others now and then, ever less often. A
-// single word needs no looking. Costs at most 4 ms of delay, and 250 looks a second.
+// Sleep without futex_waitv: on one of the words, with ever rarer checks of the others. A single word needs
+// no checks. It costs at most 4 ms of delay, and 250 checks a second.
 bool sleep_by_turns(const std::vector<WaitedWord>& words, int64_t at) {
     for (int64_t nap = 125'000;; nap = std::min<int64_t>(2 * nap, 4'000'000)) {
         if (std::any_of(words.begin(), words.end(), is_changed)) return false;
@@ -30,7 +31,7 @@ bool sleep_by_turns(const std::vector<WaitedWord>& words, int64_t at) {
     }
 }
 
-// An error number, 0 for none.
+// Return an error number, 0 for none.
 int wait_for_any(WaitedWord* words, size_t count, const timespec& until) {
     return syscall(SYS_futex_waitv, words, count, 0, &until, CLOCK_MONOTONIC) < 0 ? errno : 0;
 }

@@ -1,7 +1,7 @@
-// What the kernel may lack or refuse. Old kernels do not know every call (ENOSYS), and the seccomp filters of
-// containers and service managers refuse some (EPERM or ENOSYS): each has another way or an error that names
-// it. The numbers and structures that the headers of Linux 5.10 lack are our own, so that the core compiles
-// with them.
+// System calls and files that may be missing or refused. Old kernels lack some calls (ENOSYS), and the
+// seccomp filters of containers and service managers refuse some (EPERM or ENOSYS). Each has a fallback or an
+// error that names it. The numbers and structures that the headers of Linux 5.10 lack are defined here, so
+// that the core compiles with them.
 #pragma once
 
 #include "waiting.hpp"
@@ -20,7 +20,7 @@ namespace flowchan {
 
 inline int open_pidfd(int pid) { return int(syscall(SYS_pidfd_open, pid, 0)); }
 
-// A system call without which there is no channel between processes has failed.
+// Raise the error of a system call that channels between processes cannot do without.
 [[noreturn]] inline void fail(int error, const char* call) {
     std::string text = call;
     if (error == EPERM || error == EACCES || error == ENOSYS)
@@ -31,7 +31,8 @@ inline int open_pidfd(int pid) { return int(syscall(SYS_pidfd_open, pid, 0)); }
     throw std::system_error(error, std::system_category(), text);
 }
 
-// Who shares a channel is found under /proc: who lives, and whose descriptor is meant.
+// Check that /proc is mounted. It shows which users of a channel are alive, and which file a descriptor
+// names.
 inline void need_proc() {
     struct stat st;
     if (stat("/proc/self/stat", &st) != 0)

@@ -13,9 +13,9 @@ namespace flowchan {
 namespace {
 
 constexpr uint64_t MAPPED =
-    1 << 16;  // what is smaller is copied: as cheap, and a process has some 65,000 mappings only
+    1 << 16;  // smaller views are copied: as cheap, and a process has only some 65,000 mappings
 
-std::mutex live_mutex;  // a fork holds it: the child gets it unlocked, and `live` whole
+std::mutex live_mutex;  // a fork holds it, so the child gets it unlocked and `live` consistent
 std::unordered_set<Block*> live;
 
 void before_fork() {
@@ -38,10 +38,9 @@ nb::object wrap(View view) { return nb::cast(std::move(view)); }
 
 PyType_Slot view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
 
-// A child that was forked while the block was in view may still look at it, and nothing would tell: so it
-// stays as it is until the channel's end, also when the parent dies (Session::forked). In the child itself
-// the block belongs to the parent. What is on loan has nothing to be looked at yet, and belongs to the
-// process that took it.
+// A child that was forked while the block was in view may still look at it, without any trace. So the block
+// keeps its viewer until the channel's end, even when the parent dies (Session::forked). In the child the
+// block belongs to the parent. A loan has no content to look at yet, and belongs to the process that took it.
 Block::Block(std::shared_ptr<Ring> ring_, Slot* slot)
     : ring(std::move(ring_)), slot(slot), begin(ring->payload_of(slot)), size(slot->size) {
     std::lock_guard guard(live_mutex);
@@ -92,7 +91,7 @@ nb::object private_view(nb::handle self) {
     if (view.size >= MAPPED)
         p = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, ring.fd(),
                  off_t(begin));
-    if (p == MAP_FAILED) {  // small, or no room for another mapping: a plain copy does as well
+    if (p == MAP_FAILED) {  // small, or no room for another mapping: a plain copy is enough
         nb::object copy = View::copy_of(view.at, view.size);
         nb::inst_ptr<View>(copy)->writable = true;
         return copy;

@@ -1,5 +1,5 @@
-// Blocks of shared memory as Python sees them: buffers that are read where the writer put them, and memory on
-// loan that a writer fills in place. What a view means for the ring is in ring_memory.cpp.
+// Python views of blocks of shared memory: buffers that are read in place, and loans that a writer fills in
+// place. The effect of a view on the ring is described in ring_memory.cpp.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,18 +12,17 @@ namespace flowchan {
 
 namespace nb = nanobind;
 
-// Grow by one at a fork: in the child, and in the parent.
+// Both grow by one at a fork: the first in the child, the second in the parent.
 extern uint64_t fork_count, children_forked;
 
-// This process's hold on a block: it is given back when the last view of it goes.
+// This process's hold on a block, which ends with its last view.
 struct Block {
     std::shared_ptr<Ring> ring;
     Slot* slot;
     const char* begin;  // the payload, which does not move while the block is held
     uint64_t size;
-    std::atomic<bool> put =
-        false;         // was on loan and is in the channel now, or just being put: one thread only does that
-    nb::object array;  // on loan: a weak reference to the NumPy array over it
+    std::atomic<bool> put = false;  // the loan is in the channel, or one thread is putting it
+    nb::object array;               // on loan: a weak reference to the NumPy array over it
     uint64_t forks = fork_count, children = children_forked;
 
     Block(std::shared_ptr<Ring> ring, Slot* slot);
@@ -31,7 +30,7 @@ struct Block {
     ~Block();
 };
 
-// A piece of memory that speaks Python's buffer protocol, and what keeps it there.
+// Memory that implements Python's buffer protocol, with the owner that keeps it valid.
 struct View {
     std::shared_ptr<Block> block;  // null: the memory is this process's own
     std::shared_ptr<char> memory;  // its own memory, or a mapping of the block
@@ -45,15 +44,14 @@ struct View {
     static nb::object copy_of(const char* at, uint64_t size);                 // read-only
 };
 
-// The same bytes, writable, without changing them for anybody else: pages are copied as they are written (by
-// the kernel, from a private mapping of the block), so what is only read is never copied.
+// Return a writable view of the same bytes that does not change them for others. The kernel copies pages as
+// they are written, from a private mapping of the block, so bytes that are only read are never copied.
 nb::object private_view(nb::handle view);
 
-// The loan that `at` lies in, of those that `loans` remembers, rather one that has not been put; drops the
-// ones that are gone.
+// Return the loan in `loans` that contains `at`, preferring one that has not been put. Drop expired ones.
 std::shared_ptr<Block> loan_with(std::vector<std::weak_ptr<Block>>& loans, const void* at);
 
-// Whether `at` lies in a block of the ring that this process looks at now, whatever was there before.
+// Return whether `at` is in a block of the ring that this process looks at now, whatever was there before.
 bool is_in_view(const Ring& ring, const void* at);
 
 extern PyType_Slot view_slots[];

@@ -1,16 +1,15 @@
-// The windows through which one process sees the file of a ring.
+// Windows: the mappings through which one process sees the file of a ring.
 //
-// Algorithm. What lies before the blocks, the mutex included, is mapped once and for good: a process must
-// know a robust mutex at one address only. Blocks, which grow up, and slots, which grow down from the end of
-// the file, are each seen through a window of what there is of them. When there is more, a window at least
-// twice as large takes the place of the old one, which stays mapped until the ring's end in this process,
-// because views, loans, and threads that copy outside of the lock point into it. So the address space taken
-// is a small multiple of the memory used, however large the file could become, and a word may be known by
-// several addresses.
+// Algorithm. The part before the blocks, including the mutex, is mapped once and for good: a process must
+// know a robust mutex at one address only. Blocks grow up, and slots grow down from the end of the file. A
+// window shows the existing ones of each kind. When there are more, a window at least twice as large replaces
+// the old one. The old one stays mapped until the ring's end in this process. Views, loans, and threads that
+// copy outside of the lock point into it. So the mapped address space is a small multiple of the memory used,
+// however large the file could become. A word may have several addresses.
 //
-// Windows are opened under the ring's lock. `block` and `offset_in_window` may be called without it:
-// `blocks_` is written before `blocks_to_`, whose acquire is the partner of its release, and what is read too
-// new covers more, not less.
+// Windows are opened under the ring's lock. `block` and `offset_in_window` may be called without it.
+// `blocks_` is written before `blocks_to_`, whose acquire is the partner of its release; a value that is read
+// too new covers more, not less.
 #pragma once
 
 #include <atomic>
@@ -18,19 +17,22 @@
 
 namespace flowchan {
 
-// Memory is mapped from multiples of it: 4 KB on x86_64, but 4, 16 or 64 KB on aarch64, as the kernel was built.
+// The largest page size, at whose multiples mappings begin. Pages have 4 KB on x86_64, and 4, 16 or 64 KB on
+// aarch64, depending on the kernel's build.
 constexpr uint64_t LARGEST_PAGE = 1 << 16;
 
 class Windows {
   public:
-    static constexpr uint64_t FIRST = 1 << 16;  // so much of the blocks is mapped with what lies before them
+    // how much of the blocks is mapped together with the part before them
+    static constexpr uint64_t FIRST = 1 << 16;
 
     Windows() = default;
     Windows(const Windows&) = delete;
     ~Windows();
 
     void open(int fd, uint64_t blocks_at, uint64_t length);  // throws std::system_error
-    void begin_words(uint64_t at) { words_from_ = at; }      // from here on a redo record may name them
+    // offset of the first word that a redo record may name
+    void begin_words(uint64_t at) { words_from_ = at; }
 
     char* header() const { return header_; }
     char* slots() const { return slots_; }
@@ -38,12 +40,12 @@ class Windows {
     uint64_t slots_from() const { return slots_from_; }
     uint64_t blocks_to() const { return blocks_to_.load(std::memory_order_acquire); }
 
-    // Whether blocks up to, or slots from, here are mapped now. False when there is no address space for
-    // that.
+    // Map blocks up to, or slots from, an offset. Return false when address space is exhausted.
     bool show_blocks(uint64_t upto);
     bool show_slots(uint64_t from);
 
-    // Of a word of the header, a session, a group or a slot: where it is, and whether it is one.
+    // Convert between the offset and the address of a word of the header, a session, a group or a slot. `has`
+    // returns whether an offset names one.
     uint64_t* at(uint64_t offset) const {
         return reinterpret_cast<uint64_t*>((offset < blocks_at_ ? header_ : slots_) + offset);
     }
@@ -57,7 +59,7 @@ class Windows {
         if (in_slots >= slots_from_ && in_slots < length_) return in_slots;
         return offset_in_window(p);
     }
-    // Of anything, through whatever window it was seen.
+    // Return the offset of any address, whichever window contains it.
     uint64_t offset_in_window(const void* p) const;
 
   private:
@@ -72,11 +74,11 @@ class Windows {
     int fd_ = -1;
     uint64_t words_from_ = 0, blocks_at_ = 0, length_ = 0, slots_from_ = 0;
     char* header_ = nullptr;
-    char* slots_ = nullptr;                // where offset 0 would be, seen through this window
-    std::atomic<char*> blocks_ = nullptr;  // likewise
+    char* slots_ = nullptr;                // where offset 0 would be in this window
+    std::atomic<char*> blocks_ = nullptr;  // where offset 0 would be in this window
     std::atomic<uint64_t> blocks_to_ = 0;
     std::atomic<const Window*> newest_ =
-        nullptr;  // of all windows; release when one is added, acquire by who looks through them
+        nullptr;  // all windows; release when one is added, acquire by lookups
 };
 
 }  // namespace flowchan

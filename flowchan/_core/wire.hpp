@@ -1,12 +1,12 @@
-// What two hosts say to each other over a link, once both have proved that they know the run's secret.
+// The frames that two hosts exchange over a link, after both have proved that they know the run's secret.
 //
-// A connection is a stream of frames: a head, and for some types a payload behind it. A frame speaks of one
-// port of one line (link.hpp): input ports carry items to a worker, output ports what it puts. Everything but
-// ITEM and OUT is absolute state, so that the latest frame is all that counts, and a new connection needs no
-// log of the old one.
+// A connection is a sequence of frames: a head, and for some types a payload behind it. A frame belongs to
+// one port of one stream (link.hpp). Input ports carry items to a worker, and output ports its outputs. All
+// types except ITEM and OUT are absolute state. So only the latest frame counts, and a new connection needs
+// no log of the old one.
 //
-// All numbers are little-endian. Whatever comes from the other side is checked before it is used: it may be
-// of another version, or hostile.
+// All numbers are little-endian. Data from the other side is checked before use: the other side may have
+// another version, or be hostile.
 #pragma once
 
 #include <cstdint>
@@ -14,34 +14,37 @@
 
 namespace flowchan {
 
-enum class Say : uint8_t {
-    OPEN = 1,    // away: the line is open here; home answers with the state of all its ports
-    ITEM = 2,    // home -> away, input port: item n of the line
-    OUT = 3,     // away -> home, output port: an output made for item n, or for none (KEYLESS)
-    INPUT = 4,   // away -> home, of an input port: a = got, b = done, n = in hand, flags
-    OUTPUT = 5,  // home -> away, of an output port: a = got, b = used, flags; when BROKEN with the cause
-    END = 6,     // from whom items come to whom they go: none will come; BROKEN with the cause
-    PING = 7,    // n = the sender's clock
-    PONG = 8,    // n as it came
-    RECALL = 9,  // home -> away, of an input port: what the worker has not taken is wanted back
+enum class FrameType : uint8_t {
+    // from the worker side: the stream is open; the owner side answers with the state of all its ports
+    OPEN = 1,
+    ITEM = 2,   // owner side -> worker side, input port: item n of the stream
+    OUT = 3,    // worker side -> owner side, output port: an output made for item n, or for none (KEYLESS)
+    INPUT = 4,  // worker side -> owner side, of an input port: a = got, b = done, n = leased, flags
+    // owner side -> worker side, of an output port: a = got, b = used, flags; when BROKEN with the cause
+    OUTPUT = 5,
+    END = 6,   // from the items' sender to their receiver: no more will come; BROKEN with the cause
+    PING = 7,  // n = the sender's clock
+    PONG = 8,  // n as received
+    // owner side -> worker side, of an input port: return the items that the worker has not taken
+    RECALL = 9,
 };
 
 enum Flag : uint8_t {
-    STARVED = 1,     // INPUT: the worker waits, and nothing is left for it here
-    USERS = 2,       // INPUT: what is in hand is with the user's code (R10)
-    UNPICKLED = 4,   // INPUT: it is being unpickled
-    NO_MORE = 8,     // INPUT, OUTPUT: nobody takes items there any more
+    STARVED = 1,     // INPUT: the worker waits, and has no item left
+    USERS = 2,       // INPUT: user code runs for the leased items (R10)
+    UNPICKLED = 4,   // INPUT: an item is being unpickled
+    NO_MORE = 8,     // INPUT, OUTPUT: no reader takes items there any more
     BREAK = 16,      // INPUT, OUTPUT, END: the channel broke; the payload is its cause
     IS_OUTPUT = 32,  // END: of an output port
-    RECALLED = 64,   // INPUT: as RECALL asked, `got` counts only what the worker has taken
+    RECALLED = 64,   // INPUT: the answer to RECALL; `got` counts only items that the worker has taken
 };
 
 struct Head {
     uint64_t size;  // of the payload
     uint64_t n;
-    uint32_t line;
+    uint32_t stream;
     uint16_t port;
-    Say say;
+    FrameType type;
     uint8_t flags;   // ITEM and OUT: the kind of the item (frame.hpp), and its deaths << 3
     uint64_t a = 0;  // not sent with ITEM and OUT
     uint64_t b = 0;
@@ -49,7 +52,7 @@ struct Head {
     static constexpr uint64_t SHORT = 24, LONG = 40;
     static constexpr uint64_t MOST_DEATHS = 31;
 
-    bool carries_item() const { return say == Say::ITEM || say == Say::OUT; }
+    bool carries_item() const { return type == FrameType::ITEM || type == FrameType::OUT; }
     uint64_t length() const { return carries_item() ? SHORT : LONG; }
     uint64_t kind() const { return flags & 7; }
     uint64_t deaths() const { return flags >> 3; }
@@ -59,21 +62,21 @@ static_assert(sizeof(Head) == Head::LONG && __BYTE_ORDER__ == __ORDER_LITTLE_END
 constexpr uint64_t MOST_CAUSE = 1 << 24;  // bytes of a cause
 constexpr uint64_t MOST_ITEM = uint64_t(1) << 46;
 
-// Whether a head can be right, by itself.
-inline bool is_right(const Head& head) {
-    switch (head.say) {
-        case Say::ITEM:
-        case Say::OUT:
+// Return whether a head is valid, without its context.
+inline bool is_valid(const Head& head) {
+    switch (head.type) {
+        case FrameType::ITEM:
+        case FrameType::OUT:
             return head.kind() >= 1 && head.kind() <= 4 && head.size <= MOST_ITEM;
-        case Say::INPUT:
-        case Say::OUTPUT:
+        case FrameType::INPUT:
+        case FrameType::OUTPUT:
             return head.size <= (head.flags & BREAK ? MOST_CAUSE : 0) && head.b <= head.a;
-        case Say::END:
+        case FrameType::END:
             return head.size <= (head.flags & BREAK ? MOST_CAUSE : 0);
-        case Say::OPEN:
-        case Say::PING:
-        case Say::PONG:
-        case Say::RECALL:
+        case FrameType::OPEN:
+        case FrameType::PING:
+        case FrameType::PONG:
+        case FrameType::RECALL:
             return head.size == 0;
     }
     return false;

@@ -191,7 +191,7 @@ class RemoteChannel(Channel[T]):
     def get_many(self, max: int, timeout: float | None = None) -> list[T]:
         """As every channel's."""
         if not is_whole(max) or max < 1:
-            raise ValueError(f"max must be a whole number >= 1, not {max!r}")
+            raise ValueError(f"get_many: max must be a whole number >= 1, got {max!r}")
         wait = _seconds(timeout)
         return self._take("get_many", (max,), wait, self._open_all, self._return_many)  # type: ignore[no-any-return]
 
@@ -465,4 +465,4 @@ def _seconds(timeout: Any) -> float | None:
         return None
     if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) and float(timeout) >= 0:
         return float(timeout) if float(timeout) < 1e9 else None
-    raise ValueError(f"timeout must be None (wait for ever) or a number of seconds >= 0, not {timeout!r}")
+    raise ValueError(f"timeout must be None (no limit) or a number of seconds >= 0, got {timeout!r}")

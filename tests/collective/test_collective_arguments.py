@@ -50,7 +50,7 @@ OPS = "'sum', 'mean', 'prod', 'min', 'max', 'and', 'or', 'xor'"
         (lambda g: g.broadcast(np.ones(2), 0.5), ValueError, "root must be a rank of the group, from 0 to 1"),
         (lambda g: g.broadcast(np.ones(2), 1 << 70), ValueError, "root must be a rank of the group"),
         (lambda g: g.reduce(1, 0.5), ValueError, "root must be a rank of the group, from 0 to 1, not 0.5"),
-        (lambda g: g.barrier(timeout="soon"), ValueError, "timeout must be None (wait for ever) or a number"),
+        (lambda g: g.barrier(timeout="soon"), ValueError, "timeout must be None (no limit) or a number"),
         (lambda g: g.allreduce(np.ones(2, np.longdouble)), TypeError, "convert them first, as to float64"),
         (lambda g: g.allreduce(np.ones(2, "G")), TypeError, "convert them first, as to complex128"),
         (lambda g: g.allreduce(np.ones(2, ">f8")), TypeError,

@@ -196,7 +196,7 @@ def messages_of_the_core() -> Iterator[tuple[str, str]]:
                 yield f"{file.relative_to(ROOT)}: {one}", one
 
 
-NEVER_SHOWN = {"there is no port number ", "the run is over"}
+NEVER_SHOWN = {"unknown port number ", "the run is over"}
 """A mistake of the core's own, and a sign from one thread of flowchan to another."""
 
 

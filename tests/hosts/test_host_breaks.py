@@ -12,7 +12,7 @@ from flowchan import Graph, Run
 from flowchan.hosts import local
 from flowchan.hosts.agent_handle import AgentHandle
 from flowchan.run.policy import decisions
-from tests.link.linked import kill_relays
+from tests.link.linked import kill_tls_proxies
 
 ITEMS = 3000
 
@@ -41,7 +41,7 @@ def test_items_cross_breaks_exactly_once_and_in_order(tls: bool) -> None:
             found.append(item[0])
             assert len(item[1]) == item[0] % 500
             if len(found) % 500 == 100:
-                kill_relays() if tls else cut()
+                kill_tls_proxies() if tls else cut()
             if len(found) == 1000:
                 assert sum(breaks(run)) >= 1
     assert found == list(range(ITEMS))

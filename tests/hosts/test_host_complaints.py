@@ -70,7 +70,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "a killed reader's items come again late; lost acknowledgements stall the others",
         (
             "hosts/test_host_deaths.py::test_an_agent_that_is_killed_is_replaced_with_its_workers",
-            "link/test_cuts.py::test_what_is_cut_in_the_middle_comes_once",
+            "link/test_cuts.py::test_outputs_cut_in_the_middle_arrive_once",
         ),
     ),
     "akka-core#24576, sparkrun#240": (

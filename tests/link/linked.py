@@ -1,5 +1,7 @@
-"""Two ends of a link in one process, and workers that sit on the far one as threads: what they must keep of
-the channel's promises is the same as with a machine in between."""
+"""Connect two ends of a link in one process, with remote workers as threads.
+
+The workers must keep the channel's promises as on two machines.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,30 @@ from flowchan import Broken, Channel, _core
 
 
 class Linked:
-    """Two linked ends, and the connection between them, which can be broken at any time. ``delay``: seconds
-    that everything takes on its way."""
+    """Two ends of a link, and the connection between them, which can be broken at any time.
+
+    Args:
+        delay: seconds that each byte takes on its way
+    """
 
     def __init__(self, delay: float = 0.0) -> None:
-        self.home, self.away = _core.Link(True), _core.Link(False)
+        self.owner_side, self.worker_side = _core.Link(True), _core.Link(False)
         self.breaks = 0
         self.delay = delay
-        self.wires: list[threading.Thread] = []
-        self.ends: list[socket.socket] = []  # of the wires
+        self.delays: list[threading.Thread] = []
+        self.ends: list[socket.socket] = []  # of the delayed connections
 
     def connect(self) -> None:
-        """Connects them anew. What is under way over the old connection is lost with it."""
-        here, there = socket.socketpair()
+        """Connect the ends again. Frames on the old connection are lost with it."""
+        owner_end, worker_end = socket.socketpair()
         if self.delay:
-            (here, near), (far, there) = (here, there), socket.socketpair()
-            self.wires += delay_between(near, far, self.delay)
-            self.ends += [near, far]
-        attaching = threading.Thread(target=self.home.attach, args=(here.detach(),))
+            proxy_owner_end = worker_end
+            proxy_worker_end, worker_end = socket.socketpair()
+            self.delays += delay_between(proxy_owner_end, proxy_worker_end, self.delay)
+            self.ends += [proxy_owner_end, proxy_worker_end]
+        attaching = threading.Thread(target=self.owner_side.attach, args=(owner_end.detach(),))
         attaching.start()
-        self.away.attach(there.detach())
+        self.worker_side.attach(worker_end.detach())
         attaching.join()
         self.breaks += 1
 
@@ -44,16 +50,17 @@ class Linked:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.home.close()
-        self.away.close()
-        for wire in self.wires:
-            wire.join()
+        self.owner_side.close()
+        self.worker_side.close()
+        for delay_thread in self.delays:
+            delay_thread.join()
         for end in self.ends:
             end.close()
 
 
-class FarWorker:
-    """One worker on the far end: its ports at home, and the rings there that it reads and writes."""
+class RemoteWorker:
+    """One remote worker: its ports on the owner side, and the rings on the worker side that it reads and
+    writes."""
 
     def __init__(
         self,
@@ -63,7 +70,7 @@ class FarWorker:
         *results: Channel[Any],
         ordered: bool = False,
         one_output: bool = False,
-        heir_of: FarWorker | None = None,
+        replaces: RemoteWorker | None = None,
     ) -> None:
         self.linked, self.number = linked, number
         self.source, self.results, self.ordered, self.one_output = source, results, ordered, one_output
@@ -77,31 +84,32 @@ class FarWorker:
             outer._follow(self.inside, False, one_output)
         for port in (self.reader, *self.writers, self.inside, *self.outside):
             port._supervise()
-        if heir_of is not None:
-            _core._take_up([heir_of.reader], heir_of.writers, [self.reader])
-        linked.home.line(number, [self.reader], self.writers)
-        linked.away.line(number, [self.feed], self.drains)
+        if replaces is not None:
+            _core._take_up([replaces.reader], replaces.writers, [self.reader])
+        linked.owner_side.line(number, [self.reader], self.writers)
+        linked.worker_side.line(number, [self.feed], self.drains)
 
-    def die(self, number: int) -> FarWorker:
-        """Its host is gone: home gives it up, and what it had goes to a successor, whose line has this
-        number."""
-        self.linked.home.drop(self.number)
-        self.linked.away.drop(self.number)
-        successor = FarWorker(
+    def die(self, number: int) -> RemoteWorker:
+        """Let its host fail: the owner side gives the worker up, and a replacement with this stream number
+        takes its items."""
+        self.linked.owner_side.drop(self.number)
+        self.linked.worker_side.drop(self.number)
+        successor = RemoteWorker(
             self.linked,
             number,
             self.source,
             *self.results,
             ordered=self.ordered,
             one_output=self.one_output,
-            heir_of=self,
+            replaces=self,
         )
         for channel in (self.into, *self.out):
             channel.abort(None)
         return successor
 
     def start(self, function: Callable[[Any], Iterable[tuple[int, Any]]]) -> threading.Thread:
-        """Puts what ``function`` gives for each item: (which output, what)."""
+        """Run a thread that puts the outputs of ``function`` for each item, as pairs (number of the port,
+        output)."""
 
         def work() -> None:
             with contextlib.suppress(Broken):  # it died
@@ -118,7 +126,7 @@ class FarWorker:
 
 
 def feeding(source: Channel[Any], items: Iterable[Any]) -> threading.Thread:
-    """A thread that puts the items, then closes the channel."""
+    """Start a thread that puts the items and then closes the channel."""
     writer = source.writer()
 
     def feed() -> None:
@@ -131,8 +139,8 @@ def feeding(source: Channel[Any], items: Iterable[Any]) -> threading.Thread:
     return thread
 
 
-def kill_relays() -> int:
-    """Kill every TLS process of this process, and so break its encrypted connections. How many there were."""
+def kill_tls_proxies() -> int:
+    """Kill every TLS process of this process, which breaks its encrypted connections. Return their number."""
     killed = 0
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended

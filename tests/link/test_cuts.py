@@ -1,5 +1,7 @@
-"""A connection that is cut in the middle of a large item: what was done before is skipped once, and what is
-sent again comes once (R4, C11)."""
+"""Cut a connection in the middle of a large item.
+
+Outputs that were already put are skipped once, and repeated frames are put once (R4, C11).
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,15 @@ import pytest
 
 from flowchan import Channel, _core
 from flowchan.transport.link_events import LinkBroken, LinkClosed, next_event
-from tests.link.linked import FarWorker, Linked, feeding
+from tests.link.linked import Linked, RemoteWorker, feeding
 from tests.support.waiting import WAIT_LIMIT_S, wait_until
 
 LARGE = bytes(200_000)
 
 
 class Cut(Linked):
-    """Connections that are cut after so many bytes towards home, one after the other; the last one holds."""
+    """Connections that are cut, one after the other, after the given numbers of bytes to the owner side. The
+    last one is not cut."""
 
     def __init__(self, *cuts: int) -> None:
         super().__init__()
@@ -38,7 +41,7 @@ class Cut(Linked):
     def _redial(self, cuts: tuple[int, ...]) -> None:
         for cut in cuts:
             self._connect_through(cut)
-            while not isinstance(said := next_event(self.home, WAIT_LIMIT_S), LinkBroken):
+            while not isinstance(said := next_event(self.owner_side, WAIT_LIMIT_S), LinkBroken):
                 if isinstance(said, LinkClosed):  # all came before the cut
                     return
             for relay in self._relays:
@@ -46,22 +49,22 @@ class Cut(Linked):
         self.connect()
 
     def _connect_through(self, cut: int) -> None:
-        here, his_here = socket.socketpair()
-        his_there, there = socket.socketpair()
+        owner_end, proxy_owner_end = socket.socketpair()
+        proxy_worker_end, worker_end = socket.socketpair()
         self._relays = [
-            threading.Thread(target=pass_on, args=(his_here, his_there, None)),
-            threading.Thread(target=pass_on, args=(his_there, his_here, cut)),
+            threading.Thread(target=pass_on, args=(proxy_owner_end, proxy_worker_end, None)),
+            threading.Thread(target=pass_on, args=(proxy_worker_end, proxy_owner_end, cut)),
         ]
-        attaching = threading.Thread(target=self.home.attach, args=(here.detach(),))
+        attaching = threading.Thread(target=self.owner_side.attach, args=(owner_end.detach(),))
         attaching.start()
-        self.away.attach(there.detach())
+        self.worker_side.attach(worker_end.detach())
         attaching.join()
         for relay in self._relays:
             relay.start()
 
 
 def pass_on(source: socket.socket, target: socket.socket, most: int | None) -> None:
-    """Passes so many bytes on, then ends both connections."""
+    """Forward up to ``most`` bytes, then end both connections."""
     left = most
     with contextlib.suppress(OSError):
         while left != 0 and (came := source.recv(65536 if left is None else min(left, 65536))):
@@ -70,7 +73,7 @@ def pass_on(source: socket.socket, target: socket.socket, most: int | None) -> N
     for sock in (source, target):
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-    source.close()  # the other one closes the target, which is its source
+    source.close()  # the other thread closes the target, which is its source
 
 
 def large(item: int) -> list[tuple[int, Any]]:
@@ -86,30 +89,30 @@ CUTS = [100_000, 150_000, 300_000, 1_000_000]
 
 
 @pytest.mark.parametrize("times", range(5))
-def test_what_is_cut_in_the_middle_comes_once(times: int) -> None:
+def test_outputs_cut_in_the_middle_arrive_once(times: int) -> None:
     with Cut(*CUTS) as linked:
         source, results = channel(4), channel(1000)
-        thread = FarWorker(linked, 1, source, results).start(large)
+        thread = RemoteWorker(linked, 1, source, results).start(large)
         feeding(source, range(3)).join(WAIT_LIMIT_S)
         assert [output[:2] for output in results] == EVERYTHING
         thread.join(WAIT_LIMIT_S)
 
 
 @pytest.mark.parametrize("times", range(5))
-def test_what_is_cut_while_it_is_skipped_is_skipped_once(times: int) -> None:
+def test_outputs_cut_while_skipped_are_skipped_once(times: int) -> None:
     source, results = channel(4), channel(1000)
     with Linked() as first:
-        far = FarWorker(first, 1, source, results)
+        remote = RemoteWorker(first, 1, source, results)
         feeder = feeding(source, range(3))
-        assert far.inside.get(timeout=WAIT_LIMIT_S) == 0
-        far.outside[0].put((0, 0, LARGE))
+        assert remote.inside.get(timeout=WAIT_LIMIT_S) == 0
+        remote.outside[0].put((0, 0, LARGE))
         wait_until(lambda: results.stats().items_in == 1)
-        first.home.drop(1)
-        first.home.close()
+        first.owner_side.drop(1)
+        first.owner_side.close()
         successor, writer = source.reader(), results.writer()
-        _core._take_up([far.reader], far.writers, [successor])
+        _core._take_up([remote.reader], remote.writers, [successor])
         with Cut(*CUTS) as second:
-            again = FarWorker(second, 1, source, results)
+            again = RemoteWorker(second, 1, source, results)
             successor.close()
             writer.close()
             thread = again.start(large)

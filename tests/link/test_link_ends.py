@@ -1,4 +1,4 @@
-"""What a link costs while nothing happens, and how it ends, also in a forked child."""
+"""Check the cost of an idle link, and how a link ends, also in a forked child."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from flowchan import Broken, Channel, _core
 from flowchan.transport.link_events import ItemTooLarge, LinkBroken, LinkClosed, next_event
-from tests.link.linked import FarWorker, Linked
+from tests.link.linked import Linked, RemoteWorker
 from tests.support.peers import ProcessPeer
 from tests.support.waiting import WAIT_LIMIT_S, wait_until
 
@@ -29,7 +29,7 @@ def threads() -> set[str]:
 
 
 def seconds(*numbers: str) -> float:
-    """Of CPU time, by these threads, as far as they have not ended."""
+    """Return the CPU time in seconds of these threads, as far as they have not ended."""
     ticks = 0
     for number in numbers:
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/stat") as file:
@@ -37,25 +37,25 @@ def seconds(*numbers: str) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def test_an_idle_link_costs_no_cpu() -> None:
-    """Also where two of its lines wait for the items of one channel."""
+def test_idle_link_uses_no_cpu() -> None:
+    """Two streams of the link wait for the items of one channel."""
     before = threads()
     with Linked() as linked:
         own = threads() - before
         source, results = channel(), channel()
-        far = [FarWorker(linked, number, source, results) for number in (1, 2)]
+        remote = [RemoteWorker(linked, number, source, results) for number in (1, 2)]
         wait_until(lambda: source.stats().waiting_readers > 0)
         spent = seconds(*own)
-        pings = linked.away.state()["bytes_in"] + 40 * 10
+        pings = linked.worker_side.state()["bytes_in"] + 40 * 10
         passed = -os.times().elapsed
-        wait_until(lambda: linked.away.state()["bytes_in"] > pings)
+        wait_until(lambda: linked.worker_side.state()["bytes_in"] > pings)
         passed += os.times().elapsed
         assert seconds(*own) - spent < 0.1 * passed
-        del far
+        del remote
 
 
 def switches(*numbers: str) -> int:
-    """How often these threads went to sleep, as far as they have not ended."""
+    """Return how often these threads went to sleep, as far as they have not ended."""
     times = 0
     for number in numbers:
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/status") as file:
@@ -63,48 +63,50 @@ def switches(*numbers: str) -> int:
     return times
 
 
-def test_a_link_of_many_workers_sleeps_as_soundly() -> None:
-    """Their rings are more than one thread can sleep on, so others do; an item of each worker wakes it."""
+def test_link_of_many_workers_sleeps_while_idle() -> None:
+    """One thread cannot sleep on so many rings, so extra threads do; an item of each worker wakes the
+    link."""
     before = threads()
     with Linked() as linked:
-        far = []
+        remote = []
         for number in range(100):
             channels = [Channel[int](4, across="processes", max_bytes=1 << 12) for _ in range(4)]
             source, into, out, results = channels
             users = source.writer(), into.reader(), out.writer(), results.reader()
             ports = source.reader(), results.writer(), into.writer(), out.reader()
-            linked.home.line(number, [ports[0]], [ports[1]])
-            linked.away.line(number, [ports[2]], [ports[3]])
-            far.append((users, channels, ports))
-        # once for them to go to sleep, with all threads that they need
+            linked.owner_side.line(number, [ports[0]], [ports[1]])
+            linked.worker_side.line(number, [ports[2]], [ports[3]])
+            remote.append((users, channels, ports))
+        # the first round lets all needed threads start and go to sleep
         for may_sleep_less in (True, False):
             own, began = threads() - before, time.monotonic()
             slept = switches(*own)
             while time.monotonic() - began < 1:
-                heard = linked.away.state()["bytes_in"]
-                wait_until(lambda heard=heard: linked.away.state()["bytes_in"] > heard)  # a ping
+                heard = linked.worker_side.state()["bytes_in"]
+                wait_until(lambda heard=heard: linked.worker_side.state()["bytes_in"] > heard)  # a ping
             rate = (switches(*own) - slept) / (time.monotonic() - began)
             assert may_sleep_less or rate < 150  # a second
-        for number, ((feed, worker_in, worker_out, outcome), *_) in enumerate(far):
+        for number, ((feed, worker_in, worker_out, outcome), *_) in enumerate(remote):
             feed.put(number)
             worker_out.put(worker_in.get(timeout=WAIT_LIMIT_S) + 1)
             assert outcome.get(timeout=WAIT_LIMIT_S) == number + 1
         child = os.fork()
         if child == 0:
-            linked.home.close()
+            linked.owner_side.close()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
     assert threads() <= before
 
 
-def test_who_was_stopped_does_not_take_the_time_for_silence() -> None:
-    """R11: a program that did not run for a while looks at what has come meanwhile, and blames nobody."""
-    here, silent = socket.socketpair()
+def test_stopped_process_does_not_count_the_stop_as_silence() -> None:
+    """R11: a program that was stopped handles the received frames first, and does not blame the other
+    side."""
+    own_end, silent = socket.socketpair()
     told = Channel[float](10_000, across="processes")
 
     def wait() -> None:
         link = _core.Link(False)
-        link.attach(here.detach())
+        link.attach(own_end.detach())
         while not link.wait(0.1):
             told.put(link.state()["heard_ago"])
 
@@ -125,39 +127,39 @@ def test_who_was_stopped_does_not_take_the_time_for_silence() -> None:
     assert heard_ago < time.monotonic() - began - 0.9 * stopped
     waiting.kill()
     waiting.join()
-    here.close()
+    own_end.close()
     silent.close()
 
 
-def test_two_may_close_a_link_at_once() -> None:
-    """Both return when it is closed."""
+def test_two_threads_close_a_link_at_once() -> None:
+    """Both calls return when it is closed."""
     for _ in range(50):
         with Linked() as linked:
             both = threading.Barrier(2)
 
             def close(linked: Linked = linked, both: threading.Barrier = both) -> None:
                 both.wait()
-                linked.home.close()
+                linked.owner_side.close()
 
             closing = threading.Thread(target=close)
             closing.start()
             both.wait()
-            linked.home.close()
+            linked.owner_side.close()
             ended = LinkBroken("the other side closed the connection")
-            assert next_event(linked.home, WAIT_LIMIT_S) in {LinkClosed(), ended}
+            assert next_event(linked.owner_side, WAIT_LIMIT_S) in {LinkClosed(), ended}
             closing.join()
 
 
-def test_a_forked_child_has_no_copy_of_the_connection() -> None:
-    """With one, the other side would not learn of this process's end. The child may drop the link, or close
-    it, in the middle of traffic, and the parent's goes on."""
+def test_forked_child_has_no_copy_of_the_connection() -> None:
+    """Otherwise the other side would not notice the end of this process. The child may drop or close the link
+    in the middle of traffic, and the parent's link continues."""
     before = _sockets()
     with Linked() as linked:
         sockets = _sockets() - before
         assert len(sockets) == 2
         source, results = channel(), channel()
-        far = FarWorker(linked, 1, source, results)
-        working = far.start(lambda item: [(0, item)])
+        remote = RemoteWorker(linked, 1, source, results)
+        working = remote.start(lambda item: [(0, item)])
         writer = source.writer()
         for number in range(20):
             for item in range(100):
@@ -166,7 +168,7 @@ def test_a_forked_child_has_no_copy_of_the_connection() -> None:
             if not child:
                 has = sockets & _sockets()
                 if number % 2:
-                    linked.home.close()
+                    linked.owner_side.close()
                 else:
                     linked.__dict__.clear()
                 os._exit(len(has))
@@ -176,7 +178,7 @@ def test_a_forked_child_has_no_copy_of_the_connection() -> None:
         working.join(WAIT_LIMIT_S)
 
 
-def test_a_forked_child_may_drop_a_link_that_its_parent_has_closed() -> None:
+def test_forked_child_drops_a_link_closed_by_its_parent() -> None:
     link = _core.Link(True)
     link.close()
     child = os.fork()
@@ -187,21 +189,21 @@ def test_a_forked_child_may_drop_a_link_that_its_parent_has_closed() -> None:
 
 
 def _sockets() -> set[str]:
-    """Those that this process has open."""
+    """Return the open sockets of this process."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             found.add(os.readlink(f"/proc/self/fd/{fd}"))
     return {name for name in found if name.startswith("socket:")}
 
 
 @pytest.mark.parametrize("size", [10_000, 1_000_000], ids=["in a frame", "into the ring"])
-def test_an_item_that_has_no_place_on_the_other_side_is_told_and_nothing_after_it_is_put(size: int) -> None:
+def test_item_too_large_for_the_receiver_is_reported_and_stops_puts(size: int) -> None:
     with Linked() as linked:
         source, into = channel(), channel(max_bytes=5_000)
         reader, feed, worker = source.reader(), into.writer(), into.reader()
-        linked.home.line(1, [reader], [])
-        linked.away.line(1, [feed], [])
+        linked.owner_side.line(1, [reader], [])
+        linked.worker_side.line(1, [feed], [])
         got: list[bytes] = []
 
         def work() -> None:
@@ -212,12 +214,12 @@ def test_an_item_that_has_no_place_on_the_other_side_is_told_and_nothing_after_i
         working.start()
         for item in (b"fits", bytes(size), b"fits, too"):
             source.put(item)
-        event = next_event(linked.away, WAIT_LIMIT_S)
+        event = next_event(linked.worker_side, WAIT_LIMIT_S)
         assert isinstance(event, ItemTooLarge)
         assert (event.line, event.port) == (1, 0)
         assert event.size >= size
-        heard = linked.away.state()["bytes_in"]
-        wait_until(lambda: linked.away.state()["bytes_in"] > heard)
+        heard = linked.worker_side.state()["bytes_in"]
+        wait_until(lambda: linked.worker_side.state()["bytes_in"] > heard)
         into.abort(None)
         working.join(WAIT_LIMIT_S)
         assert got == [b"fits"]

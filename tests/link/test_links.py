@@ -1,4 +1,4 @@
-"""What a link promises (C1–C9, R4): the ports of a worker elsewhere behave as if it were here."""
+"""Check that the ports of a remote worker behave like local ones over a link (C1–C9, R4)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from flowchan import Broken, Channel, Closed, Drained, Empty, _core
 from flowchan.transport.link_events import LinkBroken, next_event
-from tests.link.linked import FarWorker, Linked, feeding
+from tests.link.linked import Linked, RemoteWorker, feeding
 from tests.support.waiting import WAIT_LIMIT_S, wait_until
 
 Function = Callable[[Any], Iterable[tuple[int, Any]]]
@@ -47,14 +47,15 @@ def large(item: int) -> list[tuple[int, Any]]:
 def run(
     linked: Linked, function: Function, n: int, workers: int, ordered: bool = False, breaks: bool = False
 ) -> list[Any]:
-    """All outputs of so many workers for ``range(n)``, over a connection that breaks again and again."""
+    """Return all outputs of ``workers`` workers for ``range(n)``, over a connection that may break again and
+    again."""
     source, results = channel(), channel()
     one = function is not several
-    far = [
-        FarWorker(linked, number, source, results, ordered=ordered, one_output=one)
+    remote = [
+        RemoteWorker(linked, number, source, results, ordered=ordered, one_output=one)
         for number in range(1, workers + 1)
     ]
-    threads = [worker.start(function) for worker in far]
+    threads = [worker.start(function) for worker in remote]
     threads.append(feeding(source, range(n)))
     over = threading.Event()
     if breaks:
@@ -75,7 +76,7 @@ def break_often(linked: Linked, over: threading.Event) -> None:
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
 @pytest.mark.parametrize("function", [same, several], ids=["map", "flat_map"])
-def test_each_output_comes_once_and_in_order_through_one_worker(
+def test_outputs_of_one_worker_arrive_once_and_in_order(
     linked: Linked, function: Function, breaks: bool
 ) -> None:
     outputs = run(linked, function, 20_000, 1, breaks=breaks)
@@ -84,7 +85,7 @@ def test_each_output_comes_once_and_in_order_through_one_worker(
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
 @pytest.mark.parametrize("function", [same, several], ids=["map", "flat_map"])
-def test_the_outputs_of_several_ordered_workers_keep_the_order_of_the_items(
+def test_outputs_of_several_ordered_workers_keep_the_item_order(
     linked: Linked, function: Function, breaks: bool
 ) -> None:
     outputs = run(linked, function, 10_000, 3, ordered=True, breaks=breaks)
@@ -92,15 +93,15 @@ def test_the_outputs_of_several_ordered_workers_keep_the_order_of_the_items(
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
-def test_large_items_are_whole(linked: Linked, breaks: bool) -> None:
+def test_large_items_arrive_whole(linked: Linked, breaks: bool) -> None:
     outputs = run(linked, large, 1_000, 2, breaks=breaks)
     assert Counter(outputs) == Counter(output for item in range(1_000) for _, output in large(item))
 
 
-def test_arrays_arrive_as_they_were(linked: Linked) -> None:
+def test_arrays_arrive_unchanged(linked: Linked) -> None:
     source, results = channel(), channel()
-    far = FarWorker(linked, 1, source, results, one_output=True)
-    thread = far.start(same)
+    remote = RemoteWorker(linked, 1, source, results, one_output=True)
+    thread = remote.start(same)
     sent = [numpy.arange(n, dtype="f8") for n in (0, 1, 1_000, 100_000, 3_000_000)]
     feeder = feeding(source, sent)
     for array, arrived in zip(sent, results, strict=True):
@@ -109,8 +110,8 @@ def test_arrays_arrive_as_they_were(linked: Linked) -> None:
     feeder.join()
 
 
-def test_slow_items_are_not_taken_ahead_of_other_workers(linked: Linked) -> None:
-    """C8: nobody sleeps beside an item that lies unstarted with somebody else."""
+def test_worker_with_slow_items_gets_none_in_advance(linked: Linked) -> None:
+    """C8: no worker sleeps while another one holds an item that it has not started."""
     source, results = channel(), channel()
     go = threading.Event()
 
@@ -118,12 +119,14 @@ def test_slow_items_are_not_taken_ahead_of_other_workers(linked: Linked) -> None
         go.wait(WAIT_LIMIT_S)
         return [(0, item)]
 
-    far = [FarWorker(linked, number, source, results, one_output=True) for number in (1, 2)]
-    threads = [worker.start(wait) for worker in far]
+    remote = [RemoteWorker(linked, number, source, results, one_output=True) for number in (1, 2)]
+    threads = [worker.start(wait) for worker in remote]
     with source.writer() as writer:
         writer.put(0)
         writer.put(1)
-        wait_until(lambda: all(worker.into.stats().leased == 1 for worker in far), what=linked.home.state)
+        wait_until(
+            lambda: all(worker.into.stats().leased == 1 for worker in remote), what=linked.owner_side.state
+        )
     go.set()
     assert sorted(results) == [0, 1]
     for thread in threads:
@@ -131,9 +134,9 @@ def test_slow_items_are_not_taken_ahead_of_other_workers(linked: Linked) -> None
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
-def test_what_a_worker_has_not_begun_is_called_back_when_others_wait(linked: Linked, breaks: bool) -> None:
-    """C8: cheap items make a worker take many ahead. When one of them is slow, who waits for an item gets
-    them."""
+def test_unstarted_items_are_recalled_when_other_readers_wait(linked: Linked, breaks: bool) -> None:
+    """C8: a worker gets many cheap items in advance. When one of them is slow, waiting readers get the
+    others."""
     source, results = channel(4_000), channel(4_000)
     go = threading.Event()
 
@@ -142,11 +145,11 @@ def test_what_a_worker_has_not_begun_is_called_back_when_others_wait(linked: Lin
             go.wait(WAIT_LIMIT_S)
         return [(0, item)]
 
-    thread = FarWorker(linked, 1, source, results, one_output=True).start(wait_at_last)
+    thread = RemoteWorker(linked, 1, source, results, one_output=True).start(wait_at_last)
     reader = source.reader()
     with source.writer() as writer:
         writer.put_many(range(3_500))
-        wait_until(lambda: results.stats().items_in == 3_000, what=linked.home.state)
+        wait_until(lambda: results.stats().items_in == 3_000, what=linked.owner_side.state)
         if breaks:
             linked.connect()
         assert sorted(reader.get(timeout=WAIT_LIMIT_S) for _ in range(499)) == list(range(3_001, 3_500))
@@ -156,54 +159,56 @@ def test_what_a_worker_has_not_begun_is_called_back_when_others_wait(linked: Lin
     thread.join()
 
 
-def test_items_are_called_back_as_often_as_others_wait(linked: Linked) -> None:
+def test_items_are_recalled_each_time_other_readers_wait(linked: Linked) -> None:
     source, results = channel(4_000), channel(8_000)
-    gates = [threading.Event() for _ in range(3)]
+    may_go = [threading.Event() for _ in range(3)]
 
     def wait_now_and_then(item: int) -> list[tuple[int, Any]]:
         if item % 1_000 == 999:
-            gates[item // 1_000].wait(WAIT_LIMIT_S)
+            may_go[item // 1_000].wait(WAIT_LIMIT_S)
         return [(0, item)]
 
-    thread = FarWorker(linked, 1, source, results, one_output=True).start(wait_now_and_then)
+    thread = RemoteWorker(linked, 1, source, results, one_output=True).start(wait_now_and_then)
     reader = source.reader()
     with source.writer() as writer:
-        for number, gate in enumerate(gates):
+        for number, go in enumerate(may_go):
             done = results.stats().items_in
             writer.put_many(range(number * 1_000, number * 1_000 + 1_010))
-            wait_until(lambda done=done: results.stats().items_in == done + 999, what=linked.home.state)
+            wait_until(lambda done=done: results.stats().items_in == done + 999, what=linked.owner_side.state)
             assert sorted(reader.get(timeout=WAIT_LIMIT_S) for _ in range(10)) == [
                 number * 1_000 + 1_000 + k for k in range(10)
             ]
-            gate.set()
-            wait_until(lambda done=done: results.stats().items_in == done + 1_000, what=linked.home.state)
+            go.set()
+            wait_until(
+                lambda done=done: results.stats().items_in == done + 1_000, what=linked.owner_side.state
+            )
     reader.close()
     assert len(list(results)) == 3_000
     thread.join()
 
 
-def test_a_channel_that_breaks_breaks_with_its_cause_on_the_far_side(linked: Linked) -> None:
+def test_broken_input_breaks_for_the_remote_worker_with_its_cause(linked: Linked) -> None:
     source, results = channel(), channel()
-    far = FarWorker(linked, 1, source, results)
+    remote = RemoteWorker(linked, 1, source, results)
     source.abort(ValueError("no more"))
     with pytest.raises(Broken) as caught:
-        far.inside.get(timeout=WAIT_LIMIT_S)
+        remote.inside.get(timeout=WAIT_LIMIT_S)
     assert repr(caught.value.__cause__) == "ValueError('no more')"
 
 
-def test_a_far_worker_that_breaks_its_channel_breaks_it_at_home(linked: Linked) -> None:
+def test_remote_worker_breaks_its_output_for_all_with_its_cause(linked: Linked) -> None:
     source, results = channel(), channel()
-    far = FarWorker(linked, 1, source, results)
-    far.outside[0].channel.abort(ValueError("no more"))
+    remote = RemoteWorker(linked, 1, source, results)
+    remote.outside[0].channel.abort(ValueError("no more"))
     with pytest.raises(Broken) as caught:
         results.get(timeout=WAIT_LIMIT_S)
     assert repr(caught.value.__cause__) == "ValueError('no more')"
 
 
 @pytest.mark.parametrize("size", [1 << 20, 17 << 20])
-def test_however_large_its_cause_is_the_connection_holds(linked: Linked, size: int) -> None:
+def test_connection_survives_a_break_with_a_large_cause(linked: Linked, size: int) -> None:
     channels = [channel() for _ in range(4)]
-    one, other = FarWorker(linked, 1, *channels[:2]), FarWorker(linked, 2, *channels[2:])
+    one, other = RemoteWorker(linked, 1, *channels[:2]), RemoteWorker(linked, 2, *channels[2:])
     cause = ValueError("no more", bytes(size))
     one.source.abort(cause)
     other.outside[0].channel.abort(cause)
@@ -211,26 +216,26 @@ def test_however_large_its_cause_is_the_connection_holds(linked: Linked, size: i
         with pytest.raises(Broken) as caught:
             broken.get(timeout=WAIT_LIMIT_S)
         assert "no more" in str(caught.value.__cause__)
-    assert linked.home.state()["breaks"] == 0
+    assert linked.owner_side.state()["breaks"] == 0
 
 
-def test_when_nobody_reads_any_more_a_far_writer_hears_it(linked: Linked) -> None:
+def test_remote_writer_learns_that_the_last_reader_closed(linked: Linked) -> None:
     source, results = channel(), channel()
-    far = FarWorker(linked, 1, source, results)
+    remote = RemoteWorker(linked, 1, source, results)
     results.reader().close()
-    wait_until(lambda: bool(far.outside[0].closed))
+    wait_until(lambda: bool(remote.outside[0].closed))
     with pytest.raises(Closed):
-        far.outside[0].put(1)
+        remote.outside[0].put(1)
 
 
-def test_a_far_reader_that_leaves_gives_back_what_it_has_not_taken(linked: Linked) -> None:
+def test_remote_reader_that_closes_gives_back_untaken_items(linked: Linked) -> None:
     source, results = channel(), channel()
-    far = FarWorker(linked, 1, source, results)
+    remote = RemoteWorker(linked, 1, source, results)
     other = source.reader()
     for item in range(10):
         source.put(item)
-    assert far.inside.get(timeout=WAIT_LIMIT_S) == 0
-    for port in (far.inside, *far.outside):
+    assert remote.inside.get(timeout=WAIT_LIMIT_S) == 0
+    for port in (remote.inside, *remote.outside):
         port.close()
     assert [other.get(timeout=WAIT_LIMIT_S) for _ in range(9)] == list(range(1, 10))
     with pytest.raises(Drained):
@@ -238,23 +243,23 @@ def test_a_far_reader_that_leaves_gives_back_what_it_has_not_taken(linked: Linke
 
 
 @pytest.mark.parametrize("size", [40, 3_000])
-def test_a_far_worker_that_gathers_gets_what_it_waits_for(linked: Linked, size: int) -> None:
-    """However many items that is."""
+def test_remote_worker_that_gathers_gets_all_items_it_needs(linked: Linked, size: int) -> None:
+    """The number of items does not matter."""
     source, results = channel(), channel()
-    far = FarWorker(linked, 1, source, results)
+    remote = RemoteWorker(linked, 1, source, results)
     batches: list[list[int]] = []
 
     def gather() -> None:
-        for first in far.inside:
+        for first in remote.inside:
             batch = [first]
             try:
                 while len(batch) < size:
-                    batch.append(far.inside.get_more())
+                    batch.append(remote.inside.get_more())
             except Drained:
                 pass
             batches.append(batch)
-        far.inside.close()
-        far.outside[0].close()
+        remote.inside.close()
+        remote.outside[0].close()
 
     thread = threading.Thread(target=gather)
     thread.start()
@@ -264,22 +269,23 @@ def test_a_far_worker_that_gathers_gets_what_it_waits_for(linked: Linked, size: 
     assert sum(batches, []) == list(range(size * 5 // 2))  # noqa: RUF017 - three of them
 
 
-def test_outputs_of_a_host_that_died_are_not_repeated() -> None:
-    """R4: what a host put for an item before it died is skipped when the item is done again elsewhere."""
+def test_outputs_of_a_dead_host_are_not_repeated() -> None:
+    """R4: outputs that a host put for an item before it died are skipped when another worker processes the
+    item."""
     source, results = channel(4), channel(1000)
     with Linked() as first:
-        far = FarWorker(first, 1, source, results)
+        remote = RemoteWorker(first, 1, source, results)
         feeder = feeding(source, range(3))
-        assert far.inside.get(timeout=WAIT_LIMIT_S) == 0
+        assert remote.inside.get(timeout=WAIT_LIMIT_S) == 0
         for k in range(5):
-            far.outside[0].put((0, k))
+            remote.outside[0].put((0, k))
         wait_until(lambda: results.stats().items_in == 5)
-        first.home.drop(1)
-        first.home.close()
+        first.owner_side.drop(1)
+        first.owner_side.close()
         successor, writer = source.reader(), results.writer()
-        _core._take_up([far.reader], far.writers, [successor])
+        _core._take_up([remote.reader], remote.writers, [successor])
         with Linked() as second:
-            again = FarWorker(second, 1, source, results)
+            again = RemoteWorker(second, 1, source, results)
             successor.close()
             writer.close()
             thread = again.start(lambda item: [(0, (item, k)) for k in range(8)])
@@ -289,8 +295,8 @@ def test_outputs_of_a_host_that_died_are_not_repeated() -> None:
     assert sorted(outputs) == [(item, k) for item in range(3) for k in range(8)]
 
 
-def test_an_item_is_its_workers_until_what_several_inputs_gave_has_found_room(linked: Linked) -> None:
-    """R4: nobody can tell for which item an output is that still waits at home, and it dies with its host."""
+def test_item_stays_leased_while_an_output_of_several_inputs_waits(linked: Linked) -> None:
+    """R4: an output that waits on the owner side does not name its item, and is lost with its host."""
     sources, results = [channel(), channel()], channel(1)
     readers, writer = [source.reader() for source in sources], results.writer()
     rings, drains = [channel(), channel()], channel()
@@ -298,11 +304,14 @@ def test_an_item_is_its_workers_until_what_several_inputs_gave_has_found_room(li
     feeds, drain = [ring.writer() for ring in rings], drains.reader()
     for port in (*readers, writer, *insides, outside):
         port._supervise()
-    linked.home.line(1, readers, [writer])
-    linked.away.line(1, feeds, [drain])
+    linked.owner_side.line(1, readers, [writer])
+    linked.worker_side.line(1, feeds, [drain])
 
     def wait_for(**counts: int) -> None:
-        wait_until(lambda: counts.items() <= linked.home.state()["lines"][1].items(), what=linked.home.state)
+        wait_until(
+            lambda: counts.items() <= linked.owner_side.state()["lines"][1].items(),
+            what=linked.owner_side.state,
+        )
 
     sources[0].put_many([0, 1])
     for item in range(2):
@@ -312,7 +321,7 @@ def test_an_item_is_its_workers_until_what_several_inputs_gave_has_found_room(li
     with pytest.raises(Empty):
         insides[0].get_nowait()  # it has finished the item
     wait_for(staged=1, in_hand=0)
-    linked.home.drop(1)
+    linked.owner_side.drop(1)
     successors = [source.reader() for source in sources]
     _core._take_up(readers, [writer], successors)
     sources[0].close()
@@ -321,39 +330,40 @@ def test_an_item_is_its_workers_until_what_several_inputs_gave_has_found_room(li
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["", "ordered"])
-def test_deaths_lose_and_repeat_nothing_however_many_items_were_ahead(linked: Linked, ordered: bool) -> None:
-    """R4: also where the outputs have turns, and lower numbers come back to workers that hold higher ones."""
+def test_deaths_of_workers_lose_and_repeat_no_items(linked: Linked, ordered: bool) -> None:
+    """R4: also where outputs have turns, and lower numbers come back to workers that hold higher ones."""
     source, results = channel(500), channel(32)
-    far = [
-        FarWorker(linked, number, source, results, ordered=ordered, one_output=True) for number in range(3)
+    remote = [
+        RemoteWorker(linked, number, source, results, ordered=ordered, one_output=True) for number in range(3)
     ]
-    threads = [worker.start(same) for worker in far]
+    threads = [worker.start(same) for worker in remote]
     threads.append(feeding(source, range(20_000)))
     outputs = []
     for number, output in enumerate(results, 1):
         outputs.append(output)
         if number % 1_000 == 0:
             line = 3 + number
-            far[line % 3] = far[line % 3].die(line)
-            threads.append(far[line % 3].start(same))
+            remote[line % 3] = remote[line % 3].die(line)
+            threads.append(remote[line % 3].start(same))
     assert (outputs if ordered else sorted(outputs)) == list(range(20_000))
     for thread in threads:
         thread.join(WAIT_LIMIT_S)
 
 
-@pytest.mark.parametrize("home", [True, False], ids=["home", "away"])
-def test_rubbish_ends_the_connection_and_nothing_else(home: bool) -> None:
-    """Frames that no agent sends, also by one who has proved the secret: the connection ends, loudly."""
+@pytest.mark.parametrize("owner", [True, False], ids=["owner", "worker"])
+def test_invalid_frames_end_only_the_connection(owner: bool) -> None:
+    """Frames that no agent sends end the connection with an error, even from a peer that has proved the
+    secret."""
     draw = random.Random(7)
-    link = _core.Link(home)
+    link = _core.Link(owner)
     source, results = channel(), channel()
     ports = [source.reader()], [results.writer()]
-    away = [results.writer()], [source.reader()]
-    link.line(1, *(ports if home else away))
+    worker_ports = [results.writer()], [source.reader()]
+    link.line(1, *(ports if owner else worker_ports))
     try:
         for _ in range(2_000):
-            here, there = socket.socketpair()
-            link.attach(here.detach())
+            link_end, peer_end = socket.socketpair()
+            link.attach(link_end.detach())
             frame = struct.pack(
                 "<QQIHBBQQ",
                 draw.choice([0, 1, 100, 1 << 20, 1 << 46, 2**64 - 1]),
@@ -365,22 +375,23 @@ def test_rubbish_ends_the_connection_and_nothing_else(home: bool) -> None:
                 draw.choice([0, 1, 2**64 - 1]),
                 draw.choice([0, 1, 2**64 - 1]),
             )
-            there.sendall(frame + draw.randbytes(draw.randrange(200)))
-            there.close()
+            peer_end.sendall(frame + draw.randbytes(draw.randrange(200)))
+            peer_end.close()
             while not isinstance(next_event(link, WAIT_LIMIT_S), LinkBroken):
-                pass  # what it says may be right
+                pass  # the frame may be valid
     finally:
         link.close()
 
 
-@pytest.mark.parametrize("one_output", [True, False], ids=["back", "there"])
-def test_over_a_long_wire_more_is_under_way_the_quicker_the_worker_is(one_output: bool) -> None:
-    """What is under way follows the rate and the round-trip time, for items and for outputs."""
+@pytest.mark.parametrize("one_output", [True, False], ids=["outputs", "items"])
+def test_quick_worker_gets_more_items_over_a_slow_connection(one_output: bool) -> None:
+    """The number of frames on their way follows the rate and the round-trip time, for items and for
+    outputs."""
     enough = 8_000
     with Linked(delay=0.02) as linked:
         source, results = channel(1 << 16), channel(1 << 16)
-        far = FarWorker(linked, 1, source, results)
-        working = far.start(same if one_output else lambda _: [])
+        remote = RemoteWorker(linked, 1, source, results)
+        working = remote.start(same if one_output else lambda _: [])
         seen = threading.Event()
 
         def items() -> Iterator[int]:
@@ -390,7 +401,7 @@ def test_over_a_long_wire_more_is_under_way_the_quicker_the_worker_is(one_output
         reading = threading.Thread(target=lambda: outputs.extend(results))
         outputs: list[int] = []
         reading.start()
-        side = linked.away if one_output else linked.home
+        side = linked.worker_side if one_output else linked.owner_side
         try:
             wait_until(
                 lambda: side.state()["lines"].get(1, {}).get("ahead", 0) > enough,
@@ -403,9 +414,9 @@ def test_over_a_long_wire_more_is_under_way_the_quicker_the_worker_is(one_output
         assert outputs == (list(range(len(outputs))) if one_output else [])
 
 
-@pytest.mark.parametrize("one_output", [True, False], ids=["back", "there"])
-def test_over_a_long_wire_more_bytes_are_under_way_while_the_worker_is_quick(one_output: bool) -> None:
-    """As many as fill the wire, and no more than at first when who takes them is slow (C2)."""
+@pytest.mark.parametrize("one_output", [True, False], ids=["outputs", "items"])
+def test_byte_window_grows_only_while_the_receiver_is_quick(one_output: bool) -> None:
+    """The bytes fill the connection, but not more than the initial window while the receiver is slow (C2)."""
     size, least = 256 << 10, 4 << 20
     quick, over = threading.Event(), threading.Event()
     quick.set()
@@ -422,7 +433,7 @@ def test_over_a_long_wire_more_bytes_are_under_way_while_the_worker_is_quick(one
 
     with Linked(delay=0.1) as linked:
         source, results = channel(), channel()
-        working = FarWorker(linked, 1, source, results).start(work)
+        working = RemoteWorker(linked, 1, source, results).start(work)
         feeder = feeding(
             source, itertools.takewhile(lambda _: not over.is_set(), itertools.repeat(bytes(size)))
         )
@@ -436,7 +447,7 @@ def test_over_a_long_wire_more_bytes_are_under_way_while_the_worker_is_quick(one
 
         reading = threading.Thread(target=read)
         reading.start()
-        side = linked.away if one_output else linked.home
+        side = linked.worker_side if one_output else linked.owner_side
 
         def line() -> dict[str, int]:
             found: dict[str, int] = side.state()["lines"][1]

@@ -1,8 +1,7 @@
 // The invariants of layout.hpp, ring_memory.cpp and ring_items.cpp, checked on a whole ring.
 //
-// Every slot is in exactly one place, every list is acyclic and as long as its count says, every sum agrees, and who is
-// named as a viewer is there and counts its views. Offsets are
-// relative to the header, which is where the file begins.
+// Every slot is in exactly one place. Every list is acyclic and as long as its count says. Every sum agrees.
+// Each named viewer exists and counts its views. Offsets are relative to the header, where the file begins.
 #pragma once
 
 #include <map>
@@ -21,23 +20,24 @@ struct Tolerance {
     bool lost_free_slots =
         false;  // after a death in `tidy`, or in taking a bare slot: free slots in no list, with any block
     bool giving_back = false;  // give_back marks its slots before its one Change
-    uint32_t waiting = 0;      // so many dead may still be counted at a gate: who looks after them died too
+    // how many dead users a wait queue may still count, if the cleaning process died too
+    uint32_t waiting = 0;
 };
 
 class Check {
   public:
     Check(Ring& ring, Tolerance tolerance = {}) : ring(ring), h(ring.header()), tolerance(tolerance) {}
 
-    // What is wrong; empty if nothing is. To be called under the lock.
+    // Return the problems; empty if there are none. The caller holds the lock.
     std::string run() {
         for (const Redo& redo : h.redo)
             if (redo.valid) wrong("a redo record is still valid");
-        if (h.slots_at > h.length || (h.length - h.slots_at) % sizeof(Slot)) wrong("slots_at is no slot");
+        if (h.slots_at > h.length || (h.length - h.slots_at) % sizeof(Slot)) wrong("slots_at is not a slot");
         if (h.slots_at < h.reserved_high || h.blocks_top > h.reserved_low)
-            wrong("memory is used that is not reserved");
+            wrong("unreserved memory is in use");
         if (h.blocks_top > h.slots_at) wrong("blocks and slots overlap");
         if (h.blocks_top > h.map_blocks_to || h.slots_at < h.map_slots_from)
-            wrong("memory is used that others do not map");
+            wrong("memory is in use that others do not map");
         if (!problems.empty()) return problems;
         free_lists();
         fifo();
@@ -67,7 +67,7 @@ class Check {
     }
     Slot* slot(uint64_t p) { return ring.slot_at(p); }
 
-    // The length of a list; its slots are entered under `name`.
+    // Return the length of a list, and enter its slots under `name`.
     template <class Each>
     uint64_t walk(uint64_t head, uint64_t* tail, const std::string& name, Each each) {
         uint64_t n = 0, last = 0;
@@ -91,7 +91,7 @@ class Check {
     void placed(Slot& s, SlotState place, const std::string& name) {
         const bool marked =
             tolerance.giving_back && place == SlotState::Leased && s.place() == SlotState::Inside;
-        // `advance` moves all that is parked for an item at once; what the slots say of themselves is not touched.
+        // `advance` moves all parked outputs of an item at once, without changing the slots' marks.
         const bool moved = place == SlotState::Inside && s.place() == SlotState::Parked;
         if (s.place() != place && !marked && !moved)
             wrong("a slot in " + name + " is marked " + std::to_string(int(s.place())));
@@ -109,7 +109,8 @@ class Check {
     void fifo() {
         uint64_t n = walk(h.head, &h.tail, "the FIFO", [&](Slot& s) {
             placed(s, SlotState::Inside, "the FIFO");
-            if (s.numbered() && s.number >= h.numbered) wrong("an item has a number that was not given yet");
+            if (s.numbered() && s.number >= h.numbered)
+                wrong("an item has a number that was not assigned yet");
             bytes += s.size;
         });
         equal("puts - takes", h.puts - h.takes, n);
@@ -127,7 +128,7 @@ class Check {
             equal(("count of " + name).c_str(), g[i].count, n);
             parked += n;
             if (i == h.turn % h.groups && (n || g[i].complete))
-                wrong("something waits for the turn that it is");
+                wrong("an output is parked for the current turn");
         }
         equal("parked", h.parked, parked);
         used += parked;
@@ -146,13 +147,13 @@ class Check {
                 uint64_t n = walk(head, &tail, name, [&](Slot& slot) {
                     placed(slot, SlotState::Leased, name);
                     if (!slot.numbered() || !numbers.insert(slot.number).second)
-                        wrong("an item on lease has no number of its own");
+                        wrong("an item on lease has no unique number");
                 });
                 equal(("count of " + name).c_str(), count, n);
                 leased += n;
             };
             on_lease("the lease", s.lease_head, s.lease_tail, s.leased);
-            on_lease("what is to be tried again", s.again_head, s.again_tail, s.again);
+            on_lease("the reserved items", s.reserved_head, s.reserved_tail, s.reserved);
         }
         equal("leased", h.leased, leased);
         equal("readers", h.readers, readers);
@@ -169,7 +170,7 @@ class Check {
         }
         wrong("the cause is in no slot");
     }
-    // What is in no list belongs to a session that copies, looks or fills, or was forgotten by an interrupted `tidy`.
+    // A slot in no list belongs to a session that copies, looks or fills, or an interrupted `tidy` forgot it.
     void rest() {
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
             if (where.count(p)) continue;
@@ -190,7 +191,7 @@ class Check {
             used += 1;
         }
     }
-    // Who looks at a slot is there, and each session and the header count what is looked at.
+    // Check that every viewer exists, and that each session and the header count the views.
     void viewers() {
         uint64_t views[SESSIONS] = {}, seen = 0;
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
@@ -198,34 +199,34 @@ class Check {
             const std::string name = "slot " + std::to_string(p);
             if (lost(p)) continue;
             if (!s.viewer()) {
-                if (s.loaned()) wrong(name + " is on loan to nobody");
+                if (s.loaned()) wrong(name + " is on loan without a borrower");
                 continue;
             }
             views[s.viewer()] += 1;
             seen += s.loaned() ? 0 : s.size;
             if (ring.session(s.viewer()).role == Session::NONE)
-                wrong(name + " is viewed by a session that is none");
+                wrong(name + " is viewed by an unused session");
             if (s.cls < VIEWABLE || s.kind != BUFFERS) wrong(name + " has a viewer and can't be viewed");
             if (s.place() == SlotState::Free || s.place() == SlotState::Parked ||
                 s.place() == SlotState::Filling)
                 wrong(name + " has a viewer and is marked " + std::to_string(int(s.place())));
-            if (s.loaned() && s.place() != SlotState::Held) wrong(name + " is on loan and is somewhere");
-            // Somebody else's only while that one makes a copy, which a plain user does.
+            if (s.loaned() && s.place() != SlotState::Held) wrong(name + " is on loan and not HELD");
+            // Another session holds it only while it makes a copy, which a plain user does.
             const bool copied = !s.loaned() && ring.session(s.owner()).role == Session::PLAIN;
             if (s.place() == SlotState::Held && s.owner() != s.viewer() && !copied)
-                wrong(name + " is held by another than its viewer");
+                wrong(name + " is held by another session than its viewer");
         }
         for (uint32_t i = 0; i < h.sessions().size(); ++i) {
             const Session& s = ring.session(i);
             const std::string name = "session " + std::to_string(i);
             equal(("views of " + name).c_str(), s.views, views[i]);
-            if (s.role == Session::RESUME && s.views) wrong(name + " is of a dead worker and has views");
+            if (s.role == Session::RESUME && s.views) wrong(name + " belongs to a dead worker and has views");
             if (s.role == Session::HOLDER && (s.views == 0 || s.lease_head || s.supervised))
-                wrong(name + " is a HOLDER without views, with items in hand or with a supervisor");
+                wrong(name + " is a HOLDER without views, with leased items or with a supervisor");
         }
         equal("viewed_bytes", h.viewed_bytes, seen);
     }
-    // A free slot in no list, where that is tolerated.
+    // Return whether a slot is free and in no list, where that is tolerated.
     bool lost(uint64_t p) {
         return tolerance.lost_free_slots && slot(p)->place() == SlotState::Free && !where.count(p);
     }
@@ -236,18 +237,18 @@ class Check {
         if (h.puts - h.takes + h.parked + h.claimed > h.capacity + SESSIONS)
             wrong("far more inside than the capacity");
     }
-    // No two slots share a byte of a block, and what can be viewed shares no page with anything.
+    // Check that no two slots share a byte of a block, and that a viewable block shares no page.
     void blocks() {
         std::map<uint64_t, uint64_t> ends;
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
             Slot& s = *slot(p);
             if (lost(p)) continue;
-            if (!s.cls != !s.block) wrong("a slot has a class or a block alone");
+            if (!s.cls != !s.block) wrong("a slot has a class without a block or a block without a class");
             if (!s.block) continue;
             if (s.cls >= VIEWABLE && (s.block % PAGE || class_size(uint32_t(s.cls)) % PAGE))
                 wrong("a block shares a page");
             if (s.block < h.blocks_at || s.block + class_size(uint32_t(s.cls)) > h.blocks_top)
-                wrong("a block lies outside of the blocks");
+                wrong("a block is outside of the blocks");
             if (!ends.emplace(s.block, s.block + class_size(uint32_t(s.cls))).second)
                 wrong("two slots have one block");
         }

@@ -1,4 +1,4 @@
-// Nobody dies, unless another file of the program says at which point.
+// Fault points do nothing unless another file of the program defines them.
 #include "faults.hpp"
 
 [[gnu::weak]] void flowchan::fault_point() {}

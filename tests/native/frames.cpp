@@ -1,11 +1,11 @@
-// Whatever comes over a connection, from a peer that has proved the secret: frames as agents send them, and
-// such that are changed, repeated, left out, of absurd sizes, cut, or no frames at all, in pieces of any size.
-// Arguments: `model`, `home` or `away`, a seed, and how many frames.
+// Arbitrary data over a connection, from a peer that has proved the secret. It sends frames as agents do. It
+// also sends frames that are changed, repeated, left out, of absurd sizes or cut, and other bytes, in pieces
+// of any size. Arguments: `model`, `owner` or `worker`, a seed, and how many frames.
 //
-// `model`: items come to workers, and it is known of each frame whether it is right. What is right is put,
-// once and in order, also over the next connection; what is wrong ends the connection and leaves no trace.
-// `home` and `away`: the states of ports in both directions, where what is right depends on what the threads
-// of the link have done by then. What comes out is whole, and the rings are sound.
+// `model`: items come to workers, and the test knows which frames are valid. Valid ones are put, once and in
+// order, also over the next connection. An invalid one ends the connection and leaves no trace. `home` and
+// `away`: the states of ports in both directions, where validity depends on the progress of the link's
+// threads. Received items are complete, and the rings are consistent.
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -22,17 +22,17 @@ namespace testing {
 
 namespace {
 
-constexpr unsigned HANGS = 120;  // seconds until a connection that does not end is a failure
+constexpr unsigned HANG_LIMIT_S = 120;  // seconds until a connection that does not end is a failure
 constexpr uint64_t BYTES_INSIDE = 1 << 20, CAPACITY = 4;
-constexpr uint32_t LINES = 3;
+constexpr uint32_t STREAMS = 3;
 constexpr uint16_t PORTS = 2;
 constexpr uint64_t SIZES[] = {8, 9, 80, 1000, 16 << 10, 70'000};
-constexpr int64_t SOON = 20'000'000'000;  // ns
-constexpr uint64_t LIFE = 40;             // connections of one link
+constexpr int64_t EVENT_LIMIT_NS = 20'000'000'000;  // ns
+constexpr uint64_t CONNECTIONS_PER_LINK = 40;       // connections of one link
 
-class Chance {
+class Draw {
   public:
-    explicit Chance(uint64_t seed) : random_(seed) {}
+    explicit Draw(uint64_t seed) : random_(seed) {}
     uint64_t below(uint64_t n) { return random_() % n; }
     bool one_in(uint64_t n) { return below(n) == 0; }
     uint64_t any() { return random_(); }
@@ -40,7 +40,7 @@ class Chance {
     T of(const T (&choices)[N]) {
         return choices[below(N)];
     }
-    // A number that something may depend on.
+    // Return a number with a chance to be at a limit.
     uint64_t number() {
         const uint64_t near[] = {
             0, 1, 2, 63, 1 << 16, UINT32_MAX, uint64_t(1) << 46, uint64_t(1) << 63, UINT64_MAX};
@@ -59,8 +59,8 @@ class Chance {
 // The other end of a connection.
 class Peer {
   public:
-    Peer(Link& link, Chance& chance) : link_(link), chance_(chance) {
-        alarm(HANGS);
+    Peer(Link& link, Draw& draw) : link_(link), draw_(draw) {
+        alarm(HANG_LIMIT_S);
         int ends[2];
         must(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "socketpair");
         fd_ = ends[1];
@@ -68,22 +68,22 @@ class Peer {
     }
     ~Peer() { ::close(fd_); }
 
-    void say(const Head& head, const std::string& payload = {}) {
+    void add_frame(const Head& head, const std::string& payload = {}) {
         said += 1;
         unsent_.append(reinterpret_cast<const char*>(&head), head.length());
         unsent_ += payload;
     }
-    void say(const std::string& bytes) {
+    void add_frame(const std::string& bytes) {
         said += 1;
         unsent_ += bytes;
     }
     void cut() {
-        if (!unsent_.empty()) unsent_.resize(chance_.below(unsent_.size()));
+        if (!unsent_.empty()) unsent_.resize(draw_.below(unsent_.size()));
     }
-    // In pieces of any size. The link may end the connection at any of them.
+    // Send in pieces of any size. The link may end the connection at any of them.
     void send() {
         for (uint64_t at = 0; at < unsent_.size();) {
-            const uint64_t most = chance_.one_in(3) ? 1 + chance_.below(64) : unsent_.size();
+            const uint64_t most = draw_.one_in(3) ? 1 + draw_.below(64) : unsent_.size();
             const ssize_t n =
                 ::send(fd_, unsent_.data() + at, std::min(most, unsent_.size() - at), MSG_NOSIGNAL);
             if (n < 0) break;
@@ -91,38 +91,38 @@ class Peer {
         }
         unsent_.clear();
     }
-    // The next frame; none when the connection has ended.
-    std::optional<Head> hear() {
+    // Return the next frame; none when the connection has ended.
+    std::optional<Head> next_frame() {
         Head head{};
         if (!receive(&head, Head::SHORT)) return {};
         if (!head.carries_item() && !receive(&head.a, Head::LONG - Head::SHORT)) return {};
-        must(is_right(head), "the link has said what can't be right");
+        must(is_valid(head), "the link has sent an invalid frame");
         std::string payload(head.size, '\0');
         if (!receive(payload.data(), head.size)) return {};
         return head;
     }
-    bool has_said_more() {
+    bool has_more() {
         pollfd here{fd_, POLLIN, 0};
         return poll(&here, 1, 0) > 0;
     }
-    // Until all that was sent is done with. Whether the connection lives.
+    // Wait until the link has handled all sent frames. Return whether the connection still exists.
     bool wait() {
-        const uint64_t mark = chance_.any() >> 1;
-        say({.n = mark, .say = Say::PING});
+        const uint64_t mark = draw_.any() >> 1;
+        add_frame({.n = mark, .type = FrameType::PING});
         send();
-        while (std::optional<Head> head = hear())
-            if (head->say == Say::PONG && head->n == mark) return true;
+        while (std::optional<Head> head = next_frame())
+            if (head->type == FrameType::PONG && head->n == mark) return true;
         return false;
     }
     static inline uint64_t said = 0;  // frames, over all connections
 
-    // Nothing more comes from here: until the link has found that out.
+    // End the sending direction and wait until the link has noticed it.
     void end() {
         shutdown(fd_, SHUT_WR);
-        while (hear()) {}
+        while (next_frame()) {}
         for (LinkEvent event; event.kind != LinkEvent::Kind::Broken;) {
-            event = link_.next_event(now_ns() + SOON);
-            must(event.kind != LinkEvent::Kind::None, "the link says no end");
+            event = link_.next_event(now_ns() + EVENT_LIMIT_NS);
+            must(event.kind != LinkEvent::Kind::None, "the link does not report the end");
         }
     }
 
@@ -136,7 +136,7 @@ class Peer {
         return true;
     }
     Link& link_;
-    Chance& chance_;
+    Draw& draw_;
     int fd_;
     std::string unsent_;
 };
@@ -153,7 +153,7 @@ void sound(Ring& ring) {
 
 // --- the model ---
 
-// A port of a line as its worker has it, and what must come out of it.
+// A port of a stream as its worker uses it, and the items expected from it.
 struct Port {
     std::shared_ptr<Ring> ring = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     const uint32_t feed = open_session(*ring, Session::WRITER);
@@ -169,13 +169,13 @@ struct Port {
     void take_all() {
         uint64_t value = 0;
         for (uint64_t right : expected) {
-            // What still waited for room when one was too large is dropped with it: the channel breaks.
-            const Step step = reads.get(value, Deadline{refuses ? 0 : now_ns() + SOON});
+            // Items that waited for room when one was too large are dropped with it: the channel breaks.
+            const Step step = reads.get(value, Deadline{refuses ? 0 : now_ns() + EVENT_LIMIT_NS});
             if (refuses && step == Step::NotNow) break;
-            must(step == Step::Done && value == right, "not what was sent, or not in order");
+            must(step == Step::Done && value == right, "an item is wrong or out of order");
         }
         expected.clear();
-        must(reads.get(value, Deadline{0}) == Step::NotNow, "more has come than was right");
+        must(reads.get(value, Deadline{0}) == Step::NotNow, "more items came than the valid ones");
     }
     Link::Putting putting() const {
         WriterState writer;
@@ -186,62 +186,65 @@ struct Port {
 
 class Model {
   public:
-    explicit Model(Chance& chance) : chance_(chance) {
-        for (uint32_t line = 0; line < LINES; ++line)
-            link_.open_line(line, {}, {ports_[line][0].putting(), ports_[line][1].putting()},
-                            chance.one_in(2));
+    explicit Model(Draw& draw) : draw_(draw) {
+        for (uint32_t stream = 0; stream < STREAMS; ++stream)
+            link_.open_stream(stream, {}, {ports_[stream][0].putting(), ports_[stream][1].putting()},
+                              draw.one_in(2));
     }
     ~Model() {
         link_.close();
-        for (auto& line : ports_)
-            for (Port& port : line) sound(*port.ring);
+        for (auto& stream : ports_)
+            for (Port& port : stream) sound(*port.ring);
     }
 
     void meet() {
-        Peer peer(link_, chance_);
+        Peer peer(link_, draw_);
         hear_states(peer);
         Sent sent = Sent::Right;
-        for (uint64_t left = chance_.below(12); left && sent == Sent::Right; --left)
-            sent = say_something(peer);
-        if (sent == Sent::Right) must(peer.wait(), "what is right has ended the connection");
-        if (sent == Sent::Wrong) must(!peer.wait(), "what is wrong has not ended the connection");
+        for (uint64_t left = draw_.below(12); left && sent == Sent::Right; --left) sent = say_something(peer);
+        if (sent == Sent::Right) must(peer.wait(), "a valid frame has ended the connection");
+        if (sent == Sent::Wrong) must(!peer.wait(), "an invalid frame has not ended the connection");
         peer.end();
-        for (auto& line : ports_)
-            for (Port& port : line) port.take_all();
+        for (auto& stream : ports_)
+            for (Port& port : stream) port.take_all();
     }
 
   private:
     enum class Sent { Right, Wrong, Cut };
 
-    // What it has got over the connections before.
+    // Check the reported state against all earlier connections.
     void hear_states(Peer& peer) {
-        for (std::set<std::pair<uint32_t, uint16_t>> heard; heard.size() < LINES * PORTS;) {
-            const std::optional<Head> head = peer.hear();
+        for (std::set<std::pair<uint32_t, uint16_t>> received; received.size() < STREAMS * PORTS;) {
+            const std::optional<Head> head = peer.next_frame();
             must(head.has_value(), "a new connection has ended");
-            if (head->say != Say::INPUT) continue;
-            must(head->a == ports_[head->line][head->port].got, "it has not got what was sent");
-            heard.emplace(head->line, head->port);
+            if (head->type != FrameType::INPUT) continue;
+            must(head->a == ports_[head->stream][head->port].got,
+                 "the reported count differs from the sent frames");
+            received.emplace(head->stream, head->port);
         }
     }
 
     Sent say_something(Peer& peer) {
-        Head head{
-            .line = uint32_t(chance_.below(LINES)), .port = uint16_t(chance_.below(PORTS)), .say = Say::ITEM};
-        head.size = chance_.one_in(100) ? BYTES_INSIDE + 1 : chance_.of(SIZES);
-        head.n = ports_[head.line][head.port].got;
-        head.flags = uint8_t((1 + chance_.below(4)) | chance_.below(32) << 3);
-        if (chance_.one_in(8))
-            head = {.n = chance_.number(), .say = chance_.one_in(2) ? Say::PING : Say::PONG};
-        if (chance_.one_in(6)) change(head);
-        const bool right = is_right(head), here = right && is_expected(head);
+        Head head{.stream = uint32_t(draw_.below(STREAMS)),
+                  .port = uint16_t(draw_.below(PORTS)),
+                  .type = FrameType::ITEM};
+        head.size = draw_.one_in(100) ? BYTES_INSIDE + 1 : draw_.of(SIZES);
+        head.n = ports_[head.stream][head.port].got;
+        head.flags = uint8_t((1 + draw_.below(4)) | draw_.below(32) << 3);
+        if (draw_.one_in(8))
+            head = {.n = draw_.number(), .type = draw_.one_in(2) ? FrameType::PING : FrameType::PONG};
+        if (draw_.one_in(6)) change(head);
+        const bool right = is_valid(head), here = right && is_expected(head);
         const bool endless = right && head.size > 2 * BYTES_INSIDE;
         const uint64_t value = next_++;
-        peer.say(head, right && !endless ? payload_of(value, head.size) : chance_.bytes(chance_.below(100)));
-        const bool cut = here && !endless && chance_.one_in(40);
+        peer.add_frame(head,
+                       right && !endless ? payload_of(value, head.size) : draw_.bytes(draw_.below(100)));
+        const bool cut = here && !endless && draw_.one_in(40);
         if (cut) peer.cut();
         peer.send();
-        Port* port =
-            here && head.say == Say::ITEM && head.line < LINES ? &ports_[head.line][head.port] : nullptr;
+        Port* port = here && head.type == FrameType::ITEM && head.stream < STREAMS
+                         ? &ports_[head.stream][head.port]
+                         : nullptr;
         if (port) port->refuses = port->refuses || head.size > BYTES_INSIDE;
         if (cut || endless) return Sent::Cut;
         if (!here) return Sent::Wrong;
@@ -250,72 +253,72 @@ class Model {
     }
 
     void change(Head& head) {
-        switch (chance_.below(7)) {
+        switch (draw_.below(7)) {
             case 0:
-                head.n = chance_.number();
+                head.n = draw_.number();
                 break;
             case 1:
-                head.n += chance_.below(5) - 2;
+                head.n += draw_.below(5) - 2;
                 break;
             case 2:
-                head.line = uint32_t(chance_.number());
+                head.stream = uint32_t(draw_.number());
                 break;
             case 3:
-                head.port = uint16_t(chance_.number());
+                head.port = uint16_t(draw_.number());
                 break;
             case 4:
-                head.say = Say(chance_.below(256));
+                head.type = FrameType(draw_.below(256));
                 break;
             case 5:
-                head.flags = uint8_t(chance_.any());
+                head.flags = uint8_t(draw_.any());
                 break;
             default:
-                head.size = chance_.number();
+                head.size = draw_.number();
         }
-        if (head.say == Say::END || head.say == Say::RECALL)
-            head.say = Say::OUT;  // these are the others' part
+        if (head.type == FrameType::END || head.type == FrameType::RECALL)
+            head.type = FrameType::OUT;  // only the link itself sends these
         if (head.carries_item()) head.size = std::max(head.size, Message::LEAST);
     }
 
-    // Whether an agent may hear this now.
+    // Return whether an agent may receive this frame now.
     bool is_expected(const Head& head) {
-        if (head.say == Say::PING) return true;
-        if (head.say == Say::PONG) return int64_t(head.n) >= 0 && int64_t(head.n) < now_ns();
-        if (head.say != Say::ITEM && head.say != Say::OUTPUT) return false;
-        if (head.line >= LINES) return true;        // it was given up here, or is not open yet
-        if (head.say == Say::OUTPUT) return false;  // these lines have none
+        if (head.type == FrameType::PING) return true;
+        if (head.type == FrameType::PONG) return int64_t(head.n) >= 0 && int64_t(head.n) < now_ns();
+        if (head.type != FrameType::ITEM && head.type != FrameType::OUTPUT) return false;
+        if (head.stream >= STREAMS) return true;           // its stream was dropped here, or is not open yet
+        if (head.type == FrameType::OUTPUT) return false;  // these streams have none
         if (head.port >= PORTS) return false;
-        const Port& port = ports_[head.line][head.port];
+        const Port& port = ports_[head.stream][head.port];
         return port.refuses || head.n == port.got;
     }
 
-    Chance& chance_;
+    Draw& draw_;
     Link link_{false};
-    Port ports_[LINES][PORTS];
+    Port ports_[STREAMS][PORTS];
     uint64_t next_ = 1;
 };
 
 // --- anything ---
 
-// A line: the ring that the link takes from, and the one that it puts into.
+// A stream: the ring that the link takes from, and the one that it puts into.
 struct Ends {
     std::shared_ptr<Ring> from = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     std::shared_ptr<Ring> to = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     const uint32_t taker = open_session(*from, Session::READER), putter = open_session(*to, Session::WRITER);
     User feeds = open(*from, Session::WRITER), drains = open(*to, Session::READER);
-    uint64_t heard = 0;  // items, by the peer
+    uint64_t received = 0;  // items that the peer received
 };
 
 class Anything {
   public:
-    Anything(bool home, Chance& chance) : home_(home), chance_(chance), link_(home) {
-        for (uint32_t line = 0; line < LINES; ++line) {
-            Ends& ends = ends_[line];
+    Anything(bool owner_side, Draw& draw) : owner_side_(owner_side), draw_(draw), link_(owner_side) {
+        for (uint32_t stream = 0; stream < STREAMS; ++stream) {
+            Ends& ends = ends_[stream];
             WriterState writer;
             writer.session = ends.putter;
-            writer.ordered = home && line == 1;
-            link_.open_line(line, {{ends.from, ends.taker}}, {{ends.to, writer, home, home && line == 2}},
-                            chance.one_in(2));
+            writer.ordered = owner_side && stream == 1;
+            link_.open_stream(stream, {{ends.from, ends.taker}},
+                              {{ends.to, writer, owner_side, owner_side && stream == 2}}, draw.one_in(2));
         }
     }
     ~Anything() {
@@ -327,78 +330,80 @@ class Anything {
     }
 
     void meet() {
-        Peer peer(link_, chance_);
+        Peer peer(link_, draw_);
         bool whole = true;
-        for (uint64_t left = chance_.below(30); left && whole; --left) {
+        for (uint64_t left = draw_.below(30); left && whole; --left) {
             move();
             whole = say_something(peer);
-            if (chance_.one_in(2)) peer.send();
-            if (whole && chance_.one_in(4) && !peer.wait()) break;
-            while (peer.has_said_more() && hear(peer)) {}
+            if (draw_.one_in(2)) peer.send();
+            if (whole && draw_.one_in(4) && !peer.wait()) break;
+            while (peer.has_more() && count_frame(peer)) {}
         }
-        if (chance_.one_in(4)) peer.cut();
+        if (draw_.one_in(4)) peer.cut();
         peer.send();
         peer.end();
     }
 
   private:
-    // What goes in at one side, and whatever comes out at the other.
+    // Put an item in on one side, and read items from the other.
     void move() {
-        Ends& ends = ends_[chance_.below(LINES)];
-        if (chance_.one_in(3)) ends.feeds.put(Message(chance_.any(), chance_.of(SIZES)), Deadline{0});
+        Ends& ends = ends_[draw_.below(STREAMS)];
+        if (draw_.one_in(3)) ends.feeds.put(Message(draw_.any(), draw_.of(SIZES)), Deadline{0});
         uint64_t value = 0;
-        while (chance_.one_in(2) && ends.drains.get(value, Deadline{0}) == Step::Done) {}
+        while (draw_.one_in(2) && ends.drains.get(value, Deadline{0}) == Step::Done) {}
     }
-    bool hear(Peer& peer) {
-        const std::optional<Head> head = peer.hear();
-        if (head && head->carries_item()) ends_[head->line].heard += 1;
+    bool count_frame(Peer& peer) {
+        const std::optional<Head> head = peer.next_frame();
+        if (head && head->carries_item()) ends_[head->stream].received += 1;
         return head.has_value();
     }
 
-    // False: these were no frames, or one without its end, so that nothing more is heard of it.
+    // Return false if the bytes were not a frame, or one without its end, so that the link handles nothing
+    // after it.
     bool say_something(Peer& peer) {
-        if (chance_.one_in(100)) return peer.say(chance_.bytes(chance_.below(200))), false;
-        const uint32_t line = uint32_t(chance_.below(LINES));
-        const Say said[] = {Say::OPEN, Say::INPUT, Say::OUTPUT, Say::ITEM,
-                            Say::OUT,  Say::END,   Say::RECALL, Say::PONG};
-        const Say mine[] = {home_ ? Say::INPUT : Say::OUTPUT, home_ ? Say::OUT : Say::ITEM};
+        if (draw_.one_in(100)) return peer.add_frame(draw_.bytes(draw_.below(200))), false;
+        const uint32_t stream = uint32_t(draw_.below(STREAMS));
+        const FrameType said[] = {FrameType::OPEN, FrameType::INPUT, FrameType::OUTPUT, FrameType::ITEM,
+                                  FrameType::OUT,  FrameType::END,   FrameType::RECALL, FrameType::PONG};
+        const FrameType usual[] = {owner_side_ ? FrameType::INPUT : FrameType::OUTPUT,
+                                   owner_side_ ? FrameType::OUT : FrameType::ITEM};
         Head head{
-            .n = near(line), .line = line, .say = chance_.one_in(4) ? chance_.of(said) : chance_.of(mine)};
-        head.a = near(line);
-        head.b = std::min(head.a, near(line));
+            .n = near(stream), .stream = stream, .type = draw_.one_in(4) ? draw_.of(said) : draw_.of(usual)};
+        head.a = near(stream);
+        head.b = std::min(head.a, near(stream));
         if (head.carries_item()) {
-            head.size = chance_.of(SIZES);
-            head.flags = uint8_t((1 + chance_.below(4)) | chance_.below(32) << 3);
+            head.size = draw_.of(SIZES);
+            head.flags = uint8_t((1 + draw_.below(4)) | draw_.below(32) << 3);
         } else {
-            const uint8_t seldom = uint8_t(chance_.one_in(30) ? BREAK | NO_MORE : RECALLED);
-            head.flags = uint8_t(chance_.any() & (STARVED | USERS | UNPICKLED | seldom));
-            if (head.say == Say::END) head.flags |= home_ ? IS_OUTPUT : 0;
-            if (head.say == Say::END && !chance_.one_in(20)) return true;
-            head.size = head.flags & BREAK ? chance_.below(200) : 0;
+            const uint8_t seldom = uint8_t(draw_.one_in(30) ? BREAK | NO_MORE : RECALLED);
+            head.flags = uint8_t(draw_.any() & (STARVED | USERS | UNPICKLED | seldom));
+            if (head.type == FrameType::END) head.flags |= owner_side_ ? IS_OUTPUT : 0;
+            if (head.type == FrameType::END && !draw_.one_in(20)) return true;
+            head.size = head.flags & BREAK ? draw_.below(200) : 0;
         }
-        if (chance_.one_in(20)) head.n = chance_.number();
-        if (chance_.one_in(40)) head.a = chance_.number();
-        if (chance_.one_in(40)) head.size = chance_.number();
-        if (chance_.one_in(40)) head.port = uint16_t(chance_.number());
+        if (draw_.one_in(20)) head.n = draw_.number();
+        if (draw_.one_in(40)) head.a = draw_.number();
+        if (draw_.one_in(40)) head.size = draw_.number();
+        if (draw_.one_in(40)) head.port = uint16_t(draw_.number());
         const uint64_t size = std::min(head.size, 2 * BYTES_INSIDE);
-        peer.say(head, payload_of(chance_.any(), size));
+        peer.add_frame(head, payload_of(draw_.any(), size));
         return size == head.size;
     }
-    uint64_t near(uint32_t line) {
-        return ends_[line].heard + (chance_.one_in(8) ? chance_.below(3) - 1 : 0);
+    uint64_t near(uint32_t stream) {
+        return ends_[stream].received + (draw_.one_in(8) ? draw_.below(3) - 1 : 0);
     }
 
-    const bool home_;
-    Chance& chance_;
+    const bool owner_side_;
+    Draw& draw_;
     Link link_;
-    Ends ends_[LINES];
+    Ends ends_[STREAMS];
 };
 
 template <class World, class Make>
 void meet_often(uint64_t frames, Make make) {
     std::unique_ptr<World> world;
     for (uint64_t n = 0; Peer::said < frames; ++n) {
-        if (n % LIFE == 0) world.reset(), world = make();
+        if (n % CONNECTIONS_PER_LINK == 0) world.reset(), world = make();
         world->meet();
     }
 }
@@ -409,13 +414,13 @@ void meet_often(uint64_t frames, Make make) {
 
 int main(int argc, char** argv) {
     using namespace testing;
-    must(argc == 4, "arguments: 'model', 'home' or 'away', a seed, and the number of frames");
+    must(argc == 4, "arguments: 'model', 'owner' or 'worker', a seed, and the number of frames");
     const std::string what = argv[1];
-    Chance chance(strtoull(argv[2], nullptr, 10));
+    Draw draw(strtoull(argv[2], nullptr, 10));
     const uint64_t frames = strtoull(argv[3], nullptr, 10);
     if (what == "model")
-        meet_often<Model>(frames, [&] { return std::make_unique<Model>(chance); });
+        meet_often<Model>(frames, [&] { return std::make_unique<Model>(draw); });
     else
-        meet_often<Anything>(frames, [&] { return std::make_unique<Anything>(what == "home", chance); });
+        meet_often<Anything>(frames, [&] { return std::make_unique<Anything>(what == "owner", draw); });
     printf("all connections of %llu frames have ended\n", static_cast<unsigned long long>(Peer::said));
 }

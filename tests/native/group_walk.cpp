@@ -1,8 +1,8 @@
-// A member of a group dies at the n-th fault point of two operations, n = 1, 2, 3, … until it survives them. Each
-// time all survivors have done the same number of operations, with the right result, and found the same end.
-// Or it does not die: another thread of it closes it there, which looks the same to the others.
-// Arguments: the operation's number, members, who dies (their number: two die), every how manieth point, "dies" or
-// "closes".
+// The fault walk of groups. A member dies at the n-th fault point of two operations, n = 1, 2, 3, … until it
+// survives them. Each time all survivors must have done the same number of operations, with the right result
+// and the same end. In the other mode a thread of the member closes it there instead, which looks the same to
+// the others. Arguments: the operation's number, members, the dying member (their number: two die), the
+// distance of the tested points, "dies" or "closes".
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -24,9 +24,9 @@ constexpr size_t LARGE = 150'000;  // elements: several chunks
 constexpr int TIMES = 2;
 
 uint32_t points_left = 0;
-Member* closes = nullptr;  // instead of dying
+Member* closes = nullptr;  // the member to close instead of dying
 std::thread closing;
-constexpr int CLOSED = 42;  // the exit code of who did
+constexpr int CLOSED = 42;  // the exit code of a closed member
 
 struct Outcome {
     int done = 0;
@@ -48,7 +48,7 @@ void must(bool holds, const char* what) {
     if (!holds) stop(what);
 }
 
-// In the way of the operation: what a member has, and whether what it has afterwards is right.
+// Runs one operation: the member's input, and whether its result is right.
 struct Walk {
     Member& member;
     Patience patience{Deadline{}};
@@ -155,7 +155,7 @@ void live(int fd, uint32_t rank, uint32_t slow, int operation, bool closes_inste
     Walk walk{member};
     Outcome& mine = shared.of[rank];
     for (int i = 0; i < TIMES; ++i) {
-        if (i && rank == slow) usleep(50'000);  // others wait for it beside one that died after its part
+        if (i && rank == slow) usleep(50'000);  // others wait for it while one has died after its part
         bool right = true;
         member.in_use().lock();
         const End end = walk.run(operation, right);
@@ -168,7 +168,8 @@ void live(int fd, uint32_t rank, uint32_t slow, int operation, bool closes_inste
     if (closing.joinable()) closing.join(), _exit(CLOSED);
 }
 
-// One life of a group in which the members in `dying` end at their n-th points. Whether they did not come there.
+// Run a group in which the members in `dying` end at their n-th points. Return whether none of them reached
+// its point.
 bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, uint32_t n, bool close_them,
                     Shared& shared) {
     shared = Shared{};
@@ -202,13 +203,13 @@ bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, u
         if (!first) first = &one;
         must(one.done == first->done && one.end == first->end, "the survivors do not agree");
     }
-    if (!anybody_died) must(first && first->done == TIMES, "without a death all is done");
+    if (!anybody_died) must(first && first->done == TIMES, "without a death all operations must be done");
     return !anybody_died;
 }
 
 }  // namespace
 
-// Who is closed goes on when the others have had time to look at it.
+// A closed member continues when the others have had time to notice the close.
 void flowchan::fault_point() {
     if (!points_left || --points_left) return;
     if (!closes) raise(SIGKILL);
@@ -217,7 +218,7 @@ void flowchan::fault_point() {
 }
 
 int main(int argc, char** argv) {
-    must(argc == 6, "arguments: operation, members, who dies, every how manieth point, dies or closes");
+    must(argc == 6, "arguments: operation, members, dying member, distance of points, dies or closes");
     const bool close_them = strcmp(argv[5], "closes") == 0;
     const int operation = atoi(argv[1]);
     const uint32_t size = uint32_t(atoi(argv[2])), who = uint32_t(atoi(argv[3])),
@@ -228,6 +229,6 @@ int main(int argc, char** argv) {
         who == size ? std::vector<uint32_t>{0, size - 1} : std::vector<uint32_t>{who};
     uint32_t n = 1, deaths = 0;
     for (; !group_survives(operation, size, dying, n, close_them, *shared); n += every) deaths += 1;
-    must(deaths > 0, "nobody died");
+    must(deaths > 0, "no member died");
     printf("%u deaths\n", deaths);
 }

@@ -1,5 +1,5 @@
-// Random kills of a source and of workers that make up to three outputs of each item. Arguments: seed, number
-// of items.
+// Random kills of a source, and of workers that make up to three outputs of each item. Arguments: seed,
+// number of items.
 #include "kills.hpp"
 
 namespace testing {
@@ -28,7 +28,7 @@ class Stage : public Kills {
     }
     void work(User& reader, User& writer) override {
         for (;;) {
-            if (reader.reader.in_hand) must(writer.done_with(reader.reader.number) == Step::Done, "done");
+            if (reader.reader.leases) must(writer.done_with(reader.reader.number) == Step::Done, "done");
             uint64_t value = 0;
             Step step = reader.get(value);
             if (step == Step::Drained) return;

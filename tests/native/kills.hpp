@@ -1,7 +1,7 @@
-// Random SIGKILLs: a source and the workers of a stage run as processes over two rings and are killed at any instruction,
-// again and again. A supervisor, as in flowchan/run, gives back what they had in hand and starts successors; it reads the
-// outputs, and each must come exactly once, in order where the stage is ordered. Others may take part whom nobody
-// supervises.
+// Random SIGKILLs: a source and the workers of a stage run as processes over two rings and are killed at any
+// instruction, again and again. A supervisor, as in flowchan/run, gives back their leased items and starts
+// replacements. It reads the outputs, and each must come exactly once, in order where the stage is ordered.
+// Unsupervised processes may also take part.
 #pragma once
 
 #include <sys/prctl.h>
@@ -34,7 +34,7 @@ class Kills {
           workers(1 + WORKERS + others) {}
     virtual ~Kills() = default;
 
-    // Ends when all that is `missing` has come.
+    // Run until all `missing` outputs have come.
     void run(std::set<uint64_t> missing) {
         for (uint64_t i = 0; i <= WORKERS; ++i) open_ports(workers[i], i == 0);
         for (Worker& worker : workers) start(worker);
@@ -43,7 +43,8 @@ class Kills {
             Step step = sink.get(value, Deadline{now_ns() + 1'000'000});
             if (step == Step::Drained) break;
             if (step == Step::Done) {
-                must(missing.count(value), "an output came twice or never was one: " + std::to_string(value));
+                must(missing.count(value),
+                     "an output came twice or was not expected: " + std::to_string(value));
                 must(!ordered || *missing.begin() == value, "an output came out of order");
                 missing.erase(value);
                 passed += 1;
@@ -62,7 +63,7 @@ class Kills {
         while (std::any_of(workers.begin(), workers.end(), [](Worker& w) { return w.pid != 0; }))
             look_for_dead(0);
         must(missing.empty(), std::to_string(missing.size()) + " outputs are lost");
-        while (!sink.sights.empty()) sink.let_go();
+        while (!sink.held_views.empty()) sink.drop_view();
         sink.leave(true);
         for (Ring* ring : {&in, &out}) {
             std::string problems;
@@ -96,7 +97,7 @@ class Kills {
     virtual void after_read(bool) {}
 
   private:
-    std::vector<Worker> workers;  // [0] is the source, behind the workers are those whom nobody supervises
+    std::vector<Worker> workers;  // [0] is the source; behind the workers are the unsupervised processes
 
     static uint32_t supervised(Ring& ring, Session::Role role) {
         uint32_t session = open_session(ring, role);
@@ -116,7 +117,7 @@ class Kills {
         worker.pid = fork();
         must(worker.pid >= 0, "fork");
         if (worker.pid) return;
-        prctl(PR_SET_PDEATHSIG, SIGKILL);  // a test that has failed leaves nobody behind
+        prctl(PR_SET_PDEATHSIG, SIGKILL);  // a failed test leaves no process behind
         if (worker.reader) {
             User reader = adopt(in, worker.reader, Session::READER),
                  writer = adopt(out, worker.writer, Session::WRITER);
@@ -130,7 +131,7 @@ class Kills {
         }
         _exit(0);
     }
-    // Ends what has ended by itself, replaces what was killed.
+    // End the sessions of finished processes, and replace killed ones.
     void look_for_dead(int options = WNOHANG) {
         for (int status; pid_t pid = waitpid(-1, &status, options);) {
             if (pid < 0) return;
@@ -142,7 +143,7 @@ class Kills {
             }
         }
     }
-    // As Supervisor._replace: the successor's ports first, then the outputs, then the items.
+    // Like Supervisor._replace: the replacement's ports first, then the outputs, then the items.
     void replace(Worker& worker, bool killed) {
         const Worker old = worker;
         worker = {};
@@ -157,7 +158,7 @@ class Kills {
             std::vector<uint64_t> numbers;
             if (old.reader)
                 locked(in, [&](Wakes&) {
-                    for (Slot* slot : in.in_hand(old.reader)) numbers.push_back(slot->number);
+                    for (Slot* slot : in.leased_slots(old.reader)) numbers.push_back(slot->number);
                 });
             else
                 numbers = {0};

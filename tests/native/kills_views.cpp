@@ -1,10 +1,10 @@
-// Random kills where items are read in place, and go on being looked at, and outputs are filled in place.
-// Sizes vary and memory is short, so that it is cut anew all the time around what is looked at. Every payload
-// follows from its number; it is read when it comes and once more just before it is let go: nobody may have
-// written over it.
+// Random kills where items are read in place and stay in view, and outputs are filled in place. Sizes vary
+// and memory is short, so it is cut again all the time around the viewed blocks. Every payload follows from
+// its number. It is verified at the get and again just before its view ends, so an overwrite in between is
+// found.
 //
-// Where the stage is not ordered, others come and go as unsupervised readers: they take items, give them
-// back, look at them a while longer, and fill memory that they never put.
+// Where the stage is not ordered, unsupervised readers come and go. They take items, give them back, keep
+// their views for a while, and fill memory that they never put.
 //
 // Arguments: seed, number of items.
 #include "kills.hpp"
@@ -35,14 +35,15 @@ class Viewers : public Kills {
 
     static uint64_t size_of(uint64_t value) { return SIZES[value * 2654435761 % 4093 % 7]; }
 
-    // One that is looked at for long goes to the end, now and then, so that they go in no order.
-    void let_go(User& user, size_t most) {
-        while (user.sights.size() > most) {
-            if (user.sights.size() > 1 && random() % 2) std::swap(user.sights.front(), user.sights.back());
-            user.let_go();
+    // Moves a long-lived view to the end at times, so that views end in no fixed order.
+    void drop_view(User& user, size_t most) {
+        while (user.held_views.size() > most) {
+            if (user.held_views.size() > 1 && random() % 2)
+                std::swap(user.held_views.front(), user.held_views.back());
+            user.drop_view();
         }
     }
-    // Filled in place if there is memory at once, else copied.
+    // Fill in place if there is memory at once, else copy.
     void put(User& writer, uint64_t value, const uint64_t& item) {
         const uint64_t size = size_of(value);
         const bool skips = writer.writer.keyed && writer.writer.count < writer.writer.skip;
@@ -50,7 +51,7 @@ class Viewers : public Kills {
         if (!skips && size > Taken::LOCAL && random() % 3 == 0 &&
             writer.loan(value, size, in_a_moment()) == Step::Done) {
             step = writer.put_loan(writer, in_a_moment(), &item);
-            if (step != Step::Done) writer.let_go();
+            if (step != Step::Done) writer.drop_view();
         }
         if (step == Step::NotNow) step = writer.put(Message(value, size, BUFFERS), {}, &item);
         must(step == Step::Done, "a put ended with " + std::to_string(int(step)));
@@ -64,18 +65,18 @@ class Viewers : public Kills {
         random.seed(uint64_t(getpid()));
         reader.keeps = true;
         for (;;) {
-            if (reader.reader.in_hand) must(writer.done_with(reader.reader.number) == Step::Done, "done");
+            if (reader.reader.leases) must(writer.done_with(reader.reader.number) == Step::Done, "done");
             uint64_t value = 0;
             Step step = reader.get(value, in_a_moment());
             if (step == Step::Drained) break;
             must(step == Step::Done || step == Step::NotNow,
                  "a worker's read ended with " + std::to_string(int(step)));
-            // Who waits keeps nothing: all that the source needs may lie between what is looked at.
-            if (step == Step::NotNow) let_go(reader, 0);
+            // A waiting worker keeps no views: the memory that the source needs may be between viewed blocks.
+            if (step == Step::NotNow) drop_view(reader, 0);
             if (step == Step::Done) put(writer, value, reader.reader.number);
-            let_go(reader, random() % (MOST_SIGHTS + 1));
+            drop_view(reader, random() % (MOST_SIGHTS + 1));
         }
-        let_go(reader, random() % (MOST_SIGHTS + 1));  // it ends with the rest of them
+        drop_view(reader, random() % (MOST_SIGHTS + 1));  // it ends with the remaining ones
     }
     void take_part() override {
         random.seed(uint64_t(getpid()));
@@ -92,13 +93,13 @@ class Viewers : public Kills {
             if (leaves_first) lender.leave(true);
             reader.leave(false);
             for (uint64_t n = random() % 20'000; n; --n) cpu_relax();
-            let_go(lender, 0);
-            let_go(reader, 0);
+            drop_view(lender, 0);
+            drop_view(reader, 0);
             if (!leaves_first) lender.leave(true);
             if (step == Step::Drained) return;
         }
     }
-    void after_read(bool read) override { let_go(sink, read ? random() % (MOST_SIGHTS + 1) : 0); }
+    void after_read(bool read) override { drop_view(sink, read ? random() % (MOST_SIGHTS + 1) : 0); }
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Which cache lines of the shared memory a small put and a small get write, found by comparing the memory
-// before and after: those that both write move between their cores at every item.
+// Cache lines of the shared memory that a small put and a small get write, found by comparing the memory
+// before and after. Lines that both write move between their cores at every item.
 #include <set>
 
 #include "users.hpp"
@@ -49,7 +49,7 @@ int main() {
     const auto get = [&] { must(reader.get(value) == Step::Done, "get"); };
     for (int i = 0; i < 8; ++i) put();
     for (int i = 0; i < 40; ++i) put(), value += 1, get();
-    // The lock's line is written by both and looks the same before and after.
+    // Both write the lock's line, which looks the same before and after.
     const Lines of_put = written(ring, put), of_get = written(ring, get);
     const Lines of_next = written(ring, put);
     printf("a put writes %zu lines, a get %zu, both %ld; the get and the next put %ld\n", of_put.size() + 1,

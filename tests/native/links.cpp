@@ -1,6 +1,6 @@
-// The native stress of links: workers on the far end of a link, whose connection is broken again and again,
-// end in exact totals (R4). Arguments: the number of items, how many workers, `ordered` or `unordered`, and
-// the breaks a second (0: none). It runs as it is, and under the sanitizers.
+// Native stress of links: remote workers over a link whose connection breaks again and again end in exact
+// totals (R4). Arguments: the number of items, how many workers, `ordered` or `unordered`, and the breaks a
+// second (0: none). It runs with and without the sanitizers.
 #include <sys/socket.h>
 
 #include <random>
@@ -16,8 +16,7 @@ namespace testing {
 
 namespace {
 
-// Those that are copied on their way, those that are sent from where they lie, and those that are received
-// to where they will lie.
+// Sizes of items that are copied on their way, sent in place, or received in place.
 constexpr uint64_t SIZES[] = {8, 40, 300, 3000, 8, 20'000, 8, 70'000, 150'000};
 uint64_t size_for(uint64_t value) { return SIZES[value * 7 % 9]; }
 constexpr uint64_t MOST_OUTPUTS = 4;
@@ -25,14 +24,14 @@ uint64_t outputs_for(uint64_t item) { return item % MOST_OUTPUTS; }
 
 constexpr uint64_t BYTES_INSIDE = 4 << 20;
 
-// A worker on the far end: the rings under its ports there, and the ends of them that are the link's.
-struct Far {
+// A remote worker: the rings under its ports on the worker side, and the ends of them that the link uses.
+struct RemoteWorker {
     std::shared_ptr<Ring> into = std::make_shared<Ring>(1 << 12, BYTES_INSIDE);
     std::shared_ptr<Ring> out = std::make_shared<Ring>(64, BYTES_INSIDE);
     const uint32_t feed = open_session(*into, Session::WRITER), drain = open_session(*out, Session::READER);
     User reads = open(*into, Session::READER), writes = open(*out, Session::WRITER);
 
-    // `shared` with the other workers: where faults are planted.
+    // `shared` with the other workers: faults are planted there.
     void work(Ring& shared) {
         uint64_t item = 0;
         while (next(item)) {
@@ -49,20 +48,20 @@ struct Far {
 
   private:
     bool next(uint64_t& item) {
-        if (reads.reader.in_hand) must(writes.done_with(reads.reader.number) == Step::Done, "done");
+        if (reads.reader.leases) must(writes.done_with(reads.reader.number) == Step::Done, "done");
         return reads.get(item) == Step::Done;
     }
 };
 
 // Both ends of a link, and the connection between them.
 struct Linked {
-    Link home{true}, away{false};
+    Link owner_side{true}, worker_side{false};
 
     void connect() {
         int ends[2];
         must(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "socketpair");
-        home.attach(ends[0]);
-        away.attach(ends[1]);
+        owner_side.attach(ends[0]);
+        worker_side.attach(ends[1]);
     }
 };
 
@@ -71,8 +70,8 @@ void break_often(Linked& linked, uint64_t often, const std::atomic<bool>& over) 
     while (!over) {
         usleep(useconds_t(random() % (2'000'000 / often)));
         linked.connect();
-        while (linked.home.next_event(0).kind != LinkEvent::Kind::None) {}
-        while (linked.away.next_event(0).kind != LinkEvent::Kind::None) {}
+        while (linked.owner_side.next_event(0).kind != LinkEvent::Kind::None) {}
+        while (linked.worker_side.next_event(0).kind != LinkEvent::Kind::None) {}
     }
 }
 
@@ -90,24 +89,24 @@ void run(uint64_t items, uint64_t workers, bool ordered, uint64_t often) {
     auto source = std::make_shared<Ring>(100, BYTES_INSIDE),
          results = std::make_shared<Ring>(100, BYTES_INSIDE);
     Linked linked;
-    std::vector<std::unique_ptr<Far>> far;
+    std::vector<std::unique_ptr<RemoteWorker>> remote;
     User feeder = open(*source, Session::WRITER), sink = open(*results, Session::PLAIN);
     for (uint32_t number = 1; number <= workers; ++number) {
-        far.push_back(std::make_unique<Far>());
+        remote.push_back(std::make_unique<RemoteWorker>());
         WriterState writer, feed;
         writer.session = open_session(*results, Session::WRITER);
         writer.ordered = ordered;
-        feed.session = far.back()->feed;
-        linked.home.open_line(number, {{source, open_session(*source, Session::READER)}},
-                              {{results, writer, true, false}}, false);
-        linked.away.open_line(number, {{far.back()->out, far.back()->drain}},
-                              {{far.back()->into, feed, false, false}}, false);
+        feed.session = remote.back()->feed;
+        linked.owner_side.open_stream(number, {{source, open_session(*source, Session::READER)}},
+                                      {{results, writer, true, false}}, false);
+        linked.worker_side.open_stream(number, {{remote.back()->out, remote.back()->drain}},
+                                       {{remote.back()->into, feed, false, false}}, false);
     }
     linked.connect();
 
     std::atomic<bool> over = false;
     std::vector<std::thread> threads;
-    for (auto& one : far) threads.emplace_back([&] { one->work(*source); });
+    for (auto& one : remote) threads.emplace_back([&] { one->work(*source); });
     threads.emplace_back([&] {
         for (uint64_t item = 0; item < items; ++item)
             must(feeder.put(Message(item, size_for(item))) == Step::Done, "an item");
@@ -127,13 +126,13 @@ void run(uint64_t items, uint64_t workers, bool ordered, uint64_t often) {
         }
     }
     uint64_t more = 0;
-    must(sink.get(more) == Step::Drained, "more came than there was");
+    must(sink.get(more) == Step::Drained, "more items came than were put");
     must(right == found, "the totals of the outputs");
     over = true;
     for (std::thread& thread : threads) thread.join();
-    const uint64_t breaks = linked.home.breaks;
-    linked.home.close();
-    linked.away.close();
+    const uint64_t breaks = linked.owner_side.breaks;
+    linked.owner_side.close();
+    linked.worker_side.close();
     sink.leave(true);
     for (Ring* ring : {source.get(), results.get()}) {
         const std::string wrong = locked(*ring, [&](Wakes&) { return check(*ring); });

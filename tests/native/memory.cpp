@@ -1,7 +1,6 @@
-// Memory that is free is found: a loan or a put succeeds whenever a slot is free and what it needs lies
-// anywhere between the blocks in use, or behind them, however the memory was cut before. Random sizes, in
-// random order, in one process; what is on loan, inside or looked at keeps its contents. Arguments: seed,
-// number of steps.
+// Check that free memory is found. A loan or a put succeeds whenever a slot is free and its block fits
+// between or behind the used blocks, however the memory was cut. Random sizes in random order, in one
+// process. Items on loan, inside or in view keep their contents. Arguments: seed, number of steps.
 #include <algorithm>
 #include <deque>
 #include <random>
@@ -37,7 +36,7 @@ class Memory {
                 if (room)
                     expect(step, finds, "a put", size);
                 else
-                    must(step == Step::NotNow, "a put found room that was not there");
+                    must(step == Step::NotNow, "a put found room that should not exist");
                 if (step == Step::Done) inside.push_back(value);
                 break;
             }
@@ -49,41 +48,43 @@ class Memory {
                 break;
             }
             default: {
-                if (user.sights.empty()) break;
-                std::swap(user.sights.front(), user.sights[random() % user.sights.size()]);
-                // Some of what is on loan is put, the rest is let go.
-                const uint64_t lent =
-                    user.sights.front().slot->loaned() && random() % 4 == 0 ? user.sights.front().value : 0;
+                if (user.held_views.empty()) break;
+                std::swap(user.held_views.front(), user.held_views[random() % user.held_views.size()]);
+                // Put some of the loans, and drop the others.
+                const uint64_t lent = user.held_views.front().slot->loaned() && random() % 4 == 0
+                                          ? user.held_views.front().value
+                                          : 0;
                 if (!lent)
-                    user.let_go();
+                    user.drop_view();
                 else if (user.put_loan(user, Deadline{0}) == Step::Done)
                     inside.push_back(lent);
             }
         }
-        for (const Sight& sight : user.sights) sight.verify();
+        for (const HeldView& sight : user.held_views) sight.verify();
         const std::string problems = check(ring);
         must(problems.empty(), problems);
     }
-    // Whatever is looked at, once nothing is inside or on loan the largest item finds memory.
+    // Check that the largest item finds memory despite views, once no item is inside or on loan.
     void largest() {
         uint64_t got = 0;
         for (; !inside.empty(); inside.pop_front())
             must(user.get(got, Deadline{0}) == Step::Done && got == inside.front(), "get");
-        auto lent = [](const Sight& sight) { return sight.slot->loaned(); };
-        for (auto it = user.sights.begin();
-             (it = std::find_if(user.sights.begin(), user.sights.end(), lent)) != user.sights.end();) {
-            std::iter_swap(user.sights.begin(), it);
-            user.let_go();
+        auto lent = [](const HeldView& sight) { return sight.slot->loaned(); };
+        for (auto it = user.held_views.begin();
+             (it = std::find_if(user.held_views.begin(), user.held_views.end(), lent)) !=
+             user.held_views.end();) {
+            std::iter_swap(user.held_views.begin(), it);
+            user.drop_view();
         }
-        const size_t views = user.sights.size();
+        const size_t views = user.held_views.size();
         must(user.put(Message(++number, MAX_BYTES, BUFFERS), Deadline{0}) == Step::Done, "the largest put");
         must(user.get(got, Deadline{0}) == Step::Done && got == number, "get");
-        if (user.sights.size() == views) return;
-        std::swap(user.sights.front(), user.sights.back());
-        user.let_go();
+        if (user.held_views.size() == views) return;
+        std::swap(user.held_views.front(), user.held_views.back());
+        user.drop_view();
     }
-    // There are slots for `capacity` items, whatever blocks were cut. Then all goes, and the largest items
-    // that there may be find memory again.
+    // Check that there are slots for `capacity` items, whatever blocks were cut. Then everything is freed,
+    // and the largest items find memory again.
     void finish() {
         uint64_t got = 0;
         while (inside.size() < CAPACITY && h.bytes_in - h.bytes_out + 8 <= MAX_BYTES) {
@@ -92,11 +93,11 @@ class Memory {
         }
         for (; !inside.empty(); inside.pop_front())
             must(user.get(got, Deadline{0}) == Step::Done && got == inside.front(), "get");
-        while (!user.sights.empty()) user.let_go();
+        while (!user.held_views.empty()) user.drop_view();
         must(h.slots_used == 0 && h.viewed_bytes == 0, "something is left");
         for (uint64_t value : {1, 2})
             must(user.loan(value, MAX_BYTES, Deadline{0}) == Step::Done, "the largest loan");
-        while (!user.sights.empty()) user.let_go();
+        while (!user.held_views.empty()) user.drop_view();
         user.leave(true);
         printf("%lu found, %lu not, %lu slots\n", static_cast<unsigned long>(hits),
                static_cast<unsigned long>(misses),
@@ -116,7 +117,7 @@ class Memory {
         const uint64_t most = std::max<uint64_t>(MAX_BYTES >> random() % 13, 16);
         return 8 + random() % (most - 8);
     }
-    // Whether a slot is free and a block of this class fits somewhere; 0: a slot is all that it needs.
+    // Return whether a slot is free and a block of this class fits somewhere; 0: only a slot is needed.
     bool found(uint32_t cls) {
         const uint64_t blocks_end = (h.length - (2 * CAPACITY + SESSIONS) * sizeof(Slot)) / PAGE * PAGE;
         std::vector<std::pair<uint64_t, uint64_t>> used{{blocks_end, blocks_end}};

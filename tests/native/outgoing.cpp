@@ -1,5 +1,6 @@
-// What a link has to send, where there is always more of it than is sent at a time. Arguments: how many rounds, and
-// how many bytes of each round are copied. What arrives is compared, and no piece of memory may become large.
+// The outgoing queue of a link that always has more to send than it sends at a time. Arguments: how many
+// rounds, and how many bytes of each round are copied. The received bytes are compared, and no piece of
+// memory may become large.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -31,11 +32,11 @@ constexpr uint64_t IN_PLACE = 100'000, AT_A_TIME = 64 << 10, LEFT = 1000;
 
 char byte_at(uint64_t place) { return char(place * 11400714819323198485u >> 56); }
 
-// Comes in the order in which it was added.
+// Check that bytes arrive in the order in which they were added.
 void run(uint64_t rounds, uint64_t copied) {
     const auto ring = std::make_shared<Ring>(16, 1 << 20);
     const uint64_t round = copied + IN_PLACE, all = rounds * round;
-    // What lies in place is the same in all rounds, what is copied tells which one it is.
+    // The bytes sent in place are the same in all rounds; the copied ones identify the round.
     std::string lies(IN_PLACE, '\0'), begins(copied, '\0');
     for (uint64_t i = 0; i < IN_PLACE; ++i) lies[i] = byte_at(i);
     int ends[2];
@@ -48,7 +49,7 @@ void run(uint64_t rounds, uint64_t copied) {
             for (uint64_t i = 0; i < uint64_t(n); ++i, ++have) {
                 const uint64_t place = have % round;
                 const char right = place < copied ? byte_at(have / round + place) : lies[place - copied];
-                if (came[i] != right) must(false, "byte " + std::to_string(have) + " differs");
+                must(came[i] == right, "byte " + std::to_string(have) + " is wrong");
             }
         }
     });

@@ -1,10 +1,11 @@
-// A fault planted into the stress, to see that each sanitizer finds one. Without a -DPLANT_… there is none.
+// A fault planted into the stress tests, to prove that each sanitizer finds one. A build without -DPLANT_…
+// has none.
 #pragma once
 
 #include "ring.hpp"
 
 namespace testing {
 
-void plant(flowchan::Ring& ring);  // called by every reader after every item
+void plant(flowchan::Ring& ring);  // every reader calls it after every item
 
 }

@@ -1,11 +1,10 @@
-// The native stress: processes and threads over rings with the core's own waiting loop, started together,
-// ending in exact totals. Arguments: `threads` (some of them attached to the ring a second time) or
-// `processes`, and the number of items for each party. It runs as it is, and under the sanitizers.
+// Native stress: processes and threads over rings with the core's own waiting loop, started together, end in
+// exact totals. Arguments: `threads` (some of them attached to the ring a second time) or `processes`, and
+// the number of items for each party. It runs with and without the sanitizers.
 //
-// What the sanitizers see. Threads that use one Ring are seen by the thread sanitizer as they are: the lock
-// is a pthread mutex. Those that use a second mapping of the same memory are strangers to it; they are here
-// because the core must not care at which address a ring is mapped. Payload copies made outside of the lock
-// are seen like everything else.
+// The thread sanitizer sees threads that use one Ring: the lock is a pthread mutex. It cannot relate threads
+// that use a second mapping of the same memory. They are here because the core must work at any address of
+// the mapping. The sanitizers also see payload copies that are made outside of the lock.
 #include <sys/mman.h>
 #include <sys/wait.h>
 
@@ -25,7 +24,7 @@ constexpr uint64_t SIZES[] = {8, 40, 300, 2000, 5000, 20'000};
 uint64_t size_for(uint64_t value) { return SIZES[value * 7 % 6]; }
 
 struct Totals {
-    std::atomic<uint64_t> count{0}, sum{0}, xored{0};  // of all that was read
+    std::atomic<uint64_t> count{0}, sum{0}, xored{0};  // of all read items
     void add(uint64_t value) {
         count += 1;
         sum += value;
@@ -33,7 +32,7 @@ struct Totals {
     }
 };
 
-// A party runs `what` on a thread of this process or in a process of its own.
+// Runs parties: each on a thread of this process or in its own process.
 class Parties {
   public:
     explicit Parties(bool processes) : processes(processes) {}
@@ -67,7 +66,7 @@ class Parties {
     std::vector<pid_t> children;
 };
 
-// What all parties share, in memory that children inherit.
+// Memory that all parties share, also forked children.
 template <class T>
 struct Shared {
     T* value;
@@ -129,7 +128,7 @@ void many_to_many(bool processes, uint64_t each) {
             User user(*ring, session, Session::WRITER);
             for (uint64_t n = 0; n < each; ++n) {
                 uint64_t value = i * each + n;
-                // Every fourth with a deadline that may run out, and then again.
+                // Every fourth put has a deadline that may expire, and is then repeated.
                 while (user.put(Message(value, size_for(value)),
                                 n % 4 ? Deadline{} : Deadline{now_ns() + 20'000}) != Step::Done) {}
             }
@@ -145,11 +144,11 @@ void many_to_many(bool processes, uint64_t each) {
     checked(one, "the channel");
 }
 
-// Plain users that take and put at any time, with copies made outside of the lock; the items go round. Some
-// go on looking at what they took, and fill in place what they put.
+// Plain users that get and put in a circle, with copies made outside of the lock. Some keep views of the
+// items they took, and fill their items in place.
 void round_and_round(bool processes, uint64_t turns) {
     constexpr uint64_t USERS = 4, ITEMS = 5;
-    Ring one(8, 1 << 20);  // room for all the items, else the last one to put would wait for ever
+    Ring one(8, 1 << 20);  // room for all the items, else the last put would never end
     auto other = attach(one);
     User filler = open(one, Session::PLAIN);
     for (uint64_t value = 0; value < ITEMS; ++value)
@@ -170,9 +169,9 @@ void round_and_round(bool processes, uint64_t turns) {
                 } else {
                     must(user.put(Message(value + 1, size, BUFFERS)) == Step::Done, "put");
                 }
-                while (user.sights.size() > n % 4) user.let_go();
+                while (user.held_views.size() > n % 4) user.drop_view();
             }
-            while (!user.sights.empty()) user.let_go();
+            while (!user.held_views.empty()) user.drop_view();
             lender.leave(true);
             user.leave(true);
         });
@@ -181,7 +180,7 @@ void round_and_round(bool processes, uint64_t turns) {
     locked(one, [&](Wakes& wakes) { one.close(wakes); });
     uint64_t sum = 0, value = 0;
     while (filler.get(value) == Step::Done) sum += value;
-    must(sum == ITEMS * (ITEMS - 1) / 2 + USERS * turns, "the sum of all that went round");
+    must(sum == ITEMS * (ITEMS - 1) / 2 + USERS * turns, "the sum of the circulating items");
     filler.leave(true);
     checked(one, "the ring of rounds");
 }
@@ -210,7 +209,7 @@ void ordered_stage(bool processes, uint64_t items) {
             locked(target, [&](Wakes&) { target.adopt(writer.session); });
             writer.writer.ordered = true;
             for (;;) {
-                if (reader.reader.in_hand) must(writer.done_with(reader.reader.number) == Step::Done, "done");
+                if (reader.reader.leases) must(writer.done_with(reader.reader.number) == Step::Done, "done");
                 uint64_t value = 0;
                 if (reader.get(value) != Step::Done) break;
                 for (uint64_t k = 0; k < value % 4; ++k)
@@ -228,7 +227,7 @@ void ordered_stage(bool processes, uint64_t items) {
         for (uint64_t k = 0; k < i % 4; ++k, ++seen)
             must(sink.get(value) == Step::Done && value == i * 4 + k,
                  "the outputs are not in the order of the items");
-    must(sink.get(value) == Step::Drained, "more came than there was");
+    must(sink.get(value) == Step::Drained, "more items came than were put");
     sink.leave(true);
     parties.join();
     checked(in, "the input");

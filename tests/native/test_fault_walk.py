@@ -1,10 +1,10 @@
-"""C11: a process killed at any instruction, holding any lock, never blocks or corrupts the others.
+"""Check C11: a process killed at any instruction, with any lock, never blocks or corrupts the others.
 
-``walk.cpp`` kills a process at every fault point of every operation on a ring, and a second one while others
-recover from that: at every point with ``--long``, else at one of eight, which differ from one step of the
-operation to the next, so that each point is met. Each time the others find the lock, check every invariant
-of the ring, and read it to its end: each item comes exactly once, or not at all where its operation had not
-yet taken effect, in order.
+``walk.cpp`` kills a process at every fault point of every operation on a ring. It kills a second one while
+others recover: at every point with ``--long``, else at one of eight. The eighth points differ between the
+steps, so that each point is met. Each time the others find the lock, check every invariant of the ring, and
+read it to its end. Each item comes exactly once and in order, or not at all where its operation had not yet
+taken effect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles what all of them need
+pytestmark = pytest.mark.timeout(600)  # the first test compiles for all of them
 
 OPERATIONS = (
     "put small",
@@ -25,7 +25,7 @@ OPERATIONS = (
     "put runs",
     "put runs with blocks into an empty channel",
     "put, memory grows",
-    "put large, closed meanwhile",
+    "put large, closed in between",
     "take small",
     "take with a block",
     "take large",
@@ -36,7 +36,7 @@ OPERATIONS = (
     "lease and acknowledge runs with blocks",
     "put back",
     "put back, large",
-    "put back what was leased",
+    "put back a leased item",
     "close",
     "break without a cause",
     "break, small cause",
@@ -57,16 +57,16 @@ OPERATIONS = (
     "put single, parked",
     "put single, at its turn",
     "put unordered",
-    "close over what is parked",
-    "close over large ones",
+    "close with parked outputs",
+    "close with large parked outputs",
     "retire a writer",
     "retire a writer, unordered",
-    "begin an item with what a dead writer has put",
-    "the same with large outputs",
-    "the same unordered",
-    "hand a suspect on",
+    "begin an item of a dead writer",
+    "begin an item of a dead writer, large outputs",
+    "begin an item of a dead writer, unordered",
+    "reserve a suspect",
     "take a suspect",
-    "hand all on",
+    "reserve all items",
     "a worker of map",
     "a worker of flat_map",
     "a worker of flat_map, large outputs",
@@ -74,25 +74,25 @@ OPERATIONS = (
     "a worker that begins an item again",
     "a worker that begins an item again, unordered",
     "take a view",
-    "put back what is looked at",
+    "put back a viewed item",
     "lease a view and acknowledge it",
-    "give back what is viewed, then let go",
-    "end a session that still looks",
-    "end a plain session that still looks",
-    "sweep up after one who looked",
-    "end the session of one who looked",
-    "take what another one looks at",
-    "lease what another one looks at",
-    "let go of what another one copies",
-    "adopt a port whose former owner looks",
+    "give back viewed items, then drop the views",
+    "end a session with views",
+    "end a plain session with views",
+    "sweep up after a dead viewer",
+    "end the session of a dead viewer",
+    "take an item that another reader views",
+    "lease an item that another reader views",
+    "drop a view while another user copies",
+    "adopt a port whose former owner has views",
     "loan, put it or drop it",
     "end a port with memory on loan",
-    "put what was on loan, parked",
-    "cut memory anew, all of it free",
-    "cut memory anew between used blocks",
-    "cut memory anew again after a death",
-    "put parcels",
-    "receive parcels",
+    "put a loan, parked",
+    "cut memory again, all of it free",
+    "cut memory again between used blocks",
+    "cut memory again after a death",
+    "put fd bundles",
+    "receive fd bundles",
 )
 ONCE = {
     name
@@ -102,19 +102,19 @@ ONCE = {
 ONCE |= {
     "take a suspect",
     "take a view",
-    "put back what is looked at",
-    "give back what is viewed, then let go",
-    "take what another one looks at",
-    "lease what another one looks at",
-    "let go of what another one copies",
+    "put back a viewed item",
+    "give back viewed items, then drop the views",
+    "take an item that another reader views",
+    "lease an item that another reader views",
+    "drop a view while another user copies",
     "end a port with memory on loan",
-    "put what was on loan, parked",
-    "cut memory anew between used blocks",
+    "put a loan, parked",
+    "cut memory again between used blocks",
 }
-"""Whose recovery is that of others, so that only one process dies in them."""
+"""Operations whose recovery another operation walks, so that only one process dies in them."""
 
 Points = tuple[int, int]
-"""At how many points a process died in an operation, and at how many a second one in the recovery."""
+"""The number of points at which a process died in an operation, and a second one in the recovery."""
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def walk() -> Path:
 
 
 class Walked:
-    """Walks operations when they are first asked for, some together: two halves of them at a time."""
+    """Walks operations on demand, twelve at a time in two processes."""
 
     TOGETHER = 12
 
@@ -166,19 +166,19 @@ def walked(walk: Path, long_walk: bool) -> Walked:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_c11_a_death_at_any_step_of_an_operation_harms_nobody(walked: Walked, operation: str) -> None:
+def test_c11_death_at_any_step_harms_no_other_process(walked: Walked, operation: str) -> None:
     points, recoveries = walked[operation]
     assert points > 0
     assert recoveries > points / walked.every or operation in ONCE
 
 
-def test_c11_every_operation_there_is_was_walked(walked: Walked, walk: Path) -> None:
+def test_c11_walk_covers_every_operation(walked: Walked, walk: Path) -> None:
     assert run(walk, "list").stdout.splitlines() == list(OPERATIONS)
     points, recoveries = (sum(numbers) for numbers in zip(*map(walked.__getitem__, OPERATIONS), strict=True))
     print(f"{points} fault points walked, and {recoveries} with a second death in the recovery")
 
 
-def test_c11_the_walk_finds_a_put_that_keeps_no_record(walk: Path) -> None:
+def test_c11_walk_finds_a_put_without_a_record(walk: Path) -> None:
     planted = run(walk, "planted")
     assert planted.returncode == 2
     assert (

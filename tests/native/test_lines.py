@@ -1,4 +1,4 @@
-"""What an item costs between two cores: the cache lines that move, and how busy sides take turns at them."""
+"""Measure the cost of an item between two cores: moved cache lines, and the turn-taking of busy sides."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def numbers(output: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", output)]
 
 
-def test_a_put_and_a_get_write_two_lines_both_and_the_slot_that_is_used_again() -> None:
-    """The lock's and that of the counts; and each goes on in its own redo record."""
+def test_put_and_get_share_two_cache_lines_and_the_slot() -> None:
+    """The shared lines are the lock's and that of the counts; each side writes its own redo record."""
     ended = run(program("plain/lines"))
     assert ended.returncode == 0, ended.stderr
     *_, in_both, with_the_next = numbers(ended.stdout)
@@ -23,27 +23,29 @@ def test_a_put_and_a_get_write_two_lines_both_and_the_slot_that_is_used_again() 
     assert with_the_next == 3
 
 
-def pace(one: int, other: int) -> tuple[int, int]:
-    """The runs that 20,000 operations make, and the rests; each side does something else for so many ns
-    between two of its own."""
-    ended = run(program("plain/pace"), str(one), str(other), "20000")
+def turn_taking(one: int, other: int) -> tuple[int, int]:
+    """Return how many runs 20,000 operations make, and how many rests.
+
+    ``one`` and ``other``: ns that each side works elsewhere between two of its operations.
+    """
+    ended = run(program("plain/turn_taking"), str(one), str(other), "20000")
     assert ended.returncode == 0, ended.stderr
     runs, rests = numbers(ended.stdout)
     return runs, rests
 
 
 @pytest.mark.parametrize("elsewhere", [0, 100, 150])
-def test_two_sides_in_tight_loops_take_turns_in_runs(elsewhere: int) -> None:
-    runs, _ = pace(elsewhere, elsewhere)
+def test_sides_in_tight_loops_alternate_in_runs(elsewhere: int) -> None:
+    runs, _ = turn_taking(elsewhere, elsewhere)
     assert runs < 20_000 / 12
 
 
 @pytest.mark.parametrize("elsewhere", [(2_000, 2_000), (5_000, 5_000)])
-def test_who_does_much_else_never_rests(elsewhere: tuple[int, int]) -> None:
-    assert pace(*elsewhere)[1] == 0
+def test_side_with_much_other_work_never_rests(elsewhere: tuple[int, int]) -> None:
+    assert turn_taking(*elsewhere)[1] == 0
 
 
 @pytest.mark.parametrize("elsewhere", [(400, 400), (600, 600), (100, 2_000), (10_000, 100), (50, 300)])
-def test_rests_that_do_not_pay_become_rare(elsewhere: tuple[int, int]) -> None:
-    runs, rests = pace(*elsewhere)
+def test_useless_rests_become_rare(elsewhere: tuple[int, int]) -> None:
+    runs, rests = turn_taking(*elsewhere)
     assert rests < 20 + runs / 100

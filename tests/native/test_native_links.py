@@ -1,5 +1,5 @@
-"""Links without Python: under load and breaks, under each sanitizer, and under whatever a peer may send, in
-the soak with sanitizers that look on."""
+"""Run links without Python: under load and breaks, under each sanitizer, and with arbitrary frames of a
+peer."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import pytest
 from building import program, run
 from test_native_stress import OPTIONS, SANITIZERS, planted
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles what all of them need
+pytestmark = pytest.mark.timeout(600)  # the first test compiles for all of them
 
-# The thread sanitizer notes what was sent when the call is over. By then it may have arrived, so that its
-# memory is used again.
+# The thread sanitizer records sent memory at the end of the call. The data may have arrived before that, and
+# its memory may be in use again.
 ENVIRONMENTS = OPTIONS | {"thread": {"TSAN_OPTIONS": OPTIONS["thread"]["TSAN_OPTIONS"] + ":intercept_send=0"}}
 WALKS = [
     ("2", "unordered", "100"),
-    ("100", "unordered", "100"),  # more rings than one thread sleeps on
+    ("100", "unordered", "100"),  # more rings than one thread can sleep on
     ("3", "ordered", "100"),
     ("3", "ordered", "0"),
 ]
 
 
 @pytest.mark.parametrize("walk", WALKS, ids=" ".join)
-def test_r4_workers_over_a_link_that_breaks_end_in_exact_totals(walk: tuple[str, ...]) -> None:
+def test_r4_totals_are_exact_over_a_link_that_breaks(walk: tuple[str, ...]) -> None:
     ended = run(program("plain/links"), "3000", *walk)
     assert ended.returncode == 0, ended.stderr
     found = re.fullmatch(r"all totals are exact: 4500 outputs over (\d+) breaks\n", ended.stdout)
@@ -32,7 +32,7 @@ def test_r4_workers_over_a_link_that_breaks_end_in_exact_totals(walk: tuple[str,
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_a_link_is_clean_under_each_sanitizer(sanitizer: str) -> None:
+def test_link_is_clean_under_each_sanitizer(sanitizer: str) -> None:
     for walk in WALKS[:3]:
         ended = run(program(f"{sanitizer}/links"), "400", *walk, **ENVIRONMENTS[sanitizer])
         assert ended.returncode == 0, ended.stderr
@@ -40,11 +40,9 @@ def test_a_link_is_clean_under_each_sanitizer(sanitizer: str) -> None:
 
 
 @planted
-def test_each_sanitizer_finds_a_fault_that_is_planted_beside_a_link(
-    sanitizer: str, plant: str, report: str
-) -> None:
+def test_each_sanitizer_finds_a_fault_planted_into_a_link(sanitizer: str, plant: str, report: str) -> None:
     harmed = program(f"{sanitizer}/links-{plant}")
-    # the planted race needs two threads at one moment, which a busy machine may not give at once
+    # the planted race needs two threads at one moment, which a busy machine may not provide at once
     for _ in range(10):
         ended = run(harmed, "200", "2", "unordered", "0", **ENVIRONMENTS[sanitizer])
         if ended.returncode != 0:
@@ -54,19 +52,19 @@ def test_each_sanitizer_finds_a_fault_that_is_planted_beside_a_link(
 
 
 @pytest.mark.parametrize("copied", [24, 3000, 15_000])
-def test_what_was_sent_is_not_kept_while_there_is_always_more_to_send(copied: int) -> None:
-    """Else a host that sends faster than its wire takes would need ever more memory."""
+def test_link_frees_sent_bytes_while_more_are_queued(copied: int) -> None:
+    """Otherwise a host that sends faster than its connection would need ever more memory."""
     ended = run(program("plain/outgoing"), "500", str(copied))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == f"all {500 * (copied + 100_000)} bytes came\n"
 
 
-@pytest.mark.timeout(3 * 3600)  # for as many frames as somebody wants
-@pytest.mark.parametrize("world", ["model", "home", "away"])
-def test_whatever_a_peer_sends_is_put_if_it_is_right_and_else_ends_the_connection(
+@pytest.mark.timeout(3 * 3600)  # ``--frames`` may ask for any number
+@pytest.mark.parametrize("world", ["model", "owner", "worker"])
+def test_link_puts_valid_frames_and_disconnects_on_invalid_ones(
     pytestconfig: pytest.Config, long_walk: bool, world: str
 ) -> None:
-    """C1, C4: nothing wrong is put, nothing right is lost, nothing crashes or hangs."""
+    """C1, C4: no invalid frame is put, no valid one is lost, and nothing crashes or hangs."""
     how, seeds, frames = "plain", 2, 2000
     if long_walk:
         how, seeds, frames = "address", 100, pytestconfig.getoption("--frames") // 100

@@ -1,4 +1,4 @@
-"""The ring under load, without Python: exact totals, and the same under each sanitizer."""
+"""Load the ring without Python, and expect exact totals, also under each sanitizer."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from typing import Any
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles what all of them need
+pytestmark = pytest.mark.timeout(600)  # the first test compiles for all of them
 
 OPTIONS = {
     "address": {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
     "thread": {"TSAN_OPTIONS": "halt_on_error=1"},
 }
-"""By folder of build/native-tests; the address sanitizer goes together with that of undefined behaviour."""
+"""Options by folder of build/native-tests; ``address`` includes the sanitizer of undefined behaviour."""
 SANITIZERS = [pytest.param(name, marks=pytest.mark.long) for name in OPTIONS]
-"""The core has to be compiled for each anew, and a core that has not changed is as clean as it was."""
+"""Only long runs compile the core for each, because the result for an unchanged core is known."""
 REPORTS = [
     ("address", "PLANT_ASAN", "heap-buffer-overflow"),
     ("address", "PLANT_UBSAN", "runtime error: shift exponent"),
     ("thread", "PLANT_TSAN", "ThreadSanitizer: data race"),
 ]
-"""The fault to plant under these sanitizers, and what they must say of it."""
+"""The faults to plant under these sanitizers, and the reports expected from them."""
 planted = pytest.mark.parametrize(
     ("sanitizer", "plant", "report"), [pytest.param(*found, marks=pytest.mark.long) for found in REPORTS]
 )
 
 
 def seeds(number: int) -> Any:
-    """All but the first are for ``make soak``."""
+    """Parametrize a test with seeds; all but the first run only in ``make soak``."""
     more = (pytest.param(seed, marks=pytest.mark.long) for seed in range(1, number))
     return pytest.mark.parametrize("seed", [0, *more])
 
 
 @pytest.mark.parametrize("who", ["threads", "processes"])
-def test_c1_c4_c5_c8_many_parties_over_one_ring_end_in_exact_totals(who: str) -> None:
+def test_c1_c4_c5_c8_ring_totals_are_exact_under_load(who: str) -> None:
     ended = run(program("plain/stress"), who, "20000")
     assert ended.returncode == 0, ended.stderr
     assert "all totals are exact" in ended.stdout
 
 
 @seeds(3)
-def test_c11_random_kills_of_sources_and_workers_lose_and_repeat_nothing(seed: int) -> None:
+def test_c11_random_kills_lose_and_repeat_no_items(seed: int) -> None:
     ended = run(program("plain/kills"), str(seed), "2000")
     assert ended.returncode == 0, ended.stderr
     found = re.findall(r"^(ordered|unordered): (\d+) passed, (\d+) kills$", ended.stdout, re.MULTILINE)
@@ -52,7 +52,7 @@ def test_c11_random_kills_of_sources_and_workers_lose_and_repeat_nothing(seed: i
 
 
 @seeds(4)
-def test_c11_random_kills_of_who_reads_and_fills_in_place_write_over_nothing(seed: int) -> None:
+def test_c11_random_kills_overwrite_no_viewed_or_lent_memory(seed: int) -> None:
     ended = run(program("plain/kills_views"), str(seed), "2000")
     assert ended.returncode == 0, ended.stderr
     found = re.findall(r"^(ordered|unordered): (\d+) passed, (\d+) kills$", ended.stdout, re.MULTILINE)
@@ -62,7 +62,7 @@ def test_c11_random_kills_of_who_reads_and_fills_in_place_write_over_nothing(see
 
 
 @seeds(5)
-def test_c2_whatever_was_cut_before_memory_that_is_free_is_found(seed: int) -> None:
+def test_c2_free_memory_is_found_however_it_was_cut(seed: int) -> None:
     ended = run(program("plain/memory"), str(seed), "5000")
     assert ended.returncode == 0, ended.stderr
     found, not_found = map(int, re.findall(r"\d+", ended.stdout)[:2])
@@ -72,7 +72,7 @@ def test_c2_whatever_was_cut_before_memory_that_is_free_is_found(seed: int) -> N
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_the_stress_is_clean_under_each_sanitizer(sanitizer: str) -> None:
+def test_stress_is_clean_under_each_sanitizer(sanitizer: str) -> None:
     for who in ("threads",) if sanitizer == "thread" else ("threads", "processes"):
         ended = run(program(f"{sanitizer}/stress"), who, "2000", **OPTIONS[sanitizer])
         assert ended.returncode == 0, ended.stderr
@@ -81,7 +81,7 @@ def test_the_stress_is_clean_under_each_sanitizer(sanitizer: str) -> None:
 
 @planted
 def test_each_sanitizer_finds_a_planted_fault(sanitizer: str, plant: str, report: str) -> None:
-    # the planted race needs two threads at one moment, which a busy machine may not give at once
+    # the planted race needs two threads at one moment, which a busy machine may not provide at once
     for _ in range(10):
         ended = run(program(f"{sanitizer}/stress-{plant}"), "threads", "200", **OPTIONS[sanitizer])
         if ended.returncode != 0:

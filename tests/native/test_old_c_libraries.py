@@ -1,4 +1,4 @@
-"""Wheels for manylinux_2_28 are built with glibc 2.28, and hold what the core asks of it."""
+"""Check that glibc 2.28, which manylinux_2_28 wheels use, has every symbol that the core needs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from flowchan import _core
 
 MANYLINUX = (2, 28)
 NOT_OURS = {"fstat", "stat", "stat64", "pthread_cond_clockwait", "__libc_single_threaded"}
-"""Older headers say __fxstat and __xstat64, and an older libstdc++ leaves the others out."""
+"""Older headers use __fxstat and __xstat64, and an older libstdc++ does not need the others."""
 
 
 def symbols(library: Path, *which: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Those of glibc, each with a version in which it was there."""
+    """Return the glibc symbols, each with a version that contains it."""
     table = subprocess.run(["nm", "-D", *which, library], capture_output=True, text=True, check=True).stdout
     for name, version in re.findall(r" (\w+)@+GLIBC_([\d.]+)$", table, re.MULTILINE):
         yield name, tuple(map(int, version.split(".")))
 
 
-def test_the_core_asks_nothing_of_glibc_that_came_after_manylinux_2_28() -> None:
+def test_core_needs_no_symbol_newer_than_manylinux_2_28() -> None:
     """A symbol that moved to another library has a second version, so the first one counts."""
     maps = Path("/proc/self/maps").read_text()
     libraries = set(re.findall(r"/\S+/lib(?:c|m)\.so\.6", maps))

@@ -7,7 +7,7 @@
 #include <ctime>
 
 #if defined(__SANITIZE_THREAD__)
-// GCC's thread sanitizer does not know this one of pthread's ways to lock; it knows
+// GCC's thread sanitizer does not intercept this lock function of pthread; it does intercept
 // `pthread_mutex_timedlock`.
 extern "C" int pthread_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock, const timespec* until) {
     timespec now, real;

@@ -1,5 +1,5 @@
-// What the native test programs share: messages whose every byte can be verified, and users of a ring that put and take
-// as puts.cpp and gets.cpp do, with the core's own waiting loop.
+// Helpers of the native test programs: messages whose every byte can be verified, and users of a ring. The
+// users put and take like puts.cpp and gets.cpp, with the core's own waiting loop.
 #pragma once
 
 #include <cstdio>
@@ -23,8 +23,8 @@ inline void must(bool holds, const std::string& what) {
     if (!holds) die(what);
 }
 
-// A number and, up to `size` bytes, what follows from it. Sizes above 256 travel as BYTES, or as the `kind` asked for, above
-// Taken::LOCAL as a large put.
+// A number and, up to `size` bytes, data that follows from it. Sizes above 256 are sent as BYTES or as the
+// given `kind`, sizes above Taken::LOCAL as a large put.
 struct Message {
     static constexpr uint64_t LEAST = sizeof(uint64_t);
     std::vector<char> bytes;
@@ -38,7 +38,7 @@ struct Message {
         memcpy(at, &value, sizeof value);
         for (uint64_t i = LEAST; i < size; ++i) at[i] = char(value * 31 + i);
     }
-    // Fills `frame`, which then refers to this message.
+    // Fill `frame`, which then refers to this message.
     void fill(Frame& frame) const {
         frame.size = bytes.size();
         frame.kind = bytes.size() <= Frame::SMALL ? DIRECT : kind;
@@ -59,7 +59,7 @@ struct Message {
     }
 };
 
-// One operation that needs no waiting, with the lock around it.
+// Run one operation that needs no waiting, with the lock around it.
 template <class Op>
 auto locked(Ring& ring, Op&& op) {
     Wakes wakes;
@@ -76,15 +76,15 @@ auto locked(Ring& ring, Op&& op) {
     }
 }
 
-// A block that a user looks at, or has on loan and has filled, and what must be in it.
-struct Sight {
+// A block that a user views, or has on loan and has filled, and its expected content.
+struct HeldView {
     Slot* slot;
     char* at;
     uint64_t size, value;
 
     void verify() const {
         if (Message::value_of(at, size) != value)
-            die("what was looked at is message " + std::to_string(value) + " no more");
+            die("a viewed block is message " + std::to_string(value) + " no longer");
     }
 };
 
@@ -96,8 +96,8 @@ struct User {
     ReaderState reader{};
     WriterState writer{};
     Taken taken{};
-    bool keeps = false;  // goes on looking at what it got
-    std::vector<Sight> sights;
+    bool keeps = false;  // keeps views of the items that it got
+    std::vector<HeldView> held_views;
 
     User(Ring& ring, uint32_t session, Session::Role role) : ring(ring), session(session) {
         is_reader = role == Session::READER;
@@ -106,11 +106,12 @@ struct User {
     }
     ReaderState* as_reader() { return is_reader ? &reader : nullptr; }
     WriterState* as_writer() { return is_writer ? &writer : nullptr; }
-    Caller as_caller() const {  // as `writing` of puts.cpp
+    Caller as_caller() const {  // like `writing` of puts.cpp
         return {Side::Writer, this, session, 0, is_writer && writer.ordered && writer.keyed, writer.number};
     }
 
-    // As put_frame and put_large of puts.cpp. `item`: the number of the input item that the output belongs to.
+    // Put like put_frame and put_large of puts.cpp. `item`: the number of the input item that the output
+    // belongs to.
     Step put(const Message& message, Deadline deadline = {}, const uint64_t* item = nullptr) {
         Frame frame;
         message.fill(frame);
@@ -133,7 +134,7 @@ struct User {
         locked.unlock(wakes);
         return step;
     }
-    // As get_step of gets.cpp. `more`: what is in hand stays in hand.
+    // Get like get_step of gets.cpp. `more`: leased items stay on lease.
     Step get(uint64_t& value, Deadline deadline = {}, bool more = false) {
         Step step = perform(
             ring, [&](bool) { return Caller{Side::Reader, this, session}; },
@@ -145,34 +146,34 @@ struct User {
         if (step != Step::Done) return step;
         value = Message::value_of(taken.at, taken.size);
         finish_copy();
-        if (taken.viewed) sights.push_back({taken.slot, const_cast<char*>(taken.at), taken.size, value});
-        if (taken.viewed && !keeps) let_go();
+        if (taken.viewed) held_views.push_back({taken.slot, const_cast<char*>(taken.at), taken.size, value});
+        if (taken.viewed && !keeps) drop_view();
         return step;
     }
     void finish_copy() {
         if (taken.held) locked(ring, [&](Wakes& wakes) { ring.release(taken.held, wakes); });
         taken.held = nullptr;
     }
-    // Looks no more at the one it has looked at for the longest time, or drops it if it is on loan.
-    void let_go() {
-        sights.front().verify();
-        locked(ring, [&](Wakes& wakes) { ring.unview(sights.front().slot, wakes); });
-        sights.erase(sights.begin());
+    // Drop the oldest view or loan.
+    void drop_view() {
+        held_views.front().verify();
+        locked(ring, [&](Wakes& wakes) { ring.unview(held_views.front().slot, wakes); });
+        held_views.erase(held_views.begin());
     }
-    // Memory to be filled in place, filled.
+    // Take memory on loan and fill it.
     Step loan(uint64_t value, uint64_t size, Deadline deadline = {}) {
         Slot* slot = nullptr;
         Step step = perform(
             ring, [&](bool) { return as_caller(); }, [&](Wakes&) { return ring.loan(size, session, slot); },
             deadline);
         if (step != Step::Done) return step;
-        sights.push_back({slot, const_cast<char*>(ring.payload_of(slot)), size, value});
-        Message::lay(value, sights.back().at, size);
+        held_views.push_back({slot, const_cast<char*>(ring.payload_of(slot)), size, value});
+        Message::lay(value, held_views.back().at, size);
         return step;
     }
-    // As put_loaned of puts.cpp: what `lender` has on loan for the longest time.
+    // Put the oldest loan of `lender`, like put_loaned of puts.cpp.
     Step put_loan(User& lender, Deadline deadline = {}, const uint64_t* item = nullptr) {
-        Sight& sight = lender.sights.front();
+        HeldView& sight = lender.held_views.front();
         Frame frame;
         frame.kind = BUFFERS;
         frame.size = sight.size;
@@ -186,12 +187,12 @@ struct User {
             },
             deadline);
         if (skipped)
-            lender.let_go();
+            lender.drop_view();
         else if (step == Step::Done)
-            lender.sights.erase(lender.sights.begin());
+            lender.held_views.erase(lender.held_views.begin());
         return step;
     }
-    // As done_with of ports.cpp.
+    // Finish an item like done_with of ports.cpp.
     Step done_with(uint64_t number) {
         Step step = Step::Done;
         if (!writer.ordered) {
@@ -233,7 +234,7 @@ inline uint32_t open_session(Ring& ring, Session::Role role) {
 }
 inline User open(Ring& ring, Session::Role role) { return {ring, open_session(ring, role), role}; }
 
-// The same ring, mapped once more.
+// Map the same ring once more.
 inline std::unique_ptr<Ring> attach(Ring& ring) {
     int fd = dup(ring.fd());
     must(fd >= 0, "dup");

@@ -1,7 +1,7 @@
-// `walk EVERY [NAME …]` walks all operations, or those named, and prints one line for each: its name, the number
-// of steps at which a process died in it, and of those at which a second one died while it recovered, which is
-// tried at one of EVERY points. Stops at the first broken promise. `list` prints the names only; `planted` walks
-// an operation that must fail.
+// `walk EVERY [NAME …]` walks all operations, or the named ones, and prints one line for each: its name, and
+// two numbers. The first counts the steps at which a process died in it. The second counts the steps at which
+// a second one died in the recovery, which is tried at one of EVERY points. It stops at the first broken
+// promise. `list` prints only the names; `planted` walks an operation that must fail.
 #include "walk.hpp"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ int main(int argc, char** argv) {
     if (first == "planted") Walk(planted_scenario(), 1).run();
     const long every = list ? 1 : std::stol(first);
     for (auto scenarios : {put_scenarios(), take_scenarios(), session_scenarios(), stage_scenarios(),
-                           view_scenarios(), memory_scenarios(), parcel_scenarios()}) {
+                           view_scenarios(), memory_scenarios(), bundle_scenarios()}) {
         for (const Scenario& scenario : scenarios) {
             if (list) {
                 puts(scenario.name.c_str());

@@ -1,9 +1,9 @@
-// The fault walk: a process dies at the n-th fault point of an operation, n = 1, 2, 3, … until it survives; each time
-// others go on with what it left behind. Then the same once more with a second process that dies at every step of
-// recovering from that.
+// The fault walk: a process dies at the n-th fault point of an operation, n = 1, 2, 3, … until it survives.
+// Each time other processes continue with the state that it left. Then all is repeated with a second process
+// that dies at every step of the recovery.
 //
-// The core is compiled with FLOWCHAN_FAULTS, so that it calls `fault_point` before and after each store of a critical
-// section, with the lock just taken and just before it is dropped.
+// The core is compiled with FLOWCHAN_FAULTS. It calls `fault_point` before and after each store of a critical
+// section, after taking the lock and before dropping it.
 #pragma once
 
 #include <sys/mman.h>
@@ -19,7 +19,7 @@ namespace testing {
 using Values = std::vector<uint64_t>;
 using Lists = std::vector<Values>;
 
-// What the process that dies leaves as its testament, in memory of its own.
+// Record of the dying process, in separate memory that survives it.
 struct Journal {
     volatile int done;  // steps that have returned
 };
@@ -37,15 +37,17 @@ struct Scenario {
     std::string name;
     uint64_t capacity = 16, max_bytes = 1 << 20;
     bool has_in = true, has_out = false;
-    bool twice = true;  // whether a second process dies in the recovery; not where others walk the same steps
+    // whether a second process dies in the recovery; not where another scenario walks the same steps
+    bool twice = true;
     Tolerance tolerance{};
     std::function<void(Scene&)> prepare = [](Scene&) {};
-    std::function<void(Scene&)> act;                        // by the process that dies
-    std::function<void(Scene&)> take_over = [](Scene&) {};  // what a supervisor does then; may be done twice
-    std::function<Lists(int done)> allowed = [](int) { return Lists{}; };  // what may be inside `in` then
-    std::function<void(Scene&, int done)> look = [](Scene&, int) {};       // further checks
-    std::function<void(Scene&)> finish;                // instead of reading `in` to its end
-    std::function<void(Scene&)> last = [](Scene&) {};  // then: what is still looked at is let go
+    std::function<void(Scene&)> act;                        // run by the process that dies
+    std::function<void(Scene&)> take_over = [](Scene&) {};  // what a supervisor does then; may run twice
+    // the possible contents of `in` then
+    std::function<Lists(int done)> allowed = [](int) { return Lists{}; };
+    std::function<void(Scene&, int done)> look = [](Scene&, int) {};  // further checks
+    std::function<void(Scene&)> finish;                               // instead of reading `in` to its end
+    std::function<void(Scene&)> last = [](Scene&) {};  // after that: the remaining views are dropped
 };
 
 struct Walked {
@@ -53,7 +55,7 @@ struct Walked {
     long recoveries = 0;  // steps of the recovery at which a second one died
 };
 
-inline long fault_left = 0;  // 0: nobody shall die
+inline long fault_left = 0;  // 0: the process does not die
 
 inline void find_dead(Ring& ring) {
     locked(ring, [&](Wakes& wakes) {
@@ -95,7 +97,7 @@ class Walk {
 
   private:
     const Scenario& scenario;
-    const long every;  // of the points of a recovery at which a second process dies, one of so many
+    const long every;  // a second process dies at one of this many points of a recovery
     Journal* journal;
     std::string at;
 
@@ -111,7 +113,7 @@ class Walk {
         scenario.prepare(scene);
         return scene;
     }
-    // Does `act` in a child that is killed at its n-th fault point; whether it was.
+    // Run `act` in a child that is killed at its n-th fault point. Return whether it was killed.
     template <class Act>
     bool dies(long n, Scene& scene, Act act) {
         fflush(nullptr);
@@ -140,7 +142,8 @@ class Walk {
         locked(ring, [&](Wakes&) { problems = check(ring, tolerance); });
         need(problems.empty(), when + ": " + problems);
     }
-    // By users that were there all the time, and that see the rings at other addresses than the dead one did.
+    // Check the rings, with users that existed all the time and that map them at other addresses than the
+    // dead one did.
     void finish(Scene& scene) {
         std::vector<std::unique_ptr<Ring>> seen;
         for (auto* ring : {&scene.in, &scene.out})
@@ -155,7 +158,7 @@ class Walk {
             for (Session& s : h.sessions())
                 need(s.role == Session::NONE || s.role == Session::RESUME || s.pid == uint64_t(getpid()),
                      "a session of a dead process is left");
-            need(h.reader_gate.waiting <= scenario.tolerance.waiting && h.writer_gate.waiting == 0,
+            need(h.reader_queue.waiting <= scenario.tolerance.waiting && h.writer_queue.waiting == 0,
                  "a dead process still waits");
         }
         scenario.look(scene, journal->done);
@@ -167,7 +170,7 @@ class Walk {
         scenario.last(scene);
         for (auto& ring : seen) checked(*ring, scenario.tolerance, "at the end");
     }
-    // Both users put, one closes, both read in turn.
+    // Let both users put, close the ring, and read it to its end.
     void read_to_the_end(Scene& scene, Ring& second) {
         User one = open(*scene.in, Session::PLAIN), other = open(second, Session::PLAIN);
         Values more;
@@ -187,7 +190,7 @@ class Walk {
             list.insert(list.end(), more.begin(), more.end());
             found |= list == values;
         }
-        need(found, "after " + std::to_string(journal->done) + " steps there came " + text(values));
+        need(found, "after " + std::to_string(journal->done) + " steps the items were " + text(values));
         one.leave(true);
         other.leave(true);
     }
@@ -198,7 +201,7 @@ class Walk {
         for (uint64_t value : values) text += " " + std::to_string(value);
         return text.empty() ? " nothing" : text;
     }
-    // Reads a closed ring to its end. Nobody else is there, so every read must succeed or see the end at once.
+    // Read a closed ring to its end. Without other users every read must succeed or reach the end at once.
     static Values drain(User& one, User& other) {
         Values values;
         for (int i = 0; i < 10'000; ++i) {
@@ -208,28 +211,29 @@ class Walk {
                 values.push_back(value);
                 continue;
             }
-            const bool cut_off = one.ring.header().cut_off;  // a writer died: the end is no clean one
+            const bool cut_off = one.ring.header().cut_off;  // a writer died: the end is not clean
             must(step == (cut_off ? Step::Broken : Step::Drained),
-                 "a read of what is left ended with " + std::to_string(int(step)) + " after" + text(values));
+                 "a read of the remaining items ended with " + std::to_string(int(step)) + " after" +
+                     text(values));
             Header& h = one.ring.header();
-            uint64_t views = 0;  // what is looked at stays, of all that has left
+            uint64_t views = 0;  // viewed slots stay in use
             for (const Session& s : h.sessions()) views += s.views;
             must((cut_off ? one.ring.broken() : one.ring.drained()) && h.slots_used == views && h.leased == 0,
                  "drained with something inside");
             return values;
         }
-        die("there is no end to what comes");
+        die("the items do not end");
     }
 };
 
-// Defined where the operations are; each is walked on its own.
+// Defined in the files of the operations; each is walked separately.
 std::vector<Scenario> put_scenarios();
 std::vector<Scenario> take_scenarios();
 std::vector<Scenario> session_scenarios();
 std::vector<Scenario> stage_scenarios();
 std::vector<Scenario> view_scenarios();
 std::vector<Scenario> memory_scenarios();
-std::vector<Scenario> parcel_scenarios();
+std::vector<Scenario> bundle_scenarios();
 Scenario planted_scenario();  // a put that keeps no record; walked only when asked for, and must fail
 
 }  // namespace testing

@@ -7,7 +7,8 @@ namespace {
 
 constexpr uint64_t LARGE = 6000, HUGE_ONE = 70'000;
 
-// What is inside after `done` of `puts`, behind `before`: the one under way may have taken effect or not.
+// Return the possible contents after `done` of `puts`, behind `before`: the current one may have taken effect
+// or not.
 Lists put_so_far(const Values& before, const Values& puts, int done) {
     Values list = before;
     list.insert(list.end(), puts.begin(), puts.begin() + done);
@@ -18,7 +19,7 @@ Lists put_so_far(const Values& before, const Values& puts, int done) {
     }
     return lists;
 }
-// What is left of `all` after `done` takes.
+// Return the possible rest of `all` after `done` takes.
 Lists taken_so_far(const Values& all, int done) {
     Lists lists{Values(all.begin() + done, all.end())};
     if (size_t(done) < all.size()) lists.push_back(Values(all.begin() + done + 1, all.end()));
@@ -47,9 +48,9 @@ Scenario putting(const char* name, Values before, std::vector<uint64_t> sizes) {
     return s;
 }
 
-// A put of a large item that is under way when the channel is closed puts nothing.
+// A put of a large item that is in progress when the channel is closed puts nothing.
 Scenario close_between() {
-    Scenario s{"put large, closed meanwhile"};
+    Scenario s{"put large, closed in between"};
     s.prepare = [](Scene& scene) { fill(*scene.in, {1, 2}); };
     s.act = [](Scene& scene) {
         Ring& ring = *scene.in;
@@ -71,7 +72,7 @@ Scenario close_between() {
     return s;
 }
 
-// All of a run is put, or nothing. It goes into slots that were used before.
+// A run is put wholly or not at all. It goes into slots that were used before.
 Scenario putting_runs(const char* name, const Values& before, uint64_t size) {
     const Values first{11, 12, 13, 14, 15}, second{16, 17, 18};
     Scenario s{name};
@@ -123,15 +124,15 @@ Scenario taking(const char* name, uint64_t size) {
     return s;
 }
 
-// A supervised reader: what it has in hand when it dies comes back, what it has acknowledged does not.
-// `runs`: what is taken at once is taken by one Change.
+// A supervised reader: its leased items come back when it dies, acknowledged ones do not. `runs`: one Change
+// takes the whole batch.
 Scenario leasing(const char* name, uint64_t size, int batch, bool runs = false) {
     const Values all{1, 2, 3, 4, 5, 6};
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
         fill(*scene.in, all, size);
         scene.users.push_back(open(*scene.in, Session::READER));
-        scene.users.push_back(open(*scene.in, Session::READER));  // another one is there all the time
+        scene.users.push_back(open(*scene.in, Session::READER));  // another reader exists all the time
         scene.in->session(scene.users[0].session).supervised = 1;
     };
     s.act = [=](Scene& scene) {
@@ -178,7 +179,7 @@ Scenario leasing(const char* name, uint64_t size, int batch, bool runs = false) 
     return s;
 }
 
-// What was taken last can't be received and goes back to the front. A plain reader that dies in between has
+// The item taken last cannot be received and goes back to the front. A plain reader that dies in between has
 // taken it.
 Scenario putting_back(const char* name, uint64_t size, bool leases) {
     const Values all{1, 2, 3, 4};
@@ -204,7 +205,7 @@ Scenario putting_back(const char* name, uint64_t size, bool leases) {
             if (i == 0 && !leases) user.finish_copy();
         }
         locked(ring, [&](Wakes& wakes) { ring.put_back(user.taken, user.as_reader(), wakes); });
-        must(!leases || user.reader.in_hand == 1, "more than the last one went back");
+        must(!leases || user.reader.leases == 1, "more than the last one went back");
         scene.did();
     };
     s.take_over = [=](Scene& scene) {
@@ -270,7 +271,7 @@ std::vector<Scenario> take_scenarios() {
         leasing("lease and acknowledge runs with blocks", 1000, 2, true),
         putting_back("put back", 8, false),
         putting_back("put back, large", LARGE, false),
-        putting_back("put back what was leased", 8, true),
+        putting_back("put back a leased item", 8, true),
     };
 }
 

@@ -1,4 +1,4 @@
-// The fault walk over memory: what is on loan, and blocks that are cut anew.
+// The fault walk over memory: loans, and blocks that are cut again.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -14,7 +14,8 @@ void fill(Ring& ring, const Values& values) {
     for (uint64_t value : values) must(user.put(Message(value), Deadline{0}) == Step::Done, "filling");
     user.leave(true);
 }
-// What is inside after `done` of `puts`, behind `before`: the one under way may have taken effect or not.
+// Return the possible contents after `done` of `puts`, behind `before`: the current one may have taken effect
+// or not.
 Lists put_so_far(const Values& before, const Values& puts, int done) {
     Values list = before;
     list.insert(list.end(), puts.begin(), puts.begin() + std::min<int>(done, int(puts.size())));
@@ -45,7 +46,7 @@ Scenario lending() {
         must(user.put_loan(user, Deadline{0}) == Step::Done, "put");
         scene.did();
         lend(user, 12, 100);
-        user.let_go();
+        user.drop_view();
         must(user.put_loan(user, Deadline{0}) == Step::Done, "put");
         scene.did();
         user.leave(true);
@@ -55,7 +56,7 @@ Scenario lending() {
     return s;
 }
 
-// A port ends that has memory on loan, and lives on until that is put, by another one, or dropped.
+// A port with memory on loan ends. It stays until another one puts the memory or it is dropped.
 Scenario lent_by_closed_port() {
     Scenario s{"end a port with memory on loan"};
     s.twice = false;
@@ -74,7 +75,7 @@ Scenario lent_by_closed_port() {
         scene.did();
         must(scene.in->session(put.session).role == Session::NONE, "it still holds something");
         must(scene.in->session(dropped.session).role == Session::HOLDER, "it holds nothing");
-        dropped.let_go();
+        dropped.drop_view();
         must(scene.in->session(dropped.session).role == Session::NONE, "it still holds something");
         user.leave(true);
     };
@@ -86,7 +87,7 @@ Scenario lent_by_closed_port() {
 
 // Outputs of an ordered stage: item 1's waits for its turn.
 Scenario lent_ordered() {
-    Scenario s{"put what was on loan, parked"};
+    Scenario s{"put a loan, parked"};
     s.twice = false;
     s.has_in = false, s.has_out = true;
     s.prepare = [](Scene& scene) {
@@ -148,10 +149,9 @@ Scenario putting(const char* name, std::vector<uint64_t> sizes) {
     return s;
 }
 
-// So much has gone through that the memory is cut up into more blocks than max_bytes, all free, none of the
-// right size.
+// After many items the memory is cut into more blocks than max_bytes, all free, none of the right size.
 Scenario all_free() {
-    Scenario s = putting("cut memory anew, all of it free", {15'000, 8, 3000});
+    Scenario s = putting("cut memory again, all of it free", {15'000, 8, 3000});
     s.max_bytes = 30'000;
     s.prepare = [](Scene& scene) {
         User user = open(*scene.in, Session::PLAIN);
@@ -162,18 +162,19 @@ Scenario all_free() {
         }
         user.leave(true);
         Header& h = scene.in->header();
-        must(h.slots_used == 0 && h.blocks_top - h.blocks_at > h.max_bytes, "it would not be cut anew");
+        must(h.slots_used == 0 && h.blocks_top - h.blocks_at > h.max_bytes,
+             "the memory would not be cut again");
     };
     s.look = [](Scene& scene, int done) {
         Header& h = scene.in->header();
-        if (done) must(h.blocks_top - h.blocks_at < h.max_bytes + 5000, "it was not cut anew");
+        if (done) must(h.blocks_top - h.blocks_at < h.max_bytes + 5000, "the memory was not cut again");
     };
     s.last = nothing_left;
     return s;
 }
 
-// All memory is cut up, and every third block is looked at: larger ones must be cut from the gaps. `again`:
-// so do those who take over after a death, and die in it too.
+// All memory is cut, and every third block is in view: larger ones must be cut from the gaps. `again`: a
+// process that takes over after a death cuts too, and dies in it.
 Scenario gaps(const char* name, bool again) {
     Scenario s = putting(
         name, again ? std::vector<uint64_t>{36'000, 8} : std::vector<uint64_t>{36'000, 8, 3000, 12'000});
@@ -182,32 +183,32 @@ Scenario gaps(const char* name, bool again) {
     s.prepare = [](Scene& scene) {
         scene.users.push_back(open(*scene.in, Session::PLAIN));
         User& user = scene.users[0];
-        std::vector<Sight> keep;
+        std::vector<HeldView> keep;
         for (uint64_t value = 1000; user.loan(value, 20'000, Deadline{0}) == Step::Done; ++value) {}
-        must(user.sights.size() > 8, "there is more memory");
-        for (size_t n = user.sights.size(), i = 0; i < n; ++i) {
+        must(user.held_views.size() > 8, "the memory is not used up");
+        for (size_t n = user.held_views.size(), i = 0; i < n; ++i) {
             if (i % 3) {
-                user.let_go();
+                user.drop_view();
             } else {
-                keep.push_back(user.sights.front());
-                user.sights.erase(user.sights.begin());
+                keep.push_back(user.held_views.front());
+                user.held_views.erase(user.held_views.begin());
             }
         }
-        user.sights = keep;
+        user.held_views = keep;
     };
     if (again)
         s.take_over = [](Scene& scene) {
             User user = open(*scene.in, Session::PLAIN);
             lend(user, 78, 36'000);
-            user.let_go();
+            user.drop_view();
             user.leave(true);
         };
     s.look = [](Scene& scene, int) {
-        for (const Sight& sight : scene.users[0].sights) sight.verify();
+        for (const HeldView& sight : scene.users[0].held_views) sight.verify();
     };
     s.last = [](Scene& scene) {
         User& user = scene.users[0];
-        while (!user.sights.empty()) user.let_go();
+        while (!user.held_views.empty()) user.drop_view();
         nothing_left(scene);
         user.leave(true);
     };
@@ -222,8 +223,8 @@ std::vector<Scenario> memory_scenarios() {
         lent_by_closed_port(),
         lent_ordered(),
         all_free(),
-        gaps("cut memory anew between used blocks", false),
-        gaps("cut memory anew again after a death", true),
+        gaps("cut memory again between used blocks", false),
+        gaps("cut memory again after a death", true),
     };
 }
 

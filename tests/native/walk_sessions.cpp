@@ -23,7 +23,7 @@ Scenario closing() {
     return s;
 }
 
-// What is inside a broken channel is discarded; an item on lease goes its way all the same.
+// The items inside a broken channel are discarded; an item on lease is still finished.
 Scenario breaking(const char* name, uint64_t cause_size) {
     const std::string cause(cause_size, 'x');
     Scenario s{name};
@@ -57,7 +57,7 @@ Scenario breaking(const char* name, uint64_t cause_size) {
     return s;
 }
 
-// A session is opened, used and ended; it is the only one of its role, so its end closes the channel, however
+// A session is opened, used and ended. It is the only one of its role, so its end closes the channel, however
 // it ends.
 Scenario last_of(const char* name, Session::Role role) {
     Scenario s{name};
@@ -73,8 +73,8 @@ Scenario last_of(const char* name, Session::Role role) {
         Header& h = scene.in->header();
         must(h.readers == 0 && h.writers == 0, "a port is still counted");
         must(!done || h.state == CLOSED, "the last one has left and the channel is open");
-        must(!h.cut_off || role == Session::WRITER, "a reader's death is taken for a writer's");
-        must(!h.cut_off || done < 2, "a writer that had left is taken for one that died");
+        must(!h.cut_off || role == Session::WRITER, "a reader's death is recorded as a writer's");
+        must(!h.cut_off || done < 2, "a writer that had left is recorded as dead");
     };
     return s;
 }
@@ -90,12 +90,12 @@ Scenario one_of_two(const char* name, Session::Role role) {
     s.allowed = [](int) { return Lists{{1, 2}}; };
     s.look = [](Scene& scene, int) {
         Header& h = scene.in->header();
-        must(h.readers + h.writers == 1 && h.state == OPEN, "the other one is not there any more");
+        must(h.readers + h.writers == 1 && h.state == OPEN, "the other port was ended too");
     };
     return s;
 }
 
-// The items in hand of a reader are given back, to the front and in their order.
+// The leased items of a reader are given back, to the front and in their order.
 Scenario giving_back(const char* name, uint64_t left_inside) {
     Scenario s{name};
     Values all{1, 2, 3};
@@ -120,7 +120,7 @@ Scenario giving_back(const char* name, uint64_t left_inside) {
     return s;
 }
 
-// The items in hand are finished, one Change each; what is not yet finished when it dies goes back.
+// The leased items are finished, one Change each; unfinished ones go back when the process dies.
 Scenario finishing() {
     Scenario s = giving_back("end a session, its items finished", 2);
     s.act = [](Scene& scene) { scene.users[0].leave(true); };
@@ -151,8 +151,8 @@ Scenario sweeping() {
                 must(ring.try_take(reader.taken, &reader.reader, reader.session, wakes) == Step::Done,
                      "lease");
                 must(ring.claim(frame, nullptr, plain.session, slot) == Step::Done, "claim");
-                ring.header().reader_gate.enter();
-                ring.session(plain.session).at_reader_gate += 1;
+                ring.header().reader_queue.enter();
+                ring.session(plain.session).in_reader_queue += 1;
             });
             _exit(0);
         }
@@ -165,7 +165,7 @@ Scenario sweeping() {
         Header& h = scene.in->header();
         must(h.readers == 1 && h.writers == 1 && h.state == OPEN,
              "more than the dead one's sessions were ended");
-        must(h.cut_off != 0, "nothing is known of the writer that died");
+        must(h.cut_off != 0, "the dead writer was not recorded");
         scene.users[0].leave(true);
         must(h.state == CLOSED, "the last reader has left");
     };

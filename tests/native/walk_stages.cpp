@@ -1,6 +1,6 @@
-// The fault walk over what a stage's worker does: it leases items from `in` and puts outputs into `out`.
-// Whenever it dies, its successor takes its items up; each output appears exactly once, in order where the
-// stage is ordered.
+// The fault walk over a stage's worker: it leases items from `in` and puts outputs into `out`. Whenever it
+// dies, its replacement takes its items. Each output appears exactly once, in order where the stage is
+// ordered.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -15,7 +15,7 @@ struct Kind {
 };
 using Outputs = std::vector<Values>;  // by the number of the item
 
-// Everything for one item: its outputs, then the word that there are no more.
+// Put all outputs for one item, then mark it as having no more.
 void produce(Scene& scene, User& writer, uint64_t item, const Values& outputs, uint64_t size) {
     for (uint64_t value : outputs)
         must(writer.put(Message(value, size), Deadline{0}, &item) == Step::Done, "output");
@@ -31,7 +31,7 @@ User writer_of(Scene& scene, const Kind& kind) {
 void adopt(User& user) {
     locked(user.ring, [&](Wakes&) { user.ring.adopt(user.session); });
 }
-// As a supervisor does for a dead worker. It may itself have died in the middle, so this may come twice.
+// Act like a supervisor after a worker's death. The supervisor may die in the middle, so this may run twice.
 void retire(User& writer, const std::vector<uint64_t>& items) {
     locked(writer.ring, [&](Wakes& wakes) {
         if (writer.ring.session(writer.session).role == Session::WRITER)
@@ -41,20 +41,20 @@ void retire(User& writer, const std::vector<uint64_t>& items) {
 void expect_out(Scene& scene, Values expected, bool ordered) {
     User one = open(*scene.out, Session::PLAIN), other = open(*scene.out, Session::PLAIN);
     must(scene.out->header().state == CLOSED, "the last writer has left and the channel is open");
-    must(scene.out->header().resumes == 0, "what a dead writer has put is remembered for nobody");
+    must(scene.out->header().resumes == 0, "the outputs of a dead writer are still remembered");
     Values values = Walk::drain(one, other);
     if (!ordered) std::sort(values.begin(), values.end()), std::sort(expected.begin(), expected.end());
     must(values == expected, "the outputs were" + Walk::text(values));
 }
 
-// One writer of an ordered stage works on the items mine[0], mine[1], …, others before and after it do the
-// rest. users: 0 the one that dies, 1 its successor, 2 the others. The items in hand are those that it is not
-// done with.
+// One writer of an ordered stage processes the items mine[0], mine[1], …, and others before and after it
+// process the rest. users: 0 the one that dies, 1 its replacement, 2 the others. The leased items are its
+// unfinished ones.
 Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Values mine, Values last) {
     Scenario s{name};
     s.has_in = false, s.has_out = true;
     s.twice = kind.size <= Taken::LOCAL;
-    auto in_hand = [=](Scene& scene) {
+    auto unfinished = [=](Scene& scene) {
         size_t done = size_t(scene.journal->done);
         return done < mine.size() ? std::vector<uint64_t>{mine[done]} : std::vector<uint64_t>{};
     };
@@ -68,7 +68,7 @@ Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Val
         adopt(scene.users[0]);
         for (uint64_t item : mine) produce(scene, scene.users[0], item, outputs[item], kind.size);
     };
-    s.take_over = [=](Scene& scene) { retire(scene.users[0], in_hand(scene)); };
+    s.take_over = [=](Scene& scene) { retire(scene.users[0], unfinished(scene)); };
     s.finish = [=](Scene& scene) {
         for (size_t i = size_t(scene.journal->done); i < mine.size(); ++i)
             produce(scene, scene.users[1], mine[i], outputs[mine[i]], kind.size);
@@ -82,8 +82,8 @@ Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Val
     return s;
 }
 
-// Outputs for items 1 and 3 are parked when the channel is closed, and nobody can put those for items 0 and 2 any
-// more.
+// The channel is closed while outputs for items 1 and 3 are parked. Those for items 0 and 2 can no longer be
+// put.
 Scenario closing(const char* name, Kind kind) {
     Scenario s{name};
     s.has_in = false, s.has_out = true;
@@ -127,7 +127,7 @@ Scenario retiring(const char* name, Kind kind) {
     return s;
 }
 
-// The successor, which takes over what its predecessor has put, dies too.
+// The replacement, which inherits its predecessor's output count, dies too.
 Scenario resuming(const char* name, Kind kind) {
     Scenario s = retiring(name, kind);
     s.twice = kind.size <= Taken::LOCAL;
@@ -153,12 +153,13 @@ Scenario resuming(const char* name, Kind kind) {
     return s;
 }
 
-// A whole worker: lease, outputs, acknowledge. users: 0 reader and 1 writer of the one that dies, 2 and 3 its
-// successor. `again`: with the first output of this item it begins the item again, once, and lives on.
+// Run a whole worker: lease, outputs, acknowledge. users: 0 reader and 1 writer of the one that dies, 2 and 3
+// its replacement. `again`: at the first output of this item the worker begins the item again, once, and does
+// not die.
 void work(Scene& scene, User& reader, User& writer, const Kind& kind, const Outputs& outputs,
           int again = -1) {
     for (;;) {
-        if (reader.reader.in_hand) must(writer.done_with(reader.reader.number) == Step::Done, "done");
+        if (reader.reader.leases) must(writer.done_with(reader.reader.number) == Step::Done, "done");
         uint64_t value = 0;
         Step step = reader.get(value, Deadline{0});
         if (step == Step::Drained) return;
@@ -206,8 +207,9 @@ Scenario working(const char* name, Kind kind, Outputs outputs, int again = -1) {
     s.take_over = [](Scene& scene) {
         std::vector<uint64_t> items;
         locked(*scene.in, [&](Wakes&) {
-            for (Slot* slot : scene.in->in_hand(scene.users[0].session)) items.push_back(slot->number);
-            for (uint64_t number : scene.in->to_try_again(scene.users[0].session)) items.push_back(number);
+            for (Slot* slot : scene.in->leased_slots(scene.users[0].session)) items.push_back(slot->number);
+            for (uint64_t number : scene.in->reserved_numbers(scene.users[0].session))
+                items.push_back(number);
         });
         retire(scene.users[1], items);
         scene.users[0].leave(false);
@@ -226,19 +228,20 @@ Scenario working(const char* name, Kind kind, Outputs outputs, int again = -1) {
     return s;
 }
 
-// As a supervisor does for a reader that died; it may itself have died in the middle, so this may come twice.
-void hand_on(User& from, User& to, bool all = false) {
+// Act like a supervisor after a reader's death. The supervisor may die in the middle, so this may run twice.
+void reserve_for(User& from, User& to, bool all = false) {
     locked(from.ring, [&](Wakes& wakes) {
         if (from.ring.session(from.session).role != Session::READER) return;
-        from.ring.hand_on(from.session, to.session, all);
+        from.ring.reserve_for(from.session, to.session, all);
         from.ring.end_session(from.session, false, wakes);
     });
 }
 
-// A reader has died in the user's code with items 1 and 2 in hand. Its successor alone gets them, in their
-// order, and nobody waits for that. users: 0 the dead one, 1 and 2 its successors, 3 another reader. `tried`:
-// the first successor is at it, and dies too, in our code, so only what it has not begun with is still its
-// successor's alone. `all`: it died in our code, and all that it had in hand is its successor's.
+// A reader has died in user code with items 1 and 2 on lease. Only its replacement gets them, in their order,
+// and no other reader waits for them. users: 0 the dead one, 1 and 2 its replacements, 3 another reader.
+// `tried`: the first replacement works on one and dies too, outside user code, so only its untouched items
+// stay reserved for its replacement. `all`: the reader died outside user code, and all its leased items are
+// reserved.
 Scenario handing_on(const char* name, bool tried, bool all = false) {
     Scenario s{name};
     s.twice = !tried;
@@ -254,29 +257,29 @@ Scenario handing_on(const char* name, bool tried, bool all = false) {
         for (bool more : {false, true})
             must(scene.users[0].get(value, Deadline{0}, more) == Step::Done, "get");
         scene.in->session(scene.users[0].session).at = all ? Session::OURS : Session::USERS;
-        if (tried) hand_on(scene.users[0], scene.users[1]);
+        if (tried) reserve_for(scene.users[0], scene.users[1]);
     };
     s.act = [=](Scene& scene) {
-        if (!tried) return hand_on(scene.users[0], scene.users[1], all);
+        if (!tried) return reserve_for(scene.users[0], scene.users[1], all);
         adopt(scene.users[1]);
         uint64_t value = 0;
-        must(scene.users[1].get(value, Deadline{0}) == Step::Done && value == 1, "the first suspect");
+        must(scene.users[1].get(value, Deadline{0}) == Step::Done && value == 1, "get of the first suspect");
     };
     s.take_over = [=](Scene& scene) {
         if (tried)
-            hand_on(scene.users[1], scene.users[2]);
+            reserve_for(scene.users[1], scene.users[2]);
         else
-            hand_on(scene.users[0], scene.users[1], all);
+            reserve_for(scene.users[0], scene.users[1], all);
     };
     s.finish = [=](Scene& scene) {
         User &successor = scene.users[tried ? 2 : 1], &other = scene.users[3];
         if (tried && scene.in->session(scene.users[1].session).role == Session::READER)
-            hand_on(scene.users[1], scene.users[2]);
+            reserve_for(scene.users[1], scene.users[2]);
         Values values;
         uint64_t value = 0;
         if (all) {
             must(other.get(value, Deadline{0}) == Step::Done && value == 3,
-                 "another got what is not its own");
+                 "another reader got a reserved item");
             values.push_back(value);
         }
         while (successor.get(value, Deadline{0}) == Step::Done) values.push_back(value);
@@ -304,16 +307,16 @@ std::vector<Scenario> stage_scenarios() {
         writing("put single, parked", map, one, {}, {2, 3}, {0, 1}),
         writing("put single, at its turn", map, one, {1, 3}, {0, 2}, {}),
         writing("put unordered", loose, some, {1}, {0, 2, 3}, {4, 5}),
-        closing("close over what is parked", flat),
-        closing("close over large ones", large),
+        closing("close with parked outputs", flat),
+        closing("close with large parked outputs", large),
         retiring("retire a writer", flat),
         retiring("retire a writer, unordered", loose),
-        resuming("begin an item with what a dead writer has put", flat),
-        resuming("the same with large outputs", large),
-        resuming("the same unordered", loose),
-        handing_on("hand a suspect on", false),
+        resuming("begin an item of a dead writer", flat),
+        resuming("begin an item of a dead writer, large outputs", large),
+        resuming("begin an item of a dead writer, unordered", loose),
+        handing_on("reserve a suspect", false),
         handing_on("take a suspect", true),
-        handing_on("hand all on", false, true),
+        handing_on("reserve all items", false, true),
         working("a worker of map", map, {{1}, {2}}),
         working("a worker of flat_map", flat, few),
         working("a worker of flat_map, large outputs", large, few),

@@ -1,5 +1,4 @@
-// The fault walk over views: blocks that are read where they lie, and go on being looked at wherever their
-// slot goes.
+// The fault walk over views: blocks that are read in place, and stay in view wherever their slot goes.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -22,22 +21,22 @@ User viewer(Ring& ring, Session::Role role) {
     return user;
 }
 void get(User& user, uint64_t expected, bool more = false) {
-    const size_t before = user.sights.size();
+    const size_t before = user.held_views.size();
     uint64_t value = 0;
     must(user.get(value, Deadline{0}, more) == Step::Done && value == expected, "get");
-    must(user.sights.size() == before + 1, "it was copied, not viewed");
+    must(user.held_views.size() == before + 1, "it was copied, not viewed");
 }
 void get_more(User& user, uint64_t expected) { get(user, expected, true); }
 void acknowledge(User& user) {
     locked(user.ring, [&](Wakes& wakes) { user.ring.acknowledge(user.reader, wakes); });
 }
 void verify_all(const User& user) {
-    for (const Sight& sight : user.sights) sight.verify();
+    for (const HeldView& sight : user.held_views) sight.verify();
 }
-// Nobody looks at anything any more.
+// Check that no views are left.
 void nothing_seen(Scene& scene) {
     Header& h = scene.in->header();
-    must(h.viewed_bytes == 0, "bytes count as viewed by nobody");
+    must(h.viewed_bytes == 0, "bytes count as viewed without a viewer");
     for (const Session& s : h.sessions()) must(s.views == 0 && s.role != Session::HOLDER, "a view is left");
 }
 void nothing_left(Scene& scene) {
@@ -45,7 +44,7 @@ void nothing_left(Scene& scene) {
     must(scene.in->header().slots_used == 0, "a slot is left");
 }
 
-// What is left of `all` when `least` to `most` of them have gone.
+// Return the possible rests of `all` after `least` to `most` of them have gone.
 Lists gone(const Values& all, int least, int most) {
     Lists lists;
     for (int n = std::min<int>(least, int(all.size())); n <= std::min<int>(most, int(all.size())); ++n)
@@ -53,12 +52,12 @@ Lists gone(const Values& all, int least, int most) {
     return lists;
 }
 
-// Nothing to look at is left over, whenever the one who looks dies.
+// No view is left over, whenever the viewer dies.
 Scenario viewing(const char* name, Values all) {
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
         fill(*scene.in, all);
-        scene.users.push_back(open(*scene.in, Session::READER));  // one is there all the time
+        scene.users.push_back(open(*scene.in, Session::READER));  // one reader exists all the time
     };
     s.look = [](Scene& scene, int) {
         nothing_seen(scene);
@@ -69,7 +68,7 @@ Scenario viewing(const char* name, Values all) {
     return s;
 }
 
-// A plain user's: what it takes is HELD at once.
+// A plain user: a viewed item is HELD at once.
 Scenario taking() {
     const Values all{1, 2, 3, 4};
     Scenario s = viewing("take a view", all);
@@ -79,21 +78,21 @@ Scenario taking() {
         for (uint64_t value : {1, 2, 3}) {
             get(user, value);
             scene.did();
-            if (value == 2) user.let_go();
+            if (value == 2) user.drop_view();
         }
         verify_all(user);
-        user.let_go();
-        user.let_go();
+        user.drop_view();
+        user.drop_view();
         user.leave(true);
     };
     s.allowed = [=](int done) { return gone(all, done, std::min(done + 1, 3)); };
     return s;
 }
 
-// What a plain user took to look at goes back to the front while it still looks; the next one makes a copy.
+// A viewed item of a plain user goes back to the front while it is still in view; the next user makes a copy.
 Scenario putting_back() {
     const Values all{1, 2, 3};
-    Scenario s = viewing("put back what is looked at", all);
+    Scenario s = viewing("put back a viewed item", all);
     s.twice = false;
     s.act = [](Scene& scene) {
         User user = viewer(*scene.in, Session::PLAIN);
@@ -101,7 +100,7 @@ Scenario putting_back() {
         locked(*scene.in, [&](Wakes& wakes) { scene.in->put_back(user.taken, nullptr, wakes); });
         scene.did();
         verify_all(user);
-        user.let_go();
+        user.drop_view();
         scene.did();
         user.leave(true);
     };
@@ -109,7 +108,7 @@ Scenario putting_back() {
     return s;
 }
 
-// A reader's. It lets go of one that it has acknowledged (HELD), then of one that it still has on lease.
+// A reader: it drops the view of an acknowledged item (HELD), then of one that it still leases.
 Scenario leasing() {
     const Values all{1, 2, 3};
     Scenario s = viewing("lease a view and acknowledge it", all);
@@ -125,11 +124,11 @@ Scenario leasing() {
         scene.did();
         get(user, 2);
         scene.did();
-        must(user.sights[0].slot->place() == SlotState::Held &&
-                 user.sights[1].slot->place() == SlotState::Leased,
+        must(user.held_views[0].slot->place() == SlotState::Held &&
+                 user.held_views[1].slot->place() == SlotState::Leased,
              "places");
-        user.let_go();
-        user.let_go();
+        user.drop_view();
+        user.drop_view();
         acknowledge(user);
         scene.did();
     };
@@ -138,10 +137,10 @@ Scenario leasing() {
     return s;
 }
 
-// A reader leaves, and lets go of what it has given back: INSIDE again, with its name on it.
+// A reader leaves, and drops the views of items that it has given back: INSIDE again, with it as the viewer.
 Scenario given_back() {
     const Values all{1, 2, 3};
-    Scenario s = viewing("give back what is viewed, then let go", all);
+    Scenario s = viewing("give back viewed items, then drop the views", all);
     s.twice = false;
     s.act = [](Scene& scene) {
         User user = viewer(*scene.in, Session::READER);
@@ -150,19 +149,19 @@ Scenario given_back() {
         user.leave(false);
         scene.did();
         must(scene.in->session(user.session).role == Session::HOLDER, "it holds nothing");
-        must(user.sights[0].slot->place() == SlotState::Inside, "not given back");
-        user.let_go();
+        must(user.held_views[0].slot->place() == SlotState::Inside, "not given back");
+        user.drop_view();
         verify_all(user);
-        user.let_go();
+        user.drop_view();
     };
     s.allowed = [=](int) { return Lists{all}; };
     return s;
 }
 
-// A session ends that has views HELD and LEASED, and lives on until the last one of them is gone.
+// A session with HELD and LEASED views ends, and stays until the last of them is gone.
 Scenario holding() {
     const Values all{1, 2, 3};
-    Scenario s = viewing("end a session that still looks", all);
+    Scenario s = viewing("end a session with views", all);
     s.act = [](Scene& scene) {
         User user = viewer(*scene.in, Session::READER);
         get(user, 1);
@@ -173,10 +172,10 @@ Scenario holding() {
         scene.did();
         must(scene.in->session(user.session).role == Session::HOLDER, "it holds nothing");
         verify_all(user);
-        user.let_go();
-        must(scene.in->session(user.session).role == Session::HOLDER, "it is gone before its last view");
-        user.let_go();
-        must(scene.in->session(user.session).role == Session::NONE, "it is still there");
+        user.drop_view();
+        must(scene.in->session(user.session).role == Session::HOLDER, "it ended before its last view");
+        user.drop_view();
+        must(scene.in->session(user.session).role == Session::NONE, "it still exists");
     };
     s.allowed = [=](int done) { return gone(all, done == 3 ? 2 : std::max(0, done - 1), std::min(done, 2)); };
     return s;
@@ -184,7 +183,7 @@ Scenario holding() {
 
 Scenario holding_plain() {
     const Values all{1, 2, 3};
-    Scenario s = viewing("end a plain session that still looks", all);
+    Scenario s = viewing("end a plain session with views", all);
     s.act = [](Scene& scene) {
         User user = viewer(*scene.in, Session::PLAIN);
         get(user, 1);
@@ -193,15 +192,15 @@ Scenario holding_plain() {
         scene.did();
         user.leave(true);
         verify_all(user);
-        user.let_go();
-        user.let_go();
+        user.drop_view();
+        user.drop_view();
     };
     s.allowed = [=](int done) { return gone(all, done, std::min(done + 1, 2)); };
     return s;
 }
 
-// A process has died that looked at slots in every place and had memory on loan; the one that cleans up after
-// it dies too.
+// A process has died that viewed slots in every place and had memory on loan. The one that cleans up after it
+// dies too.
 Scenario died(const char* name, bool supervised) {
     const Values all{1, 2, 3, 4, 5};
     Scenario s = viewing(name, all);
@@ -221,9 +220,9 @@ Scenario died(const char* name, bool supervised) {
             get(plain, 1);   // Held
             get(leaver, 2);  // Inside again
             leaver.leave(false);
-            must(leaver.sights[0].slot->place() == SlotState::Inside, "not inside");
+            must(leaver.held_views[0].slot->place() == SlotState::Inside, "not inside");
             uint64_t value;  // copied, Leased
-            must(reader.get(value, Deadline{0}) == Step::Done && value == 2 && reader.sights.empty(),
+            must(reader.get(value, Deadline{0}) == Step::Done && value == 2 && reader.held_views.empty(),
                  "not copied");
             get_more(reader, 3);  // Leased
             must(plain.loan(77, SEEN, Deadline{0}) == Step::Done, "loan");
@@ -231,7 +230,7 @@ Scenario died(const char* name, bool supervised) {
         }
         int status;
         must(waitpid(child, &status, 0) == child && status == 0, "the child that dies");
-        must(scene.in->header().viewed_bytes == 3 * SEEN, "it viewed less");
+        must(scene.in->header().viewed_bytes == 3 * SEEN, "it has too few views");
     };
     s.act = [=](Scene& scene) { supervised ? scene.users[1].leave(false) : find_dead(*scene.in); };
     s.take_over = [=](Scene& scene) {
@@ -246,8 +245,8 @@ Scenario died(const char* name, bool supervised) {
     return s;
 }
 
-// One has given back what it still looks at, and others take it. They copy it, and what they are done with
-// becomes HELD for the first one, who still reads it afterwards.
+// A reader has given items back that it still views, and others take them. They copy them. Items that they
+// have finished become HELD for the first reader, which still reads them afterwards.
 Scenario second_reader(const char* name, Session::Role role) {
     const Values all{1, 2, 3, 4};
     Scenario s{name};
@@ -276,28 +275,28 @@ Scenario second_reader(const char* name, Session::Role role) {
         return gone(all, done == 4 ? 3 : std::max(0, done - 1), std::min(done, 3));
     };
     s.look = [](Scene& scene, int) {
-        must(scene.in->header().viewed_bytes == 2 * SEEN, "what the first one looks at");
+        must(scene.in->header().viewed_bytes == 2 * SEEN, "the views of the first reader");
         verify_all(scene.users[0]);
         scene.users[1].leave(true);
     };
     s.last = [](Scene& scene) {
         User& first = scene.users[0];
-        for (const Sight& sight : first.sights)
+        for (const HeldView& sight : first.held_views)
             must(sight.slot->place() == SlotState::Held && sight.slot->viewer() == first.session,
-                 "it is not its viewer any more");
-        first.let_go();
+                 "it is no longer its viewer");
+        first.drop_view();
         verify_all(first);
-        first.let_go();
+        first.drop_view();
         nothing_left(scene);
     };
     return s;
 }
 
-// The first one lets go while the second one makes its copy: the block must stay as it is until the copy is
-// made.
+// The first reader drops its view while the second one copies: the block must stay unchanged until the copy
+// is made.
 Scenario copying() {
     const Values all{1, 2};
-    Scenario s = viewing("let go of what another one copies", all);
+    Scenario s = viewing("drop a view while another user copies", all);
     s.twice = false;
     s.act = [](Scene& scene) {
         Ring& ring = *scene.in;
@@ -311,11 +310,11 @@ Scenario copying() {
              "take");
         must(second.taken.held && !second.taken.viewed, "an item has two viewers");
         scene.did();
-        first.let_go();
+        first.drop_view();
         must(second.put(Message(11, SEEN, BUFFERS), Deadline{0}) == Step::Done, "put");
         scene.did();
         must(Message::value_of(second.taken.at, second.taken.size) == 1,
-             "it was written over while it was copied");
+             "it was overwritten during the copy");
         second.finish_copy();
         second.leave(true);
     };
@@ -328,11 +327,11 @@ Scenario copying() {
     return s;
 }
 
-// A port moves to another process, and what its former one looks at stays as it is, whatever becomes of the
-// new one.
+// A port moves to another process. The views of the former process stay valid, whatever happens to the new
+// one.
 Scenario moving() {
     const Values all{1, 2, 3};
-    Scenario s{"adopt a port whose former owner looks"};
+    Scenario s{"adopt a port whose former owner has views"};
     s.prepare = [=](Scene& scene) {
         fill(*scene.in, all);
         scene.users.push_back(viewer(*scene.in, Session::READER));
@@ -344,7 +343,7 @@ Scenario moving() {
     s.act = [](Scene& scene) {
         User user(*scene.in, scene.users[0].session, Session::READER);
         locked(*scene.in, [&](Wakes&) { scene.in->adopt(user.session); });
-        must(scene.in->session(user.session).views == 0, "it has taken over the views");
+        must(scene.in->session(user.session).views == 0, "it has the views of the former owner");
         user.reader = scene.users[0].reader;
         user.keeps = true;
         get(user, 3);
@@ -355,14 +354,14 @@ Scenario moving() {
     s.take_over = [](Scene& scene) { scene.users[0].leave(false); };
     s.allowed = [](int done) { return done ? done == 2 ? Lists{{}} : Lists{{3}, {}} : Lists{{2, 3}, {3}}; };
     s.look = [](Scene& scene, int) {
-        must(scene.in->header().viewed_bytes == 2 * SEEN, "what the former owner looks at");
+        must(scene.in->header().viewed_bytes == 2 * SEEN, "the views of the former owner");
         verify_all(scene.users[0]);
         scene.users[1].leave(true);
     };
     s.last = [](Scene& scene) {
         verify_all(scene.users[0]);
-        scene.users[0].let_go();
-        scene.users[0].let_go();
+        scene.users[0].drop_view();
+        scene.users[0].drop_view();
         nothing_left(scene);
     };
     return s;
@@ -378,10 +377,10 @@ std::vector<Scenario> view_scenarios() {
         given_back(),
         holding(),
         holding_plain(),
-        died("sweep up after one who looked", false),
-        died("end the session of one who looked", true),
-        second_reader("take what another one looks at", Session::PLAIN),
-        second_reader("lease what another one looks at", Session::READER),
+        died("sweep up after a dead viewer", false),
+        died("end the session of a dead viewer", true),
+        second_reader("take an item that another reader views", Session::PLAIN),
+        second_reader("lease an item that another reader views", Session::READER),
         copying(),
         moving(),
     };

@@ -1,4 +1,4 @@
-"""Of some ways to do an operation the quickest one is found, also when that changes."""
+"""Check that the tuner finds the quickest of several plans, also when the quickest one changes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ HALF = 20_000
 
 
 def shares(before: tuple[int, ...], after: tuple[int, ...]) -> list[list[float]]:
-    """Of each way in both halves of a trial. ``before`` and ``after``: how long each takes then, in ns."""
-    ended = run(program("plain/trial"), *map(str, (HALF, len(before), *before, *after)))
+    """Return the share of each plan in both halves of a run. ``before`` and ``after``: ns that each plan
+    takes there."""
+    ended = run(program("plain/tuner"), *map(str, (HALF, len(before), *before, *after)))
     assert ended.returncode == 0, ended.stderr
     counts = [int(count) / HALF for count in ended.stdout.split()]
     return [counts[: len(before)], counts[len(before) :]]
@@ -30,19 +31,17 @@ def shares(before: tuple[int, ...], after: tuple[int, ...]) -> list[list[float]]
         ((100, 101, 102), (102, 101, 100)),
     ],
 )
-def test_nearly_all_operations_are_done_in_the_quickest_way(
-    before: tuple[int, ...], after: tuple[int, ...]
-) -> None:
+def test_nearly_all_operations_use_the_quickest_plan(before: tuple[int, ...], after: tuple[int, ...]) -> None:
     for times, found in zip((before, after), shares(before, after), strict=True):
         assert found[times.index(min(times))] > 0.85
 
 
-def test_all_ways_are_tried_however_clear_it_is() -> None:
+def test_every_plan_is_tried_however_clear_the_result() -> None:
     for found in shares((1, 10**6, 10**6), (1, 10**6, 10**6)):
         assert all(0 < share < 0.01 for share in found[1:])
 
 
-def test_all_ways_are_tried_at_once_when_the_quickest_one_becomes_slow() -> None:
-    """Long before their time has come."""
+def test_every_plan_is_tried_when_the_quickest_becomes_slow() -> None:
+    """Long before their regular try."""
     _, after = shares((100, 500, 500, 500), (400, 500, 100, 500))
     assert after[2] > 0.99

@@ -1,5 +1,5 @@
-// Pace on two processes that take a ring from each other, on a clock of its own: an operation takes the
-// ring as soon as it can, then its process does something else for so many ns. Prints how many runs the
+// Turn-taking of two processes that take a ring from each other, on a simulated clock. An operation takes the
+// ring as soon as it can, then its process works elsewhere for the given time in ns. Prints how many runs the
 // operations made, and how many rests there were.
 #include <cstdio>
 #include <cstdlib>
@@ -12,7 +12,7 @@ using flowchan::Pace;
 
 struct Side {
     Pace pace;
-    int64_t elsewhere;            // what it does between two operations
+    int64_t elsewhere;            // time between two operations
     int64_t free_at = 1'000'000;  // when it wants the ring next
     bool rested = false;
     int64_t rests = 0;
@@ -23,7 +23,8 @@ struct Side {
 int main(int argc, char** argv) {
     if (argc != 4) return 2;
     constexpr int64_t NS = 3, AT_HOME = 50 * NS,
-                      AWAY = 600 * NS;  // an operation whose lines are here, or must come
+                      // cost of an operation whose lines are in the own cache or in the other's
+        AWAY = 600 * NS;
     const uint64_t operations = std::strtoull(argv[3], nullptr, 10);
     Side sides[2];
     sides[0].elsewhere = std::atoll(argv[1]) * NS;

@@ -1,5 +1,5 @@
-// The fault walk over parcels: an item that exists has its descriptors in the ring's socket, whoever dies
-// when.
+// The fault walk over fd bundles: an item that exists has its descriptors in the ring's socket, whichever
+// process dies.
 #include <sys/socket.h>
 
 #include "walk.hpp"
@@ -10,12 +10,12 @@ namespace {
 
 constexpr uint64_t SMALL = 300, LARGE = 6000;
 
-// A message whose second word is the id of its parcel, as in codec.cpp's payloads.
+// Fill a frame whose second word is the id of its fd bundle, as in codec.cpp's payloads.
 void fill(const Message& message, Frame& frame, int fd) {
     message.fill(frame);
-    frame.kind = PARCEL;
+    frame.kind = BUNDLE;
     frame.descriptors = {fd};
-    memcpy(&frame.parcel, message.bytes.data() + 8, 8);
+    memcpy(&frame.bundle, message.bytes.data() + 8, 8);
 }
 
 void put(User& user, uint64_t value, uint64_t size) {
@@ -43,33 +43,33 @@ uint64_t id_of(const char* payload) {
 }
 void must_open(Ring& ring, const char* payload) {
     std::vector<int> descriptors;
-    must(ring.open_parcel(id_of(payload), descriptors) == 0 && descriptors.size() == 1,
-         "an item has lost its parcel");
-    must(close(descriptors[0]) == 0, "its parcel holds no descriptor");
+    must(ring.open_bundle(id_of(payload), descriptors) == 0 && descriptors.size() == 1,
+         "an item has lost its fd bundle");
+    must(close(descriptors[0]) == 0, "its fd bundle has no descriptor");
 }
 
-// What is inside has its parcels; what is no more has none once somebody has looked.
-void parcels_are_right(Scene& scene) {
+// Check that items inside have their bundles. Bundles without an item disappear at the next look.
+void bundles_are_right(Scene& scene) {
     Ring& ring = *scene.in;
     locked(ring, [&](Wakes&) {
         Header& h = ring.header();
         for (uint64_t p = h.head; p;) {
             Slot* slot = ring.slot_at(p);
-            if (slot->kind == PARCEL) must_open(ring, ring.payload_of(slot));
+            if (slot->kind == BUNDLE) must_open(ring, ring.payload_of(slot));
             p = slot->next;
         }
     });
 }
 void none_is_left(Scene& scene) {
     Ring& ring = *scene.in;
-    locked(ring, [&](Wakes&) { ring.drop_parcels(); });
+    locked(ring, [&](Wakes&) { ring.drop_bundles(); });
     char label[16];
     must(recv(ring.socket(), label, sizeof label, MSG_PEEK | MSG_DONTWAIT) < 0 && errno == EAGAIN,
-         "a parcel is left");
+         "an fd bundle is left");
 }
 
 Scenario sending() {
-    Scenario s{"put parcels"};
+    Scenario s{"put fd bundles"};
     s.prepare = [](Scene& scene) {
         User user = open(*scene.in, Session::PLAIN);
         put(user, 1, SMALL);
@@ -88,15 +88,15 @@ Scenario sending() {
         if (done < 3) lists.push_back(Values(all.begin(), all.begin() + 2 + done));
         return lists;
     };
-    s.look = [](Scene& scene, int) { parcels_are_right(scene); };
+    s.look = [](Scene& scene, int) { bundles_are_right(scene); };
     s.last = none_is_left;
     return s;
 }
 
-// A worker that opens what it got, and drops what is finished.
+// A worker opens its received descriptors, and drops the finished bundles.
 Scenario receiving() {
     const Values all{1, 2, 3};
-    Scenario s{"receive parcels"};
+    Scenario s{"receive fd bundles"};
     s.prepare = [=](Scene& scene) {
         User user = open(*scene.in, Session::PLAIN);
         for (uint64_t value : all) put(user, value, value == 2 ? LARGE : SMALL);
@@ -116,7 +116,7 @@ Scenario receiving() {
             });
             locked(ring, [&](Wakes&) {
                 must_open(ring, user.taken.at);
-                ring.drop_parcels();
+                ring.drop_bundles();
             });
             scene.did();
         }
@@ -128,7 +128,7 @@ Scenario receiving() {
         return lists;
     };
     s.look = [](Scene& scene, int) {
-        parcels_are_right(scene);
+        bundles_are_right(scene);
         scene.users[1].leave(true);
     };
     s.last = none_is_left;
@@ -137,6 +137,6 @@ Scenario receiving() {
 
 }  // namespace
 
-std::vector<Scenario> parcel_scenarios() { return {sending(), receiving()}; }
+std::vector<Scenario> bundle_scenarios() { return {sending(), receiving()}; }
 
 }  // namespace testing

@@ -1,26 +1,26 @@
-// The line in which threads of this process wait at one side of a `threads` channel.
+// The wait list of threads of this process at one side of a `threads` channel.
 //
-// Algorithm. Each waiting thread has a node with a futex word of its own, on its stack. Nodes are asleep,
-// oldest first, or woken and on their way. A chance wakes the oldest sleeper and nobody else, so that a
-// thousand that wait cost a wake-up what one costs. While one is on its way no other is woken: whoever does
-// an operation and leaves a chance for one more calls again (LocalQueue::try_put, try_take), and so does
-// whoever was woken and does not use it. So k chances wake k waiters, each by the one before; and where a
-// running thread takes all k chances before anybody else gets the GIL, one was woken in vain and not k. One
-// that was woken in vain goes back to the head of the line. Newcomers may overtake (see waiting.hpp), until
-// somebody has been woken twice in vain for PATIENCE_NS and is `starving`: then they stand back, as long as
-// that one could go on.
+// Algorithm. Each waiting thread has a node on its stack with its own futex word. Nodes are asleep, oldest
+// first, or woken and on their way. An opportunity wakes only the oldest sleeper, so a thousand waiters cost
+// one wake-up, like a single one. While a waiter is on its way, no other is woken. Two callers wake the next
+// one: an operation that leaves another opportunity (LocalQueue::try_put, try_take), and a woken waiter that
+// does not use its own. So k opportunities wake k waiters, each by the one before. Where a running thread
+// takes all k before another gets the GIL, one waiter was woken in vain and not k. A waiter woken in vain
+// goes back to the head of the list. Newcomers may overtake (see waiting.hpp) until a waiter has been woken
+// in vain twice in PATIENCE_NS and is `starving`. Then newcomers stand back as long as that waiter could
+// continue.
 //
-// The workers of a stage are exchangeable, and of them the last to come goes to the head of the line: its
-// stack and what its function uses are still in the caches. Of 300 that find work for two, the same few do
-// it, and the others sleep.
+// The workers of a stage are exchangeable. The last of them to arrive goes to the head of the list, because
+// its stack and its function's data are still in the caches. So if 300 workers find work for two, the same
+// few do it, and the others sleep.
 //
-// Writers of an ordered stage have turns and stand in an order of their own, by the numbers of their items:
-// of them whoever comes first may go on first, and to wake any other would be in vain. Behind them stand
-// workers that have no output yet (ANY_TURN): who finds CROWD others with outputs that have no place takes no
-// item before there is one again. So of many workers of a cheap function a few do the work, and the others
-// sleep, where each would be woken for each of its items.
+// Writers of an ordered stage have turns and are sorted by the numbers of their items. The first of them may
+// continue first, and waking any other would be in vain. Workers without an output come last (ANY_TURN). A
+// worker that finds CROWD others with outputs that have no place waits for a place before it takes an item.
+// So a few of many workers of a cheap function do the work. The others sleep instead of waking for each of
+// their items.
 //
-// Everything here is done under the queue's lock. Threads do not die in it, so nothing needs to be repaired.
+// Everything here runs under the queue's lock. A thread does not die in it, so no repair is needed.
 #pragma once
 
 #include <map>
@@ -40,10 +40,10 @@ struct Node {
     Node *before = nullptr, *after = nullptr;
     Caller caller{};
     bool selecting = false;
-    bool for_turn = false;  // it waits for the order, and not for a place
+    bool for_turn = false;  // it waits for its turn and not for a place
 };
 
-class Line {
+class WaitList {
   public:
     void enter(Node& node, const Caller& caller, bool selecting, bool again, bool for_turn = false) {
         const int64_t now = now_ns();
@@ -60,7 +60,7 @@ class Line {
         node.seen = node.word.load(std::memory_order_relaxed);
         sleep(node, again || caller.exchangeable);
     }
-    // Whether it had been woken.
+    // Remove a node. Return whether it had been woken.
     bool leave(Node& node) {
         const bool called = node.state == Node::WOKEN;
         if (called)
@@ -78,7 +78,7 @@ class Line {
         return called;
     }
 
-    // There is a chance for one who has no turn.
+    // Wake the first waiter without a turn.
     void call(Wakes& wakes) {
         if (woken_without_) return;
         if (starving && starving->state == Node::ASLEEP)
@@ -86,18 +86,18 @@ class Line {
         else if (first_)
             wake(*first_, wakes);
     }
-    // There is one for whoever of those with turns has the lowest number, if `may(number)` says so.
+    // Wake the waiter with the lowest number, if `may(number)` holds.
     template <class May>
-    void call_turn(May may, Wakes& wakes) {
+    void wake_turn(May may, Wakes& wakes) {
         if (!woken_with_turn_ && !turns_.empty() && may(turns_.begin()->first))
             wake(*turns_.begin()->second, wakes);
     }
-    // Whether it sleeps and somebody's turn comes before its own.
+    // Return whether another waiter's turn comes before that of this sleeping node.
     bool is_behind(const Node& node) const {
         return node.caller.ordered && turns_.begin()->first < node.caller.number;
     }
-    // Those who wait through this port.
-    void call_port(const void* port, Wakes& wakes) {
+    // Wake all threads that wait through this port.
+    void wake_port(const void* port, Wakes& wakes) {
         for (Node *node = first_, *next; node; node = next) {
             next = node->after;
             if (node->caller.port == port) wake(*node, wakes);
@@ -119,18 +119,18 @@ class Line {
     int64_t total_wait_ns() const { return waited_ns_ + int64_t(waiting) * now_ns(); }
 
     uint32_t waiting = 0;
-    WaitClock turns;           // of those who wait for their turn and not for a place
-    Node* starving = nullptr;  // newcomers must not overtake it while it could go on
+    WaitClock turns;           // of the waiters for their turn, not for a place
+    Node* starving = nullptr;  // newcomers must not overtake it while it could continue
 
   private:
     static bool has_turn(const Node& node) { return node.caller.ordered && node.caller.number != ANY_TURN; }
     uint32_t& woken_(const Node& node) { return node.caller.ordered ? woken_with_turn_ : woken_without_; }
 
-    // `first`: at the head of the line.
+    // `first`: at the head of the list.
     void sleep(Node& node, bool first) {
         node.state = Node::ASLEEP;
         if (node.caller.ordered) {
-            // before those of the same number: of ANY_TURN the last to come, which is the warmest
+            // before those of the same number: with ANY_TURN, the last to arrive has the warmest caches
             turns_.emplace_hint(turns_.lower_bound(node.caller.number), node.caller.number, &node);
             return;
         }
@@ -161,9 +161,9 @@ class Line {
     Node *first_ = nullptr, *last_ = nullptr;  // asleep, without turns
     std::multimap<uint64_t, Node*> turns_;     // asleep, by the numbers of their items
     uint32_t woken_without_ = 0, woken_with_turn_ = 0, selecting_ = 0;
-    uint32_t with_turn_ = 0;  // waiting with an output, woken ones too
+    uint32_t with_turn_ = 0;  // waiting with an output, including woken ones
     int64_t waited_ns_ = 0;   // total time waited: minus the start of each wait, plus its end
-    int64_t since_ns_ = 0;    // when somebody began to wait here, with somebody waiting ever since
+    int64_t since_ns_ = 0;    // since when there has always been a waiter
 };
 
 }  // namespace flowchan

@@ -1,6 +1,6 @@
-// A trial of some ways. Arguments: how many operations a half has, how many ways there are, the ns that each takes in
-// the first half, and those in the second half. Prints how many of each half were done in each way. How long one took
-// is known when the next one is done.
+// The tuner over several plans with given times. Arguments: the number of operations in each half, the number
+// of plans, the ns of each plan in the first half, and those in the second half. Prints how many operations
+// of each half used each plan. The time of an operation is known when the next one is done.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
