@@ -79,7 +79,7 @@ class DriverListener:
                     while True:
                         self._let_in(*self._door.accept(0))
         finally:
-            for circle in self._circles.values():
+            for circle in list(self._circles.values()):
                 circle.close()
 
     def _obey(self) -> bool:

@@ -130,7 +130,7 @@ class ResultGathering:
 
     def leave_kept(self) -> None:
         """The program has caught the Ctrl-C that ended its loop, and goes on."""
-        for stage in self._kept:
+        for stage in list(self._kept):  # another thread's loop may be interrupted now
             self._end(stage)
         self._kept.clear()
 
@@ -195,7 +195,7 @@ class ResultGathering:
         """What was finished, of a run that has ended. Of a result that somebody iterated over only what was
         kept."""
         values = self._supervisor.results
-        for name, taken_in in self._taken_in.items():
+        for name, taken_in in list(self._taken_in.items()):
             taken_in.thread.join()
             if name in self._kept or (name not in self._iterated and taken_in.broken is None):
                 values.setdefault(name, list(taken_in.items))

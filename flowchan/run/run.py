@@ -76,7 +76,7 @@ class Run:
         if lasting is not None:  # the end of the pool's block waits for it, whoever holds it
             self._supervisor.unheard.append(self)
         self._supervisor.start()
-        _running.add(self._supervisor)
+        _running.add(weakref.ref(self._supervisor, _running.discard))
         before_exit(_end_runs, 100)
 
     # --- what goes in and comes out ---
@@ -492,16 +492,18 @@ def _channel_error(failure: Failure, plan: Plan) -> StageError:
     return error
 
 
-# Supervisors whose thread still lives, whether or not anybody kept the handle of the run. A forked child
-# inherits the set but not the runs.
-_running: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+# Supervisors whose thread still lives, whether or not the program kept the handle of the run. A forked child
+# inherits the set but not the runs. A plain set is copied in one step while other threads start runs, and a
+# WeakSet is not.
+_running: set[weakref.ref[Supervisor]] = set()
 
 
 def abort_unfinished() -> None:
     """The interpreter exits: nothing of a run may outlive it. May be called before, by what a run needs until
     its end."""
-    for supervisor in list(_running):
-        if supervisor.pid == os.getpid() and not supervisor.ended.is_set():
+    for reference in list(_running):
+        supervisor = reference()
+        if supervisor is not None and supervisor.pid == os.getpid() and not supervisor.ended.is_set():
             supervisor.ask(AbortAsked())
             supervisor.wait()
 

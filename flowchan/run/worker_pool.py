@@ -62,7 +62,7 @@ class WorkerPool(Runnable):
         self._pid = os.getpid()
         self._lasting = LastingProcesses(self._graph.name)
         self._leaving, self._stages = False, ()
-        _open.add(self)
+        _open.add(weakref.ref(self, _open.discard))
         before_exit(_close_all, 101)  # before runs are aborted
         return self
 
@@ -167,7 +167,7 @@ class WorkerPool(Runnable):
         try:
             with interrupts_deferred(), self._lock:
                 self._lasting = None
-                _open.discard(self)
+                _open.discard(weakref.ref(self))
                 if (supervisor := self._going_on()) is not None:  # Ctrl-C has come, for the last time
                     supervisor.ask(AbortAsked())
                     lasting.kill()
@@ -223,15 +223,17 @@ def _not_closed(id: WorkerId, raised: BaseException) -> StageError:
     return error
 
 
-# Pools whose block was not left yet.
-_open: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+# Pools whose block was not left yet. A plain set is copied in one step while other threads enter pools, and a
+# WeakSet is not.
+_open: set[weakref.ref[WorkerPool]] = set()
 
 
 @atexit.register
 def _close_all() -> None:
     """The interpreter exits: nothing of a pool may outlive it, and Python would wait for its processes."""
     interrupt: KeyboardInterrupt | None = None
-    for pool in [pool for pool in list(_open) if pool._pid == os.getpid()]:
+    pools = [pool for reference in list(_open) if (pool := reference()) is not None]
+    for pool in [pool for pool in pools if pool._pid == os.getpid()]:
         try:
             try:
                 if interrupt is None:

@@ -333,9 +333,8 @@ class LocalCrew:
 
     def glance(self) -> Glance:
         opened = any(not port.channel.closed for end in self.inputs.values() for port in ports_of_end(end))
-        unread = frozenset(
-            id for id in self._workers.keys() - self.threads.keys() if self._workers[id].gathers
-        )
+        threads = set(list(self.threads))  # in one step: other threads add to it
+        unread = frozenset(id for id in self._workers.keys() - threads if self._workers[id].gathers)
         return Glance(*_core._look_at(list(self.channels.values())), opened, unread)
 
     def may_move(self, alive: Iterable[WorkerId]) -> bool:
@@ -393,7 +392,7 @@ class LocalCrew:
     # --- more workers, and fewer ---
 
     def add(self, id: WorkerId) -> None:
-        for gone in [gone for gone in self._leaving & self.threads.keys() if not self._is_at_work(gone)]:
+        for gone in [gone for gone in self._leaving if gone in self.threads and not self._is_at_work(gone)]:
             self.forget(gone)
         worker = self.plan.worker(id)
         if worker.stage.workers == 1 and id.stage not in self._grown:
@@ -463,7 +462,7 @@ class LocalCrew:
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
         """Nobody waits any more, so who only needed another moment is given it."""
         deadline = time.monotonic() + decisions.GRACE
-        for id in sorted(abandoned & self.threads.keys(), key=str):
+        for id in sorted((id for id in abandoned if id in self.threads), key=str):
             self.threads[id].join(max(0.0, deadline - time.monotonic()))
             if not self.threads[id].is_alive():
                 continue
