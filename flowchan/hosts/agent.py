@@ -46,8 +46,8 @@ from flowchan.hosts.agent_messages import (
 from flowchan.hosts.code import lacking
 from flowchan.run.crew.recovery import take_up
 from flowchan.run.crew.worker_processes import WorkerProcesses
-from flowchan.run.policy.decisions import Terminate
-from flowchan.run.policy.events import CrossedOff, Failure, Gone, Started, WorkerId
+from flowchan.run.policy.actions import Terminate
+from flowchan.run.policy.events import Failure, Gone, RequestCancelled, Started, WorkerId
 from flowchan.run.policy.failures import Portable
 from flowchan.run.worker import logs
 from flowchan.run.worker.cancelled_requests import CancelledRequests, use_board
@@ -163,7 +163,7 @@ class Agent:
                 port.close()
         elif isinstance(command, Release):
             self._release(command.worker)
-        elif isinstance(command, CrossedOff):
+        elif isinstance(command, RequestCancelled):
             self._board.cross_off(command.question)
 
     def _start(self, start: Start) -> None:
@@ -235,7 +235,7 @@ class Agent:
         worker = self._workers.get(gone.worker)
         if worker is not None:
             with contextlib.suppress(Closed, Broken):
-                self._events.put(PeerEnded(gone.worker, self._processes.death(gone.worker, worker.ports)))
+                self._events.put(PeerEnded(gone.worker, self._processes.exit_of(gone.worker, worker.ports)))
 
     # --- the link ---
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flowchan.run.crew.recovery import Death
+from flowchan.run.crew.process_exit import ProcessExit
 from flowchan.run.policy import seeds
-from flowchan.run.policy.decisions import Terminate
-from flowchan.run.policy.events import CrossedOff, Event, WorkerId
+from flowchan.run.policy.actions import Terminate
+from flowchan.run.policy.events import Event, RequestCancelled, WorkerId
 from flowchan.run.worker.logs import Logged
 
 
@@ -92,7 +92,7 @@ class Leave:
     """The run is over: end, and every worker that is left."""
 
 
-Command = Start | Seated | Recover | Terminate | Close | Release | CrossedOff | Echo | AskWaits | Leave
+Command = Start | Seated | Recover | Terminate | Close | Release | RequestCancelled | Echo | AskWaits | Leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class PeerEnded:
     """The process of this worker has ended, after all that it told."""
 
     worker: WorkerId
-    death: Death
+    exit: ProcessExit
 
 
 @dataclass(frozen=True, slots=True)

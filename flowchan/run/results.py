@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from flowchan.channel.channel import Channel
+from flowchan.channel.channel import Channel, In
 from flowchan.declare.stream import Stream
 from flowchan.errors import Broken, Closed
-from flowchan.run.crew.local_crew import LocalCrew
+from flowchan.run.crew.local_part import LocalPart
+from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.policy.decisions import AbortAsked
 from flowchan.run.policy.events import Began, Ended, Event, Failure, WorkerId
-from flowchan.run.policy.plan import Plan
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.worker.requests import NOTHING
 
@@ -53,9 +53,9 @@ class Results(Mapping[Stream[Any], Any]):
 class ResultGathering:
     """Who takes the items of each result of one run, by the name of its stage."""
 
-    def __init__(self, plan: Plan, crew: LocalCrew, supervisor: Supervisor) -> None:
-        self._plan = plan
-        self._crew = crew
+    def __init__(self, ports: RunPorts, local: LocalPart, supervisor: Supervisor) -> None:
+        self._plan = plan = ports.plan
+        self._ports, self._local = ports, local
         self._supervisor = supervisor
         self._may_be_asked = {worker.id.stage for worker in plan.workers if worker.stage.asked}
         self._all = [worker.id for worker in plan.workers if worker.gathers]
@@ -87,9 +87,9 @@ class ResultGathering:
     def coming(self, stage: str) -> Any:
         """The same, with ``async for`` too, and with the answers to what was asked."""
         self.asked(stage)
-        self._supervisor.tell(Began(_worker(stage)))
+        self._supervisor.report(Began(_worker(stage)))
         taken_in = self._taken_in.get(stage)
-        return self._crew.port(_worker(stage)) if taken_in is None else taken_in.items
+        return self._ports.gathering_port(_worker(stage)) if taken_in is None else taken_in.items
 
     def _unasked(self, items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
@@ -136,14 +136,14 @@ class ResultGathering:
 
     def _break(self, stage: str) -> None:
         """Not as an early end: what the stages before it give besides would be taken for the whole."""
-        self._crew.port(_worker(stage)).channel.abort()
+        self._ports.gathering_port(_worker(stage)).channel.abort()
         self._end(stage)
 
     def _end(self, stage: str) -> None:
         self._iterated[stage] = None
-        self._crew.port(_worker(stage)).close()
+        self._ports.gathering_port(_worker(stage)).close()
         with contextlib.suppress(Closed):  # the run may be over
-            self._supervisor.tell(Ended(_worker(stage)))
+            self._supervisor.report(Ended(_worker(stage)))
 
     # --- taken by the run ---
 
@@ -158,7 +158,7 @@ class ResultGathering:
         def left() -> bool:
             return self._iterated.get(id.stage, 0) is None
 
-        self._taken_in[id.stage] = _TakenIn(self._crew, self._supervisor, id, left)
+        self._taken_in[id.stage] = _TakenIn(self._ports, self._local, self._supervisor, id, left)
 
     def take_in_the_rest(self) -> None:
         """What the calling thread, which was interrupted, iterated over comes into the results."""
@@ -182,7 +182,7 @@ class ResultGathering:
                     if waiting[0].stage in self._may_be_asked:
                         self._take_in(waiting[0])
                     else:
-                        self._crew.start_thread(waiting[0])
+                        self._local.start_thread(waiting[0])
                     del waiting[0]
         except BaseException:  # nobody will read these results, so the run would wait for ever
             self._supervisor.ask(AbortAsked())
@@ -216,20 +216,27 @@ class _TakenIn:
     ``left``: whether who iterated over it has left."""
 
     def __init__(
-        self, crew: LocalCrew, supervisor: Supervisor, id: WorkerId, left: Callable[[], bool]
+        self,
+        ports: RunPorts,
+        local: LocalPart,
+        supervisor: Supervisor,
+        id: WorkerId,
+        left: Callable[[], bool],
     ) -> None:
         self.items: Channel[Any] = Channel(10**15)
         self.broken: Broken | None = None  # the run broke off, and these are not all of them
-        name, arguments = f"flowchan {supervisor.plan.graph.name}/{id}", (crew, supervisor, id, left)
+        name, arguments = (
+            f"flowchan {ports.plan.graph.name}/{id}",
+            (ports.gathering_port(id), supervisor, id, left),
+        )
         self.thread = threading.Thread(target=self._pour, args=arguments, name=name, daemon=True)
         self.thread.start()
-        crew.count_thread(id, self.thread)
+        local.add_thread(id, self.thread)
 
-    def _pour(self, crew: LocalCrew, supervisor: Supervisor, id: WorkerId, left: Callable[[], bool]) -> None:
-        port = crew.port(id)
+    def _pour(self, port: In[Any], supervisor: Supervisor, id: WorkerId, left: Callable[[], bool]) -> None:
         last: Event = Ended(id)
         with contextlib.suppress(Closed):  # the run may be over
-            supervisor.tell(Began(id))
+            supervisor.report(Began(id))
         try:
             for item in port:
                 if (rest := supervisor.left_of(item)) is not NOTHING:
@@ -242,6 +249,6 @@ class _TakenIn:
                 last = Failure(id, error, None, os.getpid())
         finally:
             with contextlib.suppress(Closed):
-                supervisor.tell(last)  # first, or who iterates over the items may tell a clean end
+                supervisor.report(last)  # first, or who iterates over the items may tell a clean end
             self.items.close()
             port.close()

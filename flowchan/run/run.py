@@ -19,23 +19,23 @@ from flowchan import _core
 from flowchan.channel.channel import Out
 from flowchan.declare.operators import OPERATORS
 from flowchan.declare.stream import Input, Stream
-from flowchan.errors import Broken, Deadlock, Interrupted, RunError, StageError
+from flowchan.errors import Broken, Interrupted, RunError
 from flowchan.items.arguments import finite_seconds, refuses_misspelt, seconds, whole
 from flowchan.run.crew.at_exit import before_exit
-from flowchan.run.crew.main_guard import Unguarded
 from flowchan.run.crew.pool_processes import LastingProcesses
-from flowchan.run.crew.router import crew_of
+from flowchan.run.crew.router import CrewRouter
+from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.observe.feed import Subscription
 from flowchan.run.observe.measure import state_of
 from flowchan.run.observe.report import render
 from flowchan.run.policy.decisions import AbortAsked, StopAsked
-from flowchan.run.policy.events import Failure, WorkerId
+from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.explain import explain
-from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.plan import Plan
 from flowchan.run.policy.scaling import Scale
 from flowchan.run.policy.stats import RunState, RunStats
 from flowchan.run.results import ResultGathering, Results
+from flowchan.run.run_errors import failure_of_run
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.worker.item_timeout import say
 from flowchan.run.worker.requests import NOTHING, Requests, answering_ends
@@ -56,9 +56,10 @@ class Run:
     def __init__(self, plan: Plan, lasting: LastingProcesses | None = None) -> None:
         self._plan = plan
         self._lasting = lasting is not None
-        self._crew = crew_of(plan, lasting)
-        self._supervisor = Supervisor(plan, self._crew)
-        self._gathering = ResultGathering(plan, self._crew, self._supervisor)
+        self._ports = RunPorts(plan)
+        self._crew = CrewRouter(self._ports, lasting)
+        self._supervisor = Supervisor(plan, self._crew, self._ports)
+        self._gathering = ResultGathering(self._ports, self._crew.local, self._supervisor)
         interrupted = weakref.WeakMethod(self._interrupted)  # a run needs no garbage collector to go
         self._interrupts = InterruptWatch(lambda: method() if (method := interrupted()) is not None else None)
         self._in_block = False
@@ -67,10 +68,10 @@ class Run:
         take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         failure = weakref.WeakMethod(self._failure)
-        cross_off = weakref.WeakMethod(self._supervisor.cross_off)
+        cancel = weakref.WeakMethod(self._supervisor.cancel_request)
         self._asking = Requests(
             lambda: method() if (method := failure()) is not None else None,
-            lambda question: method(question) if (method := cross_off()) is not None else None,
+            lambda question: method(question) if (method := cancel()) is not None else None,
         )
         self._supervisor.asking = self._asking
         if lasting is not None:  # the end of the pool's block waits for it, whoever holds it
@@ -83,11 +84,11 @@ class Run:
 
     def __getitem__(self, stream: Input[T]) -> Out[T]:
         """The writing end of an input; to a reader with ``per_worker`` it takes pairs ``(worker, item)``."""
-        if not self._owns(stream) or stream.stage not in self._crew.inputs:
+        if not self._owns(stream) or stream.stage not in self._ports.inputs:
             raise KeyError(
                 f"{stream!r} is no input of this run; run[…] takes the stream that graph.input() returned"
             )
-        return cast(Out[T], self._crew.inputs[stream.stage])
+        return cast(Out[T], self._ports.inputs[stream.stage])
 
     def iter(self, stream: Stream[list[T]]) -> Iterator[T]:
         """The items of a ``collect`` stream, one by one as they come; leaving the loop early stops the stages
@@ -226,18 +227,7 @@ class Run:
 
     def _failure(self) -> Exception | None:
         """Why the run, which has ended, did not succeed."""
-        if self._supervisor.crashed is not None:
-            error = RuntimeError(f"flowchan failed to supervise graph {self._plan.graph.name!r}")
-            error.__cause__ = self._supervisor.crashed
-            return error
-        failures = self._supervisor.state.failures
-        for failure in failures:
-            if isinstance(failure.error, Unguarded):
-                return failure.error
-        if failures:
-            errors = [_stage_error(failure, self._plan) for failure in failures]
-            return RunError(f"graph {self._plan.graph.name!r} failed", errors)
-        return None
+        return failure_of_run(self._plan, self._supervisor.state.failures, self._supervisor.crashed)
 
     def stop(self) -> None:
         """Stops the sources and lets everything in flight finish. Returns at once."""
@@ -315,7 +305,7 @@ class Run:
                 if self._supervisor.state.phase == "running":
                     _say("stopping, what is in flight is being finished (Ctrl-C again to break off)")
                 self.stop()
-                for out in self._crew.inputs.values():
+                for out in self._ports.inputs.values():
                     out.close()
                 self._gathering.take_in_the_rest()
                 self._gathering.begin()
@@ -357,7 +347,7 @@ class Run:
     def _end_block(self) -> None:
         """A block is left in which the run was used: its own, or that of its pool."""
         self._gathering.leave_all(of_thread=threading.get_ident())
-        for out in self._crew.inputs.values():
+        for out in self._ports.inputs.values():
             out.close()
         self.wait()
 
@@ -450,46 +440,6 @@ class _Coming(AsyncIterator[Any]):
 
 def _say(text: str) -> None:
     print(f"flowchan: {text}", file=sys.stderr)
-
-
-def _stage_error(failure: Failure, plan: Plan) -> StageError:
-    if isinstance(failure.error, StageError) and failure.error.stage == failure.worker.stage:
-        return failure.error
-    if isinstance(failure.error, Deadlock):
-        error = StageError(
-            "nobody can ever move again", stage=failure.worker.stage, worker=str(failure.worker)
-        )
-        error.__cause__ = failure.error
-        return error
-    if failure.channel is not None:
-        return _channel_error(failure, plan)
-    item = f" on item {failure.item}" if failure.item is not None else ""
-    error = StageError(
-        f"stage {failure.worker.stage!r} failed{item} in worker {failure.worker} ({_where(failure)}): "
-        + text_of(failure.error),
-        stage=failure.worker.stage, worker=str(failure.worker), item=failure.item,
-    )  # fmt: skip
-    error.__cause__ = failure.error
-    return error
-
-
-def _where(failure: Failure) -> str:
-    on = f" on host {failure.host!r}" if failure.host else ""
-    return f"pid {failure.pid}{on}"
-
-
-def _channel_error(failure: Failure, plan: Plan) -> StageError:
-    edge = next(edge for edge in plan.edges if edge.name == failure.channel)
-    worker = f"{failure.worker}" if failure.worker.number else ""
-    by = f" by worker {worker} ({_where(failure)})" if worker else ""
-    error = StageError(
-        f"channel {edge.name!r} (from {edge.writer!r} to {edge.reader!r}) was aborted{by}: "
-        f"{text_of(failure.error)}",
-        stage=failure.worker.stage,
-        worker=worker,
-    )
-    error.__cause__ = failure.error
-    return error
 
 
 # Supervisors whose thread still lives, whether or not the program kept the handle of the run. A forked child

@@ -80,7 +80,7 @@ class Runnable(ABC):
             try:
                 with interrupts_deferred():
                     run = self.start(seed=seed, memory=memory)
-                    for out in run._crew.inputs.values():
+                    for out in run._ports.inputs.values():
                         out.close()  # nobody has the handle to put anything
                     if view is not None:
                         subscription.enter_context(run.subscribe(stats=view.show, every=SHOWN_EVERY_S))

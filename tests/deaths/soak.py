@@ -291,7 +291,7 @@ def one(case: Case, chance: random.Random, totals: Totals, name: str, end: float
 def kill_one(run: Run, chance: random.Random) -> bool:
     """Kills one of the run's worker processes with SIGKILL; false if there is none."""
     with contextlib.suppress(RuntimeError, ValueError, OSError):  # the supervisor is replacing one just now
-        processes = list(run._crew.processes.values())
+        processes = list(run._crew.local.processes.values())
         if processes:
             chance.choice(processes).kill()  # one that is dead already is killed once more, in vain
             return True
@@ -300,7 +300,7 @@ def kill_one(run: Run, chance: random.Random) -> bool:
 
 def progress(run: Run) -> int:
     """A number that only grows: what was put, and what was taken and finished."""
-    stats = [channel.stats() for channel in run._crew.channels.values()]
+    stats = [channel.stats() for channel in run._ports.channels.values()]
     return sum(stat.items_in + stat.items_out - stat.leased for stat in stats)
 
 

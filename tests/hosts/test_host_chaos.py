@@ -16,7 +16,7 @@ from support.gangs import in_step
 
 from benchmarks.far import cut
 from flowchan import Graph
-from flowchan.hosts import host_crew, local
+from flowchan.hosts import local, worker_ports
 from flowchan.run.crew import recovery
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("no_agent_stays")]
@@ -137,8 +137,8 @@ def test_so_do_those_of_a_gang_and_what_allreduce_combines(
     elastic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R11."""
-    monkeypatch.setattr(host_crew, "LIVES", 1_000)  # no host is given up
-    monkeypatch.setattr(host_crew, "TRIES", 1_000)
+    monkeypatch.setattr(worker_ports, "MOST_AGENTS", 1_000)  # no host is given up
+    monkeypatch.setattr(worker_ports, "MOST_UNMET", 1_000)
     monkeypatch.setattr(recovery, "HOPELESS", 1_000)  # a worker may be killed before it begins
     shaking = Shaking(2_000, cuts=5, agents=10, workers=5, seed=2)
     graph, pool = Graph("shaken"), local(2)
@@ -157,8 +157,8 @@ def test_so_do_those_of_a_gang_and_what_allreduce_combines(
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_300_000_items_over_1_000_breaks_and_200_deaths_of_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_crew, "LIVES", 1_000)  # no host is given up
-    monkeypatch.setattr(host_crew, "TRIES", 1_000)
+    monkeypatch.setattr(worker_ports, "MOST_AGENTS", 1_000)  # no host is given up
+    monkeypatch.setattr(worker_ports, "MOST_UNMET", 1_000)
     monkeypatch.setattr(recovery, "HOPELESS", 1_000)  # a worker may be killed before it begins
     found, shaking = shaken(300_000, double, True, cuts=1_000, killed=200, workers=200)
     assert found == list(range(0, 600_000, 2))

@@ -42,7 +42,7 @@ def test_who_dies_while_its_output_waits_for_a_place_has_died_over_the_item(tmp_
     good, bad = graph.stage(passes, done).collect(), done.errors.collect()
     with graph.start() as run:
         waits(run, "work", writers=1)
-        (process,) = run._crew.processes.values()
+        (process,) = run._crew.local.processes.values()
         process.kill()
         gate.open()
         results = run.wait()

@@ -317,7 +317,7 @@ CELLS = (
     graph = Graph("interrupted")
     graph.source(itertools.count).map(move, on="process").sink(id)
     run = graph.start()
-    print(*[process.pid for process in run._crew.processes.values()])
+    print(*[process.pid for process in run._crew.local.processes.values()])
     """,
     """
     import _thread, sys, threading, traceback

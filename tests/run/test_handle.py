@@ -87,7 +87,7 @@ def test_putting_waits_while_the_graph_is_full_and_raises_closed_when_it_is_stop
     writer = threading.Thread(target=put_three)
     writer.start()
     gate.wait_held()
-    wait_blocked(run._crew.channels["input"], writers=1)
+    wait_blocked(run._ports.channels["input"], writers=1)
     run.stop()
     writer.join()
     gate.open()
@@ -215,7 +215,7 @@ def test_what_another_thread_iterates_over_goes_on_after_the_block() -> None:
     with graph.start() as run:
         reader = threading.Thread(target=lambda: seen.extend(run.iter(doubled)))
         reader.start()
-        wait_blocked(run._crew.channels["double"], readers=1)
+        wait_blocked(run._ports.channels["double"], readers=1)
         for number in range(50):
             run[numbers].put(number)
     reader.join()
@@ -394,7 +394,7 @@ def test_a_slow_reader_holds_the_graph_back() -> None:
     with graph.start() as run:
         items = run.iter(numbers)
         assert next(items) == 0
-        wait_blocked(run._crew.channels["numbers"], writers=1)
+        wait_blocked(run._ports.channels["numbers"], writers=1)
         assert stage_of(run, "numbers").items_out <= 5
         items.close()  # type: ignore[attr-defined]
 

@@ -123,7 +123,7 @@ def test_stop_finishes_what_is_in_flight(on: Any) -> None:
     run = graph.start()
     gate.wait_held()
     run.stop()
-    wait_until(lambda: run._crew.channels["numbers"].closed)
+    wait_until(lambda: run._ports.channels["numbers"].closed)
     gate.open()
     items = run.wait()[result]
     assert items == list(range(len(items)))
@@ -272,7 +272,7 @@ def test_stop_does_not_wait_for_a_source_that_is_blocked_in_its_own_iterator(on:
         assert run.wait()[result] == [1]
     assert run.stats().state == "stopped"
     device.open()
-    for thread in run._crew.threads.values():
+    for thread in run._crew.local.threads.values():
         thread.join()
 
 
@@ -412,7 +412,7 @@ def test_ctrl_c_while_the_run_is_being_started_stops_it(tmp_path: Path) -> None:
     text = """
         import itertools, os, signal, threading
         from flowchan import Graph
-        from flowchan.run.crew.local_crew import LocalCrew
+        from flowchan.run.crew.local_part import LocalPart
 
         held, seen_by_us = threading.Event(), threading.Event()
 
@@ -421,7 +421,7 @@ def test_ctrl_c_while_the_run_is_being_started_stops_it(tmp_path: Path) -> None:
             seen_by_us.set()
             held.wait()
 
-        usual = LocalCrew.start_thread
+        usual = LocalPart.start_thread
 
         def start_thread(self, id):
             usual(self, id)
@@ -429,7 +429,7 @@ def test_ctrl_c_while_the_run_is_being_started_stops_it(tmp_path: Path) -> None:
                 seen_by_us.wait()
             os.kill(os.getpid(), signal.SIGINT)
 
-        LocalCrew.start_thread = start_thread
+        LocalPart.start_thread = start_thread
         seen = []
         graph = Graph("start")
         graph.source(camera).sink(seen.append)

@@ -1,9 +1,8 @@
-"""The groups that the workers of gangs on this machine form, and what a worker does with its own. (Those of
-gangs on hosts: ``hosts/host_crew.py``.)
+"""The groups that the workers of gangs on this machine form. (``hosts/host_gangs.py`` has those on hosts.)
 
-A gang gets its group before it starts. An elastic one gets others: a worker that finds its group over does
-not end. It says so, and waits for its seat in the next one; then its function is called again, with the item
-in hand as the first. So does a worker that takes the place of one that died.
+A gang gets its group before it starts. An elastic gang gets others: a worker whose group has ended reports
+that, and waits for its membership of the next one. Then its function is called again, first with the item
+that it holds. A replacement does the same.
 """
 
 from __future__ import annotations

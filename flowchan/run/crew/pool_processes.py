@@ -224,10 +224,10 @@ class Employed(WorkerProcesses):
         super().forget(id)
 
     def end(self) -> None:
-        """Of those that stay nothing more is known here."""
+        """Forget the processes that stay for the next run, and end the others."""
         until = time.monotonic() + decisions.GRACE
-        for id in [id for id in self.known if self._lasting.stays(id, until)]:
+        for id in [id for id in list(self.known) if self._lasting.stays(id, until)]:
             del self.known[id]
         super().end()
-        for id in self.known:
+        for id in list(self.known):
             self._lasting.forget(id)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from flowchan.run.crew.process_exit import exit_text
 from flowchan.run.crew.process_start import forkserver_pid, start_process
 from flowchan.transport.pidfd import open_pidfd
 
@@ -158,21 +159,3 @@ def _has_ended(child: int) -> bool | None:
         return os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
     except ChildProcessError:
         return None
-
-
-def exit_text(code: int, lack_of_memory: bool = False) -> str:
-    """What an exit code of a process means, in words."""
-    if code >= 0:
-        return f"exited with code {code} without finishing"
-    name = signal_name(-code)
-    if -code == signal.SIGKILL and lack_of_memory:
-        return f"was killed by {name}, likely for lack of memory: the kernel has killed for that just now"
-    return f"was killed by {name}"
-
-
-def signal_name(number: int) -> str:
-    """Most real-time signals have none but their number."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

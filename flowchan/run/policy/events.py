@@ -1,5 +1,4 @@
-"""What a run hears of its workers, from themselves and from who watches over them, and by which name each is
-known. Values: most cross between processes."""
+"""What workers and the crew report to the supervisor of a run. Values: most cross between processes."""
 
 from __future__ import annotations
 
@@ -106,9 +105,9 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class CrossedOff:
-    """The program says: nobody waits for the answer to this question any more. Agents are told so, too, and
-    who takes up its item drops it."""
+class RequestCancelled:
+    """No caller waits for the answer to this question any more. Agents hear it too, so that the next worker
+    drops the item."""
 
     question: int
 
@@ -132,14 +131,64 @@ class GroupLost:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The process of the worker has ended, for certain. This comes after all that the worker told."""
+    """The process of a worker has ended after it had reported how the worker ended. Comes after everything
+    that the worker reported."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
+class Death:
+    """The process of a worker has ended without a report of how the worker ended. Comes after everything that
+    the worker reported, and says all that decisions need.
+
+    Attributes:
+        worker: The worker.
+        how: What happened, in words.
+        pid: Its process; 0 if unknown.
+        exitcode: Its exit code, negative for a signal, if known.
+        host: The host on which it ran, empty for this machine.
+        over_item: How many workers have died while they worked on the item that this one held, this one
+            included; 0 if it died outside the user's code.
+        deaths: The same, or without an item how many have died in quick succession.
+        unbegun: How many have died in a row before they began to work, this one included.
+        counts: Whether it uses one of the restarts of its stage. The death of a host does not.
+        retired: The worker asked for a fresh process (``Retires``), which is nothing to report.
+        always: It is replaced whatever the limit of its stage, because an item exceeded its time limit.
+        irreplaceable: Why its stage can't go on with another worker; empty: it can.
+        hint: What may have caused it, for the message.
+        error: What the run fails by if no replacement could do better.
+    """
+
+    worker: WorkerId
+    how: str
+    pid: int
+    exitcode: int | None = None
+    host: str = ""
+    over_item: int = 0
+    deaths: int = 1
+    unbegun: int = 0
+    counts: bool = True
+    retired: bool = False
+    always: bool = False
+    irreplaceable: str = ""
+    hint: str = ""
+    error: BaseException | None = None
+
+    @property
+    def summary(self) -> str:
+        """What happened, with what is known of the item; empty if there is nothing to report."""
+        if self.retired:
+            return ""
+        if not self.over_item:
+            return self.how
+        others = "" if self.over_item == 1 else f", as {self.over_item - 1} before it over the same"
+        return f"{self.how}, at work on an item{others}"
+
+
+@dataclass(frozen=True, slots=True)
 class Crashed:
-    """A mistake of ours: nothing more is heard of the workers."""
+    """The crew itself failed: workers can't report any more."""
 
     error: BaseException
 
@@ -154,9 +203,38 @@ Event = (
     | Retried
     | Troubled
     | Answered
-    | CrossedOff
+    | RequestCancelled
     | Result
     | GroupLost
     | Gone
+    | Death
     | Crashed
 )
+
+
+# --- what the supervisor adds to the feed of the run ---
+
+
+@dataclass(frozen=True, slots=True)
+class RunBegan:
+    """The run has begun with so many workers."""
+
+    workers: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotAdded:
+    """A further worker of a stage could not be started; ``text`` says why."""
+
+    worker: WorkerId
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The run has ended in this state, except for threads that are ``stuck`` in the user's code."""
+
+    state: str
+    seconds: float
+    stuck: frozenset[WorkerId]

@@ -36,24 +36,24 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class AddWorker:
     """Open the ports of a further worker of a stage, and start it."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
-class Remove:
+class RemoveWorker:
     """Let a worker end after the item in hand."""
 
     worker: WorkerId
 
 
 def scaled(
-    size: Size, scale: Scale, mates: Collection[WorkerId], now: float
+    size: Size, scale: Scale, peers: Collection[WorkerId], now: float
 ) -> tuple[Size, list[WorkerId], list[WorkerId]]:
-    """The stage's next size, and the workers to add and to remove, where ``mates`` are its workers now."""
-    more = max(0, scale.workers - len(mates))
+    """The stage's next size, and the workers to add and to remove, where ``peers`` are its workers now."""
+    more = max(0, scale.workers - len(peers))
     new = [WorkerId(scale.stage, size.last + number) for number in range(1, more + 1)]
-    fewer = sorted(mates, key=lambda worker: worker.number)[scale.workers :]
+    fewer = sorted(peers, key=lambda worker: worker.number)[scale.workers :]
     return Size(scale.workers, now, size.last + more, size.seconds(now)), new, fewer
