@@ -136,6 +136,7 @@ def first_state(plan: Plan, now: float) -> PolicyState:
         sources=frozenset(id for id in ids if id.stage in plan.sources),
         ends=frozenset(id for id in ids if id.stage in plan.ends),
         limits=plan.limits(),
+        explicit=plan.explicit,
         gangs=frozenset(stage.name for stage in plan.graph.stages if stage.gang),
         elastic=plan.elastic,
         since=now,

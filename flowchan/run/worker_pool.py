@@ -16,7 +16,6 @@ from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.values import Stage
 from flowchan.errors import GraphError, Problem, RunError, StageError
 from flowchan.run.crew.at_exit import before_exit
-from flowchan.run.crew.main_guard import starts_of
 from flowchan.run.crew.pool_processes import LastingProcesses
 from flowchan.run.policy.decisions import AbortAsked
 from flowchan.run.policy.events import WorkerId
@@ -92,8 +91,7 @@ class WorkerPool(Runnable):
     def _made_ready(self, plan: Plan) -> LastingProcesses:
         """With a process for each worker that needs one."""
         lasting = self._ready_for(plan)
-        with starts_of(self._graph):
-            lasting.make_ready(plan.workers)
+        lasting.make_ready(self._graph, plan.workers)
         return lasting
 
     def _ready_for(self, plan: Plan) -> LastingProcesses:

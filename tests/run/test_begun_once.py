@@ -53,6 +53,17 @@ def test_who_dies_while_its_output_waits_for_a_place_has_died_over_the_item(tmp_
     assert calls(tmp_path) == dict.fromkeys(range(6), 1)
 
 
+def test_item_that_killed_one_worker_is_blamed_in_the_singular() -> None:
+    graph = Graph("once")
+    mapped = graph.source([1]).map(lambda _: os._exit(7), **ONCE)
+    bad = mapped.errors.collect()
+    mapped.sink(abs)
+    (failed,) = graph.run()[bad]
+    assert str(failed.error) == (
+        "1 worker died while it worked on this item: exited with code 7 without finishing"
+    )
+
+
 class KillsBehind:
     """A number to whoever receives it. Where it was made, the process dies once nobody has it any more."""
 

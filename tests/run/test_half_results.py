@@ -50,7 +50,7 @@ def before_the_break(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sup
             decided(supervisor, cause)
 
         def break_all(ports: RunPorts, cause: BaseException | None) -> None:
-            first(breaking[-1])
+            first(breaking.pop())
             usual(ports, cause)
 
         monkeypatch.setattr(Supervisor, "_break", note)

@@ -28,10 +28,10 @@ SOURCE, WORK, SINK = ALL = tuple(WorkerId(name, 1) for name in ("source", "work"
 GANG = tuple(WorkerId("gang", number) for number in (1, 2, 3))
 
 
-def pipeline(restarts: int = 2) -> Plan:
+def pipeline(**options: Any) -> Plan:
     graph = Graph("scripted")
     numbers = graph.source([], name="source")
-    numbers.map(abs, on="process", restarts=restarts, name="work").sink(abs, name="sink")
+    numbers.map(abs, on="process", name="work", **options).sink(abs, name="sink")
     return plan(graph, seed=1, memory=1 << 20)
 
 
@@ -115,16 +115,28 @@ def test_run_gives_up_after_its_restarts() -> None:
     assert "it is not replaced: 2 of 2 restarts are used" in str(run.supervisor.state.failures[0].error)
 
 
-def test_worker_that_never_begins_is_given_up_before_its_restarts_are_used() -> None:
-    run = ScriptedRun(pipeline(restarts=10))
+@pytest.mark.parametrize(
+    ("options", "replaced", "why"),
+    [
+        ({}, decisions.HOPELESS - 1, "it dies before it begins to work"),
+        ({"restarts": 10**9}, decisions.HOPELESS - 1, "it dies before it begins to work"),
+        ({"restarts": 10}, 10, "10 of 10 restarts are used"),
+        ({"restarts": 30}, 30, "30 of 30 restarts are used"),
+    ],
+    ids=["default", "unlimited", "as the default", "more"],
+)
+def test_worker_that_never_begins_is_given_up_unless_the_user_set_its_restarts(
+    options: Any, replaced: int, why: str
+) -> None:
+    run = ScriptedRun(pipeline(**options))
     deaths = iter(range(2, 99))
     run.crew.on("replace", lambda *_: run.crew.report(killed(WORK, unbegun=next(deaths))))
     run.crew.on("break", lambda _: run.crew.end_all(SOURCE, SINK))
     run.supervisor.start()
     run.crew.report(killed(WORK, unbegun=1))
     assert ended(run.supervisor) == "failed"
-    assert len(run.crew.called("replace")) == decisions.HOPELESS - 1
-    assert "it dies before it begins to work" in str(run.supervisor.state.failures[0].error)
+    assert len(run.crew.called("replace")) == replaced
+    assert f"it is not replaced: {why}" in str(run.supervisor.state.failures[0].error)
 
 
 def test_replacement_of_an_item_that_kills_starts_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from flowchan.items.codec import dumps_for_worker
 from flowchan.run.crew.death_log import DeathLog
 from flowchan.run.crew.gangs import Gangs
 from flowchan.run.crew.mail import Mail, run_helper, run_is_over
-from flowchan.run.crew.main_guard import starts_of
+from flowchan.run.crew.main_guard import start_of
 from flowchan.run.crew.part import Report
 from flowchan.run.crew.pool_processes import Employed, LastingProcesses
 from flowchan.run.crew.process import WorkerProcess
@@ -131,7 +131,7 @@ class LocalPart:
         stage, ports = self._ports.worker(id).stage, self._ports.ports[id]
         predecessors = self._deaths.started(id)
         self._reported.discard(id)
-        with starts_of(self.plan.graph):
+        with start_of(self.plan.graph, stage.name):
             seats = self._gangs.seat(id), self._gangs.next_seats(id, stage)
             packed = dumps_for_worker(stage) if self._lasting is None else self._lasting.packed(stage)
             here = self._ports.started(id)

@@ -19,10 +19,11 @@ import weakref
 from collections.abc import Callable, Iterable
 
 from flowchan.channel.channel import Channel
+from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed, Empty
 from flowchan.items.codec import dumps_for_worker
-from flowchan.run.crew.main_guard import ProcessName
+from flowchan.run.crew.main_guard import ProcessName, start_of
 from flowchan.run.crew.process import WorkerProcess
 from flowchan.run.crew.worker_processes import WorkerProcesses, end_all
 from flowchan.run.policy import decisions
@@ -84,8 +85,8 @@ class LastingProcess:
         self._words.close()
 
 
-PortRelease = list[tuple[WorkerId, LastingProcess]]
-"""Those that were dismissed, and close their callables."""
+Dismissed = list[tuple[WorkerId, LastingProcess]]
+"""Processes that were dismissed, and close their callables."""
 
 
 class LastingProcesses:
@@ -97,7 +98,7 @@ class LastingProcesses:
         self._packed: dict[str, bytes] = {}
         self._known: dict[WorkerId, LastingProcess] = {}
         self._late: set[WorkerId] = set()  # those that were started within the run that goes on
-        self._leaving: PortRelease = []
+        self._leaving: Dismissed = []
         self._failed: list[tuple[WorkerId, BaseException]] = []  # what closing callables raised
         weakref.finalize(self, _end_dropped, os.getpid(), self._known, self._leaving).atexit = False
 
@@ -107,12 +108,13 @@ class LastingProcesses:
             self._packed[stage.name] = dumps_for_worker(stage)
         return self._packed[stage.name]
 
-    def make_ready(self, workers: Iterable[PlannedWorker]) -> None:
-        """Starts a process for each of those that need one and have none."""
+    def make_ready(self, graph: Blueprint, workers: Iterable[PlannedWorker]) -> None:
+        """Start a process for each of these workers of a graph that needs one and has none."""
         for worker in workers:
             stage = worker.stage
             if stage.placement.apart:
-                self._alive(worker.id, self.packed(stage), self.gpus.take(worker.id, stage.gpus))
+                with start_of(graph, stage.name):
+                    self._alive(worker.id, self.packed(stage), self.gpus.take(worker.id, stage.gpus))
         self._late.clear()
         for one in [one for one in self._leaving if one[1].process.ended()]:
             self._hear(*one)
@@ -180,7 +182,7 @@ class LastingProcesses:
         return self._failed
 
 
-def _end_dropped(pid: int, known: dict[WorkerId, LastingProcess], leaving: PortRelease) -> None:
+def _end_dropped(pid: int, known: dict[WorkerId, LastingProcess], leaving: Dismissed) -> None:
     """Those of a pool whose block nobody has left, in the process that has started them."""
     if pid == os.getpid():
         _dismiss(known, leaving)
@@ -189,13 +191,13 @@ def _end_dropped(pid: int, known: dict[WorkerId, LastingProcess], leaving: PortR
         _end_leaving(leaving)
 
 
-def _dismiss(known: dict[WorkerId, LastingProcess], leaving: PortRelease) -> None:
+def _dismiss(known: dict[WorkerId, LastingProcess], leaving: Dismissed) -> None:
     for id in list(known):
         leaving.append((id, known.pop(id)))
         leaving[-1][1].dismiss()
 
 
-def _end_leaving(leaving: PortRelease) -> None:
+def _end_leaving(leaving: Dismissed) -> None:
     end_all([(id, lasting.process) for id, lasting in leaving])
     while leaving:
         leaving.pop()[1].process.close()
