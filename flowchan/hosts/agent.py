@@ -39,7 +39,7 @@ from flowchan.hosts.agent_messages import (
     Seated,
     Start,
     Waiting,
-    Waits,
+    WorkerWaits,
     refusal,
     too_large,
 )
@@ -205,7 +205,7 @@ class Agent:
         take_up(old, worker.ports, blame=blame)
         self._processes.forget(worker.start.id)
 
-    def _waits(self, worker: _Worker) -> Waits:
+    def _waits(self, worker: _Worker) -> WorkerWaits:
         """At the reading end of an input and the writing end of an output nobody waits but the worker."""
         counts: list[int] = []
         reading: dict[str, int] = {}
@@ -218,7 +218,7 @@ class Agent:
             waiting = stats.waiting_readers if key.startswith("in ") else stats.waiting_writers
             if waiting:
                 (reading if key.startswith("in ") else writing)[channel._name] = waiting
-        return Waits(reading, writing, tuple(counts), moves)
+        return WorkerWaits(reading, writing, tuple(counts), moves)
 
     def _release(self, id: WorkerId) -> None:
         """Its rings go; what is left of its process goes with the agent."""

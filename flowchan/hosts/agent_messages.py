@@ -112,7 +112,7 @@ class PeerEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class WorkerWaits:
     """What a worker does: how many of its threads wait for an item of which channels, or to put one.
     ``counts``: of the items it has got and taken, put and sent, by port. ``moves``: it may go on by itself,
     or its process has ended."""
@@ -128,7 +128,7 @@ class Waiting:
     """The answer to ``AskWaits``."""
 
     number: int
-    workers: Mapping[WorkerId, Waits]
+    workers: Mapping[WorkerId, WorkerWaits]
 
 
 Told = Event | Lacking | PeerEnded | Echo | Waiting | Logged
