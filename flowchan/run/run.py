@@ -39,7 +39,7 @@ from flowchan.run.run_errors import failure_of_run
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.worker.item_timeout import say
 from flowchan.run.worker.requests import NOTHING, Requests, answering_ends
-from flowchan.transport.interrupts import InterruptWatch, interrupts_deferred
+from flowchan.transport.interrupts import InterruptWatch, interrupts_deferred, signal_of
 
 T = TypeVar("T")
 
@@ -170,8 +170,8 @@ class Run:
             gathering.leave(stage)  # the run does not end before its last reader
             self.wait()
             raise
-        except KeyboardInterrupt:
-            self._end_interrupted()
+        except KeyboardInterrupt as interrupt:
+            self._end_interrupted(signal_of(interrupt))
         except GeneratorExit:
             if self._in_block:
                 if self._interrupts.seen:
@@ -203,8 +203,8 @@ class Run:
                 raise TimeoutError(
                     f"the run of graph {self._plan.graph.name!r} still goes on after {timeout} s"
                 )
-        except KeyboardInterrupt:
-            self._end_interrupted()
+        except KeyboardInterrupt as interrupt:
+            self._end_interrupted(signal_of(interrupt))
         failure = self._failure()
         self._supervisor.unheard.clear()
         try:
@@ -271,12 +271,17 @@ class Run:
             )
         self._supervisor.ask(Scale(name, workers))
 
-    def _end_interrupted(self) -> NoReturn:
-        """After a Ctrl-C: finishes the run, and says what it gave."""
-        self._finish()
+    def _end_interrupted(self, number: int, again: bool = False) -> NoReturn:
+        """Finish the run after Ctrl-C or SIGTERM, and raise ``Interrupted`` with its results.
+
+        Args:
+            number: The signal.
+            again: It has come twice already, so break the run off.
+        """
+        self._finish(number, again)
         assert self._told is not None
         told = self._told, self.report()
-        raise self._interruption(lambda _: told) from self._failure()
+        raise self._interruption(lambda _: told, number) from self._failure()
 
     def _interrupted(self) -> Interrupted | None:
         """What a Ctrl-C raises in the body of a loop over items, outside a block: it finishes the run when
@@ -284,11 +289,13 @@ class Run:
         return None if self._in_block or self._supervisor.ended.is_set() else self._interruption(self._tell)
 
     def _interruption(
-        self, tell: Callable[[Interrupted], tuple[Mapping[Stream[Any], Any], str]]
+        self,
+        tell: Callable[[Interrupted], tuple[Mapping[Stream[Any], Any], str]],
+        number: int = signal.SIGINT,
     ) -> Interrupted:
-        name = self._plan.graph.name
-        message = f"the run of graph {name!r} was interrupted; .results and .report hold what was finished"
-        return Interrupted(message, tell)
+        how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+        message = f"the run of graph {self._plan.graph.name!r} was {how}"
+        return Interrupted(f"{message}; .results and .report hold what was finished", tell, number)
 
     def _tell(self, error: Interrupted) -> tuple[Results, str]:
         if self._told is None:
@@ -297,18 +304,21 @@ class Run:
         assert self._told is not None
         return self._told, self.report()
 
-    def _finish(self) -> None:
-        """Stops the run and waits until everything in flight is finished; a Ctrl-C meanwhile breaks it off,
-        another one does not wait even for that. Says so in a line each."""
+    def _finish(self, number: int = signal.SIGINT, again: bool = False) -> None:
+        """Stop the run and wait until everything in flight is finished. A further interrupt breaks it off,
+        and another one does not wait even for that. Says so in a line each."""
+        key = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         try:
             with interrupts_deferred():
-                if self._supervisor.state.phase == "running":
-                    _say("stopping, what is in flight is being finished (Ctrl-C again to break off)")
+                if self._supervisor.state.phase == "running" and not again:
+                    _say(f"stopping, what is in flight is being finished ({key} again to break off)")
                 self.stop()
                 for out in self._ports.inputs.values():
                     out.close()
                 self._gathering.take_in_the_rest()
                 self._gathering.begin()
+            if again:
+                raise KeyboardInterrupt
             self._supervisor.wait()
             if self._supervisor.state.aborted:
                 _say("broken off, what was in flight is discarded: nothing moved any more")
@@ -333,7 +343,7 @@ class Run:
         self._in_block = False
         if isinstance(error, KeyboardInterrupt):
             if self._told is None or not isinstance(error, Interrupted) or error.results is not self._told:
-                self._end_interrupted()
+                self._end_interrupted(signal_of(error))
             return
         if error is None:
             self._end_block()
@@ -461,6 +471,7 @@ def abort_unfinished() -> None:
 @atexit.register
 def _end_runs() -> None:
     abort_unfinished()
-    if isinstance(getattr(sys, "last_value", None), Interrupted) and not hasattr(sys, "ps1"):
-        # nobody caught it: the exit code of an uncaught KeyboardInterrupt, which it is
-        _core._die_of(signal.SIGINT)
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, Interrupted) and not hasattr(sys, "ps1"):
+        # The program did not catch it: end as a program does that does not catch the signal.
+        _core._die_of(error.signal)

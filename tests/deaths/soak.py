@@ -25,7 +25,6 @@ from unittest.mock import patch
 
 from flowchan import Graph, Reduced, Run, RunError, Stream
 from flowchan.declare.values import DEFAULT_CAPACITY
-from flowchan.run.crew import recovery
 from flowchan.run.policy import decisions
 from tests.support.gangs import in_step
 
@@ -229,7 +228,7 @@ def soak(seconds: float, seed: int, first: int = 0, last: int | None = None) -> 
     # Deaths in quick succession are the point here; the pauses after them would be all that a soak consists
     # of. And who is killed at random may well die several times before it begins to work, which elsewhere
     # means that it never will.
-    with patch.object(decisions, "LONGEST_PAUSE", 0.01), patch.object(recovery, "HOPELESS", ENDLESS):
+    with patch.object(decisions, "LONGEST_PAUSE", 0.01), patch.object(decisions, "HOPELESS", ENDLESS):
         while time.monotonic() < end and (last is None or number <= last):
             chance = random.Random(f"{seed} {number} kills")
             one(case(seed, number), chance, totals, f"seed {seed}, graph {number}", end)

@@ -112,7 +112,7 @@ def test_when_everybody_waits_to_get_the_remedy_is_to_put() -> None:
     out = graph.stage(pass_on, back, on=POOL["local-1"], name="first")
     back.feed(graph.stage(pass_on, out, on=POOL["local-2"], name="second"))
     _, text = deadlock_of(graph.start())
-    assert "nobody puts: let one stage of the loop put before it gets, or end by returning" in text
+    assert "no stage puts: let one stage of the loop put before it gets, or end by returning" in text
     assert "stream.buffer" not in text
 
 

@@ -1,7 +1,7 @@
 """Whole runs from their start to their end, decided with a scripted crew: no process starts.
 
-Each run has its supervisor's thread, as every run has. The script reports what workers would report, and
-reacts to what the supervisor asks for.
+Each run has its supervisor's thread, as every run has. The script reports events as workers do, and
+reacts to the calls of the supervisor.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_item_failure_breaks_the_channels_and_fails_the_run() -> None:
     assert run.crew.called("break") == [(error,)]
 
 
-def test_killed_worker_is_replaced_by_one_decision_and_one_call_of_the_crew() -> None:
+def test_killed_worker_is_replaced_by_one_decision_and_one_call() -> None:
     run = ScriptedRun(pipeline())
     decided = follow(run)
     run.crew.on("replace", lambda *_: run.crew.end_all(*ALL))
@@ -125,7 +125,7 @@ def test_run_gives_up_after_its_restarts() -> None:
     ],
     ids=["default", "unlimited", "as the default", "more"],
 )
-def test_worker_that_never_begins_is_given_up_unless_the_user_set_its_restarts(
+def test_worker_that_never_begins_has_the_restarts_that_were_set(
     options: Any, replaced: int, why: str
 ) -> None:
     run = ScriptedRun(pipeline(**options))
@@ -171,7 +171,7 @@ def test_gang_restarts_as_a_whole_when_one_of_it_dies() -> None:
     assert run.supervisor.state.restarts == {"gang": 1}
 
 
-def test_gang_whose_workers_miss_a_peer_restarts_after_all_have_ended() -> None:
+def test_gang_that_misses_a_peer_restarts_once_all_have_ended() -> None:
     run = ScriptedRun(with_gang())
     run.crew.on("replace", lambda *_: run.crew.end_all(SOURCE, *GANG, SINK))
     run.supervisor.start()
@@ -212,7 +212,7 @@ def test_stopped_run_drains() -> None:
     assert run.crew.called("break") == []
 
 
-def test_aborted_run_terminates_and_kills_what_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aborted_run_terminates_then_kills_a_worker_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "GRACE", 0.01)
     run = ScriptedRun(pipeline())
     run.crew.on("break", lambda _: run.crew.end_all(SOURCE, SINK))
@@ -224,7 +224,7 @@ def test_aborted_run_terminates_and_kills_what_does_not_end(monkeypatch: pytest.
     assert run.supervisor.state.failures == ()
 
 
-def test_run_in_which_no_worker_can_move_fails_with_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_in_which_no_worker_moves_fails_with_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadlock, "STILL", 0.01)
     run = ScriptedRun(pipeline())
     run.channels.counts = {

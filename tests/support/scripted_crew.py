@@ -36,14 +36,14 @@ def killed(worker: WorkerId, **facts: Any) -> Death:
 
 
 class ScriptedCrew(CrewPart):
-    """See above.
+    """Implement ``CrewPart`` without workers.
 
     Attributes:
-        calls: What was asked for: a word, then the arguments.
+        calls: The calls of the supervisor: a word, then the arguments.
         report: The run's report, once it has started.
         refuses: Starts of workers fail with this error.
         hears_all: Everything that workers have reported has arrived.
-        answer: What workers wait for that no channel shows.
+        answer: Waits of workers that no channel shows.
     """
 
     def __init__(self) -> None:
@@ -142,13 +142,13 @@ class ScriptedCrew(CrewPart):
 
 
 class ScriptedChannels(RunChannels):
-    """See above.
+    """Implement ``RunChannels`` without channels.
 
     Attributes:
-        plan: What the run consists of.
+        plan: The plan of the run.
         inputs: None: no script fills an input.
         moved: How many items the channels have passed.
-        counts: What the statistics of a channel say, by its name.
+        counts: Statistics of a channel that are not 0, by its name.
         broken_ones: The names of channels that are broken.
         unread: Results that the program does not read.
     """
