@@ -1,4 +1,4 @@
-"""What the driver asks all agents of a pool at once, and waits for without blocking."""
+"""Asks all agents of a pool at once, without waiting for their answers."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """The workers of a run on the hosts of one pool, as its driver has them.
 
 The ports of such a worker are in the driver's process like those of any other worker. They are lent to the
-link to its host, as a *line*: the link sends the items that they get, and puts the outputs that come back. So
+link to its host, as a *line*. The link sends the items that they get, and puts the outputs that come back. So
 leases, order and recovery stay in the channels of the driver.
 
 A worker that dies while its agent lives is recovered and replaced on its host. When an agent dies, or is not
-heard for too long, it is fenced: nothing that it sends counts any more. What its workers held is given back
-in the driver. They are started again by another agent on the same host or, if none can be started there, on
-another host of their pool.
+heard for too long, it is fenced: nothing that it sends counts any more. The driver gives back the items that
+its workers held. The workers are started again by another agent on the same host or, if none can be started
+there, on another host of their pool.
 """
 
 from __future__ import annotations

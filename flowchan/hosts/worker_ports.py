@@ -19,12 +19,12 @@ from flowchan.run.policy.stats import HostStats
 
 @dataclass
 class WorkerPorts:
-    """What belongs to one worker on a link.
+    """The state of one worker on a link.
 
     Attributes:
         number: The number of its line.
         agent: The agent of its host.
-        here: What the worker knows of itself.
+        here: The worker as its own code sees it.
         gone: Its process has ended, and it has no other yet.
         failed: It has reported a failure.
         blame: The item that it held may have killed it.
@@ -82,7 +82,7 @@ class HostWorkers:
         self.round_trip = link["round_trip"] or self.round_trip
 
     def stats(self, workers: int) -> HostStats:
-        """Describe the host, which has so many workers now."""
+        """Describe the host, which has this number of ``workers`` now."""
         link = self.agent.link.state() if self.agent is not None else {}
         counts = {word: self.before[word] + link.get(word, 0) for word in COUNTS}
         state = "connected" if link.get("connected") else "waiting" if link else self.given_up or "ended"
@@ -105,7 +105,7 @@ def host_for(
     usable = [host for host in candidates if not host.given_up]
     if not usable:
         why = "; ".join(dict.fromkeys(f"{host.name}: {host.given_up}" for host in candidates))
-        raise HostError(f"there is no host left for worker {worker.id}: {why}")
+        raise HostError(f"no host is left for worker {worker.id}: {why}")
     if usable[0].name == worker.host:
         return usable[0]
     taken = [line.agent.host for line in lines]

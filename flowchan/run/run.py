@@ -74,7 +74,7 @@ class Run:
             lambda question: method(question) if (method := cancel()) is not None else None,
         )
         self._supervisor.asking = self._asking
-        if lasting is not None:  # the end of the pool's block waits for it, whoever holds it
+        if lasting is not None:  # the end of the pool's block waits for it
             self._supervisor.unheard.append(self)
         self._supervisor.start()
         _running.add(weakref.ref(self._supervisor, _running.discard))
@@ -86,7 +86,7 @@ class Run:
         """The writing end of an input; to a reader with ``per_worker`` it takes pairs ``(worker, item)``."""
         if not self._owns(stream) or stream.stage not in self._ports.inputs:
             raise KeyError(
-                f"{stream!r} is no input of this run; run[…] takes the stream that graph.input() returned"
+                f"{stream!r} is not an input of this run; run[…] takes the stream that graph.input() returned"
             )
         return cast(Out[T], self._ports.inputs[stream.stage])
 
@@ -102,7 +102,7 @@ class Run:
     def _claimed(self, stream: Stream[list[T]]) -> str:
         """The name of the stage whose items the program takes from now on."""
         if not self._owns(stream):
-            raise ValueError(f"{stream!r} is no stream of graph {self._plan.graph.name!r}")
+            raise ValueError(f"{stream!r} is not a stream of graph {self._plan.graph.name!r}")
         stage = self._plan.graph._stage_at(stream._origin)
         if not any(worker.gathers for worker in self._plan.workers if worker.stage is stage):
             raise ValueError(f"{stream!r} does not leave the graph; iterate over what its collect() returns")
@@ -257,7 +257,7 @@ class Run:
         """
         name = stage.stage if isinstance(stage, Stream) and self._owns(stage) else stage
         if not isinstance(name, str):
-            raise KeyError(f"{stage!r} is no stage of graph {self._plan.graph.name!r}")
+            raise KeyError(f"{stage!r} is not a stage of graph {self._plan.graph.name!r}")
         whole("run.scale", "workers", workers, 1)
         found = self._plan.graph.stage_named(name)
         why = self._plan.is_fixed(found)
@@ -284,8 +284,8 @@ class Run:
         raise self._interruption(lambda _: told, number) from self._failure()
 
     def _interrupted(self) -> Interrupted | None:
-        """What a Ctrl-C raises in the body of a loop over items, outside a block: it finishes the run when
-        the loop is left, or when it is asked."""
+        """Give the error of a Ctrl-C in the body of a loop over items, outside a block. It finishes the run
+        when the loop is left, or when its results are read."""
         return None if self._in_block or self._supervisor.ended.is_set() else self._interruption(self._tell)
 
     def _interruption(

@@ -6,53 +6,54 @@ crew; its replacement is one call of the crew.
 
 Invariants. Only the supervisor's thread changes ``state`` and calls the crew.
 
-The run contract. If the code disagrees with it, that is a bug; each clause names its test in ``tests/run/``.
+The run contract. Code that disagrees with it has a defect. Each clause names its test in ``tests/run/``.
 
-- R1 Cascade. When a source ends, its channel closes; each stage drains its inputs, finishes, and closes its
-  outputs; the run ends when all sinks have. (test_cascade.py)
-- R2 Early end. When a reader wants no more, writers upstream are stopped the same way, without an error.
+- R1 Cascade. When a source ends, its channel closes. Each stage drains its inputs, finishes, and closes its
+  outputs. The run ends when all sinks have. (test_cascade.py)
+- R2 Early end. When a reader leaves, its writers upstream are stopped the same way, without an error.
   (test_early_end.py)
-- R3 Failure. An exception that no ``errors`` stream receives ends the run: sources stop, channels break,
-  workers end, and ``run()`` raises one RunError whose members are StageErrors with stage, item, worker and
-  the original traceback. The first failure is first. No error is lost, BaseException in a worker included.
-  A channel ends cleanly only if all who wrote it came to their ends in order: who meets a break breaks all of
-  its channels before it leaves one, and those of who failed end once all are broken. So of a run that breaks
-  off, aborted ones too, nobody takes a part for the whole.
+- R3 Failure. An exception that no ``errors`` stream receives ends the run. Sources stop, channels break and
+  workers end. ``run()`` raises one RunError whose members are StageErrors with stage, item, worker and the
+  original traceback, the first failure first. No error is lost, BaseException in a worker included. A channel
+  ends cleanly only if all its writers came to their ends in order. So a worker that meets a break breaks all
+  its channels before it leaves one, and the channels of a failed worker end once all are broken. No reader of
+  a run that breaks off takes a part for the whole.
   (test_failure.py, test_half_results.py, test_random_breaks.py)
 - R4 Death. A worker that dies is noticed within 200 ms and reported with signal and exit code.
   (test_death.py)
-- R5 Stop. First Ctrl-C, SIGTERM or ``run.stop()``: sources stop, everything in flight is finished, however
-  long it takes as long as items move; if none does for half a minute, the run is broken off. Second, or
-  ``run.abort()``: break at once, within a bounded time. What was finished is in the user's hands: Ctrl-C in
-  ``graph.run()``, ``wait()``, ``iter()``, a loop over it and the ``with`` block raises ``Interrupted`` with
-  results and report. The command prints one line and its report, and exits with 130.
-  (test_stop.py, test_interrupted.py, test_supervisor.py)
+- R5 Stop. The first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources, and everything in flight is
+  finished, however long it takes while items move. If none moves for half a minute, the run is broken off.
+  The second one, or ``run.abort()``, breaks it off at once, within a bounded time. The user gets what was
+  finished: Ctrl-C in ``graph.run()``, ``wait()``, ``iter()``, a loop over it and the ``with`` block raises
+  ``Interrupted`` with results and report. The command prints one line and its report, and exits with 130, or
+  with 143 after SIGTERM.
+  (test_stop.py, test_interrupted.py, test_supervisor.py, test_run_decisions.py)
 - R6 No residue. After any ending no process, thread, segment or descriptor of the run is left.
   (test_residue.py)
 - R7 Same everywhere. Under fork, forkserver and spawn, with lambdas and closures. (test_start_methods.py)
 - R8 Account. ``stats()`` at any time and ``report()`` at the end; items in = items out + items failed.
   (test_account.py)
-- R9 Chance. Every worker has its own seed, derived from the run's, its stage, its number and its incarnation,
-  and what its process draws begins there. (test_seeds.py)
-- R10 Blame. An item is blamed only for deaths inside the user's code (or inside its own unpickling), by one
-  worker at a time while the others go on, and with how each of them died. With ``max_deaths=1`` also for
-  deaths until its output is out, so it is never begun twice. (test_blame.py, test_begun_once.py)
+- R9 Randomness. Every worker has its own seed, derived from the run's seed, its stage, its number and its
+  incarnation, and the random numbers of its process begin there. (test_seeds.py)
+- R10 Blame. An item is blamed only for deaths inside the user's code, or inside its own unpickling. One
+  worker at a time tries it again while the others go on, and the error says how each of them died. With
+  ``max_deaths=1`` it is also blamed for deaths until its output is out, so it is never begun twice.
+  (test_blame.py, test_begun_once.py)
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
-  all begin again, each with what it had in hand, and no item is blamed for the ends of the others. A
-  survivor's MemberDied is no failure of its own. So over hosts, too, where connections that break count as a
-  death. When one ends because nobody reads what they put, all end. Of an elastic gang the others go on
-  meanwhile, in their processes, as a smaller group; the one that takes its place makes it whole again, and
-  each item has its outputs once. (test_gangs.py, tests/deaths/test_gang_deaths.py,
-  tests/deaths/test_elastic_gangs.py, tests/hosts/test_host_gangs.py, tests/hosts/test_elastic_host_gangs.py)
+  all restart, each with the item that it held, and no item is blamed for the ends of the others. A
+  survivor's MemberDied is not a failure. Over hosts, connections that break count as a death. When one ends
+  because its outputs have no readers, all end. In an elastic gang the others go on in their processes as a
+  smaller group; the replacement makes it whole again, and each item has its outputs once. (test_gangs.py,
+  tests/deaths/test_gang_deaths.py, tests/deaths/test_elastic_gangs.py, tests/hosts/test_host_gangs.py,
+  tests/hosts/test_elastic_host_gangs.py)
 - R12 Pools. The processes of a pool last from one run to the next, each with its callable, and keep nothing
-  else of a run; forked ones keep memory of other runs that go on when the pool starts them. Each run is
-  whole. Who has failed, died or not come to an end has a fresh process in the next. Leaving the block
-  finishes a run that goes on, and raises what the last one failed by unless that was raised.
-  (test_pool_workers.py, test_pool_after_failures.py, test_pool_blocks.py,
-  test_pool_ends.py)
+  else of a run. Forked ones keep memory of other runs that go on when the pool starts them. Each run is
+  whole. A worker that failed, died or did not end gets a fresh process in the next run. Leaving the block
+  finishes a run that goes on, and raises the failure of the last run unless that was raised.
+  (test_pool_workers.py, test_pool_after_failures.py, test_pool_blocks.py, test_pool_ends.py)
 - R13 Elastic stages. ``run.scale()`` adds and removes workers of a stage that works item by item, on threads
   and in processes, while the graph runs. Order is kept, and each item has its outputs once, also when workers
-  are killed meanwhile. A removed worker finishes its item. A new worker that can't be started leaves the
+  are killed at that time. A removed worker finishes its item. A new worker that can't be started leaves the
   others at work. (test_elastic_stages.py, tests/deaths/test_scaling_deaths.py)
 """
 
@@ -153,8 +154,8 @@ class Supervisor:
     """Decides over one run. See the head of this file.
 
     Args:
-        plan: What the run consists of.
-        crew: What has its workers.
+        plan: The plan of the run.
+        crew: The crew that has its workers.
         channels: Its channels.
     """
 
@@ -240,7 +241,7 @@ class Supervisor:
 
     def cancel_request(self, question: int) -> None:
         """Tell other hosts that no caller waits for the answer to a question. Never waits, because event
-        loops call it: with a full queue a worker does work that nobody wants."""
+        loops call it. With a full queue a worker does work in vain."""
         if self._has_hosts:
             with contextlib.suppress(Closed, Full):
                 self._events.put_nowait(RequestCancelled(question))
@@ -434,8 +435,8 @@ class Supervisor:
             self._decide(Ended(worker))
 
     def _cancel_tasks(self) -> None:
-        """Cancel coroutines: at once when the run is broken off, and sources whose outputs have no readers;
-        in a finishing run after a moment in which they may end."""
+        """Cancel coroutines: at once when the run is broken off, and sources whose outputs have no readers.
+        In a finishing run they have a moment to end."""
         late = time.monotonic() > self._late_at
         over = self.state.phase in ("failing", "aborting") or (self.state.phase == "finishing" and late)
         self.crew.cancel_tasks(over)

@@ -391,7 +391,7 @@ def test_scale_names_what_is_wrong_with_its_arguments() -> None:
     with graph.start() as run:
         with pytest.raises(KeyError, match="no stage named 'other'"):
             run.scale("other", 2)
-        with pytest.raises(KeyError, match="is no stage of graph 'fixed'"):
+        with pytest.raises(KeyError, match="is not a stage of graph 'fixed'"):
             run.scale(Graph("another").source([1]), 2)
         with pytest.raises(ValueError, match="workers must be at least 1, not 0"):
             run.scale(squares, 0)

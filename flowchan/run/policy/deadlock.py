@@ -29,7 +29,7 @@ MORE_MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What one cheap look at all channels tells.
+    """The result of one cheap look at all channels.
 
     Attributes:
         moved: The items put and taken so far.
@@ -47,11 +47,11 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """What workers wait for that no channel of this process shows.
+    """Waits of workers that no channel of this process shows.
 
     Each host is asked over the connection that carries the items, and answers over it. So an item that was on
-    its way at one observation has arrived before the next one, however slow the connection is, and shows in
-    the counts.
+    its way at one observation has arrived before the next one and shows in the counts, however slow the
+    connection is.
 
     Attributes:
         reading, writing: How many workers on other hosts wait for an item of each channel, and to put one.
@@ -66,8 +66,8 @@ class Waits:
     moves: bool = False
 
     def put_into(self, stats: RunStats) -> RunStats:
-        """The statistics of a run with the waits of these workers instead of those of the edges that have
-        their ports here: an edge asks for items ahead, and waits for room for what is done already."""
+        """Give the statistics of a run with the waits of these workers in place of those of their edges,
+        which ask for items ahead, and wait for room for outputs."""
         remote = {stage.name for stage in stats.stages if stage.hosts}
         edges = []
         for edge in stats.edges:
@@ -114,7 +114,7 @@ def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[Wor
 
 
 def _progress(seen: Observation) -> tuple[int, ...]:
-    """What changes when a run moves."""
+    """Give numbers that change when a run moves."""
     passed = [number for edge in seen.stats.edges for number in (edge.passed, edge.inside)]
     return *passed, *(stage.restarts for stage in seen.stats.stages), *seen.counts
 

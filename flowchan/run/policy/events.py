@@ -1,4 +1,4 @@
-"""What workers and the crew report to the supervisor of a run. Values: most cross between processes."""
+"""Events that workers and the crew report to the supervisor of a run. Most cross between processes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The worker has ended cleanly. ``unwanted``: how many of its items nobody wanted, because their readers
-    had left. ``early``: because nobody reads what it puts."""
+    """The worker has ended cleanly. ``unwanted``: the number of its items whose readers had left. ``early``:
+    its outputs have no readers."""
 
     worker: WorkerId
     unwanted: int = 0
@@ -45,9 +45,9 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The worker has ended by ``error``, which the user's code raised. ``item`` is the text of the item in
-    hand. Number 0: nobody knows which worker it was. ``host``: the name of the host on which it ran, empty
-    for this machine."""
+    """The worker has ended by ``error``, which the user's code raised. ``item`` is the text of the item that
+    it held. Number 0: the worker is unknown. ``host``: the name of the host on which it ran, empty for this
+    machine."""
 
     worker: WorkerId
     error: Any  # on its way out of a process a Portable, which arrives as the exception
@@ -86,7 +86,8 @@ class Retried:
 
 @dataclass(frozen=True, slots=True)
 class Troubled:
-    """An item has failed, and went to the errors stream: what happened, in a line. Told now and then."""
+    """An item has failed, and went to the errors stream: ``text`` says why, in a line. Not every such item
+    is reported."""
 
     worker: WorkerId
     text: str
@@ -94,8 +95,8 @@ class Troubled:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What has come of an item that was asked: a ``value``, or the ``error`` by which it failed. ``failed``:
-    how many items of the stage count as failed by that."""
+    """The answer to a question: a ``value``, or the ``error`` by which the item failed. ``failed``: how many
+    items of the stage count as failed by that."""
 
     worker: WorkerId
     question: int
@@ -144,20 +145,20 @@ class Death:
 
     Attributes:
         worker: The worker.
-        how: What happened, in words.
+        how: How it ended, in words.
         pid: Its process; 0 if unknown.
         exitcode: Its exit code, negative for a signal, if known.
         host: The host on which it ran, empty for this machine.
-        over_item: How many workers have died while they worked on the item that this one held, this one
-            included; 0 if it died outside the user's code.
+        over_item: How many workers have died over the item that this one held, this one included; 0 if it
+            died outside the user's code.
         deaths: The same, or without an item how many have died in quick succession.
         unbegun: How many have died in a row before they began to work, this one included.
         counts: Whether it uses one of the restarts of its stage. The death of a host does not.
         retired: The worker asked for a fresh process (``Retires``), which is nothing to report.
         always: It is replaced whatever the limit of its stage, because an item exceeded its time limit.
         irreplaceable: Why its stage can't go on with another worker; empty: it can.
-        hint: What may have caused it, for the message.
-        error: What the run fails by if no replacement could do better.
+        hint: A possible cause, for the message.
+        error: The error of the run if no replacement could do better.
     """
 
     worker: WorkerId
@@ -177,7 +178,7 @@ class Death:
 
     @property
     def summary(self) -> str:
-        """What happened, with what is known of the item; empty if there is nothing to report."""
+        """How it ended, with what is known of the item; empty if there is nothing to report."""
         if self.retired:
             return ""
         if not self.over_item:
@@ -217,7 +218,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class RunBegan:
-    """The run has begun with so many workers."""
+    """The run has begun with this number of workers."""
 
     workers: int
     seed: int

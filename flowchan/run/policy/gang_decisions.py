@@ -1,12 +1,12 @@
-"""What is decided about gangs: stages whose workers form a group.
+"""Decides about gangs: stages whose workers form a group.
 
 The workers of a gang restart together: when one has died, the others are ended, and once all have ended, all
-are started. A worker in whose operation a peer is missing may report so before the death of that peer is
-known; its report is not a failure of its own. If no worker died, either one has ended because its outputs
-have no readers, and then its peers end too; or connections between their hosts broke, and then all restart as
-long as their stage has restarts left.
+are started. A worker that misses a peer in an operation may report that before the death of the peer is
+known. Its report is not a failure. If no worker died, there are two cases. One worker has ended because its
+outputs have no readers, and then its peers end also. Or connections between their hosts broke, and then all
+restart as long as their stage has restarts left.
 
-Of an elastic gang only the worker that died is replaced. A worker whose group has ended waits for another
+In an elastic gang only the worker that died is replaced. A worker whose group has ended waits for another
 one. All that are at work get it once none of them has a group. A replacement ends their group when it begins,
 so that it is in the next one. Groups that end although no worker died or joined count as restarts.
 """
@@ -48,7 +48,7 @@ def settle_gangs(state: PolicyState, now: float) -> Decision:
 
 
 def _ends_early(state: PolicyState, stage: str) -> bool:
-    """Whether the workers of a gang end because their outputs have no readers."""
+    """Tell whether the workers of a gang end because their outputs have no readers."""
     return stage in state.no_readers and stage not in state.restarting
 
 

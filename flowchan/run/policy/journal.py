@@ -1,6 +1,5 @@
-"""What a run tells by the standard ``logging``, as the logger ``flowchan.run``: that it begins and ends,
-which worker processes start, die and are replaced, which items are blamed, and who does not end when it
-should.
+"""Logs a run by the standard ``logging``, as the logger ``flowchan.run``: its beginning and end, which worker
+processes start, die and are replaced, which items are blamed, and which workers do not end when they should.
 
 Beginnings and ends are INFO, starts of processes DEBUG, what goes wrong WARNING, and an item that is blamed
 ERROR. Records about a worker have its ``stage`` and ``number``. Nothing is shown unless the program asks for
@@ -25,7 +24,7 @@ log.addHandler(logging.NullHandler())
 class Journal:
     """The log of one run. It listens to the run's feed.
 
-    It never raises: what a filter of the program's raises is shown as what a handler raises.
+    It never raises: the error of a filter of the program's is shown like that of a handler.
     """
 
     def __init__(self, plan: Plan) -> None:

@@ -76,11 +76,11 @@ class PolicyState:
 
     @property
     def goes_on(self) -> bool:
-        """Whether dead workers are still replaced."""
+        """True while dead workers are still replaced."""
         return self.phase in ("running", "stopping")
 
     def ends_with_peers(self, worker: WorkerId) -> bool:
-        """Whether the end of its process is expected: it reported that a peer is missing, or its gang is
+        """Tell whether the end of its process is expected: it reported that a peer is missing, or its gang is
         being restarted."""
         return worker in self.missing_peer or worker.stage in self.restarting
 
