@@ -1,4 +1,4 @@
-"""What starts, watches, ends and replaces workers, as the supervisor of a run sees it."""
+"""The protocol by which the supervisor of a run has workers started, watched, ended and replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a worker's process ended: as a value, and in words."""
+"""Describes the end of a worker's process, as a value and in words."""
 
 from __future__ import annotations
 
