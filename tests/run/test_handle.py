@@ -111,7 +111,7 @@ def test_a_stream_that_is_no_result_is_named_with_those_that_are() -> None:
     graph = Graph("handle")
     numbers = graph.source([1], name="numbers")
     numbers.collect(name="all")
-    with pytest.raises(KeyError, match=r"numbers.*no result.*reduce and collect.*here: all"):
+    with pytest.raises(KeyError, match=r"numbers.*is not a result.*reduce and collect.*here: all"):
         graph.run()[numbers]
 
 
@@ -132,7 +132,7 @@ def test_a_stream_that_is_no_input_is_named() -> None:
     foreign.sink(id)
     with graph.start() as run:
         for wrong in (doubled, foreign, "numbers"):
-            with pytest.raises(KeyError, match=r"no input of this run.*graph\.input\(\)"):
+            with pytest.raises(KeyError, match=r"is not an input of this run.*graph\.input\(\)"):
                 run[wrong]  # type: ignore[index]
 
 
@@ -144,7 +144,7 @@ def test_iter_takes_only_collect_streams_of_this_graph() -> None:
     with graph.start() as run:
         with pytest.raises(ValueError, match=r"iterate over reduce\.collect\(\)|does not leave the graph"):
             run.iter(total)
-        with pytest.raises(ValueError, match="no stream of graph 'handle'"):
+        with pytest.raises(ValueError, match="is not a stream of graph 'handle'"):
             run.iter(foreign)
 
 
