@@ -10,6 +10,7 @@ that keeps what was finished.
 from __future__ import annotations
 
 import queue
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -179,12 +180,24 @@ def _stage_error(
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C (or SIGTERM in ``graph.run()``) ended a run. ``results`` holds what was finished, as
-    ``run.wait()`` gives it, and the items that ``run.iter()`` had not given yet; ``report`` is the run's
-    report as text. ``__cause__`` is the :class:`RunError` of a stage that failed meanwhile."""
+    """Ctrl-C (or SIGTERM in ``graph.run()``) ended a run.
 
-    def __init__(self, message: str, tell: Callable[[Interrupted], tuple[Mapping[Any, Any], str]]) -> None:
+    Attributes:
+        results: What was finished, as ``run.wait()`` returns it, and the items that ``run.iter()`` had not
+            given yet.
+        report: The run's report as text.
+        signal: The number of the signal, ``signal.SIGINT`` or ``signal.SIGTERM``.
+        __cause__: The :class:`RunError` of a stage that failed before the run ended.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        tell: Callable[[Interrupted], tuple[Mapping[Any, Any], str]],
+        number: int = signal.SIGINT,
+    ) -> None:
         super().__init__(message)
+        self.signal = number
         self._tell = tell  # the results and the report; waits for the end of a run that still goes on
 
     @property

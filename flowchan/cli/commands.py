@@ -1,7 +1,7 @@
 """The ``flowchan`` command: run, check and draw the graph that a Python file declares, and start the members
 of a group.
 
-Exit codes: 0 done, 1 the run failed, 2 the graph or the call is wrong, 130 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 the graph or the call is wrong, 130 interrupted, 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flowchan.errors import Problem, RunError
     from flowchan.viz.live.terminal import LiveView
 
-DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, WRONG, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 REFRESH = 0.25
 MOST_FAILURES = 10
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
@@ -72,13 +72,15 @@ def _command(function: Callable[P, int]) -> Callable[..., None]:
 def _exit_code(function: Callable[[], int], debug: bool) -> int:
     from flowchan.cli.loading import LoadError
     from flowchan.errors import GraphError, HostError, RunError
+    from flowchan.transport.interrupts import Termination
     from flowchan.viz import RenderError
 
     try:
         return function()
-    except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        return INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        terminated = isinstance(interrupt, Termination)
+        click.echo("ended by SIGTERM" if terminated else "interrupted", err=True)
+        return TERMINATED if terminated else INTERRUPTED
     except (GraphError, HostError, LoadError, RenderError, RunError) as error:
         if debug:
             traceback.print_exception(error)
@@ -144,7 +146,9 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
             click.echo(line)
     if failure is not None:
         _tell_failures(failure, debug)
-    return INTERRUPTED if interrupts.count else DONE if failure is None else FAILED
+    if interrupts.count:
+        return TERMINATED if interrupts.first == signal.SIGTERM else INTERRUPTED
+    return DONE if failure is None else FAILED
 
 
 def _width() -> int:
@@ -316,6 +320,7 @@ class _Interrupts:
     def __init__(self) -> None:
         self.hold = False
         self.count = 0
+        self.first = 0  # the number of the first signal
         self.asked = False
 
     def __enter__(self) -> _Interrupts:
@@ -332,9 +337,12 @@ class _Interrupts:
         if number == signal.SIGQUIT:
             self.asked = True
             return
+        from flowchan.transport.interrupts import Termination
+
         self.count += 1
+        self.first = self.first or number
         if not self.hold or self.count > 2:
-            raise KeyboardInterrupt
+            raise Termination if number == signal.SIGTERM else KeyboardInterrupt
 
 
 def _follow(running: Any, view: LiveView, interrupts: _Interrupts) -> Any:
@@ -343,7 +351,7 @@ def _follow(running: Any, view: LiveView, interrupts: _Interrupts) -> Any:
     while True:
         if interrupts.count > heard:
             heard = interrupts.count
-            _interrupt(running, view, heard)
+            _interrupt(running, view, heard, interrupts.first)
         if interrupts.asked:
             interrupts.asked = False
             view.say(running.explain())
@@ -351,11 +359,12 @@ def _follow(running: Any, view: LiveView, interrupts: _Interrupts) -> Any:
             return running.wait(timeout=REFRESH)
 
 
-def _interrupt(running: Any, view: LiveView, times: int) -> None:
+def _interrupt(running: Any, view: LiveView, times: int, number: int) -> None:
     if times == 1:
+        key = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
         view.say(
-            "stopping: the sources have stopped, what is in flight is being finished; Ctrl-C "
-            "again ends it at once"
+            f"stopping: the sources have stopped, what is in flight is being finished; {key} again ends it "
+            "at once"
         )
         running.stop()
     else:

@@ -22,7 +22,7 @@ from typing import BinaryIO, TextIO
 import click
 
 from flowchan.run.crew.at_exit import die_with
-from flowchan.run.crew.process import signal_name
+from flowchan.run.crew.process_exit import signal_name
 from flowchan.transport.tcp import joined, listen
 
 KILL_DELAY_S = 5.0  # seconds from the request to end until the kill

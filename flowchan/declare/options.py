@@ -49,7 +49,8 @@ class WorkOptions(NameOption, total=False):
     """Seconds that the function may take for an item, which then counts as failed by ``TimeoutError``; no
     limit if left out. For an ``async def`` function, and for workers in processes, which are replaced."""
     restarts: int
-    """How many worker processes that died are replaced, over the whole run; 10 if left out."""
+    """How many worker processes that died are replaced, over the whole run; 10 if left out. If left out, or
+    from 10**9 on, four deaths in a row before the worker begins to work end the run too."""
     max_deaths: int
     """With how many workers an item may die before it counts as failed itself; 3 if left out."""
     gpus: int

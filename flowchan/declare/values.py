@@ -17,8 +17,15 @@ from flowchan.declare.operators import Operator
 from flowchan.declare.placements import THREAD, Placement
 from flowchan.errors import Where
 
+
+class DefaultNumber(int):
+    """A default, which can be told from the same number given by the user."""
+
+
 DEFAULT_CAPACITY = 64
-DEFAULT_RESTARTS = 10
+DEFAULT_RESTARTS: int = DefaultNumber(10)
+UNLIMITED_RESTARTS = 10**9
+"""From this number on a stage has no limit of restarts."""
 DEFAULT_MAX_DEATHS = 3
 
 

@@ -39,15 +39,15 @@ from flowchan.hosts.agent_messages import (
     Seated,
     Start,
     Waiting,
-    Waits,
+    WorkerWaits,
     refusal,
     too_large,
 )
 from flowchan.hosts.code import lacking
 from flowchan.run.crew.recovery import take_up
 from flowchan.run.crew.worker_processes import WorkerProcesses
-from flowchan.run.policy.decisions import Terminate
-from flowchan.run.policy.events import CrossedOff, Failure, Gone, Started, WorkerId
+from flowchan.run.policy.actions import Terminate
+from flowchan.run.policy.events import Failure, Gone, RequestCancelled, Started, WorkerId
 from flowchan.run.policy.failures import Portable
 from flowchan.run.worker import logs
 from flowchan.run.worker.cancelled_requests import CancelledRequests, use_board
@@ -163,7 +163,7 @@ class Agent:
                 port.close()
         elif isinstance(command, Release):
             self._release(command.worker)
-        elif isinstance(command, CrossedOff):
+        elif isinstance(command, RequestCancelled):
             self._board.cross_off(command.question)
 
     def _start(self, start: Start) -> None:
@@ -205,7 +205,7 @@ class Agent:
         take_up(old, worker.ports, blame=blame)
         self._processes.forget(worker.start.id)
 
-    def _waits(self, worker: _Worker) -> Waits:
+    def _waits(self, worker: _Worker) -> WorkerWaits:
         """At the reading end of an input and the writing end of an output nobody waits but the worker."""
         counts: list[int] = []
         reading: dict[str, int] = {}
@@ -218,7 +218,7 @@ class Agent:
             waiting = stats.waiting_readers if key.startswith("in ") else stats.waiting_writers
             if waiting:
                 (reading if key.startswith("in ") else writing)[channel._name] = waiting
-        return Waits(reading, writing, tuple(counts), moves)
+        return WorkerWaits(reading, writing, tuple(counts), moves)
 
     def _release(self, id: WorkerId) -> None:
         """Its rings go; what is left of its process goes with the agent."""
@@ -235,7 +235,7 @@ class Agent:
         worker = self._workers.get(gone.worker)
         if worker is not None:
             with contextlib.suppress(Closed, Broken):
-                self._events.put(PeerEnded(gone.worker, self._processes.death(gone.worker, worker.ports)))
+                self._events.put(PeerEnded(gone.worker, self._processes.exit_of(gone.worker, worker.ports)))
 
     # --- the link ---
 

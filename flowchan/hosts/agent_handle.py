@@ -1,4 +1,7 @@
-"""One life of a host's agent, an epoch: what started it, the link to it, and the control line."""
+"""One agent of a host, as the driver has it: the process that holds it, the link to it, and the control line.
+
+Each agent that is started for a host is another *incarnation*, with a number, the epoch.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,16 @@ last outputs of a worker are on their way."""
 
 
 class Heard(NamedTuple):
-    """What becomes of what is heard of a life. ``told`` gets what the agent and its workers tell;
-    ``finished`` the number of a line from which nothing more comes; ``refused`` the numbers of a line and of
-    an input port in it where an item can't leave this machine; ``ends`` looks whether workers have ended
-    whose outputs are all here now, and says whether there are more to wait for; ``over`` is called once at
-    the end, unless the life was closed before. ``help`` runs all of that."""
+    """The functions that hear of an agent.
+
+    Attributes:
+        told: Gets each report of the agent and its workers.
+        finished: Gets the number of a line whose outputs have all been put.
+        refused: Gets the numbers of a line and of its input port whose item can't leave this machine.
+        ends: Reports workers that have ended and whose outputs are all here. Says whether others follow.
+        over: Called once when the agent is dead, unless the handle was closed before.
+        help: Runs all of that on a thread of the run.
+    """
 
     told: Callable[[AgentHandle, Told], None]
     finished: Callable[[AgentHandle, int], None]
@@ -41,21 +49,24 @@ class Heard(NamedTuple):
 
 
 class AgentHandle:
-    """It ends when the agent is known to be dead, or has not been heard of for too long; from then on nothing
-    of it is believed (the fence): the connection is gone, and another one is not accepted.
+    """One incarnation of a host's agent.
 
-    Two threads belong to it: one starts the agent and watches over it, one hears what it tells."""
+    It ends when the agent is known to be dead, or is not heard for too long. Then it is fenced: the
+    connection is closed, another one is not accepted, and nothing that the agent sends counts any more.
+
+    Two threads belong to it: one starts and watches the agent, one hears its reports.
+    """
 
     def __init__(
         self, provider: Provider, number: int, epoch: int, peer_timeout: float, heard: Heard
     ) -> None:
         self.host = provider.hosts[number]
         self.number, self.epoch = number, epoch
-        self.why = ""  # it is over
+        self.why = ""  # it ended
         self.has_met = False
         self.echoed = 0  # the number of the last echo
-        self.waiting = Waiting(0, {})  # the last that was heard of its workers' waits
-        self.is_decided = threading.Event()  # it has met us, or is over
+        self.waiting = Waiting(0, {})  # the last answer about its workers' waits
+        self.is_decided = threading.Event()  # it has dialled, or has ended
         self._provider, self._peer_timeout = provider, peer_timeout
         self._heard = heard
         self._address = ""
@@ -72,7 +83,7 @@ class AgentHandle:
         self.link.line(0, [self._to_say], [self._letterbox])
 
     def begin(self, name: str, launch: dict[str, Any]) -> None:
-        """Starts the agent, in the background. ``launch``: what it has to know."""
+        """Start the agent, in the background. ``launch``: what it has to know."""
         self._address = launch["address"]
         said = {**launch, "number": self.number, "epoch": self.epoch, "peer_timeout": self._peer_timeout}
         line = json.dumps(said).encode() + b"\n"
@@ -94,16 +105,17 @@ class AgentHandle:
         self.is_decided.set()
 
     def say(self, command: Command) -> None:
-        with contextlib.suppress(Closed, Broken):  # it is over
+        """Send a command."""
+        with contextlib.suppress(Closed, Broken):  # it has ended
             self._commands.put(command)
 
     def hint(self, command: Command) -> None:
-        """Says what it may do without: where much is still to be said, this is not."""
+        """Send a command that the agent may do without: while the line is full, it is not sent."""
         with contextlib.suppress(Closed, Broken, Full):
             self._commands.put_nowait(command)
 
     def end(self, why: str) -> None:
-        """Fences it: whatever becomes of the agent, nothing of it counts any more."""
+        """Fence the agent: nothing that it sends counts any more."""
         with self._lock:
             if self.why or self._closed:
                 return
@@ -115,18 +127,19 @@ class AgentHandle:
         self.is_decided.set()
 
     def kill(self) -> None:
+        """Kill the process that holds it."""
         if self._started is not None:
             self._started.kill()
 
     def leave(self) -> None:
-        """The run is over."""
+        """Let the agent end, because the run is over."""
         with self._lock:
             self._closed = True
         self.say(Leave())
 
     def close(self, give_up: float) -> None:
-        """Once it is over, or after :meth:`leave`: waits for the agent to end, until ``give_up``, and leaves
-        nothing. One that has never come has nothing to finish."""
+        """Wait for the agent to end, until ``give_up``, and leave nothing. Called once it has ended, or after
+        :meth:`leave`. An agent that has never dialled has nothing to finish."""
         pause = threading.Event()
         while self.has_met and not self._has_ended() and time.monotonic() < give_up:
             pause.wait(0.005)
@@ -140,14 +153,14 @@ class AgentHandle:
             self._started.close()
 
     def is_closing(self) -> bool:
-        """Whether a thread of it is still at work."""
+        """Tell whether a thread of it is still at work."""
         return any(thread.is_alive() for thread in self._threads)
 
     def _has_ended(self) -> bool:
         return self._started is None or self._started.ended() is not None
 
     def join(self) -> None:
-        """Waits for its threads."""
+        """Wait for its threads."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()

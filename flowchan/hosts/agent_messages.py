@@ -1,7 +1,7 @@
-"""What the driver and an agent tell each other over the control line of their link (line 0), as values.
+"""The messages of the driver and an agent over the control line of their link (line 0), as values.
 
-Both have proved the secret by then, so the values are pickled as any items are. What a worker on the host
-tells, an ``Event``, goes the same way and is not looked at by the agent."""
+Both have proved the secret by then, so the values are pickled as any items are. The events of a worker on the
+host take the same line, and the agent does not look at them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flowchan.run.crew.recovery import Death
+from flowchan.run.crew.process_exit import ProcessExit
 from flowchan.run.policy import seeds
-from flowchan.run.policy.decisions import Terminate
-from flowchan.run.policy.events import CrossedOff, Event, WorkerId
+from flowchan.run.policy.actions import Terminate
+from flowchan.run.policy.events import Event, RequestCancelled, WorkerId
 from flowchan.run.worker.logs import Logged
 
 
@@ -20,7 +20,7 @@ from flowchan.run.worker.logs import Logged
 class Start:
     """Start this worker, as ``here``. ``stage``: what it does, pickled. ``modules``: those that the pickle
     refers to and that may be missing there. ``inputs``, ``outputs``, ``errors`` name its ports; the rings
-    under them stay from one process of the worker to the next. ``most``: how many bytes the channels at home
+    under them stay from one process of the worker to the next. ``most``: how many bytes the driver's channels
     take, ``share``: how many of these may be inside when there is more than one item. ``seat``: in the group
     of its gang, or none yet. ``elastic``: others come after it, each by a ``Seated``."""
 
@@ -45,7 +45,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Recover:
-    """Give back what this worker, whose process has died, had in hand. Without ``blame`` we ended it."""
+    """Give back what this worker, whose process has died, held. Without ``blame`` we ended it."""
 
     worker: WorkerId
     blame: bool
@@ -75,7 +75,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """To be said back: what workers told before has then been heard."""
+    """Send this back: everything that workers reported before has then been heard."""
 
     number: int
 
@@ -92,7 +92,7 @@ class Leave:
     """The run is over: end, and every worker that is left."""
 
 
-Command = Start | Seated | Recover | Terminate | Close | Release | CrossedOff | Echo | AskWaits | Leave
+Command = Start | Seated | Recover | Terminate | Close | Release | RequestCancelled | Echo | AskWaits | Leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +105,17 @@ class Lacking:
 
 @dataclass(frozen=True, slots=True)
 class PeerEnded:
-    """The process of this worker has ended, after all that it told."""
+    """The process of this worker has ended, after everything that it reported."""
 
     worker: WorkerId
-    death: Death
+    exit: ProcessExit
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class WorkerWaits:
     """What a worker does: how many of its threads wait for an item of which channels, or to put one.
-    ``counts``: of the items it has got and taken, put and sent, by port. ``moves``: it may go on by itself,
-    or its process has ended."""
+    ``counts``: of the items it has got and taken, put and sent, by port. ``moves``: it may go on without an
+    item, or its process has ended."""
 
     reading: Mapping[str, int]
     writing: Mapping[str, int]
@@ -128,7 +128,7 @@ class Waiting:
     """The answer to ``AskWaits``."""
 
     number: int
-    workers: Mapping[WorkerId, Waits]
+    workers: Mapping[WorkerId, WorkerWaits]
 
 
 Told = Event | Lacking | PeerEnded | Echo | Waiting | Logged

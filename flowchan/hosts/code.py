@@ -8,12 +8,14 @@ import importlib.util
 import pickletools
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
+
+from flowchan.declare.values import Stage
 
 _INSTALLED = tuple(
     Path(path).resolve() for path in {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
@@ -34,6 +36,22 @@ def own_modules(packed: bytes) -> tuple[str, ...]:
     """The user's own modules to which a pickle may refer: every text in it that is the name of one."""
     texts = {argument for _, argument, _ in pickletools.genops(packed) if isinstance(argument, str)}
     return tuple(sorted(name for name in texts & sys.modules.keys() if _is_own(sys.modules[name])))
+
+
+class PackedStages:
+    """The stages of a run as bytes, each pickled once for the same lacking modules."""
+
+    def __init__(self) -> None:
+        self._packed: dict[tuple[str, tuple[str, ...]], tuple[bytes, tuple[str, ...]]] = {}
+
+    def get(self, stage: Stage, without: Collection[str] = ()) -> tuple[bytes, tuple[str, ...]]:
+        """Pickle a stage with what it uses of the modules that are lacking on a host. Return also the user's
+        own modules that it needs besides."""
+        key = stage.name, tuple(sorted(without))
+        if key not in self._packed:
+            packed = pack_stage(stage, key[1])
+            self._packed[key] = packed, tuple(name for name in own_modules(packed) if name not in without)
+        return self._packed[key]
 
 
 def lacking(modules: Iterable[str]) -> tuple[str, ...]:

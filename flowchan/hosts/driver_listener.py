@@ -1,5 +1,5 @@
-"""The driver's door. Who dials is an agent, or a worker that comes to meet those with whom it forms a group:
-these tell each other here where they are, and connect to each other."""
+"""The driver's listener. Agents dial it, and workers that form a group: these exchange their addresses here,
+and then connect to each other."""
 
 from __future__ import annotations
 
@@ -16,23 +16,29 @@ from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.rendezvous import Coordinator
 
 CLOSE = 0
-POLL_INTERVAL_MS = 1000  # milliseconds; now and then those are sent away who say nothing
+POLL_INTERVAL_MS = 1000  # between two looks for connections that say nothing
 
 
 class DriverListener:
-    """See above. Its thread is called ``name``, and runs ``within`` what hears of its failure. ``agent`` gets
-    who has dialled as one."""
+    """Accepts agents and the workers of groups.
+
+    Args:
+        listener: The listener that checks the secret.
+        name: The name of its thread.
+        within: Runs the thread, and hears of its failure.
+        agent: Gets the connection of each agent.
+    """
 
     def __init__(
         self,
-        door: AuthenticatedListener,
+        listener: AuthenticatedListener,
         name: str,
         within: Callable[[Callable[[], None]], None],
         agent: Callable[[socket.socket, Hello], None],
     ) -> None:
-        self.address = door.address
-        self._door, self._agent = door, agent
-        self._circles: dict[int, Coordinator] = {}
+        self.address = listener.address
+        self._listener, self._agent = listener, agent
+        self._meetings: dict[int, Coordinator] = {}
         self._groups = CLOSE
         # Groups that are to end, and whether only if they still meet.
         self._orders: SimpleQueue[tuple[int, bool]] = SimpleQueue()
@@ -41,49 +47,50 @@ class DriverListener:
         self._thread.start()
 
     def expect(self, size: int) -> int:
-        """So many workers are to form a group, which has this number here."""
+        """Let ``size`` workers form a group. Return its number."""
         self._groups += 1
-        self._circles[self._groups] = Coordinator(size)
+        self._meetings[self._groups] = Coordinator(size)
         return self._groups
 
     def dismiss(self, group: int, if_meeting: bool = False) -> None:
-        """One of the group has ended, so those that wait for others wait in vain. ``if_meeting``: those of it
-        who have met, and stayed, go on."""
+        """End a group of which a worker has ended, because the others wait for it in vain. ``if_meeting``: a
+        group whose members have all met goes on."""
         self._orders.put((group, if_meeting))
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
+        """End its thread and close all connections."""
         self.dismiss(CLOSE)
         self._thread.join()
-        self._door.close()
+        self._listener.close()
         os.close(self._wake)
 
     def _run(self) -> None:
         try:
             while True:
-                guests = {
-                    sock.fileno(): (circle, rank)
-                    for circle in list(self._circles.values())
-                    for rank, sock in circle.sockets.items()
+                members = {
+                    sock.fileno(): (meeting, rank)
+                    for meeting in list(self._meetings.values())
+                    for rank, sock in meeting.sockets.items()
                 }
                 waiting = select.poll()
-                for fd in (self._wake, self._door.fileno(), *guests):
+                for fd in (self._wake, self._listener.fileno(), *members):
                     waiting.register(fd, select.POLLIN)
                 for fd, _ in waiting.poll(POLL_INTERVAL_MS):
-                    if fd in guests:
-                        circle, rank = guests[fd]
-                        circle.hear(rank)
+                    if fd in members:
+                        meeting, rank = members[fd]
+                        meeting.hear(rank)
                 if not self._obey():
                     return
                 with contextlib.suppress(TimeoutError):
                     while True:
-                        self._let_in(*self._door.accept(0))
+                        self._let_in(*self._listener.accept(0))
         finally:
-            for circle in self._circles.values():
-                circle.close()
+            for meeting in list(self._meetings.values()):
+                meeting.close()
 
     def _obey(self) -> bool:
-        """Ends circles that are to end, and forgets those from which all have gone. Whether it is to go
+        """End the groups that are to end, and forget those whose members have left. Tell whether to go
         on."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
@@ -91,18 +98,18 @@ class DriverListener:
             group, if_meeting = self._orders.get()
             if group == CLOSE:
                 return False
-            circle = self._circles.get(group)
-            if circle is not None and not (circle.settled and if_meeting):
-                circle.end("one of the members has ended")
-        for group, one in list(self._circles.items()):
+            meeting = self._meetings.get(group)
+            if meeting is not None and not (meeting.settled and if_meeting):
+                meeting.end("one of the members has ended")
+        for group, one in list(self._meetings.items()):
             if (one.over or one.settled) and not one.sockets:
-                del self._circles[group]
+                del self._meetings[group]
         return True
 
     def _let_in(self, sock: socket.socket, hello: Hello) -> None:
         if "group" not in hello:
             self._agent(sock, hello)
-        elif (circle := self._circles.get(hello["group"])) is not None:
-            circle.come(hello["rank"], sock)
+        elif (meeting := self._meetings.get(hello["group"])) is not None:
+            meeting.come(hello["rank"], sock)
         else:
             sock.close()

@@ -15,8 +15,8 @@ from flowchan.items.text import shown
 from flowchan.transport.link_events import PEER_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from flowchan.hosts.host_crew import HostCrew  # slow to import, and there where a run begins
-    from flowchan.run.crew.local_crew import LocalCrew
+    from flowchan.hosts.hosts_part import HostsPart  # slow to import, and there where a run begins
+    from flowchan.run.crew.run_ports import RunPorts
     from flowchan.run.policy.plan import PlannedWorker
 
 
@@ -56,10 +56,11 @@ class Pool(Placement):
     def is_beside(self, other: Placement) -> bool:
         return isinstance(other, Pool) and other.provider == self.provider
 
-    def open_crew(self, home: LocalCrew, workers: Sequence[PlannedWorker]) -> HostCrew:
-        from flowchan.hosts.host_crew import HostCrew
+    def open_part(self, ports: RunPorts, workers: Sequence[PlannedWorker]) -> HostsPart:
+        """Make the part of a run's crew for these workers."""
+        from flowchan.hosts.hosts_part import HostsPart
 
-        return HostCrew(home, self.provider, self.peer_timeout, self.tls, workers)
+        return HostsPart(ports, self.provider, self.peer_timeout, self.tls, workers)
 
 
 def pool_of(call: str, provider: Provider, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False) -> Pool:

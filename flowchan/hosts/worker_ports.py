@@ -1,68 +1,133 @@
-"""The hosts of a run, the lines of its workers on the links to them, and what those workers wait for."""
+"""The hosts of a run, the lines of its workers on the links to them, and what these workers wait for."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from flowchan.errors import HostError
 from flowchan.hosts.agent_handle import AgentHandle
-from flowchan.run.policy.deadlock import Elsewhere
+from flowchan.run.policy.deadlock import Waits
 from flowchan.run.policy.events import Ended, WorkerId
+from flowchan.run.policy.plan import PlannedWorker
 from flowchan.run.policy.seeds import Worker
+from flowchan.run.policy.stats import HostStats
 
 
 @dataclass
 class WorkerPorts:
-    """What belongs to one worker on a link. ``gone``: its process has ended without a word, and it has no
-    other yet; ``blame``: what it had in hand may be why. ``ended``: it has said that it has ended; its last
-    outputs may still be on their way until the line is ``finished``."""
+    """The state of one worker on a link.
+
+    Attributes:
+        number: The number of its line.
+        agent: The agent of its host.
+        here: The worker as its own code sees it.
+        gone: Its process has ended, and it has no other yet.
+        failed: It has reported a failure.
+        blame: The item that it held may have killed it.
+        ended: Its report that it has ended; its last outputs may be on their way until the line is
+            ``finished``.
+    """
 
     number: int
-    life: AgentHandle
+    agent: AgentHandle
     here: Worker
     gone: bool = False
+    failed: bool = False
     blame: bool = True
     ended: Ended | None = None
     finished: bool = False
 
+
+MOST_AGENTS, WITHIN_S, MOST_UNMET = 10, 60.0, 3
+"""A host is given up when so many agents have been started there within so many seconds, or so many in a row
+that never dialled."""
 
 COUNTS = ("breaks", "bytes_out", "bytes_in")  # of a link's state
 
 
 @dataclass
 class HostWorkers:
-    """One of a pool, as a run has it: the life of its agent now, and what it was like before."""
+    """One host of a pool, as a run has it: its agent, and what is known of the agents before."""
 
     name: str
     number: int
-    life: AgentHandle | None = None
-    lives: int = 0
-    births: list[float] = field(default_factory=list)  # of the last lives
-    stillborn: int = 0  # the last ones that never came
+    agent: AgentHandle | None = None
+    agents: int = 0  # that have been started
+    starts: list[float] = field(default_factory=list)  # times of the last starts
+    unmet: int = 0  # of the last ones, how many never dialled
     deaths: list[str] = field(default_factory=list)
     lacking: set[str] = field(default_factory=set)  # modules that are missing there
     given_up: str = ""  # why
-    before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # of lives that are over
+    before: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(COUNTS, 0)
+    )  # of agents that are dead
     round_trip: float = 0.0  # of the last of them
 
+    def agent_died(self, agent: AgentHandle) -> None:
+        """Note that its agent is dead, and give the host up if too many have died."""
+        self.deaths.append(agent.why)
+        self.unmet = 0 if agent.has_met else self.unmet + 1
+        self.starts = [start for start in self.starts if start > time.monotonic() - WITHIN_S]
+        if self.unmet >= MOST_UNMET or len(self.starts) >= MOST_AGENTS:
+            self.given_up = agent.why
 
-def together(lives: Sequence[AgentHandle], lines: Mapping[WorkerId, WorkerPorts | None]) -> Elsewhere:
-    """What agents have told of the workers of these lines."""
+    def count(self, link: Mapping[str, Any]) -> None:
+        """Add the counts of a link whose agent has ended."""
+        for word in COUNTS:
+            self.before[word] += link[word]
+        self.round_trip = link["round_trip"] or self.round_trip
+
+    def stats(self, workers: int) -> HostStats:
+        """Describe the host, which has this number of ``workers`` now."""
+        link = self.agent.link.state() if self.agent is not None else {}
+        counts = {word: self.before[word] + link.get(word, 0) for word in COUNTS}
+        state = "connected" if link.get("connected") else "waiting" if link else self.given_up or "ended"
+        return HostStats(
+            name=self.name, state=state, workers=workers, agents=self.agents, deaths=tuple(self.deaths),
+            breaks=counts["breaks"], sent=counts["bytes_out"], received=counts["bytes_in"],
+            round_trip=link.get("round_trip") or self.round_trip,
+        )  # fmt: skip
+
+
+def host_for(
+    worker: PlannedWorker, hosts: Mapping[str, HostWorkers], lines: Iterable[WorkerPorts]
+) -> HostWorkers:
+    """Give the host on which a worker was planned, or else the host of its pool with the fewest workers.
+
+    Raises:
+        HostError: All hosts of the pool are given up.
+    """
+    candidates = [hosts[name] for name in (worker.host, *worker.stage.placement.hosts)]
+    usable = [host for host in candidates if not host.given_up]
+    if not usable:
+        why = "; ".join(dict.fromkeys(f"{host.name}: {host.given_up}" for host in candidates))
+        raise HostError(f"no host is left for worker {worker.id}: {why}")
+    if usable[0].name == worker.host:
+        return usable[0]
+    taken = [line.agent.host for line in lines]
+    return min(usable, key=lambda host: taken.count(host.name))
+
+
+def together(agents: Sequence[AgentHandle], lines: Mapping[WorkerId, WorkerPorts | None]) -> Waits:
+    """Join what agents have reported of the workers of these lines."""
     reading: Counter[str] = Counter()
     writing: Counter[str] = Counter()
-    states = {life.number: life.link.state() for life in lives}
-    counts = [n for life in lives for n in (life.number, life.epoch, states[life.number]["breaks"])]
+    states = {agent.number: agent.link.state() for agent in agents}
+    counts = [n for agent in agents for n in (agent.number, agent.epoch, states[agent.number]["breaks"])]
     moves = not all(state["connected"] for state in states.values())
     for id, line in lines.items():
-        waits = line and line.life in lives and line.life.waiting.workers.get(id)
+        waits = line and line.agent in agents and line.agent.waiting.workers.get(id)
         if line is None or not waits or line.gone or line.ended is not None:
             moves = True  # it is being started, replaced or ended
             continue
-        about = states[line.life.number]["lines"].get(line.number, {})
+        about = states[line.agent.number]["lines"].get(line.number, {})
         if not about.get("staged"):  # else it waits for room here, whatever it asks for there
             reading.update(waits.reading)
         writing.update(waits.writing)
         counts += [line.number, *waits.counts]
         moves = moves or waits.moves or not (waits.reading or waits.writing)
-    return Elsewhere(reading, writing, tuple(counts), moves)
+    return Waits(reading, writing, tuple(counts), moves)

@@ -1,5 +1,5 @@
-"""What a run gives, and who gathers it: the program item by item, threads of the run once somebody waits for
-the end, or the run itself where a result is full that the program can't come to read."""
+"""Gathers the results of a run. The program takes them item by item, or threads of the run do once a caller
+waits for the end, or the run itself if a result is full while the program waits for something else."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from flowchan.channel.channel import Channel
+from flowchan.channel.channel import Channel, In
 from flowchan.declare.stream import Stream
 from flowchan.errors import Broken, Closed
-from flowchan.run.crew.local_crew import LocalCrew
+from flowchan.run.crew.local_part import LocalPart
+from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.policy.decisions import AbortAsked
 from flowchan.run.policy.events import Began, Ended, Event, Failure, WorkerId
-from flowchan.run.policy.plan import Plan
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.worker.requests import NOTHING
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Results(Mapping[Stream[Any], Any]):
-    """What a run gave: the value of a ``reduce`` stream, the list of a ``collect`` stream."""
+    """Maps streams to the results of a run: the value of a ``reduce``, the list of a ``collect``."""
 
     def __init__(self, graph: str, values: dict[Stream[Any], Any]) -> None:
         self._graph = graph
@@ -36,7 +36,7 @@ class Results(Mapping[Stream[Any], Any]):
         except KeyError:
             known = ", ".join(sorted(known.name for known in self._values)) or "none"
             raise KeyError(
-                f"{stream!r} is no result of graph {self._graph!r}; results are reduce and collect "
+                f"{stream!r} is not a result of graph {self._graph!r}; results are reduce and collect "
                 f"streams that run.iter() has not taken, here: {known}"
             ) from None
 
@@ -51,11 +51,11 @@ class Results(Mapping[Stream[Any], Any]):
 
 
 class ResultGathering:
-    """Who takes the items of each result of one run, by the name of its stage."""
+    """Knows which reader takes the items of each result of one run, by the name of its stage."""
 
-    def __init__(self, plan: Plan, crew: LocalCrew, supervisor: Supervisor) -> None:
-        self._plan = plan
-        self._crew = crew
+    def __init__(self, ports: RunPorts, local: LocalPart, supervisor: Supervisor) -> None:
+        self._plan = plan = ports.plan
+        self._ports, self._local = ports, local
         self._supervisor = supervisor
         self._may_be_asked = {worker.id.stage for worker in plan.workers if worker.stage.asked}
         self._all = [worker.id for worker in plan.workers if worker.gathers]
@@ -68,7 +68,7 @@ class ResultGathering:
     # --- item by item ---
 
     def claim(self, stage: str) -> bool:
-        """From now on the calling thread iterates over this result; false if somebody takes it already."""
+        """Let the calling thread iterate over this result. False if another reader takes it already."""
         with self._lock:
             if self._begun or stage in self._iterated:
                 return False
@@ -76,20 +76,20 @@ class ResultGathering:
             return True
 
     def asked(self, stage: str) -> None:
-        """The calling thread asks for an item."""
+        """Note that the calling thread asks for an item."""
         self._iterated[stage] = threading.get_ident()
 
     def items(self, stage: str) -> Iterable[Any]:
-        """What to iterate over."""
+        """Give the items, without those that answer questions."""
         coming = self.coming(stage)
         return self._unasked(coming) if stage in self._may_be_asked else coming
 
     def coming(self, stage: str) -> Any:
-        """The same, with ``async for`` too, and with the answers to what was asked."""
+        """Give the items with the answers to questions. ``async for`` takes them too."""
         self.asked(stage)
-        self._supervisor.tell(Began(_worker(stage)))
+        self._supervisor.report(Began(_worker(stage)))
         taken_in = self._taken_in.get(stage)
-        return self._crew.port(_worker(stage)) if taken_in is None else taken_in.items
+        return self._ports.gathering_port(_worker(stage)) if taken_in is None else taken_in.items
 
     def _unasked(self, items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
@@ -97,58 +97,58 @@ class ResultGathering:
                 yield left
 
     def left_of(self, stage: str, item: Any) -> Any:
-        """What is left of an item when the answers in it have gone to who asked, or ``NOTHING``."""
+        """Settle the answers in an item. Return what is left of it, or ``NOTHING``."""
         return self._supervisor.left_of(item) if stage in self._may_be_asked else item
 
     def raise_if_broken(self, stage: str) -> None:
-        """Raises ``Broken`` when the items of :meth:`items` were not all of them."""
+        """Raise ``Broken`` if :meth:`items` did not give all items."""
         taken_in = self._taken_in.get(stage)
         if taken_in is not None and taken_in.broken is not None:
             raise taken_in.broken
 
     def keep(self, stage: str) -> None:
-        """Whether the rest is wanted is decided at the end of the block, if the calling thread iterated."""
+        """Keep the rest of a result until the end of the block, if the calling thread iterated over it."""
         if self._iterated[stage] == threading.get_ident():
             self._kept.add(stage)
 
     def leave(self, stage: str) -> None:
-        """Nobody iterates over this result any more, unless it is kept."""
+        """Note that no reader iterates over this result any more, unless it is kept."""
         if stage not in self._kept:
             self._end(stage)
 
     def leave_all(self, of_thread: int) -> None:
-        """Nobody iterates over the results that a thread was iterating over."""
+        """Note that a thread has left the results over which it iterated."""
         for stage, reader in list(self._iterated.items()):
             if reader == of_thread:
                 self._end(stage)
 
     def break_all(self) -> None:
-        """The run was asked to break off, and nobody iterates any more."""
+        """Break the results over which a reader iterates: the run was asked to break off."""
         for stage, reader in list(self._iterated.items()):
             if reader is not None:
                 self._break(stage)
 
     def leave_kept(self) -> None:
-        """The program has caught the Ctrl-C that ended its loop, and goes on."""
-        for stage in self._kept:
+        """Leave what was kept: the program has caught the Ctrl-C that ended its loop, and goes on."""
+        for stage in list(self._kept):  # another thread's loop may be interrupted now
             self._end(stage)
         self._kept.clear()
 
     def _break(self, stage: str) -> None:
-        """Not as an early end: what the stages before it give besides would be taken for the whole."""
-        self._crew.port(_worker(stage)).channel.abort()
+        """Break a result. An early end would make other results look whole."""
+        self._ports.gathering_port(_worker(stage)).channel.abort()
         self._end(stage)
 
     def _end(self, stage: str) -> None:
         self._iterated[stage] = None
-        self._crew.port(_worker(stage)).close()
+        self._ports.gathering_port(_worker(stage)).close()
         with contextlib.suppress(Closed):  # the run may be over
-            self._supervisor.tell(Ended(_worker(stage)))
+            self._supervisor.report(Ended(_worker(stage)))
 
     # --- taken by the run ---
 
     def take_in(self, ids: frozenset[WorkerId]) -> None:
-        """The supervisor's word that these results are full and the program can't come to read them."""
+        """Take in results that are full while the program waits for something else."""
         with self._lock:
             for id in ids:
                 if not self._begun and id.stage not in self._iterated and id.stage not in self._taken_in:
@@ -158,10 +158,10 @@ class ResultGathering:
         def left() -> bool:
             return self._iterated.get(id.stage, 0) is None
 
-        self._taken_in[id.stage] = _TakenIn(self._crew, self._supervisor, id, left)
+        self._taken_in[id.stage] = _TakenIn(self._ports, self._local, self._supervisor, id, left)
 
     def take_in_the_rest(self) -> None:
-        """What the calling thread, which was interrupted, iterated over comes into the results."""
+        """Take in the results over which the calling thread iterated when it was interrupted."""
         for id in self._all:
             if self._iterated.get(id.stage) == threading.get_ident():
                 self._kept.add(id.stage)
@@ -169,8 +169,8 @@ class ResultGathering:
                     self._take_in(id)
 
     def begin(self) -> None:
-        """From now on somebody waits: gather the results that nobody iterates over, each on a thread. Who
-        waits too comes back once all have begun: when the run has ended, what it gave has to be found."""
+        """Gather the results without a reader, each on a thread, because a caller waits. Another caller that
+        waits returns once all threads have begun, so that it finds the results when the run has ended."""
         waiting: list[WorkerId] = []
         try:
             with self._lock:
@@ -182,9 +182,9 @@ class ResultGathering:
                     if waiting[0].stage in self._may_be_asked:
                         self._take_in(waiting[0])
                     else:
-                        self._crew.start_thread(waiting[0])
+                        self._local.start_thread(waiting[0])
                     del waiting[0]
-        except BaseException:  # nobody will read these results, so the run would wait for ever
+        except BaseException:  # these results get no reader, so the run would wait forever
             self._supervisor.ask(AbortAsked())
             for id in waiting:
                 self._break(id.stage)
@@ -192,10 +192,10 @@ class ResultGathering:
             raise
 
     def results(self) -> Results:
-        """What was finished, of a run that has ended. Of a result that somebody iterated over only what was
+        """Give what was finished, once the run has ended. A result with a reader counts only if it was
         kept."""
         values = self._supervisor.results
-        for name, taken_in in self._taken_in.items():
+        for name, taken_in in list(self._taken_in.items()):
             taken_in.thread.join()
             if name in self._kept or (name not in self._iterated and taken_in.broken is None):
                 values.setdefault(name, list(taken_in.items))
@@ -207,41 +207,48 @@ class ResultGathering:
 
 
 def _worker(stage: str) -> WorkerId:
-    """A result has one worker."""
+    """Give the worker of a result; there is only one."""
     return WorkerId(stage, 1)
 
 
 class _TakenIn:
-    """The items of a result that was full before the program read it; a thread goes on taking them in.
-    ``left``: whether who iterated over it has left."""
+    """The items of a result that was full before the program read it. A thread goes on taking them in.
+    ``left``: whether its reader has left."""
 
     def __init__(
-        self, crew: LocalCrew, supervisor: Supervisor, id: WorkerId, left: Callable[[], bool]
+        self,
+        ports: RunPorts,
+        local: LocalPart,
+        supervisor: Supervisor,
+        id: WorkerId,
+        left: Callable[[], bool],
     ) -> None:
         self.items: Channel[Any] = Channel(10**15)
         self.broken: Broken | None = None  # the run broke off, and these are not all of them
-        name, arguments = f"flowchan {supervisor.plan.graph.name}/{id}", (crew, supervisor, id, left)
+        name, arguments = (
+            f"flowchan {ports.plan.graph.name}/{id}",
+            (ports.gathering_port(id), supervisor, id, left),
+        )
         self.thread = threading.Thread(target=self._pour, args=arguments, name=name, daemon=True)
         self.thread.start()
-        crew.count_thread(id, self.thread)
+        local.add_thread(id, self.thread)
 
-    def _pour(self, crew: LocalCrew, supervisor: Supervisor, id: WorkerId, left: Callable[[], bool]) -> None:
-        port = crew.port(id)
+    def _pour(self, port: In[Any], supervisor: Supervisor, id: WorkerId, left: Callable[[], bool]) -> None:
         last: Event = Ended(id)
         with contextlib.suppress(Closed):  # the run may be over
-            supervisor.tell(Began(id))
+            supervisor.report(Began(id))
         try:
             for item in port:
                 if (rest := supervisor.left_of(item)) is not NOTHING:
                     self.items.put(rest)
-        except BaseException as error:  # what an item's unpickling raises, too
+        except BaseException as error:  # also an error of an item's unpickling
             if isinstance(error, Broken) and port.channel.broken:
                 self.broken = error
-            elif not (isinstance(error, ValueError) and left()):  # who iterated over it has closed the port
+            elif not (isinstance(error, ValueError) and left()):  # its reader has closed the port
                 self.broken = Broken("not all items could be received")
                 last = Failure(id, error, None, os.getpid())
         finally:
             with contextlib.suppress(Closed):
-                supervisor.tell(last)  # first, or who iterates over the items may tell a clean end
+                supervisor.report(last)  # first, or the reader of the items may report a clean end
             self.items.close()
             port.close()

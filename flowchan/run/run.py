@@ -19,27 +19,27 @@ from flowchan import _core
 from flowchan.channel.channel import Out
 from flowchan.declare.operators import OPERATORS
 from flowchan.declare.stream import Input, Stream
-from flowchan.errors import Broken, Deadlock, Interrupted, RunError, StageError
+from flowchan.errors import Broken, Interrupted, RunError
 from flowchan.items.arguments import finite_seconds, refuses_misspelt, seconds, whole
 from flowchan.run.crew.at_exit import before_exit
-from flowchan.run.crew.main_guard import Unguarded
 from flowchan.run.crew.pool_processes import LastingProcesses
-from flowchan.run.crew.router import crew_of
+from flowchan.run.crew.router import CrewRouter
+from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.observe.feed import Subscription
 from flowchan.run.observe.measure import state_of
 from flowchan.run.observe.report import render
 from flowchan.run.policy.decisions import AbortAsked, StopAsked
-from flowchan.run.policy.events import Failure, WorkerId
+from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.explain import explain
-from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.plan import Plan
 from flowchan.run.policy.scaling import Scale
 from flowchan.run.policy.stats import RunState, RunStats
 from flowchan.run.results import ResultGathering, Results
+from flowchan.run.run_errors import failure_of_run
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.worker.item_timeout import say
 from flowchan.run.worker.requests import NOTHING, Requests, answering_ends
-from flowchan.transport.interrupts import InterruptWatch, interrupts_deferred
+from flowchan.transport.interrupts import InterruptWatch, interrupts_deferred, signal_of
 
 T = TypeVar("T")
 
@@ -56,9 +56,10 @@ class Run:
     def __init__(self, plan: Plan, lasting: LastingProcesses | None = None) -> None:
         self._plan = plan
         self._lasting = lasting is not None
-        self._crew = crew_of(plan, lasting)
-        self._supervisor = Supervisor(plan, self._crew)
-        self._gathering = ResultGathering(plan, self._crew, self._supervisor)
+        self._ports = RunPorts(plan)
+        self._crew = CrewRouter(self._ports, lasting)
+        self._supervisor = Supervisor(plan, self._crew, self._ports)
+        self._gathering = ResultGathering(self._ports, self._crew.local, self._supervisor)
         interrupted = weakref.WeakMethod(self._interrupted)  # a run needs no garbage collector to go
         self._interrupts = InterruptWatch(lambda: method() if (method := interrupted()) is not None else None)
         self._in_block = False
@@ -67,27 +68,27 @@ class Run:
         take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         failure = weakref.WeakMethod(self._failure)
-        cross_off = weakref.WeakMethod(self._supervisor.cross_off)
+        cancel = weakref.WeakMethod(self._supervisor.cancel_request)
         self._asking = Requests(
             lambda: method() if (method := failure()) is not None else None,
-            lambda question: method(question) if (method := cross_off()) is not None else None,
+            lambda question: method(question) if (method := cancel()) is not None else None,
         )
         self._supervisor.asking = self._asking
-        if lasting is not None:  # the end of the pool's block waits for it, whoever holds it
+        if lasting is not None:  # the end of the pool's block waits for it
             self._supervisor.unheard.append(self)
         self._supervisor.start()
-        _running.add(self._supervisor)
+        _running.add(weakref.ref(self._supervisor, _running.discard))
         before_exit(_end_runs, 100)
 
     # --- what goes in and comes out ---
 
     def __getitem__(self, stream: Input[T]) -> Out[T]:
         """The writing end of an input; to a reader with ``per_worker`` it takes pairs ``(worker, item)``."""
-        if not self._owns(stream) or stream.stage not in self._crew.inputs:
+        if not self._owns(stream) or stream.stage not in self._ports.inputs:
             raise KeyError(
-                f"{stream!r} is no input of this run; run[…] takes the stream that graph.input() returned"
+                f"{stream!r} is not an input of this run; run[…] takes the stream that graph.input() returned"
             )
-        return cast(Out[T], self._crew.inputs[stream.stage])
+        return cast(Out[T], self._ports.inputs[stream.stage])
 
     def iter(self, stream: Stream[list[T]]) -> Iterator[T]:
         """The items of a ``collect`` stream, one by one as they come; leaving the loop early stops the stages
@@ -101,7 +102,7 @@ class Run:
     def _claimed(self, stream: Stream[list[T]]) -> str:
         """The name of the stage whose items the program takes from now on."""
         if not self._owns(stream):
-            raise ValueError(f"{stream!r} is no stream of graph {self._plan.graph.name!r}")
+            raise ValueError(f"{stream!r} is not a stream of graph {self._plan.graph.name!r}")
         stage = self._plan.graph._stage_at(stream._origin)
         if not any(worker.gathers for worker in self._plan.workers if worker.stage is stage):
             raise ValueError(f"{stream!r} does not leave the graph; iterate over what its collect() returns")
@@ -169,8 +170,8 @@ class Run:
             gathering.leave(stage)  # the run does not end before its last reader
             self.wait()
             raise
-        except KeyboardInterrupt:
-            self._end_interrupted()
+        except KeyboardInterrupt as interrupt:
+            self._end_interrupted(signal_of(interrupt))
         except GeneratorExit:
             if self._in_block:
                 if self._interrupts.seen:
@@ -202,8 +203,8 @@ class Run:
                 raise TimeoutError(
                     f"the run of graph {self._plan.graph.name!r} still goes on after {timeout} s"
                 )
-        except KeyboardInterrupt:
-            self._end_interrupted()
+        except KeyboardInterrupt as interrupt:
+            self._end_interrupted(signal_of(interrupt))
         failure = self._failure()
         self._supervisor.unheard.clear()
         try:
@@ -226,18 +227,7 @@ class Run:
 
     def _failure(self) -> Exception | None:
         """Why the run, which has ended, did not succeed."""
-        if self._supervisor.crashed is not None:
-            error = RuntimeError(f"flowchan failed to supervise graph {self._plan.graph.name!r}")
-            error.__cause__ = self._supervisor.crashed
-            return error
-        failures = self._supervisor.state.failures
-        for failure in failures:
-            if isinstance(failure.error, Unguarded):
-                return failure.error
-        if failures:
-            errors = [_stage_error(failure, self._plan) for failure in failures]
-            return RunError(f"graph {self._plan.graph.name!r} failed", errors)
-        return None
+        return failure_of_run(self._plan, self._supervisor.state.failures, self._supervisor.crashed)
 
     def stop(self) -> None:
         """Stops the sources and lets everything in flight finish. Returns at once."""
@@ -267,7 +257,7 @@ class Run:
         """
         name = stage.stage if isinstance(stage, Stream) and self._owns(stage) else stage
         if not isinstance(name, str):
-            raise KeyError(f"{stage!r} is no stage of graph {self._plan.graph.name!r}")
+            raise KeyError(f"{stage!r} is not a stage of graph {self._plan.graph.name!r}")
         whole("run.scale", "workers", workers, 1)
         found = self._plan.graph.stage_named(name)
         why = self._plan.is_fixed(found)
@@ -281,24 +271,31 @@ class Run:
             )
         self._supervisor.ask(Scale(name, workers))
 
-    def _end_interrupted(self) -> NoReturn:
-        """After a Ctrl-C: finishes the run, and says what it gave."""
-        self._finish()
+    def _end_interrupted(self, number: int, again: bool = False) -> NoReturn:
+        """Finish the run after Ctrl-C or SIGTERM, and raise ``Interrupted`` with its results.
+
+        Args:
+            number: The signal.
+            again: It has come twice already, so break the run off.
+        """
+        self._finish(number, again)
         assert self._told is not None
         told = self._told, self.report()
-        raise self._interruption(lambda _: told) from self._failure()
+        raise self._interruption(lambda _: told, number) from self._failure()
 
     def _interrupted(self) -> Interrupted | None:
-        """What a Ctrl-C raises in the body of a loop over items, outside a block: it finishes the run when
-        the loop is left, or when it is asked."""
+        """Give the error of a Ctrl-C in the body of a loop over items, outside a block. It finishes the run
+        when the loop is left, or when its results are read."""
         return None if self._in_block or self._supervisor.ended.is_set() else self._interruption(self._tell)
 
     def _interruption(
-        self, tell: Callable[[Interrupted], tuple[Mapping[Stream[Any], Any], str]]
+        self,
+        tell: Callable[[Interrupted], tuple[Mapping[Stream[Any], Any], str]],
+        number: int = signal.SIGINT,
     ) -> Interrupted:
-        name = self._plan.graph.name
-        message = f"the run of graph {name!r} was interrupted; .results and .report hold what was finished"
-        return Interrupted(message, tell)
+        how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+        message = f"the run of graph {self._plan.graph.name!r} was {how}"
+        return Interrupted(f"{message}; .results and .report hold what was finished", tell, number)
 
     def _tell(self, error: Interrupted) -> tuple[Results, str]:
         if self._told is None:
@@ -307,18 +304,21 @@ class Run:
         assert self._told is not None
         return self._told, self.report()
 
-    def _finish(self) -> None:
-        """Stops the run and waits until everything in flight is finished; a Ctrl-C meanwhile breaks it off,
-        another one does not wait even for that. Says so in a line each."""
+    def _finish(self, number: int = signal.SIGINT, again: bool = False) -> None:
+        """Stop the run and wait until everything in flight is finished. A further interrupt breaks it off,
+        and another one does not wait even for that. Says so in a line each."""
+        key = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         try:
             with interrupts_deferred():
-                if self._supervisor.state.phase == "running":
-                    _say("stopping, what is in flight is being finished (Ctrl-C again to break off)")
+                if self._supervisor.state.phase == "running" and not again:
+                    _say(f"stopping, what is in flight is being finished ({key} again to break off)")
                 self.stop()
-                for out in self._crew.inputs.values():
+                for out in self._ports.inputs.values():
                     out.close()
                 self._gathering.take_in_the_rest()
                 self._gathering.begin()
+            if again:
+                raise KeyboardInterrupt
             self._supervisor.wait()
             if self._supervisor.state.aborted:
                 _say("broken off, what was in flight is discarded: nothing moved any more")
@@ -343,7 +343,7 @@ class Run:
         self._in_block = False
         if isinstance(error, KeyboardInterrupt):
             if self._told is None or not isinstance(error, Interrupted) or error.results is not self._told:
-                self._end_interrupted()
+                self._end_interrupted(signal_of(error))
             return
         if error is None:
             self._end_block()
@@ -357,7 +357,7 @@ class Run:
     def _end_block(self) -> None:
         """A block is left in which the run was used: its own, or that of its pool."""
         self._gathering.leave_all(of_thread=threading.get_ident())
-        for out in self._crew.inputs.values():
+        for out in self._ports.inputs.values():
             out.close()
         self.wait()
 
@@ -452,56 +452,18 @@ def _say(text: str) -> None:
     print(f"flowchan: {text}", file=sys.stderr)
 
 
-def _stage_error(failure: Failure, plan: Plan) -> StageError:
-    if isinstance(failure.error, StageError) and failure.error.stage == failure.worker.stage:
-        return failure.error
-    if isinstance(failure.error, Deadlock):
-        error = StageError(
-            "nobody can ever move again", stage=failure.worker.stage, worker=str(failure.worker)
-        )
-        error.__cause__ = failure.error
-        return error
-    if failure.channel is not None:
-        return _channel_error(failure, plan)
-    item = f" on item {failure.item}" if failure.item is not None else ""
-    error = StageError(
-        f"stage {failure.worker.stage!r} failed{item} in worker {failure.worker} ({_where(failure)}): "
-        + text_of(failure.error),
-        stage=failure.worker.stage, worker=str(failure.worker), item=failure.item,
-    )  # fmt: skip
-    error.__cause__ = failure.error
-    return error
-
-
-def _where(failure: Failure) -> str:
-    on = f" on host {failure.host!r}" if failure.host else ""
-    return f"pid {failure.pid}{on}"
-
-
-def _channel_error(failure: Failure, plan: Plan) -> StageError:
-    edge = next(edge for edge in plan.edges if edge.name == failure.channel)
-    worker = f"{failure.worker}" if failure.worker.number else ""
-    by = f" by worker {worker} ({_where(failure)})" if worker else ""
-    error = StageError(
-        f"channel {edge.name!r} (from {edge.writer!r} to {edge.reader!r}) was aborted{by}: "
-        f"{text_of(failure.error)}",
-        stage=failure.worker.stage,
-        worker=worker,
-    )
-    error.__cause__ = failure.error
-    return error
-
-
-# Supervisors whose thread still lives, whether or not anybody kept the handle of the run. A forked child
-# inherits the set but not the runs.
-_running: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+# Supervisors whose thread still lives, whether or not the program kept the handle of the run. A forked child
+# inherits the set but not the runs. A plain set is copied in one step while other threads start runs, and a
+# WeakSet is not.
+_running: set[weakref.ref[Supervisor]] = set()
 
 
 def abort_unfinished() -> None:
     """The interpreter exits: nothing of a run may outlive it. May be called before, by what a run needs until
     its end."""
-    for supervisor in list(_running):
-        if supervisor.pid == os.getpid() and not supervisor.ended.is_set():
+    for reference in list(_running):
+        supervisor = reference()
+        if supervisor is not None and supervisor.pid == os.getpid() and not supervisor.ended.is_set():
             supervisor.ask(AbortAsked())
             supervisor.wait()
 
@@ -509,6 +471,7 @@ def abort_unfinished() -> None:
 @atexit.register
 def _end_runs() -> None:
     abort_unfinished()
-    if isinstance(getattr(sys, "last_value", None), Interrupted) and not hasattr(sys, "ps1"):
-        # nobody caught it: the exit code of an uncaught KeyboardInterrupt, which it is
-        _core._die_of(signal.SIGINT)
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, Interrupted) and not hasattr(sys, "ps1"):
+        # The program did not catch it: end as a program does that does not catch the signal.
+        _core._die_of(error.signal)

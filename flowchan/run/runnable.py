@@ -17,7 +17,12 @@ from flowchan.run.crew.memory import budget
 from flowchan.run.policy.plan import Plan, plan
 from flowchan.run.results import Results
 from flowchan.run.run import Run
-from flowchan.transport.interrupts import interrupts_deferred, terminate_as_interrupt
+from flowchan.transport.interrupts import (
+    DeferralBlock,
+    interrupts_deferred,
+    signal_of,
+    terminate_as_interrupt,
+)
 
 SHOWN_EVERY_S = 0.1
 """Seconds between two looks at a run whose progress is shown."""
@@ -48,15 +53,15 @@ class Runnable(ABC):
         chosen = int.from_bytes(os.urandom(6)) if seed is None else whole("run", "seed", seed, 0)
         leave_if_unguarded(graph)
         raise_for(graph)
-        run = None
+        run, deferral = None, DeferralBlock()
         try:
-            with interrupts_deferred():
+            with interrupts_deferred() as deferral:
                 most = budget() if memory is None else whole("run", "memory", memory, 1)
                 run = self._begin(plan(graph, chosen, most))
                 graph._started.update(stage.name for stage in graph.stages)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             if run is not None:
-                run._end_interrupted()
+                run._end_interrupted(signal_of(interrupt), again=deferral.deferred > 1)
             raise
         return run
 
@@ -76,16 +81,16 @@ class Runnable(ABC):
             self._watching() if progress else contextlib.nullcontext() as view,
             contextlib.ExitStack() as subscription,
         ):
-            run = None
+            run, deferral = None, DeferralBlock()
             try:
-                with interrupts_deferred():
+                with interrupts_deferred() as deferral:
                     run = self.start(seed=seed, memory=memory)
-                    for out in run._crew.inputs.values():
+                    for out in run._ports.inputs.values():
                         out.close()  # nobody has the handle to put anything
                     if view is not None:
                         subscription.enter_context(run.subscribe(stats=view.show, every=SHOWN_EVERY_S))
                 return run.wait()
             except KeyboardInterrupt as interrupt:
                 if run is not None and not isinstance(interrupt, Interrupted):
-                    run._end_interrupted()
+                    run._end_interrupted(signal_of(interrupt), again=deferral.deferred > 1)
                 raise

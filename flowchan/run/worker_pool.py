@@ -16,7 +16,6 @@ from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.values import Stage
 from flowchan.errors import GraphError, Problem, RunError, StageError
 from flowchan.run.crew.at_exit import before_exit
-from flowchan.run.crew.main_guard import starts_of
 from flowchan.run.crew.pool_processes import LastingProcesses
 from flowchan.run.policy.decisions import AbortAsked
 from flowchan.run.policy.events import WorkerId
@@ -62,7 +61,7 @@ class WorkerPool(Runnable):
         self._pid = os.getpid()
         self._lasting = LastingProcesses(self._graph.name)
         self._leaving, self._stages = False, ()
-        _open.add(self)
+        _open.add(weakref.ref(self, _open.discard))
         before_exit(_close_all, 101)  # before runs are aborted
         return self
 
@@ -92,8 +91,7 @@ class WorkerPool(Runnable):
     def _made_ready(self, plan: Plan) -> LastingProcesses:
         """With a process for each worker that needs one."""
         lasting = self._ready_for(plan)
-        with starts_of(self._graph):
-            lasting.make_ready(plan.workers)
+        lasting.make_ready(self._graph, plan.workers)
         return lasting
 
     def _ready_for(self, plan: Plan) -> LastingProcesses:
@@ -167,7 +165,7 @@ class WorkerPool(Runnable):
         try:
             with interrupts_deferred(), self._lock:
                 self._lasting = None
-                _open.discard(self)
+                _open.discard(weakref.ref(self))
                 if (supervisor := self._going_on()) is not None:  # Ctrl-C has come, for the last time
                     supervisor.ask(AbortAsked())
                     lasting.kill()
@@ -223,15 +221,17 @@ def _not_closed(id: WorkerId, raised: BaseException) -> StageError:
     return error
 
 
-# Pools whose block was not left yet.
-_open: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+# Pools whose block was not left yet. A plain set is copied in one step while other threads enter pools, and a
+# WeakSet is not.
+_open: set[weakref.ref[WorkerPool]] = set()
 
 
 @atexit.register
 def _close_all() -> None:
     """The interpreter exits: nothing of a pool may outlive it, and Python would wait for its processes."""
     interrupt: KeyboardInterrupt | None = None
-    for pool in [pool for pool in list(_open) if pool._pid == os.getpid()]:
+    pools = [pool for reference in list(_open) if (pool := reference()) is not None]
+    for pool in [pool for pool in pools if pool._pid == os.getpid()]:
         try:
             try:
                 if interrupt is None:

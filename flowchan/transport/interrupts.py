@@ -18,8 +18,8 @@ order. A handler that the program sets on top gets a layer of its own above it, 
 
 Invariants. A layer without blocks and watches only passes on, so one that an exception left installed does
 no harm, and the next block removes it. A signal that was deferred is kept until it has been delivered. Of
-several deferred signals the first counts: they all ask for the same end. Blocks belong to the main thread,
-the only one that runs handlers; elsewhere they do nothing.
+several deferred signals the first is delivered: they all ask for the same end. The block counts the others.
+Blocks belong to the main thread, the only one that runs handlers; elsewhere they do nothing.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ DEFERRED = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Defer Ctrl-C and SIGTERM until the block has ended."""
+def interrupts_deferred() -> Iterator[DeferralBlock]:
+    """Defer Ctrl-C and SIGTERM until the block has ended. It gives the block, which counts them."""
+    block = DeferralBlock()
     if not _in_main_thread():
-        yield
+        yield block
         return
-    block = _Block()
     _blocks.append(block)
     try:
         for number in DEFERRED:
             _install(number)
-        yield
+        yield block
     finally:
         _blocks.remove(block)
         try:
@@ -89,20 +89,29 @@ def append_result(results: MutableSequence[T], call: Callable[..., T], *args: An
 
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Make SIGTERM raise ``KeyboardInterrupt``, unless the program has its own handler or this is not the
-    main thread."""
+    """Make SIGTERM raise :class:`Termination`, unless the program has its own handler or this is not the main
+    thread."""
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or not _in_main_thread():
         yield
         return
 
     def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
+        raise Termination
 
     signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class Termination(KeyboardInterrupt):
+    """SIGTERM has come where it means what Ctrl-C means."""
+
+
+def signal_of(error: KeyboardInterrupt) -> int:
+    """Give the number of the signal that raised an interrupt."""
+    return signal.SIGTERM if isinstance(error, Termination) else signal.SIGINT
 
 
 # --- Errors of signal handlers ---
@@ -211,10 +220,16 @@ class InterruptWatch:
 # --- The handlers ---
 
 
-class _Block:
-    """A block that defers interrupts."""
+class DeferralBlock:
+    """A block that defers interrupts.
 
-    allows = False  # it is in a wait that may be interrupted
+    Attributes:
+        deferred: How many it has deferred. Only the first is delivered, so a second Ctrl-C shows here.
+        allows: It is in a wait that may be interrupted.
+    """
+
+    deferred = 0
+    allows = False
 
 
 class _Layer:
@@ -227,6 +242,8 @@ class _Layer:
     def __call__(self, number: int, frame: Any) -> None:
         if _defers():
             _deferred.append((self, number, frame))
+            for block in _blocks:
+                block.deferred += 1
         else:
             self.deliver(number, frame)
 
@@ -251,7 +268,7 @@ class _Layer:
             del instead  # this frame is in its traceback, and would keep it "still raised"
 
 
-_blocks: list[_Block] = []
+_blocks: list[DeferralBlock] = []
 _deferred: list[tuple[_Layer, int, Any]] = []
 
 

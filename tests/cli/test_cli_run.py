@@ -90,7 +90,7 @@ def test_an_item_that_failed_shows_its_traceback_with_debug(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_finishes_says_so_in_one_line_and_ends_with_130(
+def test_interrupted_run_finishes_says_so_and_ends_with_the_code_of_the_signal(
     tmp_path: Path, number: int
 ) -> None:
     """R5, for the command."""
@@ -101,8 +101,9 @@ def test_an_interrupted_run_finishes_says_so_in_one_line_and_ends_with_130(
         assert process.stdout.readline() == "going\n"
         process.send_signal(number)
         out, err = process.communicate()
-    assert process.returncode == 130, err
+    assert process.returncode == 128 + number, err
     assert err.count("stopping") == 1
+    assert ("SIGTERM again" in err) == (number == signal.SIGTERM)
     assert "stopped after" in out
     assert "Traceback" not in err
 

@@ -25,7 +25,6 @@ from unittest.mock import patch
 
 from flowchan import Graph, Reduced, Run, RunError, Stream
 from flowchan.declare.values import DEFAULT_CAPACITY
-from flowchan.run.crew import recovery
 from flowchan.run.policy import decisions
 from tests.support.gangs import in_step
 
@@ -229,7 +228,7 @@ def soak(seconds: float, seed: int, first: int = 0, last: int | None = None) -> 
     # Deaths in quick succession are the point here; the pauses after them would be all that a soak consists
     # of. And who is killed at random may well die several times before it begins to work, which elsewhere
     # means that it never will.
-    with patch.object(decisions, "LONGEST_PAUSE", 0.01), patch.object(recovery, "HOPELESS", ENDLESS):
+    with patch.object(decisions, "LONGEST_PAUSE", 0.01), patch.object(decisions, "HOPELESS", ENDLESS):
         while time.monotonic() < end and (last is None or number <= last):
             chance = random.Random(f"{seed} {number} kills")
             one(case(seed, number), chance, totals, f"seed {seed}, graph {number}", end)
@@ -291,7 +290,7 @@ def one(case: Case, chance: random.Random, totals: Totals, name: str, end: float
 def kill_one(run: Run, chance: random.Random) -> bool:
     """Kills one of the run's worker processes with SIGKILL; false if there is none."""
     with contextlib.suppress(RuntimeError, ValueError, OSError):  # the supervisor is replacing one just now
-        processes = list(run._crew.processes.values())
+        processes = list(run._crew.local.processes.values())
         if processes:
             chance.choice(processes).kill()  # one that is dead already is killed once more, in vain
             return True
@@ -300,7 +299,7 @@ def kill_one(run: Run, chance: random.Random) -> bool:
 
 def progress(run: Run) -> int:
     """A number that only grows: what was put, and what was taken and finished."""
-    stats = [channel.stats() for channel in run._crew.channels.values()]
+    stats = [channel.stats() for channel in run._ports.channels.values()]
     return sum(stat.items_in + stat.items_out - stat.leased for stat in stats)
 
 

@@ -15,7 +15,6 @@ import pytest
 from support.waiting import wait_until
 
 from flowchan import Channel, Failed, Graph, RunError, Unreadable, WorkerDied
-from flowchan.run.crew import recovery
 from flowchan.run.policy import decisions
 
 
@@ -64,7 +63,7 @@ def test_1_000_random_kills_of_cheap_maps_blame_no_item(monkeypatch: pytest.Monk
     """With all defaults but those that keep who dies all the time from being started again."""
     kills, ended = 1_000, threading.Event()
     monkeypatch.setattr(decisions, "LONGEST_PAUSE", 0.01)
-    monkeypatch.setattr(recovery, "HOPELESS", kills)  # a worker may be killed before it begins
+    monkeypatch.setattr(decisions, "HOPELESS", kills)  # a worker may be killed before it begins
     options: Any = {"workers": 2, "on": "process", "restarts": 10**6}
     graph = Graph("kills")
     once = graph.source(lambda: itertools.takewhile(lambda _: not ended.is_set(), itertools.count()))

@@ -208,7 +208,7 @@ def test_c11_allreduce_of_a_worker_killed_between_two_outputs_that_it_puts() -> 
     )  # fmt: skip
     out = worked.allreduce("sum", capacity=1).collect()
     with graph.start() as run:
-        channels = [run._crew.channels[name] for name in ("work 1", "work 2")]
+        channels = [run._ports.channels[name] for name in ("work 1", "work 2")]
         for _ in range(3):
             wait_until(lambda: all(channel.stats().waiting_writers == 1 for channel in channels))
             kill_one(run, "work")
@@ -321,7 +321,7 @@ def kill_one(run: Run, name: str) -> None:
 
     def running() -> list[WorkerProcess]:
         with contextlib.suppress(RuntimeError, ValueError):  # one is being replaced just now
-            processes = run._crew.processes.items()
+            processes = run._crew.local.processes.items()
             return [p for id, p in processes if (id.stage, id.number) == (name, 1) and not p.ended()]
         return []
 
@@ -336,7 +336,7 @@ def test_c11_killed_while_it_waits_for_an_item() -> None:
     numbers = graph.input()
     out = numbers.map(abs, on="process", name="work").collect()
     with graph.start() as run:
-        channel = run._crew.channels["input"]
+        channel = run._ports.channels["input"]
         for item in range(3):
             wait_until(lambda: channel.stats().waiting_readers == 1)
             kill_one(run, "work")
@@ -350,7 +350,7 @@ def test_c11_killed_while_it_waits_for_room() -> None:
     numbers = graph.source(range(20))
     out = numbers.map(abs, on="process", workers=2, capacity=2, max_deaths=9, name="work").collect()
     with graph.start() as run:
-        channel = run._crew.channels["work"]
+        channel = run._ports.channels["work"]
         for _ in range(3):
             wait_until(lambda: channel.stats().waiting_writers == 2)
             kill_one(run, "work")
@@ -363,7 +363,7 @@ def test_r4_an_idle_worker_may_die_as_often_as_it_has_restarts() -> None:
     numbers = graph.input()
     out = numbers.map(abs, on="process", name="work").collect()
     with graph.start() as run:
-        channel = run._crew.channels["input"]
+        channel = run._ports.channels["input"]
         for _ in range(5):
             wait_until(lambda: channel.stats().waiting_readers == 1)
             kill_one(run, "work")

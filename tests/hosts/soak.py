@@ -23,7 +23,7 @@ import psutil
 from benchmarks.far import cut
 from flowchan import Graph, Reduced
 from flowchan.hosts.host_pool import Pool
-from flowchan.run.crew import recovery
+from flowchan.run.policy import decisions
 from tests.support.gangs import in_step
 from tests.support.local_agents import agents_of
 from tests.support.network_proxy import Wire, wired
@@ -154,7 +154,7 @@ def main() -> None:
     asked = parser.parse_args()
     deeds: Counter[str] = Counter()
     until, runs = time.monotonic() + 60 * asked.minutes, 0
-    with patch.object(recovery, "HOPELESS", 10**6):  # one may be killed several times before it begins
+    with patch.object(decisions, "HOPELESS", 10**6):  # one may be killed several times before it begins
         while time.monotonic() < until:
             faulthandler.dump_traceback_later(HANG, exit=True)
             print(f"seed {asked.seed + runs}", end="\r", flush=True)

@@ -16,8 +16,8 @@ from support.gangs import in_step
 
 from benchmarks.far import cut
 from flowchan import Graph
-from flowchan.hosts import host_crew, local
-from flowchan.run.crew import recovery
+from flowchan.hosts import local, worker_ports
+from flowchan.run.policy import decisions
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("no_agent_stays")]
 
@@ -121,7 +121,7 @@ def shaken(
 def test_outputs_come_once_through_breaks_and_deaths(
     function: Any, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "HOPELESS", 1_000)  # a worker may be killed before it begins
+    monkeypatch.setattr(decisions, "HOPELESS", 1_000)  # a worker may be killed before it begins
     found, shaking = shaken(8_000, function, ordered, cuts=20, killed=4, workers=10)
     want = (
         [double(item) for item in range(8_000)]
@@ -137,9 +137,9 @@ def test_so_do_those_of_a_gang_and_what_allreduce_combines(
     elastic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R11."""
-    monkeypatch.setattr(host_crew, "LIVES", 1_000)  # no host is given up
-    monkeypatch.setattr(host_crew, "TRIES", 1_000)
-    monkeypatch.setattr(recovery, "HOPELESS", 1_000)  # a worker may be killed before it begins
+    monkeypatch.setattr(worker_ports, "MOST_AGENTS", 1_000)  # no host is given up
+    monkeypatch.setattr(worker_ports, "MOST_UNMET", 1_000)
+    monkeypatch.setattr(decisions, "HOPELESS", 1_000)  # a worker may be killed before it begins
     shaking = Shaking(2_000, cuts=5, agents=10, workers=5, seed=2)
     graph, pool = Graph("shaken"), local(2)
     stream = graph.source(shaking.source).map(
@@ -157,9 +157,9 @@ def test_so_do_those_of_a_gang_and_what_allreduce_combines(
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_300_000_items_over_1_000_breaks_and_200_deaths_of_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_crew, "LIVES", 1_000)  # no host is given up
-    monkeypatch.setattr(host_crew, "TRIES", 1_000)
-    monkeypatch.setattr(recovery, "HOPELESS", 1_000)  # a worker may be killed before it begins
+    monkeypatch.setattr(worker_ports, "MOST_AGENTS", 1_000)  # no host is given up
+    monkeypatch.setattr(worker_ports, "MOST_UNMET", 1_000)
+    monkeypatch.setattr(decisions, "HOPELESS", 1_000)  # a worker may be killed before it begins
     found, shaking = shaken(300_000, double, True, cuts=1_000, killed=200, workers=200)
     assert found == list(range(0, 600_000, 2))
     assert shaking.done == {"cuts": 1_000, "agents": 200, "workers": 200}

@@ -165,7 +165,7 @@ def test_without_any_host_left_the_run_ends_and_says_why(tmp_path: Path) -> None
 
     with pytest.raises(RunError) as caught:
         both(pool_of("test", StartsOnce(1, tmp_path)), work)
-    assert "no host left" in str(caught.value.exceptions[0])
+    assert "no host is left for worker" in str(caught.value.exceptions[0])
     assert "there is no other" in str(caught.value.exceptions[0])
 
 

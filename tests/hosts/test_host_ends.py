@@ -19,7 +19,7 @@ from support.waiting import wait_until
 from support.worker_latch import Gate
 
 from flowchan import Graph, HostError, In, Out, RunError
-from flowchan.hosts import host_crew, local
+from flowchan.hosts import hosts_part, local
 from flowchan.hosts.host_pool import pool_of
 from flowchan.hosts.providers.local import Local
 from flowchan.hosts.providers.provider import Launch
@@ -50,7 +50,7 @@ def test_stop_finishes_what_is_in_flight() -> None:
     graph = Graph("stopped")
     result = graph.source(numbers).map(abs, on=local(2), workers=2, name="far").collect()
     run = graph.start()
-    wait_until(lambda: run._crew.channels["far"].stats().items_in > 10)
+    wait_until(lambda: run._ports.channels["far"].stats().items_in > 10)
     run.stop()
     found = run.wait()[result]
     assert found == given[: len(found)]
@@ -271,7 +271,7 @@ def test_an_item_that_has_no_place_on_a_host_ends_the_run_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        host_crew, "most_bytes", lambda: 1_000_000
+        hosts_part, "most_bytes", lambda: 1_000_000
     )  # what hosts hear of this machine's memory
     graph = Graph("large")
     graph.source([b"", bytes(2_000_000)]).map(len, on=local(1)).sink(abs)

@@ -21,7 +21,7 @@ from flowchan import Graph, In, MemberDied, Out, Reduced, RunError, worker
 from flowchan.collective import Group
 from flowchan.hosts import local
 from flowchan.hosts.agent_messages import Lacking
-from flowchan.hosts.host_crew import HostCrew
+from flowchan.hosts.hosts_part import HostsPart
 from flowchan.hosts.worker_ports import WorkerPorts
 from flowchan.run.policy.events import WorkerId
 from flowchan.viz import to_mermaid
@@ -100,22 +100,22 @@ def test_who_begins_when_a_mate_is_dead_does_not_wait_for_it(
 ) -> None:
     """A host that lacks a module asks for what the stage uses of it. Meanwhile a mate died, and this worker
     was to end, which had no process yet."""
-    send, end, may = HostCrew._send_by_value, HostCrew.terminate, tmp_path / "may"
+    send, end, may = HostsPart._send_by_value, HostsPart.terminate, tmp_path / "may"
     late: list[tuple[Lacking, WorkerPorts]] = []
 
-    def send_late(crew: HostCrew, told: Lacking, line: WorkerPorts) -> None:
+    def send_late(crew: HostsPart, told: Lacking, line: WorkerPorts) -> None:
         if told.worker.number == 2 and not may.exists():
             late.append((told, line))
             may.touch()
         else:
             send(crew, told, line)
 
-    def end_early(crew: HostCrew, id: WorkerId, force: bool) -> None:
+    def end_early(crew: HostsPart, id: WorkerId, force: bool) -> None:
         end(crew, id, force)
         send(crew, *late.pop())
 
-    monkeypatch.setattr(HostCrew, "_send_by_value", send_late)
-    monkeypatch.setattr(HostCrew, "terminate", end_early)
+    monkeypatch.setattr(HostsPart, "_send_by_value", send_late)
+    monkeypatch.setattr(HostsPart, "terminate", end_early)
     graph = Graph("gang")
     gang: dict[str, Any] = {"on": local(2), "workers": 2, "restartable": True}
     result = graph.stage(functools.partial(Mortal, may), graph.source(range(ITEMS)), **gang).collect()

@@ -12,7 +12,7 @@ from support.worker_latch import Gate
 
 from flowchan import Graph, WorkerDied
 from flowchan.hosts import local
-from flowchan.run.crew.router import CrewRouter
+from flowchan.hosts.hosts_part import HostsPart
 
 Calls: list[Any] = []  # in the worker's process
 
@@ -27,14 +27,14 @@ def test_what_nobody_waits_for_any_more_is_dropped_on_hosts_too(
         Calls.append(item)
         return gate.wait(item) if item in ("held", ["held"]) else [list(Calls)] if batch else list(Calls)
 
-    crossed_off = []
-    real = CrewRouter.cross_off
+    cancelled = []
+    real = HostsPart.cancel_request
 
-    def cross_off(self: CrewRouter, question: int) -> None:
+    def cancel_request(self: HostsPart, question: int) -> None:
         real(self, question)
-        crossed_off.append(question)
+        cancelled.append(question)
 
-    monkeypatch.setattr(CrewRouter, "cross_off", cross_off)
+    monkeypatch.setattr(HostsPart, "cancel_request", cancel_request)
 
     async def main() -> Any:
         graph = Graph("asked")
@@ -47,9 +47,9 @@ def test_what_nobody_waits_for_any_more_is_dropped_on_hosts_too(
             asks[2].cancel()
             with pytest.raises(TimeoutError):
                 await run.ask(questions, "too late", timeout=0.01)
-            await asyncio.to_thread(wait_until, lambda: len(crossed_off) == 2)
-            away: Any = run._crew._parts[0]  # type: ignore[attr-defined]
-            await asyncio.to_thread(wait_until, away.all_is_heard)  # what was said before is done
+            await asyncio.to_thread(wait_until, lambda: len(cancelled) == 2)
+            (part,) = run._crew.remote
+            await asyncio.to_thread(wait_until, part.all_is_heard)  # what was said before is done
             gate.open()
             last = await run.ask(questions, "last")
             await asyncio.gather(*asks[:2])

@@ -15,7 +15,7 @@ from hosted import host_of
 from support.worker_latch import Gate
 
 from flowchan import Channel, Failed, Graph, In, Out, RunError, StageError, worker
-from flowchan.hosts import host_crew, local
+from flowchan.hosts import hosts_part, local
 from flowchan.hosts.host_pool import pool_of
 from flowchan.hosts.providers.local import Local
 from flowchan.hosts.providers.provider import Launch
@@ -267,7 +267,7 @@ def test_a_greeting_tells_of_those_hosts_alone_that_had_an_agent_before(monkeypa
         hellos.append(hello)
         return AuthenticatedListener(listener, secret, hello, tls=tls)
 
-    monkeypatch.setattr(host_crew, "AuthenticatedListener", door)
+    monkeypatch.setattr(hosts_part, "AuthenticatedListener", door)
     graph = Graph("greeted")
     found = graph.source(range(4)).map(abs, on=local(2), workers=2).collect()
     assert results(graph, found) == [0, 1, 2, 3]

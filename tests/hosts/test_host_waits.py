@@ -19,10 +19,10 @@ from support.worker_latch import Gate
 from benchmarks.far import cut
 from flowchan import Deadlock, Graph, In, Out, Run, RunError, StageError
 from flowchan.hosts import local
-from flowchan.hosts.host_crew import HostCrew
+from flowchan.hosts.hosts_part import HostsPart
 from flowchan.run import supervisor
 from flowchan.run.policy import deadlock
-from flowchan.run.policy.deadlock import Elsewhere
+from flowchan.run.policy.deadlock import Waits
 
 POOL = local(2)
 
@@ -31,18 +31,18 @@ pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[Elsewhere]:
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Waits]:
     """What the hosts have said so far of their workers' waits. Supervisors look without a pause here."""
-    found: list[Elsewhere] = []
-    real = HostCrew.elsewhere
+    found: list[Waits] = []
+    real = HostsPart.waits
 
-    def ask(self: HostCrew, alive: Any) -> Elsewhere | None:
+    def ask(self: HostsPart, alive: Any) -> Waits | None:
         told = real(self, alive)
         if told is not None:
             found.append(told)
         return told
 
-    monkeypatch.setattr(HostCrew, "elsewhere", ask)
+    monkeypatch.setattr(HostsPart, "waits", ask)
     monkeypatch.setattr(supervisor, "POLL_INTERVAL_S", 0.001)
     monkeypatch.setattr(deadlock, "STILL", 0.001)
     return found
@@ -61,7 +61,7 @@ def deadlock_of(run: Run) -> tuple[StageError, str]:
     return error, str(error.__cause__)
 
 
-def goes_on(run: Run, looks: list[Elsewhere]) -> bool:
+def goes_on(run: Run, looks: list[Waits]) -> bool:
     """Whether the run is still running after the hosts have been asked often enough to call it stuck."""
     so_far = len(looks)
     wait_until(lambda: len(looks) > so_far + 10 or run._supervisor.ended.is_set())
@@ -112,7 +112,7 @@ def test_when_everybody_waits_to_get_the_remedy_is_to_put() -> None:
     out = graph.stage(pass_on, back, on=POOL["local-1"], name="first")
     back.feed(graph.stage(pass_on, out, on=POOL["local-2"], name="second"))
     _, text = deadlock_of(graph.start())
-    assert "nobody puts: let one stage of the loop put before it gets, or end by returning" in text
+    assert "no stage puts: let one stage of the loop put before it gets, or end by returning" in text
     assert "stream.buffer" not in text
 
 
@@ -124,7 +124,7 @@ def pass_on(numbers: In[int], out: Out[int]) -> None:
 # somebody can
 
 
-def test_a_worker_that_works_for_long_elsewhere_is_no_deadlock(looks: list[Elsewhere]) -> None:
+def test_a_worker_that_works_for_long_elsewhere_is_no_deadlock(looks: list[Waits]) -> None:
     """All others wait meanwhile, for it or for room."""
     gate = Gate()
     graph = Graph("working")
@@ -136,7 +136,7 @@ def test_a_worker_that_works_for_long_elsewhere_is_no_deadlock(looks: list[Elsew
     assert run.wait()[result] == list(range(500))
 
 
-def test_one_of_two_workers_that_works_is_no_deadlock(looks: list[Elsewhere]) -> None:
+def test_one_of_two_workers_that_works_is_no_deadlock(looks: list[Waits]) -> None:
     """The other one waits, and with it its link and everybody here."""
     gate = Gate()
     graph = Graph("working")
@@ -157,7 +157,7 @@ def sleeps(pid: int) -> bool:
     return all(thread.read_text().rpartition(") ")[2].startswith("S") for thread in threads)
 
 
-def test_a_stopped_worker_that_has_an_item_is_no_deadlock(looks: list[Elsewhere]) -> None:
+def test_a_stopped_worker_that_has_an_item_is_no_deadlock(looks: list[Waits]) -> None:
     """It has been woken and can't look: the others wait for it, and it goes on when it is continued."""
     graph = Graph("stopped")
     numbers = graph.input(capacity=1)
@@ -186,14 +186,14 @@ def begin(fresh: In[int], back: In[int], out: Out[int], done: Out[int]) -> None:
         done.put(number)
 
 
-def test_an_item_on_a_slow_wire_is_no_deadlock(looks: list[Elsewhere]) -> None:
+def test_an_item_on_a_slow_wire_is_no_deadlock(looks: list[Waits]) -> None:
     """It is on its way most of the time, and meanwhile all workers wait. The hosts are asked all the time."""
     assert round_and_round(Wire(delay=0.02), 20) == [0]
     assert len(looks) > 10
     assert not all(one.moves for one in looks)
 
 
-def test_a_broken_connection_is_no_deadlock(looks: list[Elsewhere]) -> None:
+def test_a_broken_connection_is_no_deadlock(looks: list[Waits]) -> None:
     def then(run: Run) -> None:
         cut()
 

@@ -18,7 +18,7 @@ from support.waiting import wait_until
 from flowchan.hosts.providers.child import Child
 from flowchan.hosts.providers.local import local
 from flowchan.hosts.providers.provider import Launch, Provider, StartedAgent
-from flowchan.run.crew.process import exit_text
+from flowchan.run.crew.process_exit import exit_text
 
 ECHO = "import sys; open(sys.argv[1], 'wb').write(sys.stdin.buffer.read())"
 SLEEP = (

@@ -15,11 +15,11 @@
    begin()                               puts.cpp: begin; ring_turns.cpp: Ring::begin_item
    one output                            ring.hpp: skips; puts.cpp: put_frame; ring_items.cpp: Ring::try_put, Ring::link
    leaving: told, close In, close Out    worker.py: work; ports.cpp: In::close, Out::close; ring_sessions.cpp: Ring::end_session
-   open_again, numbers, retire,          local_crew.py: recover; recovery.py: take_up; bindings.cpp: retire,
+   open_again, numbers, retire,          run_ports.py: RunPorts::recover; recovery.py: take_up; bindings.cpp: retire,
      give up                             take_up; ring_sessions.cpp: Ring::open_session, Ring::retire_writer;
                                          ring_leases.cpp: Ring::give_back
    release                               supervisor.py: _act (ReleasePorts), after events.py: Ended
-   start                                 supervisor.py: _start_due
+   start                                 local_part.py: LocalPart::start_workers
    sink                                  operator_loops.py: sink (plain reads: C4)
 
    A session is an index that is used again (layout.hpp: Session); numbers are given at the first taking, as in

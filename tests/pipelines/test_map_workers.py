@@ -250,7 +250,7 @@ def test_the_channels_of_workers_go_with_their_handle(on: Any) -> None:
     try:
         workers = map(2, str, on=on)
         assert workers.join() == ["1", "2"]
-        channels = [weakref.ref(channel) for channel in workers._run._crew.channels.values()]
+        channels = [weakref.ref(channel) for channel in workers._run._ports.channels.values()]
         del workers
         # its threads end a moment later
         wait_until(lambda: all(channel() is None for channel in channels))

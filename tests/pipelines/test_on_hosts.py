@@ -19,8 +19,8 @@ from support.waiting import WAIT_LIMIT_S, wait_until
 
 from flowchan import RunError, WorkerDied, pipelines, worker
 from flowchan.hosts import local
-from flowchan.hosts.host_crew import HostCrew
-from flowchan.run.crew.recovery import deaths_in_hand
+from flowchan.hosts.hosts_part import HostsPart
+from flowchan.run.crew.recovery import deaths_over_item
 
 
 def where(number: int) -> tuple[int, str | None]:
@@ -131,7 +131,9 @@ def lose_host(folder: Path) -> None:
 
 def has_begun(crew: object) -> bool:
     """Whether it is known that a worker elsewhere is in the user's code (R10)."""
-    return isinstance(crew, HostCrew) and any(deaths_in_hand(crew._home.ports(id)) for id in [*crew._lines])
+    return isinstance(crew, HostsPart) and any(
+        deaths_over_item(crew._ports.ports[id]) for id in [*crew._lines]
+    )
 
 
 def test_ctrl_c_ends_a_program_that_waits_for_calls_on_hosts(tmp_path: Path) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+
 from flowchan.errors import MemberDied
-from flowchan.run.policy.decisions import Died
-from flowchan.run.policy.events import Failure, WorkerId
+from flowchan.run.policy.events import Death, Failure, WorkerId
 
 
 def failure(worker: WorkerId, text: str = "wrong") -> Failure:
     return Failure(worker, ValueError(text), "item", 1)
 
 
-def died(worker: WorkerId) -> Died:
-    return Died(worker, failure(worker, "killed"))
+def died(worker: WorkerId) -> Death:
+    return Death(worker, "was killed by SIGKILL", 1, -signal.SIGKILL)
 
 
 def missing(worker: WorkerId) -> Failure:

@@ -29,7 +29,7 @@ def waits(run: Run, channel: str, readers: int = 0, writers: int = 0) -> None:
     """Returns once exactly so many wait at a channel of the run."""
 
     def reached() -> bool:
-        stats = run._crew.channels[channel].stats()
+        stats = run._ports.channels[channel].stats()
         return (stats.waiting_readers, stats.waiting_writers) == (readers, writers)
 
     wait_until(reached, what=run.explain)

@@ -384,7 +384,7 @@ def test_stop_finishes_what_is_in_flight() -> None:
     run = graph.start()
     wait_until(lambda: len(loops) == 4)
     run.stop()
-    wait_until(lambda: run._crew.channels["numbers"].closed)
+    wait_until(lambda: run._ports.channels["numbers"].closed)
     loops[0].call_soon_threadsafe(gate.set)
     items = run.wait()[out]
     assert items == list(range(len(items)))

@@ -42,7 +42,7 @@ def test_who_dies_while_its_output_waits_for_a_place_has_died_over_the_item(tmp_
     good, bad = graph.stage(passes, done).collect(), done.errors.collect()
     with graph.start() as run:
         waits(run, "work", writers=1)
-        (process,) = run._crew.processes.values()
+        (process,) = run._crew.local.processes.values()
         process.kill()
         gate.open()
         results = run.wait()
@@ -51,6 +51,17 @@ def test_who_dies_while_its_output_waits_for_a_place_has_died_over_the_item(tmp_
     assert isinstance(failed.error, WorkerDied)
     assert sorted([*results[good], failed.item]) == list(range(6))
     assert calls(tmp_path) == dict.fromkeys(range(6), 1)
+
+
+def test_item_that_killed_one_worker_is_blamed_in_the_singular() -> None:
+    graph = Graph("once")
+    mapped = graph.source([1]).map(lambda _: os._exit(7), **ONCE)
+    bad = mapped.errors.collect()
+    mapped.sink(abs)
+    (failed,) = graph.run()[bad]
+    assert str(failed.error) == (
+        "1 worker died while it worked on this item: exited with code 7 without finishing"
+    )
 
 
 class KillsBehind:

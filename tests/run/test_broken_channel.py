@@ -150,7 +150,7 @@ def test_a_break_is_heard_while_nobody_ends() -> None:
     graph = Graph("r3")
     graph.stage(busy, graph.stage(breaks, name="guilty"))
     run = graph.start()
-    wait_until(lambda: run.stats().state == "failed" and run._crew.channels["guilty"].broken)
+    wait_until(lambda: run.stats().state == "failed" and run._ports.channels["guilty"].broken)
     held.set()
     with pytest.raises(RunError) as caught:
         run.wait()

@@ -21,7 +21,7 @@ from flowchan.run.policy import break_cause, deadlock
 
 def workers_of(run: Run) -> list[psutil.Process]:
     """The processes of the run's workers, known by what they were started by: this process."""
-    return [psutil.Process(process.pid) for process in run._crew.processes.values()]
+    return [psutil.Process(process.pid) for process in run._crew.local.processes.values()]
 
 
 def failure_of(run: Run) -> StageError:
@@ -82,7 +82,7 @@ def test_a_worker_that_is_killed_while_it_waits_for_an_item_is_reported() -> Non
     numbers = graph.input()
     numbers.map(abs, on="process", restarts=0).sink(id)
     run = graph.start()
-    wait_until(lambda: run._crew.channels["input"].stats().waiting_readers == 1)
+    wait_until(lambda: run._ports.channels["input"].stats().waiting_readers == 1)
     workers_of(run)[0].kill()
     assert "killed by SIGKILL" in str(failure_of(run))
 
@@ -133,9 +133,9 @@ def test_a_death_announces_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     result = graph.source(range(3)).map(gate.wait, on="process", name="victim").collect()
     run = graph.start()
     gate.wait_held()
-    (worker,) = run._crew.processes.values()
+    (worker,) = run._crew.local.processes.values()
     worker.kill()
-    wait_until(lambda: [*run._crew.processes.values()] not in ([worker], []))
+    wait_until(lambda: [*run._crew.local.processes.values()] not in ([worker], []))
     gate.wait_held()
     gate.open()
     assert run.wait()[result] == [0, 1, 2]

@@ -13,27 +13,36 @@ from deciding import died, failure, missing
 from flowchan.errors import MemberLeft
 from flowchan.run.observe import measure
 from flowchan.run.policy import decisions
+from flowchan.run.policy.actions import (
+    BreakChannels,
+    EndGroup,
+    FormGroup,
+    ReleasePorts,
+    Replace,
+    RestartGang,
+    StopSources,
+    Terminate,
+)
 from flowchan.run.policy.decisions import (
     GRACE,
     STOP_SECONDS,
     AbortAsked,
-    BreakChannels,
-    Disband,
-    MateEnded,
-    Meet,
     Moved,
-    Phase,
-    PolicyState,
-    Regroup,
-    ReleasePorts,
-    Replace,
     StopAsked,
-    StopSources,
-    Terminate,
     Tick,
     decide,
 )
-from flowchan.run.policy.events import Ended, Failure, GroupLost, WorkerId
+from flowchan.run.policy.events import (
+    Ended,
+    Failure,
+    Gone,
+    GroupLost,
+    WorkerId,
+)
+from flowchan.run.policy.transitions import (
+    Phase,
+    PolicyState,
+)
 
 SOURCE, MAP, SINK = (WorkerId(name, 1) for name in ("source", "map", "sink"))
 ALL = frozenset({SOURCE, MAP, SINK})
@@ -155,11 +164,11 @@ def test_a_gang_begins_again_once_all_that_are_left_of_it_are_gone() -> None:
     assert (state.failures, actions) == ((), ())
     state, actions = decide(state, died(first), 0.0)
     assert actions == (Terminate(second, force=True), Terminate(third, force=True))
-    assert state.ends_with_mates(second)
-    state, actions = decide(state, MateEnded(third), 0.0)
+    assert state.ends_with_peers(second)
+    state, actions = decide(state, Gone(third), 0.0)
     assert actions == ()
-    state, actions = decide(state, MateEnded(second), 0.0)
-    assert actions == (Regroup(GANG, 0.0, first),)
+    state, actions = decide(state, Gone(second), 0.0)
+    assert actions == (RestartGang(GANG, 0.0, first),)
     assert state == dataclasses.replace(GANG_AT_WORK, restarts={"gang": 1})
 
 
@@ -172,9 +181,9 @@ def test_who_is_missing_in_a_gang_of_a_run_that_was_aborted_is_no_failure() -> N
 def test_of_a_gang_only_those_begin_again_that_have_not_ended() -> None:
     first, second, third = GANG
     state, _ = decide(GANG_AT_WORK, died(first), 0.0)
-    state, _ = decide(state, MateEnded(third), 0.0)
+    state, _ = decide(state, Gone(third), 0.0)
     state, actions = decide(state, Ended(second), 0.0)
-    assert actions == (ReleasePorts(second), Regroup((first, third), 0.0, first))
+    assert actions == (ReleasePorts(second), RestartGang((first, third), 0.0, first))
 
 
 def test_a_gang_in_which_somebody_is_missing_but_nobody_died_begins_again_as_often_as_it_may() -> None:
@@ -183,11 +192,11 @@ def test_a_gang_in_which_somebody_is_missing_but_nobody_died_begins_again_as_oft
         for worker in GANG:
             state, _ = decide(state, missing(worker), 0.0)
         for worker in GANG[:2]:
-            state, actions = decide(state, MateEnded(worker), 0.0)
+            state, actions = decide(state, Gone(worker), 0.0)
             assert actions == ()
-        state, actions = decide(state, MateEnded(GANG[2]), 0.0)
+        state, actions = decide(state, Gone(GANG[2]), 0.0)
         if restart < 3:
-            assert actions == (Regroup(GANG, 0.0, None),)
+            assert actions == (RestartGang(GANG, 0.0, None),)
             assert state == dataclasses.replace(GANG_AT_WORK, restarts={"gang": restart})
     assert (state.phase, [one.worker for one in state.failures]) == ("ended", [GANG[0]])
     assert BreakChannels() in actions
@@ -208,14 +217,16 @@ def test_what_its_mates_missed_is_not_told_when_the_failure_of_one_is_heard_late
 def test_where_one_ends_because_nobody_reads_what_they_put_its_mates_end_too(heard: int) -> None:
     """On other hosts they may have missed it before that is heard. The third waits for an item."""
     first, second, third = GANG
-    happenings = [missing(second), *([MateEnded(second)] if heard else [])]
+    happenings = [missing(second), *([Gone(second)] if heard else [])]
     happenings.insert(heard, Ended(first, early=True))
     state = GANG_AT_WORK
     for happening in happenings:
         state, _ = decide(state, happening, 0.0)
-    assert state == dataclasses.replace(GANG_AT_WORK, alive=frozenset({third}), unread=frozenset({"gang"}))
+    assert state == dataclasses.replace(
+        GANG_AT_WORK, alive=frozenset({third}), no_readers=frozenset({"gang"})
+    )
     state, actions = decide(state, died(third), 0.0)
-    assert actions == (Regroup((third,), 0.0, third),)
+    assert actions == (RestartGang((third,), 0.0, third),)
 
 
 def test_whom_nobody_needs_any_more_may_miss_another() -> None:
@@ -227,7 +238,7 @@ def test_a_run_that_fails_waits_for_no_gang() -> None:
     first, second, third = GANG
     state = dataclasses.replace(GANG_AT_WORK, limits={})
     state, _ = decide(state, missing(third), 0.0)
-    state, _ = decide(state, MateEnded(third), 0.0)
+    state, _ = decide(state, Gone(third), 0.0)
     state, actions = decide(state, died(first), 0.0)
     assert (state.phase, state.alive) == ("failing", frozenset({second}))
     assert actions == (BreakChannels(), ReleasePorts(first), ReleasePorts(third))
@@ -242,8 +253,8 @@ def test_when_a_gang_breaks_the_run_off_the_gangs_before_it_wait_for_nobody_eith
     actions: tuple[Any, ...] = ()
     for worker in (left, *others):
         state, _ = decide(state, missing(worker), 0.0)
-        state, actions = decide(state, MateEnded(worker), 0.0)
-    assert (state.phase, state.alive, state.fallen) == ("failing", {here}, frozenset())
+        state, actions = decide(state, Gone(worker), 0.0)
+    assert (state.phase, state.alive, state.ended_peers) == ("failing", {here}, frozenset())
     assert ReleasePorts(left) in actions
 
 
@@ -255,17 +266,17 @@ def test_of_an_elastic_gang_the_others_meet_and_meet_again_when_another_has_come
     state, actions = decide(ELASTIC, died(first), 0.0)
     assert actions == (Replace(first, 0.0),)
     state, actions = decide(state, GroupLost(third, missing(third)), 0.0)
-    assert actions == (Disband("gang"),)
+    assert actions == (EndGroup("gang"),)
     state, actions = decide(state, GroupLost(second, missing(second)), 0.0)
-    assert actions == (Disband("gang"), Meet((second, third)))
+    assert actions == (EndGroup("gang"), FormGroup((second, third)))
     state, actions = decide(state, GroupLost(first, None), 0.0)
-    assert actions == (Disband("gang"),)
+    assert actions == (EndGroup("gang"),)
     state, actions = decide(state, GroupLost(second, missing(second)), 0.0)
     state, actions = decide(state, Ended(third), 0.0)
-    assert actions == (ReleasePorts(third), Meet((second, first)))  # who is new comes last
+    assert actions == (ReleasePorts(third), FormGroup((second, first)))  # who is new comes last
     assert state.restarts == {"gang": 1}
-    assert not state.waiting
-    assert not state.coming
+    assert not state.without_group
+    assert not state.joining
 
 
 def test_who_dies_before_it_has_a_group_is_not_waited_for() -> None:
@@ -274,7 +285,7 @@ def test_who_dies_before_it_has_a_group_is_not_waited_for() -> None:
     state, _ = decide(state, GroupLost(third, missing(third)), 0.0)
     state, _ = decide(state, died(third), 0.0)
     state, actions = decide(state, GroupLost(second, missing(second)), 0.0)
-    assert actions == (Disband("gang"), Meet((second,)))
+    assert actions == (EndGroup("gang"), FormGroup((second,)))
 
 
 def test_an_elastic_gang_in_which_nobody_died_meets_as_often_as_it_may() -> None:
@@ -283,7 +294,7 @@ def test_an_elastic_gang_in_which_nobody_died_meets_as_often_as_it_may() -> None
         for worker in GANG:
             state, actions = decide(state, GroupLost(worker, missing(worker)), 0.0)
         if meeting < 3:
-            assert actions[-1] == Meet(GANG)
+            assert actions[-1] == FormGroup(GANG)
     assert (state.phase, actions[-1]) == ("failing", BreakChannels())
     assert [one.worker for one in state.failures] == [GANG[0]]
 

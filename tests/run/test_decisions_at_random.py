@@ -11,22 +11,30 @@ from deciding import died, failure, missing
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flowchan.run.policy.decisions import (
-    AbortAsked,
+from flowchan.run.policy.actions import (
     BreakChannels,
-    MateEnded,
-    Meet,
-    PolicyState,
+    FormGroup,
     ReleasePorts,
-    StopAsked,
     StopSources,
     Terminate,
+)
+from flowchan.run.policy.decisions import (
+    AbortAsked,
+    StopAsked,
     Tick,
     decide,
     next_at,
 )
-from flowchan.run.policy.events import Ended, GroupLost, WorkerId
-from flowchan.run.policy.scaling import Add, Remove, Scale, Size
+from flowchan.run.policy.events import (
+    Ended,
+    Gone,
+    GroupLost,
+    WorkerId,
+)
+from flowchan.run.policy.scaling import AddWorker, RemoveWorker, Scale, Size
+from flowchan.run.policy.transitions import (
+    PolicyState,
+)
 
 
 class Runs(RuleBasedStateMachine):
@@ -71,7 +79,7 @@ class Runs(RuleBasedStateMachine):
 
     @property
     def living(self) -> frozenset[WorkerId]:
-        return self.state.alive - self.state.fallen
+        return self.state.alive - self.state.ended_peers
 
     def happens(self, happening: Any) -> None:
         before = self.state
@@ -83,19 +91,19 @@ class Runs(RuleBasedStateMachine):
             elif isinstance(action, ReleasePorts):
                 self.released.add(action.worker)
             elif isinstance(action, Terminate):
-                assert action.worker in before.processes & before.alive - before.fallen
+                assert action.worker in before.processes & before.alive - before.ended_peers
                 if action.force:
                     self.killed.add(action.worker)
             elif isinstance(action, StopSources):
                 assert before.phase == "running"
-            elif isinstance(action, Add):
+            elif isinstance(action, AddWorker):
                 assert action.worker in self.state.alive
                 assert action.worker not in before.alive | self.released, "numbers are not used again"
-            elif isinstance(action, Remove):
+            elif isinstance(action, RemoveWorker):
                 assert action.worker in before.alive - before.leaving
-            elif isinstance(action, Meet):
+            elif isinstance(action, FormGroup):
                 stage = action.workers[0].stage
-                mates = {worker for worker in self.state.alive - self.state.coming if worker.stage == stage}
+                mates = {worker for worker in self.state.alive - self.state.joining if worker.stage == stage}
                 assert set(action.workers) == mates, "all that are at work"
 
     def some(self, data: st.DataObject, workers: frozenset[WorkerId]) -> WorkerId:
@@ -103,36 +111,38 @@ class Runs(RuleBasedStateMachine):
 
     def goes(self, worker: WorkerId) -> None:
         """A process is gone that has not told how it ended."""
-        self.happens(MateEnded(worker) if self.state.ends_with_mates(worker) else died(worker))
+        self.happens(Gone(worker) if self.state.ends_with_peers(worker) else died(worker))
 
-    @precondition(lambda self: self.living - self.state.bereft.keys())
+    @precondition(lambda self: self.living - self.state.missing_peer.keys())
     @rule(data=st.data())
     def a_worker_ends(self, data: st.DataObject) -> None:
-        worker = self.some(data, self.living - self.state.bereft.keys())
+        worker = self.some(data, self.living - self.state.missing_peer.keys())
         self.happens(Ended(worker, early=data.draw(st.booleans())))
 
-    @precondition(lambda self: self.living - self.state.bereft.keys())
+    @precondition(lambda self: self.living - self.state.missing_peer.keys())
     @rule(data=st.data())
     def a_worker_fails(self, data: st.DataObject) -> None:
         self.failed += 1
-        self.happens(failure(self.some(data, self.living - self.state.bereft.keys())))
+        self.happens(failure(self.some(data, self.living - self.state.missing_peer.keys())))
 
-    @precondition(lambda self: self.living - self.state.bereft.keys())
+    @precondition(lambda self: self.living - self.state.missing_peer.keys())
     @rule(data=st.data())
     def a_worker_misses_another_of_its_group(self, data: st.DataObject) -> None:
-        self.happens(missing(self.some(data, self.living - self.state.bereft.keys())))
+        self.happens(missing(self.some(data, self.living - self.state.missing_peer.keys())))
 
     @precondition(lambda self: self.without_group)
     @rule(data=st.data())
     def a_worker_finds_its_group_over(self, data: st.DataObject) -> None:
         worker = self.some(data, self.without_group)
-        self.happens(GroupLost(worker, None if worker in self.state.coming else missing(worker)))
+        self.happens(GroupLost(worker, None if worker in self.state.joining else missing(worker)))
 
     @property
     def without_group(self) -> frozenset[WorkerId]:
         """Of elastic gangs, who may say so."""
         state = self.state
-        return frozenset(one for one in state.alive - state.waiting.keys() if one.stage in state.elastic)
+        return frozenset(
+            one for one in state.alive - state.without_group.keys() if one.stage in state.elastic
+        )
 
     @precondition(lambda self: self.living & self.state.processes)
     @rule(data=st.data())
@@ -195,7 +205,7 @@ class Runs(RuleBasedStateMachine):
                 return
             self.now += 1.0
             self.happens(Tick())
-            for worker in sorted((self.killed | self.state.bereft.keys()) & self.living, key=str):
+            for worker in sorted((self.killed | self.state.missing_peer.keys()) & self.living, key=str):
                 if worker in self.living:
                     self.goes(worker)
         raise AssertionError(f"stuck: {self.state}")

@@ -13,10 +13,16 @@ from runs import Gate, everywhere, stage_of
 from support.waiting import wait_until
 
 from flowchan import Channel, Graph, In, Out, Run, hosts, worker
-from flowchan.run.crew import local_crew
-from flowchan.run.policy.decisions import PolicyState, StopAsked, decide
+from flowchan.run.crew import local_part
+from flowchan.run.policy.decisions import (
+    StopAsked,
+    decide,
+)
 from flowchan.run.policy.events import Ended, WorkerId
-from flowchan.run.policy.scaling import Add, Remove, Scale, Size
+from flowchan.run.policy.scaling import AddWorker, RemoveWorker, Scale, Size
+from flowchan.run.policy.transitions import (
+    PolicyState,
+)
 
 
 def alive(run: Run, stage: str, number: int) -> None:
@@ -127,7 +133,7 @@ def test_removed_worker_finishes_its_item_and_takes_no_other(on: Any) -> None:
     with graph.start() as run:
         gate.wait_held(3)
         run.scale("work", 1)
-        leaving = [run._crew.ports(WorkerId("work", number)).inputs["items"] for number in (2, 3)]
+        leaving = [run._ports.ports[WorkerId("work", number)].inputs["items"] for number in (2, 3)]
         wait_until(lambda: all(port._retired for port in leaving))
         gate.open()
         found = run.wait()[out]
@@ -141,10 +147,10 @@ def test_idle_workers_are_removed_at_once(on: Any) -> None:
     numbers = graph.input("numbers")
     out = numbers.map(lambda item: item, on=on, workers=4, name="work").collect()
     with graph.start() as run:
-        wait_until(lambda: run._crew.channels["numbers"].stats().waiting_readers == 4)
+        wait_until(lambda: run._ports.channels["numbers"].stats().waiting_readers == 4)
         run.scale("work", 1)
         alive(run, "work", 1)
-        assert run._crew.channels["numbers"].stats().waiting_readers == 1
+        assert run._ports.channels["numbers"].stats().waiting_readers == 1
         run[numbers].put(7)
         run[numbers].close()
         assert run.wait()[out] == [7]
@@ -157,7 +163,7 @@ def test_idle_first_worker_gets_a_second_one_that_keeps_order(on: Any) -> None:
     out = numbers.map(lambda item: item, on=on, name="work").collect()
     with graph.start() as run:
         run[numbers].put_many(range(10))
-        wait_until(lambda: run._crew.channels["numbers"].stats().waiting_readers == 1)
+        wait_until(lambda: run._ports.channels["numbers"].stats().waiting_readers == 1)
         run.scale("work", 2)
         alive(run, "work", 2)
         run[numbers].put_many(range(10, 200))
@@ -213,9 +219,9 @@ def test_removed_workers_leave_nothing_while_the_run_goes_on(on: Any) -> None:
             run.scale("work", 1)
             alive(run, "work", 1)
         of_work = lambda known: [id for id in known if id.stage == "work"]  # noqa: E731
-        wait_until(lambda: len(of_work(run._crew.processes)) <= 1)
-        assert len(of_work(run._crew._opened.ports)) == 1
-        assert run._crew.channels["numbers"].stats().readers == 1
+        wait_until(lambda: len(of_work(run._crew.local.processes)) <= 1)
+        assert len(of_work(run._ports.ports)) == 1
+        assert run._ports.channels["numbers"].stats().readers == 1
 
 
 def test_callable_class_is_closed_when_its_worker_is_removed() -> None:
@@ -306,7 +312,7 @@ def test_worker_that_cannot_be_started_leaves_the_others_at_work(monkeypatch: An
         def refused(*_: Any) -> None:
             raise OSError("no processes left")
 
-        monkeypatch.setattr(local_crew.LocalCrew, "_start_process", refused)
+        monkeypatch.setattr(local_part.LocalPart, "_start_process", refused)
         run.scale("work", 2)
         wait_until(lambda: "no processes left" in run.stats().last_error)
         alive(run, "work", 1)
@@ -385,7 +391,7 @@ def test_scale_names_what_is_wrong_with_its_arguments() -> None:
     with graph.start() as run:
         with pytest.raises(KeyError, match="no stage named 'other'"):
             run.scale("other", 2)
-        with pytest.raises(KeyError, match="is no stage of graph 'fixed'"):
+        with pytest.raises(KeyError, match="is not a stage of graph 'fixed'"):
             run.scale(Graph("another").source([1]), 2)
         with pytest.raises(ValueError, match="workers must be at least 1, not 0"):
             run.scale(squares, 0)
@@ -405,7 +411,7 @@ def running(*workers: WorkerId, last: int) -> PolicyState:
 
 def test_scale_adds_workers_with_new_numbers() -> None:
     state, actions = decide(running(ONE, last=2), Scale("work", 3), 12.0)
-    assert actions == (Add(THREE), Add(WorkerId("work", 4)))
+    assert actions == (AddWorker(THREE), AddWorker(WorkerId("work", 4)))
     assert state.alive == {SINK, ONE, THREE, WorkerId("work", 4)}
     assert state.processes == state.alive - {SINK}
     assert state.sizes["work"] == Size(3, 12.0, 4, spent=2.0)
@@ -413,18 +419,18 @@ def test_scale_adds_workers_with_new_numbers() -> None:
 
 def test_scale_removes_the_workers_with_the_highest_numbers() -> None:
     state, actions = decide(running(ONE, TWO, THREE, last=3), Scale("work", 1), 12.0)
-    assert actions == (Remove(TWO), Remove(THREE))
+    assert actions == (RemoveWorker(TWO), RemoveWorker(THREE))
     assert state.alive == {SINK, ONE, TWO, THREE}
     state, _ = decide(state, Ended(THREE), 13.0)
     assert state.leaving == {TWO}
     state, actions = decide(state, Scale("work", 2), 14.0)  # those that leave do not count
-    assert actions == (Add(WorkerId("work", 4)),)
+    assert actions == (AddWorker(WorkerId("work", 4)),)
 
 
 def test_scale_does_nothing_once_the_run_or_the_stage_ends() -> None:
     ended = running(last=1)
     assert decide(ended, Scale("work", 2), 12.0) == (ended, ())
     stopping, _ = decide(running(ONE, last=1), StopAsked(), 11.0)
-    assert decide(stopping, Scale("work", 2), 12.0)[1] == (Add(TWO),)
+    assert decide(stopping, Scale("work", 2), 12.0)[1] == (AddWorker(TWO),)
     finishing, _ = decide(running(ONE, last=1), Ended(SINK), 11.0)
     assert decide(finishing, Scale("work", 2), 12.0)[1] == ()

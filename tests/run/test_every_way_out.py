@@ -135,7 +135,7 @@ ENDINGS = {
     "sink": Ending(1, FAILED + r"(?s:.*)LookupError: bad sink"),
     "interrupted": Ending(-INT, STOPPING, signals=(INT,)),
     "interrupted twice": Ending(-INT, STOPPING, signals=(INT, INT)),
-    "terminated": Ending(-INT, STOPPING, signals=(TERM,)),
+    "terminated": Ending(-TERM, STOPPING, signals=(TERM,)),
     "killed": Ending(-signal.SIGKILL, signals=(signal.SIGKILL,)),
     "worker killed": Ending(1, FAILED + r"(?s:.*)was killed by SIGKILL.*2 of 2 restarts are used"),
     "os._exit": Ending(1, FAILED + r"(?s:.*)exited with code 7 without finishing.*2 of 2 restarts are used"),
@@ -317,7 +317,7 @@ CELLS = (
     graph = Graph("interrupted")
     graph.source(itertools.count).map(move, on="process").sink(id)
     run = graph.start()
-    print(*[process.pid for process in run._crew.processes.values()])
+    print(*[process.pid for process in run._crew.local.processes.values()])
     """,
     """
     import _thread, sys, threading, traceback

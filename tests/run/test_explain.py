@@ -228,7 +228,7 @@ def test_when_everybody_waits_to_get_the_remedy_is_to_put() -> None:
             out.put(number)
 
     _, cause = deadlock_of(feedback(first).start())
-    assert "nobody puts: let one stage of the loop put before it gets, or end by returning" in str(cause)
+    assert "no stage puts: let one stage of the loop put before it gets, or end by returning" in str(cause)
     assert "stream.buffer" not in str(cause)
 
 

@@ -10,7 +10,9 @@ import pytest
 from support.worker_latch import Gate
 
 from flowchan import Graph, RunStats
-from flowchan.run.policy.decisions import StopAsked
+from flowchan.run.policy.decisions import (
+    StopAsked,
+)
 from flowchan.run.policy.events import Began, Ended, Retried, WorkerId
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -13,37 +13,50 @@ from runs import everywhere
 from support.waiting import wait_until
 from support.worker_latch import Gate
 
-from flowchan import Broken, Graph, In, Out, Run, RunError
+from flowchan import Broken, Channel, Graph, In, Out, Run, RunError
 from flowchan.hosts import local
-from flowchan.run.crew.local_crew import LocalCrew
+from flowchan.run.crew.run_ports import RunPorts
+from flowchan.run.supervisor import Supervisor
 
 WHERE = pytest.mark.parametrize("on", ["thread", "process", local(1)], ids=["thread", "process", "host"])
 
 
-def let_end(crew: LocalCrew, *names: str) -> None:
+def let_end(supervisor: Supervisor, *names: str) -> None:
     """Returns once these channels have ended, in one way or the other; or a worker on a host has, whose ports
     here the supervisor closes."""
-    far = sum(bool(worker.host) for worker in crew.plan.workers)
+    far = sum(bool(worker.host) for worker in supervisor.plan.workers)
+    channels, parts = channels_of(supervisor), supervisor.crew.remote  # type: ignore[attr-defined]
 
     def ended() -> bool:
-        left = sum(len(away._lines) for away in getattr(crew, "_parts", []))
-        return left < far or all(crew.channels[name].drained or crew.channels[name].broken for name in names)
+        left = sum(len(part._lines) for part in parts)
+        return left < far or all(channels[name].drained or channels[name].broken for name in names)
 
     wait_until(ended)
 
 
+def channels_of(supervisor: Supervisor) -> Mapping[str, Channel[Any]]:
+    assert isinstance(supervisor.channels, RunPorts)
+    return supervisor.channels.channels
+
+
 @pytest.fixture
-def before_the_break(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[LocalCrew], None]], None]:
+def before_the_break(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Supervisor], None]], None]:
     """What is to be done before the supervisor breaks the channels of a run."""
+    breaking: list[Supervisor] = []
 
-    def plant(first: Callable[[LocalCrew], None]) -> None:
-        def break_channels(crew: LocalCrew, cause: BaseException | None) -> None:
-            first(crew)
-            usual(crew, cause)
+    def plant(first: Callable[[Supervisor], None]) -> None:
+        def note(supervisor: Supervisor, cause: BaseException | None) -> None:
+            breaking.append(supervisor)
+            decided(supervisor, cause)
 
-        monkeypatch.setattr(LocalCrew, "break_channels", break_channels)
+        def break_all(ports: RunPorts, cause: BaseException | None) -> None:
+            first(breaking.pop())
+            usual(ports, cause)
 
-    usual = LocalCrew.break_channels
+        monkeypatch.setattr(Supervisor, "_break", note)
+        monkeypatch.setattr(RunPorts, "break_all", break_all)
+
+    decided, usual = Supervisor._break, RunPorts.break_all
     return plant
 
 
@@ -74,9 +87,9 @@ def test_what_is_behind_a_stage_that_meets_the_abort_sees_no_clean_end(
     result = numbers.map(same, on=on, name="one").map(same, on=on, name="two").collect()
     behind = [name for name in ("one", "two") if name >= first or first == "numbers"]
 
-    def break_one(crew: LocalCrew) -> None:
-        crew.channels[first].abort()
-        let_end(crew, *behind)
+    def break_one(supervisor: Supervisor) -> None:
+        channels_of(supervisor)[first].abort()
+        let_end(supervisor, *behind)
         gate.open()
 
     before_the_break(break_one)
@@ -90,7 +103,7 @@ def gather(run: Run, result: Any, number: int) -> None:
     """Has the run take in its results, and returns once it has so many of one."""
     run._gathering.begin()
     (name,) = [edge.name for edge in run._plan.edges if edge.reader == result.stage]
-    wait_until(lambda: run._crew.channels[name].stats().items_out >= number)
+    wait_until(lambda: run._ports.channels[name].stats().items_out >= number)
 
 
 def round_and_round(again: In[int], work: Out[int], done: Out[int]) -> None:
@@ -110,9 +123,9 @@ def test_what_leaves_a_loop_sees_no_clean_end(first: str, on: Any, before_the_br
     again.feed(work.map(same, on=on, name="step"))
     result = done.map(same, name="last").collect()
 
-    def break_one(crew: LocalCrew) -> None:
-        crew.channels[first].abort()
-        let_end(crew, "round_and_round.done", "last")
+    def break_one(supervisor: Supervisor) -> None:
+        channels_of(supervisor)[first].abort()
+        let_end(supervisor, "round_and_round.done", "last")
 
     before_the_break(break_one)
     run = graph.start()
@@ -139,10 +152,10 @@ def test_a_branch_sees_no_clean_end_when_the_other_one_meets_the_abort(
     left.map(gate.wait, on=on, name="hold").map(same, name="end").sink(same)
     result = right.collect()
 
-    def break_one(crew: LocalCrew) -> None:
-        crew.channels["hold"].abort()
+    def break_one(supervisor: Supervisor) -> None:
+        channels_of(supervisor)["hold"].abort()
         gate.open()
-        let_end(crew, "both.right")
+        let_end(supervisor, "both.right")
 
     before_the_break(break_one)
     run = graph.start()
@@ -161,9 +174,9 @@ def test_a_branch_sees_no_clean_end_when_an_error_ends_the_block_that_reads_the_
     left, right = graph.stage(both, on=on)
     items = left.collect()
     right.collect(name="all").sink(seen.append)
-    before_the_break(lambda crew: let_end(crew, "both.right", "all"))
+    before_the_break(lambda supervisor: let_end(supervisor, "both.right", "all"))
     run = graph.start()
-    wait_until(lambda: run._crew.channels["both.right"].stats().items_out == 3)
+    wait_until(lambda: run._ports.channels["both.right"].stats().items_out == 3)
     read = run.iter(items)
     with pytest.raises(Lost), run:
         raise Lost(next(read))
@@ -235,11 +248,11 @@ def test_what_is_behind_a_stage_that_does_harm_gets_nothing(
     guilty = graph.stage(harm, graph.source(itertools.count), on=on, name="guilty")
     guilty.map(same, on=on, name="between").collect(name="all").sink(seen.append)
 
-    def let_all_end(crew: LocalCrew) -> None:
+    def let_all_end(supervisor: Supervisor) -> None:
         if "fail" in harm.__name__:  # it waits for the supervisor
-            early.append(crew.channels["guilty"].closed)
+            early.append(channels_of(supervisor)["guilty"].closed)
         else:
-            let_end(crew, "guilty", "between", "all")
+            let_end(supervisor, "guilty", "between", "all")
 
     before_the_break(let_all_end)
     with pytest.raises(RunError) as caught:
@@ -260,9 +273,10 @@ def test_a_process_that_fails_ends_nothing_by_its_own_end(lasting: bool, before_
     guilty = graph.stage(fail, graph.source(itertools.count), on="process", name="guilty")
     guilty.collect(name="all").sink(seen.append)
 
-    def let_it_end(crew: LocalCrew) -> None:
-        wait_until(lambda: all(process.ended() for process in crew.processes.values()))
-        early.append(crew.channels["guilty"].closed)
+    def let_it_end(supervisor: Supervisor) -> None:
+        processes = supervisor.crew.local.processes  # type: ignore[attr-defined]
+        wait_until(lambda: all(process.ended() for process in processes.values()))
+        early.append(channels_of(supervisor)["guilty"].closed)
 
     before_the_break(let_it_end)
     with contextlib.ExitStack() as stack, pytest.raises(RunError):

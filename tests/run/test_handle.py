@@ -87,7 +87,7 @@ def test_putting_waits_while_the_graph_is_full_and_raises_closed_when_it_is_stop
     writer = threading.Thread(target=put_three)
     writer.start()
     gate.wait_held()
-    wait_blocked(run._crew.channels["input"], writers=1)
+    wait_blocked(run._ports.channels["input"], writers=1)
     run.stop()
     writer.join()
     gate.open()
@@ -111,7 +111,7 @@ def test_a_stream_that_is_no_result_is_named_with_those_that_are() -> None:
     graph = Graph("handle")
     numbers = graph.source([1], name="numbers")
     numbers.collect(name="all")
-    with pytest.raises(KeyError, match=r"numbers.*no result.*reduce and collect.*here: all"):
+    with pytest.raises(KeyError, match=r"numbers.*is not a result.*reduce and collect.*here: all"):
         graph.run()[numbers]
 
 
@@ -132,7 +132,7 @@ def test_a_stream_that_is_no_input_is_named() -> None:
     foreign.sink(id)
     with graph.start() as run:
         for wrong in (doubled, foreign, "numbers"):
-            with pytest.raises(KeyError, match=r"no input of this run.*graph\.input\(\)"):
+            with pytest.raises(KeyError, match=r"is not an input of this run.*graph\.input\(\)"):
                 run[wrong]  # type: ignore[index]
 
 
@@ -144,7 +144,7 @@ def test_iter_takes_only_collect_streams_of_this_graph() -> None:
     with graph.start() as run:
         with pytest.raises(ValueError, match=r"iterate over reduce\.collect\(\)|does not leave the graph"):
             run.iter(total)
-        with pytest.raises(ValueError, match="no stream of graph 'handle'"):
+        with pytest.raises(ValueError, match="is not a stream of graph 'handle'"):
             run.iter(foreign)
 
 
@@ -215,7 +215,7 @@ def test_what_another_thread_iterates_over_goes_on_after_the_block() -> None:
     with graph.start() as run:
         reader = threading.Thread(target=lambda: seen.extend(run.iter(doubled)))
         reader.start()
-        wait_blocked(run._crew.channels["double"], readers=1)
+        wait_blocked(run._ports.channels["double"], readers=1)
         for number in range(50):
             run[numbers].put(number)
     reader.join()
@@ -394,7 +394,7 @@ def test_a_slow_reader_holds_the_graph_back() -> None:
     with graph.start() as run:
         items = run.iter(numbers)
         assert next(items) == 0
-        wait_blocked(run._crew.channels["numbers"], writers=1)
+        wait_blocked(run._ports.channels["numbers"], writers=1)
         assert stage_of(run, "numbers").items_out <= 5
         items.close()  # type: ignore[attr-defined]
 

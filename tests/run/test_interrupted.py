@@ -158,7 +158,9 @@ def test_ctrl_c_while_a_loop_without_a_block_waits_for_an_item(tmp_path: Path) -
 def test_sigterm_in_run_does_the_same(tmp_path: Path) -> None:
     with start(script(tmp_path, SUM.replace("WAY", "graph.run()").replace("ENOUGH", "500"))) as process:
         code, out, err = interrupted(process, signal.SIGTERM)
-    assert (code, out) == (-signal.SIGINT, "results\n"), err
+    assert (code, out) == (-signal.SIGTERM, "results\n"), err
+    assert "SIGTERM again to break off" in err
+    assert "flowchan.Interrupted: the run of graph 'sum' was ended by SIGTERM" in err
 
 
 def test_the_second_ctrl_c_gives_what_there_is_and_says_that_the_rest_is_gone(tmp_path: Path) -> None:

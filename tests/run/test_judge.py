@@ -9,16 +9,18 @@ import pytest
 
 from flowchan.run.policy.deadlock import (
     MORE_MEMORY,
-    NOBODY_PUTS,
+    NO_STAGE_PUTS,
     REMEDY,
     STILL,
+    Activity,
     Deadlocks,
-    Elsewhere,
-    Glance,
-    Look,
+    Observation,
+    Waits,
     judge,
 )
-from flowchan.run.policy.decisions import Stuck
+from flowchan.run.policy.decisions import (
+    Stuck,
+)
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
@@ -35,10 +37,10 @@ def edge(writer: str, reader: str, readers: int = 0, writers: int = 0, **counts:
     return dataclasses.replace(found, **counts)
 
 
-def look(*edges: EdgeStats, stages: tuple[StageStats, ...] | None = None, **about: Any) -> Look:
+def look(*edges: EdgeStats, stages: tuple[StageStats, ...] | None = None, **about: Any) -> Observation:
     if stages is None:
         stages = tuple(stage(name) for name in dict.fromkeys(one.writer for one in edges))
-    return Look(RunStats("graph", "running", 1.0, stages, edges, None), **about)
+    return Observation(RunStats("graph", "running", 1.0, stages, edges, None), **about)
 
 
 LOOP = look(edge("first", "second", readers=1), edge("second", "first", readers=1))
@@ -52,7 +54,7 @@ def text_of(stuck: object) -> str:
 
 
 def test_two_equal_looks_at_which_everybody_waits_are_a_deadlock() -> None:
-    assert NOBODY_PUTS in text_of(judge(LOOP, LOOP))
+    assert NO_STAGE_PUTS in text_of(judge(LOOP, LOOP))
     assert REMEDY in text_of(judge(FULL, FULL))
 
 
@@ -75,7 +77,7 @@ def test_one_look_proves_nothing() -> None:
     ],
     ids=["an item was taken", "an item was put", "a worker was replaced", "something on another host"],
 )
-def test_what_has_moved_between_two_looks_is_no_deadlock(moved: Look) -> None:
+def test_what_has_moved_between_two_looks_is_no_deadlock(moved: Observation) -> None:
     assert isinstance(judge(moved, moved), Stuck)
     assert judge(moved, LOOP) is None
     assert judge(LOOP, moved) is None
@@ -92,13 +94,13 @@ def test_what_has_moved_between_two_looks_is_no_deadlock(moved: Look) -> None:
     ],
     ids=["one works", "one was woken", "one selects", "outside", "a result is unread"],
 )
-def test_somebody_who_may_go_on_at_either_look_is_no_deadlock(going_on: Look) -> None:
+def test_somebody_who_may_go_on_at_either_look_is_no_deadlock(going_on: Observation) -> None:
     assert judge(LOOP, going_on) is None
     assert judge(going_on, LOOP) is None
     assert judge(going_on, going_on) is None
 
 
-def results(writers: int, putting: int = 0, getting: int = 0) -> Look:
+def results(writers: int, putting: int = 0, getting: int = 0) -> Observation:
     """The program fills an input and reads two results; one of them has a writer who waits."""
     return look(
         edge("input", "work", writers=putting),
@@ -124,12 +126,12 @@ def test_a_full_result_is_left_to_a_program_that_may_come_to_read_it() -> None:
 # when to look, and how closely
 
 
-def looked(glances: list[Glance]) -> tuple[int, list[object]]:
+def looked(glances: list[Activity]) -> tuple[int, list[object]]:
     """How often a run of two workers was looked at closely, and what was found at each glance."""
     times, count, now = iter(glances), [0], [0.0]
     deadlocks = Deadlocks(0.0)
 
-    def closely(unread: frozenset[WorkerId]) -> Look:
+    def closely(unread: frozenset[WorkerId]) -> Observation:
         count[0] += 1
         return LOOP
 
@@ -141,30 +143,30 @@ def looked(glances: list[Glance]) -> tuple[int, list[object]]:
 
 
 def test_a_run_that_moves_is_never_looked_at_closely() -> None:
-    assert looked([Glance(moved, 2, 0) for moved in range(5)]) == (0, [None] * 5)
+    assert looked([Activity(moved, 2, 0) for moved in range(5)]) == (0, [None] * 5)
 
 
-@pytest.mark.parametrize("glance", [Glance(7, 1, 0), Glance(7, 2, 0, opened=True)])
-def test_nor_is_one_in_which_somebody_works_or_an_input_is_open(glance: Glance) -> None:
+@pytest.mark.parametrize("glance", [Activity(7, 1, 0), Activity(7, 2, 0, opened=True)])
+def test_nor_is_one_in_which_somebody_works_or_an_input_is_open(glance: Activity) -> None:
     assert looked([glance] * 5) == (0, [None] * 5)
 
 
 def test_a_run_whose_results_nobody_reads_is_looked_at_closely_when_somebody_can_not_put() -> None:
     unread = frozenset(TWO)
-    assert looked([Glance(7, 2, 0, unread=unread)] * 3)[0] == 0
-    assert looked([Glance(7, 0, 1, opened=True, unread=unread)] * 3)[0] == 2
-    assert looked([Glance(7, 1, 0, unread=frozenset({RESULT}))] * 3)[0] == 0, "it has ended"
+    assert looked([Activity(7, 2, 0, unread=unread)] * 3)[0] == 0
+    assert looked([Activity(7, 0, 1, opened=True, unread=unread)] * 3)[0] == 2
+    assert looked([Activity(7, 1, 0, unread=frozenset({RESULT}))] * 3)[0] == 0, "it has ended"
 
 
 def test_a_run_that_stands_still_is_looked_at_twice() -> None:
-    count, found = looked([Glance(7, 1, 1)] * 3)
+    count, found = looked([Activity(7, 1, 1)] * 3)
     assert count == 2
     assert found[:2] == [None, None]
     assert isinstance(found[2], Stuck)
 
 
 def test_a_move_between_two_looks_begins_anew() -> None:
-    count, found = looked([Glance(7, 2, 0)] * 2 + [Glance(8, 2, 0)] * 2)
+    count, found = looked([Activity(7, 2, 0)] * 2 + [Activity(8, 2, 0)] * 2)
     assert (count, found) == (2, [None] * 4)
 
 
@@ -172,7 +174,7 @@ def test_other_hosts_are_asked_until_they_have_answered() -> None:
     answers = iter([None, None, LOOP, None, LOOP])
     deadlocks, found = Deadlocks(0.0), []
     for now in (1, 2, 2.01, 2.02, 3, 3.01):
-        found.append(deadlocks.look(now, TWO, lambda: Glance(7, 2, 0), lambda _: next(answers)))
+        found.append(deadlocks.look(now, TWO, lambda: Activity(7, 2, 0), lambda _: next(answers)))
     assert found[:-1] == [None] * 5
     assert isinstance(found[-1], Stuck)
     assert next(answers, "all") == "all"
@@ -183,7 +185,7 @@ def test_workers_elsewhere_wait_for_what_they_say_and_not_what_their_links_ask_f
     stats = look(
         edge("first", "second", readers=5), edge("second", "first", readers=1, writers=1), stages=away
     ).stats
-    into, out = Elsewhere(reading={"first": 1}, writing={"second": 2}).put_into(stats).edges
+    into, out = Waits(reading={"first": 1}, writing={"second": 2}).put_into(stats).edges
     assert (into.waiting_readers, out.waiting_readers, out.waiting_writers) == (1, 1, 2)
 
 

@@ -240,7 +240,7 @@ def test_a_stopped_process_is_no_deadlock(looks: Callable[[], int]) -> None:
     waiting = threading.Thread(target=run.wait)
     waiting.start()
     waits(run, numbers.name, readers=1)
-    ((process,),) = [run._crew.processes.values()]
+    ((process,),) = [run._crew.local.processes.values()]
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     run[numbers].put(1)

@@ -81,7 +81,7 @@ def test_an_abort_is_no_failure_of_a_stage_that_waits_to_put(operator: str) -> N
     run = graph.start()
     gate.wait_held()
     (full,) = (edge.name for edge in graph.edges if edge.reader == "end")
-    wait_blocked(run._crew.channels[full], writers=1)
+    wait_blocked(run._ports.channels[full], writers=1)
     run.abort()
     gate.open()
     run.wait()

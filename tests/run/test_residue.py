@@ -381,7 +381,7 @@ def test_who_has_waited_for_a_run_finds_no_thread_of_it(monkeypatch: pytest.Monk
     def warn_of(*_: object) -> None:
         wait_until(lambda: looked.is_set() or we_join())
 
-    monkeypatch.setattr("flowchan.run.crew.local_crew.LocalCrew.warn_of", warn_of)
+    monkeypatch.setattr("flowchan.run.crew.local_part.LocalPart.warn_of", warn_of)
     graph = Graph("r6")
     graph.source(range(3)).sink(id)
     graph.run()

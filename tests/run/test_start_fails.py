@@ -20,7 +20,7 @@ from runs import run_python, script
 from support.waiting import wait_until
 
 from flowchan import Channel, Graph, RunError, _core
-from flowchan.run.crew import local_crew
+from flowchan.run.crew import local_part
 
 pytestmark = pytest.mark.usefixtures("by_fork")
 
@@ -76,7 +76,7 @@ REFUSALS: dict[str, tuple[Any, str, BaseException]] = {
     "pipe": (os, "pipe", no_more(errno.EMFILE)),
     "channel": (_core.Channel, "__init__", no_more(errno.ENOMEM)),
     "reader": (Channel, "reader", MemoryError("no port")),
-    "pickle": (local_crew, "dumps_for_worker", ValueError("not to be sent")),
+    "pickle": (local_part, "dumps_for_worker", ValueError("not to be sent")),
     "pidfd": (os, "pidfd_open", no_more(errno.EMFILE)),
     "epoll": (select, "epoll", no_more(errno.EMFILE)),
     "eventfd": (os, "eventfd", no_more(errno.EMFILE)),

@@ -458,3 +458,40 @@ def test_a_child_that_the_program_forked_has_a_forkserver_of_its_own(tmp_path: P
             assert total() == 10
     """
     run_python(script(tmp_path, program))
+
+
+def test_forkserver_that_is_killed_while_a_worker_starts_is_named(tmp_path: Path) -> None:
+    text = """
+        import contextlib, multiprocessing, os, signal, sys, threading
+        from multiprocessing import forkserver
+        from flowchan import Graph
+
+        def starts(frame):
+            while frame is not None and frame.f_code.co_name != "read_signed":
+                frame = frame.f_back
+            return frame is not None
+
+        def kill_it(server, starter):
+            while not starts(sys._current_frames()[starter]):
+                pass
+            os.kill(server, signal.SIGKILL)
+
+        if __name__ == "__main__":
+            multiprocessing.set_start_method("forkserver")
+            forkserver.ensure_running()
+            server = forkserver._forkserver._forkserver_pid
+            os.kill(server, signal.SIGSTOP)
+            threading.Thread(target=kill_it, args=(server, threading.get_ident())).start()
+            graph = Graph("killed")
+            graph.source([1]).map(abs, on="process", name="work").collect()
+            with graph.pool() if POOL else contextlib.nullcontext(graph) as runs:
+                try:
+                    runs.run()
+                except OSError as error:
+                    print(error)
+    """
+    for pool in (False, True):
+        assert run_python(script(tmp_path, text.replace("POOL", str(pool)))) == (
+            "stage 'work': a worker process could not be started with the start method 'forkserver', because "
+            "Python's forkserver was killed by SIGKILL\n"
+        )

@@ -16,8 +16,8 @@ from support.waiting import wait_until
 from support.worker_latch import Gate
 
 from flowchan import Graph
+from flowchan.run.crew.death_log import DeathLog
 from flowchan.run.crew.process import WorkerProcess
-from flowchan.run.crew.recovery import DeathLog
 from flowchan.run.crew.watch import Watch
 from flowchan.run.policy.events import Gone, WorkerId
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from flowchan.errors import HostError
 from flowchan.hosts.providers.provider import Launch
-from flowchan.run.crew.process import exit_text
+from flowchan.run.crew.process_exit import exit_text
 from flowchan.run.run import abort_unfinished
 
 LENGTH = 8  # bytes, in which a file that says what an agent is says how long that is

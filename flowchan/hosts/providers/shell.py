@@ -14,7 +14,7 @@ from functools import partial
 
 from flowchan.hosts.providers.child import Explain
 from flowchan.hosts.providers.output import MARK, Said
-from flowchan.run.crew.process import exit_text
+from flowchan.run.crew.process_exit import exit_text
 
 SCRIPT = f'echo "{MARK}started"; "$@"; echo "{MARK}ended $?"'
 ENDED = re.compile(r"ended (\d+)")

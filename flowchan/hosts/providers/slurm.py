@@ -18,7 +18,7 @@ from flowchan.hosts.providers.output import Said
 from flowchan.hosts.providers.provider import Launch
 from flowchan.hosts.providers.shell import around, explainer
 from flowchan.items.arguments import text
-from flowchan.run.crew.process import signal_name
+from flowchan.run.crew.process_exit import signal_name
 from flowchan.transport.addresses import address_towards
 
 OPTIONS = (

@@ -1,4 +1,4 @@
-"""What a process does before it ends, and with whom it ends."""
+"""Runs functions before a process ends, and ends a process with its parent."""
 
 from __future__ import annotations
 

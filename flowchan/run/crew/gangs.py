@@ -1,9 +1,8 @@
-"""The groups that the workers of gangs on this machine form, and what a worker does with its own. (Those of
-gangs on hosts: ``hosts/host_crew.py``.)
+"""The groups that the workers of gangs on this machine form. (``hosts/host_gangs.py`` has those on hosts.)
 
-A gang gets its group before it starts. An elastic one gets others: a worker that finds its group over does
-not end. It says so, and waits for its seat in the next one; then its function is called again, with the item
-in hand as the first. So does a worker that takes the place of one that died.
+A gang gets its group before it starts. An elastic gang gets others: a worker whose group has ended reports
+that, and waits for its membership of the next one. Then its function is called again, first with the item
+that it holds. A replacement does the same.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from flowchan.run.policy.events import WorkerId
 
 
 class Gangs:
-    """Those of one run, as its supervisor has them."""
+    """The gangs of one run."""
 
     def __init__(self) -> None:
         self._seats: dict[WorkerId, Any] = {}
-        self._next: dict[WorkerId, Channel[Any]] = {}  # by which elastic gangs get their next seats
-        # Of elastic gangs: what oversees the group of the moment, and the ranks of those who are to be in it.
+        self._next: dict[WorkerId, Channel[Any]] = {}  # for later memberships in elastic gangs
+        # The overseer of an elastic gang's present group, and the ranks of its members.
         self._groups: dict[str, tuple[Any, dict[WorkerId, int]]] = {}
 
     def form(self, stage: Stage, ids: Sequence[WorkerId]) -> None:
-        """Makes a group for these workers, which are to be started."""
+        """Make a group for these workers, which are to be started."""
         assert stage.gang is not None
         members = stage.gang.group._make_all(len(ids), stage.name)
         if stage.gang.elastic:
@@ -35,34 +34,34 @@ class Gangs:
         self._seats.update(zip(ids, members, strict=True))
 
     def seat(self, id: WorkerId) -> Any:
-        """What the worker that is being started is given, if it has a seat."""
+        """Take the membership of a worker that is being started, or None if it has none."""
         return self._seats.pop(id, None)
 
     def next_seats(self, id: WorkerId, stage: Stage) -> Channel[Any] | None:
-        """By which its later seats come to the worker that is being started."""
+        """Open the channel by which later memberships come to a worker that is being started."""
         if stage.gang is None or not stage.gang.elastic:
             return None
         self._next[id] = Channel(1, across="processes")
         return self._next[id]
 
     def meet(self, stage: Stage, ids: Sequence[WorkerId]) -> None:
-        """Makes a group for these workers, which wait for it."""
+        """Make a group for these workers, which wait for it."""
         self.form(stage, ids)
         for id in ids:
             self._next[id].put(self._seats.pop(id))
 
     def disband(self, stage: str) -> None:
-        """Ends the group of an elastic gang."""
+        """End the group of an elastic gang."""
         self._groups[stage][0].disband()
 
     def count_out(self, id: WorkerId) -> None:
-        """A worker has died. Its mates wait for it no more, though it may not have taken its seat."""
+        """Note that a worker has died. Its peers wait for it no more, even if it has not joined yet."""
         overseer, ranks = self._groups.get(id.stage, (None, {}))
         if id in ranks:
             overseer.count_out(ranks[id])
 
     def clear(self) -> None:
-        """Leaves nothing."""
+        """Leave nothing."""
         self._seats.clear()
         self._next.clear()
         self._groups.clear()

@@ -15,6 +15,7 @@ from typing import Any
 
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import GraphError, Problem
+from flowchan.run.crew.process_exit import exit_text
 from flowchan.run.crew.process_start import forkserver_pid
 
 UNGUARDED = 78
@@ -90,22 +91,33 @@ def leave_if_unguarded(graph: Blueprint) -> None:
 
 
 @contextlib.contextmanager
-def starts_of(graph: Blueprint) -> Iterator[None]:
-    """Within it processes are started for the graph: where the main script has ended Python's forkserver, the
-    error says so."""
+def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
+    """Explain the error of a process that could not be started for a stage because Python's forkserver has
+    ended.
+
+    Raises:
+        Unguarded: The forkserver ended while it imported the main script.
+        OSError: It ended otherwise; or the error of the start, if the forkserver goes on or is not used.
+    """
     try:
         yield
     except (EOFError, OSError) as error:
         exitcode = _servers_exitcode()
         if exitcode == UNGUARDED:
             raise unguarded(graph) from None
-        if hint := hint_at_import(exitcode):
-            error.add_note(f"Python's forkserver has ended{hint}")
-        raise
+        if exitcode is None and not isinstance(error, EOFError):
+            raise
+        how = "has ended" if exitcode is None else exit_text(exitcode).removesuffix(" without finishing")
+        raise OSError(
+            f"stage {stage!r}: a worker process could not be started with the start method "
+            f"{multiprocessing.get_start_method()!r}, because Python's forkserver {how}"
+            f"{hint_at_import(exitcode)}"
+        ) from error
 
 
 def _servers_exitcode() -> int | None:
-    """Of Python's forkserver, if it has just ended. From 3.14 on it imports the main script, too."""
+    """Give the exit code of Python's forkserver, negative for a signal, if it has just ended. From 3.14 on it
+    imports the main script too."""
     server = forkserver_pid()
     if server is None:
         return None
@@ -117,6 +129,6 @@ def _servers_exitcode() -> int | None:
         except ChildProcessError:
             return None
         if ended is not None:
-            return ended.si_status
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         time.sleep(0.001)
     return None

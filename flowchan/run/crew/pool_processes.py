@@ -1,10 +1,11 @@
-"""Worker processes that last over runs: those of a pool. In each run they get an order, which has their ports
-of that run; at its end those that wait for the next order stay. Who has died, has failed, or has not come to
-an end of its work is replaced.
+"""The worker processes of a pool, which last from one run to the next.
 
-A process that is forked has a copy of all that its parent has open, one that is spawned has its standard
-streams. So those that a run needs are started before its channels are opened and its progress is drawn; and a
-replacement within a run, which has these, does not outlast it.
+In each run a process gets an order with its ports of that run. At the end of the run the processes that wait
+for the next order stay. A process that has died, has failed, or has not ended its work is replaced.
+
+A forked process has a copy of everything that its parent has open, and a spawned one has its standard
+streams. So the processes of a run start before its channels are opened and its progress is drawn. A
+replacement within a run has copies of these, so it does not outlast the run.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import weakref
 from collections.abc import Callable, Iterable
 
 from flowchan.channel.channel import Channel
+from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed, Empty
 from flowchan.items.codec import dumps_for_worker
-from flowchan.run.crew.main_guard import ProcessName
+from flowchan.run.crew.main_guard import ProcessName, start_of
 from flowchan.run.crew.process import WorkerProcess
 from flowchan.run.crew.worker_processes import WorkerProcesses, end_all
 from flowchan.run.policy import decisions
@@ -35,29 +37,35 @@ from flowchan.run.worker.streams import terminals
 from flowchan.transport.interrupts import interrupts_deferred
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between two looks whether a process whose word is waited for has ended."""
+"""Seconds between two looks at a process whose report is awaited."""
 
 
 class LastingProcess:
-    """A worker's process that does what it is ordered to."""
+    """A worker's process that works in one run after the other."""
 
     def __init__(self, graph: str, id: WorkerId, stage: bytes, devices: str | None) -> None:
         orders: Channel[Order] = Channel(2, across="processes")
         words: Channel[Left | Logged | None] = Channel(64, across="processes")
         self._orders, self._words = orders.writer(), words.reader()
-        # The process's own. Closed before it has them, they would end the channels.
+        # The ends of the process. Closed before it has them, they would end the channels.
         self._its = orders.reader(), words.writer()
         arguments = (id, stage, *self._its, os.getpid(), devices)
         self.process = WorkerProcess(ProcessName(f"{graph}/{id}"), lasting_main, arguments)
 
     def work(self, order: Order) -> None:
-        """If it has ended, whoever watches it will tell."""
+        """Send an order. If the process has ended, its watch reports that."""
         with contextlib.suppress(Closed, Broken):
             self._orders.put(order)
 
     def word(self, until: float) -> Left | None:
-        """What it says when it has done its work: ``None`` when it waits for another order. ``Left()`` when
-        it has ended without a word. Raises ``Empty`` when nothing is heard of it ``until`` then."""
+        """Wait for its report at the end of its work.
+
+        Returns:
+            None if it waits for another order; ``Left`` if it has ended.
+
+        Raises:
+            Empty: It has not reported ``until`` then.
+        """
         while True:
             ended = self.process.ended()
             try:
@@ -76,43 +84,44 @@ class LastingProcess:
                 return Left()
 
     def dismiss(self) -> None:
-        """There are no more orders."""
+        """Let it close its callable and end: no order follows."""
         self._orders.close()
 
     def leave(self) -> None:
-        """Nobody listens to what it says."""
+        """Drop its reports from now on."""
         self._words.close()
 
 
-PortRelease = list[tuple[WorkerId, LastingProcess]]
-"""Those that were dismissed, and close their callables."""
+Dismissed = list[tuple[WorkerId, LastingProcess]]
+"""Processes that were dismissed, and close their callables."""
 
 
 class LastingProcesses:
-    """The worker processes of a pool, for the graph of this name."""
+    """The worker processes of a pool. ``graph`` is the name of its graph."""
 
     def __init__(self, graph: str) -> None:
         self.gpus = Gpus()
         self._graph = graph
         self._packed: dict[str, bytes] = {}
         self._known: dict[WorkerId, LastingProcess] = {}
-        self._late: set[WorkerId] = set()  # those that were started within the run that goes on
-        self._leaving: PortRelease = []
-        self._failed: list[tuple[WorkerId, BaseException]] = []  # what closing callables raised
+        self._late: set[WorkerId] = set()  # started within the run that goes on
+        self._leaving: Dismissed = []
+        self._failed: list[tuple[WorkerId, BaseException]] = []  # errors of closing callables
         weakref.finalize(self, _end_dropped, os.getpid(), self._known, self._leaving).atexit = False
 
     def packed(self, stage: Stage) -> bytes:
-        """The stage as each of its processes gets it, whenever that is started."""
+        """Pickle a stage once, for all its processes."""
         if stage.name not in self._packed:
             self._packed[stage.name] = dumps_for_worker(stage)
         return self._packed[stage.name]
 
-    def make_ready(self, workers: Iterable[PlannedWorker]) -> None:
-        """Starts a process for each of those that need one and have none."""
+    def make_ready(self, graph: Blueprint, workers: Iterable[PlannedWorker]) -> None:
+        """Start a process for each of these workers of a graph that needs one and has none."""
         for worker in workers:
             stage = worker.stage
             if stage.placement.apart:
-                self._alive(worker.id, self.packed(stage), self.gpus.take(worker.id, stage.gpus))
+                with start_of(graph, stage.name):
+                    self._alive(worker.id, self.packed(stage), self.gpus.take(worker.id, stage.gpus))
         self._late.clear()
         for one in [one for one in self._leaving if one[1].process.ended()]:
             self._hear(*one)
@@ -120,7 +129,7 @@ class LastingProcesses:
             one[1].process.close()
 
     def employ(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
-        """Gives a worker's process its work."""
+        """Give a worker's process an order."""
         lasting = self._alive(id, stage, devices)
         lasting.work(order)
         return lasting.process
@@ -138,7 +147,7 @@ class LastingProcesses:
         return started
 
     def stays(self, id: WorkerId, until: float) -> bool:
-        """Whether its process waits for the next run by then, or has been dismissed."""
+        """Tell whether its process waits for the next run ``until`` then, or has been dismissed."""
         lasting = self._known.get(id)
         try:
             waits = lasting is not None and lasting.word(until) is None
@@ -150,28 +159,28 @@ class LastingProcesses:
         return waits
 
     def forget(self, id: WorkerId) -> None:
-        """Its process has ended."""
+        """Forget a process that has ended."""
         self._known.pop(id, None)
 
     def _hear(self, id: WorkerId, lasting: LastingProcess) -> None:
-        """Waits for the last word of one that was dismissed."""
+        """Wait for the last report of a process that was dismissed."""
         left = lasting.word(math.inf)
         if left is not None and left.error is not None:
             self._failed.append((id, left.error))
 
     def kill(self) -> None:
-        """Nobody waits for what they do or close."""
+        """Kill all of them."""
         for lasting in [*self._known.values(), *(lasting for _, lasting in self._leaving)]:
             lasting.process.kill()
 
     def close(self) -> list[tuple[WorkerId, BaseException]]:
-        """Has all of them close their callables and end. Gives what that raised, also in those that were
-        dismissed before."""
+        """Let all of them close their callables and end. Return the errors of that, also of processes that
+        were dismissed before."""
         try:
             _dismiss(self._known, self._leaving)
             for id, lasting in self._leaving:
                 self._hear(id, lasting)
-        except BaseException:  # Ctrl-C: nobody waits any longer
+        except BaseException:  # Ctrl-C: the program waits no longer
             self.kill()
             raise
         finally:
@@ -180,8 +189,8 @@ class LastingProcesses:
         return self._failed
 
 
-def _end_dropped(pid: int, known: dict[WorkerId, LastingProcess], leaving: PortRelease) -> None:
-    """Those of a pool whose block nobody has left, in the process that has started them."""
+def _end_dropped(pid: int, known: dict[WorkerId, LastingProcess], leaving: Dismissed) -> None:
+    """End the processes of a pool that was dropped within its block, in the process that started them."""
     if pid == os.getpid():
         _dismiss(known, leaving)
         for _, lasting in leaving:
@@ -189,20 +198,20 @@ def _end_dropped(pid: int, known: dict[WorkerId, LastingProcess], leaving: PortR
         _end_leaving(leaving)
 
 
-def _dismiss(known: dict[WorkerId, LastingProcess], leaving: PortRelease) -> None:
+def _dismiss(known: dict[WorkerId, LastingProcess], leaving: Dismissed) -> None:
     for id in list(known):
         leaving.append((id, known.pop(id)))
         leaving[-1][1].dismiss()
 
 
-def _end_leaving(leaving: PortRelease) -> None:
+def _end_leaving(leaving: Dismissed) -> None:
     end_all([(id, lasting.process) for id, lasting in leaving])
     while leaving:
         leaving.pop()[1].process.close()
 
 
 class Employed(WorkerProcesses):
-    """Those of them that work in one run."""
+    """The processes of a pool that work in one run."""
 
     def __init__(
         self,
@@ -224,10 +233,10 @@ class Employed(WorkerProcesses):
         super().forget(id)
 
     def end(self) -> None:
-        """Of those that stay nothing more is known here."""
+        """Forget the processes that stay for the next run, and end the others."""
         until = time.monotonic() + decisions.GRACE
-        for id in [id for id in self.known if self._lasting.stays(id, until)]:
+        for id in [id for id in list(self.known) if self._lasting.stays(id, until)]:
             del self.known[id]
         super().end()
-        for id in self.known:
+        for id in list(self.known):
             self._lasting.forget(id)

@@ -1,9 +1,9 @@
-"""One worker's process: started, ended, and its end for certain.
+"""Starts and ends one worker's process, and knows for certain when it has ended.
 
-A pidfd names exactly this process for as long as it is open, whatever becomes of its number, and tells that
-the process has ended even where Python can't know it: a child of Python's forkserver has ended for
-``multiprocessing`` as soon as the forkserver has, though it goes on. Where the system refuses pidfds,
-``multiprocessing`` is asked, and such a child is ended.
+A pidfd names exactly this process while it is open, even if the kernel uses its number again. It also reports
+the end of a process that Python can't know: for ``multiprocessing`` a child of Python's forkserver has ended
+as soon as the forkserver has, although it goes on. If the system refuses pidfds, ``multiprocessing`` is
+asked, and such a child is killed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from flowchan.run.crew.process_exit import exit_text
 from flowchan.run.crew.process_start import forkserver_pid, start_process
 from flowchan.transport.pidfd import open_pidfd
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     import psutil  # slow to import, and needed only where the system refuses pidfds
 
 UNKNOWN = 255
-"""What ``multiprocessing`` gives as the exit code of a child whose forkserver has ended, and we when the
-program has collected it."""
+"""The exit code that ``multiprocessing`` gives for a child whose forkserver has ended. It also stands for a
+child that the program has collected."""
 
 
 class WorkerProcess:
@@ -63,7 +64,7 @@ class WorkerProcess:
                 self._known = psutil.Process(self.pid)
 
     def ended(self, timeout: float = 0.0) -> bool:
-        """Whether it ends within ``timeout`` seconds, for certain: nothing of it runs any more."""
+        """Tell whether it ends within ``timeout`` seconds, for certain: nothing of it runs any more."""
         if self.pidfd is not None:
             poll = select.poll()
             poll.register(self.pidfd, select.POLLIN)
@@ -94,7 +95,7 @@ class WorkerProcess:
         (self._process.kill if number == signal.SIGKILL else self._process.terminate)()
 
     def _end_lost(self) -> bool:
-        """Kills a process that still runs although Python says that it has ended, for nothing more will be
+        """Kill a process that still runs although Python says that it has ended, because nothing more will be
         known of it. True while it runs."""
         if self._known is None:
             return False
@@ -113,27 +114,30 @@ class WorkerProcess:
 
     @property
     def exitcode(self) -> int:
-        """Of a process that has ended."""
+        """The exit code of a process that has ended."""
         self._reap()
         return self._process.exitcode or 0
 
     def how_it_ended(self, lack_of_memory: bool) -> str:
-        """In words. ``lack_of_memory``: the kernel has killed somebody for that."""
+        """Say in words how it ended. ``lack_of_memory``: the kernel has killed a process for that."""
         if self._lost:
             return (
                 "was killed, because Python's forkserver had been, and without it nothing "
                 "is known of a process"
             )
         if self.exitcode == UNKNOWN and self._stranger:
-            return "ended, and nobody knows how, because the program ignores SIGCHLD or collects its children"
+            return (
+                "ended, and its exit code is unknown, because the program ignores SIGCHLD or collects its "
+                "children"
+            )
         if self.exitcode == UNKNOWN and self._is_of_server and _has_ended(self._server) is not False:
-            return "ended, and nobody knows how, because Python's forkserver had been killed"
+            return "ended, and its exit code is unknown, because Python's forkserver had been killed"
         return exit_text(self.exitcode, lack_of_memory)
 
     def _reap(self) -> None:
-        """Waits for the exit code. Another thread may be asking for it (``multiprocessing`` itself does so
-        whenever a process is started or listed), and then notes it here in a moment. Unless somebody has
-        collected it who has nothing to do with us."""
+        """Wait for the exit code. Another thread may be asking for it, as ``multiprocessing`` does when a
+        process is started or listed, and notes it here in a moment. Or code of the program has collected
+        it."""
         polls_left = 100
         while self._process.exitcode is None:
             time.sleep(0.001)
@@ -144,7 +148,7 @@ class WorkerProcess:
                     self._process._popen.returncode = UNKNOWN  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Leaves nothing of a process that has ended: no zombie, no descriptor."""
+        """Leave nothing of a process that has ended: no zombie, no descriptor."""
         self._reap()
         pidfd, self.pidfd = self.pidfd, None
         if pidfd is not None:
@@ -153,26 +157,8 @@ class WorkerProcess:
 
 
 def _has_ended(child: int) -> bool | None:
-    """Whether a child of this process has, which is left to be collected; ``None`` once it is collected."""
+    """Tell whether a child of this process has ended and can be collected; None once it is collected."""
     try:
         return os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
     except ChildProcessError:
         return None
-
-
-def exit_text(code: int, lack_of_memory: bool = False) -> str:
-    """What an exit code of a process means, in words."""
-    if code >= 0:
-        return f"exited with code {code} without finishing"
-    name = signal_name(-code)
-    if -code == signal.SIGKILL and lack_of_memory:
-        return f"was killed by {name}, likely for lack of memory: the kernel has killed for that just now"
-    return f"was killed by {name}"
-
-
-def signal_name(number: int) -> str:
-    """Most real-time signals have none but their number."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -1,170 +1,154 @@
-"""The crew of a run that has workers on other hosts too. The channels are all here; who is asked about one
-worker is the part that has it, and the rest goes to all parts."""
+"""All parts of a run's crew together: each question goes to the part that has the worker, the rest to all."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 from flowchan.declare.placements import Placement
-from flowchan.run.crew.local_crew import LocalCrew
+from flowchan.run.crew.local_part import LocalPart
+from flowchan.run.crew.part import CrewPart, Report
 from flowchan.run.crew.pool_processes import LastingProcesses
-from flowchan.run.crew.recovery import Death
-from flowchan.run.policy.deadlock import Elsewhere, Glance
-from flowchan.run.policy.decisions import Died
-from flowchan.run.policy.events import Event, WorkerId
+from flowchan.run.crew.run_ports import RunPorts
+from flowchan.run.policy.deadlock import Waits
+from flowchan.run.policy.events import Ended, Failure, WorkerId
 from flowchan.run.policy.plan import Plan, PlannedWorker
 from flowchan.run.policy.stats import HostStats
 
 
-class CrewPart(Protocol):
-    """The workers of a run on the hosts of one pool. What ``Crew`` has too means the same here."""
+class HostPlacement(Protocol):
+    """A placement with hosts, which has the part that runs workers there."""
 
-    def start(self, tell: Callable[[Event], None]) -> None: ...
-
-    def release_ports(self, id: WorkerId) -> None: ...
-
-    def terminate(self, id: WorkerId, force: bool) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def death(self, id: WorkerId) -> Death:
-        """How a worker died that is gone without a word."""
-
-    def recover(self, id: WorkerId, blame: bool) -> None: ...
-
-    def regroup(self, ids: Sequence[WorkerId]) -> None: ...
-
-    def meet(self, ids: Sequence[WorkerId]) -> None: ...
-
-    def disband(self, stage: str) -> None: ...
-
-    def start_again(self, id: WorkerId) -> None: ...
-
-    def cross_off(self, question: int) -> None: ...
-
-    def all_is_heard(self) -> bool: ...
-
-    def elsewhere(self, alive: frozenset[WorkerId]) -> Elsewhere | None: ...
-
-    def hosts(self) -> tuple[HostStats, ...]: ...
-
-    def close(self) -> None:
-        """Leaves nothing on any host, and nothing of them here."""
+    def open_part(self, ports: RunPorts, workers: Sequence[PlannedWorker]) -> CrewPart:
+        """Make the part for these workers."""
 
 
-class Hosting(Protocol):
-    """A placement with hosts: it has what runs workers there."""
+class CrewRouter:
+    """See :class:`CrewPart`.
 
-    def open_crew(self, home: LocalCrew, workers: Sequence[PlannedWorker]) -> CrewPart: ...
+    Attributes:
+        local: The part of this machine.
+        remote: The parts of pools of hosts.
+    """
 
+    def __init__(self, ports: RunPorts, lasting: LastingProcesses | None = None) -> None:
+        self.local = LocalPart(ports, lasting)
+        self.remote: list[CrewPart] = []
+        self._part_of: dict[WorkerId, CrewPart] = {}
+        self._last_hosts: tuple[HostStats, ...] = ()  # once the run has ended
+        self._answers: dict[int, Waits] = {}  # of the parts that have answered
+        for placement, workers in _shares(ports.plan):
+            part = cast(HostPlacement, placement).open_part(ports, workers)
+            self.remote.append(part)
+            self._part_of.update({worker.id: part for worker in workers})
 
-def crew_of(plan: Plan, lasting: LastingProcesses | None) -> LocalCrew:
-    """The crew that a run needs. ``lasting``: the processes of its pool, which has none on hosts."""
-    return CrewRouter(plan) if any(worker.host for worker in plan.workers) else LocalCrew(plan, lasting)
+    def _of(self, id: WorkerId) -> CrewPart:
+        return self._part_of.get(id, self.local)
 
+    @property
+    def _parts(self) -> list[CrewPart]:
+        return [self.local, *self.remote]
 
-class CrewRouter(LocalCrew):
-    """The workers of one run, here and on hosts."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
-        self._parts: list[CrewPart] = []
-        self._whose: dict[WorkerId, CrewPart] = {}
-        self._at_the_end: tuple[HostStats, ...] = ()
-        self._answers: dict[int, Elsewhere] = {}  # of those who have answered what their workers do
-        for placement, workers in _shares(plan):
-            part = cast(Hosting, placement).open_crew(self, workers)
-            self._parts.append(part)
-            self._whose.update({worker.id: part for worker in workers})
-
-    def _start_processes(self) -> None:
-        super()._start_processes()
+    def start(self, report: Report) -> None:
+        """See :class:`CrewPart`. Processes first: a fork copies no thread of ours."""
         for part in self._parts:
-            part.start(self._tell)
+            part.start(report)
+        self.local.start_threads()
+
+    def replace(
+        self, ids: Sequence[WorkerId], blamed: WorkerId | None, later: bool = False
+    ) -> tuple[Failure | Ended, ...]:
+        """See :class:`CrewPart`."""
+        return self._of(ids[0]).replace(ids, blamed, later)
+
+    def start_workers(self, ids: Sequence[WorkerId]) -> tuple[Failure, ...]:
+        """See :class:`CrewPart`."""
+        return tuple(failure for id in ids for failure in self._of(id).start_workers([id]))
+
+    def add(self, id: WorkerId) -> None:
+        """See :class:`CrewPart`."""
+        self._of(id).add(id)
+
+    def remove(self, id: WorkerId) -> None:
+        """See :class:`CrewPart`."""
+        self._of(id).remove(id)
+
+    def forget(self, id: WorkerId) -> None:
+        """See :class:`CrewPart`."""
+        self._of(id).forget(id)
 
     def release_ports(self, id: WorkerId) -> None:
-        if id in self._whose:
-            self._whose[id].release_ports(id)
-        super().release_ports(id)
+        """See :class:`CrewPart`."""
+        self._of(id).release_ports(id)
 
     def terminate(self, id: WorkerId, force: bool) -> None:
-        part = self._whose.get(id)
-        super().terminate(id, force) if part is None else part.terminate(id, force)
+        """See :class:`CrewPart`."""
+        self._of(id).terminate(id, force)
 
     def kill(self) -> None:
-        super().kill()
+        """See :class:`CrewPart`."""
         for part in self._parts:
             part.kill()
 
-    def death_of(self, id: WorkerId, used: int) -> Died:
-        part = self._whose.get(id)
-        if part is None:
-            return super().death_of(id, used)
-        return self.death_log.write(self._workers[id], part.death(id), used)
+    def form_group(self, ids: Sequence[WorkerId]) -> None:
+        """See :class:`CrewPart`."""
+        self._of(ids[0]).form_group(ids)
 
-    def recover(self, id: WorkerId, blame: bool = True) -> None:
-        part = self._whose.get(id)
-        super().recover(id, blame) if part is None else part.recover(id, blame)
+    def end_group(self, stage: str) -> None:
+        """See :class:`CrewPart`."""
+        self._of(WorkerId(stage, 1)).end_group(stage)
 
-    def regroup(self, ids: Sequence[WorkerId]) -> None:
-        part = self._whose.get(ids[0])
-        super().regroup(ids) if part is None else part.regroup(ids)
-
-    def meet(self, ids: Sequence[WorkerId]) -> None:
-        part = self._whose.get(ids[0])
-        super().meet(ids) if part is None else part.meet(ids)
-
-    def disband(self, stage: str) -> None:
-        part = next((part for id, part in self._whose.items() if id.stage == stage), None)
-        super().disband(stage) if part is None else part.disband(stage)
-
-    def start_again(self, id: WorkerId) -> None:
-        part = self._whose.get(id)
-        super().start_again(id) if part is None else part.start_again(id)
-
-    def cross_off(self, question: int) -> None:
+    def cancel_tasks(self, all_of_them: bool) -> None:
+        """See :class:`CrewPart`."""
         for part in self._parts:
-            part.cross_off(question)
+            part.cancel_tasks(all_of_them)
+
+    def cancel_request(self, question: int) -> None:
+        """See :class:`CrewPart`."""
+        for part in self._parts:
+            part.cancel_request(question)
 
     def all_is_heard(self) -> bool:
-        return super().all_is_heard() and all(part.all_is_heard() for part in self._parts)
+        """See :class:`CrewPart`."""
+        return all(part.all_is_heard() for part in self._parts)
 
-    def glance(self) -> Glance:
-        # Whether workers on hosts wait, no channel of ours shows; that is for a closer look.
-        here = super().glance()
-        return dataclasses.replace(here, reading=here.reading + len(self._whose))
-
-    def elsewhere(self, alive: frozenset[WorkerId]) -> Elsewhere | None:
-        for number, part in enumerate(self._parts):
-            if number not in self._answers and (told := part.elsewhere(alive)) is not None:
-                self._answers[number] = told
-        if len(self._answers) < len(self._parts):
+    def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
+        """See :class:`CrewPart`. Each remote part is asked until it has answered, then all answers count."""
+        for number, part in enumerate(self.remote):
+            if number not in self._answers and (answer := part.waits(alive)) is not None:
+                self._answers[number] = answer
+        local = self.local.waits(alive) if len(self._answers) == len(self.remote) else None
+        if local is None:
             return None
-        answers, self._answers = [*self._answers.values()], {}
+        answers, self._answers = [*self._answers.values(), local], {}
         reading: Counter[str] = Counter()
         writing: Counter[str] = Counter()
         for one in answers:
             reading.update(one.reading)
             writing.update(one.writing)
         counts = tuple(count for one in answers for count in one.counts)
-        return Elsewhere(reading, writing, counts, any(one.moves for one in answers))
+        return Waits(reading, writing, counts, any(one.moves for one in answers))
 
     def hosts(self) -> tuple[HostStats, ...]:
-        return tuple(host for part in self._parts for host in part.hosts()) or self._at_the_end
+        """See :class:`CrewPart`."""
+        return tuple(host for part in self._parts for host in part.hosts()) or self._last_hosts
 
-    def clear_up(self, abandoned: frozenset[WorkerId], timeout: float | None) -> frozenset[WorkerId]:
+    def close(self, abandoned: frozenset[WorkerId], timeout: float | None) -> frozenset[WorkerId]:
+        """See :class:`CrewPart`."""
+        stuck = frozenset(id for part in self.remote for id in part.close(abandoned, timeout))
+        self._last_hosts = self.hosts()
+        self.remote, self._part_of = [], {}
+        return stuck | self.local.close(abandoned, timeout)
+
+    def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
+        """See :class:`CrewPart`."""
         for part in self._parts:
-            part.close()
-        self._at_the_end = self.hosts()
-        self._parts, self._whose = [], {}
-        return super().clear_up(abandoned, timeout)
+            part.warn_of(abandoned)
 
 
 def _shares(plan: Plan) -> list[tuple[Placement, list[PlannedWorker]]]:
-    """The workers that run on hosts, by the pool that these are of."""
+    """The workers that run on hosts, by the pool of these hosts."""
     shares: list[tuple[Placement, list[PlannedWorker]]] = []
     for worker in plan.workers:
         if worker.host:

@@ -1,4 +1,4 @@
-"""Notices at once when a process ends: a thread that sleeps until one does."""
+"""Notices at once when a process ends, on a thread that sleeps until one does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLL_INTERVAL_S = 0.05
 
 
 class Watch:
-    """Tells once of each process that has ended for certain that it is ``Gone``."""
+    """Reports ``Gone`` once for each process that has ended for certain."""
 
     def __init__(self, tell: Callable[[Gone], None]) -> None:
         self._tell = tell
@@ -32,7 +32,7 @@ class Watch:
         self._epoll.register(self._wake, select.EPOLLIN)
 
     def add(self, id: WorkerId, process: WorkerProcess) -> None:
-        """Another one to watch."""
+        """Watch another process."""
         with self._lock:
             if process.pidfd is None:
                 self._silent.append((id, process))
@@ -42,15 +42,15 @@ class Watch:
                 self._epoll.register(process.pidfd, select.EPOLLIN)
 
     def run(self) -> None:
-        """Watches until it is closed."""
+        """Watch until :meth:`stop`."""
         while not self._closed:
             found = self._epoll.poll(POLL_INTERVAL_S if self._silent else None)
             for id in self._ended([fd for fd, _ in found]):
                 self._tell(Gone(id))
 
     def _ended(self, readable: list[int]) -> list[WorkerId]:
-        """Whose processes have ended; they are watched no longer. A forked child may have inherited a pidfd,
-        so that closing it here would not take it out."""
+        """Take out the workers whose processes have ended. A forked child may have inherited a pidfd, so
+        closing it here would not take it out."""
         ended = []
         with self._lock:
             for fd in readable:
@@ -66,11 +66,11 @@ class Watch:
         return ended
 
     def stop(self) -> None:
-        """Lets :meth:`run` return; to be called before a watched process is closed."""
+        """Let :meth:`run` return. Call it before a watched process is closed."""
         self._closed = True
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Once :meth:`run` has returned."""
+        """Leave nothing, once :meth:`run` has returned."""
         self._epoll.close()
         os.close(self._wake)

@@ -1,5 +1,4 @@
-"""The worker processes of one machine: started, watched, ended. What they tell, and at last that one is gone,
-comes by one mail, whoever reads that."""
+"""Starts, watches and ends the worker processes of one machine. They report by one channel, the mail."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ from flowchan.channel.channel import Channel
 from flowchan.run.crew import memory
 from flowchan.run.crew.main_guard import ProcessName
 from flowchan.run.crew.process import WorkerProcess
-from flowchan.run.crew.recovery import Death, deaths_in_hand
+from flowchan.run.crew.process_exit import ProcessExit
+from flowchan.run.crew.recovery import deaths_over_item
 from flowchan.run.crew.watch import Watch
 from flowchan.run.policy import decisions, seeds
 from flowchan.run.policy.events import Event, Gone, WorkerId
@@ -27,8 +27,8 @@ from flowchan.run.worker.streams import Streams
 
 
 class WorkerProcesses:
-    """Those of one run; ``graph`` is its name. ``gone`` hears of each process that has ended for certain,
-    on the thread that runs :meth:`watch`."""
+    """The worker processes of one run; ``graph`` is its name. ``gone`` hears of each process that has ended
+    for certain, on the thread that runs :meth:`watch`."""
 
     def __init__(self, graph: str, mail: Channel[Event | Logged], gone: Callable[[Gone], None]) -> None:
         self._graph = graph
@@ -36,7 +36,7 @@ class WorkerProcesses:
         self._gpus = Gpus()
         self.known: dict[WorkerId, WorkerProcess] = {}
         self._watch = Watch(gone)
-        # Those whom the kernel killed for lack of memory before the run, and those of the run so far.
+        # Kills for lack of memory before the run, and those of the run so far.
         self._oom_kills = memory.oom_kills()
 
     def start(
@@ -49,10 +49,20 @@ class WorkerProcesses:
         member: Any = None,
         next_seats: Channel[Any] | None = None,
     ) -> int:
-        """Starts a worker's process, and gives its pid. ``predecessors``: how those died with whose item it
-        begins. ``gpus``: how many of its own it has; raises :class:`flowchan.HostError` when there are too
-        few. ``member``: its own of the group that its stage's workers form, ``next_seats``: by which later
-        ones come."""
+        """Start a worker's process and return its pid.
+
+        Args:
+            here: What the worker knows of itself.
+            stage: What it does, pickled.
+            ports: Its ports.
+            predecessors: How the workers died that held its first item.
+            gpus: How many GPUs it has for itself.
+            member: Its membership of the group of its gang.
+            next_seats: The channel by which later memberships come.
+
+        Raises:
+            HostError: There are fewer GPUs left.
+        """
         id = WorkerId(here.stage, here.number)
         devices = self._gpus.take(id, gpus)
         order = Order(here, ports, self._mail, predecessors, member, next_seats, logs.levels())
@@ -62,20 +72,20 @@ class WorkerProcesses:
         return process.pid
 
     def _begin(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
-        """Has a process begin with its work."""
+        """Let a process begin with its work."""
         arguments = (id, stage, order, os.getpid(), devices, Streams())
         return WorkerProcess(ProcessName(f"{self._graph}/{id}"), process_main, arguments)
 
     def watch(self) -> None:
-        """Watches until :meth:`stop_watching`."""
+        """Watch until :meth:`stop_watching`."""
         self._watch.run()
 
-    def death(self, id: WorkerId, ports: Ports) -> Death:
-        """How a worker died whose process is gone; ``ports`` are its own."""
+    def exit_of(self, id: WorkerId, ports: Ports) -> ProcessExit:
+        """Say how a worker's process has ended; ``ports`` are those of the worker."""
         process = self.known[id]
         how = process.how_it_ended(process.exitcode == -signal.SIGKILL and self._kernel_killed())
         lived = time.monotonic() - process.born
-        return Death(how, process.exitcode, process.pid, lived, deaths_in_hand(ports))
+        return ProcessExit(how, process.exitcode, process.pid, lived, deaths_over_item(ports))
 
     def _kernel_killed(self) -> bool:
         """Whether the kernel has killed more processes for lack of memory than are explained."""
@@ -84,16 +94,17 @@ class WorkerProcesses:
         return more
 
     def ended(self, id: WorkerId) -> bool:
-        """Whether the worker has a process here, and that has ended."""
+        """Tell whether the worker has a process here that has ended."""
         return id in self.known and self.known[id].ended()
 
     def give_back_gpus(self, id: WorkerId) -> None:
-        """The worker has ended, or runs elsewhere from now on."""
+        """Free the GPUs of a worker that has ended, or runs on another host from now on."""
         self._gpus.give_back(id)
 
     def forget(self, id: WorkerId) -> None:
-        """Leaves nothing of a process that has ended."""
-        self.known.pop(id).close()
+        """Leave nothing of a process that has ended."""
+        if (process := self.known.pop(id, None)) is not None:
+            process.close()
 
     def terminate(self, id: WorkerId, force: bool) -> None:
         process = self.known.get(id)
@@ -105,8 +116,8 @@ class WorkerProcesses:
             process.kill()
 
     def end(self) -> None:
-        """Waits for all of them, and kills those that don't end by themselves."""
-        end_all(self.known.items())
+        """Wait for all of them, and kill those that don't end in time."""
+        end_all(list(self.known.items()))
 
     def stop_watching(self) -> None:
         self._watch.stop()
@@ -114,12 +125,12 @@ class WorkerProcesses:
     def close(self) -> None:
         """Once all have ended and :meth:`watch` has returned."""
         self._watch.close()
-        for process in self.known.values():
+        for process in list(self.known.values()):
             process.close()
 
 
 def end_all(processes: Iterable[tuple[WorkerId, WorkerProcess]]) -> None:
-    """Waits for these, and kills those that don't end by themselves."""
+    """Wait for these, and kill those that don't end in time."""
     deadline = time.monotonic() + decisions.GRACE
     for id, process in processes:
         if not process.ended(max(0.0, deadline - time.monotonic())):

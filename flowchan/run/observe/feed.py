@@ -21,6 +21,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from flowchan.run.policy.decisions import Decided, Tick
 from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.stats import RunStats
 from flowchan.transport.interrupts import interrupts_deferred
@@ -98,6 +99,7 @@ class Feed:
         self._name, self._ref = name, stats
         self._changed = threading.Condition()
         self._subscriptions: tuple[Subscription, ...] = ()
+        self._listeners: tuple[Callable[[Any], object], ...] = ()
         self._thread: threading.Thread | None = None
         self._over = False
 
@@ -138,10 +140,25 @@ class Feed:
         assert look is not None  # whoever subscribes, or supervises, has the run
         return look()
 
+    def listen(self, listener: Callable[[Any], object]) -> None:
+        """Call a listener with each event at once, on the thread that tells it, with decisions as a whole. It
+        must not raise."""
+        self._listeners += (listener,)
+
     def tell(self, event: Any) -> None:
-        """Something has happened."""
+        """Pass an event on to listeners now and to subscribers soon."""
+        for listener in self._listeners:
+            listener(event)
         for subscription in self._subscriptions:
             subscription.keep(event)
+
+    def tell_decision(self, decided: Decided) -> None:
+        """Pass a decision on to listeners, and its event to subscribers unless only time has passed."""
+        for listener in self._listeners:
+            listener(decided)
+        if not isinstance(decided.event, Tick):
+            for subscription in self._subscriptions:
+                subscription.keep(decided.event)
 
     def end(self) -> None:
         """The run has ended. Returns when all subscribers have had their last look."""

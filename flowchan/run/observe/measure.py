@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from flowchan.channel.channel import ChannelStats
 from flowchan.declare.values import Edge, Stage
 from flowchan.run.observe.clocks import Worked
-from flowchan.run.policy.decisions import PolicyState
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.plan import Plan
 from flowchan.run.policy.scaling import Size
@@ -24,6 +23,7 @@ from flowchan.run.policy.stats import (
     WorkerStats,
     WorkSeconds,
 )
+from flowchan.run.policy.transitions import PolicyState
 from flowchan.run.worker.opening import Channels, Ports
 
 

@@ -1,10 +1,10 @@
-"""Who broke a channel of the run, if it was not the supervisor (R3).
+"""Finds which worker broke a channel of the run, if it was not the supervisor (R3).
 
-A worker that aborts one of its channels says so before it does. But words come two ways, from threads at once
-and from processes by mail, so the end of a worker that met the break may be heard first; and a break by the
-program, or in a thread of the user's own, is told by nobody. So a break that is found counts once everything
-has been heard, and the first who told of one is to blame: all others met its consequences. Who meets a break
-passes it on to its other channels; where nobody told, the break began in a channel to which nobody passed it.
+A worker that aborts one of its channels reports that first. But threads report at once and processes by mail,
+so the end of a worker that met the break may be heard before that report. A break by the program, or in a
+thread of the user, is not reported at all. So a break counts once everything has been heard, and the first
+reporter is to blame: all others met its consequences. A worker that meets a break passes it on to its other
+channels. Without a report the break began in a channel to which no worker passed it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REPORT_TIMEOUT_S = 1.0
 
 
 class Breaks:
-    """What the supervisor has heard and seen of broken channels, until it breaks them all itself."""
+    """Collects the broken channels that the supervisor hears of and sees, until it breaks all of them."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Breaks:
         self._since = math.inf
 
     def is_due(self, all_is_heard: Callable[[], bool]) -> bool:
-        """Whether something is to be decided, and all that can still be heard of it has been heard."""
+        """Tell whether a break is to be decided, and everything about it has been heard."""
         if not self.pending:
             self._since = math.inf
             return False
@@ -53,50 +53,51 @@ class Breaks:
         return self._over or all_is_heard() or time.monotonic() - self._since > REPORT_TIMEOUT_S
 
     def hear(self, aborted: Aborted) -> None:
-        """A worker is about to break one of its channels. One that only passes on our own break says nothing
-        new."""
+        """Hear that a worker is about to break one of its channels. After the supervisor's own break that is
+        nothing new."""
         if not self._over:
             self._told.append(aborted)
 
     def hear_met(self, met: Met) -> None:
-        """A worker has met a break, and passes it on."""
+        """Hear that a worker has met a break, and passes it on."""
         if not self._over:
             self._found += met.channels
             self._passed_on |= {*self._plan.worker(met.worker).channels()} - {*met.channels}
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to be decided."""
+        """Tell whether something is to be decided."""
         return bool(self._told or self._found or self._ends)
 
     def told_by(self, worker: WorkerId) -> bool:
+        """Tell whether a worker has reported that it breaks a channel."""
         return any(aborted.worker == worker for aborted in self._told)
 
     def keeps(self, ended: Ended) -> bool:
-        """Whether a channel of this worker was broken; its end then counts once it is clear by whom."""
+        """Keep the end of a worker if one of its channels is broken: it counts once the cause is clear."""
         broken = [] if self._over else self._broken(ended.worker)
         self._found += broken
         self._ends += [ended] if broken else []
         return bool(broken)
 
     def ended(self) -> set[WorkerId]:
-        """Those whose ends are kept."""
+        """List the workers whose ends are kept."""
         return {ended.worker for ended in self._ends}
 
     def look(self) -> None:
-        """From time to time at all channels: whoever broke one may go on for long."""
+        """Look at all channels from time to time: the worker that broke one may go on for long."""
         now = time.monotonic()
         if now >= self._next_look and not self._over:
             self._next_look = now + POLL_INTERVAL_S
             self._found += self._broken(None)
 
     def end(self) -> None:
-        """From now on every channel is broken by the supervisor."""
+        """Note that the supervisor breaks every channel now."""
         self._over = True
         self._found.clear()
 
     def failure(self) -> Failure | None:
-        """The one that came first, once everything has been heard; ``None`` if the supervisor was earlier."""
+        """Give the failure that came first, or None if the supervisor was earlier."""
         told, found = min(self._told, key=lambda one: one.at, default=None), self._found
         self._told, self._found = [], []
         if told is not None:
@@ -109,6 +110,6 @@ class Breaks:
         return None
 
     def ends(self) -> list[Ended]:
-        """The ends that were kept."""
+        """Take the ends that were kept."""
         kept, self._ends = self._ends, []
         return kept

@@ -1,5 +1,4 @@
-"""What a run hears of its workers, from themselves and from who watches over them, and by which name each is
-known. Values: most cross between processes."""
+"""Events that workers and the crew report to the supervisor of a run. Most cross between processes."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The worker has ended cleanly. ``unwanted``: how many of its items nobody wanted, because their readers
-    had left. ``early``: because nobody reads what it puts."""
+    """The worker has ended cleanly. ``unwanted``: the number of its items whose readers had left. ``early``:
+    its outputs have no readers."""
 
     worker: WorkerId
     unwanted: int = 0
@@ -46,9 +45,9 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The worker has ended by ``error``, which the user's code raised. ``item`` is the text of the item in
-    hand. Number 0: nobody knows which worker it was. ``host``: the name of the host on which it ran, empty
-    for this machine."""
+    """The worker has ended by ``error``, which the user's code raised. ``item`` is the text of the item that
+    it held. Number 0: the worker is unknown. ``host``: the name of the host on which it ran, empty for this
+    machine."""
 
     worker: WorkerId
     error: Any  # on its way out of a process a Portable, which arrives as the exception
@@ -87,7 +86,8 @@ class Retried:
 
 @dataclass(frozen=True, slots=True)
 class Troubled:
-    """An item has failed, and went to the errors stream: what happened, in a line. Told now and then."""
+    """An item has failed, and went to the errors stream: ``text`` says why, in a line. Not every such item
+    is reported."""
 
     worker: WorkerId
     text: str
@@ -95,8 +95,8 @@ class Troubled:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What has come of an item that was asked: a ``value``, or the ``error`` by which it failed. ``failed``:
-    how many items of the stage count as failed by that."""
+    """The answer to a question: a ``value``, or the ``error`` by which the item failed. ``failed``: how many
+    items of the stage count as failed by that."""
 
     worker: WorkerId
     question: int
@@ -106,9 +106,9 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class CrossedOff:
-    """The program says: nobody waits for the answer to this question any more. Agents are told so, too, and
-    who takes up its item drops it."""
+class RequestCancelled:
+    """No caller waits for the answer to this question any more. Agents hear it too, so that the next worker
+    drops the item."""
 
     question: int
 
@@ -132,14 +132,64 @@ class GroupLost:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The process of the worker has ended, for certain. This comes after all that the worker told."""
+    """The process of a worker has ended after it had reported how the worker ended. Comes after everything
+    that the worker reported."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
+class Death:
+    """The process of a worker has ended without a report of how the worker ended. Comes after everything that
+    the worker reported, and says all that decisions need.
+
+    Attributes:
+        worker: The worker.
+        how: How it ended, in words.
+        pid: Its process; 0 if unknown.
+        exitcode: Its exit code, negative for a signal, if known.
+        host: The host on which it ran, empty for this machine.
+        over_item: How many workers have died over the item that this one held, this one included; 0 if it
+            died outside the user's code.
+        deaths: The same, or without an item how many have died in quick succession.
+        unbegun: How many have died in a row before they began to work, this one included.
+        counts: Whether it uses one of the restarts of its stage. The death of a host does not.
+        retired: The worker asked for a fresh process (``Retires``), which is nothing to report.
+        always: It is replaced whatever the limit of its stage, because an item exceeded its time limit.
+        irreplaceable: Why its stage can't go on with another worker; empty: it can.
+        hint: A possible cause, for the message.
+        error: The error of the run if no replacement could do better.
+    """
+
+    worker: WorkerId
+    how: str
+    pid: int
+    exitcode: int | None = None
+    host: str = ""
+    over_item: int = 0
+    deaths: int = 1
+    unbegun: int = 0
+    counts: bool = True
+    retired: bool = False
+    always: bool = False
+    irreplaceable: str = ""
+    hint: str = ""
+    error: BaseException | None = None
+
+    @property
+    def summary(self) -> str:
+        """How it ended, with what is known of the item; empty if there is nothing to report."""
+        if self.retired:
+            return ""
+        if not self.over_item:
+            return self.how
+        others = "" if self.over_item == 1 else f", as {self.over_item - 1} before it over the same"
+        return f"{self.how}, at work on an item{others}"
+
+
+@dataclass(frozen=True, slots=True)
 class Crashed:
-    """A mistake of ours: nothing more is heard of the workers."""
+    """The crew itself failed: workers can't report any more."""
 
     error: BaseException
 
@@ -154,9 +204,38 @@ Event = (
     | Retried
     | Troubled
     | Answered
-    | CrossedOff
+    | RequestCancelled
     | Result
     | GroupLost
     | Gone
+    | Death
     | Crashed
 )
+
+
+# --- what the supervisor adds to the feed of the run ---
+
+
+@dataclass(frozen=True, slots=True)
+class RunBegan:
+    """The run has begun with this number of workers."""
+
+    workers: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotAdded:
+    """A further worker of a stage could not be started; ``text`` says why."""
+
+    worker: WorkerId
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The run has ended in this state, except for threads that are ``stuck`` in the user's code."""
+
+    state: str
+    seconds: float
+    stuck: frozenset[WorkerId]

@@ -1,6 +1,5 @@
-"""What a run tells by the standard ``logging``, as the logger ``flowchan.run``: that it begins and ends,
-which worker processes start, die and are replaced, which items are blamed, and who does not end when it
-should.
+"""Logs a run by the standard ``logging``, as the logger ``flowchan.run``: its beginning and end, which worker
+processes start, die and are replaced, which items are blamed, and which workers do not end when they should.
 
 Beginnings and ends are INFO, starts of processes DEBUG, what goes wrong WARNING, and an item that is blamed
 ERROR. Records about a worker have its ``stage`` and ``number``. Nothing is shown unless the program asks for
@@ -13,17 +12,9 @@ import logging
 from typing import Any
 
 from flowchan.run.policy import decisions, seeds
-from flowchan.run.policy.decisions import (
-    AbortAsked,
-    Died,
-    PolicyState,
-    StopAsked,
-    SupervisorEvent,
-    Terminate,
-    Tick,
-)
-from flowchan.run.policy.events import Started, WorkerId
-from flowchan.run.policy.failures import text_of
+from flowchan.run.policy.actions import Terminate
+from flowchan.run.policy.decisions import AbortAsked, Decided, StopAsked, Tick
+from flowchan.run.policy.events import Death, NotAdded, RunBegan, RunEnded, Started, WorkerId
 from flowchan.run.policy.plan import Plan
 
 log = logging.getLogger("flowchan.run")
@@ -31,72 +22,69 @@ log.addHandler(logging.NullHandler())
 
 
 class Journal:
-    """Of one run. Never raises: what a filter of the program's raises is shown as what a handler raises."""
+    """The log of one run. It listens to the run's feed.
+
+    It never raises: the error of a filter of the program's is shown like that of a handler.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._graph = f"graph {plan.graph.name!r}"
         self._limits = plan.limits()
-        self._workers = len(plan.workers)
-        self._seed = plan.seed
 
-    def begins(self) -> None:
-        """The run does."""
-        self._tell(logging.INFO, f"{self._graph} begins with {self._workers} workers, seed {self._seed}")
+    def hear(self, event: Any) -> None:
+        """Log an event of the feed, if it is worth a record."""
+        match event:
+            case RunBegan(workers, seed):
+                self._log(logging.INFO, f"{self._graph} begins with {workers} workers, seed {seed}")
+            case Started(worker, pid, host):
+                self._log(logging.DEBUG, f"worker {worker} starts as {_where(pid, host)}", worker)
+            case Decided():
+                self._decided(event)
+            case NotAdded(worker, text):
+                self._log(logging.WARNING, text, worker)
+            case RunEnded(state, seconds, stuck):
+                for worker in sorted(stuck, key=str):
+                    text = f"worker {worker} still runs code that nothing can interrupt"
+                    self._log(logging.WARNING, text, worker)
+                self._log(logging.INFO, f"{self._graph} is {state} after {seconds:.2f} s")
 
-    def started(self, event: Started) -> None:
-        """A worker's process has been started."""
-        self._tell(
-            logging.DEBUG, f"worker {event.worker} starts as {_where(event.pid, event.host)}", event.worker
-        )
-
-    def decided(self, happening: SupervisorEvent, before: PolicyState, after: PolicyState) -> None:
-        """What the supervisor made of something that happened."""
-        if isinstance(happening, Died):
-            self._died(happening, before, after)
-        elif isinstance(happening, StopAsked) and before.phase == "running":
-            self._tell(logging.INFO, f"{self._graph} stops: what is in flight is finished")
-        elif isinstance(happening, AbortAsked) and after.phase != before.phase:
-            self._tell(logging.INFO, f"{self._graph} is broken off")
-        elif isinstance(happening, Tick) and (before.phase, after.phase) == ("stopping", "aborting"):
+    def _decided(self, decided: Decided) -> None:
+        event, before, after = decided.event, decided.before, decided.after
+        if isinstance(event, Death):
+            self._died(event, decided)
+        elif isinstance(event, StopAsked) and before.phase == "running":
+            self._log(logging.INFO, f"{self._graph} stops: what is in flight is finished")
+        elif isinstance(event, AbortAsked) and after.phase != before.phase:
+            self._log(logging.INFO, f"{self._graph} is broken off")
+        elif isinstance(event, Tick) and (before.phase, after.phase) == ("stopping", "aborting"):
             text = f"was stopped, and nothing has moved in it for {decisions.STOP_SECONDS:g} s"
-            self._tell(logging.WARNING, f"{self._graph} {text}: it is broken off")
+            self._log(logging.WARNING, f"{self._graph} {text}: it is broken off")
+        if not after.goes_on:
+            for action in decided.actions:
+                if isinstance(action, Terminate):
+                    self._slow(action)
 
-    def _died(self, died: Died, before: PolicyState, after: PolicyState) -> None:
-        stage, failure = died.worker.stage, died.failure
-        if not died.how or before.phase not in ("running", "stopping"):
+    def _died(self, death: Death, decided: Decided) -> None:
+        before, after, stage = decided.before, decided.after, death.worker.stage
+        if not death.summary or not before.goes_on or before.ends_with_peers(death.worker):
             return
-        what = f"the process of worker {died.worker} ({_where(failure.pid, failure.host)}) {died.how}"
+        what = f"the process of worker {death.worker} ({_where(death.pid, death.host)}) {death.summary}"
         if after.failures != before.failures:
             what += "; it is not replaced, and the run fails"
-        elif died.counts:
+        elif death.counts:
             what += f"; it is replaced, restart {after.restarts[stage]} of {self._limits.get(stage, 0)}"
         else:
             what += "; it is replaced"
-        self._tell(logging.WARNING, what, died.worker)
+        self._log(logging.WARNING, what, death.worker)
 
-    def not_added(self, worker: WorkerId, error: BaseException) -> str:
-        """A further worker of a stage could not be started. Returns the text."""
-        text = f"worker {worker} could not be added: {text_of(error)}"
-        self._tell(logging.WARNING, text, worker)
-        return text
-
-    def slow(self, ended: Terminate) -> None:
-        """A process did not end by itself after all that it waits for had ended."""
+    def _slow(self, ended: Terminate) -> None:
+        """A process did not end after everything that it waits for had ended."""
         how = "killed" if ended.force else "terminated"
         waited = decisions.GRACE * (1 + ended.force)
-        self._tell(
-            logging.WARNING,
-            f"worker {ended.worker} has not ended {waited:g} s after it should have, and is {how}",
-            ended.worker,
-        )
+        text = f"worker {ended.worker} has not ended {waited:g} s after it should have, and is {how}"
+        self._log(logging.WARNING, text, ended.worker)
 
-    def ends(self, state: str, seconds: float, stuck: frozenset[WorkerId]) -> None:
-        """The run has ended, but for threads that are ``stuck`` in the user's code."""
-        for worker in sorted(stuck, key=str):
-            self._tell(logging.WARNING, f"worker {worker} still runs code that nothing can interrupt", worker)
-        self._tell(logging.INFO, f"{self._graph} is {state} after {seconds:.2f} s")
-
-    def _tell(self, level: int, text: str, worker: WorkerId | None = None) -> None:
+    def _log(self, level: int, text: str, worker: WorkerId | None = None) -> None:
         about: dict[str, Any] = {} if worker is None else {"stage": worker.stage, "number": worker.number}
         try:
             log.log(level, text, extra=about)
@@ -105,7 +93,8 @@ class Journal:
 
 
 def blamed(item: str, why: str) -> None:
-    """An item counts as failed because workers have died with it. Told in the worker that has it in hand."""
+    """Log that an item counts as failed because workers have died with it. Called by the worker that holds
+    it."""
     here = seeds.worker()
     about = {"stage": here.stage, "number": here.number}
     log.error("stage %r gives item %s up: %s", here.stage, item, why, extra=about)

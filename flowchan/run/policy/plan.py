@@ -13,7 +13,7 @@ from typing import Any
 from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.callables import is_async
 from flowchan.declare.placements import Placement
-from flowchan.declare.values import Edge, Stage
+from flowchan.declare.values import UNLIMITED_RESTARTS, DefaultNumber, Edge, Stage
 from flowchan.run.policy.events import WorkerId
 
 Taken = Counter[tuple[Any, str]]
@@ -78,6 +78,15 @@ class Plan:
             for stage in self.graph.stages
             if stage.placement.apart
         }
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        """The names of the stages whose limit of restarts the user has set."""
+        return frozenset(
+            stage.name
+            for stage in self.graph.stages
+            if not isinstance(stage.restarts, DefaultNumber) and stage.restarts < UNLIMITED_RESTARTS
+        )
 
     def worker(self, id: WorkerId) -> PlannedWorker:
         """The worker of that name. One that its stage has got in addition has the same channels as the

@@ -1,4 +1,4 @@
-"""How the number of a stage's workers changes while its graph runs (R13), as a pure function.
+"""Decides how the number of a stage's workers changes while its graph runs (R13).
 
 New workers get numbers that no worker of the stage has had. The workers with the highest numbers are removed;
 each finishes its item first. Workers that are about to leave count no more.
@@ -14,8 +14,8 @@ from flowchan.run.policy.events import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many workers an elastic stage has ``since`` when, and which number was given last. ``spent``: the
-    seconds of worker time that it had before that."""
+    """The size of an elastic stage: its workers ``since`` a time, and the number that was given ``last``.
+    ``spent``: the seconds of worker time that it had before that."""
 
     workers: int
     since: float
@@ -29,31 +29,31 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """``run.scale()``: the stage is to have so many workers."""
+    """``run.scale()``: the stage is to have this number of workers."""
 
     stage: str
     workers: int
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class AddWorker:
     """Open the ports of a further worker of a stage, and start it."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
-class Remove:
-    """Let a worker end after the item in hand."""
+class RemoveWorker:
+    """Let a worker end after its item."""
 
     worker: WorkerId
 
 
 def scaled(
-    size: Size, scale: Scale, mates: Collection[WorkerId], now: float
+    size: Size, scale: Scale, peers: Collection[WorkerId], now: float
 ) -> tuple[Size, list[WorkerId], list[WorkerId]]:
-    """The stage's next size, and the workers to add and to remove, where ``mates`` are its workers now."""
-    more = max(0, scale.workers - len(mates))
+    """Give the stage's next size, and the workers to add and to remove; ``peers`` are its workers now."""
+    more = max(0, scale.workers - len(peers))
     new = [WorkerId(scale.stage, size.last + number) for number in range(1, more + 1)]
-    fewer = sorted(mates, key=lambda worker: worker.number)[scale.workers :]
+    fewer = sorted(peers, key=lambda worker: worker.number)[scale.workers :]
     return Size(scale.workers, now, size.last + more, size.seconds(now)), new, fewer

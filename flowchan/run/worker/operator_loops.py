@@ -180,9 +180,9 @@ class OperatorJob:
         if error is None:
             ends = Counter(self.predecessors[-deaths:])
             how = "; ".join(f"{count} × {end}" if count > 1 else end for end, count in ends.items())
-            error = WorkerDied(
-                f"{deaths} workers died while they worked on this item, one after the other: {how}"
-            )
+            many = f"{deaths} workers died while they worked on this item, one after the other"
+            one = "1 worker died while it worked on this item"
+            error = WorkerDied(f"{one if deaths == 1 else many}: {how}")
             journal.blamed(short(bare(item), 120), str(error))
         self.give_up(item, error, deaths)
 

@@ -1,0 +1,40 @@
+"""Asks all agents of a pool at once, without waiting for their answers."""
+
+from __future__ import annotations
+
+from flowchan.hosts.agent_handle import AgentHandle
+from flowchan.hosts.agent_messages import AskWaits, Echo
+
+
+class AgentQuestions:
+    """The questions of one run. Each method is called again until it returns true, which it does once."""
+
+    def __init__(self) -> None:
+        self._echo = 0  # the number of the last echo
+        self._echoing: list[AgentHandle] | None = None  # agents that are asked; None: no echo is awaited
+        self._question = 0  # the number of the last question about waits
+        self._questioned: list[AgentHandle] = []
+
+    def all_is_heard(self, agents: list[AgentHandle]) -> bool:
+        """Tell whether everything that workers reported before the first call has arrived. Asks all agents
+        for an echo."""
+        if self._echoing is None:
+            self._echo, self._echoing = self._echo + 1, agents
+            for agent in agents:
+                agent.say(Echo(self._echo))
+            return False
+        heard = all(agent.echoed == self._echo or agent.why for agent in self._echoing)
+        if heard:
+            self._echoing = None
+        return heard
+
+    def waits_are_known(self, agents: list[AgentHandle]) -> bool:
+        """Tell whether each agent has said what its workers wait for. Asks again when the agents change."""
+        if not agents or agents != self._questioned:
+            self._question, self._questioned = self._question + 1, agents
+            for agent in agents:
+                agent.say(AskWaits(self._question))
+        if any(agent.waiting.number != self._question for agent in agents):
+            return False
+        self._questioned = []
+        return True

@@ -1,0 +1,498 @@
+"""The workers of a run on the hosts of one pool, as its driver has them.
+
+The ports of such a worker are in the driver's process like those of any other worker. They are lent to the
+link to its host, as a *line*. The link sends the items that they get, and puts the outputs that come back. So
+leases, order and recovery stay in the channels of the driver.
+
+A worker that dies while its agent lives is recovered and replaced on its host. When an agent dies, or is not
+heard for too long, it is fenced: nothing that it sends counts any more. The driver gives back the items that
+its workers held. The workers are started again by another agent on the same host or, if none can be started
+there, on another host of their pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flowchan.channel.channel import most_bytes
+from flowchan.errors import Closed, HostError
+from flowchan.hosts.agent_handle import AgentHandle, Heard
+from flowchan.hosts.agent_messages import (
+    Close,
+    Echo,
+    Lacking,
+    PeerEnded,
+    Recover,
+    Release,
+    Seated,
+    Start,
+    Told,
+    Waiting,
+    refusal,
+)
+from flowchan.hosts.agent_questions import AgentQuestions
+from flowchan.hosts.code import PackedStages
+from flowchan.hosts.driver_listener import DriverListener
+from flowchan.hosts.host_gangs import HostGangs
+from flowchan.hosts.providers.provider import Provider
+from flowchan.hosts.worker_ports import HostWorkers, WorkerPorts, host_for, together
+from flowchan.run.crew.death_log import DeathLog
+from flowchan.run.crew.mail import run_helper, run_is_over
+from flowchan.run.crew.part import Report
+from flowchan.run.crew.process_exit import ProcessExit
+from flowchan.run.crew.recovery import deaths_over_item
+from flowchan.run.crew.run_ports import RunPorts
+from flowchan.run.policy import decisions
+from flowchan.run.policy.actions import Terminate
+from flowchan.run.policy.deadlock import Waits
+from flowchan.run.policy.events import (
+    Aborted,
+    Began,
+    Death,
+    Ended,
+    Failure,
+    Gone,
+    GroupLost,
+    RequestCancelled,
+    WorkerId,
+)
+from flowchan.run.policy.plan import PlannedWorker
+from flowchan.run.policy.seeds import Worker
+from flowchan.run.policy.stats import HostStats
+from flowchan.run.worker import logs
+from flowchan.run.worker.worker import join_ports
+from flowchan.transport.interrupts import interrupts_allowed
+from flowchan.transport.listener import AuthenticatedListener
+from flowchan.transport.tcp import joined, listen
+from flowchan.transport.versions import differs, versions
+
+
+class HostsPart:
+    """See :class:`CrewPart`.
+
+    Threads. The supervisor's thread calls the methods of :class:`CrewPart`; each agent has two threads that
+    call the methods under "what agents report". ``_lock`` guards the hosts and the lines of the workers.
+    """
+
+    def __init__(
+        self,
+        ports: RunPorts,
+        provider: Provider,
+        peer_timeout: float,
+        tls: bool,
+        workers: Sequence[PlannedWorker],
+    ) -> None:
+        self._ports = ports
+        self._provider, self._peer_timeout = provider, peer_timeout
+        self._tls = tls
+        self._workers = {worker.id: worker for worker in workers}
+        self._hosts = {name: HostWorkers(name, number) for number, name in enumerate(provider.hosts)}
+        self._lines: dict[WorkerId, WorkerPorts] = {}
+        self._line_numbers = 0
+        self._deaths = DeathLog(ports.plan)
+        self._packed = PackedStages()
+        self._lock = threading.RLock()
+        self._report: Report = run_is_over
+        self._epochs: dict[str, int] = {}  # incarnations of agents by host number, as text; without one 0
+        self._hello = {**versions(), "epochs": self._epochs}
+        self._secret = secrets.token_bytes(32)
+        self._listener: DriverListener | None = None
+        self._gangs = HostGangs()
+        self._closing = False
+        self._questions = AgentQuestions()
+        self._dying: list[AgentHandle] = []  # that are being closed
+
+    # --- starting ---
+
+    def start(self, report: Report) -> None:
+        """See :class:`CrewPart`. Starts an agent on every host that gets workers, and the workers once all
+        agents have dialled. Raises ``HostError``."""
+        self._report = report
+        listener = AuthenticatedListener(
+            listen(joined((self._provider.listen_at(), 0))), self._secret, self._hello, tls=self._tls
+        )
+        self._listener = DriverListener(listener, f"{self._name} listener", self._help, self._let_in)
+        self._gangs.listener = self._listener
+        for stage in {worker.stage.name: worker.stage for worker in self._workers.values()}.values():
+            if stage.gang is not None:
+                self._gangs.form([id for id in self._workers if id.stage == stage.name])
+        used = [self._hosts[name] for name in dict.fromkeys(worker.host for worker in self._workers.values())]
+        with self._lock:
+            agents = [self._start_agent(host) for host in used]
+        for worker in self._workers.values():
+            self._packed.get(worker.stage)  # while the agents start
+        for agent in agents:
+            with interrupts_allowed():
+                agent.is_decided.wait()
+            if agent.why:
+                raise HostError(f"host {agent.host!r} can't be used: {agent.why}", agent.host)
+        with self._lock:
+            for worker in self._workers.values():
+                self._send(worker.id, self._hosts[worker.host])
+
+    def _help(self, work: Callable[[], None]) -> None:
+        """Run what a helper thread of this part does."""
+        run_helper(work, lambda: self._report)
+
+    @property
+    def _name(self) -> str:
+        return f"flowchan {self._ports.plan.graph.name}"
+
+    def _start_agent(self, host: HostWorkers) -> AgentHandle:
+        """Start an agent on a host."""
+        assert self._listener is not None
+        agent = AgentHandle(
+            self._provider,
+            host.number,
+            host.agents,
+            self._peer_timeout,
+            Heard(self._hear, self._finished, self._refused, self._ends, self._over, self._help),
+        )
+        host.agent = agent
+        self._epochs |= {str(host.number): host.agents} if host.agents else {}  # a hello has room for few
+        host.agents += 1
+        host.starts.append(time.monotonic())
+        said = {
+            "secret": self._secret.hex(),
+            "address": self._listener.address,
+            "graph": self._name,
+            "tls": self._tls,
+            "levels": logs.levels(),
+        }
+        agent.begin(self._name, said)
+        return agent
+
+    def _let_in(self, sock: socket.socket, hello: dict[str, Any]) -> None:
+        """Accept the connection of an agent."""
+        with self._lock:
+            agents = [host.agent for host in self._hosts.values() if host.agent is not None]
+        asked = (hello.get("number"), hello.get("epoch"))
+        agent = next((agent for agent in agents if (agent.number, agent.epoch) == asked), None)
+        if agent is not None and (why := differs(hello)):
+            agent.end(why)
+        elif agent is not None:
+            agent.meet(sock)
+            return
+        sock.close()
+
+    def _send(self, id: WorkerId, host: HostWorkers) -> None:
+        """Start a worker on a host, on a new line."""
+        agent = host.agent or self._start_agent(host)
+        ports, stage = self._ports.ports[id], self._workers[id].stage
+        join_ports(ports, stage)
+        for reader in ports.inputs.values() if stage.keeps_its_own else ():
+            reader._read_alone()
+        self._line_numbers += 1
+        agent.link.line(self._line_numbers, list(ports.inputs.values()), list(ports.writers()))
+        self._lines[id] = line = WorkerPorts(self._line_numbers, agent, self._started(id, agent))
+        self._order_start(id, line)
+
+    def _started(self, id: WorkerId, agent: AgentHandle) -> Worker:
+        return dataclasses.replace(self._ports.started(id), host=agent.host)
+
+    def _order_start(self, id: WorkerId, line: WorkerPorts) -> None:
+        worker = self._workers[id]
+        stage, modules = self._packed.get(worker.stage, self._hosts[line.agent.host].lacking)
+        line.agent.say(
+            Start(
+                line=line.number, here=line.here, stage=stage, modules=modules,
+                predecessors=self._deaths.started(id),
+                inputs=dict(worker.inputs), outputs=dict(worker.outputs), errors=worker.errors,
+                most=min(self._ports.plan.memory, most_bytes()), share=self._ports.plan.share,
+                gpus=worker.stage.gpus, seat=self._membership(id, line), elastic=self._is_elastic(id),
+            )
+        )  # fmt: skip
+
+    def _membership(self, id: WorkerId, line: WorkerPorts) -> Any:
+        return self._gangs.membership(self._workers[id], line.agent.host)
+
+    def _is_elastic(self, id: WorkerId) -> bool:
+        gang = self._workers[id].stage.gang
+        return gang is not None and gang.elastic
+
+    # --- what agents report ---
+
+    def _hear(self, agent: AgentHandle, told: Told) -> None:
+        """Hear what an agent reports, or one of its workers."""
+        match told:
+            case Echo(number):
+                agent.echoed = number
+            case Waiting():
+                agent.waiting = told
+            case logs.Logged():
+                logs.log_here(told)
+            case Ended() | PeerEnded() | Lacking():
+                self._hear_of_line(agent, told)
+            case Began(worker):
+                self._deaths.began(worker)
+                self._report(told)
+            case Failure(worker):
+                with self._lock:
+                    if (line := self._lines.get(worker)) is not None:
+                        line.failed = True
+                self._report(dataclasses.replace(told, host=agent.host))
+            case GroupLost(worker, Failure() as failure):
+                self._report(GroupLost(worker, dataclasses.replace(failure, host=agent.host)))
+            case Aborted():  # by our clock
+                self._report(dataclasses.replace(told, host=agent.host, at=time.monotonic_ns()))
+            case _:
+                self._report(told)
+
+    def _hear_of_line(self, agent: AgentHandle, told: Ended | PeerEnded | Lacking) -> None:
+        """Hear that a worker has ended, that its process has, or that modules are missing for it."""
+        with self._lock:
+            line = self._lines.get(told.worker)
+            if line is None or line.agent is not agent:
+                return
+            if line.ended is not None:
+                if not line.finished:  # it may have died before it closed its ports
+                    agent.say(Close(told.worker))
+                return
+            if isinstance(told, Ended):
+                line.ended = told
+                return
+            if isinstance(told, Lacking):
+                self._send_by_value(told, line)
+                return
+            event = self._process_ended(line, told.worker, dataclasses.replace(told.exit, host=agent.host))
+        self._report(event)
+
+    def _process_ended(self, line: WorkerPorts, id: WorkerId, ended: ProcessExit) -> Gone | Death:
+        line.gone = True
+        return Gone(id) if line.failed else self._deaths.died(self._workers[id], ended)
+
+    def _send_by_value(self, told: Lacking, line: WorkerPorts) -> None:
+        """These modules are not there, so what the stage uses of them goes along with it."""
+        self._hosts[line.agent.host].lacking.update(told.modules)
+        self._order_start(told.worker, line)
+
+    def _finished(self, agent: AgentHandle, number: int) -> None:
+        """Hear that the link has put all outputs of a line, and ended its ports here."""
+        with self._lock:
+            for line in self._lines.values():
+                line.finished |= line.agent is agent and line.number == number
+        self._ends(agent)
+
+    def _refused(self, agent: AgentHandle, number: int, port: int) -> None:
+        with self._lock:
+            found = (id for id, line in self._lines.items() if line.agent is agent and line.number == number)
+            id = next(found, None)
+        if id is not None:
+            channel = [*self._ports.ports[id].inputs.values()][port].channel
+            channel.abort(refusal(channel._name, f"to host {agent.host!r}"))
+
+    def _ends(self, agent: AgentHandle) -> bool:
+        """Report the workers that have ended and whose outputs are all here. Tell whether others follow."""
+        with self._lock:
+            ending = [(id, line) for id, line in self._lines.items() if line.ended and line.agent is agent]
+            done = [(id, line) for id, line in ending if self._is_done(id)]
+            for id, _ in done:
+                self._lines.pop(id)
+        for _, line in done:
+            assert line.ended is not None
+            line.agent.link.drop(line.number)
+            line.agent.say(Release(line.ended.worker))
+            self._report(line.ended)
+        return len(ending) > len(done)
+
+    def _is_done(self, id: WorkerId) -> bool:
+        """Tell whether nothing more comes from a worker, or nothing more is wanted."""
+        broken = any(port.channel.broken for port in self._ports.ports[id].everything())
+        return self._lines[id].finished or broken
+
+    def _over(self, agent: AgentHandle) -> None:
+        """Hear that an agent is dead: another one takes over its workers."""
+        with self._lock:
+            host = self._hosts[agent.host]
+            host.agent_died(agent)
+            lost = [id for id, line in self._lines.items() if line.agent is agent and not line.gone]
+            how = f"was lost with host {agent.host!r}: {agent.why}"
+            events = []
+            for id in lost:
+                over_item = deaths_over_item(self._ports.ports[id])
+                ended = ProcessExit(how, None, 0, 0.0, over_item, agent.host, counts=False)
+                events.append(self._process_ended(self._lines[id], id, ended))
+            host.agent = None
+            self._dying = [*filter(AgentHandle.is_closing, self._dying), agent]
+            if self._lines and not host.given_up and not self._closing:
+                self._start_agent(host)
+        with contextlib.suppress(Closed):  # the run is over
+            for event in events:
+                self._report(event)
+        self._count(host, agent)
+        agent.close(time.monotonic() + decisions.GRACE)
+
+    # --- what the supervisor asks for ---
+
+    def release_ports(self, id: WorkerId) -> None:
+        """See :class:`CrewPart`."""
+        self._gangs.dismiss([id], if_meeting=True)
+        with self._lock:
+            line = self._lines.pop(id, None)
+        if line is not None:
+            line.agent.link.drop(line.number)
+            line.agent.say(Release(id))
+        self._ports.release(id)
+
+    def terminate(self, id: WorkerId, force: bool) -> None:
+        """See :class:`CrewPart`."""
+        self._deaths.terminated(id)
+        # Its process may not be there yet, and would wait for its peers.
+        self._gangs.dismiss([id], if_meeting=True)
+        with self._lock:
+            line = self._lines.get(id)
+        if line is not None:
+            line.agent.say(Terminate(id, force))
+
+    def kill(self) -> None:
+        """See :class:`CrewPart`."""
+        for agent in self._agents():
+            agent.kill()
+
+    def replace(
+        self, ids: Sequence[WorkerId], blamed: WorkerId | None, later: bool = False
+    ) -> tuple[Failure | Ended, ...]:
+        """See :class:`CrewPart`."""
+        for id in ids:
+            self._recover(id, blame=id == blamed)
+        gang = self._workers[ids[0]].stage.gang
+        if gang is not None and not gang.elastic:
+            self._gangs.form(ids)
+        return () if later else self.start_workers(ids)
+
+    def _recover(self, id: WorkerId, blame: bool) -> None:
+        if self._is_elastic(id):
+            self._gangs.leave(id)  # its replacement waits for another group
+        with self._lock:
+            if id in self._lines:
+                self._lines[id].blame = blame
+            if not self._take_back(id) and id in self._lines:
+                self._lines[id].agent.say(Recover(id, blame))
+
+    def form_group(self, ids: Sequence[WorkerId]) -> None:
+        """See :class:`CrewPart`."""
+        self._gangs.form(ids)
+        with self._lock:
+            for id in ids:
+                if (line := self._lines.get(id)) is not None:
+                    line.agent.say(Seated(id, self._membership(id, line)))
+
+    def end_group(self, stage: str) -> None:
+        """See :class:`CrewPart`."""
+        self._gangs.dismiss([id for id in self._workers if id.stage == stage])
+
+    def _take_back(self, id: WorkerId) -> bool:
+        """Take a worker back whose agent is dead: it has no line any more, and what it held is given back.
+        Tell whether that is so."""
+        line = self._lines.get(id)
+        if line is None or not line.agent.why:
+            return False
+        del self._lines[id]
+        line.agent.link.drop(line.number)
+        self._ports.recover(id, line.blame)
+        return True
+
+    def start_workers(self, ids: Sequence[WorkerId]) -> tuple[Failure, ...]:
+        """See :class:`CrewPart`."""
+        failures = []
+        for id in ids:
+            try:
+                with self._lock:
+                    self._start_again(id)
+            except Exception as error:
+                failures.append(Failure(id, error, None, os.getpid()))
+        return tuple(failures)
+
+    def _start_again(self, id: WorkerId) -> None:
+        self._take_back(id)
+        line = self._lines.get(id)
+        if line is None:
+            self._send(id, host_for(self._workers[id], self._hosts, self._lines.values()))
+        else:
+            line.gone, line.failed, line.blame, line.here = False, False, True, self._started(id, line.agent)
+            self._order_start(id, line)
+
+    def add(self, id: WorkerId) -> None:
+        """See :class:`CrewPart`. Stages on hosts have a fixed number of workers."""
+        raise NotImplementedError(f"stage {id.stage!r} runs on hosts, so its workers are fixed")
+
+    def remove(self, id: WorkerId) -> None:
+        """See :meth:`add`."""
+        raise NotImplementedError(f"stage {id.stage!r} runs on hosts, so its workers are fixed")
+
+    def forget(self, id: WorkerId) -> None:
+        """See :class:`CrewPart`. No worker is removed."""
+
+    def cancel_tasks(self, all_of_them: bool) -> None:
+        """See :class:`CrewPart`. Coroutines on hosts run in processes."""
+
+    def cancel_request(self, question: int) -> None:
+        """See :class:`CrewPart`."""
+        for agent in self._agents():
+            agent.hint(RequestCancelled(question))
+
+    def all_is_heard(self) -> bool:
+        """See :class:`CrewPart`."""
+        return self._questions.all_is_heard(self._agents())
+
+    def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
+        """See :class:`CrewPart`."""
+        agents = self._agents()
+        if not self._questions.waits_are_known(agents):
+            return None
+        with self._lock:
+            lines = {id: self._lines.get(id) for id in sorted(alive & self._workers.keys(), key=str)}
+        return together(agents, lines)
+
+    def _agents(self) -> list[AgentHandle]:
+        with self._lock:
+            return [host.agent for host in self._hosts.values() if host.agent is not None]
+
+    # --- the end ---
+
+    def close(self, abandoned: frozenset[WorkerId], timeout: float | None) -> frozenset[WorkerId]:
+        """See :class:`CrewPart`. Leaves nothing on any host; the ports here are closed with all others."""
+        with self._lock:
+            self._closing = True
+            agents = self._agents()
+        for agent in agents:
+            self._count(self._hosts[agent.host], agent)
+            agent.leave()
+        give_up = time.monotonic() + decisions.GRACE
+        for agent in agents:
+            agent.close(give_up)
+        while self._dying:
+            self._dying.pop().join()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        with self._lock:
+            for host in self._hosts.values():
+                host.agent = None
+        self._report = run_is_over
+        return frozenset()
+
+    def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
+        """See :class:`CrewPart`. Nothing of this part is a thread of the user's."""
+
+    # --- statistics ---
+
+    def _count(self, host: HostWorkers, agent: AgentHandle) -> None:
+        state = agent.link.state()
+        with self._lock:
+            host.count(state)
+
+    def hosts(self) -> tuple[HostStats, ...]:
+        """See :class:`CrewPart`."""
+        with self._lock:
+            workers = Counter(line.agent.host for line in self._lines.values())
+            return tuple(host.stats(workers[host.name]) for host in self._hosts.values() if host.agents)

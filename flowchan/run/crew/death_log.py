@@ -1,0 +1,85 @@
+"""Counts how the workers of a run died, which decides whether and when they are replaced (R4, R10)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+from flowchan.declare.blueprint import Blueprint
+from flowchan.run.crew.main_guard import UNGUARDED, hint_at_import, unguarded
+from flowchan.run.crew.process_exit import ProcessExit
+from flowchan.run.policy.events import Death, WorkerId
+from flowchan.run.policy.failures import RETIRED
+from flowchan.run.policy.plan import Plan, PlannedWorker
+from flowchan.run.worker import item_timeout
+
+
+class DeathLog:
+    """The deaths of the workers of one part of a crew.
+
+    One thread at a time calls it for a worker: that on which the worker's reports arrive, or the supervisor's
+    while the worker has no process.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._graph: Blueprint = plan.graph
+        self._limits = plan.limits()
+        self._without_item: Counter[WorkerId] = Counter()  # deaths in quick succession without an item
+        # How the last workers died that died over one item: that which the replacement tries again.
+        self._how: dict[WorkerId, list[str]] = {}
+        self._unbegun: Counter[WorkerId] = Counter()  # deaths in a row before the worker began to work
+        self._terminated: set[WorkerId] = set()
+
+    def started(self, id: WorkerId) -> tuple[str, ...]:
+        """Note that a process of the worker starts. Return how the workers died that held its first item."""
+        self._terminated.discard(id)
+        return tuple(self._how.get(id, ()))
+
+    def began(self, id: WorkerId) -> None:
+        """Note that the worker has begun to work."""
+        self._unbegun[id] = -1
+
+    def terminated(self, id: WorkerId) -> None:
+        """Note that the supervisor ends the worker's process, whose death then says nothing about it."""
+        self._terminated.add(id)
+
+    def died(self, worker: PlannedWorker, ended: ProcessExit) -> Death:
+        """Give the event of a process that has ended without a report of how its worker ended."""
+        id, retired = worker.id, ended.exitcode == RETIRED
+        late = item_timeout.has_exceeded(worker.stage, ended.exitcode)
+        if late:
+            ended = dataclasses.replace(ended, how=item_timeout.exceeded(worker.stage), counts=False)
+        reason = self._irreplaceable(worker)
+        death = Death(
+            worker=id, how=ended.how, pid=ended.pid, exitcode=ended.exitcode, host=ended.host,
+            over_item=ended.over_item, counts=ended.counts and not retired, retired=retired,
+            always=late and not reason, irreplaceable=reason,
+        )  # fmt: skip
+        if id in self._terminated:
+            return dataclasses.replace(death, deaths=0)
+        deaths = 0 if retired else self._count(id, ended)
+        self._unbegun[id] += ended.counts
+        unbegun = self._unbegun[id]
+        unguarded_script = unbegun and ended.exitcode == UNGUARDED
+        return dataclasses.replace(
+            death,
+            deaths=deaths,
+            unbegun=unbegun,
+            hint=hint_at_import(None if ended.host else ended.exitcode),
+            error=unguarded(self._graph) if unguarded_script else None,
+        )
+
+    def _irreplaceable(self, worker: PlannedWorker) -> str:
+        """Why the stage of a worker can't go on with another one; empty: it can."""
+        stage, limit = worker.id.stage, self._limits.get(worker.id.stage, 0)
+        if stage not in self._limits or (limit == 0 and worker.stage.restarts > 0):
+            return f"a {worker.stage.kind} stage keeps state of its own and is not declared restartable"
+        return ""
+
+    def _count(self, id: WorkerId, ended: ProcessExit) -> int:
+        """Count the deaths that decide about the pause before the next start."""
+        if ended.over_item:
+            self._how[id] = [*self._how.get(id, [])[: ended.over_item - 1], ended.how]
+            return ended.over_item
+        self._without_item[id] = 1 if ended.lived > 1 else self._without_item[id] + 1
+        return self._without_item[id]

@@ -1,0 +1,309 @@
+"""The workers of a run on this machine: threads, coroutines and processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from flowchan.channel.awaiting import waits_of_loops
+from flowchan.declare.callables import is_async
+from flowchan.declare.values import Stage
+from flowchan.items.codec import dumps_for_worker
+from flowchan.run.crew.death_log import DeathLog
+from flowchan.run.crew.gangs import Gangs
+from flowchan.run.crew.mail import Mail, run_helper, run_is_over
+from flowchan.run.crew.main_guard import start_of
+from flowchan.run.crew.part import Report
+from flowchan.run.crew.pool_processes import Employed, LastingProcesses
+from flowchan.run.crew.process import WorkerProcess
+from flowchan.run.crew.run_ports import RunPorts
+from flowchan.run.crew.worker_processes import WorkerProcesses
+from flowchan.run.policy import decisions
+from flowchan.run.policy.deadlock import Waits
+from flowchan.run.policy.events import Began, Ended, Event, Failure, Gone, Started, WorkerId
+from flowchan.run.policy.stats import HostStats
+from flowchan.run.worker.worker import work
+
+if TYPE_CHECKING:
+    from flowchan.run.worker.async_worker import Tasks
+
+
+class LocalPart:
+    """See :class:`CrewPart`. ``lasting``: the processes of a pool, if the run has one.
+
+    Invariant. Threads of the program add to ``threads`` while the supervisor reads it, so it is read in one
+    step.
+    """
+
+    def __init__(self, ports: RunPorts, lasting: LastingProcesses | None = None) -> None:
+        self.plan = ports.plan
+        self._ports = ports
+        self._lasting = lasting
+        self._planned = [worker for worker in self.plan.workers if not worker.host]
+        self.threads: dict[WorkerId, threading.Thread] = {}
+        self._tasks: list[Tasks] = []  # of the async stages
+        self._gangs = Gangs()
+        self._deaths = DeathLog(self.plan)
+        self._reported: set[WorkerId] = set()  # workers that have reported how they ended
+        self._report: Report = run_is_over
+        self._processes: WorkerProcesses | None = None
+        self._helpers: list[threading.Thread] = []
+        has_processes = any(worker.stage.placement.apart for worker in self._planned)
+        self._mail = Mail() if has_processes else None
+
+    @property
+    def processes(self) -> Mapping[WorkerId, WorkerProcess]:
+        """The worker processes, including those that have ended."""
+        return {} if self._processes is None else self._processes.known
+
+    # --- starting ---
+
+    def start(self, report: Report) -> None:
+        """See :class:`CrewPart`. :meth:`start_threads` follows: a fork copies no thread of ours."""
+        self._report = report
+        for stage in self.plan.graph.stages:
+            if stage.gang is not None and not stage.placement.hosts:
+                self._gangs.form(stage, [worker.id for worker in self._planned if worker.stage is stage])
+        if self._mail is None:
+            return
+        name, put = self.plan.graph.name, self._mail.channel.put
+        self._processes = (
+            WorkerProcesses(name, self._mail.channel, put)
+            if self._lasting is None
+            else Employed(name, self._mail.channel, put, self._lasting)
+        )
+        for worker in self._planned:
+            if worker.stage.placement.apart:
+                self._start_process(worker.id)
+
+    def start_threads(self) -> None:
+        """Start every worker on a thread but those that gather results, and what watches the processes."""
+        for worker in self._planned:
+            if not worker.stage.placement.apart and not worker.gathers and not worker.is_task:
+                self.start_thread(worker.id)
+        for stage in self.plan.graph.stages:
+            if is_async(stage.function) and not stage.placement.apart:
+                self._start_loop(stage)
+        if self._mail is not None and self._processes is not None:
+            mail, processes = self._mail, self._processes
+            self._start_helper(" mail", lambda: mail.deliver(self._hear))
+            self._start_helper(" watch", processes.watch)
+
+    def _start_helper(self, name: str, work: Callable[[], None]) -> None:
+        self._helpers.append(self._start(name, run_helper, work, lambda: self._report))
+
+    def _start(self, name: str, target: Callable[..., object], *arguments: Any) -> threading.Thread:
+        """Start a thread of the run. One that can't be started is not kept."""
+        name = f"flowchan {self.plan.graph.name}{name}"
+        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def start_thread(self, id: WorkerId) -> None:
+        """Start a worker on a thread of this process."""
+        stage, ports = self._ports.worker(id).stage, self._ports.ports[id]
+        arguments = (self._ports.started(id), stage, ports, self._report, False, (), self._gangs.seat(id))
+        self.add_thread(id, self._start(f"/{id}", work, *arguments))
+
+    def add_thread(self, id: WorkerId, thread: threading.Thread) -> None:
+        """Note which thread does the work of a worker."""
+        self.threads[id] = thread
+        self._ports.result_read(id)
+
+    def _start_loop(self, stage: Stage) -> None:
+        """Start the workers of an async stage, as tasks on one thread."""
+        from flowchan.run.worker.async_worker import Tasks, work_together  # asyncio is slow to import
+
+        ids = [worker.id for worker in self._planned if worker.stage is stage]
+        tasks = {self._ports.started(id): self._ports.ports[id] for id in ids}
+        out = self._ports.ports[ids[0]].outputs if stage.operator.begins else {}
+        self._tasks.append(Tasks(next((port.channel for port in out.values()), None)))
+        arguments = (tasks, stage, self._report, self._tasks[-1])
+        thread = self._start(f"/{stage.name}", work_together, *arguments)
+        self.threads.update(dict.fromkeys(ids, thread))
+
+    def _start_process(self, id: WorkerId) -> None:
+        assert self._processes is not None
+        stage, ports = self._ports.worker(id).stage, self._ports.ports[id]
+        predecessors = self._deaths.started(id)
+        self._reported.discard(id)
+        with start_of(self.plan.graph, stage.name):
+            seats = self._gangs.seat(id), self._gangs.next_seats(id, stage)
+            packed = dumps_for_worker(stage) if self._lasting is None else self._lasting.packed(stage)
+            here = self._ports.started(id)
+            pid = self._processes.start(here, packed, ports, predecessors, stage.gpus, *seats)
+        self._report(Started(id, pid))
+
+    # --- what workers report ---
+
+    def _hear(self, event: Event) -> None:
+        """Report an event of a worker process, on the thread of the mail."""
+        if isinstance(event, Began):
+            self._deaths.began(event.worker)
+        elif isinstance(event, Ended | Failure):
+            self._reported.add(event.worker)
+        elif isinstance(event, Gone) and event.worker not in self._reported:
+            event = self._death_of(event.worker)
+        self._report(event)
+
+    def _death_of(self, id: WorkerId) -> Event:
+        ports = self._ports.ports.get(id)
+        if ports is None or self._processes is None:  # the run is over
+            return Gone(id)
+        return self._deaths.died(self._ports.worker(id), self._processes.exit_of(id, ports))
+
+    def all_is_heard(self) -> bool:
+        """See :class:`CrewPart`."""
+        return self._mail is None or self._mail.is_empty()
+
+    def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
+        """See :class:`CrewPart`. A worker that died while it waited counts as waiting until it is
+        replaced."""
+        if self._processes is not None and any(map(self._processes.ended, alive)):
+            return Waits(moves=True)
+        if not waits_of_loops():
+            return Waits()
+        from flowchan.run.worker.async_worker import only_wait_for  # asyncio is imported then
+
+        return Waits(moves=not only_wait_for(list(self._ports.channels.values())))
+
+    def hosts(self) -> tuple[HostStats, ...]:
+        """See :class:`CrewPart`."""
+        return ()
+
+    # --- replacing ---
+
+    def replace(
+        self, ids: Sequence[WorkerId], blamed: WorkerId | None, later: bool = False
+    ) -> tuple[Failure | Ended, ...]:
+        """See :class:`CrewPart`."""
+        assert self._processes is not None
+        for id in ids:
+            self._gangs.count_out(id)
+            self._ports.recover(id, blame=id == blamed)
+            self._processes.forget(id)
+        stage = self._ports.worker(ids[0]).stage
+        if stage.gang is not None and not stage.gang.elastic:
+            try:
+                self._gangs.form(stage, ids)
+            except OSError as error:
+                return (Failure(ids[0], error, None, os.getpid()), *map(Ended, ids[1:]))
+        return () if later else self.start_workers(ids)
+
+    def start_workers(self, ids: Sequence[WorkerId]) -> tuple[Failure, ...]:
+        """See :class:`CrewPart`."""
+        failures = []
+        for id in ids:
+            try:
+                self._start_process(id)
+            except Exception as error:
+                failures.append(Failure(id, error, None, os.getpid()))
+        return tuple(failures)
+
+    def form_group(self, ids: Sequence[WorkerId]) -> None:
+        """See :class:`CrewPart`."""
+        self._gangs.meet(self._ports.worker(ids[0]).stage, ids)
+
+    def end_group(self, stage: str) -> None:
+        """See :class:`CrewPart`."""
+        self._gangs.disband(stage)
+
+    # --- scaling ---
+
+    def add(self, id: WorkerId) -> None:
+        """See :class:`CrewPart`."""
+        for left in self._ports.left():
+            thread = self.threads.get(left)
+            if thread is not None and not thread.is_alive():
+                self.forget(left)
+        try:
+            worker = self._ports.add(id)
+            if worker.stage.placement.apart:
+                self._start_process(id)
+            else:
+                self.start_thread(id)
+        except BaseException:
+            self.release_ports(id)
+            raise
+
+    def remove(self, id: WorkerId) -> None:
+        """See :class:`CrewPart`."""
+        self._ports.remove(id)
+
+    def forget(self, id: WorkerId) -> None:
+        """See :class:`CrewPart`."""
+        if id not in self._ports.left():
+            return
+        self._ports.forget(id)
+        if self.threads.pop(id, None) is None and self._processes is not None:
+            self._processes.forget(id)
+
+    def release_ports(self, id: WorkerId) -> None:
+        """See :class:`CrewPart`."""
+        self._ports.release(id)
+
+    # --- ending ---
+
+    def cancel_tasks(self, all_of_them: bool) -> None:
+        """See :class:`CrewPart`."""
+        for tasks in self._tasks:
+            if all_of_them or (tasks.into is not None and tasks.into.closed):
+                tasks.cancel()
+
+    def cancel_request(self, question: int) -> None:
+        """See :class:`CrewPart`. Workers of this machine read the table of cancelled requests."""
+
+    def terminate(self, id: WorkerId, force: bool) -> None:
+        """See :class:`CrewPart`."""
+        if self._processes is not None:
+            self._deaths.terminated(id)
+            self._processes.terminate(id, force)
+
+    def kill(self) -> None:
+        """See :class:`CrewPart`."""
+        if self._processes is not None:
+            self._processes.kill()
+
+    def close(self, abandoned: frozenset[WorkerId], timeout: float | None) -> frozenset[WorkerId]:
+        """See :class:`CrewPart`."""
+        if self._processes is not None:
+            self._processes.end()
+        self._gangs.clear()
+        self._ports.close(abandoned)
+        self._end_helpers()
+        self._report = run_is_over  # and no cycle holds the channels
+        deadline = time.monotonic() + (timeout or 0.0)
+        for id, thread in list(self.threads.items()):  # a thread that waits for the run may start one more
+            if id not in abandoned:
+                thread.join(None if timeout is None else max(0.0, deadline - time.monotonic()))
+        return frozenset(id for id, thread in list(self.threads.items()) if thread.is_alive())
+
+    def _end_helpers(self) -> None:
+        if self._mail is not None:
+            self._mail.close()
+        if self._processes is not None:
+            self._processes.stop_watching()
+            for helper in self._helpers:
+                helper.join()
+            self._processes.close()
+
+    def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
+        """See :class:`CrewPart`. No caller waits any more, so threads that only need a moment are given
+        it."""
+        deadline = time.monotonic() + decisions.GRACE
+        for id, thread in sorted(self.threads.items(), key=lambda one: str(one[0])):
+            if id not in abandoned:
+                continue
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if not thread.is_alive():
+                continue
+            warnings.warn(
+                f"worker {id} of graph {self.plan.graph.name!r} still runs code of yours that "
+                "nothing can interrupt from outside; its thread ends when that code returns",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,60 @@
+"""The events that the worker processes of one machine report, in order.
+
+Workers put events into one channel. The thread that watches processes puts ``Gone`` into the same channel
+when a process has ended. Each process puts in its own order, so ``Gone`` comes after everything that the
+worker reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from flowchan.channel.channel import Channel
+from flowchan.errors import Broken, Closed
+from flowchan.run.crew.part import Report
+from flowchan.run.policy.events import Crashed, Event
+from flowchan.run.worker.logs import Logged, log_here
+
+MOST_EVENTS = 1024
+
+
+class Mail:
+    """The channel by which worker processes report, and its reader."""
+
+    def __init__(self) -> None:
+        self.channel: Channel[Event | Logged] = Channel(MOST_EVENTS, across="processes")
+        self._reader = self.channel.reader()
+
+    def deliver(self, hear: Callable[[Event], None]) -> None:
+        """Pass on each event until the mail is closed. Log records go to the program's loggers."""
+        for event in self._reader:  # an event counts as unread until it is passed on
+            if isinstance(event, Logged):
+                log_here(event)
+            else:
+                hear(event)
+
+    def is_empty(self) -> bool:
+        """Tell whether everything that was reported so far has been passed on."""
+        stats = self.channel.stats()
+        return stats.inside + stats.leased == 0
+
+    def close(self) -> None:
+        """End :meth:`deliver`."""
+        self.channel.close()
+
+
+def run_helper(work: Callable[[], None], report: Callable[[], Report]) -> None:
+    """Run ``work`` on a helper thread of a run. Its failure ends the run, which would wait forever without
+    it. ``report`` gives the run's report at that time."""
+    try:
+        with contextlib.suppress(Closed, Broken):  # the run is over
+            work()
+    except BaseException as error:
+        with contextlib.suppress(Closed):
+            report()(Crashed(error))
+
+
+def run_is_over(event: Event) -> None:
+    """The report of a run that has ended."""
+    raise Closed("the run is over")

@@ -1,0 +1,204 @@
+"""The channels of one run and the ports of its workers, which the supervisor and all parts of the crew share.
+
+All channels are opened before any worker starts, in this process. A worker on a host has its ports here too:
+the link to its agent uses them.
+
+Invariants. Only the supervisor's thread opens, replaces and releases ports. Other threads read the table of
+ports in one step (``list(…)`` of a dict), because it may change at any time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from flowchan import _core
+from flowchan.channel.addressed import Addressed, ports_of_end
+from flowchan.channel.channel import Channel, In, Out
+from flowchan.run.crew.recovery import take_up
+from flowchan.run.observe.measure import Snapshot, measure
+from flowchan.run.policy import seeds
+from flowchan.run.policy.deadlock import Activity
+from flowchan.run.policy.events import WorkerId
+from flowchan.run.policy.plan import Plan, PlannedWorker
+from flowchan.run.worker.opening import Ports, open_plan, open_ports
+from flowchan.run.worker.port_release import broken_by
+
+
+class RunChannels(Protocol):
+    """The channels of a run, as its supervisor sees them."""
+
+    def stop_sources(self) -> None:
+        """Close the channels of all sources and inputs."""
+
+    def close_unwanted(self) -> None:
+        """Close the inputs of stages whose outputs have no readers. Such a stage does not see that while it
+        waits for an item."""
+
+    def break_all(self, cause: BaseException | None) -> None:
+        """Abort every channel."""
+
+    def broken(self, id: WorkerId | None) -> list[str]:
+        """Name the broken channels: those that a worker has a port of, or all."""
+
+    def cause_of(self, channel: str) -> BaseException:
+        """Give the error with which a broken channel was aborted; without one, that it is broken."""
+
+    def activity(self) -> Activity:
+        """Take the cheapest look at all channels."""
+
+    def snapshots(self) -> tuple[Snapshot, ...]:
+        """Take the counts of all channels."""
+
+
+class RunPorts:
+    """The channels, ports and workers of one run.
+
+    Attributes:
+        plan: What the run consists of.
+        channels: Its channels by name.
+        inputs: The writing ends of its inputs by stage.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        opened = open_plan(plan, plan.workers)
+        self.channels: Mapping[str, Channel[Any]] = opened.channels
+        self.inputs: Mapping[str, Out[Any] | Addressed] = opened.inputs
+        self.ports: dict[WorkerId, Ports] = opened.ports
+        self._workers = {worker.id: worker for worker in plan.workers}
+        self._workers_of = Counter(id.stage for id in self._workers)
+        self._starts: Counter[WorkerId] = Counter()
+        self._remote = sum(bool(worker.host) for worker in plan.workers)
+        self._scaled: set[str] = set()  # stages that have had more workers than declared
+        self._leaving: set[WorkerId] = set()
+        self._unread = {worker.id: True for worker in plan.workers if worker.gathers}
+        self._between = [
+            ([self.channels[name] for name in into], [self.channels[name] for name in out])
+            for into, out in plan.between()
+        ]
+
+    # --- channels ---
+
+    def stop_sources(self) -> None:
+        """See :class:`RunChannels`."""
+        for edge in self.plan.edges:
+            if edge.writer in self.plan.sources:
+                self.channels[edge.name].close()
+
+    def close_unwanted(self) -> None:
+        """See :class:`RunChannels`."""
+        for inputs, outputs in self._between:
+            if all(out.closed and not out.broken for out in outputs):
+                for channel in inputs:
+                    channel.close()
+
+    def break_all(self, cause: BaseException | None) -> None:
+        """See :class:`RunChannels`."""
+        for channel in self.channels.values():
+            channel.abort(cause)
+
+    def close(self, abandoned: frozenset[WorkerId]) -> None:
+        """Release the ports of all workers but the abandoned, and close the channels of the inputs. The
+        writing ends of the inputs are the user's, whose next put raises ``Closed``."""
+        for id in list(self.ports):
+            if id not in abandoned:
+                self.release(id)
+        for end in self.inputs.values():
+            for port in ports_of_end(end):
+                port.channel.close()
+
+    def broken(self, id: WorkerId | None) -> list[str]:
+        """See :class:`RunChannels`."""
+        names = self.channels if id is None else self._workers[id].channels()
+        return [name for name in names if self.channels[name].broken]
+
+    def cause_of(self, channel: str) -> BaseException:
+        """See :class:`RunChannels`."""
+        error = broken_by(self.channels[channel])
+        return error.__cause__ or error
+
+    def activity(self) -> Activity:
+        """See :class:`RunChannels`. No channel shows whether workers on hosts wait, so all of them count as
+        waiting: an observation asks them."""
+        moved, reading, writing = _core._look_at(list(self.channels.values()))
+        opened = any(not port.channel.closed for end in self.inputs.values() for port in ports_of_end(end))
+        return Activity(moved, reading + self._remote, writing, opened, frozenset(list(self._unread)))
+
+    def snapshots(self) -> tuple[Snapshot, ...]:
+        """See :class:`RunChannels`."""
+        return measure(self.plan, self.channels, self.ports)
+
+    # --- workers ---
+
+    def worker(self, id: WorkerId) -> PlannedWorker:
+        """Give what is planned for a worker."""
+        return self._workers[id]
+
+    def gathering_port(self, id: WorkerId) -> In[Any]:
+        """Give the port from which a worker that gathers results takes its items."""
+        return self.ports[id].inputs["items"]
+
+    def result_read(self, id: WorkerId) -> None:
+        """Note that a thread takes the items of a result. May be called on any thread."""
+        self._unread.pop(id, None)
+
+    def started(self, id: WorkerId) -> seeds.Worker:
+        """Count a start of a worker. Return what the worker knows of itself."""
+        incarnation = self._starts[id]
+        self._starts[id] += 1
+        seed = seeds.seed_of(self.plan.seed, id.stage, id.number, incarnation)
+        return seeds.Worker(id.stage, id.number, self._workers_of[id.stage], seed, incarnation)
+
+    def release(self, id: WorkerId) -> None:
+        """Close the ports of a worker that has ended or is given up."""
+        ports = self.ports.get(id)
+        for port in () if ports is None else ports.everything():
+            port._may_close = None
+            port.close()
+        if id in self._leaving:
+            self.ports.pop(id, None)
+
+    def recover(self, id: WorkerId, blame: bool) -> None:
+        """Give what a dead worker held to new ports in its place."""
+        old, new = self.ports[id], self._open(id)
+        take_up(old, new, self._workers[id].stage.keeps_its_own, blame)
+        self.ports[id] = new
+
+    def add(self, id: WorkerId) -> PlannedWorker:
+        """Open the ports of a further worker of a stage. Its readers share turns from now on."""
+        worker = self.plan.worker(id)
+        if worker.stage.workers == 1 and id.stage not in self._scaled:
+            self._scaled.add(id.stage)
+            for peer in [peer for peer in self.ports if peer.stage == id.stage]:
+                for reader in self.ports[peer].inputs.values():
+                    reader._keep_turns()
+        self._workers[id] = worker
+        self._workers_of[id.stage] = id.number
+        self.ports[id] = self._open(id)
+        return worker
+
+    def remove(self, id: WorkerId) -> None:
+        """Let the readers of a worker end after its item."""
+        self._leaving.add(id)
+        for reader in self.ports[id].inputs.values():
+            reader._retire()
+
+    def left(self) -> list[WorkerId]:
+        """List the workers that were removed and whose ports are released."""
+        return [id for id in self._leaving if id not in self.ports]
+
+    def forget(self, id: WorkerId) -> None:
+        """Keep nothing of a worker that has left."""
+        self._leaving.discard(id)
+        self._workers.pop(id, None)
+
+    def _open(self, id: WorkerId) -> Ports:
+        ports = open_ports(self._workers[id], self.channels)
+        for reader in ports.inputs.values():
+            if id.stage in self._scaled:
+                reader._keep_turns()
+            if id in self._leaving:
+                reader._retire()
+        return ports

@@ -1,0 +1,78 @@
+"""What decisions ask the supervisor to do, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowchan.run.policy.events import WorkerId
+from flowchan.run.policy.scaling import AddWorker, RemoveWorker
+
+
+@dataclass(frozen=True, slots=True)
+class StopSources:
+    """Close the channels of all sources and inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class BreakChannels:
+    """Abort every channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePorts:
+    """End the sessions of a worker, however it ended."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    """Send SIGTERM to the worker's process, or SIGKILL if ``force``."""
+
+    worker: WorkerId
+    force: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """Give back what a dead worker held, and start its replacement after ``pause`` seconds."""
+
+    worker: WorkerId
+    pause: float
+
+
+@dataclass(frozen=True, slots=True)
+class RestartGang:
+    """Do the same for all workers of a gang, of which one ``died``, or none did."""
+
+    workers: tuple[WorkerId, ...]
+    pause: float
+    died: WorkerId | None
+
+
+@dataclass(frozen=True, slots=True)
+class EndGroup:
+    """End the group that workers of an elastic gang still have."""
+
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class FormGroup:
+    """Make a group of these workers of an elastic gang, which wait for one. New workers come last."""
+
+    workers: tuple[WorkerId, ...]
+
+
+Action = (
+    StopSources
+    | BreakChannels
+    | ReleasePorts
+    | Terminate
+    | Replace
+    | RestartGang
+    | EndGroup
+    | FormGroup
+    | AddWorker
+    | RemoveWorker
+)

@@ -1,0 +1,117 @@
+"""Decides about gangs: stages whose workers form a group.
+
+The workers of a gang restart together: when one has died, the others are ended, and once all have ended, all
+are started. A worker that misses a peer in an operation may report that before the death of the peer is
+known. Its report is not a failure. If no worker died, there are two cases. One worker has ended because its
+outputs have no readers, and then its peers end also. Or connections between their hosts broke, and then all
+restart as long as their stage has restarts left.
+
+In an elastic gang only the worker that died is replaced. A worker whose group has ended waits for another
+one. All that are at work get it once none of them has a group. A replacement ends their group when it begins,
+so that it is in the next one. Groups that end although no worker died or joined count as restarts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from flowchan.errors import MemberDied
+from flowchan.run.policy.actions import Action, EndGroup, FormGroup, RestartGang
+from flowchan.run.policy.events import Failure, GroupLost, WorkerId
+from flowchan.run.policy.transitions import Decision, PolicyState, run_stuck, worker_ended, worker_failed
+
+
+def peer_ended(state: PolicyState, worker: WorkerId) -> PolicyState:
+    """The process of a gang's worker has ended, as it was to."""
+    return dataclasses.replace(state, ended_peers=state.ended_peers | {worker})
+
+
+def misses_peer(state: PolicyState, failure: Failure) -> bool:
+    """Tell whether a worker of a gang failed because a peer is missing."""
+    return failure.worker.stage in state.gangs and isinstance(failure.error, MemberDied)
+
+
+def settle_gangs(state: PolicyState, now: float) -> Decision:
+    """Restart each gang whose workers have all ended.
+
+    If none died and the gang has no restart left, what they reported is a failure after all. A run that ends
+    waits for none of them.
+    """
+    actions: tuple[Action, ...] = ()
+    for stage in sorted({worker.stage for worker in state.ended_peers}):
+        peers = frozenset(worker for worker in state.alive if worker.stage == stage)
+        if state.goes_on and not peers <= state.ended_peers and not _ends_early(state, stage):
+            continue
+        state, more = _settled(state, stage, _by_number(state.ended_peers & peers), now)
+        actions = (*actions, *more)
+    return state, actions
+
+
+def _ends_early(state: PolicyState, stage: str) -> bool:
+    """Tell whether the workers of a gang end because their outputs have no readers."""
+    return stage in state.no_readers and stage not in state.restarting
+
+
+def _settled(state: PolicyState, stage: str, ended: list[WorkerId], now: float) -> Decision:
+    restart, early, reports = state.restarting.get(stage), _ends_early(state, stage), state.missing_peer
+    used = state.restarts.get(stage, 0)
+    state = dataclasses.replace(
+        state,
+        ended_peers=frozenset(worker for worker in state.ended_peers if worker.stage != stage),
+        missing_peer={worker: one for worker, one in reports.items() if worker not in ended},
+        restarting={name: one for name, one in state.restarting.items() if name != stage},
+    )
+    if state.goes_on and ended and restart is not None:
+        return state, (RestartGang(tuple(ended), restart.pause, restart.worker),)
+    if state.goes_on and ended and not early and used < state.limits.get(stage, 0):
+        state = dataclasses.replace(state, restarts={**state.restarts, stage: used + 1})
+        return state, (RestartGang(tuple(ended), 0.0, None),)
+    actions: tuple[Action, ...] = ()
+    fails = state.goes_on and not early
+    for worker in ended:
+        state, more = (
+            worker_failed(state, reports[worker], now, expected=False)
+            if fails and worker is ended[0]
+            else worker_ended(state, worker, now)
+        )
+        actions = (*actions, *more)
+    return state, actions
+
+
+def group_lost(state: PolicyState, lost: GroupLost) -> Decision:
+    """A worker of an elastic gang waits for a group."""
+    worker = lost.worker
+    if worker not in state.alive:
+        return state, ()
+    changed = state.changed | {worker.stage} if worker in state.joining else state.changed
+    waiting = {**state.without_group, worker: lost.failure}
+    state = dataclasses.replace(
+        state, without_group=waiting, joining=state.joining - {worker}, changed=changed
+    )
+    return state, (EndGroup(worker.stage),)
+
+
+def form_groups(state: PolicyState, now: float) -> Decision:
+    """Give a group to each elastic gang whose workers at work all wait for one."""
+    actions: tuple[Action, ...] = ()
+    for stage in sorted({worker.stage for worker in state.without_group}):
+        peers = {worker for worker in state.alive - state.joining if worker.stage == stage}
+        if state.phase in ("failing", "aborting") or not peers <= state.without_group.keys():
+            continue
+        used = state.restarts.get(stage, 0)
+        if stage not in state.changed:
+            reports = [one for worker, one in state.without_group.items() if worker in peers and one]
+            if used >= state.limits.get(stage, 0) and reports:
+                state, more = run_stuck(state, reports[0], now)
+                actions = (*actions, *more)
+                continue
+            state = dataclasses.replace(state, restarts={**state.restarts, stage: used + 1})
+        new = {worker for worker in peers if state.without_group[worker] is None}
+        waiting = {worker: one for worker, one in state.without_group.items() if worker not in peers}
+        state = dataclasses.replace(state, without_group=waiting, changed=state.changed - {stage})
+        actions = (*actions, FormGroup((*_by_number(peers - new), *_by_number(new))))
+    return state, actions
+
+
+def _by_number(workers: set[WorkerId] | frozenset[WorkerId]) -> list[WorkerId]:
+    return sorted(workers, key=lambda worker: worker.number)

@@ -1,0 +1,172 @@
+"""The state of a run as decisions see it, and the transitions that several decisions share.
+
+All of it is pure: a state value gives the next state and the actions to take. ``policy/decisions.py`` has the
+phases of a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from flowchan.run.policy.actions import Action, BreakChannels, ReleasePorts, Replace, StopSources, Terminate
+from flowchan.run.policy.events import Failure, WorkerId
+from flowchan.run.policy.failures import text_of
+from flowchan.run.policy.scaling import Size
+
+Phase = Literal["running", "stopping", "finishing", "failing", "aborting", "ended"]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyState:
+    """All that decisions depend on.
+
+    Attributes:
+        alive: Workers that have not ended.
+        processes: Workers that have a process of their own.
+        sources: Workers of the stages that begin the graph.
+        ends: Workers of the stages whose end the user waits for.
+        limits: How many workers of a stage may be replaced.
+        restarts: How many workers of a stage have been replaced.
+        explicit: Stages whose limit the user has set.
+        since: When the phase began, in seconds of a clock that only goes forward.
+        gangs: Stages whose workers form a group, and restart together.
+        restarting: The gangs that are being ended because of a death, with their restart.
+        ended_peers: Workers of gangs whose processes have ended, and that have not been replaced.
+        missing_peer: Workers of gangs that reported that a peer is missing, with their reports.
+        no_readers: Gangs of which one worker has ended because its outputs have no readers.
+        elastic: Gangs that go on while one of their workers is replaced.
+        without_group: Workers of elastic gangs that wait for a group, with what ended the last one.
+        joining: Workers of elastic gangs that are replaced and have not begun.
+        changed: Elastic gangs of which a worker died, ended or began since their group was formed.
+        began: When the run began.
+        sizes: The sizes of the stages that can be scaled.
+        leaving: Workers that are to end after their item.
+    """
+
+    alive: frozenset[WorkerId]
+    processes: frozenset[WorkerId]
+    sources: frozenset[WorkerId]
+    ends: frozenset[WorkerId]
+    limits: Mapping[str, int] = field(default_factory=dict)
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    explicit: frozenset[str] = frozenset()
+    phase: Phase = "running"
+    since: float = 0.0
+    failures: tuple[Failure, ...] = ()
+    stopped: bool = False
+    aborted: bool = False
+    terminated: bool = False
+    killed: bool = False
+    abandoned: frozenset[WorkerId] = frozenset()
+    gangs: frozenset[str] = frozenset()
+    missing_peer: Mapping[WorkerId, Failure] = field(default_factory=dict)
+    restarting: Mapping[str, Replace] = field(default_factory=dict)
+    ended_peers: frozenset[WorkerId] = frozenset()
+    no_readers: frozenset[str] = frozenset()
+    elastic: frozenset[str] = frozenset()
+    without_group: Mapping[WorkerId, Failure | None] = field(default_factory=dict)
+    joining: frozenset[WorkerId] = frozenset()
+    changed: frozenset[str] = frozenset()
+    began: float = 0.0
+    sizes: Mapping[str, Size] = field(default_factory=dict)
+    leaving: frozenset[WorkerId] = frozenset()
+
+    @property
+    def goes_on(self) -> bool:
+        """True while dead workers are still replaced."""
+        return self.phase in ("running", "stopping")
+
+    def ends_with_peers(self, worker: WorkerId) -> bool:
+        """Tell whether the end of its process is expected: it reported that a peer is missing, or its gang is
+        being restarted."""
+        return worker in self.missing_peer or worker.stage in self.restarting
+
+
+Decision = tuple[PolicyState, tuple[Action, ...]]
+"""The next state, and what to do."""
+
+
+def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
+    """A worker has ended and is not replaced."""
+    alive = state.alive - {worker}
+    state = without_member(state, worker)
+    phase, since = state.phase, state.since
+    actions: tuple[Action, ...] = (ReleasePorts(worker),)
+    if not alive:
+        phase = "ended"
+    elif state.goes_on and state.ends and not (alive & state.ends):
+        if phase == "running":  # a stage that waits for an item does not see that its outputs have no readers
+            actions = (*actions, StopSources())
+        phase, since = "finishing", now
+    leaving = state.leaving - {worker}
+    return dataclasses.replace(state, alive=alive, phase=phase, since=since, leaving=leaving), actions
+
+
+def worker_failed(state: PolicyState, failure: Failure, now: float, expected: bool) -> Decision:
+    """A worker has ended by an error. An ``expected`` one, such as that of a worker that was terminated, is
+    not a failure of the run."""
+    breaking = state.phase in ("running", "stopping", "finishing") and not expected
+    if not expected:
+        state = dataclasses.replace(state, failures=with_failure(state.failures, failure))
+    if breaking:
+        state = dataclasses.replace(state, phase="failing", since=now)
+    state, actions = worker_ended(state, failure.worker, now)
+    return state, (*((BreakChannels(),) if breaking else ()), *actions)
+
+
+def run_stuck(state: PolicyState, failure: Failure, now: float) -> Decision:
+    """The run can't go on, though no worker has ended by an error."""
+    if not state.goes_on:
+        return state, ()
+    failures = (*state.failures, failure)
+    return dataclasses.replace(state, failures=failures, phase="failing", since=now), (BreakChannels(),)
+
+
+def channel_broken(state: PolicyState, failure: Failure, now: float) -> Decision:
+    """A channel of the run was aborted, and not by the supervisor."""
+    breaking = state.phase in ("running", "stopping", "finishing")
+    state = dataclasses.replace(state, failures=with_failure(state.failures, failure))
+    if not breaking:
+        return state, ()
+    return dataclasses.replace(state, phase="failing", since=now), (BreakChannels(),)
+
+
+def run_aborted(state: PolicyState, now: float) -> Decision:
+    """The run is to be broken off."""
+    if state.phase in ("failing", "aborting"):
+        return state, ()
+    return dataclasses.replace(state, phase="aborting", since=now, aborted=True), (BreakChannels(),)
+
+
+def without_member(state: PolicyState, worker: WorkerId) -> PolicyState:
+    """The state without a worker of an elastic gang that has ended: its peers get a group of their own."""
+    if worker.stage not in state.elastic:
+        return state
+    left = {other: heard for other, heard in state.without_group.items() if other != worker}
+    changed = state.changed | {worker.stage}
+    return dataclasses.replace(state, without_group=left, joining=state.joining - {worker}, changed=changed)
+
+
+def with_failure(failures: tuple[Failure, ...], new: Failure) -> tuple[Failure, ...]:
+    """The failures with a new one. A stage may raise the error with which it has aborted its channel: that
+    is one failure."""
+    for index, old in enumerate(failures):
+        if (
+            old.channel is not None
+            and old.worker in (new.worker, WorkerId(new.worker.stage, 0))
+            and _same(old, new)
+        ):
+            return (*failures[:index], dataclasses.replace(new, channel=old.channel), *failures[index + 1 :])
+    return (*failures, new)
+
+
+def _same(one: Failure, other: Failure) -> bool:
+    return one.error is other.error or text_of(one.error) == text_of(other.error)
+
+
+def terminate(workers: frozenset[WorkerId], force: bool) -> tuple[Action, ...]:
+    """End these workers' processes."""
+    return tuple(Terminate(worker, force) for worker in sorted(workers, key=str))

@@ -1,0 +1,200 @@
+"""A crew and channels without any process, thread or channel: whole runs are decided with them.
+
+``ScriptedCrew`` implements ``CrewPart`` and ``ScriptedChannels`` implements ``RunChannels``. Both append what
+the supervisor asks for to one list, ``calls``. A test scripts the rest: it reports events of workers, says
+what the channels look like, and reacts to calls with :meth:`ScriptedCrew.on`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flowchan.channel.channel import ChannelStats
+from flowchan.run.crew.mail import run_is_over
+from flowchan.run.crew.part import CrewPart, Report
+from flowchan.run.crew.run_ports import RunChannels
+from flowchan.run.observe.measure import Snapshot
+from flowchan.run.policy.deadlock import Activity, Waits
+from flowchan.run.policy.events import Death, Ended, Failure, WorkerId
+from flowchan.run.policy.plan import Plan
+from flowchan.run.policy.stats import HostStats
+from flowchan.run.supervisor import Supervisor
+
+Call = tuple[Any, ...]
+QUIET = ChannelStats(
+    **{field.name: 0 for field in dataclasses.fields(ChannelStats) if field.name != "holders"}
+)
+
+
+def killed(worker: WorkerId, **facts: Any) -> Death:
+    """The death of a worker by ``kill -9``."""
+    return Death(worker, "was killed by SIGKILL", 1, -signal.SIGKILL, **facts)
+
+
+class ScriptedCrew(CrewPart):
+    """Implement ``CrewPart`` without workers.
+
+    Attributes:
+        calls: The calls of the supervisor: a word, then the arguments.
+        report: The run's report, once it has started.
+        refuses: Starts of workers fail with this error.
+        hears_all: Everything that workers have reported has arrived.
+        answer: Waits of workers that no channel shows.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.report: Report = run_is_over
+        self.refuses: Exception | None = None
+        self.hears_all = True
+        self.answer: Waits | None = Waits()
+        self._reactions: defaultdict[str, list[Callable[..., object]]] = defaultdict(list)
+
+    def on(self, word: str, reaction: Callable[..., object]) -> None:
+        """Call ``reaction`` with the arguments of each call of this name."""
+        self._reactions[word].append(reaction)
+
+    def called(self, word: str) -> list[Call]:
+        """The arguments of all calls of this name."""
+        return [call[1:] for call in self.calls if call[0] == word]
+
+    def note(self, word: str, *arguments: Any) -> None:
+        """Append a call, and let the script react."""
+        self.calls.append((word, *arguments))
+        for reaction in self._reactions[word]:
+            reaction(*arguments)
+
+    def end_all(self, *ids: WorkerId) -> None:
+        """Report that these workers have ended."""
+        for id in ids:
+            self.report(Ended(id))
+
+    def start(self, report: Report) -> None:
+        self.report = report
+        self.note("start")
+        if self.refuses is not None:
+            raise self.refuses
+
+    def replace(
+        self, ids: Sequence[WorkerId], blamed: WorkerId | None, later: bool = False
+    ) -> tuple[Failure | Ended, ...]:
+        self.note("replace", tuple(ids), blamed, later)
+        return () if later else self._failures(ids)
+
+    def start_workers(self, ids: Sequence[WorkerId]) -> tuple[Failure, ...]:
+        self.note("start workers", tuple(ids))
+        return self._failures(ids)
+
+    def _failures(self, ids: Sequence[WorkerId]) -> tuple[Failure, ...]:
+        return () if self.refuses is None else tuple(Failure(id, self.refuses, None, 1) for id in ids)
+
+    def add(self, id: WorkerId) -> None:
+        self.note("add", id)
+        if self.refuses is not None:
+            raise self.refuses
+
+    def remove(self, id: WorkerId) -> None:
+        self.note("remove", id)
+
+    def forget(self, id: WorkerId) -> None:
+        self.note("forget", id)
+
+    def release_ports(self, id: WorkerId) -> None:
+        self.note("release", id)
+
+    def terminate(self, id: WorkerId, force: bool) -> None:
+        self.note("terminate", id, force)
+
+    def kill(self) -> None:
+        self.note("kill")
+
+    def form_group(self, ids: Sequence[WorkerId]) -> None:
+        self.note("form group", tuple(ids))
+
+    def end_group(self, stage: str) -> None:
+        self.note("end group", stage)
+
+    def cancel_tasks(self, all_of_them: bool) -> None:
+        """Not noted: the supervisor calls it every turn."""
+
+    def cancel_request(self, question: int) -> None:
+        self.note("cancel request", question)
+
+    def all_is_heard(self) -> bool:
+        return self.hears_all
+
+    def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
+        return self.answer
+
+    def hosts(self) -> tuple[HostStats, ...]:
+        return ()
+
+    def close(self, abandoned: frozenset[WorkerId], timeout: float | None) -> frozenset[WorkerId]:
+        self.note("close", abandoned)
+        return frozenset()
+
+    def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
+        pass
+
+
+class ScriptedChannels(RunChannels):
+    """Implement ``RunChannels`` without channels.
+
+    Attributes:
+        plan: The plan of the run.
+        inputs: None: no script fills an input.
+        moved: How many items the channels have passed.
+        counts: Statistics of a channel that are not 0, by its name.
+        broken_ones: The names of channels that are broken.
+        unread: Results that the program does not read.
+    """
+
+    def __init__(self, plan: Plan, crew: ScriptedCrew) -> None:
+        self.plan, self._crew = plan, crew
+        self.inputs: dict[str, Any] = {}
+        self.moved = 0
+        self.counts: dict[str, dict[str, int]] = {}
+        self.broken_ones: list[str] = []
+        self.unread: frozenset[WorkerId] = frozenset()
+
+    def stop_sources(self) -> None:
+        self._crew.note("stop sources")
+
+    def close_unwanted(self) -> None:
+        """Not noted: the supervisor calls it now and then."""
+
+    def break_all(self, cause: BaseException | None) -> None:
+        self._crew.note("break", cause)
+
+    def broken(self, id: WorkerId | None) -> list[str]:
+        return self.broken_ones
+
+    def cause_of(self, channel: str) -> BaseException:
+        return ValueError(f"cause of {channel}")
+
+    def activity(self) -> Activity:
+        reading = sum(one.get("waiting_readers", 0) for one in self.counts.values())
+        writing = sum(one.get("waiting_writers", 0) for one in self.counts.values())
+        return Activity(self.moved, reading, writing, unread=self.unread)
+
+    def snapshots(self) -> tuple[Snapshot, ...]:
+        return tuple(
+            Snapshot(edge, dataclasses.replace(QUIET, **self.counts.get(edge.name, {})))
+            for edge in self.plan.edges
+        )
+
+
+@dataclasses.dataclass
+class ScriptedRun:
+    """The supervisor of a run with a scripted crew and scripted channels."""
+
+    plan: Plan
+
+    def __post_init__(self) -> None:
+        self.crew = ScriptedCrew()
+        self.channels = ScriptedChannels(self.plan, self.crew)
+        self.supervisor = Supervisor(self.plan, self.crew, self.channels)
