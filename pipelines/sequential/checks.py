@@ -1,5 +1,7 @@
-"""What can be wrong with a pipe, found before anything starts. Each error names the argument, its value, what
-is allowed, and the remedy."""
+"""Checks of the arguments of a pipe before anything starts.
+
+Each error names the argument, its value, the allowed values, and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ FSDP = "torch.distributed.fsdp"
 
 
 def checked_module(module: Any) -> nn.Sequential:
-    """The module, or one made of a list of layers."""
+    """Return the module as a checked ``nn.Sequential``, also for a list of layers."""
     if not isinstance(module, (nn.Module, Iterable)):
         raise TypeError(f"Sequential: module must be an nn.Module or a list of layers, not {shown(module)}")
     layers: Any = module if isinstance(module, nn.Sequential) else list(module)  # type: ignore[arg-type]
@@ -48,14 +50,14 @@ def checked_module(module: Any) -> nn.Sequential:
 
 
 def has_own_way(module: Any) -> bool:
-    """Whether a module says by a forward of its own which layer follows which."""
+    """Return whether a module has its own ``forward``, so that it must be traced."""
     if not isinstance(module, nn.Module) or isinstance(module, nn.ModuleList):
         return False
     return not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward
 
 
 def raise_if_lazy(module: nn.Module) -> None:
-    """``ValueError`` for parameters that come with the first batch."""
+    """Raise ``ValueError`` for lazy parameters, which get their shape with the first batch."""
     for name, tensor in module.named_parameters():
         if nn.parameter.is_lazy(tensor):
             raise ValueError(
@@ -64,7 +66,7 @@ def raise_if_lazy(module: nn.Module) -> None:
 
 
 def counts_by_name(parts: Sequence[str], names: Sequence[str]) -> list[int]:
-    """The number of layers in each part, where each but the first begins with the layer of that name."""
+    """Return the number of layers in each part, given the first layer of each part but the first."""
     for name in parts:
         if name not in names:
             raise ValueError(
@@ -82,8 +84,10 @@ def counts_by_name(parts: Sequence[str], names: Sequence[str]) -> list[int]:
 
 
 def raise_for_own_ways(module: nn.Sequential) -> None:
-    """The parts call the layers one after the other, and nothing else that a container may do. Raises
-    ``TypeError`` or ``ValueError`` for what they would leave out."""
+    """Check that a container only calls its layers in order, because the parts do nothing else.
+
+    Raises ``TypeError`` for its own ``forward``, and ``ValueError`` for hooks.
+    """
     if type(module).forward is not nn.Sequential.forward:
         raise TypeError(
             f"Sequential: module is a {type(module).__name__} with a forward of its own, which its parts "
@@ -97,10 +101,13 @@ def raise_for_own_ways(module: nn.Sequential) -> None:
 
 
 def _check_skips(module: nn.Sequential) -> None:
-    """``ValueError`` for a ``Pop`` with nothing to pop, a ``Stash`` that nobody pops, and two without a
-    ``Pop`` between. What a layer other than an ``nn.Sequential`` does with those within it is not known, so
-    nothing is said of their names from there on."""
-    stashed: dict[str, str] = {}  # what is in the skip store, and the layer that put it there
+    """Check that each ``Stash`` has one ``Pop`` after it.
+
+    Raises ``ValueError`` for a ``Pop`` without a ``Stash``, a ``Stash`` without a ``Pop``, and two ``Stash``
+    without a ``Pop`` between them. A layer that contains some and is not an ``nn.Sequential`` may use them in
+    any order. Their names are therefore not checked from there on.
+    """
+    stashed: dict[str, str] = {}  # # stashed names, with the path of the layer that stashed them
     unknown: set[str] = set()
     for path, layer in _in_a_row(module):
         if isinstance(layer, Stash):
@@ -130,7 +137,8 @@ def _check_skips(module: nn.Sequential) -> None:
 
 
 def _in_a_row(module: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The layers in the order in which they run, also those of each ``nn.Sequential`` in place of it."""
+    """Yield the layers in the order in which they run, including those of nested ``nn.Sequential``
+    containers."""
     for name, layer in module._modules.items():
         assert layer is not None
         if isinstance(layer, nn.Sequential) and type(layer).forward is nn.Sequential.forward:
@@ -140,7 +148,7 @@ def _in_a_row(module: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.M
 
 
 def checked_counts(parts: Any, layers: int) -> int | list[int]:
-    """``parts`` as a number, or as the number of layers in each."""
+    """Return ``parts`` as a number, or as a list with the number of layers in each."""
     if is_whole(parts):
         if not 1 <= parts <= layers:
             raise ValueError(
@@ -168,14 +176,14 @@ def checked_counts(parts: Any, layers: int) -> int | list[int]:
 
 
 def check_switches(**switches: Any) -> None:
-    """The arguments that are on or off."""
+    """Check the boolean arguments."""
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"Sequential: {name} must be True or False, not {shown(value)}")
 
 
 def check_joining(dim: Any, join: Any) -> None:
-    """What says how batches are split and outputs joined."""
+    """Check ``dim`` and ``join``."""
     if not is_whole(dim) or dim < 0:
         raise ValueError(f"Sequential: dim must be the batch's dimension, an int from 0 on, not {shown(dim)}")
     if join is not None and not callable(join):
@@ -187,7 +195,8 @@ def check_joining(dim: Any, join: Any) -> None:
 def check_choices(
     on: Any, chunks: Any, balance: Any, sample: Any, param_scale: Any, dim: int, counts: int | list[int]
 ) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for an argument that is a wrong word or number."""
+    """Raise ``TypeError`` or ``ValueError`` for an argument that is not one of the allowed words or
+    numbers."""
     _check_placement(on)
     if chunks is not None and not is_whole(chunks):
         raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, not {shown(chunks)}")
@@ -238,7 +247,8 @@ def _check_balance(balance: Any, sample: Any, counts: int | list[int]) -> None:
 
 
 def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.device] | None:
-    """One device for each part, each of which is there. Which devices another host has is not known here."""
+    """Return one device for each part. Devices of this host must exist; those of other hosts are unknown
+    here."""
     if devices is None:
         return None
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
@@ -251,7 +261,7 @@ def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.devic
         )
     found = [torch.device(name) if on.hosts else _device(name) for name in devices]
     if on.apart and not on.hosts and forks() and any(device.type == "cuda" for device in found):
-        # also where CUDA has not begun here: it does with the first output, and workers are forked later
+        # # CUDA may start with the first output, before later forks of workers
         raise ValueError(
             f"Sequential: devices={short(devices)} can't be used in forked processes: CUDA "
             "does not survive a fork; "
@@ -261,8 +271,11 @@ def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.devic
 
 
 def _device(name: Any) -> torch.device:
-    """The device of that name. ``meta`` has no values, and CUDA is only counted, as a process may have to
-    begin it."""
+    """Return the device with this name, if it can be used.
+
+    ``meta`` has no values. CUDA devices are only counted, because a process may have to initialise CUDA
+    itself.
+    """
     there = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
     try:
         device = torch.device(name)
@@ -281,12 +294,12 @@ def _device(name: Any) -> torch.device:
     return device
 
 
-# --- FSDP: it gathers parameters for a whole call and reduces their gradients once. That works around a pipe
-# whose parts are threads; within a pipe it would do so for each micro-batch, with wrong gradients ---
+# # --- FSDP gathers parameters for a whole call and reduces their gradients once. That works around a pipe
+# with parts on threads. Within a pipe it would happen for each micro-batch, with wrong gradients. ---
 
 
 def refuse_sharded_layers(module: nn.Module) -> None:
-    """``TypeError`` for layers that are sharded by themselves."""
+    """Raise ``TypeError`` for layers that FSDP shards individually."""
     fsdp = sys.modules.get(FSDP)
     kinds = tuple(
         kind
@@ -310,7 +323,8 @@ def refuse_sharded_layers(module: nn.Module) -> None:
 
 
 def refuse_sharded(module: nn.Module, pipe: str, remedy: str) -> None:
-    """``TypeError`` for parameters that FSDP around the pipe shards, where ``pipe`` can't have that."""
+    """Raise ``TypeError`` for parameters that FSDP shards around the pipe, which ``pipe`` does not
+    support."""
     if FSDP not in sys.modules:
         return
     for name, layer in module.named_modules():
@@ -323,7 +337,7 @@ def refuse_sharded(module: nn.Module, pipe: str, remedy: str) -> None:
 
 
 def _is_sharded(layer: nn.Module) -> bool:
-    """Whether FSDP of either version has the layer's parameters, gathered at this moment or not."""
+    """Return whether either version of FSDP manages the layer's parameters, gathered or not."""
     hooks = layer._state_dict_pre_hooks.values()
     return any(getattr(hook, "__module__", "").startswith(FSDP) for hook in hooks) or any(
         hasattr(tensor, "_local_tensor") or getattr(tensor._base, "_fsdp_flattened", False)
@@ -332,11 +346,11 @@ def _is_sharded(layer: nn.Module) -> bool:
     )
 
 
-# --- what can be sent to a process ---
+# # --- pickling ---
 
 
 def check_sendable(parts: Sequence[Part]) -> None:
-    """``TypeError`` naming the layer, and what in it can't be pickled."""
+    """Raise ``TypeError`` if a layer cannot be pickled, with the layer and the attribute that prevents it."""
     for part in parts:
         for name, layer in part.module._modules.items():
             if layer is not None and (reason := _refusal(layer)) is not None:
@@ -349,7 +363,7 @@ def check_sendable(parts: Sequence[Part]) -> None:
 
 
 class _Weightless(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """Pickles without the numbers in tensors, which can be sent in any case, and may be many."""
+    """Pickler that omits the values of tensors, which can always be sent and may be large."""
 
     def reducer_override(self, obj: Any) -> Any:
         return (int, ()) if isinstance(obj, Tensor) else super().reducer_override(obj)
@@ -360,7 +374,8 @@ def _refusal(value: Any) -> str | None:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """The submodules and attributes of a module, the elements of a container, as one would write them."""
+    """Yield the submodules and attributes of a module, or the elements of a container, with their source
+    notation."""
     if isinstance(value, nn.Module):
         yield from ((f".{name}", child) for name, child in value.named_children())
         yield from ((f".{name}", child) for name, child in vars(value).items() if name != "_modules")
@@ -370,18 +385,18 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{place}]", child) for place, child in enumerate(value))
 
 
-# --- what becomes of the batch dimension ---
+# # --- batch dimension ---
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the floating point operations of matrix products and the like."""
+    """Counter of the floating-point operations of matrix products and similar operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called for each operation within."""
+        """Count one operation."""
         out = func(*args, **(kwargs or {}))
         operations = flop_registry.get(func._overloadpacket)
         if operations is not None:
@@ -390,15 +405,14 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def check_shapes(module: nn.Sequential, micro: Any, dim: int = 0) -> list[float] | None:
-    """Runs the layers on a micro-batch without numbers (device ``meta``), which costs nothing and changes
-    nothing.
+    """Run the layers on a micro-batch without values (device ``meta``), which changes nothing.
 
-    ``TypeError`` when what comes out can't be joined because it is no tensor, ``ValueError`` when it has not
-    one row for each sample, each with the layer that did it. Layers that can't be run so end the check
-    without a word. Gives the operations of each layer for each sample, or ``None`` where they are not known.
+    Returns the operations of each layer per sample, or ``None`` where they are unknown. Raises ``TypeError``
+    if the output is not made of tensors, and ``ValueError`` if it does not have one row per sample. Both
+    errors name the layer. If a layer cannot run on ``meta``, the check ends without an error.
     """
     samples = batch_size(micro, dim=dim)
-    for size in (samples, samples + 1):  # one more sample: the sizes must agree by more than chance
+    for size in (samples, samples + 1):  # # a second size excludes an accidental match
         counts = _check_run(module, mapped(partial(_without_numbers, size, dim), micro), size, dim)
     return [count / size for count in counts] if any(counts) else None
 
@@ -409,7 +423,7 @@ def _without_numbers(samples: int, dim: int, tensor: Tensor) -> Tensor:
 
 
 def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> list[int]:
-    """The operations of each layer; none where not all layers could be run."""
+    """Return the operations of each layer, or an empty list if a layer could not run."""
     counts: list[int] = []
     skips: dict[str, Tensor | None] = {}
     culprit: str | None = None
@@ -421,7 +435,7 @@ def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> lis
                 part.module.add_module(name, _shadow(layer))
                 with _Operations() as operations:
                     value, skips = run_part(part, value, skips)
-            # not for meta tensors, or not to be copied; or it is wrong, and says so when it runs
+            # # The layer does not support meta tensors or copies, or it fails, which the run reports.
             except Exception:
                 return []
             counts.append(operations.count)
@@ -445,7 +459,7 @@ def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> lis
 
 
 def _first_wrong(value: Any, samples: int, dim: int) -> tuple[str, Any] | None:
-    """The first leaf that can't be joined with those of other micro-batches."""
+    """Return the first leaf that cannot be joined with those of other micro-batches."""
     for path, leaf in leaves(value, "the output"):
         if leaf is None:
             continue
@@ -455,8 +469,10 @@ def _first_wrong(value: Any, samples: int, dim: int) -> tuple[str, Any] | None:
 
 
 def _shadow(layer: nn.Module) -> nn.Module:
-    """A copy of a layer whose parameters and buffers have shapes and no numbers. The layer itself may be at
-    work on other threads, so nothing of it is put aside for the while."""
+    """Return a copy of a layer whose parameters and buffers have shapes and no values.
+
+    The layer itself may be in use on other threads, so it is not changed even for a moment.
+    """
     memo: dict[int, Any] = {id(tensor): tensor.to("meta") for tensor in layer.buffers()}
     memo |= {
         id(tensor): nn.Parameter(tensor.to("meta"), requires_grad=False) for tensor in layer.parameters()

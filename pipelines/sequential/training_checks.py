@@ -1,4 +1,4 @@
-"""What can be wrong with the arguments of a training, found before anything starts."""
+"""Checks of the arguments of a training before it starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from flowchan.pipelines.sequential.parts import Part
 def check_training(
     parts: Sequence[Part], loss: Any, optimizer: Any, recompute: Any, clip: Any, autocast: Any
 ) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for a wrong argument, or for layers that can't be trained so."""
+    """Raise ``TypeError`` or ``ValueError`` for a wrong argument, or for layers that a training cannot
+    handle."""
     _check_loss(loss)
     if optimizer is not None:
         _check_optimizer(parts, optimizer)
@@ -58,7 +59,7 @@ def _check_clip(clip: Any, optimizer: Any) -> None:
 
 
 def _check_tensors(parts: Sequence[Part]) -> None:
-    """Each part trains its own tensors, once in a step."""
+    """Check that no tensor belongs to two parts or has a hook."""
     owners: dict[int, Part] = {}
     for part in parts:
         for kind, name, tensor in _named_tensors(part):
@@ -84,7 +85,7 @@ def _named_tensors(part: Part) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _check_optimizer(parts: Sequence[Part], optimizer: Any) -> None:
-    """Make what the workers will make, and forget it. That loads what optimizers need, before processes are
+    """Create and discard the optimizers, to detect errors and to load their modules before processes are
     forked."""
     if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(

@@ -1,5 +1,5 @@
-"""What each worker does in a training step: by a schedule's name, or as the user wrote it down. No torch
-here."""
+"""Plans: the steps of each worker in a training step, from the name of a schedule or from the user's own.
+This module does not use torch."""
 
 from __future__ import annotations
 
@@ -29,25 +29,30 @@ Function = Callable[[int, int, int, int], str | Iterable[Step]]
 
 @dataclass(frozen=True)
 class PartOwners:
-    """Which worker has each part. Workers stand in a row, and in a ring where a part's next one is not with a
-    neighbour."""
+    """Assignment of parts to workers.
+
+    Workers form a row. They form a ring if the next part of some part is not with the same or a neighbouring
+    worker.
+    """
 
     workers: int
     of: tuple[int, ...]
 
     def parts(self, worker: int) -> list[int]:
-        """Those of a worker."""
+        """Return the parts of a worker."""
         return [part for part, owner in enumerate(self.of) if owner == worker]
 
     def towards(self, worker: int, part: int) -> int:
-        """Where a part is, seen from a worker: 0 with itself, 1 with the next one, -1 with the one before."""
+        """Return the direction of a part from a worker: 0 for itself, 1 for the next one, -1 for the previous
+        one."""
         away = self.of[part] - worker
-        if abs(away) > 1:  # round the ring
+        if abs(away) > 1:  # # around the ring
             return -1 if away > 0 else 1
         return away
 
     def sends(self, worker: int, step: Step) -> int:
-        """Where what comes out of a step goes, as :meth:`towards` says; 0 also where nobody waits for it."""
+        """Return the direction in which the result of a step goes, as in :meth:`towards`; 0 if it goes
+        nowhere."""
         part = step.part + (1 if step.op == "F" else -1)
         if step.op == "W" or part not in range(len(self.of)):
             return 0
@@ -55,13 +60,15 @@ class PartOwners:
 
     @property
     def ring(self) -> bool:
-        """Whether the last worker's next one is the first."""
+        """Whether the last worker sends activations to the first."""
         return any(abs(one - other) > 1 for one, other in zip(self.of, self.of[1:], strict=False))
 
 
 class Plans:
-    """The steps of all workers for any number of micro-batches up to ``chunks``. Raises ``TypeError`` or
-    ``ValueError`` for a schedule that can't be done."""
+    """Steps of all workers for each number of micro-batches up to ``chunks``.
+
+    Raises ``TypeError`` or ``ValueError`` for a schedule that cannot run.
+    """
 
     def __init__(
         self, schedule: Schedule | Written | Function, workers: int | None, parts: int, chunks: int
@@ -90,7 +97,8 @@ class Plans:
         schedule: Any = self._schedule
         if self._lines is not None:
             found = [parse(line, worker) for worker, line in enumerate(self._lines)]
-            if not hasattr(self, "owners"):  # the whole one, which those for fewer micro-batches are cut from
+            # # check the full schedule once; those for fewer micro-batches are subsets of it
+            if not hasattr(self, "owners"):
                 _check_whole(found, self._total, chunks)
             return [[step for step in steps if step.chunk < chunks] for steps in found]
         if callable(schedule):
@@ -104,7 +112,7 @@ class Plans:
 
 
 def _lines(schedule: Any) -> list[str] | None:
-    """The lines of a schedule that is written down; ``None`` for a name or a function."""
+    """Return the lines of a schedule given as text, or ``None`` for a name or a function."""
     if isinstance(schedule, str):
         words = schedule.split()
         if schedule in SCHEDULES or not any(map(STEP.fullmatch, words)):
@@ -126,8 +134,11 @@ def _steps(given: Any) -> list[Step]:
 
 
 def _check_whole(plan: list[list[Step]], parts: int, chunks: int) -> None:
-    """Raises ``ValueError`` unless each micro-batch goes once forward and once back through each part, in an
-    order that can be done."""
+    """Check a schedule of the user.
+
+    Raises ``ValueError`` unless each micro-batch passes each part once forward and once backward, in a
+    feasible order.
+    """
     given = {step for steps in plan for step in steps}
     for step in sorted(given, key=str):
         if step.part >= parts or step.chunk >= chunks:

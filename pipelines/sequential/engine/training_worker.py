@@ -1,6 +1,7 @@
-"""A worker of a training: it follows the steps of the schedule, in order, and updates its parts.
+"""Worker of a training: it runs the steps of the schedule in order and updates its parts.
 
-A step with clipping has two answers, for gradients are scaled only when those of all workers are known.
+A step with clipping has two answers, because gradients are scaled only after the norms of all workers are
+known.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from flowchan.pipelines.sequential.timeline import TimelineEvent
 
 
 class TrainingWorker(PipelineWorker):
-    """The worker of some parts in a training."""
+    """Worker of some parts in a training."""
 
     def __init__(self, job: Assignment, commands: In[Any], answers: Out[Any], **neighbours: Any) -> None:
         super().__init__(job, commands, answers, **neighbours)
         self.optimizers: list[tuple[Part, Optimizer]] = []
         self.losses: list[Tensor] = []
-        self.plans: dict[str, list[Step]] = {}  # as they were read
-        self.first: dict[int, tuple[Any, Any]] = {}  # outputs and targets of the first step
+        self.plans: dict[str, list[Step]] = {}  # # parsed plans, by their text
+        self.first: dict[int, tuple[Any, Any]] = {}  # # outputs and targets of the first step
 
     def begin(self, part: Part) -> None:
-        """Prepare a part, and make its optimizer."""
+        """Prepare a part and create its optimizer."""
         super().begin(part)
         parameters = list(part.module.parameters())
         if self.job.optimizer is not None and parameters:
@@ -52,7 +53,7 @@ class TrainingWorker(PipelineWorker):
                 self.optimizers.append((part, self.job.optimizer(parameters)))  # type: ignore[arg-type]
 
     def follow(self, command: Any) -> WorkerAnswer:
-        """Carry out a :class:`Train` or an :class:`Evaluate`."""
+        """Execute a :class:`Train` or an :class:`Evaluate`."""
         self.take_changes(command.changed)
         if isinstance(command, Train):
             return self._train(command)
@@ -64,7 +65,8 @@ class TrainingWorker(PipelineWorker):
     def _train(self, train: Train) -> WorkerAnswer:
         job = self.job
         self.losses = []
-        if job.optimizer is not None or job.own_process:  # else they add up where the user has them
+        # # on threads, gradients for an outside optimizer accumulate in the user's parameters
+        if job.optimizer is not None or job.own_process:
             for parameter in job.parameters:
                 parameter.grad = None
         plan = self._steps(train.plan)
@@ -73,7 +75,7 @@ class TrainingWorker(PipelineWorker):
                 self.executions[step.part].part, f"step {step.op}{step.chunk}", step.chunk, len(train.sizes)
             ):
                 if step.op == "F":
-                    # elsewhere the backward step waits for the parts behind
+                    # # in other parts, the backward step waits for the parts after it
                     at_end = step.part == job.total - 1
                     back = Step("B", step.chunk, step.part), Step("I", step.chunk, step.part)
                     self._go_forward(step, train, soon=at_end and following in back)
@@ -104,8 +106,11 @@ class TrainingWorker(PipelineWorker):
         return self.plans[plan]
 
     def _check_mean(self) -> None:
-        """Raise ``ValueError`` after the first step, unless the loss of the whole batch is the mean of those
-        of its micro-batches."""
+        """Check after the first step that the loss is a mean.
+
+        Raises ``ValueError`` unless the loss of the whole batch equals the mean of the losses of its
+        micro-batches.
+        """
         if not self.first:
             return
         outputs, targets = (join(list(found)) for found in zip(*self.first.values(), strict=True))
@@ -174,7 +179,8 @@ class TrainingWorker(PipelineWorker):
             self.put(("B", step.part - 1, step.chunk), self.light(found))
 
     def _update(self, train: Train) -> None:
-        """Clip, as ``torch.nn.utils.clip_grad_norm_`` does over the gradients of all workers, and update."""
+        """Clip over the gradients of all workers, like ``torch.nn.utils.clip_grad_norm_``, and update the
+        parts."""
         gradients = [parameter.grad for parameter in self.job.parameters if parameter.grad is not None]
         scale = ScaleGradients(1.0)
         if self.job.clips:
@@ -206,7 +212,7 @@ class TrainingWorker(PipelineWorker):
 
 @contextlib.contextmanager
 def at(part: Part, doing: str, chunk: int | None = None, chunks: int = 0) -> Iterator[None]:
-    """Add a note to an error that tells where it happened."""
+    """Add a note with the place of the failure to an exception."""
     try:
         yield
     except BaseException as error:
@@ -216,7 +222,7 @@ def at(part: Part, doing: str, chunk: int | None = None, chunks: int = 0) -> Ite
 
 
 def weighted(output: Any, loss: Loss | None, target: Any, share: float) -> Tensor:
-    """Compute a micro-batch's loss, weighted by its share of the batch."""
+    """Compute the loss of a micro-batch, weighted by its share of the batch."""
     assert loss is not None
     found: Any = loss(output, target)
     if not isinstance(found, Tensor) or found.dim() != 0:
