@@ -8,7 +8,7 @@ back through the parts, micro-batch by micro-batch.
                         └──────┬──────┘
               gradients of x and of the parameters
 
-Everything around the pipe therefore works as with the plain module: layers before and after it, the loss over
+Everything around the pipe therefore works as with the plain module. This includes other layers, the loss over
 the whole batch, hooks of parameters, wrappers that reduce gradients, and accumulation. The workers
 (:mod:`graph_worker`) keep the graph of a call until a backward pass without ``retain_graph``, or until the
 program drops the output.

@@ -23,7 +23,7 @@ from flowchan.pipelines.sequential.skip import Skips
 from flowchan.pipelines.sequential.tensor_trees import mapped, tensors
 
 ROUNDS, SECONDS = 2, 0.3
-"""Layers are timed in at least so many rounds, and for about so long."""
+"""Minimum number of timing rounds for the layers, and the approximate time for all rounds."""
 
 
 def best_split(costs: Sequence[float], parts: int) -> list[int]:
@@ -33,8 +33,8 @@ def best_split(costs: Sequence[float], parts: int) -> list[int]:
     """
     upto = list(accumulate(costs, initial=0.0))
     layers = len(costs)
-    # # least[n]: smallest possible cost of the largest part for the first n layers, with the current number
-    # of parts. # last[k][n]: where the last of k + 1 parts then begins.
+    # # least[n]: smallest possible cost of the largest part, for the first n layers. # last[k][n]: start of
+    # the last of k + 1 parts in that cut.
     least = upto[:]
     last: list[list[int]] = [[0] * (layers + 1)]
     for count in range(2, parts + 1):
@@ -122,7 +122,7 @@ def _leaf(value: Any) -> Any:
 
 
 _Layer = tuple[Part, Any, Skips]
-"""A copy of a layer as a part of its own, and what goes into it."""
+"""A copy of a layer as a part, with its input and skips."""
 
 
 def _alone(module: nn.Sequential, value: Any, skips: Skips | None = None) -> Iterator[_Layer]:

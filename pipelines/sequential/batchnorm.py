@@ -1,7 +1,7 @@
 """Batch normalisation in micro-batches, with the running statistics of the whole batch.
 
 Each micro-batch is normalised with its own mean and variance, because the other micro-batches may not exist
-yet. The running statistics, which ``eval`` mode uses, are updated once per step with the mean and variance of
+yet. ``eval`` mode uses the running statistics. They are updated once per step with the mean and variance of
 the whole batch, as in the plain module. A recomputed forward pass does not count again.
 
 The idea is that of torchgpipe's ``DeferredBatchNorm``. Moments are combined as in Chan, Golub and LeVeque

@@ -22,20 +22,20 @@ from flowchan.pipelines.sequential.parts import Part, compute_threads, divided
 from flowchan.pipelines.sequential.tensor_trees import batch_size, evenly, join_checked, split
 
 CHUNKS = 8
-"""A batch has at most so many micro-batches where their number is left to us."""
+"""Largest number of micro-batches per batch, unless the user sets it."""
 
 PAYS = 50e6
-"""Floating point operations for which a part gets a micro-batch of its own: about a millisecond on one core,
-several times what it costs to pass a micro-batch on. They are counted and not timed, so that chunks are the
-same in every run."""
+"""Floating-point operations that justify a micro-batch per part: about a millisecond on one core, several
+times the cost of passing a micro-batch on. Operations are counted, not timed, so that every run uses the same
+number of micro-batches."""
 
 ADDS = 512
-"""Operations of a micro-batch's forward pass for each parameter, where it goes back as well: each micro-batch
-adds once to every gradient, which goes through memory, and so should be little beside them. A linear layer
-has so many with 256 samples. Counted, for the same reason."""
+"""Minimum number of forward operations per parameter and micro-batch if there is a backward pass. Each
+micro-batch adds once to every gradient in memory, which should take little time compared with its operations.
+A linear layer reaches this number with 256 samples. Operations are counted for the reason given above."""
 
 PASSING = {"process": 100e-6, "thread": 50e-6}
-"""Seconds that a batch costs a part beside its layers; the program, at both ends, it costs twice that."""
+"""Overhead of a batch per part in seconds. The program at both ends has twice this overhead."""
 
 
 class Cut:

@@ -56,9 +56,9 @@ class PartWorker:
 
     part: Part
     processes: int
-    """How many processes the parts have; 0 where they work on threads."""
+    """Number of processes with parts; 0 for threads."""
     hosts: int
-    """On how many other hosts these are."""
+    """Number of other hosts on which these processes run."""
 
     def __post_init__(self) -> None:
         torch.set_grad_enabled(False)  # # affects this thread only, which is the worker's own
@@ -108,8 +108,8 @@ class Batch:
     values: list[Any]
     missing: set[int]
     outcome: Channel[list[Any] | BaseException] = field(default_factory=lambda: Channel(1))
-    """Gets all values, or the exception that ended the batch, once. Not a ``concurrent.futures.Future``:
-    Ctrl-C in a thread that waits may leave a future locked, and block the thread that sets it."""
+    """Receives once all values, or the exception that ended the batch. Ctrl-C in a waiting thread may leave a
+    ``concurrent.futures.Future`` locked, which would block the thread that sets it."""
 
 
 class InferenceRun(PipelineRun):
@@ -197,7 +197,7 @@ class InferenceRun(PipelineRun):
     # # --- called by the threads that submit batches ---
 
     def put(self, item: Sent) -> None:
-        """Send a micro-batch. While there is no room, read outputs."""
+        """Send a micro-batch, and read outputs while the channel is full."""
         try:
             self.inputs[0].put_nowait(item)
         except Full:

@@ -20,7 +20,7 @@ from flowchan.pipelines.sequential.skip import Skips, skip_store
 from flowchan.pipelines.sequential.tensor_trees import Inputs, mapped
 
 MOST_DRAWN = 6
-"""Lines for the layers of a part in a picture."""
+"""Maximum number of lines for the layers of a part in a picture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,7 @@ class Part:
 
 
 Casting = tuple[tuple[str, torch.dtype, bool], ...]
-"""The arguments of ``torch.autocast``: the type of device, the type that operations are cast to if they can
-take it, and whether casts are kept."""
+"""Arguments of ``torch.autocast``: the device type, the dtype of casts, and whether casts are cached."""
 
 
 def casting_here() -> Casting:

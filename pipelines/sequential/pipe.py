@@ -57,10 +57,9 @@ class Sequential(nn.Module):
         module: An ``nn.Sequential``, a list of layers, or a module that ``torch.fx`` can trace.
         parts: The number of parts, the layer count of each, or the names of the layers that begin parts 1, 2,
             ….
-        on: ``"thread"``, ``"process"`` (with shared parameters), or a host pool (with synchronized copies).
+        on: ``"thread"``, ``"process"`` (with shared parameters), or a host pool (with synchronised copies).
         chunks: Micro-batches per call or training step; ``None``: at most 8, each large enough to pay off.
-        balance: Cost to balance over the parts, ``"time"`` or ``"memory"``; ``None``: time, with the first
-            batch.
+        balance: Cost to distribute evenly, ``"time"`` or ``"memory"``; ``None``: time, with the first batch.
         sample: A typical batch on which ``balance`` measures the layers.
         param_scale: Factor for the bytes of parameters with ``"memory"``, for gradients and optimizer state.
         devices: One device per part, to which its inputs are moved; ``None``: where the layers are.
@@ -80,7 +79,7 @@ class Sequential(nn.Module):
     """
 
     module: nn.Module
-    """The plain module. Its layers are the pipe's."""
+    """The plain module, whose layers the pipe uses."""
     _layers: nn.Sequential
     _traced: Traced | None
 
@@ -310,12 +309,12 @@ class Sequential(nn.Module):
 
         Args:
             loss: Function of output and target that returns the mean over the batch, like torch's losses.
-            optimizer: Function of a list of parameters that returns an optimizer; ``None``: each step adds to
+            optimizer: Function of a list of parameters that returns an optimizer. ``None``: each step adds to
                 ``grad`` of the module's parameters, for your own optimizer.
-            schedule: ``"gpipe"``, ``"1f1b"``, ``"zbh1"`` (one part per worker), ``"interleaved"`` (several),
-                ``"zbv"`` or ``"dualpipev"`` (two); or your own: text with one line per worker, or a function
-                of worker, workers, parts and chunks that returns steps or a line. ``None``: ``"dualpipev"``
-                if ``parts`` is a number and there are enough layers to cut each part in two, else ``"1f1b"``.
+            schedule: ``"gpipe"``, ``"1f1b"`` or ``"zbh1"`` with one part per worker, ``"interleaved"`` with
+                several, ``"zbv"`` or ``"dualpipev"`` with two. Or your own: text with one line per worker, or
+                a function of worker, workers, parts and chunks that returns steps or a line. ``None``:
+                ``"dualpipev"`` if ``parts`` is a number and each part can be cut in two, else ``"1f1b"``.
             workers: Number of workers; ``None``: the number that the schedule needs.
             recompute: Whether the backward pass recomputes activations; ``None``: as in the pipe.
             clip: Largest norm of all gradients together; ``None``: no clipping.
@@ -387,7 +386,7 @@ class Sequential(nn.Module):
 
 
 _uncompiled = _disable_dynamo(Sequential._called)
-"""``torch.compile`` of a pipe, or of what it is in, leaves it as it is."""
+"""``torch.compile`` does not compile a pipe, not even within a compiled module."""
 
 
 def _names(parts: Any) -> list[str]:

@@ -19,7 +19,7 @@ RANDOM = (
     "exponential", "cauchy", "geometric", "fractional_max_pool", "scaled_dot_product_attention",
     "multi_head_attention",
 )  # fmt: skip
-"""What is in the names of torch's functions that draw random numbers, or may."""
+"""Parts of the names of torch functions that may draw random numbers."""
 
 
 class Name(str):
@@ -33,8 +33,8 @@ class Operation:
     """One operation of a segment.
 
     ``name`` is the name of its result. ``over`` names the values that no later operation needs. ``target`` is
-    a function, the name of a method, the name of a layer in the segment, or a pair: the name of an
-    attribute's owner and the attribute.
+    a function, or the name of a method or a layer. To read an attribute, it is a pair: the name of the owner
+    and the attribute.
     """
 
     kind: Literal["call_function", "call_method", "call_module", "get_attr"]

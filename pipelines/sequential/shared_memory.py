@@ -28,13 +28,12 @@ import torch
 from torch import Tensor, nn
 
 ALIGNED = 64
-"""Tensors begin at multiples of so many bytes, as where torch allocates them."""
+"""Alignment of tensors in bytes, equal to that of torch."""
 
 _blocks: dict[int, tuple[int, int, str]] = {}
-"""What was moved here: from the first address, how many bytes, the descriptor, and a name that is not used
-again."""
+"""Memory blocks of this process by first address: size in bytes, descriptor, and a unique name."""
 _mapped: weakref.WeakValueDictionary[str, mmap.mmap] = weakref.WeakValueDictionary()
-"""What is mapped here of another process's memory."""
+"""Mappings of another process's blocks, by name."""
 _numbers = itertools.count()
 
 

@@ -1,8 +1,8 @@
 """Simulation of schedules: waiting times and memory use without a run. This module does not use torch.
 
-Each worker runs its steps in order. Before a step, it receives the inputs from other workers. After the step,
-it sends the output of ``F`` to the worker of the next part, or the gradient of ``B`` or ``I`` to the worker
-of the previous part. Outputs and gradients use separate channels, which are ordered and hold ``capacity``
+Each worker runs its steps in order. Before a step, it receives the inputs from other workers. After ``F``, it
+sends the output to the worker of the next part. After ``B`` or ``I``, it sends the gradient to the worker of
+the previous part. Outputs and gradients use separate channels, which are ordered and hold ``capacity``
 messages each. A worker waits while a channel is full. It reads only the channel from which it needs a
 message, and keeps messages that arrive early.
 
@@ -86,7 +86,7 @@ class Simulated:
 
 
 Times = float | Sequence[float]
-"""How long a step takes: for all parts, or by part."""
+"""Duration of a step: one for all parts, or one per part."""
 
 
 def simulate(
@@ -103,15 +103,14 @@ def simulate(
         forward: Time of a forward step, for all parts or by part.
         backward: Time of a backward step, for all parts or by part.
         capacity: Messages that fit into a channel between two workers; ``None``: any number.
-        weights: Share of ``backward`` for the gradients of the weights, in time units (default: half).
+        weights: Part of ``backward`` that the gradients of the weights take (default: half).
 
     Returns:
         The events and the peak memory of all workers.
 
     Raises:
-        ValueError: The order is not feasible: a step occurs twice, a part is on two workers, ``B`` precedes
-            ``F``, or the workers deadlock (the message names the waiting workers). Or a time or ``capacity``
-            is not positive.
+        ValueError: A step occurs twice, a part is on two workers, or ``B`` precedes ``F``. Or the workers
+            deadlock, and the message lists the waits. Or a time or ``capacity`` is not positive.
     """
     if capacity is not None and capacity < 1:
         raise ValueError(f"simulate: capacity must be at least 1, or None for any number, not {capacity!r}")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 Skips = dict[str, Tensor | None]
-"""What is stashed, by name."""
+"""Stashed values by name."""
 
 
 class _ThreadStore(threading.local):

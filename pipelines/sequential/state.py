@@ -100,7 +100,7 @@ def modes_of(parts: Sequence[Part]) -> tuple[tuple[list[bool], list[bool]], ...]
 
 
 Numbers = list[tuple[int, Tensor]]
-"""What has changed: the places of tensors in their order, and what is in them now."""
+"""Changes: the positions of tensors in their list, and their values."""
 
 
 class SyncedTensors:
@@ -134,8 +134,8 @@ def _version(tensor: Tensor) -> int | None:
 class PartState:
     """Parameters and buffers of a part in its process, as its layers and the program see them.
 
-    Both see the same memory, with two exceptions: the part is on another device, or a layer has replaced a
-    buffer instead of writing into it. A program on another host receives changes by message.
+    Both see the same memory unless the part is on another device, or a layer has replaced a buffer instead of
+    writing into it. A program on another host receives changes by message.
     """
 
     def __init__(self, module: nn.Module, device: torch.device | None) -> None:

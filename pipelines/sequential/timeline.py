@@ -37,7 +37,7 @@ COLOURS: dict[Op, tuple[int, int, int]] = {
     "update": (128, 100, 170),
 }
 REMEMBERED = 100_000
-"""Events of a pipe's timeline that are kept: the last ones."""
+"""Maximum number of events in a pipe's timeline, which keeps the latest."""
 
 INK, FAINT, LINE = "#22272e", "#5b6570", "#d9dee4"
 

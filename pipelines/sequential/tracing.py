@@ -29,7 +29,7 @@ from flowchan.pipelines.sequential.skip import Pop, Stash
 from flowchan.pipelines.sequential.tensor_trees import mapped, tensors
 
 MAKERS = "arange", "zeros", "ones", "full", "empty", "eye", "linspace"
-"""Functions that make a tensor of numbers, which fx does not see when these are stand-ins."""
+"""Functions that create tensors from numbers, and that fx does not trace if the numbers are stand-ins."""
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks"
 

@@ -2,8 +2,8 @@
 answers.
 
 The program owns the parameters. On threads, the workers train its layers. In processes, they train copies
-whose parameters and buffers share its memory. On hosts, the copies have their own memory, and each step sends
-the changes: those of the program to the workers, and those of optimizers and buffers back.
+whose parameters and buffers share its memory. On hosts, the copies have their own memory. Each step sends the
+program's changes to the workers, and returns those of optimizers and buffers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from flowchan.pipelines.sequential.training_checks import check_training
 from flowchan.pipelines.sequential.training_report import Kept, TrainingReport, measured, report
 
 KEPT = 10
-"""The number of last steps whose timeline is kept."""
+"""Number of steps that the timeline keeps."""
 
 
 class TrainingOptions(NamedTuple):
@@ -90,7 +90,7 @@ class Training:
         self._options, self._chunks = options, chunks
         self._declare(parts)
         self.schedule = [text(steps) for steps in self._plans.of(chunks)]
-        """What each worker does in a step of ``chunks`` micro-batches, or of eight, as text."""
+        """The steps of each worker as text, for ``chunks`` micro-batches (8 if ``chunks`` is ``None``)."""
         self._begun = self._over = False
         self._steps = 0
         self._sent = [{1: 0, -1: 0} for _ in range(self._owners.workers)]  # # messages to each neighbour
@@ -156,14 +156,14 @@ class Training:
 
     @property
     def active(self) -> bool:
-        """Whether the training has begun and is not over."""
+        """Return whether the training has begun and is not over."""
         return self._begun and not self._over
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         failed, self._over = self._over, True
-        if not self._run.started:  # # there was no batch
+        if not self._run.started:  # # the first batch never came
             return
         self._run.close()
         if error is None and failed:  # # the exception of the failed step was already raised

@@ -114,7 +114,7 @@ class Kept:
 
 
 Recorded = Sequence[Sequence[tuple[tuple[TimelineEvent, ...], float]]]
-"""For each step and each worker: the events, and the seconds that it spent on communication."""
+"""Events and seconds of communication, for each step and worker."""
 
 
 def report(steps: Recorded, parts: Sequence[Part], kept: Sequence[Kept]) -> TrainingReport:

@@ -1,8 +1,8 @@
 """Format of micro-batches between processes: a plain tuple, with the memory of its tensor next to it.
 
 Between two micro-batches, a part computes with megabytes of parameters. All other code is then no longer in
-the core's caches, and takes five to ten times as long as in a loop of its own. This path is therefore short:
-a tensor travels as its memory, its dtype's name and its shape, without the pickling of tensors. All other
+the core's caches, and takes five to ten times as long as in a tight loop. This path is therefore short: a
+tensor travels as its memory, its dtype's name and its shape, without the pickling of tensors. All other
 values, such as tensors within tuples and dictionaries, are pickled.
 
 A receiver may change a value from a channel, so a large tensor gets a private mapping of its memory. That
@@ -33,10 +33,10 @@ _NAMES = {
 _KINDS = {name: kind for kind, name in _NAMES.items()}
 
 Form = tuple[str, tuple[int, ...]] | None
-"""Type and shape of a tensor of which only the memory travels; ``None`` for any other value."""
+"""Dtype and shape of a tensor that travels as plain memory; ``None`` for any other value."""
 
 Sent = tuple[int, int, int, Any, dict[str, Tensor | None], tuple[tuple[float, float], ...], Form]
-"""A :class:`Micro` on its way: its fields, and the form of its value."""
+"""The fields of a :class:`Micro`, and the form of its value."""
 
 
 def closed(value: Any) -> tuple[Any, Form]:

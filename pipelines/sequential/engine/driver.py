@@ -113,12 +113,12 @@ class PipelineRun:
 
     @property
     def started(self) -> bool:
-        """Whether the run has started."""
+        """Return whether the run has started."""
         return self._watcher is not None
 
     @property
     def alive(self) -> bool:
-        """Whether the run has started and is not over."""
+        """Return whether the run has started and is not over."""
         return self.started and not self.over.is_set()
 
     def close(self) -> None:

@@ -33,16 +33,16 @@ from flowchan.pipelines.sequential.skip import Skips
 from flowchan.pipelines.sequential.tensor_trees import mapped, tensors
 
 GENERATOR = threading.Lock()
-"""Held by the thread that draws from torch's generator of this process."""
+"""Lock for torch's generator of this process."""
 
 DRAWS = (
     _DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.MultiheadAttention, nn.RNNBase,
     nn.Transformer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
 )  # fmt: skip
-"""torch's layers that draw random numbers, or may."""
+"""Layers of torch that may draw random numbers."""
 
 Tail = Callable[[Any], Tensor]
-"""What follows the last part: the loss of the micro-batch, weighted."""
+"""Function after the last part: the weighted loss of the micro-batch."""
 
 
 class Passed(NamedTuple):
@@ -75,7 +75,7 @@ class _Again(NamedTuple):
 
 
 Key = tuple[int, int]
-"""Which micro-batch: the number of the step or call, and its own in it."""
+"""Number of the step or call, and number of the micro-batch in it."""
 
 
 def listed(value: Any, skips: Skips) -> list[Tensor]:

@@ -29,7 +29,7 @@ from flowchan.pipelines.sequential.engine.worker_messages import (
 from flowchan.run.policy.failures import Portable
 
 Swap = tuple[dict[str, Any], str, Tensor, Tensor]
-"""Where a parameter is, its name, itself, and what takes its place."""
+"""The dictionary of a parameter, the parameter's name, the parameter, and its replacement."""
 
 
 class _CallState(NamedTuple):

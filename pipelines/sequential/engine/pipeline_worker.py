@@ -116,7 +116,7 @@ class PipelineWorker(abc.ABC):
         return self._early.pop(key)
 
     def put(self, key: Key, content: Any) -> None:
-        """Send something to the worker of part ``key[1]``, or to the program if there is no such part."""
+        """Send something to the worker of part ``key[1]``, or to the program if the part does not exist."""
         port: Out[Any] | None = self.answers
         if 0 <= key[1] < self.job.total:
             side = self.job.owners.towards(self.job.worker, key[1])

@@ -22,7 +22,7 @@ from flowchan.pipelines.sequential.engine.schedule import (
 from flowchan.pipelines.sequential.simulate import simulate
 
 Written = str | Sequence[str]
-"""A schedule as text: a line for each worker."""
+"""A schedule as text, with one line per worker."""
 Function = Callable[[int, int, int, int], str | Iterable[Step]]
 """A schedule as a function of worker, workers, parts and chunks."""
 
@@ -60,7 +60,7 @@ class PartOwners:
 
     @property
     def ring(self) -> bool:
-        """Whether the last worker sends activations to the first."""
+        """Return whether the last worker sends activations to the first."""
         return any(abs(one - other) > 1 for one, other in zip(self.of, self.of[1:], strict=False))
 
 

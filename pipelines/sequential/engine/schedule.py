@@ -82,7 +82,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zbh1", "zbv", "dualpipev"]
 
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 IN_A_V = "zbv", "dualpipev"
-"""Schedules whose workers have a part on the way down and another on the way up."""
+"""Schedules whose workers have one part on the way down and one on the way up."""
 
 STEP = re.compile(r"(?:(?P<part>[0-9]+):)?(?P<op>[FBIW])(?P<chunk>[0-9]+)")
 
@@ -108,8 +108,8 @@ def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int
     """Return the steps of ``worker`` in order, for a batch of ``chunks`` micro-batches.
 
     Each ``F`` of its parts occurs exactly once, and so does each ``B`` or its halves ``I`` and ``W``. Raises
-    ``ValueError`` or ``TypeError`` immediately for an unknown schedule, a worker that does not exist, fewer
-    parts than workers, or more parts per worker than the schedule allows.
+    ``ValueError`` or ``TypeError`` immediately for an unknown schedule or a worker that does not exist. The
+    same holds for fewer parts than workers, and for more parts per worker than the schedule allows.
     """
     check("steps", schedule, workers, parts, chunks)
     whole("steps", "worker", worker, 0)

@@ -25,8 +25,8 @@ def declare(
 ) -> tuple[list[Input[Any]], list[Stream[Any]]]:
     """Declare the workers of ``jobs`` in ``graph``.
 
-    Returns the command inputs by worker, and one or two streams of answers: that of the worker of the last
-    part, and that of all other workers together.
+    Returns the command inputs by worker, and one or two streams of answers. The first is that of the worker
+    of the last part, the second that of all other workers.
     """
     size = len(jobs)
     ring = jobs[0].owners.ring
@@ -103,4 +103,4 @@ _FUNCTIONS: dict[tuple[bool, bool], Callable[..., None]] = {
     (True, True): middle,
     (True, False): last,
 }
-"""By whether there is a worker before, and one behind."""
+"""Stage functions by the presence of a previous and of a next worker."""

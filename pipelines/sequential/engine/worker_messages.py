@@ -28,8 +28,8 @@ class Assignment:
     """Settings that a worker receives at its start.
 
     ``own_process``: the worker runs in a process, perhaps on one of ``hosts`` other hosts, and not on a
-    thread of the program. The fields from ``trains`` on apply to a training: only the worker of the last part
-    has ``loss``, and ``optimizer`` is ``None`` if the program has its own optimizer.
+    thread of the program. The fields from ``trains`` on apply to a training. Only the worker of the last part
+    has ``loss``. ``optimizer`` is ``None`` if the program has its own optimizer.
     """
 
     worker: int
@@ -121,8 +121,8 @@ class Backward(NamedTuple):
 # Micro-batches
 
 Key = tuple[str, int, int]
-"""What something is for, the part, and the micro-batch: ``"F"`` a forward step, ``"B"`` a backward step,
-``"T"`` the target of a loss."""
+"""Purpose, part, and micro-batch. The purpose is ``"F"`` (forward step), ``"B"`` (backward step) or ``"T"``
+(target of the loss)."""
 
 
 class Item(NamedTuple):
