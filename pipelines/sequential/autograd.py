@@ -144,7 +144,7 @@ class Differentiable:
     def call(self, value: Any) -> Any:
         """Compute the module's output for a batch; it requires grad where the plain module's output does."""
         if self._closed:
-            raise Closed(f"the pipe {self._name!r} is closed; make another one")
+            raise Closed(f"the pipe {self._name!r} is closed; create another one")
         pieces = self.cut.pieces(value, back=torch.is_grad_enabled())
         self.cut.measure(mapped(Tensor.detach, pieces[0]))
         parts = self.cut.parts
@@ -267,10 +267,8 @@ class _Through:
         for parameter, version in self._versions:
             if parameter._version != version:
                 raise RuntimeError(
-                    "a parameter of the pipe, of shape "
-                    f"{tuple(parameter.shape)}, has been modified by an inplace operation since the output "
-                    "was computed, so that the backward pass would be wrong: call backward() before the "
-                    "optimizer's step(), or the pipe once more after it"
+                    f"Sequential: a parameter of shape {tuple(parameter.shape)} was modified by an inplace "
+                    "operation after the output; call backward() before the optimizer's step()"
                 )
 
 
@@ -309,8 +307,8 @@ class _Parts(torch.autograd.Function):
         _ = ctx.saved_tensors
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True has reached a Sequential in parts, through which second derivatives "
-                "do not go; compute them with the plain module, pipe.module"
+                "Sequential: create_graph=True is not supported, because second derivatives cannot flow "
+                "through the parts; use the plain module, pipe.module"
             )
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         pieces, parameters = ctx.through.backward(gradients, keep)

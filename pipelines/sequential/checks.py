@@ -34,13 +34,13 @@ FSDP = "torch.distributed.fsdp"
 def checked_module(module: Any) -> nn.Sequential:
     """Return the module as a checked ``nn.Sequential``, also for a list of layers."""
     if not isinstance(module, (nn.Module, Iterable)):
-        raise TypeError(f"Sequential: module must be an nn.Module or a list of layers, not {shown(module)}")
+        raise TypeError(f"Sequential: module must be an nn.Module or a list of layers, got {shown(module)}")
     layers: Any = module if isinstance(module, nn.Sequential) else list(module)  # type: ignore[arg-type]
     for place, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
-            raise TypeError(f"Sequential: layer {place} of module must be an nn.Module, not {shown(layer)}")
+            raise TypeError(f"Sequential: layer {place} of module must be an nn.Module, got {shown(layer)}")
     if not len(layers):
-        raise ValueError("Sequential: module has no layers; give it at least one")
+        raise ValueError("Sequential: module must have at least one layer, got none")
     if isinstance(layers, nn.Sequential):
         raise_for_own_ways(layers)
     whole = layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
@@ -61,7 +61,7 @@ def raise_if_lazy(module: nn.Module) -> None:
     for name, tensor in module.named_parameters():
         if nn.parameter.is_lazy(tensor):
             raise ValueError(
-                f"Sequential: parameter {name!r} of module has no shape yet; call module(x) once before"
+                f"Sequential: parameter {name!r} of module must have a shape; call module(x) once before"
             )
 
 
@@ -70,15 +70,15 @@ def counts_by_name(parts: Sequence[str], names: Sequence[str]) -> list[int]:
     for name in parts:
         if name not in names:
             raise ValueError(
-                f"Sequential: {name!r} of parts is no layer of this module; layers are "
-                f"{', '.join(map(repr, names))}"
+                f"Sequential: parts must name layers of the module ({', '.join(map(repr, names))}), "
+                f"got {name!r}"
             )
     ends = [0, *map(list(names).index, parts), len(names)]
     counts = [end - begin for begin, end in pairwise(ends)]
     if min(counts) < 1:
         raise ValueError(
-            f"Sequential: parts={short(list(parts))} must name layers in their order, each once, and not the "
-            "first one, with which part 0 begins"
+            "Sequential: parts must name layers in their order, without the first layer, got "
+            f"{short(list(parts))}"
         )
     return counts
 
@@ -90,12 +90,12 @@ def raise_for_own_ways(module: nn.Sequential) -> None:
     """
     if type(module).forward is not nn.Sequential.forward:
         raise TypeError(
-            f"Sequential: module is a {type(module).__name__} with a forward of its own, which its parts "
-            "would not call; give an nn.Sequential whose layers do it all"
+            f"Sequential: module must be a plain nn.Sequential, got a {type(module).__name__} with its own "
+            "forward, which the parts would not call; move that code into layers"
         )
     if module._forward_hooks or module._forward_pre_hooks:
         raise ValueError(
-            "Sequential: module has forward hooks, which its parts would not call; "
+            "Sequential: module has forward hooks, which the parts would not call; "
             "register them on its layers"
         )
 
@@ -113,17 +113,16 @@ def _check_skips(module: nn.Sequential) -> None:
         if isinstance(layer, Stash):
             if layer.name in stashed:
                 raise ValueError(
-                    f"Sequential: layer {path!r}, {layer!r}, stashes again what layer "
-                    f"{stashed[layer.name]!r} has stashed "
-                    f"and no Pop({layer.name!r}) has popped; put a Pop between them, or give one "
-                    "of them another name"
+                    f"Sequential: layer {path!r}, {layer!r}, repeats the Stash of layer "
+                    f"{stashed[layer.name]!r} without a Pop({layer.name!r}) between them; add the Pop, or "
+                    "change a name"
                 )
             stashed[layer.name] = path
         elif isinstance(layer, Pop):
             if stashed.pop(layer.name, None) is None and layer.name not in unknown:
                 raise ValueError(
-                    f"Sequential: layer {path!r}, {layer!r}, has no Stash({layer.name!r}) before it, "
-                    "or another Pop has popped that already; put one Stash before each Pop"
+                    f"Sequential: layer {path!r}, {layer!r}, has no Stash({layer.name!r}) before it, or "
+                    "an earlier Pop has used it; put one Stash before each Pop"
                 )
         else:
             inside = {inner.name for inner in layer.modules() if isinstance(inner, (Stash, Pop))}
@@ -131,8 +130,8 @@ def _check_skips(module: nn.Sequential) -> None:
             stashed = {name: where for name, where in stashed.items() if name not in inside}
     for name, path in stashed.items():
         raise ValueError(
-            f"Sequential: layer {path!r}, Stash({name!r}), has no Pop({name!r}) behind it; add one, "
-            "or leave the Stash out"
+            f"Sequential: layer {path!r}, Stash({name!r}), has no Pop({name!r}) after it; add one, "
+            "or remove the Stash"
         )
 
 
@@ -152,25 +151,24 @@ def checked_counts(parts: Any, layers: int) -> int | list[int]:
     if is_whole(parts):
         if not 1 <= parts <= layers:
             raise ValueError(
-                f"Sequential: parts must be from 1 to {layers}, the number of layers, not {parts}; "
-                "each part has at least one layer"
+                f"Sequential: parts must be from 1 to {layers}, the number of layers, got {parts}"
             )
         return parts
     if isinstance(parts, (str, bool)) or not isinstance(parts, Iterable):
         raise TypeError(
-            "Sequential: parts must be an int, or a list with the layers of each part or the names of those "
-            f"that parts begin with, not {shown(parts)}"
+            "Sequential: parts must be an int, or a list of layer counts or of layer names, "
+            f"got {shown(parts)}"
         )
     counts = list(parts)
     for count in counts:
         if not is_whole(count) or count < 1:
             raise ValueError(
-                f"Sequential: parts={short(counts)} must hold ints of at least 1, the layers of each part, "
-                f"not {short(count)}"
+                f"Sequential: parts={short(counts)} must contain ints of at least 1, the layers of each "
+                f"part, got {short(count)}"
             )
     if sum(counts) != layers:
         raise ValueError(
-            f"Sequential: parts={counts} must add up to {layers}, the number of layers, not to {sum(counts)}"
+            f"Sequential: parts={counts} must add up to {layers}, the number of layers, got {sum(counts)}"
         )
     return counts
 
@@ -179,16 +177,16 @@ def check_switches(**switches: Any) -> None:
     """Check the boolean arguments."""
     for name, value in switches.items():
         if not isinstance(value, bool):
-            raise TypeError(f"Sequential: {name} must be True or False, not {shown(value)}")
+            raise TypeError(f"Sequential: {name} must be True or False, got {shown(value)}")
 
 
 def check_joining(dim: Any, join: Any) -> None:
     """Check ``dim`` and ``join``."""
     if not is_whole(dim) or dim < 0:
-        raise ValueError(f"Sequential: dim must be the batch's dimension, an int from 0 on, not {shown(dim)}")
+        raise ValueError(f"Sequential: dim must be the batch dimension, an int from 0, got {shown(dim)}")
     if join is not None and not callable(join):
         raise TypeError(
-            f"Sequential: join must be a function of the list of micro-batches' outputs, not {shown(join)}"
+            f"Sequential: join must be a function of the list of micro-batch outputs, got {shown(join)}"
         )
 
 
@@ -199,16 +197,14 @@ def check_choices(
     numbers."""
     _check_placement(on)
     if chunks is not None and not is_whole(chunks):
-        raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, not {shown(chunks)}")
+        raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, got {shown(chunks)}")
     if chunks is not None and chunks < 1:
-        raise ValueError(
-            f"Sequential: chunks must be at least 1, not {chunks}; 1 sends each batch as a whole"
-        )
+        raise ValueError(f"Sequential: chunks must be at least 1, got {chunks}; use 1 to send whole batches")
     _check_balance(balance, sample, counts)
     if isinstance(param_scale, bool) or not isinstance(param_scale, (int, float)) or not param_scale >= 0:
-        raise ValueError(f"Sequential: param_scale must be a number of at least 0, not {shown(param_scale)}")
+        raise ValueError(f"Sequential: param_scale must be a number of at least 0, got {shown(param_scale)}")
     if param_scale != 1 and balance != "memory":
-        raise ValueError('Sequential: param_scale is for balance="memory"')
+        raise ValueError(f'Sequential: balance must be "memory" with param_scale, got {shown(balance)}')
     if sample is not None:
         batch_size(sample, "Sequential: sample", dim)
 
@@ -219,31 +215,28 @@ def _check_placement(on: Any) -> None:
     is_word = isinstance(on, str) and on in PLACEMENTS
     if not is_word and not (isinstance(on, Placement) and on.hosts):
         raise ValueError(
-            f'Sequential: on must be "thread", "process" or a pool of flowchan.hosts, not {shown(on)}'
+            f'Sequential: on must be "thread", "process" or a pool of flowchan.hosts, got {shown(on)}'
         )
     if isinstance(on, Placement) and on.shares:
         raise ValueError(
-            f"Sequential: a part goes to each host of the pool in turn, so {on} can't have shares of workers"
+            f"Sequential: on must be a pool without shares, because parts go to its hosts in turn, got {on}"
         )
 
 
 def _check_balance(balance: Any, sample: Any, counts: int | list[int]) -> None:
     if balance is None:
         if sample is not None:
-            raise ValueError(
-                'Sequential: sample is for measuring the layers; say balance="time" or "memory" with it'
-            )
+            raise ValueError('Sequential: balance must be "time" or "memory" with sample, got None')
         return
     if not isinstance(balance, str) or balance not in BALANCES:
-        raise ValueError(f'Sequential: balance must be "time", "memory" or None, not {shown(balance)}')
+        raise ValueError(f'Sequential: balance must be "time", "memory" or None, got {shown(balance)}')
     if not isinstance(counts, int):
         raise ValueError(
-            f"Sequential: balance={balance!r} finds the layers of each part, but "
-            f"parts={counts} says them already; "
-            f"give parts={len(counts)}"
+            f"Sequential: parts must be a number with balance={balance!r}, got {counts}; "
+            f"use parts={len(counts)}"
         )
     if sample is None:
-        raise ValueError(f"Sequential: balance={balance!r} measures the layers; give sample=, a usual batch")
+        raise ValueError(f"Sequential: sample must be a typical batch with balance={balance!r}, got None")
 
 
 def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.device] | None:
@@ -253,19 +246,18 @@ def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.devic
         return None
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise TypeError(
-            f"Sequential: devices must be a list with one device for each part, not {shown(devices)}"
+            f"Sequential: devices must be a list with one device for each part, got {shown(devices)}"
         )
     if len(devices) != parts:
         raise ValueError(
-            f"Sequential: devices must be {parts}, one for each part, not {len(devices)}: {shown(devices)}"
+            f"Sequential: devices must be {parts}, one for each part, got {len(devices)}: {shown(devices)}"
         )
     found = [torch.device(name) if on.hosts else _device(name) for name in devices]
     if on.apart and not on.hosts and forks() and any(device.type == "cuda" for device in found):
         # # CUDA may start with the first output, before later forks of workers
         raise ValueError(
-            f"Sequential: devices={short(devices)} can't be used in forked processes: CUDA "
-            "does not survive a fork; "
-            'call multiprocessing.set_start_method("spawn") first, or use on="thread"'
+            f"Sequential: devices={short(devices)} cannot be used in forked processes, because CUDA does not "
+            'survive a fork; call multiprocessing.set_start_method("spawn") first, or use on="thread"'
         )
     return found
 
@@ -282,14 +274,14 @@ def _device(name: Any) -> torch.device:
         if device.type == "meta" or (
             device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
         ):
-            raise RuntimeError("there is none")
+            raise RuntimeError("it does not exist")
         if device.type not in ("cpu", "cuda"):
             torch.empty(0, device=device)
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"Sequential: device {short(name)} of devices can't be used ({reason}); here "
-            f"are {', '.join(there)}"
+            f"Sequential: devices must contain usable devices ({', '.join(there)}), got {short(name)} "
+            f"({reason})"
         ) from error
     return device
 
@@ -310,15 +302,15 @@ def refuse_sharded_layers(module: nn.Module) -> None:
         return
     if "_flat_param" in module._parameters:
         raise TypeError(
-            "Sequential: FSDP has taken the parameters out of the layers, so a pipe does not see them; make "
-            "it with use_orig_params=True"
+            "Sequential: FSDP has replaced the parameters of the layers, so a pipe cannot find them; "
+            "use use_orig_params=True"
         )
     for name, layer in module.named_modules():
         if isinstance(layer, kinds):
             what = f"layer {name!r}" if name else "module"
             raise TypeError(
-                f"Sequential: {what} is sharded by FSDP, which would gather its parameters and reduce their "
-                "gradients for each micro-batch; shard the pipe as a whole: fully_shard(pipe)"
+                f"Sequential: {what} must not be sharded by FSDP itself, because its parameters would be "
+                "gathered for each micro-batch; shard the whole pipe, fully_shard(pipe)"
             )
 
 
@@ -332,7 +324,7 @@ def refuse_sharded(module: nn.Module, pipe: str, remedy: str) -> None:
             whose = f"layer {name!r}" if name else "module"
             raise TypeError(
                 f"Sequential: the parameters of {whose} are sharded by FSDP around the pipe, which {pipe} "
-                f"does not see; {remedy}"
+                f"does not support; {remedy}"
             )
 
 
@@ -356,9 +348,9 @@ def check_sendable(parts: Sequence[Part]) -> None:
             if layer is not None and (reason := _refusal(layer)) is not None:
                 path, culprit, reason = smallest(layer, reason, _refusal, _children)
                 raise TypeError(
-                    f"Sequential: layer {name!r} ({type(layer).__name__}) of {part.name} can't be sent to a "
-                    f"process: {''.join([name, *path])} is of type {type(culprit).__name__} ({reason}); make "
-                    'it inside forward(), leave it out in its __getstate__(), or use on="thread"'
+                    f"Sequential: layer {name!r} ({type(layer).__name__}) of {part.name} must be picklable, "
+                    f"got {''.join([name, *path])} of type {type(culprit).__name__} ({reason}); "
+                    'create it in forward(), or use on="thread"'
                 )
 
 
@@ -446,15 +438,12 @@ def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> lis
     path, leaf = wrong
     if not isinstance(leaf, Tensor):
         raise TypeError(
-            "Sequential: what comes out of the module must be tensors, to be joined again, but "
-            f"{path} is {shown(leaf)}, "
-            f"since {culprit}; let the last layer give tensors, or tuples, lists or dicts of them"
+            f"Sequential: {path} must be a tensor, got {shown(leaf)} from {culprit}; return tensors, or "
+            "tuples, lists or dicts of them"
         )
     raise ValueError(
-        f"Sequential: {culprit} changes the batch dimension: of a batch of {samples}, {path} of "
-        "the module has the shape "
-        f"{tuple(leaf.shape)}; micro-batches can be joined only where the first dimension stays the batch: "
-        "change the layer, or leave it out and apply it to the joined output"
+        f"Sequential: {culprit} must keep the batch dimension of {samples}, got shape {tuple(leaf.shape)} "
+        f"of {path}; change the layer, or apply it to the joined output"
     )
 
 

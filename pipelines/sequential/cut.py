@@ -76,8 +76,8 @@ class Cut:
         layers = self.module._modules
         if len(layers) != len(self._layers):
             raise ValueError(
-                f"Sequential: the module has {len(layers)} layers, but had {len(self._layers)} when it was "
-                "cut into parts; make another pipe of it"
+                f"Sequential: the module must have {len(self._layers)} layers as when it was cut into parts, "
+                f"got {len(layers)}; create another pipe"
             )
         if not all(map(operator.is_, layers.values(), self._layers)):  # # a layer was replaced
             self._divide([len(part.module) for part in self._parts])
@@ -210,10 +210,9 @@ class Cut:
         threads = torch.get_num_threads()
         with_threads = f"torch's {threads} compute threads" if threads > 1 else "one compute thread"
         warnings.warn(
-            f"Sequential: in {len(self.parts)} parts this module won't be quicker than by itself with "
-            f"{with_threads}: {samples} samples at once take it {plain * 1e3:.2g} ms, and a pipe "
-            f"{expected * 1e3:.2g} ms at best; larger batches or fewer chunks may pay, or call the module "
-            "itself",
+            f"Sequential: in {len(self.parts)} parts, the module will not be faster than the plain module "
+            f"with {with_threads}: {samples} samples take at least {expected * 1e3:.2g} ms instead of "
+            f"{plain * 1e3:.2g} ms; use larger batches or fewer chunks",
             RuntimeWarning,
             stacklevel=2,
         )

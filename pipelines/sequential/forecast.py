@@ -86,7 +86,9 @@ def forecasts(
     """
     module = copy.deepcopy(checked_module(module)).train()
     if not is_whole(workers) or not 1 <= workers <= len(module):
-        raise ValueError(f"forecasts: workers must be from 1 to {len(module)}, the layers, not {workers!r}")
+        raise ValueError(
+            f"forecasts: workers must be from 1 to {len(module)}, the number of layers, got {workers!r}"
+        )
     pieces = split(sample, chunks, "sample")
     threads = compute_threads(workers) if PLACEMENTS[on].apart else torch.get_num_threads()
     times = step_seconds(module, pieces[0], threads)

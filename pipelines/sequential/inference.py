@@ -90,7 +90,7 @@ class PartWorker:
     def _raise_if_changed(self) -> None:
         if self.state.changed():
             raise ValueError(
-                "a layer has changed its buffers on another host, where the program does not see it: "
+                "Sequential: a layer has changed its buffers on another host, invisibly to the program; "
                 "call eval() on the pipe, or use on='process'"
             )
 
@@ -352,7 +352,7 @@ class Inference:
 
     def _raise_if_closed(self) -> None:
         if self._closed:
-            raise Closed(f"the pipe {self.graph.name!r} is closed; make another one")
+            raise Closed(f"the pipe {self.graph.name!r} is closed; create another one")
 
     def close(self) -> None:
         """End the run. Batches in flight raise ``Closed``."""

@@ -187,7 +187,7 @@ class Sequential(nn.Module):
     def __setitem__(self, index: int, layer: nn.Module) -> None:
         if self._traced is not None:
             raise TypeError(
-                "Sequential: the segments of a traced module can't be replaced; make another pipe"
+                "Sequential: the segments of a traced module cannot be replaced; create another pipe"
             )
         self._layers[index] = layer
 
@@ -235,9 +235,9 @@ class Sequential(nn.Module):
         self._raise_if_training("use training.evaluate(x), or leave its with block")
         self._raise_for_changes()
         if torch._C._is_tracing():
-            raise RuntimeError("a Sequential in parts can't be traced; trace the plain module, pipe.module")
+            raise RuntimeError("Sequential: a pipe cannot be traced; trace the plain module, pipe.module")
         if torch.autograd.forward_ad._current_level >= 0:
-            raise RuntimeError("forward derivatives don't go through a Sequential in parts; take pipe.module")
+            raise RuntimeError("Sequential: forward-mode derivatives are not supported; use pipe.module")
         x = inputs[0] if len(inputs) == 1 and not named else Inputs(inputs, named)
         if (torch.is_grad_enabled() and self._has_graph(x)) or casting_here() or self._counts():
             return self._graphs.call(x)
@@ -246,9 +246,9 @@ class Sequential(nn.Module):
     def _raise_for_changes(self) -> None:
         refuse_sharded_layers(self.module)
         if self._cut.on.apart:
-            refuse_sharded(self.module, "a part's process", 'use on="thread"')
+            refuse_sharded(self.module, "a process of a part", 'use on="thread"')
         elif self._traced is not None:
-            refuse_sharded(self.module, "a pipe that was cut by tracing", "give an nn.Sequential")
+            refuse_sharded(self.module, "a traced pipe", "pass an nn.Sequential")
         if self._traced is not None:
             self._traced.check()
         else:
@@ -286,7 +286,9 @@ class Sequential(nn.Module):
         self._raise_if_training("use training.evaluate(x), or leave its with block")
         self._raise_for_changes()
         if casting_here():
-            raise RuntimeError("torch.autocast does not reach the parts of a stream: call pipe(x) in it")
+            raise RuntimeError(
+                "Sequential: torch.autocast does not reach the parts of a stream; call pipe(x) instead"
+            )
         checked = (without_gradient(batch, "call pipe(x)") for batch in batches)
         return self._inference.stream(checked, keep=self)
 
@@ -335,11 +337,11 @@ class Sequential(nn.Module):
         """
         self._raise_if_training("leave its with block first")
         self._raise_for_changes()
-        refuse_sharded(self.module, "a training by steps", "take the loss of pipe(x)")
+        refuse_sharded(self.module, "a training by steps", "compute the loss of pipe(x)")
         if self._cut.dim:
             raise ValueError(
-                f"Sequential: a training splits along dimension 0, not dim={self._cut.dim}; "
-                "take the loss of pipe(x)"
+                f"Sequential: dim must be 0 for a training by steps, got dim={self._cut.dim}; "
+                "compute the loss of pipe(x)"
             )
         again = self._recompute if recompute is None else recompute
         options = TrainingOptions(loss, optimizer, again, clip, autocast, self._deferred)
@@ -362,7 +364,7 @@ class Sequential(nn.Module):
 
     def _raise_if_training(self, remedy: str) -> None:
         if self._training is not None and self._training.active:
-            raise RuntimeError(f"a training of this pipe goes on: {remedy}")
+            raise RuntimeError(f"Sequential: a training of this pipe is active; {remedy}")
 
     def close(self) -> None:
         """End the workers and wait for them.

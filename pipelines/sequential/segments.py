@@ -95,8 +95,8 @@ class Segment(nn.Module):
         unknown = [name for name in named if name not in self.takes[len(args) :]]
         if unknown or len(args) + len(named) != len(self.takes):
             raise TypeError(
-                f"this module was cut by tracing with the arguments {', '.join(self.takes)}, and all others "
-                "at their defaults: call it with these, or give a module whose forward has no other"
+                f"Sequential: a traced module takes exactly the arguments {', '.join(self.takes)}; pass "
+                "these, or use a module whose forward has no other arguments"
             )
         return {**dict(zip(self.takes, args, strict=False)), **named}
 

@@ -72,7 +72,7 @@ class Simulated:
                 begin, end = round(event.begin), round(event.end)
                 if (begin, end) != (event.begin, event.end):
                     raise ValueError(
-                        f"staircase: steps must take whole units of time, not {event.begin} to {event.end}"
+                        f"staircase: steps must take whole units of time, got {event.begin} to {event.end}"
                     )
                 name = f"{event.op}{event.chunk}"
                 cells[begin:end] = [f"{event.part}:{name}" if several else name, *["-"] * (end - begin - 1)]
@@ -113,7 +113,7 @@ def simulate(
             deadlock, and the message lists the waits. Or a time or ``capacity`` is not positive.
     """
     if capacity is not None and capacity < 1:
-        raise ValueError(f"simulate: capacity must be at least 1, or None for any number, not {capacity!r}")
+        raise ValueError(f"simulate: capacity must be at least 1, or None for any number, got {capacity!r}")
     lists = [list(steps) for steps in plan]
     parts = max((step.part for steps in lists for step in steps), default=-1) + 1
     network = _Network(lists, _durations(parts, forward, backward, weights), capacity)
@@ -140,14 +140,14 @@ def _durations(parts: int, forward: Times, backward: Times, weights: Times | Non
     for name, given in (("forward", forward), ("backward", backward), ("weights", weights)):
         times = list(given) if isinstance(given, Sequence) else [given] * max(parts, 1)
         if len(times) < parts:
-            raise ValueError(f"simulate: {name} must be a time for each of {parts} parts, not {given!r}")
+            raise ValueError(f"simulate: {name} must be a time for each of {parts} parts, got {given!r}")
         for one in times:
             if not 0 < one < math.inf:
-                raise ValueError(f"simulate: {name} must be a time greater than 0, not {one!r}")
+                raise ValueError(f"simulate: {name} must be a time greater than 0, got {one!r}")
         found[name] = times
     rest = [whole - own for whole, own in zip(found["backward"], found["weights"], strict=False)]
     if not all(one > 0 for one in rest):
-        raise ValueError(f"simulate: weights must take less than backward={backward!r}, not {weights!r}")
+        raise ValueError(f"simulate: weights must be less than backward={backward!r}, got {weights!r}")
     return {"F": found["forward"], "B": found["backward"], "I": rest, "W": found["weights"]}
 
 
@@ -207,7 +207,7 @@ class _Network:
         done: set[Step] = set()
         for step in steps:
             if not done.isdisjoint(_done_by(step)):
-                raise ValueError(f"simulate: worker {worker} does {step} twice")
+                raise ValueError(f"simulate: worker {worker} must do each step once, got {step} twice")
             for needed in self._needs(step):
                 now = yield from self._receive(worker, step, needed, done, now)
             begin, now = now, now + self._durations[step.op][step.part]
@@ -234,16 +234,16 @@ class _Network:
         owner = self._owners.get(needed.part)
         if owner is None:
             raise ValueError(
-                f"simulate: worker {worker} needs {name} for {step}, and no worker has part {needed.part}"
+                f"simulate: worker {worker} needs {name} for {step}, but no worker has part {needed.part}"
             )
         if owner == worker:
             if needed not in done:
-                raise ValueError(f"simulate: worker {worker} does {step} and has not done {name} before")
+                raise ValueError(f"simulate: worker {worker} must do {name} before {step}")
             return now
         link = self._link(owner, worker, needed.op)
         while needed not in link.kept:
             if link.empty():
-                yield f"worker {worker} waits before {step} for {name} of worker {owner}"
+                yield f"worker {worker} waits before {step} for {name} from worker {owner}"
             else:
                 now = link.take(now)
                 self.moves += 1
@@ -258,7 +258,7 @@ class _Network:
         message = replace(step, op="I") if step.op == "B" else step
         link = self._link(worker, receiver, message.op)
         while link.full():
-            yield f"worker {worker} waits after {step} for room in its link to worker {receiver}"
+            yield f"worker {worker} waits after {step} for room in its channel to worker {receiver}"
         self.moves += 1
         return link.put(message, now)
 
@@ -278,7 +278,7 @@ def _owners(lists: list[list[Step]]) -> dict[int, int]:
         for step in steps:
             if owners.setdefault(step.part, worker) != worker:
                 raise ValueError(
-                    f"simulate: part {step.part} is on worker {owners[step.part]} and on worker {worker}"
+                    f"simulate: part {step.part} must be on one worker, got {owners[step.part]} and {worker}"
                 )
     return owners
 

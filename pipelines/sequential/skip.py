@@ -63,11 +63,11 @@ class Stash(nn.Module):
             RuntimeError: In a pipe, a value with this name is stashed already.
         """
         if x is not None and not isinstance(x, Tensor):
-            raise TypeError(f"Stash({self.name!r}) takes a tensor or None, not a {type(x).__name__}")
+            raise TypeError(f"Stash({self.name!r}): x must be a tensor or None, got a {type(x).__name__}")
         if _here.in_pipe and self.name in _here.store:
             raise RuntimeError(
-                f"Stash({self.name!r}) would replace what another one has stashed and no "
-                f"Pop({self.name!r}) has popped"
+                f"Stash({self.name!r}): a value with this name is already stashed; put a "
+                f"Pop({self.name!r}) before the second Stash"
             )
         _here.store[self.name] = x
         return x
@@ -110,7 +110,7 @@ class Pop(nn.Module):
             stashed = _here.store.pop(self.name)
         except KeyError:
             raise RuntimeError(
-                f"Pop({self.name!r}) finds nothing: no Stash({self.name!r}) came before it"
+                f"Pop({self.name!r}): no value is stashed; put a Stash({self.name!r}) before it"
             ) from None
         return self.combine(x, stashed)
 

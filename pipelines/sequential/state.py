@@ -64,9 +64,8 @@ def _seen(module: nn.Module, away: bool, numbers: bool) -> Iterator[Any]:
         for hook in hooks.values():
             if not (getattr(hook, "__module__", None) or "").startswith("torch."):
                 raise ValueError(
-                    f"Sequential: a {type(module).__name__} has the hook {short(hook)}, which would be "
-                    "called in the part's process, where what it keeps is lost to the program: use "
-                    "on='thread', put it into the layer's forward(), or register it on the pipe"
+                    f"Sequential: a {type(module).__name__} has the hook {short(hook)}, which would run in "
+                    "another process; use on='thread', or register the hook on the pipe"
                 )
             yield _Same(hook)
     for tensors in (module._parameters, module._buffers):
@@ -172,8 +171,8 @@ class PartState:
                 continue
             if now is None or tensor is None or now.shape != tensor.shape:
                 raise ValueError(
-                    f"the buffer {name!r} of a {type(layer).__name__} was replaced by one of another shape, "
-                    "which the program does not see; write into the buffer, or use on='thread'"
+                    f"Sequential: buffer {name!r} of a {type(layer).__name__} must keep its shape in a "
+                    "process; write into the buffer, or use on='thread'"
                 )
             with torch.no_grad():
                 tensor.copy_(now)

@@ -101,27 +101,26 @@ def batch_size(value: Any, name: str = "x", dim: int = 0) -> int:
             continue
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{path} must be a tensor, not {shown(leaf)}; a batch is a tensor, or tuples, "
-                "lists and dicts of them: "
-                "make tensors of arrays by torch.from_numpy, and keep what is no tensor in the module"
+                f"{path} must be a tensor, got {shown(leaf)}; convert arrays with torch.from_numpy, "
+                "and keep other values in the module"
             )
         if leaf.dim() == 0:
             raise ValueError(
-                f"{path} has no dimension to split along; its first one must be the batch: {leaf.item()!r}"
+                f"{path} must have a batch dimension, got the scalar {leaf.item()!r}; add a first dimension"
             )
         if leaf.dim() <= dim:
             raise ValueError(
-                f"{path} has no dimension {dim}, which is the batch here; its shape is {tuple(leaf.shape)}"
+                f"{path} must have dimension {dim}, the batch dimension, got shape {tuple(leaf.shape)}"
             )
         sizes[path] = leaf.shape[dim]
     if not sizes:
-        raise TypeError(f"{name} must hold at least one tensor, not {shown(value)}")
+        raise TypeError(f"{name} must contain at least one tensor, got {shown(value)}")
     first, *others = sizes.items()
     for path, size in others:
         if size != first[1]:
             raise ValueError(
-                f"{path} has a batch of {size}, but {first[0]} one of {first[1]}; "
-                f"the {'first dimension' if not dim else f'dimension {dim}'} of all tensors must be the same"
+                f"{path} must have the batch size {first[1]} of {first[0]}, got {size}; "
+                f"the {'first dimension' if not dim else f'dimension {dim}'} of all tensors must be equal"
             )
     return first[1]
 
@@ -133,8 +132,8 @@ def without_gradient(value: Any, remedy: str) -> Any:
         for path, leaf in leaves(value):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise ValueError(
-                    f"Sequential: {path} requires a gradient, but none goes back from here to what made it: "
-                    f"{remedy}, or give {path}.detach()"
+                    f"Sequential: {path} must not require grad, because gradients cannot flow past the input "
+                    f"of the pipe here; {remedy}, or pass {path}.detach()"
                 )
     return value
 
@@ -149,8 +148,8 @@ def join(values: list[Any], dim: int = 0) -> Any:
             return None
         if any(one is None for one in found):
             raise ValueError(
-                "the output is None for some micro-batches and a tensor for others; say by join= what the "
-                "output of the batch is"
+                "Sequential: the output must be a tensor for all micro-batches or None for all; pass join= "
+                "to combine both"
             )
         return torch.cat(found, dim)
 
@@ -171,8 +170,8 @@ def join_checked(values: list[Any], sizes: list[int], batch: str, dim: int = 0) 
     for chunk, (value, size) in enumerate(zip(values, sizes, strict=True)):
         if (came := batch_size(value, "the output", dim)) != size:
             raise ValueError(
-                f"the module made {came} samples of the {size} of micro-batch {chunk} of {batch}; "
-                "micro-batches can be joined only where the first dimension stays the batch"
+                f"Sequential: the output of micro-batch {chunk} of {batch} must have {size} samples like its "
+                f"input, got {came}; keep the batch dimension, or pass join="
             )
     return join(values, dim)
 

@@ -129,7 +129,7 @@ class Timeline:
         file = Path(path)
         writers = {".svg": self.svg, ".json": self.trace}
         if file.suffix not in writers:
-            raise ValueError(f"save: {str(file)!r} must end in {' or '.join(writers)}")
+            raise ValueError(f"save: path must end in {' or '.join(writers)}, got {str(file)!r}")
         file.write_text(writers[file.suffix](), encoding="utf-8")
         return file
 

@@ -47,15 +47,15 @@ class Traced:
         graph, constants = _traced(module)
         nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
         if not nodes:
-            raise ValueError("Sequential: module has no layers; give it at least one")
+            raise ValueError("Sequential: module must have at least one layer, got none")
         self._leaves = {str(node.target) for node in nodes if node.op == "call_module"}
         self._check_hooks()
         self._seen = self._state()
         begins = [_begin(nodes, name) for name in names] or _heavy(nodes, module)[1:]
         if sorted(set(begins)) != begins or 0 in begins:
             raise ValueError(
-                f"Sequential: parts={short(list(names))} must name layers in the order in which they begin "
-                "to work, each once, and not the first one, with which part 0 begins"
+                f"Sequential: parts must name layers in the order in which they run, without the first "
+                f"layer, got {short(list(names))}"
             )
         self.layers = nn.Sequential()
         self.layers.training = module.training
@@ -75,8 +75,8 @@ class Traced:
         """Raise ``RuntimeError`` if the module has changed since it was traced."""
         if self._state() != self._seen:
             raise RuntimeError(
-                "Sequential: a layer, a parameter or a hook of the module has come, gone or been replaced "
-                "since it was cut by tracing; make another pipe of it"
+                "Sequential: a layer, a parameter or a hook of the module has changed since it was traced; "
+                "create another pipe"
             )
 
     def verify(self, value: Any) -> None:
@@ -95,10 +95,9 @@ class Traced:
         one, other, again = outputs
         if not _near(one, other) and _near(one, again):
             raise ValueError(
-                f"Sequential: module, a {type(self.module).__name__}, was cut by tracing, and its segments "
-                "do not give what it gives by itself: its forward does something that stand-ins for tensors "
-                "don't show, such as isinstance(x, Tensor); put that into a layer of its own, or give a list "
-                "of layers"
+                f"Sequential: the traced segments of a {type(self.module).__name__} and the module give "
+                "different outputs; move code that tracing misses, such as isinstance(x, Tensor), into a "
+                "separate layer"
             )
 
     def _through(self) -> Iterator[nn.Module]:
@@ -111,8 +110,8 @@ class Traced:
         for one in self._through():
             if any(vars(one)[hooks] for hooks in HOOKS):
                 raise ValueError(
-                    f"Sequential: a {type(one).__name__} of module has forward hooks, which its parts would "
-                    "not call; register them on the layers within"
+                    f"Sequential: a {type(one).__name__} of module has forward hooks, which the parts would "
+                    "not call; register them on its inner layers"
                 )
 
     def _state(self) -> list[Any]:
@@ -248,7 +247,7 @@ class _Tracer(fx.Tracer):
             if parameter.kind is parameter.VAR_KEYWORD or parameter.default is not parameter.empty:
                 continue
             if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-                raise TypeError(f"its forward takes {parameter}, of which it is not known what is given")
+                raise TypeError(f"forward takes {parameter}, whose values are unknown before the call")
             args.append(self.create_proxy("placeholder", parameter.name, (), {}))
         return root_fn, args
 
@@ -265,10 +264,9 @@ def _traced(module: nn.Module) -> tuple[fx.Graph, dict[str, Tensor]]:
             except Exception as error:
                 if not _also_whole(tracer.inside, whole):
                     raise TypeError(
-                        f"Sequential: module, a {type(module).__name__}, can't be cut by tracing its "
-                        f"forward ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): put what "
-                        "decides by values into a layer of its own, or give an nn.Sequential, or a list of "
-                        "layers that hand on what the next one needs"
+                        f"Sequential: forward of a {type(module).__name__} cannot be traced "
+                        f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]}); move branches on "
+                        "values into a separate layer, or pass a list of layers"
                     ) from error
                 break
         if len(graphs) == 2:
@@ -277,9 +275,8 @@ def _traced(module: nn.Module) -> tuple[fx.Graph, dict[str, Tensor]]:
                 return graphs[0][:2]
             if not _also_whole(differs, whole):
                 raise TypeError(
-                    f"Sequential: module, a {type(module).__name__}, can't be cut by tracing its forward, "
-                    "which is not the same each time, or in both modes: give it layers such as nn.Dropout "
-                    "for what depends on self.training or draws random numbers"
+                    f"Sequential: forward of a {type(module).__name__} cannot be traced, because its "
+                    "operations differ between calls or modes; use layers such as nn.Dropout for that"
                 )
 
 
@@ -383,8 +380,8 @@ def _begin(nodes: list[fx.Node], name: Any) -> int:
             return place
     there = dict.fromkeys(path for node in nodes for path in _around(node) if path)
     raise ValueError(
-        f"Sequential: {short(name)} of parts is no layer that works in this module; layers are "
-        f"{', '.join(map(repr, list(there)[:20]))}"
+        f"Sequential: parts must name layers that forward calls ({', '.join(map(repr, list(there)[:20]))}), "
+        f"got {short(name)}"
     )
 
 

@@ -102,7 +102,7 @@ class Training:
 
     def __enter__(self) -> Training:
         if self._begun:
-            raise RuntimeError("this training has begun already; make another one with pipe.trainer(...)")
+            raise RuntimeError("training: it has begun already; create another with pipe.trainer(...)")
         self._begun = True
         if not self._open:
             self._start()
@@ -193,7 +193,7 @@ class Training:
             RuntimeError: The training has not begun or is over, or a layer has changed.
         """
         self._raise_if_changed()
-        inputs, targets = self._split(without_gradient(x, "take the loss of pipe(x)"), target)
+        inputs, targets = self._split(without_gradient(x, "compute the loss of pipe(x)"), target)
         self._settle(x)
         sizes = tuple(map(batch_size, inputs))
         if not self._steps:
@@ -271,12 +271,13 @@ class Training:
         """Raise ``RuntimeError`` if layers have changed or ``torch.autocast`` is active, because workers
         would not notice."""
         if casting_here():
-            raise RuntimeError("torch.autocast does not reach a training: give pipe.trainer(…, autocast=…)")
+            raise RuntimeError(
+                "training: torch.autocast does not reach the parts; use pipe.trainer(…, autocast=…)"
+            )
         if self._on.apart and self._run.alive and self._seen != _seen(self._parts):
             raise RuntimeError(
-                "a layer has changed since this training began (its mode, an attribute, a hook, or where "
-                "its parameters are), and the parts' processes have it as it was: leave the with block "
-                "first, and begin another training"
+                "training: a layer has changed since the training began (mode, attribute, hook or memory); "
+                "leave the with block and begin another training"
             )
 
     def _count_changes(self) -> None:
@@ -294,7 +295,8 @@ class Training:
         samples, wanted = batch_size(x), batch_size(target, "target")
         if samples != wanted:
             raise ValueError(
-                f"step: x has a batch of {samples}, but target one of {wanted}; give a target for each sample"
+                f"step: target must have the batch size {samples} of x, got {wanted}; "
+                "pass a target for each sample"
             )
         return inputs, split(target, len(inputs), "target")
 
@@ -305,9 +307,11 @@ class Training:
         An interruption ends the training. The exception of a failure names its place.
         """
         if self._over:
-            raise RuntimeError("this training is over; make another one with pipe.trainer(...)")
+            raise RuntimeError("training: it is over; create another with pipe.trainer(...)")
         if not self._begun:
-            raise RuntimeError("this training has not begun: begin it, `with pipe.trainer(...) as training:`")
+            raise RuntimeError(
+                "training: it has not begun; enter its block, `with pipe.trainer(...) as training:`"
+            )
         try:
             yield self._run
             for job, sent in zip(self._jobs, self._sent, strict=True):
@@ -325,7 +329,7 @@ class Training:
         """Return the failure of the run, with the place of the first failure in its message."""
         self._run.end(at_once=True)
         if (error := self._run.failure) is None:
-            return RuntimeError("the run of this training was stopped from outside")
+            return RuntimeError("training: its run was stopped from outside; create another training")
         failures = [failure for failure in error.exceptions if isinstance(failure, StageError)]
         failure = failures[0]
         cause = failure.__cause__ or failure
@@ -352,7 +356,7 @@ class Training:
                 left[side] -= 1
                 done = step
         if done is None:
-            return "before anything of it was seen"
+            return "before any step known to be complete"
         name = text([done]) if len(job.parts) == 1 else str(done)
         return f"after {name} (micro-batch {done.chunk} of {chunks})"
 

@@ -58,7 +58,9 @@ def test_a_training_refuses_hooks_of_parameters_which_it_would_call_for_each_mic
     getattr(plain[0].weight, hook)(lambda gradient: None)
     with (
         Sequential(plain, on=on) as pipe,
-        pytest.raises(ValueError, match=r"parameter '0.weight' .*has a hook.*take the loss of pipe\(x\)"),
+        pytest.raises(
+            ValueError, match=r"parameter '0.weight' .*must not have hooks.*compute the loss of pipe\(x\)"
+        ),
     ):
         training(pipe)
 
@@ -83,7 +85,7 @@ def test_an_evaluation_that_loses_samples_is_an_error(on: Any) -> None:
         Sequential([nn.Linear(4, 3), HalvesWhenItEvaluates()], on=on, chunks=2) as pipe,
         training(pipe) as steps,
         pytest.raises(
-            ValueError, match="the module made 2 samples of the 4 of micro-batch 0 of the evaluation"
+            ValueError, match="micro-batch 0 of the evaluation must have 4 samples like its input, got 2"
         ),
     ):
         steps.evaluate(torch.randn(8, 4))
@@ -96,7 +98,7 @@ def test_a_loss_that_was_detached_is_an_error(on: Any) -> None:
 
     with (
         Sequential(model(), on=on) as pipe,
-        pytest.raises(RunError, match="does not depend on the model's output"),
+        pytest.raises(RunError, match="loss must depend on the model's output"),
         training(pipe, loss=detached) as steps,
     ):
         steps.step(torch.randn(8, 4), torch.randint(3, (8,)))
@@ -111,7 +113,7 @@ def test_a_model_without_anything_to_learn_has_a_loss_all_the_same() -> None:
 def test_a_loss_that_is_a_class_is_named() -> None:
     with (
         Sequential(model()) as pipe,
-        pytest.raises(TypeError, match=r"give an instance of it: CrossEntropyLoss\(\)"),
+        pytest.raises(TypeError, match=r"pass an instance, CrossEntropyLoss\(\)"),
     ):
         training(pipe, loss=nn.CrossEntropyLoss)
 

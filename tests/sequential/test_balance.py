@@ -184,9 +184,9 @@ def test_by_memory_parameters_count_with_what_an_optimizer_keeps_of_them() -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"param_scale": 2}, 'is for balance="memory"'),
-        ({"param_scale": -1, "balance": "memory"}, "at least 0, not -1"),
-        ({"param_scale": "2", "balance": "memory"}, "at least 0, not '2'"),
+        ({"param_scale": 2}, 'balance must be "memory" with param_scale'),
+        ({"param_scale": -1, "balance": "memory"}, "at least 0, got -1"),
+        ({"param_scale": "2", "balance": "memory"}, "at least 0, got '2'"),
     ],
 )
 def test_a_param_scale_that_says_nothing_is_refused(options: dict[str, Any], message: str) -> None:

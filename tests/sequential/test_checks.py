@@ -32,28 +32,28 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "more parts than layers": (
         {"parts": 4},
         ValueError,
-        ["parts must be from 1 to 3", "number of layers", "not 4"],
+        ["parts must be from 1 to 3", "number of layers", "got 4"],
     ),
-    "no part": ({"parts": 0}, ValueError, ["parts must be from 1 to 3", "not 0"]),
-    "a negative number of parts": ({"parts": -2}, ValueError, ["not -2"]),
+    "no part": ({"parts": 0}, ValueError, ["parts must be from 1 to 3", "got 0"]),
+    "a negative number of parts": ({"parts": -2}, ValueError, ["got -2"]),
     "parts is a bool": ({"parts": True}, TypeError, ["parts must be an int, or a list", "True (bool)"]),
     "parts is a float": ({"parts": 2.5}, TypeError, ["2.5 (float)"]),
     "parts is a text": ({"parts": "2"}, TypeError, ["'2' (str)"]),
     "a list that adds up to less": (
         {"parts": [1, 1]},
         ValueError,
-        ["parts=[1, 1] must add up to 3", "not to 2"],
+        ["parts=[1, 1] must add up to 3", "got 2"],
     ),
-    "a list that adds up to more": ({"parts": (2, 2)}, ValueError, ["must add up to 3", "not to 4"]),
-    "a list with a zero": ({"parts": [3, 0]}, ValueError, ["parts=[3, 0]", "at least 1", "not 0"]),
-    "a list with a text": ({"parts": [2, "1"]}, ValueError, ["ints of at least 1", "not '1'"]),
+    "a list that adds up to more": ({"parts": (2, 2)}, ValueError, ["must add up to 3", "got 4"]),
+    "a list with a zero": ({"parts": [3, 0]}, ValueError, ["parts=[3, 0]", "at least 1", "got 0"]),
+    "a list with a text": ({"parts": [2, "1"]}, ValueError, ["ints of at least 1", "got '1'"]),
     "an empty list": ({"parts": []}, ValueError, ["parts=[] must add up to 3"]),
     "an unknown place": ({"on": "gpu"}, ValueError, ['on must be "thread", "process" or a pool', "'gpu'"]),
     "a place that is no text": ({"on": None}, ValueError, ['"thread", "process" or a pool', "None"]),
     "no chunks": (
         {"chunks": 0},
         ValueError,
-        ["chunks must be at least 1, not 0", "1 sends each batch as a whole"],
+        ["chunks must be at least 1, got 0", "use 1 to send whole batches"],
     ),
     "chunks is a float": ({"chunks": 2.0}, TypeError, ["chunks must be an int of at least 1", "2.0 (float)"]),
     "an unknown balance": (
@@ -61,35 +61,43 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ['balance must be "time", "memory" or None', "speed"],
     ),
-    "a balance without a sample": ({"balance": "time"}, ValueError, ["balance='time'", "give sample="]),
+    "a balance without a sample": (
+        {"balance": "time"},
+        ValueError,
+        ["balance='time'", "sample must be a typical batch"],
+    ),
     "a sample without a balance": (
         {"sample": torch.ones(2, 3)},
         ValueError,
-        ["sample is for measuring", "balance="],
+        ["balance must be", "with sample"],
     ),
     "a balance and a list": (
         {"balance": "time", "sample": torch.ones(2, 3), "parts": [1, 2]},
         ValueError,
-        ["parts=[1, 2] says", "give parts=2"],
+        ["got [1, 2]", "use parts=2"],
     ),
     "a sample that is no tensor": (
         {"balance": "time", "sample": [1]},
         TypeError,
         ["sample[0] must be a tensor", "(int)"],
     ),
-    "an unknown device": ({"devices": ["cpu", "abacus"]}, ValueError, ["device 'abacus'", "here are cpu"]),
+    "an unknown device": (
+        {"devices": ["cpu", "abacus"]},
+        ValueError,
+        ["usable devices (cpu", "got 'abacus'"],
+    ),
     "a device that is not there": (
         {"devices": ["cpu", "cuda:99"]},
         ValueError,
-        ["device 'cuda:99'", "there is none"],
+        ["got 'cuda:99'", "it does not exist"],
     ),
-    "a device without numbers": ({"devices": ["meta", "cpu"]}, ValueError, ["device 'meta'"]),
-    "a device that is none": ({"devices": ["cpu", None]}, ValueError, ["device None"]),
-    "too few devices": ({"devices": ["cpu"]}, ValueError, ["devices must be 2, one for each part, not 1"]),
+    "a device without numbers": ({"devices": ["meta", "cpu"]}, ValueError, ["got 'meta'"]),
+    "a device that is none": ({"devices": ["cpu", None]}, ValueError, ["got None"]),
+    "too few devices": ({"devices": ["cpu"]}, ValueError, ["devices must be 2, one for each part, got 1"]),
     "a pool with shares of workers": (
         {"on": local(2)[{"local-1": 1}]},
         ValueError,
-        ["a part goes to each host of the pool in turn", "local-1 can't have shares"],
+        ["on must be a pool without shares", "got local-1"],
     ),
     "devices is a text": ({"devices": "cpu"}, TypeError, ["devices must be a list", "'cpu' (str)"]),
 }
@@ -137,18 +145,18 @@ class Shy:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ({"parts": Shy()}, "not <Shy whose"),
-        ({"parts": [2, Shy()]}, "not <Shy whose"),
-        ({"on": Shy()}, "not <Shy whose"),
-        ({"chunks": Shy()}, "not <Shy whose"),
-        ({"balance": Shy()}, "not <Shy whose"),
+        ({"parts": Shy()}, "got <Shy whose"),
+        ({"parts": [2, Shy()]}, "got <Shy whose"),
+        ({"on": Shy()}, "got <Shy whose"),
+        ({"chunks": Shy()}, "got <Shy whose"),
+        ({"balance": Shy()}, "got <Shy whose"),
         (
             {"balance": "time", "sample": {Shy(): 1}},
             "sample[<Shy whose repr raises LookupError>] must be a tensor",
         ),
-        ({"devices": Shy()}, "not <Shy whose"),
-        ({"devices": ["cpu", Shy()]}, "device <Shy whose repr raises LookupError> of devices"),
-        ({"devices": ["cpu", "cpu", Shy()]}, "not 3: <list whose repr raises LookupError>"),
+        ({"devices": Shy()}, "got <Shy whose"),
+        ({"devices": ["cpu", Shy()]}, "got <Shy whose repr raises LookupError> ("),
+        ({"devices": ["cpu", "cpu", Shy()]}, "got 3: <list whose repr raises LookupError>"),
     ],
 )
 def test_an_object_whose_repr_fails_is_named_by_its_type(arguments: dict[str, Any], word: str) -> None:
@@ -163,7 +171,7 @@ def test_an_object_whose_repr_fails_is_named_by_its_type(arguments: dict[str, An
 def test_so_it_is_in_a_training(argument: str) -> None:
     with pytest.raises(
         (TypeError, ValueError),
-        match=rf"^training: {argument} must be .*not (<Shy whose repr raises LookupError>|Shy)( \(Shy\))?$",
+        match=rf"^training: {argument} must be .*(not|got) (<Shy whose .* LookupError>|Shy)( \(Shy\))?$",
     ):
         Sequential(model()).trainer(**{"loss": nn.functional.mse_loss, argument: Shy()})
 
@@ -177,12 +185,12 @@ def test_a_misspelt_option_of_a_training_is_told_which_one_was_meant() -> None:
 @pytest.mark.parametrize(
     ("module", "kind", "words"),
     [
-        (nn.Linear(2, 2), ValueError, ["parts must be from 1 to 1, the number of layers, not 2"]),
+        (nn.Linear(2, 2), ValueError, ["parts must be from 1 to 1, the number of layers, got 2"]),
         (5, TypeError, ["nn.Module or a list of layers", "5 (int)"]),
         (None, TypeError, ["None (NoneType)"]),
         ([nn.Linear(2, 2), torch.relu], TypeError, ["layer 1 of module must be an nn.Module"]),
-        ([], ValueError, ["module has no layers"]),
-        (nn.Sequential(), ValueError, ["module has no layers"]),
+        ([], ValueError, ["module must have at least one layer"]),
+        (nn.Sequential(), ValueError, ["module must have at least one layer"]),
         (nn.Sequential(nn.LazyLinear(3), nn.ReLU()), ValueError, ["'0.weight'", "call module(x) once"]),
     ],
 )
@@ -228,9 +236,9 @@ def test_a_layer_that_cannot_be_pickled_is_named_with_what_is_in_the_way() -> No
     assert words_in(
         raised,
         "layer '1' (Sequential) of part 1",
-        "1.1.tools['lock'] is of type lock",
+        "must be picklable, got 1.1.tools['lock'] of type lock",
         'use on="thread"',
-        "__getstate__",
+        "create it in forward()",
     )
     with Sequential(module, on="thread") as pipe:
         assert pipe(torch.ones(2, 3)).shape == (2, 3)
@@ -302,9 +310,9 @@ def test_a_layer_that_changes_the_batch_dimension_is_named_before_anything_start
     chunks = 8 if culprit == "layer '0' (Fixed)" else 1
     with Sequential(layers, on=on, chunks=chunks) as pipe:
         x = torch.randn(16 if chunks == 8 else 8, 4)
-        with pytest.raises(ValueError, match="changes the batch dimension") as raised:
+        with pytest.raises(ValueError, match="must keep the batch dimension") as raised:
             pipe(x)
-        assert words_in(raised, culprit, str(shape), "micro-batches can be joined only")
+        assert words_in(raised, culprit, str(shape), "apply it to the joined output")
         assert not started(pipe)
 
 
@@ -319,13 +327,13 @@ def test_an_output_that_is_no_tensor_is_named() -> None:
     with Sequential([nn.Linear(4, 4), WithNumber()]) as pipe:
         with pytest.raises(TypeError) as raised:
             pipe(torch.randn(8, 4))
-        assert words_in(raised, "the output[1] is 7 (int)", "layer '1' (WithNumber)", "must be tensors")
+        assert words_in(raised, "the output[1] must be a tensor, got 7 (int)", "layer '1' (WithNumber)")
         assert not started(pipe)
 
 
 def test_the_hidden_state_of_an_lstm_has_the_batch_elsewhere() -> None:
     with Sequential([nn.Linear(4, 4), nn.LSTM(4, 3, batch_first=True)]) as pipe:
-        with pytest.raises(ValueError, match="changes the batch dimension") as raised:
+        with pytest.raises(ValueError, match="must keep the batch dimension") as raised:
             pipe(torch.randn(8, 5, 4))
         assert words_in(raised, "layer '1' (LSTM)", "the output[1][0]", "(1, 2, 3)")
 
@@ -339,7 +347,7 @@ def test_layers_without_meta_kernels_are_checked_when_they_run() -> None:
 
     with Sequential([nn.Identity(), Numbers()], chunks=2) as pipe:
         with pytest.raises(
-            ValueError, match="the module made 2 samples of the 3 of micro-batch 0 of batch 0"
+            ValueError, match="micro-batch 0 of batch 0 must have 3 samples like its input, got 2"
         ):
             pipe(torch.arange(6.0).reshape(6, 1))
         assert started(pipe)
@@ -362,8 +370,8 @@ def test_the_check_changes_no_buffer_and_draws_no_random_number() -> None:
     [
         ("text", TypeError, "x must be a tensor"),
         ({"a": torch.ones(2, 3), "b": 1}, TypeError, "x['b'] must be a tensor"),
-        ((torch.ones(2, 3), torch.ones(3, 3)), ValueError, "x[1] has a batch of 3"),
-        (torch.tensor(1.0), ValueError, "no dimension"),
+        ((torch.ones(2, 3), torch.ones(3, 3)), ValueError, "x[1] must have the batch size 2"),
+        (torch.tensor(1.0), ValueError, "must have a batch dimension"),
     ],
 )
 def test_an_input_that_cannot_be_split_starts_nothing(x: Any, kind: type[Exception], word: str) -> None:

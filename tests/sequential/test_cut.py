@@ -82,7 +82,7 @@ def test_a_layer_that_cant_be_measured_leaves_the_cut_even() -> None:
 def test_a_pipe_that_cant_win_says_so_once(on: Any) -> None:
     x = torch.ones(2, 1)
     with Sequential([nn.Identity() for _ in range(4)], parts=2, on=on) as pipe:
-        with pytest.warns(RuntimeWarning, match=r"won't be quicker than by itself with one compute thread: "):
+        with pytest.warns(RuntimeWarning, match="will not be faster .* with one compute thread: "):
             pipe(x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -95,7 +95,7 @@ def test_a_pipe_that_cant_win_says_with_how_many_threads_the_module_does_better(
     try:
         with (
             Sequential([nn.Identity() for _ in range(4)]) as pipe,
-            pytest.warns(RuntimeWarning, match="in 2 parts .* by itself with torch's 3 compute threads: "),
+            pytest.warns(RuntimeWarning, match="in 2 parts, .* with torch's 3 compute threads: "),
         ):
             pipe(torch.ones(2, 1))
     finally:

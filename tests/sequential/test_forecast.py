@@ -100,6 +100,6 @@ def test_what_is_forecast_can_be_trained() -> None:
 @pytest.mark.parametrize("workers", [0, 9, True, 2.0])
 def test_a_wrong_number_of_workers_is_named(workers: Any) -> None:
     with pytest.raises(
-        ValueError, match=f"^forecasts: workers must be from 1 to 8, the layers, not {workers!r}$"
+        ValueError, match=f"^forecasts: workers must be from 1 to 8, the number of layers, got {workers!r}$"
     ):
         forecasts(layers(), torch.randn(4, 8), workers)

@@ -247,7 +247,7 @@ def test_a_batch_that_cannot_be_split_comes_in_its_turn(on: Any) -> None:
     with Sequential(dense(), on=on) as pipe:
         stream = pipe.stream([torch.ones(4, 6), torch.ones(3, 6), None])
         assert [len(next(stream)), len(next(stream))] == [4, 3]
-        with pytest.raises(TypeError, match="x must hold at least one tensor, not None"):
+        with pytest.raises(TypeError, match="x must contain at least one tensor, got None"):
             next(stream)
 
 

@@ -164,7 +164,7 @@ def test_close_may_be_called_again_and_use_after_it_raises(on: Any) -> None:
     pipe.close()
     with pytest.raises(Closed, match="closed"):
         list(stream)
-    with pytest.raises(Closed, match="is closed; make another one"):
+    with pytest.raises(Closed, match="is closed; create another one"):
         pipe(torch.ones(2, 6))
     with pytest.raises(Closed):
         pipe.stream([])

@@ -71,11 +71,11 @@ def test_several_arguments_are_the_first_layers(on: Any, gradients: bool) -> Non
 
 def test_an_argument_that_does_not_fit_is_named() -> None:
     with Sequential([Attends(), Gives()]) as pipe:
-        with pytest.raises(ValueError, match=r"mask has a batch of 3, but argument 0 one of 7"):
+        with pytest.raises(ValueError, match=r"mask must have the batch size 7 of argument 0, got 3"):
             pipe(torch.ones(7, 6), mask=torch.ones(3, 1))
-        with pytest.raises(TypeError, match=r"argument 1 must be a tensor, not .*1\.5"):
+        with pytest.raises(TypeError, match=r"argument 1 must be a tensor, got .*1\.5"):
             pipe(torch.ones(7, 6), 1.5)
-        with pytest.raises(TypeError, match="must hold at least one tensor"):
+        with pytest.raises(TypeError, match="must contain at least one tensor"):
             pipe(None)
 
 
@@ -113,10 +113,10 @@ def test_the_batch_may_be_another_dimension(on: Any) -> None:
         torch.testing.assert_close(twins(x), plain(x))
         twins.close()
         with pytest.raises(
-            ValueError, match=r"x has no dimension 1, which is the batch here; its shape is \(3,\)"
+            ValueError, match=r"x must have dimension 1, the batch dimension, got shape \(3,\)"
         ):
             pipe(torch.ones(3))
-        with pytest.raises(ValueError, match=r"not dim=1; take the loss of pipe\(x\)"):
+        with pytest.raises(ValueError, match=r"got dim=1; compute the loss of pipe\(x\)"):
             pipe.trainer(loss=cross_entropy)
     torch.testing.assert_close(x.grad, twin.grad)
     for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
@@ -161,7 +161,7 @@ class Sometimes(nn.Module):
 def test_what_is_there_for_some_micro_batches_only_cant_be_joined() -> None:
     with (
         Sequential([nn.Identity(), Sometimes()], chunks=2) as pipe,
-        pytest.raises(ValueError, match=r"the output is None for some micro-batches .* join="),
+        pytest.raises(ValueError, match=r"the output must be a tensor for all micro-batches .* join="),
     ):
         pipe(torch.tensor([[1.0], [11.0]]))
 

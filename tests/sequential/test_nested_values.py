@@ -86,13 +86,13 @@ def test_splitting_copies_nothing() -> None:
 @pytest.mark.parametrize(
     ("value", "kind", "words"),
     [
-        ("text", TypeError, ["x must be a tensor", "'text' (str)", "keep what is no tensor in the module"]),
+        ("text", TypeError, ["x must be a tensor", "'text' (str)", "keep other values in the module"]),
         ({"a": rows(3), "mask": 1.5}, TypeError, ["x['mask']", "1.5 (float)"]),
         ({"mask": None}, TypeError, ["at least one tensor"]),
         ((rows(3), [rows(3), 5]), TypeError, ["x[1][1]", "5 (int)"]),
-        ((rows(3), torch.tensor(2.5)), ValueError, ["x[1]", "no dimension", "2.5"]),
-        ((rows(3), {"y": rows(4)}), ValueError, ["x[1]['y'] has a batch of 4", "x[0] one of 3"]),
-        ((), TypeError, ["x must hold at least one tensor", "() (tuple)"]),
+        ((rows(3), torch.tensor(2.5)), ValueError, ["x[1]", "must have a batch dimension", "2.5"]),
+        ((rows(3), {"y": rows(4)}), ValueError, ["x[1]['y'] must have the batch size 3 of x[0], got 4"]),
+        ((), TypeError, ["x must contain at least one tensor", "() (tuple)"]),
         ({}, TypeError, ["at least one tensor"]),
     ],
 )

@@ -139,7 +139,7 @@ def test_staircases_are_drawn_as_they_run() -> None:
 
 
 def test_a_staircase_needs_whole_units() -> None:
-    with pytest.raises(ValueError, match=r"^staircase: steps must take whole units of time, not 0.0 to 1.5$"):
+    with pytest.raises(ValueError, match=r"^staircase: steps must take whole units of time, got 0.0 to 1.5$"):
         simulate(plan("gpipe", 1, 1, 1), 1.5, 2).staircase()
 
 
@@ -231,19 +231,19 @@ def test_the_sender_waits_for_room_in_a_full_link() -> None:
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
-        (["F0 F0"], "worker 0 does 0:F0 twice"),
-        (["B0 F0"], "worker 0 does 0:B0 and has not done 0:F0 before"),
-        (["B0"], "worker 0 does 0:B0 and has not done 0:F0 before"),
-        (["1:F0 0:F0"], "worker 0 does 1:F0 and has not done 0:F0 before"),
-        (["F0 F1", "F2"], "part 0 is on worker 0 and on worker 1"),
-        (["F0 I0 B0"], "worker 0 does 0:B0 twice"),
-        (["F0 W0 I0"], "worker 0 does 0:W0 and has not done 0:I0 before"),
-        (["0:F0", "2:F0"], "worker 1 needs 1:F0 for 2:F0, and no worker has part 1"),
-        (["0:F0", "1:F1"], "deadlock: worker 1 waits before 1:F1 for 0:F1 of worker 0"),
+        (["F0 F0"], "worker 0 must do each step once, got 0:F0 twice"),
+        (["B0 F0"], "worker 0 must do 0:F0 before 0:B0"),
+        (["B0"], "worker 0 must do 0:F0 before 0:B0"),
+        (["1:F0 0:F0"], "worker 0 must do 0:F0 before 1:F0"),
+        (["F0 F1", "F2"], "part 0 must be on one worker, got 0 and 1"),
+        (["F0 I0 B0"], "worker 0 must do each step once, got 0:B0 twice"),
+        (["F0 W0 I0"], "worker 0 must do 0:I0 before 0:W0"),
+        (["0:F0", "2:F0"], "worker 1 needs 1:F0 for 2:F0, but no worker has part 1"),
+        (["0:F0", "1:F1"], "deadlock: worker 1 waits before 1:F1 for 0:F1 from worker 0"),
         (
             ["0:F0 0:B0 0:F1 0:B1", "1:F0 1:F1 1:B0 1:B1"],
-            "deadlock: worker 0 waits before 0:B0 for 1:B0 of worker 1; worker 1 waits before "
-            "1:F1 for 0:F1 of worker 0",
+            "deadlock: worker 0 waits before 0:B0 for 1:B0 from worker 1; worker 1 waits before "
+            "1:F1 for 0:F1 from worker 0",
         ),
     ],
 )
@@ -259,8 +259,8 @@ def test_a_deadlock_for_want_of_room_is_found_and_more_room_ends_it() -> None:
     lists = [parse("0:F0 0:F1 0:F2 0:F3 2:F0 2:F1 2:F2 2:F3"), parse("1:F0 1:F1 1:F2 1:F3")]
     with pytest.raises(
         ValueError,
-        match=r"^simulate: deadlock: worker 0 waits after 0:F3 for room in its link to worker 1; "
-        r"worker 1 waits after 1:F1 for room in its link to worker 0$",
+        match=r"^simulate: deadlock: worker 0 waits after 0:F3 for room in its channel to worker 1; "
+        r"worker 1 waits after 1:F1 for room in its channel to worker 0$",
     ):
         simulate(lists, capacity=1)
     assert simulate(lists, capacity=2).makespan == simulate(lists).makespan == 8
@@ -283,12 +283,12 @@ def test_a_step_left_out_is_missed(lists: list[list[Step]], data: st.DataObject)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"capacity": 0}, "simulate: capacity must be at least 1, or None for any number, not 0"),
-        ({"forward": 0}, "simulate: forward must be a time greater than 0, not 0"),
-        ({"backward": -1.0}, "simulate: backward must be a time greater than 0, not -1.0"),
-        ({"forward": float("nan")}, "simulate: forward must be a time greater than 0, not nan"),
-        ({"weights": 2.0}, "simulate: weights must take less than backward=2.0, not 2.0"),
-        ({"backward": []}, "simulate: backward must be a time for each of 1 parts, not []"),
+        ({"capacity": 0}, "simulate: capacity must be at least 1, or None for any number, got 0"),
+        ({"forward": 0}, "simulate: forward must be a time greater than 0, got 0"),
+        ({"backward": -1.0}, "simulate: backward must be a time greater than 0, got -1.0"),
+        ({"forward": float("nan")}, "simulate: forward must be a time greater than 0, got nan"),
+        ({"weights": 2.0}, "simulate: weights must be less than backward=2.0, got 2.0"),
+        ({"backward": []}, "simulate: backward must be a time for each of 1 parts, got []"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments: dict[str, Any], message: str) -> None:

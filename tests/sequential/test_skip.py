@@ -127,7 +127,7 @@ def test_a_stash_within_a_layer_of_the_users_own_must_not_replace_another_one() 
     x = torch.full((2, 1), 3.0)
     with (
         Sequential(module, 2) as pipe,
-        pytest.raises(StageError, match=r"Stash\('a'\) would replace what another one has"),
+        pytest.raises(StageError, match=r"Stash\('a'\): a value with this name is already stashed"),
     ):
         pipe(x)
     assert torch.equal(module(x), module(x))  # the plain module doesn't know where a batch ends
@@ -135,7 +135,7 @@ def test_a_stash_within_a_layer_of_the_users_own_must_not_replace_another_one() 
 
 def test_what_was_popped_is_gone() -> None:
     module = nn.Sequential(Stash("a"), Pop("a"), Pop("a"))
-    with pytest.raises(RuntimeError, match=r"Pop\('a'\) finds nothing: no Stash\('a'\) came before it"):
+    with pytest.raises(RuntimeError, match=r"Pop\('a'\): no value is stashed; put a Stash\('a'\) before it"):
         module(torch.ones(2, 1))
 
 
@@ -157,15 +157,15 @@ WRONG: dict[str, tuple[list[nn.Module], str]] = {
     "another name": ([Stash("b"), Pop("a"), Pop("b")], "layer '1', Pop('a'), has no Stash('a') before it"),
     "behind it": ([Pop("a"), Stash("a")], "layer '0', Pop('a'), has no Stash('a') before it"),
     "popped already": ([Stash("a"), Pop("a"), Pop("a")], "layer '2', Pop('a'), has no Stash('a') before it"),
-    "never popped": ([Stash("a"), nn.ReLU()], "layer '0', Stash('a'), has no Pop('a') behind it"),
-    "stashed again": ([Stash("a"), Pop("a"), Stash("a")], "layer '2', Stash('a'), has no Pop('a') behind it"),
+    "never popped": ([Stash("a"), nn.ReLU()], "layer '0', Stash('a'), has no Pop('a') after it"),
+    "stashed again": ([Stash("a"), Pop("a"), Stash("a")], "layer '2', Stash('a'), has no Pop('a') after it"),
     "stashed twice": (
         [Stash("a"), Stash("a"), Pop("a")],
-        "layer '1', Stash('a'), stashes again what layer '0' has",
+        "layer '1', Stash('a'), repeats the Stash of layer '0' without",
     ),
     "nested": (
         [nn.Sequential(nn.ReLU(), Stash("a")), nn.ReLU()],
-        "layer '0.1', Stash('a'), has no Pop('a') behind it",
+        "layer '0.1', Stash('a'), has no Pop('a') after it",
     ),
 }
 
@@ -189,7 +189,7 @@ def test_what_a_layer_of_the_users_own_stashes_and_pops_is_not_known_before() ->
 
 
 def test_only_tensors_are_stashed() -> None:
-    with pytest.raises(TypeError, match=r"Stash\('a'\) takes a tensor or None, not a tuple"):
+    with pytest.raises(TypeError, match=r"Stash\('a'\): x must be a tensor or None, got a tuple"):
         Stash("a")((torch.ones(1),))
 
 

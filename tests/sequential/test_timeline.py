@@ -53,7 +53,7 @@ lines = pytest.mark.parametrize("line", LINES.values(), ids=LINES)
 
 @pytest.mark.parametrize("name", ["run.png", "run", "run.svg.gz", ".svg", "run.SVG"])
 def test_a_file_of_another_kind_is_refused_and_not_written(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"^save: '.*{name}' must end in \.svg or \.json$"):
+    with pytest.raises(ValueError, match=rf"^save: path must end in \.svg or \.json, got '.*{name}'$"):
         real().save(tmp_path / name)
     assert not list(tmp_path.iterdir())
 

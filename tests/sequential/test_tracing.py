@@ -247,9 +247,7 @@ def test_several_arguments_are_given_as_to_the_module_and_others_have_their_defa
     with Sequential(module, 2, chunks=2) as pipe:
         torch.testing.assert_close(pipe(x, y=y), module(x, y))
         torch.testing.assert_close(pipe(x, y), module(x, y))
-        with pytest.raises(
-            Exception, match="by tracing with the arguments x, y, and all others at their defaults"
-        ):
+        with pytest.raises(Exception, match="a traced module takes exactly the arguments x, y; pass these"):
             pipe(x)
 
 
@@ -282,19 +280,19 @@ def test_a_layer_that_cant_be_traced_is_kept_whole(layer: Any) -> None:
         (
             lambda self, x: self.two(x) if x.sum() > 0 else self.one(x),
             TypeError,
-            "a Own, can't be cut by tracing its",
+            "forward of a Own cannot be traced",
         ),
         (
             lambda self, x: self.two(self.one(x)) * (1 + self.training),
             TypeError,
-            "not the same each time, or in both",
+            "operations differ between calls or modes",
         ),
         (
             lambda self, x: self.two(self.one(x)) + torch.rand(4),
             TypeError,
-            "not the same each time, or in both modes",
+            "operations differ between calls or modes",
         ),
-        (lambda self, x: x, ValueError, "module has no layers"),
+        (lambda self, x: x, ValueError, "module must have at least one layer"),
     ],
 )
 def test_a_forward_that_cant_be_traced_is_refused_with_the_remedy(
@@ -307,12 +305,12 @@ def test_a_forward_that_cant_be_traced_is_refused_with_the_remedy(
 def test_a_trace_that_missed_something_is_found_with_the_first_batch() -> None:
     module = Own(lambda self, x: self.two(self.one(x)) if isinstance(x, Tensor) else self.one(self.two(x)))
     with (
-        pytest.raises(ValueError, match="its segments do not give what it gives by itself"),
+        pytest.raises(ValueError, match="and the module give different outputs"),
         Sequential(module, 2) as pipe,
     ):
         pipe(torch.randn(6, 4))
     with (
-        pytest.raises(ValueError, match="its segments do not give what it gives by itself"),
+        pytest.raises(ValueError, match="and the module give different outputs"),
         Sequential(module, 2).trainer(loss=functional.mse_loss) as training,
     ):
         training.step(torch.randn(6, 4), torch.randn(6, 4))
@@ -320,21 +318,19 @@ def test_a_trace_that_missed_something_is_found_with_the_first_batch() -> None:
 
 @pytest.mark.parametrize("names", [["layer5"], ["layer2", "nothing"]])
 def test_a_name_of_no_layer_is_refused_with_those_there_are(names: list[str]) -> None:
-    with pytest.raises(
-        ValueError, match=r"of parts is no layer that works in this module; layers are 'conv1', 'bn1'"
-    ):
+    with pytest.raises(ValueError, match=r"parts must name layers that forward calls \('conv1', 'bn1'"):
         Sequential(ResNet18(), names)
 
 
 @pytest.mark.parametrize("names", [["layer3", "layer2"], ["layer2", "layer2"], ["conv1"]])
 def test_names_must_be_in_the_order_in_which_layers_work(names: list[str]) -> None:
-    with pytest.raises(ValueError, match="must name layers in the order in which they begin to work"):
+    with pytest.raises(ValueError, match="must name layers in the order in which they run"):
         Sequential(ResNet18(), names)
 
 
 @pytest.mark.parametrize("names", [["3", "2"], ["2", "2"], ["0"]])
 def test_names_of_a_plain_sequential_must_be_in_order_too(names: list[str]) -> None:
-    with pytest.raises(ValueError, match="must name layers in their order, each once"):
+    with pytest.raises(ValueError, match="must name layers in their order, without the first"):
         Sequential(nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))), names)
 
 
@@ -343,7 +339,7 @@ def test_a_layer_replaced_after_the_trace_is_noticed() -> None:
     with Sequential(module, 2) as pipe:
         pipe(torch.randn(6, 4))
         module.two = nn.Linear(4, 4)
-        with pytest.raises(RuntimeError, match="has come, gone or been replaced since it was cut by tracing"):
+        with pytest.raises(RuntimeError, match="has changed since it was traced"):
             pipe(torch.randn(6, 4))
 
 
@@ -351,7 +347,7 @@ def test_hooks_of_modules_that_were_traced_through_are_refused() -> None:
     module = ResNet18()
     module.layer1.register_forward_hook(lambda *_: None)
     with pytest.raises(
-        ValueError, match="a Sequential of module has forward hooks, which its parts would not call"
+        ValueError, match="a Sequential of module has forward hooks, which the parts would not call"
     ):
         Sequential(module, 2)
 

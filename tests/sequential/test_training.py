@@ -291,7 +291,7 @@ def test_a_pipe_has_one_training_at_a_time() -> None:
     pipe = Sequential(perceptron(), 2)
     with (
         pipe.trainer(loss=cross_entropy),
-        pytest.raises(RuntimeError, match="a training of this pipe goes on"),
+        pytest.raises(RuntimeError, match="a training of this pipe is active"),
     ):
         pipe.trainer(loss=cross_entropy)
     pipe.trainer(loss=cross_entropy)
@@ -304,7 +304,9 @@ def test_a_pipe_gives_no_answers_while_its_training_goes_on(on: Any) -> None:
     with Sequential(module, 2, on=on, chunks=4) as pipe:
         with pipe.trainer(loss=cross_entropy, optimizer=OPTIMIZERS["sgd"]) as training:
             training.step(x, target)
-            message = r"a training of this pipe goes on: use training.evaluate\(x\), or leave its with block"
+            message = (
+                r"a training of this pipe is active; use training.evaluate\(x\), or leave its with block"
+            )
             for use in (lambda: pipe(x), lambda: pipe.stream([x])):
                 with pytest.raises(RuntimeError, match=message):
                     use()

@@ -28,27 +28,31 @@ from flowchan.viz import to_dot
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"loss": 7}, TypeError, "loss must be a function of output and target, not 7"),
+        ({"loss": 7}, TypeError, "loss must be a function of output and target, got 7"),
         (
             {"optimizer": SGD([torch.zeros(1, requires_grad=True)], lr=0.1)},
             TypeError,
             r"partial\(SGD, lr=0.1\)",
         ),
         ({"optimizer": "sgd"}, TypeError, "optimizer must be a function"),
-        ({"optimizer": list}, TypeError, r"optimizer must make an optimizer, with a step\(\), not a list"),
+        (
+            {"optimizer": list},
+            TypeError,
+            r"optimizer must return an object with a step\(\) method, got a list",
+        ),
         ({"optimizer": partial(SGD, lr=-1)}, ValueError, "Invalid learning rate: -1"),
         (
             {"schedule": "zigzag"},
             ValueError,
-            "^training: schedule must be 'gpipe' or .* or 'dualpipev', not 'zigzag'",
+            "^training: schedule must be 'gpipe' or .* or 'dualpipev', got 'zigzag'",
         ),
-        ({"workers": 2}, ValueError, "^training: .*take schedule='interleaved'"),
-        ({"workers": 5, "schedule": "interleaved"}, ValueError, "^training: .*take fewer workers"),
+        ({"workers": 2}, ValueError, "^training: .*use schedule='interleaved'"),
+        ({"workers": 5, "schedule": "interleaved"}, ValueError, "^training: .*use fewer workers"),
         ({"workers": 0}, ValueError, "^training: workers must be at least 1, not 0"),
         ({"workers": 1.0}, TypeError, "^training: workers must be an int of at least 1, not 1.0"),
-        ({"recompute": 1}, TypeError, "recompute must be True or False, not 1"),
+        ({"recompute": 1}, TypeError, "recompute must be True or False, got 1"),
         ({"clip": 0.0}, ValueError, "clip must be the largest norm, greater than 0"),
-        ({"clip": 1.0, "optimizer": None}, ValueError, "clip needs an optimizer in the parts"),
+        ({"clip": 1.0, "optimizer": None}, ValueError, "clip must be None without optimizer="),
         ({"autocast": "bfloat16"}, TypeError, "autocast must be a floating type"),
         ({"autocast": torch.int8}, TypeError, "autocast must be a floating type"),
     ],
@@ -84,7 +88,7 @@ def test_a_loss_that_cant_be_sent_is_refused_before_anything_starts() -> None:
 def test_a_target_of_another_size_is_refused_and_the_training_goes_on() -> None:
     ((x, target),) = batches([8])
     with in_parts(perceptron(), 2) as training:
-        with pytest.raises(ValueError, match="x has a batch of 8, but target one of 7"):
+        with pytest.raises(ValueError, match="target must have the batch size 8 of x, got 7"):
             training.step(x, target[:7])
         with pytest.raises(TypeError, match=r"x\[0\] must be a tensor"):
             training.step([1, 2], target)
@@ -94,13 +98,13 @@ def test_a_target_of_another_size_is_refused_and_the_training_goes_on() -> None:
 def test_a_training_is_used_in_its_with_block() -> None:
     ((x, target),) = batches([8])
     training = in_parts(perceptron(), 2)
-    with pytest.raises(RuntimeError, match=r"has not begun: .* `with pipe.trainer\(\.\.\.\) as training:`"):
+    with pytest.raises(RuntimeError, match=r"has not begun; .* `with pipe.trainer\(\.\.\.\) as training:`"):
         training.step(x, target)
     with training:
         training.step(x, target)
         with pytest.raises(RuntimeError, match="has begun already"):
             training.__enter__()
-    with pytest.raises(RuntimeError, match=r"is over; make another one with pipe.trainer\(\.\.\.\)"):
+    with pytest.raises(RuntimeError, match=r"is over; create another with pipe.trainer\(\.\.\.\)"):
         training.evaluate(x)
 
 

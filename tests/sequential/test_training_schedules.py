@@ -89,31 +89,35 @@ def test_parts_of_a_written_schedule_are_with_the_workers_that_it_says() -> None
 @pytest.mark.parametrize(
     ("schedule", "options", "message"),
     [
-        (WRITTEN, {"chunks": 3}, "the schedule has 0:B3, but there are 2 parts, and 3 micro-batches"),
-        (WRITTEN, {"chunks": 5}, "the schedule must have 0:F4 once, and either 0:B4 or both 0:I4 and 0:W4"),
-        (WRITTEN, {"workers": 3}, "the schedule has 2 lines, one for each worker, not workers=3"),
-        (["F0 I0", "F0 B0"], {"chunks": 1}, "the schedule must have 0:F0 once, and either 0:B0 or both"),
+        (WRITTEN, {"chunks": 3}, "the schedule must be for 2 parts and 3 micro-batches, got step 0:B3"),
+        (
+            WRITTEN,
+            {"chunks": 5},
+            "the schedule must contain 0:F4 once, and either 0:B4 or both 0:I4 and 0:W4",
+        ),
+        (WRITTEN, {"workers": 3}, "workers must be 2, the number of lines of the schedule, got 3"),
+        (["F0 I0", "F0 B0"], {"chunks": 1}, "the schedule must contain 0:F0 once, and either 0:B0 or both"),
         (
             ["F0 B0 I0 W0", "F0 B0"],
             {"chunks": 1},
-            "the schedule must have 0:F0 once, and either 0:B0 or both",
+            "the schedule must contain 0:F0 once, and either 0:B0 or both",
         ),
         (
             ["F0 F0 B0", "F0 B0"],
             {"chunks": 1},
-            "the schedule can't be done: simulate: worker 0 does 0:F0 twice",
+            "the schedule cannot run: simulate: worker 0 must do each step once, got 0:F0",
         ),
         (
             ["F0 B0", "B0 F0"],
             {"chunks": 1},
-            "the schedule can't be done: simulate: worker 1 does 1:B0 and has",
+            "the schedule cannot run: simulate: worker 1 must do 1:F0 before 1:B0",
         ),
-        (["F0 B0 ?", "F0 B0"], {"chunks": 1}, "parse: '?' is no step"),
-        (lambda *_: [7], {}, "the schedule's function must give steps, or them as text, not 7 (int)"),
-        (lambda *_: 7, {}, "the schedule's function must give steps, or them as text, not 7 (int)"),
-        ("zbv", {"workers": 3}, "parts=2 leaves some of workers=3 without a part"),
+        (["F0 B0 ?", "F0 B0"], {"chunks": 1}, "with its part, got '?'"),
+        (lambda *_: [7], {}, "the function of the schedule must return steps or text, got 7 (int)"),
+        (lambda *_: 7, {}, "the function of the schedule must return steps or text, got 7 (int)"),
+        ("zbv", {"workers": 3}, "workers must be at most parts=2, got 3"),
         ("FO BO", {}, "schedule must be 'gpipe' or"),
-        ([], {}, r"schedule must be 'gpipe' or .* not \[\]"),
+        ([], {}, r"schedule must be 'gpipe' or .* got \[\]"),
     ],
 )
 def test_a_schedule_that_cant_be_done_is_refused_with_the_reason(
@@ -127,7 +131,7 @@ def test_a_schedule_that_cant_be_done_is_refused_with_the_reason(
 def test_parts_that_follow_each_other_must_be_with_neighbours() -> None:
     written = ["0:F0 0:B0", "2:F0 2:B0", "1:F0 1:B0", "3:F0 3:B0", "4:F0 4:B0"]
     with pytest.raises(
-        ValueError, match="part 0 with worker 0 and part 1 with worker 2: give them to one worker"
+        ValueError, match="parts 0 and 1 must be on one worker or on neighbours, got workers 0 and 2"
     ):
         in_parts(perceptron(), 5, chunks=1, schedule=written)
 

@@ -121,19 +121,19 @@ def works(rank, made, mesh):
 def says_so(made, mesh):
     module, x, cpu = made(), torch.zeros(4, 6), torch.device("cpu")
     fully_shard(module[0], mesh=mesh)
-    refused(lambda: piped(module), "layer '0' is sharded by FSDP", "fully_shard(pipe)")
-    refused(lambda: Sequential(fully_shard(made(), mesh=mesh)), "module is sharded by FSDP")
+    refused(lambda: piped(module), "layer '0' must not be sharded by FSDP", "fully_shard(pipe)")
+    refused(lambda: Sequential(fully_shard(made(), mesh=mesh)), "module must not be sharded by FSDP")
     with piped(made()) as pipe:
         fully_shard(pipe, mesh=mesh)
         refused(lambda: pipe.trainer(loss=cross_entropy), "a training by steps", "loss of pipe(x)")
     with piped(made()) as pipe:
         fully_shard(pipe[0], mesh=mesh)
-        refused(lambda: pipe(x), "layer '0' is sharded by FSDP")
+        refused(lambda: pipe(x), "layer '0' must not be sharded by FSDP")
     with piped(made(), "process") as pipe:
-        refused(lambda: fully_shard(pipe, mesh=mesh)(x), "a part's process", "thread")
+        refused(lambda: fully_shard(pipe, mesh=mesh)(x), "a process of a part", "thread")
     with piped(made(), "process") as pipe:
         wrapped = FullyShardedDataParallel(pipe, device_id=cpu, use_orig_params=True)
-        refused(lambda: wrapped(x), "a part's process", "thread")
+        refused(lambda: wrapped(x), "a process of a part", "thread")
     with piped(made()) as pipe:
         refused(lambda: FullyShardedDataParallel(pipe, device_id=cpu)(x), "use_orig_params=True")
 

@@ -78,8 +78,8 @@ class Plans:
         if self._lines is not None:
             if workers not in (None, len(self._lines)):
                 raise ValueError(
-                    f"training: the schedule has {len(self._lines)} lines, one for each worker, "
-                    f"not workers={short(workers)}"
+                    f"training: workers must be {len(self._lines)}, the number of lines of the schedule, "
+                    f"got {short(workers)}"
                 )
             workers = len(self._lines)
         elif workers is None:
@@ -128,7 +128,7 @@ def _steps(given: Any) -> list[Step]:
     for step in steps:
         if not isinstance(step, Step):
             raise TypeError(
-                f"training: the schedule's function must give steps, or them as text, not {shown(step)}"
+                f"training: the function of the schedule must return steps or text, got {shown(step)}"
             )
     return steps
 
@@ -143,8 +143,8 @@ def _check_whole(plan: list[list[Step]], parts: int, chunks: int) -> None:
     for step in sorted(given, key=str):
         if step.part >= parts or step.chunk >= chunks:
             raise ValueError(
-                f"training: the schedule has {step}, but there are {parts} parts, and {chunks} micro-batches "
-                "for which it must be: say chunks= of the pipe"
+                f"training: the schedule must be for {parts} parts and {chunks} micro-batches, got step "
+                f"{step}; set chunks= of the pipe"
             )
     for part in range(parts):
         for chunk in range(chunks):
@@ -152,13 +152,13 @@ def _check_whole(plan: list[list[Step]], parts: int, chunks: int) -> None:
             halves = (inputs in given) + (weights in given)
             if forward not in given or halves == 1 or (back in given) == (halves == 2):
                 raise ValueError(
-                    f"training: the schedule must have {forward} once, and either {back} or both {inputs} "
+                    f"training: the schedule must contain {forward} once, and either {back} or both {inputs} "
                     f"and {weights}"
                 )
     try:
         simulate(plan)
     except ValueError as error:
-        raise ValueError(f"training: the schedule can't be done: {error}") from None
+        raise ValueError(f"training: the schedule cannot run: {error}") from None
 
 
 def _owners(plan: list[list[Step]], parts: int) -> tuple[int, ...]:
@@ -170,6 +170,6 @@ def _check_neighbours(owners: PartOwners) -> None:
     for part, (one, other) in enumerate(zip(owners.of, owners.of[1:], strict=False)):
         if (other - one) % owners.workers not in (0, 1, owners.workers - 1):
             raise ValueError(
-                f"training: the schedule has part {part} with worker {one} and part {part + 1} with worker "
-                f"{other}: give them to one worker, or to two that stand side by side"
+                f"training: parts {part} and {part + 1} must be on one worker or on neighbours, got workers "
+                f"{one} and {other}"
             )

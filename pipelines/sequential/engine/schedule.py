@@ -115,7 +115,7 @@ def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int
     whole("steps", "worker", worker, 0)
     if worker >= workers:
         raise ValueError(
-            f"steps: worker must be from 0 to {workers - 1} where workers={workers}, not {worker}"
+            f"steps: worker must be from 0 to {workers - 1} with workers={workers}, got {worker}"
         )
     if schedule == "gpipe":
         return _gpipe(worker, chunks)
@@ -144,24 +144,22 @@ def check(caller: str, schedule: Any, workers: Any, parts: Any, chunks: Any) -> 
     """Check the arguments of :func:`steps`, and put the name of ``caller`` before each error message."""
     if not isinstance(schedule, str) or schedule not in SCHEDULES:
         known = " or ".join(map(repr, SCHEDULES))
-        raise ValueError(f"{caller}: schedule must be {known}, not {short(schedule)}")
+        raise ValueError(f"{caller}: schedule must be {known}, got {short(schedule)}")
     whole(caller, "workers", workers, 1)
     whole(caller, "parts", parts, 1)
     whole(caller, "chunks", chunks, 1)
     if parts < workers:
-        raise ValueError(
-            f"{caller}: parts={parts} leaves some of workers={workers} without a part: take fewer workers"
-        )
+        raise ValueError(f"{caller}: workers must be at most parts={parts}, got {workers}; use fewer workers")
     if schedule in IN_A_V:
         if not workers <= parts <= 2 * workers:
             raise ValueError(
-                f"{caller}: schedule={schedule!r} gives each worker two parts, but there are parts={parts} "
-                f"for workers={workers}: take workers={usual_workers(schedule, parts)}"
+                f"{caller}: parts must be at most 2 per worker with schedule={schedule!r}, got parts={parts} "
+                f"for workers={workers}; use workers={usual_workers(schedule, parts)}"
             )
     elif parts > workers and schedule != "interleaved":
         raise ValueError(
-            f"{caller}: schedule={schedule!r} gives each worker one part, but there are parts={parts} for "
-            f"workers={workers}: take schedule='interleaved', or as many workers as parts"
+            f"{caller}: parts must be 1 per worker with schedule={schedule!r}, got parts={parts} for "
+            f"workers={workers}; use schedule='interleaved', or as many workers as parts"
         )
 
 
@@ -338,7 +336,7 @@ def parse(text: str, part: int = 0) -> list[Step]:
     for word in text.split():
         match = STEP.fullmatch(word)
         if match is None:
-            raise ValueError(f"parse: {word!r} is no step: a step is written F0, B3 or, with its part, 1:F0")
+            raise ValueError(f"parse: a step must be written like F0, or 1:F0 with its part, got {word!r}")
         where = part if match["part"] is None else int(match["part"])
         found.append(Step(cast("Op", match["op"]), int(match["chunk"]), where))
     return found

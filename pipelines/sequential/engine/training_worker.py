@@ -122,9 +122,8 @@ class TrainingWorker(PipelineWorker):
         near = math.isclose(mean, whole, rel_tol=0.03 if rough else 1e-3, abs_tol=1e-6)
         if not near and math.isfinite(mean) and math.isfinite(whole):
             raise ValueError(
-                f"the loss is no mean over the samples: it is {whole:.6g} for the first batch, but "
-                f"{mean:.6g} as the mean over its micro-batches, of which a step makes its gradients; "
-                "give a loss that is a mean (no sum, no weights, nothing ignored), or take the loss of "
+                f"loss must be a mean over the samples, got {whole:.6g} for the first batch and {mean:.6g} "
+                "for its micro-batches; avoid sums, weights and ignored samples, or compute the loss of "
                 "pipe(x)"
             )
 
@@ -226,22 +225,16 @@ def weighted(output: Any, loss: Loss | None, target: Any, share: float) -> Tenso
     assert loss is not None
     found: Any = loss(output, target)
     if not isinstance(found, Tensor) or found.dim() != 0:
-        what = (
-            f"one of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        )
-        raise TypeError(f"the loss must be a tensor without dimensions, the mean over the batch, not {what}")
+        what = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise TypeError(f"loss must be a tensor without dimensions, the mean over the batch, got {what}")
     if not found.requires_grad and any(one.requires_grad for one in tensors(output)):
         raise ValueError(
-            "the loss does not depend on the model's output (it has no grad_fn), so nothing "
-            "would be learned; was it "
-            "detached, or computed under torch.no_grad()?"
+            "loss must depend on the model's output, got a tensor without grad_fn; do not detach it or "
+            "compute it under torch.no_grad()"
         )
     if share < 1 and bool(found.isnan()) and all(bool(one.isfinite().all()) for one in tensors(output)):
         raise ValueError(
-            "the loss of this micro-batch is NaN, though the model's output is finite: a mean "
-            "over no sample at all, as "
-            "that of cross_entropy where each target is its ignore_index? Micro-batches' losses "
-            "are averaged, so that "
-            "everything would become NaN: take fewer chunks, or a loss that divides by the micro-batch's size"
+            "loss must be finite for a finite output, got NaN (a mean of no samples, if all targets equal "
+            "ignore_index); use fewer chunks, or divide by the size of the micro-batch"
         )
     return found * share
