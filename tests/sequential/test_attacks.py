@@ -1,4 +1,4 @@
-"""What was tried in order to get wrong answers without an error, and is right or refused now."""
+"""Uses that once gave wrong results without an error."""
 
 from __future__ import annotations
 

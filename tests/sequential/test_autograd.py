@@ -1,5 +1,8 @@
-"""The output of a pipe has the plain module's graph: gradients of parameters, of the input and of what came
-before, under any loss, with hooks, accumulation and ``retain_graph``."""
+"""Outputs of a pipe have the gradients of the plain module.
+
+The tests cover parameters, inputs and layers before the pipe, any loss, hooks, accumulation and
+``retain_graph``.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def assert_same_gradients(module: nn.Module, plain: nn.Module) -> None:
 
 
 def contrastive(y: Tensor) -> Tensor:
-    """A loss in which every sample meets every other one."""
+    """Return a loss that combines every sample with every other one."""
     return (y @ y.t()).logsumexp(1).sum() - (y * y).sum()
 
 
@@ -57,7 +60,7 @@ def test_gradients_of_encoder_pipe_and_head_are_those_of_the_plain_modules(on: A
     other = x.detach().clone().requires_grad_()
     with Sequential(model, 3, on=on, chunks=4, recompute=recompute) as pipe:
         whole = nn.Sequential(encoder, pipe, head)
-        for _ in range(2):  # gradients add up
+        for _ in range(2):  # # gradients accumulate
             y, expected = whole(x), plain(other)
             torch.testing.assert_close(y, expected, **CLOSE)
             contrastive(y).backward()
@@ -71,7 +74,7 @@ def test_an_optimizer_outside_trains_all_as_it_trains_the_plain_modules(on: Any)
     model, head = perceptron(), nn.Linear(4, 3)
     plain = copy.deepcopy(nn.Sequential(model, head))
     x, target = torch.randn(9, 6), torch.tensor([0, 1, 2, -100, -100, -100, 1, 1, 0])
-    with Sequential(model, 3, on=on, chunks=3) as pipe:  # the second micro-batch is all padding
+    with Sequential(model, 3, on=on, chunks=3) as pipe:  # # the second micro-batch contains only padding
         whole = nn.Sequential(pipe, head)
         for module in (whole, plain):
             optimizer = Adam(module.parameters(), lr=0.01)
@@ -135,8 +138,8 @@ def test_calls_may_go_back_in_any_order_and_one_loss_may_have_several(on: Any) -
     with Sequential(model, 3, on=on, chunks=2) as pipe:
         for module in (pipe, plain):
             first, second = module(a), module(b)
-            module(c)  # and nobody goes back through this one
-            module.eval()  # which changes nothing for what is out
+            module(c)  # # a call without a backward pass
+            module.eval()  # # does not affect outputs that exist already
             (first.sum() * module(c).mean()).backward()
             second.square().sum().backward()
         assert_same_gradients(pipe, plain)
@@ -206,7 +209,7 @@ def test_an_output_has_no_graph_where_the_plain_modules_has_none(on: Any) -> Non
 
 
 class Fork(nn.Module):
-    """Gives several things, of which not all can have gradients."""
+    """Returns several values, some of which cannot have gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +235,7 @@ def test_nested_values_have_gradients_where_they_can(on: Any) -> None:
             assert named["scaled"][0].requires_grad
             assert not named["best"].requires_grad
             assert not named["still"].requires_grad
-            first.mul_(2)  # it is the caller's own
+            first.mul_(2)  # # the output belongs to the caller
             (first.sum() + contrastive(named["scaled"][0])).backward()
         assert_same_gradients(pipe, plain)
     torch.testing.assert_close(scale.grad, other.grad, **CLOSE)
@@ -300,7 +303,7 @@ def test_autocast_outside_reaches_the_parts(on: Any) -> None:
 
 
 class Checkpointed(nn.Module):
-    """Keeps nothing but its input."""
+    """Keeps only its input, and recomputes its activations."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -340,7 +343,7 @@ def test_modules_that_draw_nothing_leave_the_programs_generator_alone() -> None:
         assert torch.equal(torch.get_rng_state(), before)
 
 
-# what can't be done is said
+# # --- unsupported uses raise ---
 
 
 @everywhere
@@ -349,7 +352,7 @@ def test_second_derivatives_are_refused(on: Any) -> None:
     with Sequential(perceptron(), 2, on=on, chunks=2) as pipe:
         with pytest.raises(RuntimeError, match=r"second derivatives cannot flow .* pipe\.module"):
             torch.autograd.grad(pipe(x).sum(), x, create_graph=True)
-        pipe(x).sum().backward()  # and it goes on
+        pipe(x).sum().backward()  # # the pipe stays usable
 
 
 @everywhere
@@ -364,7 +367,7 @@ def test_parameters_that_change_between_forward_and_backward_raise(on: Any) -> N
 
 
 class Bad(nn.Module):
-    """Raises where a number is too large, on its way forward or back."""
+    """Raises for a large value in the forward or the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.abs().max() > 100:
@@ -373,7 +376,7 @@ class Bad(nn.Module):
 
 
 class Weak(torch.autograd.Function):
-    """Takes no large gradients."""
+    """Identity that raises for large gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

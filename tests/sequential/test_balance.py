@@ -1,4 +1,4 @@
-"""Cuts are as good as the best of all, and costs are those of the layers."""
+"""Cuts are optimal, and measured costs match the layers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from flowchan.pipelines.sequential.balance import best_split, costs
 
 @pytest.fixture(autouse=True)
 def _equal_layers() -> None:
-    """Here layers are measured."""
+    """Override the fixture, so that layers are measured."""
 
 
 def largest(values: list[float], counts: list[int]) -> float:
-    """The cost of the most expensive part."""
+    """Return the cost of the most expensive part."""
     rest = iter(values)
     return max(sum(itertools.islice(rest, count)) for count in counts)
 
@@ -57,7 +57,7 @@ def test_hundreds_of_layers_are_split() -> None:
 
 
 class Slow(nn.Module):
-    """Costs ``times`` equal products of matrices."""
+    """Computes ``times`` equal matrix products."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_by_memory_the_cost_for_inference_is_parameters_buffers_and_activations_
     samples = 5
     assert costs(several().eval(), torch.randn(samples, 10), "memory", 1) == [
         4 * (220 + samples * 20),
-        0,  # works in place
+        0,  # # in place
         4 * (80 + samples * 20) + 8,
         0,
         4 * (661 + samples * 31),
@@ -113,8 +113,8 @@ def test_by_memory_the_cost_for_inference_is_parameters_buffers_and_activations_
 def test_by_memory_the_cost_for_training_is_parameters_buffers_and_what_the_backward_pass_needs() -> None:
     samples = 5
     assert costs(several().train(), torch.randn(samples, 10), "memory", 1) == [
-        4 * (220 + samples * 10),  # a linear layer saves its input
-        4 * samples * 20,  # its output, which batch norm saves too
+        4 * (220 + samples * 10),  # # a linear layer saves its input
+        4 * samples * 20,  # # its output, which batch norm also saves
         4 * (80 + 20 + 20) + 8,  # mean and deviation of the batch
         0,
         4 * (661 + samples * (20 + 30)),
@@ -122,7 +122,7 @@ def test_by_memory_the_cost_for_training_is_parameters_buffers_and_what_the_back
 
 
 class Expand(nn.Module):
-    """Its output is as large as its input, but the graph holds ``times`` tensors of that size."""
+    """Layer whose output is as large as its input, and whose graph holds ``times`` tensors of that size."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_by_memory_what_only_the_graph_holds_counts(times: list[int], counts: li
 
 
 class Half(nn.Module):
-    """Saves or frees ``wide`` numbers a sample, which nobody outside sees."""
+    """Saves or frees ``wide`` internal values per sample."""
 
     def __init__(self, wide: int, saves: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Batch normalisation: micro-batches are normalised by themselves, the running statistics are those of whole
+"""Batch normalisation: micro-batches are normalised separately, and running statistics cover whole
 batches."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flowchan.pipelines.sequential.batchnorm import DeferredBatchNorm, moments
 
 
 def normalised(momentum: float | None = 0.1) -> nn.Sequential:
-    """Five layers, the first of which is a batch norm: what it sees does not depend on the parameters."""
+    """Return five layers, of which the first is a batch norm with an input that no parameter affects."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.BatchNorm1d(6, momentum=momentum),
@@ -38,8 +38,8 @@ def batches(sizes: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
 def in_micro_batches(
     module: nn.Sequential, data: Iterable[tuple[Tensor, Tensor]], chunks: int
 ) -> nn.Sequential:
-    """The plain training that a pipe promises: gradients of micro-batches add up, statistics are those of the
-    batch."""
+    """Train a copy as a pipe should: with summed gradients of micro-batches and statistics of whole
+    batches."""
     module = copy.deepcopy(module)
     optimizer = OPTIMIZERS["sgd"](module.parameters())
     for x, target in data:
@@ -84,7 +84,7 @@ def test_the_same_on_processes() -> None:
 def test_running_statistics_are_those_of_the_plain_module(
     on: Any, momentum: float | None, recompute: bool
 ) -> None:
-    """Of a layer that sees what the plain module's sees: the first one."""
+    """Compare the first layer, whose input is the same in the pipe and in the plain module."""
     module = normalised(momentum)
     plain = copy.deepcopy(module)
     with in_parts(module, 2, on, recompute=recompute) as training:
@@ -154,7 +154,7 @@ def test_a_layer_without_statistics_is_left_alone() -> None:
     assert not module[0].track_running_stats  # type: ignore[union-attr]
 
 
-# what it is made of
+# # --- units ---
 
 
 @pytest.mark.parametrize("shape", [(40, 3), (40, 3, 5), (40, 3, 2, 2)])

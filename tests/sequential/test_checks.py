@@ -1,5 +1,7 @@
-"""Bad input is an error that names the argument, the value, what is allowed and the remedy, before anything
-starts."""
+"""Wrong input raises before anything starts.
+
+The error names the argument, the value, the allowed values and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,7 @@ def test_forked_processes_with_cuda_are_refused_before_anything_uses_it(
 
 
 class Shy:
-    """Has no repr."""
+    """Object whose ``repr`` fails."""
 
     def __repr__(self) -> str:
         raise LookupError("no repr")
@@ -215,7 +217,7 @@ def test_hooks_of_the_container_are_refused_and_those_of_layers_are_not() -> Non
     assert words_in(raised, "register them on its layers")
 
 
-# --- what can't be sent to a process ---
+# # --- pickling ---
 
 
 class Locked(nn.Module):
@@ -258,11 +260,11 @@ def test_a_layer_of_a_lambda_is_sent() -> None:
         assert torch.equal(pipe(torch.ones(3)), torch.full((3,), 4.0))
 
 
-# --- the batch dimension ---
+# # --- batch dimension ---
 
 
 class Fold(nn.Module):
-    """(n, 4) becomes (2 n, 2)."""
+    """Reshapes (n, 4) to (2 n, 2)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.reshape(-1, 2)
@@ -279,7 +281,7 @@ class Total(nn.Module):
 
 
 class Fixed(nn.Module):
-    """Two rows, whatever comes."""
+    """Returns two rows for any input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:2]
@@ -340,7 +342,7 @@ def test_the_hidden_state_of_an_lstm_has_the_batch_elsewhere() -> None:
 
 def test_layers_without_meta_kernels_are_checked_when_they_run() -> None:
     class Numbers(nn.Module):
-        """Looks at the numbers, so it can't do without."""
+        """Reads values, so it cannot run on the device ``meta``."""
 
         def forward(self, x: Tensor) -> Tensor:
             return x[x[:, 0] > float(x.min())] if x.shape[0] > 1 else x

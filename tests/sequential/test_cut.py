@@ -1,4 +1,4 @@
-"""Where a module is cut, and into how many micro-batches a batch is split, when nobody says it."""
+"""Default cut of a module, and default number of micro-batches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from flowchan.pipelines import Sequential
 
 @pytest.fixture(autouse=True)
 def _equal_layers() -> None:
-    """Here layers are measured."""
+    """Override the fixture, so that layers are measured."""
 
 
 class Costs(nn.Module):
-    """Computes ``times`` equal products of matrices."""
+    """Computes ``times`` equal matrix products."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_a_pipe_that_wins_says_nothing() -> None:
 
 
 class Sizes(nn.Module):
-    """Notes how large micro-batches are."""
+    """Records the sizes of micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,8 +126,7 @@ class Sizes(nn.Module):
 
 @pytest.mark.parametrize(("samples", "chunks"), [(64, 1), (256, 1), (1100, 4), (5000, 8)])
 def test_calls_and_training_split_batches_only_into_chunks_that_pay(samples: int, chunks: int) -> None:
-    """Two parts, 400,000 operations a sample: a micro-batch of 50 million for each of them has 250
-    samples."""
+    """Two parts and 400,000 operations per sample: 50 million operations per part need 250 samples."""
     sizes = Sizes()
     module = nn.Sequential(nn.Linear(400, 500, bias=False), sizes)
     pieces = [len(piece) for piece in torch.empty(samples, 0).tensor_split(chunks)]

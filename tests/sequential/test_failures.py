@@ -1,5 +1,4 @@
-"""A training that fails says where: the part, the schedule's step, the micro-batch. Nothing hangs, and
-nothing is left."""
+"""A failing training names the part, the schedule's step and the micro-batch. Nothing hangs or is left."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from flowchan import RunError, WorkerDied
 
 
 class Custom(Exception):
-    """Can't be sent to another process as it is."""
+    """Exception that cannot be pickled."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(one + two)
@@ -34,7 +33,7 @@ class Custom(Exception):
 
 
 class At(nn.Module):
-    """Calls ``act`` when the n-th micro-batch goes forward, or backward, counted from 0 on."""
+    """Calls ``act`` in the forward or backward pass of micro-batch number ``chunk``, counted from 0."""
 
     def __init__(self, chunk: int, act: Callable[[], None], backward: bool = False) -> None:
         super().__init__()
@@ -53,7 +52,7 @@ class At(nn.Module):
 
 
 class Watched(torch.autograd.Function):
-    """Nothing but its way back, which is told."""
+    """Identity that reports its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: At) -> Tensor:
@@ -71,7 +70,7 @@ def bad() -> None:
 
 
 def with_layer(layer: nn.Module) -> nn.Sequential:
-    """Nine layers, three for each of three parts; ``layer`` is in the middle of part 1."""
+    """Return nine layers for three parts, with ``layer`` in the middle of part 1."""
     module = perceptron()
     module[4] = nn.Sequential(nn.Linear(12, 12), layer)
     module[3] = nn.Linear(12, 12)
@@ -79,7 +78,7 @@ def with_layer(layer: nn.Module) -> nn.Sequential:
 
 
 def failure_of(module: nn.Sequential, on: Any, steps: int = 1, **options: Any) -> RunError:
-    """What ``step`` raises. The last step is the one that shall."""
+    """Run ``steps`` training steps, and return the error of the last one."""
     ((x, target),) = batches([8])
     options.setdefault("optimizer", OPTIMIZERS["sgd"])
     with in_parts(module, 3, on, **options) as training:
@@ -92,7 +91,7 @@ def failure_of(module: nn.Sequential, on: Any, steps: int = 1, **options: Any) -
     return raised.value
 
 
-# exceptions
+# # --- exceptions ---
 
 
 @everywhere
@@ -131,7 +130,7 @@ def test_a_loss_that_is_no_mean_says_what_it_is() -> None:
 @everywhere
 def test_a_loss_that_is_nan_for_a_micro_batch_of_padding_only_is_named(on: Any) -> None:
     ((x, target),) = batches([8])
-    target[4:6] = -100  # cross_entropy's ignore_index: all of micro-batch 2
+    target[4:6] = -100  # # cross_entropy's ignore_index, for all of micro-batch 2
     with in_parts(perceptron(), 3, on) as training, pytest.raises(RunError) as raised:
         training.step(x, target)
     assert re.match(
@@ -157,7 +156,7 @@ def test_a_failure_in_the_optimizer_names_its_part_and_the_step(on: Any) -> None
             if len(self.param_groups[0]["params"]) == 7:
                 raise ValueError("no update")
 
-    module = with_layer(nn.PReLU())  # part 1 alone has seven parameters: two linear layers more, and this
+    module = with_layer(nn.PReLU())  # # only part 1 has seven parameters: two more linear layers and this one
     module[5] = nn.Linear(12, 12)
     error = failure_of(module, on, optimizer=lambda parameters: Fails(parameters, lr=0.1))
     assert error.message == "part 1 (layers '3' to '5'), update at the end of step 0: ValueError: no update"
@@ -220,11 +219,11 @@ def test_after_a_failure_going_forward_the_module_has_what_the_steps_before_have
     assert_same_state(module, plain)
 
 
-# deaths
+# # --- killed workers ---
 
 
 def killed_at(gate: Gate, pid: Path, mark: Path | None = None) -> threading.Thread:
-    """Kills the process that is held up at the gate, when ``mark`` is there too."""
+    """Kill the process that waits at the gate, after ``mark`` exists."""
 
     def kill() -> None:
         gate.wait_held()
@@ -283,7 +282,7 @@ def test_how_far_a_dead_worker_was_is_read_from_what_the_others_have(tmp_path: P
 
 
 def test_a_dead_worker_is_told_with_the_last_step_whose_output_another_one_took(tmp_path: Path) -> None:
-    """It is held up in F2 of step 1; F1 has reached the next part."""
+    """The worker waits in F2 of step 1, after F1 has reached the next part."""
     gate, pid, arrived = Gate(), tmp_path / "pid", tmp_path / "arrived"
 
     def hold() -> None:
@@ -325,7 +324,7 @@ def test_a_worker_that_is_killed_after_the_last_step_takes_nothing_with_it(tmp_p
     data = list(batches([8]))
     plain, _ = plainly(module, OPTIMIZERS["sgd"], data)
     with (
-        contextlib.suppress(RunError),  # where the death is noticed before the end
+        contextlib.suppress(RunError),  # # raised if the death is noticed before the end
         in_parts(module, 3, "process", optimizer=OPTIMIZERS["sgd"]) as training,
     ):
         training.step(*data[0])
@@ -333,7 +332,7 @@ def test_a_worker_that_is_killed_after_the_last_step_takes_nothing_with_it(tmp_p
     assert_same_state(module, plain)
 
 
-# leaving
+# # --- the end of the block ---
 
 
 @everywhere

@@ -1,4 +1,4 @@
-"""Which schedule suits a model: what is measured of its layers is simulated with every schedule."""
+"""Forecasts: every schedule is simulated with the measured times of the layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def layers(number: int = 8) -> nn.Sequential:
 
 
 def with_times(monkeypatch: pytest.MonkeyPatch, times: list[tuple[float, float, float]], kept: float) -> None:
-    """Layers take so long, and passing nothing."""
+    """Replace the measured times of the layers, and set the overhead to zero."""
     monkeypatch.setattr(forecast, "step_seconds", lambda *_: times)
     monkeypatch.setattr(forecast, "costs", lambda *_, **__: [kept] * len(times))
     monkeypatch.setattr(forecast, "PASSING", {"thread": 0.0, "process": 0.0})
@@ -62,7 +62,7 @@ def test_schedules_for_which_there_are_not_enough_layers_are_left_out(
 
 
 class Heavy(nn.Module):
-    """As quick as nothing, but for a backward pass towards its weight."""
+    """Layer in which only the gradient of the weight takes time."""
 
     def __init__(self) -> None:
         super().__init__()

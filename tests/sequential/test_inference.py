@@ -1,4 +1,4 @@
-"""A pipe gives what the plain module gives, in order, whatever happens on the way."""
+"""A pipe returns the outputs of the plain module, in order."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from flowchan.pipelines import Sequential
 
 
 class Both(nn.Module):
-    """A dictionary becomes a tuple."""
+    """Turns a dictionary into a tuple."""
 
     def forward(self, x: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         return x["a"] * 2, [x["b"] + 1, x["a"][:, :1]]
 
 
 class Turned(nn.Module):
-    """A tuple becomes a dictionary."""
+    """Turns a tuple into a dictionary."""
 
     def forward(self, x: tuple[Tensor, list[Tensor]]) -> dict[str, Any]:
         return {"sum": x[0] + x[1][1], "rest": (x[1][0],)}
 
 
-# --- the same answers ---
+# # --- outputs ---
 
 
 @pytest.mark.each_pair
@@ -105,7 +105,7 @@ def test_calls_within_inference_mode(on: Any) -> None:
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.BatchNorm1d(6)).eval()
     with torch.inference_mode(), Sequential(module, on=on, chunks=8) as pipe:
         for samples in (5, 30):
-            x = torch.randn(samples, 6)  # it is copied before the layer that works in place
+            x = torch.randn(samples, 6)  # # copied before the in-place layer
             assert is_same(pipe(x), plain(module, x.clone()), "process")
 
 
@@ -135,8 +135,9 @@ def test_processes_have_their_parts_to_themselves() -> None:
 
 def test_parts_work_at_the_same_time() -> None:
     both = threading.Barrier(2)
-    first = Watched(lambda x: both.wait() if x[0, 0] > 0 else None)  # with every micro-batch but number 0
-    second = Watched(lambda x: both.wait() if x[0, 0] < 7 else None)  # with every one but the last
+    # # waits for all micro-batches except the first
+    first = Watched(lambda x: both.wait() if x[0, 0] > 0 else None)
+    second = Watched(lambda x: both.wait() if x[0, 0] < 7 else None)  # # waits for all except the last
     with Sequential([first, second], chunks=8) as pipe:
         assert torch.equal(pipe(torch.arange(8.0)[:, None]), torch.arange(8.0)[:, None])
 
@@ -183,7 +184,7 @@ def test_a_stream_asks_for_batches_as_it_has_room(parts: int) -> None:
             ahead = asked - taken
             assert ahead <= most
             if asked < 60:
-                assert ahead + 1 >= most  # every part has work while we look at this one
+                assert ahead + 1 >= most  # # every part has work while the program handles this output
         assert asked == 60
 
 
@@ -218,7 +219,7 @@ def test_a_stream_that_is_left_early_ends(on: Any) -> None:
         for taken, _ in enumerate(pipe.stream(source)):
             if taken == 3:
                 break
-        assert not ended  # the iterator is its owner's
+        assert not ended  # # the iterator still belongs to its creator
         source.close()
         x = torch.randn(9, 6)
         assert is_same(pipe(x), plain(module, x), on)
@@ -299,7 +300,7 @@ def test_changed_parameters_and_modes_hold_for_the_next_call(on: Any) -> None:
         optimiser.step()
         assert is_same(pipe(x), plain(module, x), on)
         module.train()
-        assert not torch.equal(pipe(x), pipe(x))  # dropout
+        assert not torch.equal(pipe(x), pipe(x))  # # dropout
         module.eval()
         assert torch.equal(pipe(x), pipe(x))
 
@@ -328,7 +329,7 @@ def test_each_micro_batch_moves_the_statistics_where_they_are_not_deferred(on: A
     assert module[1].num_batches_tracked == 4
 
 
-# --- what is seen of it ---
+# # --- timeline and graph ---
 
 
 @everywhere

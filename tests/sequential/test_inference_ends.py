@@ -1,4 +1,4 @@
-"""What fails names itself, what dies is replaced, and what ends leaves nothing."""
+"""Failures name their part, killed workers are replaced, and closed pipes leave nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flowchan.pipelines import Sequential
 
 
 class Breaks(nn.Module):
-    """Raises for a micro-batch that holds a negative number."""
+    """Raises for a micro-batch with a negative value."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "meta" and bool((x < 0).any()):
@@ -47,12 +47,12 @@ def test_a_part_that_fails_names_itself_its_layers_and_the_micro_batch(on: Any) 
         assert "ArithmeticError: negative: -3" in str(error)
         assert (error.stage, error.item) == ("part 1", "micro-batch 2 of 4 of batch 1")
         assert isinstance(error.__cause__, ArithmeticError)
-        assert torch.equal(pipe(x.abs()), x.abs())  # the pipe goes on
+        assert torch.equal(pipe(x.abs()), x.abs())  # # the pipe stays usable
 
 
 @everywhere
 def test_what_a_call_raised_is_freed_at_once(on: Any) -> None:
-    """Its traceback leads through nothing that holds it."""
+    """No reference cycle leads through its traceback."""
 
     def failure() -> weakref.ref[StageError]:
         try:
@@ -66,7 +66,7 @@ def test_what_a_call_raised_is_freed_at_once(on: Any) -> None:
         gc.disable()
         try:
             found = failure()
-            wait_until(lambda: found() is None, peer_timeout=10)  # a thread may have it in hand for a moment
+            wait_until(lambda: found() is None, peer_timeout=10)  # # a thread may hold it for a moment
         finally:
             gc.enable()
 
@@ -86,7 +86,7 @@ def test_a_failure_in_a_stream_comes_in_its_turn_and_spares_other_streams(on: An
 
 
 class Killed(nn.Module):
-    """Kills its process with SIGKILL while a negative number comes, ``times`` times in all."""
+    """Kills its process for a negative value, up to ``times`` times."""
 
     def __init__(self, marks: Path, times: int) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_a_part_that_asks_to_exit_ends_the_run_and_the_next_call_begins_another(
         assert torch.equal(pipe(torch.ones(2, 1)), torch.ones(2, 1))
 
 
-# --- the end ---
+# # --- the end ---
 
 
 @everywhere
@@ -197,7 +197,7 @@ def test_closing_ends_a_call_that_is_going_on() -> None:
     caller.start()
     entered.wait()
     closer.start()
-    caller.join()  # at once, whatever the part does
+    caller.join()  # # does not wait for the part
     leave.set()
     closer.join()
     assert "was closed" in str(ended[0])
@@ -223,7 +223,7 @@ def test_ctrl_c_ends_a_call_that_waits_and_the_pipe_goes_on() -> None:
 
 @everywhere
 def test_ctrl_c_in_a_call_costs_a_stream_beside_it_nothing(on: Any) -> None:
-    """A call takes in the outputs of others as well, and is broken off anywhere in that."""
+    """A call also reads outputs of other batches, and Ctrl-C may interrupt it at any point."""
     chance = random.Random(0)
     came = 0
     with Sequential([nn.Identity(), nn.Identity()], on=on, chunks=4) as pipe, interrupting_alarms():
@@ -245,7 +245,7 @@ def test_ctrl_c_in_a_call_costs_a_stream_beside_it_nothing(on: Any) -> None:
 
 @contextlib.contextmanager
 def interrupting_alarms() -> Iterator[None]:
-    """Within it SIGALRM raises KeyboardInterrupt."""
+    """Let SIGALRM raise ``KeyboardInterrupt``."""
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         yield
@@ -254,7 +254,7 @@ def interrupting_alarms() -> Iterator[None]:
 
 
 class Stubborn:
-    """Can't be unpickled."""
+    """Object that cannot be unpickled."""
 
     def __reduce__(self) -> Any:
         return int, ("no number",)
@@ -274,7 +274,7 @@ def test_an_output_that_cannot_be_received_ends_the_call_and_the_next_one_begins
 
 @everywhere
 def test_a_pipe_that_is_closed_with_outputs_nobody_takes_in_ends(on: Any) -> None:
-    """More of them than there is room for."""
+    """There are more outputs than the channel has room for."""
     pipe = Sequential([nn.Identity(), nn.Identity()], on=on, chunks=1)
     for _ in range(30):
         stream = pipe.stream(torch.ones(1, 1) for _ in range(6))
@@ -287,14 +287,14 @@ def test_a_pipe_that_is_closed_with_outputs_nobody_takes_in_ends(on: Any) -> Non
 def test_a_forgotten_pipe_leaves_nothing(on: Any) -> None:
     pipe = Sequential(dense(), on=on)
     pipe(torch.ones(4, 6))
-    for _ in range(30):  # more outputs that nobody takes in than there is room for
+    for _ in range(30):  # # more unread outputs than the channel has room for
         stream = pipe.stream([torch.ones(1, 6)] * 6)
         next(stream)
         del stream
     gone = weakref.ref(pipe)
     del pipe
     gc.collect()
-    assert gone() is None  # the check for leftovers looks for the rest
+    assert gone() is None  # # the check for leftovers covers the rest
 
 
 def test_a_stream_keeps_its_pipe() -> None:

@@ -1,5 +1,4 @@
-"""What goes in and comes out: several arguments, ``None`` among them, another dimension for the batch,
-outputs that are not concatenated."""
+"""Inputs and outputs: several arguments, ``None``, another batch dimension, and other ways of joining."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from flowchan.pipelines import Sequential
 
 
 class Attends(nn.Module):
-    """Takes several arguments, and hands some on."""
+    """Takes several arguments and returns a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +28,7 @@ class Attends(nn.Module):
 
 
 class Gives(nn.Module):
-    """Gives a tensor and what may be none."""
+    """Returns a tensor and an optional mask."""
 
     def forward(self, found: dict[str, Tensor | None]) -> Any:
         y, mask = found["y"], found["mask"]
@@ -38,7 +37,7 @@ class Gives(nn.Module):
 
 
 def whole(module: nn.Sequential, *inputs: Any, **named: Any) -> Any:
-    """What the layers make of the whole batch."""
+    """Compute the output of both layers for the whole batch."""
     return module[1](module[0](*inputs, **named))
 
 
@@ -80,14 +79,14 @@ def test_an_argument_that_does_not_fit_is_named() -> None:
 
 
 class Recurrent(nn.Module):
-    """Sequences have their time first, their batch second."""
+    """Takes sequences with the time first and the batch second."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rnn = nn.GRU(6, 5)
 
     def forward(self, x: Tensor) -> Any:
-        return self.rnn(x)  # the hidden state, too, has its batch second
+        return self.rnn(x)  # # the hidden state also has its batch second
 
 
 class Both(nn.Module):
@@ -124,14 +123,14 @@ def test_the_batch_may_be_another_dimension(on: Any) -> None:
 
 
 class Sums(nn.Module):
-    """One number for each sample, and one for all."""
+    """Returns one number for each sample, and one for the batch."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x.sum(1), x.square().sum()
 
 
 def joined(outputs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The numbers of all samples, and the sum of those that are one for each micro-batch."""
+    """Concatenate the numbers of the samples, and add those of the micro-batches."""
     each, sums = zip(*outputs, strict=True)
     return torch.cat(each), torch.stack(sums).sum()
 
@@ -152,7 +151,7 @@ def test_outputs_may_be_joined_otherwise(on: Any) -> None:
 
 
 class Sometimes(nn.Module):
-    """Gives nothing for large numbers."""
+    """Returns ``None`` as its second value for large inputs."""
 
     def forward(self, x: Tensor) -> Any:
         return x, None if x.device.type != "meta" and x.max() > 10 else x

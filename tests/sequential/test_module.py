@@ -1,4 +1,4 @@
-"""A pipe is an ``nn.Module`` with the plain module's layers, parameters and state, wherever one is taken."""
+"""A pipe is an ``nn.Module`` with the layers, parameters and state of the plain module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flowchan.pipelines import Sequential
 
 
 class Larger(nn.Module):
-    """A model with a pipe in it."""
+    """Model that contains a pipe."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_modes_are_the_plain_modules_both_ways(on: Any) -> None:
         whole.train()
         assert module.training
         assert all(layer.training for layer in module)
-        assert not torch.equal(pipe(x), pipe(x))  # it has a dropout
+        assert not torch.equal(pipe(x), pipe(x))  # # the module has dropout
         module.eval()
         assert not pipe.training
         torch.testing.assert_close(pipe(x), module(x))
@@ -168,7 +168,7 @@ def test_changed_attributes_and_settings_hold_for_the_next_call(on: Any) -> None
 
 
 class Ones(nn.Module):
-    """Makes a tensor of the program's default type."""
+    """Creates a tensor of the default dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.ones(1)
@@ -231,7 +231,7 @@ def test_functional_call_takes_other_parameters(on: Any) -> None:
 
 
 class Counts(nn.Module):
-    """Keeps what it has seen in buffers: writes into one, replaces the other."""
+    """Updates two buffers: it writes into one and replaces the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ def test_what_shares_memory_with_a_parameter_goes_on_doing_so() -> None:
 
 
 class Dies(nn.Module):
-    """Kills its process where a number is not finite."""
+    """Kills its process for a value that is not finite."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "meta" and not x.isfinite().all():
@@ -328,13 +328,13 @@ def test_a_process_that_dies_in_a_call_with_a_graph_is_named_and_the_next_call_h
             pipe(x * float("nan"))
         assert raised.value.stage == "part 1"
         assert isinstance(raised.value.__cause__, WorkerDied)
-        with pytest.raises(StageError):  # what it held is gone
+        with pytest.raises(StageError):  # # the graph of the dead process is lost
             y.backward()
         pipe(x).sum().backward()
         assert pipe[0].weight.grad is not None
 
 
-# trainings
+# # --- trainings ---
 
 
 def test_a_training_step_refuses_an_input_that_requires_a_gradient() -> None:
@@ -342,7 +342,7 @@ def test_a_training_step_refuses_an_input_that_requires_a_gradient() -> None:
     with in_parts(perceptron(), 2) as training:
         with pytest.raises(ValueError, match=r"x must not require grad.*compute the loss of pipe\(x\)"):
             training.step(nn.Linear(6, 6)(x), target)
-        assert float(training.step(x, target)) > 0  # and goes on
+        assert float(training.step(x, target)) > 0  # # the training stays usable
 
 
 @everywhere
@@ -401,7 +401,7 @@ def test_a_graph_from_before_a_training_does_not_go_back_with_what_it_learned(on
                 output.sum().backward()
 
 
-# what can't be done is said
+# # --- unsupported uses raise ---
 
 
 def test_a_trace_of_a_pipe_would_be_a_constant_and_raises() -> None:

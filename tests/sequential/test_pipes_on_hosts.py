@@ -1,5 +1,7 @@
-"""A pipe whose parts are on hosts gives what the plain module gives, and changes what that would change. The
-parts have copies of the numbers, and what either side changes reaches the other."""
+"""A pipe on hosts has the outputs and side effects of the plain module.
+
+Its parts hold copies of the tensors, and changes on either side reach the other.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ POOL = local(2)
 
 
 class Where(nn.Module):
-    """Adds to the input the number of the host that it is on."""
+    """Adds the number of its host to the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + POOL.hosts.index(worker().host)

@@ -1,5 +1,4 @@
-"""A pipe in a program, inferring and training: under fork, forkserver and spawn, with the program's own
-classes, at Ctrl-C and at the end."""
+"""Programs with a pipe under fork, forkserver and spawn, with their own classes, on Ctrl-C and at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import pytest
 from support.preloaded_programs import Template
 
 QUIET = ("-W", "ignore:Sequential:RuntimeWarning")
-"""Models so small that a pipe may warn that it can't win."""
+"""The models are so small that a pipe may warn."""
 
 PROGRAM = """
 import copy
@@ -95,7 +94,7 @@ if __name__ == "__main__":
     [
         ("fork", "trains and infers"),
         ("forkserver", "trains and infers"),
-        ("spawn", "only trains"),  # each process imports torch, for two seconds
+        ("spawn", "only trains"),  # # each process imports torch, which takes two seconds
         pytest.param("spawn", "trains and infers", marks=pytest.mark.long),
     ],
 )
@@ -176,7 +175,7 @@ def test_a_program_that_trains_ends_by_ctrl_c(torch_programs: Template, tmp_path
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "going\n", process.communicate()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    os.killpg(process.pid, signal.SIGINT)  # # like a terminal
     out, err = process.communicate()
     assert (process.returncode, out) == (130, "interrupted\n"), err
     assert err.count("\n") == 1

@@ -1,5 +1,4 @@
-"""Mixed precision, recompute and dropout: the same numbers under every schedule; what was promised of memory
-and masks."""
+"""Mixed precision, recompute and dropout: equal results under every schedule, memory use, and masks."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, schedules
 
-# mixed precision
+# # --- mixed precision ---
 
 
 @everywhere
@@ -37,11 +36,11 @@ def test_autocast_computes_as_that_of_the_plain_module(on: Any, recompute: bool)
         torch.testing.assert_close(mine.grad, other.grad, rtol=0.03, atol=0.003)
 
 
-# recompute
+# # --- recompute ---
 
 
 class Counting(torch.autograd.Function):
-    """Does nothing, and counts the activations that are kept for its backward pass."""
+    """Identity that counts the activations kept for its backward pass."""
 
     alive = 0
     most = 0
@@ -79,8 +78,7 @@ class Counted(nn.Module):
     ("schedule", "recompute", "most"), [("gpipe", False, 6), ("1f1b", False, 2), ("gpipe", True, 1)]
 )
 def test_so_many_micro_batches_are_kept_at_once(schedule: Any, recompute: bool, most: int) -> None:
-    """In the first of two parts, of six micro-batches: all with gpipe, two with 1f1b, one where it is
-    computed again."""
+    """Six micro-batches in the first of two parts: gpipe keeps all, 1f1b two, and recompute one."""
     torch.manual_seed(0)
     module = nn.Sequential(Counted(), nn.Linear(6, 4))
     ((x, target),) = batches([12])
@@ -96,7 +94,7 @@ def test_what_is_computed_again_is_seen_in_the_timeline() -> None:
         training.step(x, target)
         events = training.timeline().events
     again = [(event.part, event.chunk) for event in events if event.op == "recompute"]
-    # the last part goes back at once, and keeps what it has
+    # # the last part runs each backward pass at once, without recomputing
     assert again == [(0, chunk) for chunk in range(4)]
 
 
@@ -110,7 +108,7 @@ def test_one_chunk_is_recomputed_in_all_parts_whose_backward_step_waits_for_othe
     assert sorted(event.part for event in events if event.op == "recompute") == [0, 1, 2]
 
 
-# dropout
+# # --- dropout ---
 
 
 def dropped(p: float = 0.5) -> nn.Sequential:
@@ -172,7 +170,7 @@ def test_dropout_draws_anew_for_each_step_and_each_micro_batch() -> None:
     seen = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        if len(output) == 1:  # the first step looks at the loss of the whole batch, too
+        if len(output) == 1:  # # the first step also computes the loss of the whole batch
             seen.append(output.detach().clone())
         return output.mean()
 

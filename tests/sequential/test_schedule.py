@@ -1,4 +1,4 @@
-"""Schedules: who does what in which order, and their text form. No model, no torch."""
+"""Order of steps in each schedule, and its text format. These tests use neither a model nor torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SMALL = st.integers(1, 6)
 
 @st.composite
 def arguments(draw: st.DrawFn) -> tuple[Any, int, int, int]:
-    """A schedule, workers, parts and chunks that go together."""
+    """Draw a valid combination of schedule, workers, parts and chunks."""
     schedule, workers = draw(st.sampled_from(SCHEDULES)), draw(SMALL)
     most = {"interleaved": 4, "zbv": 2, "dualpipev": 2}.get(schedule, 1)
     parts = draw(st.integers(workers, most * workers))
     return schedule, workers, parts, draw(st.integers(1, 20))
 
 
-# The order
+# # --- order ---
 
 
 def test_gpipe_goes_all_forward_and_then_all_backward() -> None:
@@ -59,7 +59,8 @@ def test_zbh1_is_1f1b_whose_weights_come_later_the_later_the_worker() -> None:
 
 
 def test_zbv_is_the_order_of_its_paper() -> None:
-    """Figure 6 of Qi et al. 2024, "Pipeline Parallelism with Controllable Memory": 4 workers, 8 parts."""
+    """Source: figure 6 of Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", with 4 workers and
+    8 parts."""
     assert text(steps("zbv", 0, 4, 8, 8)).startswith(
         "0:F0 0:F1 0:F2 0:F3 0:F4 0:F5 0:F6 7:F0 7:I0 7:W0 7:F1 7:I1 7:W1 7:F2 7:I2 7:W2 7:F3 7:I3 7:W3"
     )
@@ -90,8 +91,10 @@ def test_interleaved_sends_groups_of_micro_batches_through_one_part_after_the_ot
 
 
 def test_interleaved_is_the_order_of_megatron() -> None:
-    """Figure 4 of Narayanan et al. 2021: 4 workers with 2 parts each, 8 micro-batches. The first worker goes
-    forward 2 * 3 + 4 times before it takes turns."""
+    """Source: figure 4 of Narayanan et al. 2021, with 4 workers, 8 parts and 8 micro-batches.
+
+    The first worker runs 2 * 3 + 4 forward passes before it alternates.
+    """
     assert text(steps("interleaved", 0, 4, 8, 8)).startswith(
         "0:F0 0:F1 0:F2 0:F3 4:F0 4:F1 4:F2 4:F3 0:F4 0:F5 0:F6 4:B0 0:F7 4:B1 4:F4 4:B2 4:F5 4:B3 4:F6 0:B0"
     )
@@ -140,7 +143,7 @@ def test_each_worker_does_every_step_of_its_parts_once_and_backward_after_forwar
 
 
 def halves(step: Step) -> list[Step]:
-    """A backward pass as its two halves."""
+    """Return the halves of a backward pass, or the step itself."""
     return [Step(op, step.chunk, step.part) for op in ("I", "W")] if step.op == "B" else [step]  # type: ignore[arg-type]
 
 
@@ -186,7 +189,7 @@ def test_the_drawings_in_the_module_are_what_the_schedules_do(
     assert inspect.cleandoc(drawn[1]) == simulate(plan(name, workers, parts, chunks), 1, backward).staircase()
 
 
-# The text
+# # --- text ---
 
 
 @pytest.mark.parametrize(
@@ -233,7 +236,7 @@ def test_a_word_that_is_no_step_is_named(word: str) -> None:
         parse(f"F0 {word} B0")
 
 
-# Wrong arguments
+# # --- wrong arguments ---
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
-"""The simulator: what is known of schedules comes out, and what cannot be done is named. No model, no
-torch."""
+"""The simulator reproduces known properties of schedules, and names infeasible orders.
+
+These tests use neither a model nor torch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def plans(draw: st.DrawFn) -> list[list[Step]]:
     return plan(schedule, workers, parts, draw(st.integers(1, 24)))
 
 
-# What is known
+# # --- known properties ---
 
 
 @pytest.mark.each_pair
@@ -42,7 +44,7 @@ def plans(draw: st.DrawFn) -> list[list[Step]]:
 def test_the_bubble_of_gpipe_and_1f1b_is_the_share_of_the_other_workers(
     schedule: Any, workers: int, chunks: int, forward: float, backward: float
 ) -> None:
-    """(W - 1) / (M + W - 1), whatever a step takes."""
+    """The bubble is (W - 1) / (M + W - 1) for any duration of steps."""
     found = simulate(plan(schedule, workers, workers, chunks), forward, backward)
     assert found.makespan == pytest.approx((chunks + workers - 1) * (forward + backward))
     assert found.bubbles == pytest.approx([(workers - 1) / (chunks + workers - 1)] * workers)
@@ -66,7 +68,7 @@ def test_1f1b_holds_no_more_micro_batches_than_there_are_parts_to_come(workers: 
 def test_the_bubble_of_interleaved_is_smaller_by_the_number_of_parts_per_worker(
     workers: int, chunks: int, each: int, forward: float, backward: float
 ) -> None:
-    """(W - 1) / (v M + W - 1) for M a multiple of W and v parts per worker."""
+    """The bubble is (W - 1) / (v M + W - 1), if M is a multiple of W and there are v parts per worker."""
     found = simulate(plan("interleaved", workers, each * workers, chunks), forward, backward)
     assert found.bubble == pytest.approx((workers - 1) / (each * chunks + workers - 1))
 
@@ -84,7 +86,7 @@ def test_interleaved_holds_the_steps_it_is_ahead_by_and_one(workers: int, chunks
 def test_zbh1_waits_a_third_as_long_as_1f1b_and_holds_no_more_than_its_first_worker(
     workers: int, chunks: int
 ) -> None:
-    """(W - 1) (F + I - W) where there are at least as many micro-batches as workers."""
+    """Workers wait (W - 1) (F + I - W), if there are at least as many micro-batches as workers."""
     found = simulate(plan("zbh1", workers, workers, chunks), 1, 2)
     if chunks >= workers:
         assert found.makespan == 3 * chunks + workers - 1
@@ -94,7 +96,7 @@ def test_zbh1_waits_a_third_as_long_as_1f1b_and_holds_no_more_than_its_first_wor
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("more", [0, 1, 5])
 def test_zbv_waits_only_until_the_first_micro_batch_has_come(workers: int, more: int) -> None:
-    """Its parts are half as large as those of 1f1b, and two of them are held at once."""
+    """Its parts are half as large as those of 1f1b, and it holds two of them at once."""
     chunks = max(2 * workers - 1, 1) + more
     found = simulate(plan("zbv", workers, 2 * workers, chunks), 1, 2)
     assert found.makespan == 6 * chunks + workers - 1
@@ -117,7 +119,7 @@ def test_weights_may_take_another_share_of_the_backward_pass_and_parts_another_t
 
 
 def test_interleaved_with_a_remainder_still_beats_1f1b_of_the_same_model() -> None:
-    """5 micro-batches on 2 workers; half as much model per part takes half as long."""
+    """There are 5 micro-batches on 2 workers. Half the model per part takes half the time."""
     whole = simulate(plan("1f1b", 2, 2, 5), 1, 2)
     halves = simulate(plan("interleaved", 2, 4, 5), 0.5, 1)
     assert halves.makespan < whole.makespan
@@ -172,7 +174,7 @@ def test_the_picture_in_the_guide_is_what_its_code_draws() -> None:
     assert picture.read_text(encoding="utf-8") == drawn
 
 
-# Every order can be done
+# # --- every schedule is feasible ---
 
 
 @settings(deadline=None)
@@ -188,7 +190,7 @@ def test_every_schedule_runs_to_its_end_with_one_place_per_link_and_each_step_af
 
 
 def check_times(found: Simulated) -> None:
-    """Each worker does one thing at a time, and nothing before what it needs."""
+    """Assert that no steps of a worker overlap, and that each step follows its inputs."""
     begin = {(event.op, event.chunk, event.part): event.begin for events in found.events for event in events}
     end = {(event.op, event.chunk, event.part): event.end for events in found.events for event in events}
     for events in found.events:
@@ -209,23 +211,23 @@ def test_a_narrow_link_never_makes_a_schedule_quicker(workers: int, chunks: int)
 
 
 def test_a_message_that_comes_too_early_is_kept() -> None:
-    """The second worker wants the last micro-batch first, over a link with one place."""
+    """The second worker needs the last micro-batch first, over a channel with capacity 1."""
     found = simulate([parse("F0 F1 F2"), parse("F2 F1 F0", part=1)], capacity=1)
     assert [event.chunk for event in found.events[1]] == [2, 1, 0]
     assert found.events[1][0].begin == 3
 
 
 def test_the_sender_waits_for_room_in_a_full_link() -> None:
-    """The second worker has two parts, and takes a micro-batch every two units of time."""
+    """The second worker has two parts, and takes a micro-batch every two time units."""
     lists = [parse("F0 F1 F2 F3 F4"), parse("1:F0 2:F0 1:F1 2:F1 1:F2 2:F2 1:F3 2:F3 1:F4 2:F4")]
     wide, narrow = simulate(lists), simulate(lists, capacity=1)
     assert [event.begin for event in wide.events[0]] == [0, 1, 2, 3, 4]
-    # F3 is done at 4, and the link has room for it when F2 is taken at 5.
+    # # F3 is done at 4, and the channel has room for it when F2 is taken at 5.
     assert [event.begin for event in narrow.events[0]] == [0, 1, 2, 3, 5]
     assert wide.makespan == narrow.makespan == 11
 
 
-# What cannot be done
+# # --- infeasible orders ---
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,8 @@ def test_a_deadlock_for_want_of_room_is_found_and_more_room_ends_it() -> None:
 @settings(deadline=None)
 @given(plans(), st.data())
 def test_a_step_left_out_is_missed(lists: list[list[Step]], data: st.DataObject) -> None:
-    """Unless nobody needs it: of one micro-batch, the backward pass through the first part, or weights."""
+    """The error is absent only for steps without a consumer: weights, and backward passes of the first
+    part."""
     worker = data.draw(st.integers(0, len(lists) - 1))
     missing = data.draw(st.sampled_from(lists[worker]))
     lists[worker] = [step for step in lists[worker] if step != missing]

@@ -1,4 +1,4 @@
-"""Skip connections: they work in the plain module, in parts, across parts, and their gradients come back."""
+"""Skip connections work in the plain module, within a part and across parts, with gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flowchan.pipelines.sequential import Pop, Sequential, Stash
 
 
 class Block(nn.Module):
-    """A layer of the user's own with a layer of ours in it."""
+    """Layer of a user that contains a ``Stash`` or ``Pop``."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 def u_net() -> nn.Sequential:
-    """Twelve layers; a skip over one part and one over several, nested."""
+    """Return thirteen layers with nested skips over one part and over several."""
     torch.manual_seed(0)
     return nn.Sequential(
         Stash("input"),
@@ -54,7 +54,7 @@ def joined(x: Tensor, skip: Tensor) -> Tensor:
 
 
 def written_out(module: nn.Sequential, x: Tensor) -> Tensor:
-    """What :func:`u_net` means."""
+    """Compute the output of :func:`u_net` without skip layers."""
     wide = torch.tanh(module[1](x))
     narrow = torch.tanh(module[4](wide))
     up = module[9](module[7](narrow) + narrow) * wide
@@ -100,7 +100,7 @@ def test_training_on_processes_is_that_of_the_plain_module() -> None:
 
 
 def test_gradients_come_back_over_the_skip_alone() -> None:
-    """What goes through the layers between is multiplied by zero."""
+    """The values of the layers between are multiplied by zero."""
 
     def only_skip(x: Tensor, skip: Tensor) -> Tensor:
         return 0 * x + skip
@@ -119,7 +119,7 @@ def test_gradients_come_back_over_the_skip_alone() -> None:
 
 def test_in_the_plain_module_what_is_stashed_last_is_popped() -> None:
     module = nn.Sequential(Stash("a"), nn.Hardtanh(0, 1), Stash("a"), nn.Hardtanh(5, 6), Pop("a"))
-    assert module(torch.full((2, 1), 3.0)).tolist() == [[6.0], [6.0]]  # 5 and the 1 that was stashed last
+    assert module(torch.full((2, 1), 3.0)).tolist() == [[6.0], [6.0]]  # # 5, plus the 1 that was stashed last
 
 
 def test_a_stash_within_a_layer_of_the_users_own_must_not_replace_another_one() -> None:
@@ -130,7 +130,7 @@ def test_a_stash_within_a_layer_of_the_users_own_must_not_replace_another_one() 
         pytest.raises(StageError, match=r"Stash\('a'\): a value with this name is already stashed"),
     ):
         pipe(x)
-    assert torch.equal(module(x), module(x))  # the plain module doesn't know where a batch ends
+    assert torch.equal(module(x), module(x))  # # the plain module does not know where a batch ends
 
 
 def test_what_was_popped_is_gone() -> None:
@@ -215,7 +215,7 @@ def test_they_show_their_names() -> None:
 
 
 class Aside(nn.Module):
-    """Stashes nothing beside its way."""
+    """Stashes ``None`` and returns its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Aside(nn.Module):
 
 
 def first(x: Tensor, stashed: Any) -> Tensor:
-    """What is stashed must be nothing."""
+    """Assert that the stashed value is ``None``."""
     assert stashed is None
     return 2 * x
 

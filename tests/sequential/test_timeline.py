@@ -1,4 +1,4 @@
-"""Timelines as pictures and as traces. No model, no torch."""
+"""Timelines as pictures and as traces. These tests use neither a model nor torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from flowchan.pipelines.sequential.engine.schedule import plan
 from flowchan.pipelines.sequential.simulate import simulate
 from flowchan.pipelines.sequential.timeline import Timeline, TimelineEvent
 
-NOW = 31_415.926  # as time.monotonic() may be
+NOW = 31_415.926  # # a realistic value of time.monotonic()
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def real(steps: int = 1) -> Timeline:
-    """As two workers may have recorded ``steps`` batches of four micro-batches, with forward passes done
-    again."""
+    """Return ``steps`` batches of four micro-batches on two workers, with recomputed forward passes."""
     events = []
     for step in range(steps):
         for worker in range(2):
@@ -48,7 +47,7 @@ LINES = {
 lines = pytest.mark.parametrize("line", LINES.values(), ids=LINES)
 
 
-# Saving
+# # --- saving ---
 
 
 @pytest.mark.parametrize("name", ["run.png", "run", "run.svg.gz", ".svg", "run.SVG"])
@@ -65,7 +64,7 @@ def test_a_timeline_is_saved_as_picture_or_trace_by_the_ending(tmp_path: Path, k
     assert line.save(kind(tmp_path / "run.json")).read_text(encoding="utf-8") == line.trace()
 
 
-# Figures
+# # --- figures ---
 
 
 def test_events_are_in_the_order_of_their_beginnings() -> None:
@@ -95,7 +94,7 @@ def test_an_event_says_what_it_was() -> None:
     assert str(TimelineEvent(0, None, "update", 2, None, 0, 1)) == "update, step 2"
 
 
-# The trace
+# # --- trace ---
 
 
 @lines
@@ -111,7 +110,7 @@ def test_a_trace_has_every_event_in_microseconds_and_no_two_of_a_worker_overlap(
         assert one["dur"] == pytest.approx((event.end - event.begin) * 1e6, abs=1.1e-3)
     for worker in line.busy():
         mine = [event for event in complete if event["tid"] == worker]
-        # Whole nanoseconds, as Perfetto counts them.
+        # # whole nanoseconds, like Perfetto
         assert all(
             round(1000 * (one["ts"] + one["dur"])) <= round(1000 * other["ts"])
             for one, other in pairwise(mine)
@@ -133,7 +132,7 @@ def test_a_trace_names_its_run_and_its_workers_with_their_parts() -> None:
     ]
 
 
-# The picture
+# # --- picture ---
 
 
 def elements(line: Timeline, tag: str) -> list[ElementTree.Element]:
@@ -149,7 +148,7 @@ def words(line: Timeline) -> list[str]:
 
 
 def area(element: ElementTree.Element) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom of a text, as a wide font draws it."""
+    """Return left, top, right and bottom of a text in a wide font."""
     size = number(element, "font-size")
     wide = 0.6 * size * len(element.text or "")
     left = number(element, "x") - wide * {"start": 0, "middle": 0.5, "end": 1}[element.attrib["text-anchor"]]
@@ -184,7 +183,7 @@ def test_every_event_is_a_box_inside_the_picture_with_its_details(line: Timeline
 
 
 def test_boxes_lie_where_the_time_is() -> None:
-    """Twice as long is twice as wide, one row per worker, the first event at the left end."""
+    """Twice the time is twice the width, each worker has a row, and the first event is at the left end."""
     boxes = [box for box in elements(LINES["gpipe"], "rect") if box.find(SVG + "title") is not None]
     assert len({box.attrib["y"] for box in boxes}) == 4
     widths = [number(box, "width") for box in boxes]
@@ -200,7 +199,7 @@ def test_a_picture_shows_title_time_workers_and_how_busy_they_were() -> None:
     assert [word for word in found if word.startswith(("worker", "part"))] == [
         word for worker in range(4) for word in (f"worker {worker}", f"part {worker}")
     ]
-    assert found.count("7") == 2 * 4  # micro-batch 7, both ways through every part
+    assert found.count("7") == 2 * 4  # # micro-batch 7, in both directions through every part
     axis = found[4 : found.index("time in ms")]
     assert axis == ["0", "5", "10", "15", "20", "25", "30"]
 

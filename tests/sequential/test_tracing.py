@@ -1,4 +1,4 @@
-"""Modules with a forward of their own are cut by tracing it, and train and infer as they do by themselves."""
+"""Modules with their own ``forward`` are traced and cut, and then train and infer like the plain module."""
 
 from __future__ import annotations
 
@@ -58,13 +58,14 @@ def assert_near(module: nn.Module, plain: nn.Module) -> None:
         )
 
 
-# the models
+# # --- models ---
 
 
 @everywhere
 @models
 def test_after_ten_steps_a_model_is_what_it_is_by_itself(name: str, on: Any) -> None:
-    """One micro-batch, for batch norm; cut within residual connections, by an optimizer outside."""
+    """One micro-batch, because of batch norm; cuts within residual connections; an optimizer outside the
+    pipe."""
     module, plain = made(name), made(name)
     loss, names = MODELS[name][2:]
     optimizers = [Adam(one.parameters(), lr=0.01) for one in (module, plain)]
@@ -137,7 +138,7 @@ def test_parts_of_a_traced_model_that_draw_nothing_go_forward_at_the_same_time(n
         name == "gpt",
         False,
         False,
-    ]  # it begins with dropout
+    ]  # # it begins with dropout
 
 
 def test_parts_may_be_named_in_a_plain_sequential_too() -> None:
@@ -145,11 +146,11 @@ def test_parts_may_be_named_in_a_plain_sequential_too() -> None:
     assert [len(part.module) for part in Sequential(module, ["1", "4"]).parts] == [1, 3, 1]
 
 
-# what forward does
+# # --- operations of forward ---
 
 
 class Own(nn.Module):
-    """A function as the forward of a module with two layers."""
+    """Module with two layers and a function as its ``forward``."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -162,14 +163,14 @@ class Own(nn.Module):
 
 
 class Chosen(nn.Module):
-    """Decides by values."""
+    """Branches on values."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 if x.sum() > 0 else x * 3
 
 
 class ByMode(nn.Module):
-    """Is told its mode otherwise than by torch's layers."""
+    """Reads ``training`` directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +181,7 @@ class ByMode(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Makes numbers of its own."""
+    """Draws random numbers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 0 * torch.rand(4)
@@ -271,7 +272,7 @@ def test_a_layer_that_cant_be_traced_is_kept_whole(layer: Any) -> None:
             torch.testing.assert_close(pipe(x), module(x))
 
 
-# what can't be
+# # --- unsupported modules ---
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""Training in parts gives what training the plain module gives: outputs, losses, gradients, parameters after
-some steps."""
+"""Training in parts gives the outputs, losses, gradients and parameters of the plain module."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ from flowchan.pipelines.sequential.engine.execution import Execution, Passed
 from flowchan.pipelines.sequential.parts import Part
 
 SIZES = [8, 8, 7, 3, 1, 9]
-"""Batches that divide evenly, that do not, and that are smaller than the number of chunks."""
+"""Batch sizes: multiples of the number of chunks, other sizes, and sizes smaller than it."""
 
 
-# every schedule
+# # --- every schedule ---
 
 
 @pytest.mark.each_pair
@@ -84,11 +83,11 @@ def test_outputs_are_those_of_the_plain_module(on: Any, schedule: Any, workers: 
             torch.testing.assert_close(training.evaluate(x), plain(x).detach())
 
 
-# what goes in
+# # --- inputs ---
 
 
 class Pair(nn.Module):
-    """Takes and gives a tuple of tensors and a dictionary."""
+    """Takes and returns a tuple of a tensor and a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +166,7 @@ def test_the_batch_itself_is_left_as_it_was() -> None:
 
 
 class Added(nn.Module):
-    """The gradient of its parameter is the very gradient that comes back to it."""
+    """Layer whose weight gradient is the incoming gradient tensor itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +192,7 @@ def test_what_comes_in_is_memory_of_others_and_never_changed() -> None:
     execution.close()
 
 
-# optimizers
+# # --- optimizers ---
 
 
 @everywhere
@@ -243,7 +242,7 @@ def test_a_norm_that_is_no_number_spoils_the_gradients_as_in_the_plain_module() 
     assert_same_state(module, plain, equal_nan=True)
 
 
-# state
+# # --- state ---
 
 
 @everywhere

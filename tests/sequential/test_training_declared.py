@@ -1,5 +1,4 @@
-"""A training before it runs: what is wrong is said at once, and what is right can be looked at. Then its
-timeline."""
+"""A training before its first step: checks of arguments, the graph and the schedule; and its timeline."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from flowchan.cli.loading import load
 from flowchan.pipelines import Sequential
 from flowchan.viz import to_dot
 
-# what is wrong is said before anything starts
+# # --- checks before anything starts ---
 
 
 @pytest.mark.parametrize(
@@ -108,7 +107,7 @@ def test_a_training_is_used_in_its_with_block() -> None:
         training.evaluate(x)
 
 
-# what it looks like
+# # --- graph and timeline ---
 
 
 def test_a_training_shows_its_graph_and_its_schedule() -> None:

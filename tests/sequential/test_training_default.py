@@ -1,5 +1,4 @@
-"""What a training does when nobody says its schedule: which one it takes, where the parts are, and into how
-many micro-batches it splits."""
+"""Defaults of a training: its schedule, the cut, and the number of micro-batches."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from flowchan.pipelines.sequential.engine.schedule import plan
 
 
 class Sizes(nn.Module):
-    """Notes how many samples come by."""
+    """Records the sizes of micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,14 +47,14 @@ def test_each_worker_has_two_parts_in_a_v_and_learns_what_the_module_would(on: A
 
 @pytest.mark.parametrize("first", ["step", "evaluate"])
 def test_parts_are_cut_where_the_first_batch_has_as_much_work(first: str) -> None:
-    module = linear(64, 8, 8, 8, 8, 64, 64)  # 512, 64, 64, 64, 512, 4096 products a sample
+    module = linear(64, 8, 8, 8, 8, 64, 64)  # # 512, 64, 64, 64, 512, 4096 products per sample
     x, target = torch.randn(32, 64), torch.randn(32, 64)
     with Sequential(module, 2, chunks=4).trainer(loss=mse_loss) as training:
         if first == "evaluate":
             training.evaluate(x)
         training.step(x, target)
         parts = training.report().parts
-    assert parts[-1].state == 4 * 64 * 64  # the last layer alone
+    assert parts[-1].state == 4 * 64 * 64  # # the last layer alone
 
 
 @pytest.mark.parametrize("case", ["counts", "few layers", "shared", "one part"])
@@ -104,7 +103,7 @@ def test_random_numbers_are_the_same_in_every_run_also_when_the_pipe_has_measure
 def test_micro_batches_are_large_enough_for_gradients_to_be_added_up_beside_them(
     samples: int, chunks: int, how: str
 ) -> None:
-    """A linear layer has two operations for each parameter and sample: 512 with 256 samples."""
+    """A linear layer has two operations per parameter and sample: 512 with 256 samples."""
     sizes = Sizes()
     pipe = Sequential(nn.Sequential(*linear(512, 512, 512, 512, 512), sizes), 2)
     x, target = torch.randn(samples, 512), torch.zeros(samples, 512)

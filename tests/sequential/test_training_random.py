@@ -1,4 +1,4 @@
-"""Modules made at random, cut anywhere, under any schedule: training in parts is that of the plain module."""
+"""Random modules with random cuts and schedules train like the plain module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYERS = ["linear", "linear", "tanh", "relu", "norm", "stash", "pop"]
 
 @st.composite
 def modules(draw: st.DrawFn) -> nn.Sequential:
-    """Up to twelve layers, with skips over any of them; some parameters are frozen."""
+    """Draw up to twelve layers, with skips and frozen parameters."""
     torch.manual_seed(draw(st.integers(0, 99)))
     layers: list[nn.Module] = []
     stashed: list[str] = []
@@ -51,7 +51,7 @@ def modules(draw: st.DrawFn) -> nn.Sequential:
 
 @st.composite
 def cuts(draw: st.DrawFn, layers: int) -> dict[str, Any]:
-    """How a module of so many layers is trained."""
+    """Draw training options for a module with ``layers`` layers."""
     parts = draw(st.integers(1, min(5, layers)))
     schedule = draw(st.sampled_from(SCHEDULES))
     workers = draw(st.integers(1, parts)) if schedule == "interleaved" else None

@@ -1,4 +1,4 @@
-"""What a micro-batch is after it has gone through a channel between processes."""
+"""Micro-batches arrive unchanged through a channel between processes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_at_the_end_a_micro_batch_is_complete() -> None:
 
 @pytest.mark.parametrize("elements", [4, 200_000])
 def test_what_may_be_changed_is_the_receivers_own(elements: int) -> None:
-    """The item in the channel stays as it is, for a worker that takes it up again."""
+    """The item in the channel does not change, because another worker may take it again."""
     channel: Channel[Any] = Channel(across="processes")
     channel.put(closed(torch.zeros(elements)))
     memory, form = channel.get()
@@ -83,7 +83,7 @@ def test_a_part_that_only_reads_gets_no_copy() -> None:
 
 
 class Own(nn.Linear):
-    """May do anything to its input."""
+    """Layer of a user, which may write into its input."""
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
-"""A pipe inside of torch's ``DistributedDataParallel``, or inside of what its FSDP shards, is trained as the
-plain module is inside of it; what can't be sharded says so."""
+"""A pipe inside torch's ``DistributedDataParallel`` or FSDP trains like the plain module.
+
+Unsupported kinds of sharding raise.
+"""
 
 from __future__ import annotations
 
