@@ -29,7 +29,7 @@ def double(module: nn.Module, inputs: tuple[Tensor]) -> None:
     inputs[0].mul_(2)
 
 
-def test_a_hook_that_works_in_place_leaves_the_input_as_it_is() -> None:
+def test_in_place_hook_does_not_change_the_input() -> None:
     plain = model()
     plain[0].register_forward_pre_hook(double)
     x = torch.ones(4, 4)
@@ -38,7 +38,7 @@ def test_a_hook_that_works_in_place_leaves_the_input_as_it_is() -> None:
     assert torch.equal(x, torch.ones(4, 4))
 
 
-def test_weights_changed_in_inference_mode_hold_for_the_next_call() -> None:
+def test_weights_changed_in_inference_mode_apply_to_the_next_call() -> None:
     with torch.inference_mode():
         plain = model()
     x = torch.randn(4, 4)
@@ -51,9 +51,7 @@ def test_weights_changed_in_inference_mode_hold_for_the_next_call() -> None:
 
 @everywhere
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_training_refuses_hooks_of_parameters_which_it_would_call_for_each_micro_batch(
-    on: Any, hook: str
-) -> None:
+def test_training_rejects_hooks_of_parameters(on: Any, hook: str) -> None:
     plain = model()
     getattr(plain[0].weight, hook)(lambda gradient: None)
     with (
@@ -65,7 +63,7 @@ def test_a_training_refuses_hooks_of_parameters_which_it_would_call_for_each_mic
         training(pipe)
 
 
-def test_buffers_belong_to_one_part() -> None:
+def test_training_rejects_a_buffer_in_two_parts() -> None:
     norm = nn.BatchNorm1d(4, affine=False)
     with (
         Sequential([norm, nn.Linear(4, 4), norm], parts=[1, 2]) as pipe,
@@ -80,7 +78,7 @@ class HalvesWhenItEvaluates(nn.Module):
 
 
 @everywhere
-def test_an_evaluation_that_loses_samples_is_an_error(on: Any) -> None:
+def test_evaluation_that_loses_samples_raises(on: Any) -> None:
     with (
         Sequential([nn.Linear(4, 3), HalvesWhenItEvaluates()], on=on, chunks=2) as pipe,
         training(pipe) as steps,
@@ -92,7 +90,7 @@ def test_an_evaluation_that_loses_samples_is_an_error(on: Any) -> None:
 
 
 @everywhere
-def test_a_loss_that_was_detached_is_an_error(on: Any) -> None:
+def test_detached_loss_raises(on: Any) -> None:
     def detached(output: Tensor, target: Tensor) -> Tensor:
         return functional.cross_entropy(output, target).detach()
 
@@ -104,13 +102,13 @@ def test_a_loss_that_was_detached_is_an_error(on: Any) -> None:
         steps.step(torch.randn(8, 4), torch.randint(3, (8,)))
 
 
-def test_a_model_without_anything_to_learn_has_a_loss_all_the_same() -> None:
+def test_frozen_model_still_has_a_loss() -> None:
     plain = model().requires_grad_(False)
     with Sequential(plain) as pipe, training(pipe, optimizer=None) as steps:
         assert steps.step(torch.randn(8, 4), torch.randint(3, (8,))).dim() == 0
 
 
-def test_a_loss_that_is_a_class_is_named() -> None:
+def test_loss_class_is_rejected_with_its_name() -> None:
     with (
         Sequential(model()) as pipe,
         pytest.raises(TypeError, match=r"pass an instance, CrossEntropyLoss\(\)"),
@@ -118,6 +116,6 @@ def test_a_loss_that_is_a_class_is_named() -> None:
         training(pipe, loss=nn.CrossEntropyLoss)
 
 
-def test_arrays_are_no_tensors_and_the_message_says_how_to_make_some() -> None:
+def test_array_is_rejected_with_the_conversion() -> None:
     with Sequential(model()) as pipe, pytest.raises(TypeError, match=r"torch\.from_numpy"):
         pipe(torch.ones(2, 4).numpy())

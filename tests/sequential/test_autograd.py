@@ -52,7 +52,7 @@ def contrastive(y: Tensor) -> Tensor:
 
 @everywhere
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_of_encoder_pipe_and_head_are_those_of_the_plain_modules(on: Any, recompute: bool) -> None:
+def test_gradients_around_and_in_the_pipe_match_plain_modules(on: Any, recompute: bool) -> None:
     model = perceptron()
     encoder, head = nn.Linear(5, 6), nn.Linear(4, 3)
     plain = copy.deepcopy(nn.Sequential(encoder, model, head))
@@ -70,7 +70,7 @@ def test_gradients_of_encoder_pipe_and_head_are_those_of_the_plain_modules(on: A
 
 
 @everywhere
-def test_an_optimizer_outside_trains_all_as_it_trains_the_plain_modules(on: Any) -> None:
+def test_outside_optimizer_trains_like_plain_modules(on: Any) -> None:
     model, head = perceptron(), nn.Linear(4, 3)
     plain = copy.deepcopy(nn.Sequential(model, head))
     x, target = torch.randn(9, 6), torch.tensor([0, 1, 2, -100, -100, -100, 1, 1, 0])
@@ -92,7 +92,7 @@ def test_an_optimizer_outside_trains_all_as_it_trains_the_plain_modules(on: Any)
 
 @everywhere
 @pytest.mark.parametrize("change", ["data", "no_grad", "load"])
-def test_a_changed_parameter_holds_at_once_whatever_changed_it(on: Any, change: str) -> None:
+def test_parameter_change_of_any_kind_applies_at_once(on: Any, change: str) -> None:
     model = perceptron()
     x = torch.randn(8, 6)
     with Sequential(model, 2, on=on, chunks=2) as pipe:
@@ -116,7 +116,7 @@ def test_a_changed_parameter_holds_at_once_whatever_changed_it(on: Any, change: 
 
 @everywhere
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_second_backward_pass_needs_retain_graph(on: Any, recompute: bool) -> None:
+def test_second_backward_pass_needs_retain_graph(on: Any, recompute: bool) -> None:
     model = perceptron()
     plain = copy.deepcopy(model)
     x = torch.randn(6, 6)
@@ -131,7 +131,7 @@ def test_a_second_backward_pass_needs_retain_graph(on: Any, recompute: bool) -> 
 
 
 @everywhere
-def test_calls_may_go_back_in_any_order_and_one_loss_may_have_several(on: Any) -> None:
+def test_backward_passes_work_in_any_order_and_together(on: Any) -> None:
     model = perceptron()
     plain = copy.deepcopy(model)
     a, b, c = torch.randn(4, 6), torch.randn(7, 6), torch.randn(5, 6)
@@ -146,7 +146,7 @@ def test_calls_may_go_back_in_any_order_and_one_loss_may_have_several(on: Any) -
 
 
 @everywhere
-def test_autograd_grad_gives_what_it_gives_for_the_plain_module(on: Any) -> None:
+def test_autograd_grad_matches_the_plain_module(on: Any) -> None:
     model = perceptron()
     x = torch.randn(6, 6, requires_grad=True)
     with Sequential(model, 2, on=on, chunks=4) as pipe:
@@ -157,7 +157,7 @@ def test_autograd_grad_gives_what_it_gives_for_the_plain_module(on: Any) -> None
 
 
 @everywhere
-def test_hooks_of_parameters_outputs_and_the_pipe_are_called_once_for_the_batch(on: Any) -> None:
+def test_hooks_are_called_once_per_batch(on: Any) -> None:
     model = perceptron()
     plain = copy.deepcopy(model)
     x = torch.randn(8, 6)
@@ -178,7 +178,7 @@ def test_hooks_of_parameters_outputs_and_the_pipe_are_called_once_for_the_batch(
 
 
 @everywhere
-def test_frozen_parameters_and_inputs_get_nothing_and_may_be_thawed(on: Any) -> None:
+def test_frozen_parameters_get_no_gradient_and_can_be_unfrozen(on: Any) -> None:
     model = perceptron()
     plain = copy.deepcopy(model)
     x = torch.randn(8, 6)
@@ -196,7 +196,7 @@ def test_frozen_parameters_and_inputs_get_nothing_and_may_be_thawed(on: Any) -> 
 
 
 @everywhere
-def test_an_output_has_no_graph_where_the_plain_modules_has_none(on: Any) -> None:
+def test_output_requires_grad_only_like_the_plain_modules(on: Any) -> None:
     x = torch.randn(8, 6)
     with Sequential(perceptron(), 2, on=on) as pipe:
         for without in (torch.no_grad, torch.inference_mode):
@@ -222,7 +222,7 @@ class Fork(nn.Module):
 
 
 @everywhere
-def test_nested_values_have_gradients_where_they_can(on: Any) -> None:
+def test_nested_values_have_gradients_where_possible(on: Any) -> None:
     model = nn.Sequential(nn.Identity(), Fork())
     plain = copy.deepcopy(model)
     scale = torch.rand(7, 1, requires_grad=True)
@@ -242,7 +242,7 @@ def test_nested_values_have_gradients_where_they_can(on: Any) -> None:
 
 
 @everywhere
-def test_only_some_outputs_go_back(on: Any) -> None:
+def test_backward_pass_of_one_of_several_outputs_matches(on: Any) -> None:
     model = nn.Sequential(nn.Identity(), Fork())
     plain = copy.deepcopy(model)
     x, scale = torch.randn(7, 6), torch.rand(7, 1)
@@ -253,7 +253,7 @@ def test_only_some_outputs_go_back(on: Any) -> None:
 
 
 @everywhere
-def test_skips_travel_and_their_gradients_come_back(on: Any) -> None:
+def test_skips_pass_values_forward_and_gradients_back(on: Any) -> None:
     model = nn.Sequential(Stash("in"), nn.Linear(6, 6), nn.Tanh(), Pop("in"), nn.Linear(6, 2))
     plain = copy.deepcopy(model)
     x = torch.randn(7, 6, requires_grad=True)
@@ -266,7 +266,7 @@ def test_skips_travel_and_their_gradients_come_back(on: Any) -> None:
 
 
 @everywhere
-def test_parts_may_share_a_parameter(on: Any) -> None:
+def test_parts_can_share_a_parameter(on: Any) -> None:
     first, last = nn.Linear(6, 6), nn.Linear(6, 6)
     last.weight = first.weight
     model = nn.Sequential(first, nn.Tanh(), last)
@@ -284,7 +284,7 @@ def test_parts_may_share_a_parameter(on: Any) -> None:
 
 
 @everywhere
-def test_autocast_outside_reaches_the_parts(on: Any) -> None:
+def test_autocast_around_a_call_reaches_the_parts(on: Any) -> None:
     model = perceptron().float()
     x = torch.randn(8, 6, dtype=torch.float32)
     with Sequential(model, 3, on=on, chunks=1) as pipe, torch.autocast("cpu", torch.bfloat16):
@@ -314,7 +314,7 @@ class Checkpointed(nn.Module):
 
 
 @everywhere
-def test_torchs_checkpoint_inside_of_layers(on: Any) -> None:
+def test_checkpoint_inside_layers_matches_the_plain_module(on: Any) -> None:
     model = nn.Sequential(*(Checkpointed(nn.Sequential(nn.Linear(6, 6), nn.Tanh())) for _ in range(4)))
     plain = copy.deepcopy(model)
     x = torch.randn(7, 6)
@@ -324,7 +324,7 @@ def test_torchs_checkpoint_inside_of_layers(on: Any) -> None:
         assert_same_gradients(pipe, plain)
 
 
-def test_dropout_is_the_same_on_threads_on_processes_and_when_it_is_done_again() -> None:
+def test_dropout_is_equal_on_threads_processes_and_when_recomputed() -> None:
     found = []
     for on, recompute in (("thread", False), ("process", False), ("thread", True), ("process", True)):
         torch.manual_seed(0)
@@ -336,7 +336,7 @@ def test_dropout_is_the_same_on_threads_on_processes_and_when_it_is_done_again()
         torch.testing.assert_close(other, found[0], **CLOSE)
 
 
-def test_modules_that_draw_nothing_leave_the_programs_generator_alone() -> None:
+def test_modules_without_randomness_do_not_advance_the_generator() -> None:
     with Sequential(perceptron(), 2) as pipe:
         before = torch.get_rng_state()
         pipe(torch.ones(4, 6)).sum().backward()
@@ -347,7 +347,7 @@ def test_modules_that_draw_nothing_leave_the_programs_generator_alone() -> None:
 
 
 @everywhere
-def test_second_derivatives_are_refused(on: Any) -> None:
+def test_second_derivatives_raise(on: Any) -> None:
     x = torch.randn(4, 6, requires_grad=True)
     with Sequential(perceptron(), 2, on=on, chunks=2) as pipe:
         with pytest.raises(RuntimeError, match=r"second derivatives cannot flow .* pipe\.module"):
@@ -356,7 +356,7 @@ def test_second_derivatives_are_refused(on: Any) -> None:
 
 
 @everywhere
-def test_parameters_that_change_between_forward_and_backward_raise(on: Any) -> None:
+def test_parameter_change_before_the_backward_pass_raises(on: Any) -> None:
     with Sequential(perceptron(), 2, on=on, chunks=2) as pipe:
         y = pipe(torch.randn(4, 6)).sum()
         with torch.no_grad():
@@ -390,7 +390,7 @@ class Weak(torch.autograd.Function):
 
 
 @everywhere
-def test_a_failing_part_is_named_and_the_pipe_goes_on(on: Any) -> None:
+def test_failing_part_is_named_and_the_pipe_stays_usable(on: Any) -> None:
     x = torch.ones(8, 6)
     with Sequential([nn.Linear(6, 6), nn.Linear(6, 6), Bad(), nn.Identity()], 4, on=on, chunks=4) as pipe:
         whole = pipe(x).sum()
@@ -410,7 +410,7 @@ def test_a_failing_part_is_named_and_the_pipe_goes_on(on: Any) -> None:
 
 
 @everywhere
-def test_a_pipe_that_is_closed_has_no_backward_pass(on: Any) -> None:
+def test_closed_pipe_raises_in_the_backward_pass(on: Any) -> None:
     with Sequential(perceptron(), 2, on=on, chunks=2) as pipe:
         y = pipe(torch.ones(4, 6)).sum()
     with pytest.raises(Closed):

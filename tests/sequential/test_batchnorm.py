@@ -55,7 +55,7 @@ def in_micro_batches(
 
 @schedules
 @pytest.mark.parametrize("recompute", [False, True])
-def test_parameters_and_statistics_are_the_promised_ones(
+def test_parameters_and_statistics_match_training_in_micro_batches(
     schedule: Any, parts: int, workers: int, recompute: bool
 ) -> None:
     module = normalised()
@@ -68,7 +68,7 @@ def test_parameters_and_statistics_are_the_promised_ones(
     assert_same_state(module, expected)
 
 
-def test_the_same_on_processes() -> None:
+def test_training_on_processes_matches_the_reference() -> None:
     module = normalised()
     data = batches([12, 12, 9])
     expected = in_micro_batches(module, data, 4)
@@ -81,9 +81,7 @@ def test_the_same_on_processes() -> None:
 @everywhere
 @pytest.mark.parametrize("momentum", [0.1, 0.5, None])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_running_statistics_are_those_of_the_plain_module(
-    on: Any, momentum: float | None, recompute: bool
-) -> None:
+def test_running_statistics_match_the_plain_module(on: Any, momentum: float | None, recompute: bool) -> None:
     """Compare the first layer, whose input is the same in the pipe and in the plain module."""
     module = normalised(momentum)
     plain = copy.deepcopy(module)
@@ -99,7 +97,7 @@ def test_running_statistics_are_those_of_the_plain_module(
     assert int(mine.num_batches_tracked) == int(other.num_batches_tracked) == 3
 
 
-def test_with_one_micro_batch_everything_is_that_of_the_plain_module() -> None:
+def test_single_micro_batch_trains_exactly_like_the_plain_module() -> None:
     module = normalised()
     plain = copy.deepcopy(module)
     optimizer = OPTIMIZERS["sgd"](plain.parameters())
@@ -112,7 +110,7 @@ def test_with_one_micro_batch_everything_is_that_of_the_plain_module() -> None:
     assert_same_state(module, plain)
 
 
-def test_a_layer_in_eval_mode_keeps_its_statistics_and_normalises_by_them() -> None:
+def test_layer_in_eval_mode_keeps_its_statistics() -> None:
     module = normalised()
     frozen = module[0].eval()
     before = copy.deepcopy(frozen.state_dict())
@@ -127,7 +125,7 @@ def test_a_layer_in_eval_mode_keeps_its_statistics_and_normalises_by_them() -> N
 
 
 @everywhere
-def test_evaluation_uses_the_statistics_and_leaves_them(on: Any) -> None:
+def test_evaluation_uses_the_statistics_without_changing_them(on: Any) -> None:
     module = normalised()
     data = batches([12, 12])
     with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
@@ -139,7 +137,7 @@ def test_evaluation_uses_the_statistics_and_leaves_them(on: Any) -> None:
     torch.testing.assert_close(found, module.eval()(data[0][0]).detach())
 
 
-def test_the_modules_layers_are_as_they_were_between_two_steps() -> None:
+def test_layers_are_restored_after_each_step() -> None:
     module = normalised()
     with in_parts(module, 2) as training:
         training.step(*batches([8])[0])
@@ -147,7 +145,7 @@ def test_the_modules_layers_are_as_they_were_between_two_steps() -> None:
         assert not any(layer._forward_pre_hooks for layer in module)
 
 
-def test_a_layer_without_statistics_is_left_alone() -> None:
+def test_layer_without_statistics_is_unchanged() -> None:
     module = nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 4))
     with in_parts(module, 2, optimizer=OPTIMIZERS["sgd"]) as training:
         training.step(*batches([8])[0])
@@ -159,7 +157,7 @@ def test_a_layer_without_statistics_is_left_alone() -> None:
 
 @pytest.mark.parametrize("shape", [(40, 3), (40, 3, 5), (40, 3, 2, 2)])
 @pytest.mark.parametrize("pieces", [1, 3, 40])
-def test_moments_of_pieces_are_the_moments_of_the_whole(shape: tuple[int, ...], pieces: int) -> None:
+def test_moments_of_pieces_combine_to_those_of_the_whole(shape: tuple[int, ...], pieces: int) -> None:
     x = 1000 + torch.randn(shape, generator=torch.Generator().manual_seed(0))
     first, *others = (moments(piece) for piece in x.tensor_split(pieces))
     for other in others:
@@ -170,7 +168,7 @@ def test_moments_of_pieces_are_the_moments_of_the_whole(shape: tuple[int, ...], 
     torch.testing.assert_close(first.squares / first.count, channels.var(1, correction=0))
 
 
-def test_images_are_counted_per_channel() -> None:
+def test_statistics_of_images_are_per_channel() -> None:
     layer, plain = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
     x = torch.randn(8, 3, 5, 5, generator=torch.Generator().manual_seed(0))
     deferred = DeferredBatchNorm(layer)

@@ -106,7 +106,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
 
 
 @pytest.mark.parametrize(("arguments", "kind", "words"), WRONG.values(), ids=WRONG)
-def test_a_wrong_argument_is_named_with_what_is_allowed(
+def test_wrong_argument_raises_with_the_allowed_values(
     arguments: dict[str, Any], kind: type[Exception], words: list[str]
 ) -> None:
     with pytest.raises(kind) as raised:
@@ -118,7 +118,7 @@ def test_a_wrong_argument_is_named_with_what_is_allowed(
     ("on", "method", "refused"),
     [("process", "fork", True), ("process", "spawn", False), ("thread", "fork", False)],
 )
-def test_forked_processes_with_cuda_are_refused_before_anything_uses_it(
+def test_cuda_in_forked_processes_raises_before_any_use(
     monkeypatch: pytest.MonkeyPatch, on: Any, method: str, refused: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -161,7 +161,7 @@ class Shy:
         ({"devices": ["cpu", "cpu", Shy()]}, "got 3: <list whose repr raises LookupError>"),
     ],
 )
-def test_an_object_whose_repr_fails_is_named_by_its_type(arguments: dict[str, Any], word: str) -> None:
+def test_error_names_the_type_if_repr_fails(arguments: dict[str, Any], word: str) -> None:
     with pytest.raises((TypeError, ValueError)) as raised:
         Sequential(model(), **arguments)
     assert words_in(raised, word)
@@ -170,7 +170,7 @@ def test_an_object_whose_repr_fails_is_named_by_its_type(arguments: dict[str, An
 @pytest.mark.parametrize(
     "argument", ["loss", "optimizer", "schedule", "workers", "recompute", "clip", "autocast"]
 )
-def test_so_it_is_in_a_training(argument: str) -> None:
+def test_training_error_names_the_type_if_repr_fails(argument: str) -> None:
     with pytest.raises(
         (TypeError, ValueError),
         match=rf"^training: {argument} must be .*(not|got) (<Shy whose .* LookupError>|Shy)( \(Shy\))?$",
@@ -178,7 +178,7 @@ def test_so_it_is_in_a_training(argument: str) -> None:
         Sequential(model()).trainer(**{"loss": nn.functional.mse_loss, argument: Shy()})
 
 
-def test_a_misspelt_option_of_a_training_is_told_which_one_was_meant() -> None:
+def test_misspelt_training_option_raises_with_a_suggestion() -> None:
     misspelt: dict[str, Any] = {"optimiser": torch.optim.SGD}
     with pytest.raises(TypeError, match=r"^trainer: has no option 'optimiser'; did you mean 'optimizer'\?$"):
         Sequential(model()).trainer(loss=nn.functional.mse_loss, **misspelt)
@@ -196,15 +196,13 @@ def test_a_misspelt_option_of_a_training_is_told_which_one_was_meant() -> None:
         (nn.Sequential(nn.LazyLinear(3), nn.ReLU()), ValueError, ["'0.weight'", "call module(x) once"]),
     ],
 )
-def test_a_module_that_has_no_layers_in_a_row_is_refused(
-    module: Any, kind: type[Exception], words: list[str]
-) -> None:
+def test_module_without_a_row_of_layers_raises(module: Any, kind: type[Exception], words: list[str]) -> None:
     with pytest.raises(kind) as raised:
         Sequential(module)
     assert words_in(raised, *words)
 
 
-def test_hooks_of_the_container_are_refused_and_those_of_layers_are_not() -> None:
+def test_hooks_of_the_container_raise_and_those_of_layers_work() -> None:
     module = model()
     seen = []
     module[0].register_forward_hook(lambda *_: seen.append("layer"))
@@ -231,7 +229,7 @@ class Locked(nn.Module):
             return x
 
 
-def test_a_layer_that_cannot_be_pickled_is_named_with_what_is_in_the_way() -> None:
+def test_unpicklable_layer_raises_with_the_culprit() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(), Locked()))
     with pytest.raises(TypeError) as raised:
         Sequential(module, on="process")
@@ -246,7 +244,7 @@ def test_a_layer_that_cannot_be_pickled_is_named_with_what_is_in_the_way() -> No
         assert pipe(torch.ones(2, 3)).shape == (2, 3)
 
 
-def test_a_layer_of_a_lambda_is_sent() -> None:
+def test_layer_with_a_lambda_is_sent_to_a_process() -> None:
     class Apply(nn.Module):
         def __init__(self, function: Any) -> None:
             super().__init__()
@@ -306,7 +304,7 @@ CHANGES: dict[str, tuple[list[nn.Module], str, tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("on", ["thread", "process"])
 @pytest.mark.parametrize(("layers", "culprit", "shape"), CHANGES.values(), ids=CHANGES)
-def test_a_layer_that_changes_the_batch_dimension_is_named_before_anything_starts(
+def test_layer_that_changes_the_batch_dimension_raises_before_start(
     layers: list[nn.Module], culprit: str, shape: tuple[int, ...], on: Any
 ) -> None:
     chunks = 8 if culprit == "layer '0' (Fixed)" else 1
@@ -318,14 +316,14 @@ def test_a_layer_that_changes_the_batch_dimension_is_named_before_anything_start
         assert not started(pipe)
 
 
-def test_a_change_that_a_later_layer_takes_back_is_none() -> None:
+def test_batch_dimension_may_change_between_layers() -> None:
     module = nn.Sequential(nn.Linear(4, 4), Fold(), nn.Linear(2, 2), Unfold())
     x = torch.randn(10, 4)
     with Sequential(module, parts=[2, 2]) as pipe, torch.no_grad():
         assert torch.allclose(pipe(x), module(x))
 
 
-def test_an_output_that_is_no_tensor_is_named() -> None:
+def test_output_other_than_a_tensor_raises_with_its_path() -> None:
     with Sequential([nn.Linear(4, 4), WithNumber()]) as pipe:
         with pytest.raises(TypeError) as raised:
             pipe(torch.randn(8, 4))
@@ -333,14 +331,14 @@ def test_an_output_that_is_no_tensor_is_named() -> None:
         assert not started(pipe)
 
 
-def test_the_hidden_state_of_an_lstm_has_the_batch_elsewhere() -> None:
+def test_hidden_state_of_an_lstm_raises() -> None:
     with Sequential([nn.Linear(4, 4), nn.LSTM(4, 3, batch_first=True)]) as pipe:
         with pytest.raises(ValueError, match="must keep the batch dimension") as raised:
             pipe(torch.randn(8, 5, 4))
         assert words_in(raised, "layer '1' (LSTM)", "the output[1][0]", "(1, 2, 3)")
 
 
-def test_layers_without_meta_kernels_are_checked_when_they_run() -> None:
+def test_layers_without_meta_kernels_are_checked_at_run_time() -> None:
     class Numbers(nn.Module):
         """Reads values, so it cannot run on the device ``meta``."""
 
@@ -356,7 +354,7 @@ def test_layers_without_meta_kernels_are_checked_when_they_run() -> None:
         assert pipe(torch.arange(2.0).reshape(2, 1)).shape == (2, 1)
 
 
-def test_the_check_changes_no_buffer_and_draws_no_random_number() -> None:
+def test_check_changes_neither_buffers_nor_generator() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), Total()).train()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     state = torch.get_rng_state()
@@ -376,7 +374,7 @@ def test_the_check_changes_no_buffer_and_draws_no_random_number() -> None:
         (torch.tensor(1.0), ValueError, "must have a batch dimension"),
     ],
 )
-def test_an_input_that_cannot_be_split_starts_nothing(x: Any, kind: type[Exception], word: str) -> None:
+def test_input_that_cannot_be_split_raises_before_start(x: Any, kind: type[Exception], word: str) -> None:
     with Sequential(model()) as pipe:
         with pytest.raises(kind) as raised:
             pipe(x)

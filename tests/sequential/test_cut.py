@@ -39,7 +39,7 @@ def uneven() -> nn.Sequential:
 
 @everywhere
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_cut_is_measured_with_the_first_batch_and_kept(on: Any, stream: bool) -> None:
+def test_cut_is_measured_with_the_first_batch_and_kept(on: Any, stream: bool) -> None:
     with Sequential(uneven(), parts=2, on=on) as pipe:
         assert [len(part.module) for part in pipe.parts] == [4, 4]
         x = torch.randn(512, 64)
@@ -53,7 +53,7 @@ def test_the_cut_is_measured_with_the_first_batch_and_kept(on: Any, stream: bool
 @pytest.mark.parametrize(
     "options", [{"parts": [3, 5]}, {"parts": 8}, {"balance": "memory", "sample": torch.ones(2, 3)}]
 )
-def test_layers_are_not_called_to_measure_a_cut_that_is_said_or_the_only_one(options: Any) -> None:
+def test_given_cut_is_not_measured(options: Any) -> None:
     calls: list[int] = []
 
     class Counts(nn.Module):
@@ -68,7 +68,7 @@ def test_layers_are_not_called_to_measure_a_cut_that_is_said_or_the_only_one(opt
     assert calls == [2] * 8
 
 
-def test_a_layer_that_cant_be_measured_leaves_the_cut_even() -> None:
+def test_cut_stays_even_if_a_layer_cannot_be_measured() -> None:
     class Alone(nn.Identity):
         def __deepcopy__(self, memo: Any) -> Any:
             raise TypeError("no copies")
@@ -79,7 +79,7 @@ def test_a_layer_that_cant_be_measured_leaves_the_cut_even() -> None:
 
 
 @everywhere
-def test_a_pipe_that_cant_win_says_so_once(on: Any) -> None:
+def test_slow_pipe_warns_once(on: Any) -> None:
     x = torch.ones(2, 1)
     with Sequential([nn.Identity() for _ in range(4)], parts=2, on=on) as pipe:
         with pytest.warns(RuntimeWarning, match="will not be faster .* with one compute thread: "):
@@ -90,7 +90,7 @@ def test_a_pipe_that_cant_win_says_so_once(on: Any) -> None:
             list(pipe.stream([x]))
 
 
-def test_a_pipe_that_cant_win_says_with_how_many_threads_the_module_does_better() -> None:
+def test_slow_pipe_warns_with_the_number_of_compute_threads() -> None:
     torch.set_num_threads(3)
     try:
         with (
@@ -105,7 +105,7 @@ def test_a_pipe_that_cant_win_says_with_how_many_threads_the_module_does_better(
 @pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="one core for two parts: run this on two cores or more"
 )
-def test_a_pipe_that_wins_says_nothing() -> None:
+def test_fast_pipe_does_not_warn() -> None:
     with Sequential([Costs(30) for _ in range(4)], parts=2) as pipe, warnings.catch_warnings():
         warnings.simplefilter("error")
         pipe(torch.randn(512, 64))
@@ -125,7 +125,7 @@ class Sizes(nn.Module):
 
 
 @pytest.mark.parametrize(("samples", "chunks"), [(64, 1), (256, 1), (1100, 4), (5000, 8)])
-def test_calls_and_training_split_batches_only_into_chunks_that_pay(samples: int, chunks: int) -> None:
+def test_number_of_chunks_depends_on_the_work(samples: int, chunks: int) -> None:
     """Two parts and 400,000 operations per sample: 50 million operations per part need 250 samples."""
     sizes = Sizes()
     module = nn.Sequential(nn.Linear(400, 500, bias=False), sizes)
@@ -140,7 +140,7 @@ def test_calls_and_training_split_batches_only_into_chunks_that_pay(samples: int
     assert sizes.seen == pieces
 
 
-def test_where_nothing_is_known_of_the_work_there_are_eight_chunks() -> None:
+def test_unknown_work_gives_eight_chunks() -> None:
     sizes = Sizes()
     with Sequential([sizes, nn.Identity()]) as pipe:
         pipe(torch.ones(16, 1))

@@ -95,7 +95,7 @@ def failure_of(module: nn.Sequential, on: Any, steps: int = 1, **options: Any) -
 
 
 @everywhere
-def test_a_failure_going_forward_names_part_step_and_micro_batch(on: Any) -> None:
+def test_failure_in_a_forward_pass_names_part_and_step(on: Any) -> None:
     error = failure_of(with_layer(At(2, bad)), on)
     assert error.message == "part 1 (layers '3' to '5'), step F2 (micro-batch 2 of 4): ValueError: bad"
     assert repr(error.exceptions[0].__cause__) == "ValueError('bad')"
@@ -103,13 +103,13 @@ def test_a_failure_going_forward_names_part_step_and_micro_batch(on: Any) -> Non
 
 
 @everywhere
-def test_a_failure_going_backward_names_part_step_and_micro_batch(on: Any) -> None:
+def test_failure_in_a_backward_pass_names_part_and_step(on: Any) -> None:
     error = failure_of(with_layer(At(1, bad, backward=True)), on, schedule="gpipe")
     assert error.message == "part 1 (layers '3' to '5'), step B1 (micro-batch 1 of 4): ValueError: bad"
 
 
 @everywhere
-def test_a_failure_in_the_loss_names_the_last_part(on: Any) -> None:
+def test_failure_in_the_loss_names_the_last_part(on: Any) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         raise ValueError("no loss")
 
@@ -117,7 +117,7 @@ def test_a_failure_in_the_loss_names_the_last_part(on: Any) -> None:
     assert error.message == "part 2 (layers '6' to '8'), step F0 (micro-batch 0 of 4): ValueError: no loss"
 
 
-def test_a_loss_that_is_no_mean_says_what_it_is() -> None:
+def test_loss_with_dimensions_raises_with_its_shape() -> None:
     error = failure_of(
         perceptron(), "thread", loss=lambda output, target: cross_entropy(output, target, reduction="none")
     )
@@ -128,7 +128,7 @@ def test_a_loss_that_is_no_mean_says_what_it_is() -> None:
 
 
 @everywhere
-def test_a_loss_that_is_nan_for_a_micro_batch_of_padding_only_is_named(on: Any) -> None:
+def test_nan_loss_of_a_padded_micro_batch_raises(on: Any) -> None:
     ((x, target),) = batches([8])
     target[4:6] = -100  # # cross_entropy's ignore_index, for all of micro-batch 2
     with in_parts(perceptron(), 3, on) as training, pytest.raises(RunError) as raised:
@@ -140,7 +140,7 @@ def test_a_loss_that_is_nan_for_a_micro_batch_of_padding_only_is_named(on: Any) 
     )
 
 
-def test_a_loss_that_is_nan_in_the_plain_module_too_is_no_error() -> None:
+def test_nan_loss_is_allowed_if_the_plain_loss_is_nan() -> None:
     ((x, target),) = batches([8])
     with in_parts(perceptron(), 3, chunks=1) as training:
         assert torch.isnan(training.step(x, torch.full_like(target, -100)))
@@ -150,7 +150,7 @@ def test_a_loss_that_is_nan_in_the_plain_module_too_is_no_error() -> None:
 
 
 @everywhere
-def test_a_failure_in_the_optimizer_names_its_part_and_the_step(on: Any) -> None:
+def test_failure_in_the_optimizer_names_part_and_step(on: Any) -> None:
     class Fails(SGD):
         def step(self, closure: Any = None) -> None:
             if len(self.param_groups[0]["params"]) == 7:
@@ -162,7 +162,7 @@ def test_a_failure_in_the_optimizer_names_its_part_and_the_step(on: Any) -> None
     assert error.message == "part 1 (layers '3' to '5'), update at the end of step 0: ValueError: no update"
 
 
-def test_an_optimizer_that_a_worker_cant_make_names_its_part() -> None:
+def test_failure_to_create_an_optimizer_names_the_part() -> None:
     parent = threading.get_ident()
 
     def made(parameters: Any) -> SGD:
@@ -174,18 +174,18 @@ def test_an_optimizer_that_a_worker_cant_make_names_its_part() -> None:
     assert re.fullmatch(r"part \d \(.*\), making its optimizer: ValueError: not here", error.message)
 
 
-def test_a_failure_when_it_is_computed_again_names_the_backward_step() -> None:
+def test_failure_while_recomputing_names_the_backward_step() -> None:
     error = failure_of(with_layer(At(5, bad)), "thread", recompute=True, schedule="gpipe")
     assert error.message == "part 1 (layers '3' to '5'), step B1 (micro-batch 1 of 4): ValueError: bad"
 
 
-def test_a_failure_in_an_interleaved_schedule_names_the_part_of_the_worker() -> None:
+def test_failure_in_an_interleaved_schedule_names_the_part() -> None:
     module = with_layer(At(1, bad))
     error = failure_of(module, "thread", schedule="interleaved", workers=2)
     assert error.message == "part 1 (layers '3' to '5'), step F1 (micro-batch 1 of 4): ValueError: bad"
 
 
-def test_a_failure_in_a_later_step_and_in_an_evaluation_are_told_so() -> None:
+def test_failure_in_a_later_step_or_evaluation_names_it() -> None:
     module = with_layer(At(9, bad))
     assert "step F1 (micro-batch 1 of 4)" in failure_of(module, "thread", steps=3).message
     with in_parts(with_layer(At(3, bad)), 3) as training, pytest.raises(RunError) as raised:
@@ -195,7 +195,7 @@ def test_a_failure_in_a_later_step_and_in_an_evaluation_are_told_so() -> None:
     )
 
 
-def test_an_exception_that_cant_be_sent_is_told_by_its_text() -> None:
+def test_unpicklable_exception_is_reported_by_its_text() -> None:
     def raises() -> None:
         raise Custom("too ", "much")
 
@@ -206,13 +206,13 @@ def test_an_exception_that_cant_be_sent_is_told_by_its_text() -> None:
 
 
 @everywhere
-def test_a_layer_that_exits_is_a_failure_as_any_other(on: Any) -> None:
+def test_layer_that_calls_exit_is_reported_as_a_failure(on: Any) -> None:
     error = failure_of(with_layer(At(1, sys.exit)), on)
     assert error.message == "part 1 (layers '3' to '5'), step F1 (micro-batch 1 of 4): SystemExit: "
 
 
 @everywhere
-def test_after_a_failure_going_forward_the_module_has_what_the_steps_before_have_learned(on: Any) -> None:
+def test_module_keeps_earlier_steps_after_a_failure(on: Any) -> None:
     module = with_layer(At(9, bad))
     plain, _ = plainly(module, OPTIMIZERS["sgd"], [*batches([8])] * 2)
     failure_of(module, on, steps=3)
@@ -237,9 +237,7 @@ def killed_at(gate: Gate, pid: Path, mark: Path | None = None) -> threading.Thre
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_worker_that_is_killed_in_a_step_ends_it_with_its_part_and_how_far_it_was(
-    tmp_path: Path, backward: bool
-) -> None:
+def test_killed_worker_is_reported_with_part_and_progress(tmp_path: Path, backward: bool) -> None:
     gate, pid = Gate(), tmp_path / "pid"
 
     def hold() -> None:
@@ -261,7 +259,7 @@ def test_a_worker_that_is_killed_in_a_step_ends_it_with_its_part_and_how_far_it_
     )
 
 
-def test_how_far_a_dead_worker_was_is_read_from_what_the_others_have(tmp_path: Path) -> None:
+def test_killed_worker_without_received_output_has_no_known_step(tmp_path: Path) -> None:
     gate, pid = Gate(), tmp_path / "pid"
 
     def hold() -> None:
@@ -281,7 +279,7 @@ def test_how_far_a_dead_worker_was_is_read_from_what_the_others_have(tmp_path: P
     )
 
 
-def test_a_dead_worker_is_told_with_the_last_step_whose_output_another_one_took(tmp_path: Path) -> None:
+def test_killed_worker_is_reported_with_its_last_received_step(tmp_path: Path) -> None:
     """The worker waits in F2 of step 1, after F1 has reached the next part."""
     gate, pid, arrived = Gate(), tmp_path / "pid", tmp_path / "arrived"
 
@@ -302,12 +300,12 @@ def test_a_dead_worker_is_told_with_the_last_step_whose_output_another_one_took(
     assert raised.value.message.startswith(place)
 
 
-def test_a_worker_that_exits_in_a_step_ends_it() -> None:
+def test_worker_that_exits_ends_the_step() -> None:
     error = failure_of(with_layer(At(1, lambda: os._exit(3))), "process")
     assert re.match(r"part 1 .*, step 0, .*: WorkerDied: .* exited with code 3", error.message)
 
 
-def test_a_worker_that_is_killed_between_two_steps_is_told_in_the_next(tmp_path: Path) -> None:
+def test_worker_killed_between_steps_is_reported_in_the_next(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     module = with_layer(At(0, lambda: pid.write_text(str(os.getpid()))))  # type: ignore[arg-type,return-value]
     ((x, target),) = batches([8])
@@ -318,7 +316,7 @@ def test_a_worker_that_is_killed_between_two_steps_is_told_in_the_next(tmp_path:
             training.step(x, target)
 
 
-def test_a_worker_that_is_killed_after_the_last_step_takes_nothing_with_it(tmp_path: Path) -> None:
+def test_worker_killed_after_the_last_step_loses_nothing(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     module = with_layer(At(0, lambda: pid.write_text(str(os.getpid()))))  # type: ignore[arg-type,return-value]
     data = list(batches([8]))
@@ -336,7 +334,7 @@ def test_a_worker_that_is_killed_after_the_last_step_takes_nothing_with_it(tmp_p
 
 
 @everywhere
-def test_leaving_the_block_by_an_exception_lets_it_through(on: Any) -> None:
+def test_exception_in_the_block_propagates(on: Any) -> None:
     def train() -> None:
         with in_parts(perceptron(), 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
             training.step(*next(batches([8])))
@@ -347,7 +345,7 @@ def test_leaving_the_block_by_an_exception_lets_it_through(on: Any) -> None:
 
 
 @everywhere
-def test_ctrl_c_ends_a_step_and_the_training(on: Any) -> None:
+def test_ctrl_c_ends_step_and_training(on: Any) -> None:
     gate = Gate()
 
     def interrupt() -> None:
@@ -366,5 +364,5 @@ def test_ctrl_c_ends_a_step_and_the_training(on: Any) -> None:
     helper.join()
 
 
-def test_a_training_that_is_never_begun_leaves_nothing() -> None:
+def test_training_that_never_begins_leaves_nothing() -> None:
     in_parts(perceptron(), 3, "process")

@@ -38,7 +38,7 @@ class Turned(nn.Module):
 @everywhere
 @pytest.mark.parametrize("make", [dense, conv])
 @pytest.mark.parametrize("parts", [1, 2, 3, [1, 1, 3], [4, 1]])
-def test_a_call_gives_what_the_plain_module_gives(make: Any, parts: Any, on: Any) -> None:
+def test_call_matches_the_plain_module(make: Any, parts: Any, on: Any) -> None:
     module = make()
     layers = len(module)
     counts = parts if isinstance(parts, int) else [*parts[:-1], layers - sum(parts[:-1])]
@@ -54,7 +54,7 @@ def test_a_call_gives_what_the_plain_module_gives(make: Any, parts: Any, on: Any
 
 @everywhere
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8, 100])
-def test_uneven_chunks_and_batches_smaller_than_chunks(chunks: int, on: Any) -> None:
+def test_call_handles_uneven_and_small_batches(chunks: int, on: Any) -> None:
     module = dense()
     with Sequential(module, on=on, chunks=chunks) as pipe:
         for samples in (1, 2, 7, 30):
@@ -63,13 +63,13 @@ def test_uneven_chunks_and_batches_smaller_than_chunks(chunks: int, on: Any) -> 
 
 
 @everywhere
-def test_an_empty_batch_gives_an_empty_output(on: Any) -> None:
+def test_empty_batch_gives_an_empty_output(on: Any) -> None:
     with Sequential(dense(), on=on) as pipe:
         assert pipe(torch.ones(0, 6)).shape == (0, 3)
 
 
 @everywhere
-def test_dictionaries_and_tuples_go_in_between_and_out(on: Any) -> None:
+def test_dictionaries_and_tuples_pass_between_parts(on: Any) -> None:
     module = nn.Sequential(Both(), nn.Identity(), Turned())
     x = {"a": torch.randn(11, 3), "b": torch.randn(11, 2, 2)}
     with Sequential(module, parts=3, on=on, chunks=4) as pipe:
@@ -82,7 +82,7 @@ def test_dictionaries_and_tuples_go_in_between_and_out(on: Any) -> None:
 
 
 @everywhere
-def test_a_list_of_layers_is_a_module(on: Any) -> None:
+def test_list_of_layers_works_like_a_module(on: Any) -> None:
     layers = [nn.Linear(3, 3), nn.ReLU()]
     x = torch.randn(4, 3)
     with Sequential(layers, on=on, chunks=8) as pipe, torch.no_grad():
@@ -90,7 +90,7 @@ def test_a_list_of_layers_is_a_module(on: Any) -> None:
 
 
 @everywhere
-def test_the_input_is_left_as_it_is_and_the_output_is_the_callers(on: Any) -> None:
+def test_call_keeps_the_input_and_returns_a_private_output(on: Any) -> None:
     x = torch.randn(4, 3)
     before = x.clone()
     with Sequential([nn.ReLU(inplace=True), nn.ReLU(inplace=True)], on=on, chunks=1) as pipe:
@@ -101,7 +101,7 @@ def test_the_input_is_left_as_it_is_and_the_output_is_the_callers(on: Any) -> No
 
 
 @everywhere
-def test_calls_within_inference_mode(on: Any) -> None:
+def test_call_in_inference_mode_matches_the_plain_module(on: Any) -> None:
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.BatchNorm1d(6)).eval()
     with torch.inference_mode(), Sequential(module, on=on, chunks=8) as pipe:
         for samples in (5, 30):
@@ -111,7 +111,7 @@ def test_calls_within_inference_mode(on: Any) -> None:
 
 @everywhere
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, torch.int32, torch.bool, torch.complex64])
-def test_tensors_of_all_kinds_pass(on: Any, kind: torch.dtype) -> None:
+def test_tensors_of_all_dtypes_pass(on: Any, kind: torch.dtype) -> None:
     x = (torch.arange(12).reshape(6, 2) % 3).to(kind)
     with Sequential([nn.Identity(), nn.Identity()], on=on, chunks=4) as pipe:
         assert torch.equal(pipe(x), x)
@@ -119,7 +119,7 @@ def test_tensors_of_all_kinds_pass(on: Any, kind: torch.dtype) -> None:
         assert torch.equal(pipe(x.T), x.T)
 
 
-def test_processes_have_their_parts_to_themselves() -> None:
+def test_each_part_has_its_own_process() -> None:
     class Process(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.cat([x, torch.full((len(x), 1), float(os.getpid()))], dim=1)
@@ -133,7 +133,7 @@ def test_processes_have_their_parts_to_themselves() -> None:
     assert all(torch.equal(row, y[0]) for row in y)
 
 
-def test_parts_work_at_the_same_time() -> None:
+def test_parts_run_at_the_same_time() -> None:
     both = threading.Barrier(2)
     # # waits for all micro-batches except the first
     first = Watched(lambda x: both.wait() if x[0, 0] > 0 else None)
@@ -142,7 +142,7 @@ def test_parts_work_at_the_same_time() -> None:
         assert torch.equal(pipe(torch.arange(8.0)[:, None]), torch.arange(8.0)[:, None])
 
 
-def test_devices_are_where_parts_compute() -> None:
+def test_parts_compute_on_their_devices() -> None:
     module = dense()
     x = torch.randn(5, 6)
     for on in ("thread", "process"):
@@ -155,7 +155,7 @@ def test_devices_are_where_parts_compute() -> None:
 
 
 @everywhere
-def test_a_stream_yields_in_order(on: Any) -> None:
+def test_stream_yields_outputs_in_order(on: Any) -> None:
     module = dense()
     batches = [torch.randn(samples, 6) for samples in (5, 1, 16, 8, 3, 40, 2, 2, 2, 9) * 3]
     with Sequential(module, parts=3, on=on, chunks=8) as pipe:
@@ -167,7 +167,7 @@ def test_a_stream_yields_in_order(on: Any) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
-def test_a_stream_asks_for_batches_as_it_has_room(parts: int) -> None:
+def test_stream_requests_batches_while_it_has_room(parts: int) -> None:
     asked = 0
 
     def batches() -> Iterator[Tensor]:
@@ -189,7 +189,7 @@ def test_a_stream_asks_for_batches_as_it_has_room(parts: int) -> None:
 
 
 @everywhere
-def test_a_stream_takes_batches_as_they_are(on: Any) -> None:
+def test_stream_does_not_split_batches(on: Any) -> None:
     class Size(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.full((len(x), 1), float(len(x)))
@@ -203,7 +203,7 @@ def test_a_stream_takes_batches_as_they_are(on: Any) -> None:
 
 
 @everywhere
-def test_a_stream_that_is_left_early_ends(on: Any) -> None:
+def test_stream_that_is_abandoned_ends(on: Any) -> None:
     module = dense()
     ended = []
 
@@ -227,7 +227,7 @@ def test_a_stream_that_is_left_early_ends(on: Any) -> None:
 
 
 @everywhere
-def test_an_exception_in_batches_comes_after_the_outputs_before_it(on: Any) -> None:
+def test_exception_in_batches_follows_earlier_outputs(on: Any) -> None:
     module = dense()
     good = [torch.randn(8, 6) for _ in range(2)]
 
@@ -244,7 +244,7 @@ def test_an_exception_in_batches_comes_after_the_outputs_before_it(on: Any) -> N
 
 
 @everywhere
-def test_a_batch_that_cannot_be_split_comes_in_its_turn(on: Any) -> None:
+def test_invalid_batch_raises_after_earlier_outputs(on: Any) -> None:
     with Sequential(dense(), on=on) as pipe:
         stream = pipe.stream([torch.ones(4, 6), torch.ones(3, 6), None])
         assert [len(next(stream)), len(next(stream))] == [4, 3]
@@ -253,7 +253,7 @@ def test_a_batch_that_cannot_be_split_comes_in_its_turn(on: Any) -> None:
 
 
 @everywhere
-def test_streams_and_calls_of_one_thread_mix(on: Any) -> None:
+def test_streams_and_calls_of_one_thread_can_be_mixed(on: Any) -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     one, two = ([torch.randn(5, 6) for _ in range(8)] for _ in range(2))
     with Sequential(module, on=on, chunks=1) as pipe:
@@ -266,7 +266,7 @@ def test_streams_and_calls_of_one_thread_mix(on: Any) -> None:
 
 
 @everywhere
-def test_many_threads_use_one_pipe(on: Any) -> None:
+def test_many_threads_can_use_one_pipe(on: Any) -> None:
     module = dense()
     begin = threading.Barrier(4)
     with Sequential(module, on=on, chunks=1) as pipe, ThreadPoolExecutor(4) as threads:
@@ -284,7 +284,7 @@ def test_many_threads_use_one_pipe(on: Any) -> None:
 
 
 @everywhere
-def test_changed_parameters_and_modes_hold_for_the_next_call(on: Any) -> None:
+def test_changed_parameters_and_modes_apply_to_the_next_call(on: Any) -> None:
     module = conv()
     x = torch.randn(16, 1, 8, 8)
     with Sequential(module, on=on, chunks=8) as pipe:
@@ -305,7 +305,7 @@ def test_changed_parameters_and_modes_hold_for_the_next_call(on: Any) -> None:
         assert torch.equal(pipe(x), pipe(x))
 
 
-def test_state_dict_is_the_plain_modules() -> None:
+def test_state_dict_matches_the_plain_module() -> None:
     module = conv()
     with Sequential(module, parts=3) as pipe:
         state = pipe.state_dict()
@@ -318,7 +318,7 @@ def test_state_dict_is_the_plain_modules() -> None:
 
 @everywhere
 @pytest.mark.parametrize("gradients", [False, True])
-def test_each_micro_batch_moves_the_statistics_where_they_are_not_deferred(on: Any, gradients: bool) -> None:
+def test_undeferred_statistics_change_with_each_micro_batch(on: Any, gradients: bool) -> None:
     module, other = conv().train(), conv().train()
     x = torch.randn(16, 1, 8, 8)
     with Sequential(nn.Sequential(*module[:2]), on=on, chunks=4, deferred_batch_norm=False) as pipe:
@@ -333,7 +333,7 @@ def test_each_micro_batch_moves_the_statistics_where_they_are_not_deferred(on: A
 
 
 @everywhere
-def test_the_timeline_has_an_event_for_each_part_and_micro_batch(on: Any, tmp_path: Path) -> None:
+def test_timeline_has_an_event_per_part_and_micro_batch(on: Any, tmp_path: Path) -> None:
     with Sequential(dense(), parts=3, on=on, chunks=4) as pipe:
         pipe(torch.randn(8, 6))
         pipe(torch.randn(2, 6))
@@ -354,7 +354,7 @@ def test_the_timeline_has_an_event_for_each_part_and_micro_batch(on: Any, tmp_pa
     timeline.save(tmp_path / "run.json")
 
 
-def test_a_pipe_shows_its_parts() -> None:
+def test_repr_shows_the_parts() -> None:
     pipe = Sequential(dense(), parts=[2, 3], on="process", chunks=4)
     assert (
         repr(pipe)

@@ -33,7 +33,7 @@ class Breaks(nn.Module):
 
 
 @everywhere
-def test_a_part_that_fails_names_itself_its_layers_and_the_micro_batch(on: Any) -> None:
+def test_failing_part_names_its_layers_and_the_micro_batch(on: Any) -> None:
     with Sequential(
         [nn.Identity(), nn.Identity(), Breaks(), nn.Identity()], on=on, parts=[1, 3], chunks=4
     ) as pipe:
@@ -51,7 +51,7 @@ def test_a_part_that_fails_names_itself_its_layers_and_the_micro_batch(on: Any) 
 
 
 @everywhere
-def test_what_a_call_raised_is_freed_at_once(on: Any) -> None:
+def test_exception_of_a_call_is_freed_at_once(on: Any) -> None:
     """No reference cycle leads through its traceback."""
 
     def failure() -> weakref.ref[StageError]:
@@ -72,7 +72,7 @@ def test_what_a_call_raised_is_freed_at_once(on: Any) -> None:
 
 
 @everywhere
-def test_a_failure_in_a_stream_comes_in_its_turn_and_spares_other_streams(on: Any) -> None:
+def test_failure_in_a_stream_does_not_affect_other_streams(on: Any) -> None:
     with Sequential([nn.Identity(), Breaks()], on=on) as pipe:
         good = pipe.stream(torch.ones(4, 1) for _ in range(12))
         assert torch.equal(next(good), torch.ones(4, 1))
@@ -99,7 +99,7 @@ class Killed(nn.Module):
         return x
 
 
-def test_a_worker_killed_once_is_replaced_and_the_answers_are_right(tmp_path: Path) -> None:
+def test_worker_killed_once_is_replaced_without_wrong_outputs(tmp_path: Path) -> None:
     with Sequential([nn.Linear(3, 3), Killed(tmp_path, 1), nn.Linear(3, 3)], parts=3, on="process") as pipe:
         batches = [torch.randn(16, 3) * 10 for _ in range(6)]
         outputs = list(pipe.stream(batches))
@@ -124,7 +124,7 @@ def test_workers_killed_from_outside_are_replaced(tmp_path: Path) -> None:
             wait_until(lambda pid=pid: int(pipe(torch.zeros(2, 1, dtype=torch.int64))[0]) != pid)  # type: ignore[misc]
 
 
-def test_a_micro_batch_that_kills_every_worker_is_a_failure_of_its_part(tmp_path: Path) -> None:
+def test_micro_batch_that_kills_every_worker_fails(tmp_path: Path) -> None:
     with Sequential([nn.Identity(), Killed(tmp_path, 99)], on="process", chunks=2) as pipe:
         with pytest.raises(StageError) as raised:
             pipe(torch.tensor([[1.0], [-1.0]]))
@@ -137,7 +137,7 @@ def test_a_micro_batch_that_kills_every_worker_is_a_failure_of_its_part(tmp_path
 
 
 @everywhere
-def test_a_part_that_asks_to_exit_ends_the_run_and_the_next_call_begins_another(on: Any) -> None:
+def test_part_that_exits_ends_only_the_current_run(on: Any) -> None:
     class Exits(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if x.device.type != "meta" and bool((x < 0).any()):
@@ -156,7 +156,7 @@ def test_a_part_that_asks_to_exit_ends_the_run_and_the_next_call_begins_another(
 
 
 @everywhere
-def test_close_may_be_called_again_and_use_after_it_raises(on: Any) -> None:
+def test_close_is_idempotent_and_later_use_raises(on: Any) -> None:
     pipe = Sequential(dense(), on=on)
     stream = pipe.stream(torch.ones(2, 6) for _ in range(100))
     next(stream)
@@ -170,14 +170,14 @@ def test_close_may_be_called_again_and_use_after_it_raises(on: Any) -> None:
         pipe.stream([])
 
 
-def test_a_pipe_that_was_never_used_is_closed() -> None:
+def test_unused_pipe_can_be_closed() -> None:
     with Sequential(dense(), on="process") as pipe:
         pass
     with pytest.raises(Closed):
         pipe(torch.ones(2, 6))
 
 
-def test_closing_ends_a_call_that_is_going_on() -> None:
+def test_close_ends_a_call_in_progress() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def hold(x: Tensor) -> None:
@@ -203,7 +203,7 @@ def test_closing_ends_a_call_that_is_going_on() -> None:
     assert "was closed" in str(ended[0])
 
 
-def test_ctrl_c_ends_a_call_that_waits_and_the_pipe_goes_on() -> None:
+def test_ctrl_c_ends_a_waiting_call_but_not_the_pipe() -> None:
     leave = threading.Event()
 
     def interrupt() -> None:
@@ -222,7 +222,7 @@ def test_ctrl_c_ends_a_call_that_waits_and_the_pipe_goes_on() -> None:
 
 
 @everywhere
-def test_ctrl_c_in_a_call_costs_a_stream_beside_it_nothing(on: Any) -> None:
+def test_ctrl_c_in_a_call_does_not_affect_a_stream(on: Any) -> None:
     """A call also reads outputs of other batches, and Ctrl-C may interrupt it at any point."""
     chance = random.Random(0)
     came = 0
@@ -260,7 +260,7 @@ class Stubborn:
         return int, ("no number",)
 
 
-def test_an_output_that_cannot_be_received_ends_the_call_and_the_next_one_begins_another_run() -> None:
+def test_unpicklable_output_ends_only_the_current_run() -> None:
     class Odd(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return Stubborn() if x.device.type != "meta" and bool((x < 0).any()) else x
@@ -273,7 +273,7 @@ def test_an_output_that_cannot_be_received_ends_the_call_and_the_next_one_begins
 
 
 @everywhere
-def test_a_pipe_that_is_closed_with_outputs_nobody_takes_in_ends(on: Any) -> None:
+def test_pipe_with_unread_outputs_can_be_closed(on: Any) -> None:
     """There are more outputs than the channel has room for."""
     pipe = Sequential([nn.Identity(), nn.Identity()], on=on, chunks=1)
     for _ in range(30):
@@ -284,7 +284,7 @@ def test_a_pipe_that_is_closed_with_outputs_nobody_takes_in_ends(on: Any) -> Non
 
 
 @everywhere
-def test_a_forgotten_pipe_leaves_nothing(on: Any) -> None:
+def test_garbage_collected_pipe_leaves_nothing(on: Any) -> None:
     pipe = Sequential(dense(), on=on)
     pipe(torch.ones(4, 6))
     for _ in range(30):  # # more unread outputs than the channel has room for
@@ -297,6 +297,6 @@ def test_a_forgotten_pipe_leaves_nothing(on: Any) -> None:
     assert gone() is None  # # the check for leftovers covers the rest
 
 
-def test_a_stream_keeps_its_pipe() -> None:
+def test_stream_keeps_its_pipe_alive() -> None:
     outputs = list(Sequential(dense()).stream(torch.ones(4, 6) for _ in range(9)))
     assert len(outputs) == 9

@@ -43,7 +43,7 @@ def whole(module: nn.Sequential, *inputs: Any, **named: Any) -> Any:
 
 @everywhere
 @pytest.mark.parametrize("gradients", [True, False])
-def test_several_arguments_are_the_first_layers(on: Any, gradients: bool) -> None:
+def test_several_arguments_go_to_the_first_layer(on: Any, gradients: bool) -> None:
     module = nn.Sequential(Attends(), Gives())
     plain = copy.deepcopy(module)
     x, other, mask = torch.randn(7, 6), torch.randn(7, 6, requires_grad=gradients), torch.rand(7, 1)
@@ -68,7 +68,7 @@ def test_several_arguments_are_the_first_layers(on: Any, gradients: bool) -> Non
             torch.testing.assert_close(module[0].linear.weight.grad, plain[0].linear.weight.grad)
 
 
-def test_an_argument_that_does_not_fit_is_named() -> None:
+def test_argument_with_a_wrong_size_or_type_is_named() -> None:
     with Sequential([Attends(), Gives()]) as pipe:
         with pytest.raises(ValueError, match=r"mask must have the batch size 7 of argument 0, got 3"):
             pipe(torch.ones(7, 6), mask=torch.ones(3, 1))
@@ -95,7 +95,7 @@ class Both(nn.Module):
 
 
 @everywhere
-def test_the_batch_may_be_another_dimension(on: Any) -> None:
+def test_batch_can_be_another_dimension(on: Any) -> None:
     module = nn.Sequential(Recurrent(), Both())
     plain = copy.deepcopy(module)
     x = torch.randn(4, 7, 6, requires_grad=True)
@@ -136,7 +136,7 @@ def joined(outputs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 @everywhere
-def test_outputs_may_be_joined_otherwise(on: Any) -> None:
+def test_join_function_combines_outputs(on: Any) -> None:
     module = nn.Sequential(nn.Linear(6, 6), Sums())
     plain = copy.deepcopy(module)
     x = torch.randn(7, 6)
@@ -157,7 +157,7 @@ class Sometimes(nn.Module):
         return x, None if x.device.type != "meta" and x.max() > 10 else x
 
 
-def test_what_is_there_for_some_micro_batches_only_cant_be_joined() -> None:
+def test_output_that_is_sometimes_none_raises() -> None:
     with (
         Sequential([nn.Identity(), Sometimes()], chunks=2) as pipe,
         pytest.raises(ValueError, match=r"the output must be a tensor for all micro-batches .* join="),
@@ -168,6 +168,6 @@ def test_what_is_there_for_some_micro_batches_only_cant_be_joined() -> None:
 @pytest.mark.parametrize(
     ("options", "error"), [({"dim": -1}, ValueError), ({"dim": True}, ValueError), ({"join": 3}, TypeError)]
 )
-def test_what_says_nothing_is_refused(options: dict[str, Any], error: type[Exception]) -> None:
+def test_invalid_dim_or_join_raises(options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match=r"Sequential: (dim|join) must be"):
         Sequential(dense(), **options)

@@ -35,7 +35,7 @@ class Larger(nn.Module):
 
 
 @everywhere
-def test_its_names_parameters_buffers_and_state_are_the_plain_modules(on: Any) -> None:
+def test_names_parameters_buffers_and_state_match_the_plain_module(on: Any) -> None:
     module = conv()
     with Sequential(module, 3, on=on) as pipe:
         assert isinstance(pipe, nn.Module)
@@ -53,7 +53,7 @@ def test_its_names_parameters_buffers_and_state_are_the_plain_modules(on: Any) -
         assert [*pipe[2:4]] == [*module[2:4]]
 
 
-def test_a_pipe_in_a_model_is_learned_and_saved_with_it() -> None:
+def test_pipe_in_a_model_is_trained_and_saved_with_it() -> None:
     torch.manual_seed(1)
     larger = Larger(Sequential(dense().train()))
     plain = Larger(dense().train())
@@ -68,7 +68,7 @@ def test_a_pipe_in_a_model_is_learned_and_saved_with_it() -> None:
 
 
 @everywhere
-def test_modes_are_the_plain_modules_both_ways(on: Any) -> None:
+def test_training_mode_is_shared_with_the_plain_module(on: Any) -> None:
     module = conv()
     x = torch.randn(12, 1, 8, 8)
     with Sequential(module, 2, on=on, chunks=2) as pipe:
@@ -85,7 +85,7 @@ def test_modes_are_the_plain_modules_both_ways(on: Any) -> None:
 
 
 @everywhere
-def test_types_follow(on: Any) -> None:
+def test_dtype_changes_apply_to_the_parts(on: Any) -> None:
     module = dense()
     x = torch.randn(8, 6)
     with Sequential(module, 2, on=on, chunks=2) as pipe:
@@ -103,7 +103,7 @@ def test_types_follow(on: Any) -> None:
 @everywhere
 @pytest.mark.parametrize("runs", [False, True])
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_a_copy_is_a_pipe_of_its_own(on: Any, runs: bool, way: str) -> None:
+def test_copy_is_an_independent_pipe(on: Any, runs: bool, way: str) -> None:
     x = torch.randn(8, 6)
     with Sequential(dense(), [2, 3], on=on, chunks=2) as pipe:
         expected = pipe(x).detach() if runs else pipe.module(x).detach()
@@ -128,7 +128,7 @@ def test_a_copy_is_a_pipe_of_its_own(on: Any, runs: bool, way: str) -> None:
 
 
 @everywhere
-def test_a_copy_of_a_running_process_pipe_shares_no_memory_with_it(on: Any) -> None:
+def test_copy_of_a_running_pipe_shares_no_memory(on: Any) -> None:
     with Sequential(dense(), on=on, chunks=2) as pipe:
         pipe(torch.randn(8, 6))
         twin = copy.deepcopy(pipe.module)
@@ -140,7 +140,7 @@ def test_a_copy_of_a_running_process_pipe_shares_no_memory_with_it(on: Any) -> N
 
 
 @everywhere
-def test_replaced_layers_take_part_and_more_of_them_raise(on: Any) -> None:
+def test_replaced_layers_work_and_added_layers_raise(on: Any) -> None:
     x = torch.randn(8, 6)
     with Sequential(dense(), 2, on=on, chunks=2) as pipe:
         pipe(x)
@@ -156,7 +156,7 @@ def test_replaced_layers_take_part_and_more_of_them_raise(on: Any) -> None:
 
 
 @everywhere
-def test_changed_attributes_and_settings_hold_for_the_next_call(on: Any) -> None:
+def test_changed_attributes_apply_to_the_next_call(on: Any) -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.LeakyReLU(0.1), nn.Linear(6, 6))
     x = torch.randn(8, 6)
     with Sequential(module, 2, on=on, chunks=2) as pipe:
@@ -175,7 +175,7 @@ class Ones(nn.Module):
 
 
 @everywhere
-def test_the_programs_default_type_is_that_of_the_parts(on: Any) -> None:
+def test_parts_use_the_default_dtype_of_the_program(on: Any) -> None:
     with Sequential([Ones(), nn.Identity()], 2, on=on, chunks=2) as pipe:
         assert pipe(torch.ones(4, 2, dtype=torch.float16)).dtype == torch.float32
         torch.set_default_dtype(torch.float64)
@@ -185,7 +185,7 @@ def test_the_programs_default_type_is_that_of_the_parts(on: Any) -> None:
             torch.set_default_dtype(torch.float32)
 
 
-def test_hooks_of_layers_are_called_on_threads_and_raise_on_processes() -> None:
+def test_hooks_of_layers_work_on_threads_and_raise_on_processes() -> None:
     x = torch.ones(4, 6)
     seen: list[int] = []
     for on in ("thread", "process"):
@@ -205,7 +205,7 @@ def test_hooks_of_layers_are_called_on_threads_and_raise_on_processes() -> None:
 
 
 @everywhere
-def test_torchs_own_hooks_are_no_hooks_of_the_users(on: Any) -> None:
+def test_hooks_of_torch_work_on_processes(on: Any) -> None:
     module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 6)), nn.Tanh()).eval()
     x = torch.ones(4, 6)
     with Sequential(module, on=on, chunks=2) as pipe:
@@ -216,7 +216,7 @@ def test_torchs_own_hooks_are_no_hooks_of_the_users(on: Any) -> None:
 
 
 @everywhere
-def test_functional_call_takes_other_parameters(on: Any) -> None:
+def test_functional_call_uses_the_given_parameters(on: Any) -> None:
     module = dense()
     x = torch.randn(8, 6)
     with Sequential(module, on=on, chunks=2) as pipe:
@@ -247,7 +247,7 @@ class Counts(nn.Module):
 
 @everywhere
 @pytest.mark.parametrize("gradients", [True, False])
-def test_buffers_that_a_layer_changes_are_the_programs(on: Any, gradients: bool) -> None:
+def test_buffer_changes_of_a_layer_reach_the_program(on: Any, gradients: bool) -> None:
     module = nn.Sequential(nn.Linear(6, 6), Counts())
     plain = copy.deepcopy(module)
     x = torch.randn(8, 6)
@@ -260,7 +260,7 @@ def test_buffers_that_a_layer_changes_are_the_programs(on: Any, gradients: bool)
 
 
 @everywhere
-def test_the_statistics_of_batch_norm_are_those_of_the_whole_batch(on: Any) -> None:
+def test_statistics_of_batch_norm_cover_the_whole_batch(on: Any) -> None:
     module = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6))
     plain = copy.deepcopy(module)
     x = torch.randn(12, 6)
@@ -275,7 +275,7 @@ def test_the_statistics_of_batch_norm_are_those_of_the_whole_batch(on: Any) -> N
         assert pipe[2].num_batches_tracked == 2
 
 
-def test_memory_goes_with_the_last_tensor_in_it() -> None:
+def test_shared_memory_is_freed_with_its_last_tensor() -> None:
     from flowchan.pipelines.sequential import shared_memory
 
     gc.collect()
@@ -298,7 +298,7 @@ def test_memory_goes_with_the_last_tensor_in_it() -> None:
     not hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
     reason="this torch can't move a storage in place: install a newer torch",
 )
-def test_what_shares_memory_with_a_parameter_goes_on_doing_so() -> None:
+def test_tensors_that_share_memory_with_a_parameter_still_do() -> None:
     module = dense()
     flat = torch.randn(16 * 6 + 16)
     module[0].weight.data = flat[: 16 * 6].view(16, 6)
@@ -320,7 +320,7 @@ class Dies(nn.Module):
         return x
 
 
-def test_a_process_that_dies_in_a_call_with_a_graph_is_named_and_the_next_call_has_another() -> None:
+def test_process_that_dies_in_a_call_is_named_and_replaced() -> None:
     x = torch.ones(8, 6)
     with Sequential([nn.Linear(6, 6), Dies(), nn.Linear(6, 6)], [1, 1, 1], on="process", chunks=2) as pipe:
         y = pipe(x).sum()
@@ -337,7 +337,7 @@ def test_a_process_that_dies_in_a_call_with_a_graph_is_named_and_the_next_call_h
 # # --- trainings ---
 
 
-def test_a_training_step_refuses_an_input_that_requires_a_gradient() -> None:
+def test_training_step_rejects_an_input_that_requires_grad() -> None:
     ((x, target),) = batches([8])
     with in_parts(perceptron(), 2) as training:
         with pytest.raises(ValueError, match=r"x must not require grad.*compute the loss of pipe\(x\)"):
@@ -354,7 +354,7 @@ def test_a_training_step_refuses_an_input_that_requires_a_gradient() -> None:
         lambda output, target: (output @ output.t()).logsumexp(1).mean(),
     ],
 )
-def test_a_loss_that_is_no_mean_is_refused_in_the_first_step(on: Any, loss: Any) -> None:
+def test_loss_other_than_a_mean_raises_in_the_first_step(on: Any, loss: Any) -> None:
     ((x, target),) = batches([11])
     with (
         in_parts(perceptron(), 3, on, loss=loss, optimizer=None) as training,
@@ -365,7 +365,7 @@ def test_a_loss_that_is_no_mean_is_refused_in_the_first_step(on: Any, loss: Any)
     assert "compute the loss of pipe(x)" in str(raised.value)
 
 
-def test_a_loss_with_parameters_is_refused() -> None:
+def test_loss_with_parameters_raises() -> None:
     class Learned(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -378,7 +378,7 @@ def test_a_loss_with_parameters_is_refused() -> None:
         Sequential(perceptron()).trainer(loss=Learned())
 
 
-def test_on_processes_a_layer_that_changes_within_a_training_raises() -> None:
+def test_layer_change_in_a_training_on_processes_raises() -> None:
     module = perceptron()
     ((x, target),) = batches([8])
     with in_parts(module, 2, "process") as training:
@@ -389,7 +389,7 @@ def test_on_processes_a_layer_that_changes_within_a_training_raises() -> None:
 
 
 @everywhere
-def test_a_graph_from_before_a_training_does_not_go_back_with_what_it_learned(on: Any) -> None:
+def test_graph_from_before_a_training_raises_in_backward(on: Any) -> None:
     module = perceptron()
     ((x, target),) = batches([8])
     with Sequential(module, 2, on=on, chunks=2) as pipe:
@@ -404,7 +404,7 @@ def test_a_graph_from_before_a_training_does_not_go_back_with_what_it_learned(on
 # # --- unsupported uses raise ---
 
 
-def test_a_trace_of_a_pipe_would_be_a_constant_and_raises() -> None:
+def test_jit_trace_of_a_pipe_raises() -> None:
     with (
         Sequential(dense()) as pipe,
         pytest.raises(RuntimeError, match=r"trace the plain module, pipe\.module"),
@@ -413,7 +413,7 @@ def test_a_trace_of_a_pipe_would_be_a_constant_and_raises() -> None:
 
 
 @everywhere
-def test_forward_derivatives_raise(on: Any) -> None:
+def test_forward_mode_derivatives_raise(on: Any) -> None:
     with Sequential(dense(), on=on) as pipe, forward_ad.dual_level():
         x = forward_ad.make_dual(torch.ones(2, 6), torch.ones(2, 6))
         for gradients in (True, False):
@@ -436,7 +436,7 @@ def test_autocast_around_a_training_raises() -> None:
         training.step(x, target)
 
 
-def test_hooks_of_the_plain_container_that_come_later_raise_too() -> None:
+def test_hooks_added_to_the_container_later_raise() -> None:
     with Sequential(dense()) as pipe:
         pipe.module.register_forward_hook(lambda *_: None)
         for use in (lambda: pipe(torch.ones(2, 6)), lambda: pipe.stream([torch.ones(2, 6)])):
@@ -445,7 +445,7 @@ def test_hooks_of_the_plain_container_that_come_later_raise_too() -> None:
 
 
 @everywhere
-def test_a_compiled_pipe_is_left_as_it_is_also_within_a_model(on: Any) -> None:
+def test_compile_leaves_a_pipe_unchanged(on: Any) -> None:
     module, x = dense(), torch.randn(8, 6)
     with Sequential(module, 2, on=on) as pipe:
         head = nn.Linear(3, 2)

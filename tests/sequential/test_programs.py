@@ -98,7 +98,7 @@ if __name__ == "__main__":
         pytest.param("spawn", "trains and infers", marks=pytest.mark.long),
     ],
 )
-def test_a_program_that_trains_and_infers_with_pipes(
+def test_program_trains_and_infers_with_pipes(
     torch_programs: Template, method: str, does: str, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
@@ -131,7 +131,7 @@ with Sequential([nn.Linear(3, 3), nn.Linear(3, 3)], on=sys.argv[1]) as pipe:
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_ctrl_c_ends_a_stream_and_the_pipe_goes_on(torch_programs: Template, on: str) -> None:
+def test_ctrl_c_ends_a_stream_but_not_the_pipe(torch_programs: Template, on: str) -> None:
     done = torch_programs.run(*QUIET, "-c", INTERRUPTED, on)
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted (4, 3)\n", "")
 
@@ -163,7 +163,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_that_trains_ends_by_ctrl_c(torch_programs: Template, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_training_program(torch_programs: Template, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(TRAINS)
     process = torch_programs.popen(

@@ -17,7 +17,7 @@ from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron
 
 @everywhere
 @pytest.mark.parametrize("recompute", [False, True])
-def test_autocast_computes_as_that_of_the_plain_module(on: Any, recompute: bool) -> None:
+def test_autocast_matches_the_plain_module(on: Any, recompute: bool) -> None:
     module = perceptron()
     plain = copy.deepcopy(module)
     ((x, target),) = batches([12])
@@ -77,7 +77,9 @@ class Counted(nn.Module):
 @pytest.mark.parametrize(
     ("schedule", "recompute", "most"), [("gpipe", False, 6), ("1f1b", False, 2), ("gpipe", True, 1)]
 )
-def test_so_many_micro_batches_are_kept_at_once(schedule: Any, recompute: bool, most: int) -> None:
+def test_peak_of_kept_micro_batches_depends_on_schedule_and_recompute(
+    schedule: Any, recompute: bool, most: int
+) -> None:
     """Six micro-batches in the first of two parts: gpipe keeps all, 1f1b two, and recompute one."""
     torch.manual_seed(0)
     module = nn.Sequential(Counted(), nn.Linear(6, 4))
@@ -88,7 +90,7 @@ def test_so_many_micro_batches_are_kept_at_once(schedule: Any, recompute: bool, 
     assert (Counting.most, Counting.alive) == (most, 0)
 
 
-def test_what_is_computed_again_is_seen_in_the_timeline() -> None:
+def test_timeline_shows_recomputed_passes() -> None:
     ((x, target),) = batches([8])
     with in_parts(perceptron(), 2, recompute=True) as training:
         training.step(x, target)
@@ -99,7 +101,7 @@ def test_what_is_computed_again_is_seen_in_the_timeline() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_one_chunk_is_recomputed_in_all_parts_whose_backward_step_waits_for_others(schedule: Any) -> None:
+def test_single_chunk_is_recomputed_except_in_the_last_part(schedule: Any) -> None:
     ((x, target),) = batches([8])
     workers = 2 if schedule == "interleaved" else 4
     with in_parts(perceptron(), 4, chunks=1, schedule=schedule, workers=workers, recompute=True) as training:
@@ -135,14 +137,12 @@ def trained_dropped(on: Any = "thread", parts: int = 3, **options: Any) -> nn.Mo
 
 
 @schedules
-def test_dropout_draws_the_same_masks_when_it_is_computed_again(
-    schedule: Any, parts: int, workers: int
-) -> None:
+def test_recomputed_dropout_draws_the_same_masks(schedule: Any, parts: int, workers: int) -> None:
     options = {"schedule": schedule, "parts": parts, "workers": workers}
     assert_same_state(trained_dropped(recompute=True, **options), trained_dropped(recompute=False, **options))
 
 
-def test_dropout_draws_the_same_masks_on_threads_and_processes_and_under_every_schedule() -> None:
+def test_dropout_masks_do_not_depend_on_placement_or_schedule() -> None:
     module = trained_dropped()
     assert_same_state(trained_dropped("process"), module)
     assert_same_state(trained_dropped("process", recompute=True), module)
@@ -151,7 +151,7 @@ def test_dropout_draws_the_same_masks_on_threads_and_processes_and_under_every_s
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_dropout_that_is_switched_on_after_the_first_step_draws_the_same_masks_again(schedule: Any) -> None:
+def test_dropout_enabled_later_draws_the_same_masks_when_recomputed(schedule: Any) -> None:
     def trained(recompute: bool) -> nn.Module:
         module = dropped().eval()
         torch.manual_seed(42)
@@ -166,7 +166,7 @@ def test_dropout_that_is_switched_on_after_the_first_step_draws_the_same_masks_a
     assert_same_state(trained(recompute=True), trained(recompute=False))
 
 
-def test_dropout_draws_anew_for_each_step_and_each_micro_batch() -> None:
+def test_dropout_draws_other_masks_per_step_and_micro_batch() -> None:
     seen = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def test_dropout_draws_anew_for_each_step_and_each_micro_batch() -> None:
     assert len({tuple((each == 0).flatten().tolist()) for each in seen}) == 8
 
 
-def test_dropout_is_repeated_by_the_programs_seed_and_leaves_its_generator_where_a_step_does() -> None:
+def test_dropout_depends_only_on_the_programs_seed() -> None:
     assert_same_state(trained_dropped(), trained_dropped())
     assert not torch.equal(dropped()[0].weight, trained_dropped()[0].weight)
     after = torch.rand(3)
@@ -188,7 +188,7 @@ def test_dropout_is_repeated_by_the_programs_seed_and_leaves_its_generator_where
     assert torch.equal(torch.rand(3), after)
 
 
-def test_dropout_drops_the_share_that_it_says() -> None:
+def test_dropout_drops_its_share() -> None:
     kept = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:

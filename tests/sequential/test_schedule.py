@@ -29,11 +29,11 @@ def arguments(draw: st.DrawFn) -> tuple[Any, int, int, int]:
 # # --- order ---
 
 
-def test_gpipe_goes_all_forward_and_then_all_backward() -> None:
+def test_gpipe_runs_all_forward_then_all_backward_passes() -> None:
     assert [text(one) for one in plan("gpipe", 2, 2, 3)] == ["F0 F1 F2 B0 B1 B2"] * 2
 
 
-def test_1f1b_takes_turns_once_its_part_of_the_pipeline_is_full() -> None:
+def test_1f1b_alternates_once_the_pipeline_is_full() -> None:
     assert [text(one) for one in plan("1f1b", 3, 3, 4)] == [
         "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 F1 B0 F2 B1 F3 B2 B3",
@@ -41,7 +41,7 @@ def test_1f1b_takes_turns_once_its_part_of_the_pipeline_is_full() -> None:
     ]
 
 
-def test_1f1b_with_fewer_micro_batches_than_workers_is_gpipe_where_the_pipeline_never_fills() -> None:
+def test_1f1b_with_few_micro_batches_equals_gpipe() -> None:
     assert [text(one) for one in plan("1f1b", 4, 4, 2)] == [
         "F0 F1 B0 B1",
         "F0 F1 B0 B1",
@@ -50,7 +50,7 @@ def test_1f1b_with_fewer_micro_batches_than_workers_is_gpipe_where_the_pipeline_
     ]
 
 
-def test_zbh1_is_1f1b_whose_weights_come_later_the_later_the_worker() -> None:
+def test_zbh1_is_1f1b_with_delayed_weight_gradients() -> None:
     assert [text(one) for one in plan("zbh1", 3, 3, 4)] == [
         "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
@@ -58,7 +58,7 @@ def test_zbh1_is_1f1b_whose_weights_come_later_the_later_the_worker() -> None:
     ]
 
 
-def test_zbv_is_the_order_of_its_paper() -> None:
+def test_zbv_matches_its_paper() -> None:
     """Source: figure 6 of Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", with 4 workers and
     8 parts."""
     assert text(steps("zbv", 0, 4, 8, 8)).startswith(
@@ -69,7 +69,7 @@ def test_zbv_is_the_order_of_its_paper() -> None:
     )
 
 
-def test_dualpipev_takes_turns_between_its_two_parts() -> None:
+def test_dualpipev_alternates_between_its_two_parts() -> None:
     assert [text(one) for one in plan("dualpipev", 2, 4, 4)] == [
         "0:F0 0:F1 0:F2 3:F0 3:I0 3:W0 3:F1 0:F3 3:B1 3:F2 0:B0 3:B2 3:F3 0:B1 3:B3 0:B2 0:B3",
         "1:F0 2:F0 1:F1 2:F1 1:F2 2:B0 2:F2 1:B0 1:F3 2:B1 2:F3 1:B1 2:B2 1:B2 2:I3 1:I3 2:W3 1:W3",
@@ -77,20 +77,20 @@ def test_dualpipev_takes_turns_between_its_two_parts() -> None:
 
 
 @pytest.mark.parametrize("schedule", IN_A_V)
-def test_a_v_with_an_odd_number_of_parts_leaves_out_what_would_be_the_last(schedule: Any) -> None:
+def test_schedules_in_a_v_allow_an_odd_number_of_parts(schedule: Any) -> None:
     found = plan(schedule, 2, 3, 4)
     assert [{step.part for step in steps} for steps in found] == [{0}, {1, 2}]
     simulate(found)
 
 
-def test_interleaved_sends_groups_of_micro_batches_through_one_part_after_the_other() -> None:
+def test_interleaved_sends_groups_through_one_part_after_another() -> None:
     assert [text(one) for one in plan("interleaved", 2, 4, 2)] == [
         "0:F0 0:F1 2:F0 2:F1 2:B0 2:B1 0:B0 0:B1",
         "1:F0 1:F1 3:F0 3:B0 3:F1 3:B1 1:B0 1:B1",
     ]
 
 
-def test_interleaved_is_the_order_of_megatron() -> None:
+def test_interleaved_matches_megatron() -> None:
     """Source: figure 4 of Narayanan et al. 2021, with 4 workers, 8 parts and 8 micro-batches.
 
     The first worker runs 2 * 3 + 4 forward passes before it alternates.
@@ -104,11 +104,11 @@ def test_interleaved_is_the_order_of_megatron() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 8])
-def test_interleaved_with_one_part_per_worker_is_1f1b(chunks: int) -> None:
+def test_interleaved_with_one_part_per_worker_equals_1f1b(chunks: int) -> None:
     assert plan("interleaved", 3, 3, chunks) == plan("1f1b", 3, 3, chunks)
 
 
-def test_interleaved_takes_chunks_and_parts_that_are_no_multiples_of_the_workers() -> None:
+def test_interleaved_allows_other_numbers_than_multiples_of_workers() -> None:
     assert [text(one) for one in plan("interleaved", 2, 3, 3)] == [
         "0:F0 0:F1 2:F0 2:F1 0:F2 2:B0 2:B1 2:F2 0:B0 0:B1 2:B2 0:B2",
         "F0 F1 F2 B0 B1 B2",
@@ -116,13 +116,13 @@ def test_interleaved_takes_chunks_and_parts_that_are_no_multiples_of_the_workers
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_worker_and_one_micro_batch_go_forward_and_backward(schedule: Any) -> None:
+def test_one_worker_with_one_micro_batch_runs_two_steps(schedule: Any) -> None:
     assert text(steps(schedule, 0, 1, 1, 1)) == "F0 B0"
 
 
 @settings(deadline=None)
 @given(arguments())
-def test_each_worker_does_every_step_of_its_parts_once_and_backward_after_forward(
+def test_each_step_occurs_once_and_backward_follows_forward(
     one: tuple[Any, int, int, int],
 ) -> None:
     schedule, workers, parts, chunks = one
@@ -149,7 +149,7 @@ def halves(step: Step) -> list[Step]:
 
 @settings(deadline=None)
 @given(arguments())
-def test_micro_batches_go_through_a_part_in_their_order_both_ways(one: tuple[Any, int, int, int]) -> None:
+def test_micro_batches_pass_each_part_in_order(one: tuple[Any, int, int, int]) -> None:
     schedule, workers, parts, chunks = one
     for found in plan(schedule, workers, parts, chunks):
         whole = [half for step in found for half in halves(step)]
@@ -160,7 +160,7 @@ def test_micro_batches_go_through_a_part_in_their_order_both_ways(one: tuple[Any
                 )
 
 
-def test_a_schedule_is_a_generator_that_can_be_made_again() -> None:
+def test_steps_returns_a_new_generator_each_time() -> None:
     once = steps("1f1b", 0, 2, 2, 4)
     assert iter(once) is once
     assert list(once) == list(steps("1f1b", 0, 2, 2, 4))
@@ -177,7 +177,7 @@ def test_a_schedule_is_a_generator_that_can_be_made_again() -> None:
         ("dualpipev", 2, 4, 3),
     ],
 )
-def test_the_drawings_in_the_module_are_what_the_schedules_do(
+def test_drawings_in_the_docstring_match_the_schedules(
     name: Any, workers: int, parts: int, chunks: int
 ) -> None:
     described = inspect.cleandoc(module.__doc__ or "").split(f"*{name}*: ")[1]
@@ -201,7 +201,7 @@ def test_the_drawings_in_the_module_are_what_the_schedules_do(
         ([Step("F", 0, 1), Step("B", 7, 3)], "1:F0 3:B7"),
     ],
 )
-def test_steps_are_written_with_their_part_where_there_are_several(found: list[Step], written: str) -> None:
+def test_text_includes_the_part_if_there_are_several(found: list[Step], written: str) -> None:
     assert text(found) == written
 
 
@@ -212,24 +212,24 @@ def test_steps_are_written_with_their_part_where_there_are_several(found: list[S
         max_size=50,
     )
 )
-def test_text_reads_back_as_the_steps_it_was_written_from(found: list[Step]) -> None:
+def test_parse_inverts_text(found: list[Step]) -> None:
     assert parse(text(found), part=found[0].part if found else 0) == found
 
 
 @settings(deadline=None)
 @given(arguments())
-def test_every_schedule_reads_back_from_its_text(one: tuple[Any, int, int, int]) -> None:
+def test_parse_inverts_text_of_every_schedule(one: tuple[Any, int, int, int]) -> None:
     for worker, found in enumerate(plan(*one)):
         assert parse(text(found), part=worker) == found
 
 
-def test_a_step_names_its_part() -> None:
+def test_step_text_includes_its_part() -> None:
     assert str(Step("B", 3, 1)) == "1:B3"
     assert parse("1:B3  F0\nB0", part=2) == [Step("B", 3, 1), Step("F", 0, 2), Step("B", 0, 2)]
 
 
 @pytest.mark.parametrize("word", ["X0", "F", "0", "f0", "F-1", "F0.1", ":F0", "1:2:F0", "F0,", "F٣"])
-def test_a_word_that_is_no_step_is_named(word: str) -> None:
+def test_parse_rejects_a_word_that_is_not_a_step(word: str) -> None:
     with pytest.raises(
         ValueError, match=f"^parse: a step must be written like F0, .* got {re.escape(repr(word))}$"
     ):
@@ -274,14 +274,14 @@ def test_a_word_that_is_no_step_is_named(word: str) -> None:
         ),
     ],
 )
-def test_a_wrong_argument_is_named_before_the_first_step(arguments: Any, message: str) -> None:
+def test_steps_rejects_a_wrong_argument_at_once(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         steps(*arguments)
 
 
 @pytest.mark.parametrize("place", [1, 2, 3, 4])
 @pytest.mark.parametrize("value", [True, 2.0, "2", None])
-def test_a_number_that_is_no_int_is_named(place: int, value: Any) -> None:
+def test_steps_rejects_a_number_that_is_not_an_int(place: int, value: Any) -> None:
     arguments: list[Any] = ["gpipe", 0, 2, 2, 4]
     arguments[place] = value
     name = ["schedule", "worker", "workers", "parts", "chunks"][place]
@@ -290,6 +290,6 @@ def test_a_number_that_is_no_int_is_named(place: int, value: Any) -> None:
         steps(*arguments)
 
 
-def test_a_plan_of_no_workers_is_refused() -> None:
+def test_plan_without_workers_raises() -> None:
     with pytest.raises(ValueError, match=r"^plan: workers must be at least 1, not 0$"):
         plan("gpipe", 0, 1, 1)

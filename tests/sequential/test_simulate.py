@@ -41,7 +41,7 @@ def plans(draw: st.DrawFn) -> list[list[Step]]:
 @sized
 @timed
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_the_bubble_of_gpipe_and_1f1b_is_the_share_of_the_other_workers(
+def test_bubble_of_gpipe_and_1f1b_matches_the_formula(
     schedule: Any, workers: int, chunks: int, forward: float, backward: float
 ) -> None:
     """The bubble is (W - 1) / (M + W - 1) for any duration of steps."""
@@ -57,7 +57,7 @@ def test_gpipe_holds_every_micro_batch(workers: int, chunks: int) -> None:
 
 
 @sized
-def test_1f1b_holds_no_more_micro_batches_than_there_are_parts_to_come(workers: int, chunks: int) -> None:
+def test_1f1b_holds_at_most_one_micro_batch_per_later_part(workers: int, chunks: int) -> None:
     expected = tuple(min(chunks, workers - worker) for worker in range(workers))
     assert simulate(plan("1f1b", workers, workers, chunks)).peaks == expected
 
@@ -65,7 +65,7 @@ def test_1f1b_holds_no_more_micro_batches_than_there_are_parts_to_come(workers: 
 @timed
 @pytest.mark.parametrize("each", [2, 3, 4])
 @pytest.mark.parametrize(("workers", "chunks"), [(2, 2), (2, 8), (3, 3), (3, 9), (4, 4), (4, 8)])
-def test_the_bubble_of_interleaved_is_smaller_by_the_number_of_parts_per_worker(
+def test_bubble_of_interleaved_shrinks_with_parts_per_worker(
     workers: int, chunks: int, each: int, forward: float, backward: float
 ) -> None:
     """The bubble is (W - 1) / (v M + W - 1), if M is a multiple of W and there are v parts per worker."""
@@ -75,7 +75,7 @@ def test_the_bubble_of_interleaved_is_smaller_by_the_number_of_parts_per_worker(
 
 @pytest.mark.parametrize("each", [2, 3])
 @pytest.mark.parametrize(("workers", "chunks"), [(2, 2), (2, 8), (3, 9), (4, 4), (4, 8)])
-def test_interleaved_holds_the_steps_it_is_ahead_by_and_one(workers: int, chunks: int, each: int) -> None:
+def test_interleaved_holds_its_lead_plus_one_step(workers: int, chunks: int, each: int) -> None:
     expected = tuple(
         min(2 * (workers - 1 - worker) + (each - 1) * workers + 1, each * chunks) for worker in range(workers)
     )
@@ -83,9 +83,7 @@ def test_interleaved_holds_the_steps_it_is_ahead_by_and_one(workers: int, chunks
 
 
 @sized
-def test_zbh1_waits_a_third_as_long_as_1f1b_and_holds_no_more_than_its_first_worker(
-    workers: int, chunks: int
-) -> None:
+def test_zbh1_waits_a_third_of_1f1b_with_equal_memory(workers: int, chunks: int) -> None:
     """Workers wait (W - 1) (F + I - W), if there are at least as many micro-batches as workers."""
     found = simulate(plan("zbh1", workers, workers, chunks), 1, 2)
     if chunks >= workers:
@@ -95,7 +93,7 @@ def test_zbh1_waits_a_third_as_long_as_1f1b_and_holds_no_more_than_its_first_wor
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("more", [0, 1, 5])
-def test_zbv_waits_only_until_the_first_micro_batch_has_come(workers: int, more: int) -> None:
+def test_zbv_waits_only_for_the_first_micro_batch(workers: int, more: int) -> None:
     """Its parts are half as large as those of 1f1b, and it holds two of them at once."""
     chunks = max(2 * workers - 1, 1) + more
     found = simulate(plan("zbv", workers, 2 * workers, chunks), 1, 2)
@@ -105,27 +103,27 @@ def test_zbv_waits_only_until_the_first_micro_batch_has_come(workers: int, more:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("more", [0, 1, 5])
-def test_dualpipev_waits_no_longer_than_zbv_and_holds_one_part_more(workers: int, more: int) -> None:
+def test_dualpipev_waits_like_zbv_and_holds_one_more(workers: int, more: int) -> None:
     chunks = 2 * workers + more
     found = simulate(plan("dualpipev", workers, 2 * workers, chunks), 1, 2)
     assert found.makespan == 6 * chunks + workers - 1
     assert max(found.peaks) <= 2 * workers + 1
 
 
-def test_weights_may_take_another_share_of_the_backward_pass_and_parts_another_time() -> None:
+def test_durations_can_differ_by_part_and_by_weights() -> None:
     found = simulate([parse("F0 I0 W0"), parse("F0 I0 W0", part=1)], [1, 2], [4, 3], weights=[3, 1])
     ends = [[(event.begin, event.end) for event in events] for events in found.events]
     assert ends == [[(0, 1), (5, 6), (6, 9)], [(1, 3), (3, 5), (5, 6)]]
 
 
-def test_interleaved_with_a_remainder_still_beats_1f1b_of_the_same_model() -> None:
+def test_interleaved_with_a_remainder_is_faster_than_1f1b() -> None:
     """There are 5 micro-batches on 2 workers. Half the model per part takes half the time."""
     whole = simulate(plan("1f1b", 2, 2, 5), 1, 2)
     halves = simulate(plan("interleaved", 2, 4, 5), 0.5, 1)
     assert halves.makespan < whole.makespan
 
 
-def test_staircases_are_drawn_as_they_run() -> None:
+def test_staircase_draws_steps_and_waits() -> None:
     assert simulate(plan("gpipe", 2, 2, 3), 1, 2).staircase() == cleandoc("""
         0  F0 F1 F2 .  .  .  B0 -  B1 -  B2 -
         1  .  F0 F1 F2 B0 -  B1 -  B2 -  .  .
@@ -140,27 +138,27 @@ def test_staircases_are_drawn_as_they_run() -> None:
     """)
 
 
-def test_a_staircase_needs_whole_units() -> None:
+def test_staircase_requires_whole_units() -> None:
     with pytest.raises(ValueError, match=r"^staircase: steps must take whole units of time, got 0.0 to 1.5$"):
         simulate(plan("gpipe", 1, 1, 1), 1.5, 2).staircase()
 
 
-def test_a_list_may_go_forward_only() -> None:
+def test_simulation_allows_forward_steps_only() -> None:
     found = simulate([parse("F0 F1 F2"), parse("F0 F1 F2", part=1)])
     assert found.makespan == 4
     assert found.bubbles == (0.25, 0.25)
 
 
-def test_nothing_to_do_takes_no_time() -> None:
+def test_empty_plan_takes_no_time() -> None:
     found = simulate([])
     assert (found.makespan, found.bubble, found.peaks, found.staircase()) == (0, 0, (), "")
 
 
-def test_a_worker_without_steps_waits_all_the_time() -> None:
+def test_worker_without_steps_waits_the_whole_time() -> None:
     assert simulate([parse("F0 B0"), []]).bubbles == (0, 1)
 
 
-def test_a_simulated_run_is_a_timeline_of_milliseconds() -> None:
+def test_simulation_gives_a_timeline_in_milliseconds() -> None:
     line = simulate(plan("1f1b", 2, 2, 4)).timeline("four")
     assert line.title == "four"
     assert len(line.events) == 16
@@ -168,7 +166,7 @@ def test_a_simulated_run_is_a_timeline_of_milliseconds() -> None:
     assert line.busy() == pytest.approx({0: 0.8, 1: 0.8})
 
 
-def test_the_picture_in_the_guide_is_what_its_code_draws() -> None:
+def test_picture_in_the_guide_matches_its_code() -> None:
     picture = Path(__file__).parents[2] / "docs" / "images" / "schedule.svg"
     drawn = simulate(plan("1f1b", 4, 4, 8)).timeline("1f1b: 4 parts, 8 chunks").svg()
     assert picture.read_text(encoding="utf-8") == drawn
@@ -179,7 +177,7 @@ def test_the_picture_in_the_guide_is_what_its_code_draws() -> None:
 
 @settings(deadline=None)
 @given(plans(), st.floats(0.1, 10), st.floats(0.1, 10), st.sampled_from([None, 1, 2, 3]))
-def test_every_schedule_runs_to_its_end_with_one_place_per_link_and_each_step_after_what_it_needs(
+def test_every_schedule_is_feasible_with_any_capacity(
     lists: list[list[Step]], forward: float, backward: float, capacity: int | None
 ) -> None:
     found = simulate(lists, forward, backward, capacity)
@@ -205,19 +203,19 @@ def check_times(found: Simulated) -> None:
 
 
 @sized
-def test_a_narrow_link_never_makes_a_schedule_quicker(workers: int, chunks: int) -> None:
+def test_capacity_1_never_makes_a_schedule_faster(workers: int, chunks: int) -> None:
     lists = plan("gpipe", workers, workers, chunks)
     assert simulate(lists, capacity=1).makespan >= simulate(lists).makespan
 
 
-def test_a_message_that_comes_too_early_is_kept() -> None:
+def test_early_message_is_kept() -> None:
     """The second worker needs the last micro-batch first, over a channel with capacity 1."""
     found = simulate([parse("F0 F1 F2"), parse("F2 F1 F0", part=1)], capacity=1)
     assert [event.chunk for event in found.events[1]] == [2, 1, 0]
     assert found.events[1][0].begin == 3
 
 
-def test_the_sender_waits_for_room_in_a_full_link() -> None:
+def test_sender_waits_while_the_channel_is_full() -> None:
     """The second worker has two parts, and takes a micro-batch every two time units."""
     lists = [parse("F0 F1 F2 F3 F4"), parse("1:F0 2:F0 1:F1 2:F1 1:F2 2:F2 1:F3 2:F3 1:F4 2:F4")]
     wide, narrow = simulate(lists), simulate(lists, capacity=1)
@@ -249,14 +247,12 @@ def test_the_sender_waits_for_room_in_a_full_link() -> None:
         ),
     ],
 )
-def test_an_order_that_cannot_be_done_is_refused_with_who_waits_for_what(
-    lists: list[str], message: str
-) -> None:
+def test_infeasible_order_raises_with_the_waits(lists: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=f"^simulate: {re.escape(message)}$"):
         simulate([parse(one) for one in lists])
 
 
-def test_a_deadlock_for_want_of_room_is_found_and_more_room_ends_it() -> None:
+def test_deadlock_by_capacity_is_detected() -> None:
     """Each worker sends four micro-batches to the other before it takes one."""
     lists = [parse("0:F0 0:F1 0:F2 0:F3 2:F0 2:F1 2:F2 2:F3"), parse("1:F0 1:F1 1:F2 1:F3")]
     with pytest.raises(
@@ -270,7 +266,7 @@ def test_a_deadlock_for_want_of_room_is_found_and_more_room_ends_it() -> None:
 
 @settings(deadline=None)
 @given(plans(), st.data())
-def test_a_step_left_out_is_missed(lists: list[list[Step]], data: st.DataObject) -> None:
+def test_missing_step_raises(lists: list[list[Step]], data: st.DataObject) -> None:
     """The error is absent only for steps without a consumer: weights, and backward passes of the first
     part."""
     worker = data.draw(st.integers(0, len(lists) - 1))
@@ -294,6 +290,6 @@ def test_a_step_left_out_is_missed(lists: list[list[Step]], data: st.DataObject)
         ({"backward": []}, "simulate: backward must be a time for each of 1 parts, got []"),
     ],
 )
-def test_a_wrong_argument_is_named(arguments: dict[str, Any], message: str) -> None:
+def test_simulate_rejects_a_wrong_argument(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         simulate(plan("gpipe", 1, 1, 1), **arguments)

@@ -62,14 +62,14 @@ def written_out(module: nn.Sequential, x: Tensor) -> Tensor:
     return out
 
 
-def test_the_plain_module_skips() -> None:
+def test_skips_work_in_the_plain_module() -> None:
     module = u_net()
     ((x, _),) = batches([8])
     assert torch.equal(module(x), written_out(module, x))
 
 
 @pytest.mark.parametrize(("on", "parts"), [("thread", 1), ("thread", 5), ("thread", 13), ("process", 3)])
-def test_inference_in_parts_is_that_of_the_plain_module(on: Any, parts: int) -> None:
+def test_inference_with_skips_matches_the_plain_module(on: Any, parts: int) -> None:
     module = u_net()
     ((x, _),) = batches([10])
     with Sequential(module, parts, on=on, chunks=4) as pipe:
@@ -78,7 +78,7 @@ def test_inference_in_parts_is_that_of_the_plain_module(on: Any, parts: int) -> 
 
 @schedules
 @pytest.mark.parametrize("recompute", [False, True])
-def test_training_in_parts_is_that_of_the_plain_module(
+def test_training_with_skips_matches_the_plain_module(
     schedule: Any, parts: int, workers: int, recompute: bool
 ) -> None:
     module = u_net()
@@ -90,7 +90,7 @@ def test_training_in_parts_is_that_of_the_plain_module(
     assert_same_state(module, plain)
 
 
-def test_training_on_processes_is_that_of_the_plain_module() -> None:
+def test_training_with_skips_on_processes_matches_the_plain_module() -> None:
     module = u_net()
     plain, _ = plainly(module, OPTIMIZERS["adam"], batches([8, 7]))
     with in_parts(module, [2, 3, 3, 5], "process", optimizer=OPTIMIZERS["adam"]) as training:  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_training_on_processes_is_that_of_the_plain_module() -> None:
     assert_same_state(module, plain)
 
 
-def test_gradients_come_back_over_the_skip_alone() -> None:
+def test_gradients_flow_through_the_skip_alone() -> None:
     """The values of the layers between are multiplied by zero."""
 
     def only_skip(x: Tensor, skip: Tensor) -> Tensor:
@@ -117,12 +117,12 @@ def test_gradients_come_back_over_the_skip_alone() -> None:
         torch.testing.assert_close(mine.grad, other.grad)
 
 
-def test_in_the_plain_module_what_is_stashed_last_is_popped() -> None:
+def test_pop_in_the_plain_module_returns_the_last_stash() -> None:
     module = nn.Sequential(Stash("a"), nn.Hardtanh(0, 1), Stash("a"), nn.Hardtanh(5, 6), Pop("a"))
     assert module(torch.full((2, 1), 3.0)).tolist() == [[6.0], [6.0]]  # # 5, plus the 1 that was stashed last
 
 
-def test_a_stash_within_a_layer_of_the_users_own_must_not_replace_another_one() -> None:
+def test_nested_stash_that_replaces_another_raises() -> None:
     module = nn.Sequential(Stash("a"), nn.Hardtanh(0, 1), Block(Stash("a")), Pop("a"))
     x = torch.full((2, 1), 3.0)
     with (
@@ -133,13 +133,13 @@ def test_a_stash_within_a_layer_of_the_users_own_must_not_replace_another_one() 
     assert torch.equal(module(x), module(x))  # # the plain module does not know where a batch ends
 
 
-def test_what_was_popped_is_gone() -> None:
+def test_second_pop_raises() -> None:
     module = nn.Sequential(Stash("a"), Pop("a"), Pop("a"))
     with pytest.raises(RuntimeError, match=r"Pop\('a'\): no value is stashed; put a Stash\('a'\) before it"):
         module(torch.ones(2, 1))
 
 
-def test_a_pop_without_its_stash_names_its_part() -> None:
+def test_pop_without_a_stash_names_its_part() -> None:
     module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4), Block(Pop("lost")))
     ((x, target),) = batches([8])
     training = in_parts(module, 3)
@@ -171,12 +171,12 @@ WRONG: dict[str, tuple[list[nn.Module], str]] = {
 
 
 @pytest.mark.parametrize(("layers", "message"), WRONG.values(), ids=WRONG)
-def test_a_stash_or_pop_without_its_other_is_refused_at_once(layers: list[nn.Module], message: str) -> None:
+def test_unpaired_stash_or_pop_raises_at_once(layers: list[nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=rf"^Sequential: {re.escape(message)}"):
         Sequential(layers)
 
 
-def test_what_a_layer_of_the_users_own_stashes_and_pops_is_not_known_before() -> None:
+def test_stash_and_pop_inside_user_layers_work() -> None:
     x = torch.full((2, 1), 3.0)
     hidden_stash = nn.Sequential(Block(Stash("a")), nn.Sequential(nn.Hardtanh(0, 1), Pop("a")))
     hidden_pop = nn.Sequential(nn.Sequential(Stash("a"), nn.Hardtanh(0, 1)), Block(Pop("a")))
@@ -188,12 +188,12 @@ def test_what_a_layer_of_the_users_own_stashes_and_pops_is_not_known_before() ->
             assert torch.equal(pipe(x), module(x))
 
 
-def test_only_tensors_are_stashed() -> None:
+def test_stash_rejects_a_tuple() -> None:
     with pytest.raises(TypeError, match=r"Stash\('a'\): x must be a tensor or None, got a tuple"):
         Stash("a")((torch.ones(1),))
 
 
-def test_threads_do_not_see_each_others_tensors() -> None:
+def test_threads_have_separate_skip_stores() -> None:
     seen: list[Any] = []
 
     def alone() -> None:
@@ -210,7 +210,7 @@ def test_threads_do_not_see_each_others_tensors() -> None:
     assert Pop("mine")(torch.ones(1)).item() == 2
 
 
-def test_they_show_their_names() -> None:
+def test_repr_shows_the_skip_name() -> None:
     assert repr(nn.Sequential(Stash("a"), Pop("a"))) == "Sequential(\n  (0): Stash('a')\n  (1): Pop('a')\n)"
 
 
@@ -233,7 +233,7 @@ def first(x: Tensor, stashed: Any) -> Tensor:
 
 
 @everywhere
-def test_nothing_can_be_stashed(on: Any) -> None:
+def test_stash_accepts_none(on: Any) -> None:
     module = nn.Sequential(Aside(), nn.Linear(6, 6), nn.Identity(), Pop("nothing", first))
     x = torch.randn(8, 6)
     with Sequential(module, 4, on=on, chunks=2) as pipe:

@@ -154,7 +154,7 @@ def both(module: nn.Module, x: Tensor, given: Tensor) -> tuple[SplitBackward, li
 
 @pytest.mark.parametrize("wants", [True, False])
 @pytest.mark.parametrize("name", LAYERS)
-def test_two_halves_give_the_gradients_of_a_whole_backward_pass(name: str, wants: bool) -> None:
+def test_halves_together_match_the_whole_backward_pass(name: str, wants: bool) -> None:
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), LAYERS[name](), nn.Linear(WIDTH, WIDTH)).double()
     x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=wants)
@@ -170,7 +170,7 @@ def test_two_halves_give_the_gradients_of_a_whole_backward_pass(name: str, wants
 
 
 @pytest.mark.parametrize("name", ["linear", "normalised", "residual", "split", "weight norm"])
-def test_the_first_half_makes_no_gradient_of_a_weight_where_the_layer_allows_it(name: str) -> None:
+def test_first_half_computes_no_weight_gradients_where_possible(name: str) -> None:
     module = LAYERS[name]()
     x = torch.randn(5, WIDTH, requires_grad=True)
     halves = SplitBackward([module(x)], [torch.ones(5, WIDTH)], [x])
@@ -182,7 +182,7 @@ def test_the_first_half_makes_no_gradient_of_a_weight_where_the_layer_allows_it(
 
 
 @pytest.mark.parametrize("name", ["python", "tied"])
-def test_a_layer_that_does_not_allow_it_does_both_at_once(name: str) -> None:
+def test_inseparable_layer_computes_both_in_the_first_half(name: str) -> None:
     module = LAYERS[name]()
     x = torch.randn(5, WIDTH, requires_grad=True)
     Doubled.calls = 0
@@ -193,7 +193,7 @@ def test_a_layer_that_does_not_allow_it_does_both_at_once(name: str) -> None:
     assert Doubled.calls == (name == "python")
 
 
-def test_a_loss_is_a_root_without_a_gradient() -> None:
+def test_loss_is_a_root_without_a_gradient() -> None:
     module = nn.Linear(WIDTH, 1)
     x = torch.randn(5, WIDTH, requires_grad=True)
     halves = SplitBackward([module(x).mean()], None, [x])
@@ -202,7 +202,7 @@ def test_a_loss_is_a_root_without_a_gradient() -> None:
     torch.testing.assert_close(module.weight.grad, x.detach().mean(0, keepdim=True))
 
 
-def test_an_output_may_be_the_input_or_a_weight_itself() -> None:
+def test_output_can_be_the_input_or_a_weight() -> None:
     weight = nn.Parameter(torch.ones(3))
     x = torch.ones(3, requires_grad=True)
     halves = SplitBackward([x, weight], [torch.full((3,), 2.0), torch.full((3,), 3.0)], [x])
@@ -212,7 +212,7 @@ def test_an_output_may_be_the_input_or_a_weight_itself() -> None:
     assert (x.grad.tolist(), weight.grad is not None and weight.grad.tolist()) == ([2, 2, 2], [3, 3, 3])
 
 
-def test_what_an_output_needs_is_freed_with_the_second_half() -> None:
+def test_second_half_frees_the_graph() -> None:
     x = torch.randn(5, WIDTH, requires_grad=True)
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     y = functional.linear(x, weight)

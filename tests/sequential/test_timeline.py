@@ -51,14 +51,14 @@ lines = pytest.mark.parametrize("line", LINES.values(), ids=LINES)
 
 
 @pytest.mark.parametrize("name", ["run.png", "run", "run.svg.gz", ".svg", "run.SVG"])
-def test_a_file_of_another_kind_is_refused_and_not_written(tmp_path: Path, name: str) -> None:
+def test_save_with_another_suffix_raises_and_writes_nothing(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=rf"^save: path must end in \.svg or \.json, got '.*{name}'$"):
         real().save(tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_timeline_is_saved_as_picture_or_trace_by_the_ending(tmp_path: Path, kind: Any) -> None:
+def test_save_chooses_the_format_by_suffix(tmp_path: Path, kind: Any) -> None:
     line = real()
     assert line.save(kind(tmp_path / "run.svg")).read_text(encoding="utf-8") == line.svg()
     assert line.save(kind(tmp_path / "run.json")).read_text(encoding="utf-8") == line.trace()
@@ -67,11 +67,11 @@ def test_a_timeline_is_saved_as_picture_or_trace_by_the_ending(tmp_path: Path, k
 # # --- figures ---
 
 
-def test_events_are_in_the_order_of_their_beginnings() -> None:
+def test_events_are_sorted_by_start() -> None:
     assert all(one.begin <= other.begin for one, other in pairwise(real(3).events))
 
 
-def test_busy_is_the_share_of_the_whole_time_by_worker() -> None:
+def test_busy_is_the_share_of_the_total_time() -> None:
     line = Timeline(
         [
             TimelineEvent(1, 0, "F", 0, 0, 10.0, 11.0),
@@ -84,11 +84,11 @@ def test_busy_is_the_share_of_the_whole_time_by_worker() -> None:
     assert line.parts() == {0: [1], 1: [0]}
 
 
-def test_nothing_has_run_for_no_time() -> None:
+def test_empty_timeline_takes_no_time() -> None:
     assert (Timeline([]).seconds, Timeline([]).busy()) == (0, {})
 
 
-def test_an_event_says_what_it_was() -> None:
+def test_str_of_an_event_describes_it() -> None:
     assert str(TimelineEvent(0, 1, "F", 2, 3, 0, 1)) == "F3 of part 1, step 2"
     assert str(TimelineEvent(0, 1, "recompute", 2, 3, 0, 1)) == "recompute 3 of part 1, step 2"
     assert str(TimelineEvent(0, None, "update", 2, None, 0, 1)) == "update, step 2"
@@ -98,7 +98,7 @@ def test_an_event_says_what_it_was() -> None:
 
 
 @lines
-def test_a_trace_has_every_event_in_microseconds_and_no_two_of_a_worker_overlap(line: Timeline) -> None:
+def test_trace_has_all_events_without_overlap(line: Timeline) -> None:
     found = json.loads(line.trace())
     complete = [event for event in found["traceEvents"] if event["ph"] == "X"]
     assert found["displayTimeUnit"] == "ms"
@@ -117,7 +117,7 @@ def test_a_trace_has_every_event_in_microseconds_and_no_two_of_a_worker_overlap(
         )
 
 
-def test_a_trace_names_its_run_and_its_workers_with_their_parts() -> None:
+def test_trace_names_run_workers_and_parts() -> None:
     found = json.loads(LINES["interleaved"].trace())["traceEvents"]
     named = [(event["name"], event["tid"], event["args"]) for event in found if event["ph"] == "M"]
     assert named[:3] == [
@@ -156,7 +156,7 @@ def area(element: ElementTree.Element) -> tuple[float, float, float, float]:
 
 
 @lines
-def test_no_two_texts_of_a_picture_overlap_and_all_are_inside(line: Timeline) -> None:
+def test_texts_of_a_picture_do_not_overlap(line: Timeline) -> None:
     root = ElementTree.fromstring(line.svg())
     texts = [(element.text, area(element)) for element in root.findall(SVG + "text")]
     for text, (left, top, right, bottom) in texts:
@@ -173,7 +173,7 @@ def test_no_two_texts_of_a_picture_overlap_and_all_are_inside(line: Timeline) ->
 
 
 @lines
-def test_every_event_is_a_box_inside_the_picture_with_its_details(line: Timeline) -> None:
+def test_every_event_is_a_box_with_details(line: Timeline) -> None:
     boxes = [box for box in elements(line, "rect") if box.find(SVG + "title") is not None]
     assert len(boxes) == len(line.events)
     width = number(ElementTree.fromstring(line.svg()), "width")
@@ -182,7 +182,7 @@ def test_every_event_is_a_box_inside_the_picture_with_its_details(line: Timeline
     assert len(said) == len({(str(event), event.begin) for event in line.events})
 
 
-def test_boxes_lie_where_the_time_is() -> None:
+def test_boxes_are_placed_by_time() -> None:
     """Twice the time is twice the width, each worker has a row, and the first event is at the left end."""
     boxes = [box for box in elements(LINES["gpipe"], "rect") if box.find(SVG + "title") is not None]
     assert len({box.attrib["y"] for box in boxes}) == 4
@@ -192,7 +192,7 @@ def test_boxes_lie_where_the_time_is() -> None:
     assert boxes[0].findtext(SVG + "title") == "F0 of part 0, step 0: 1 ms from 0 ms on"
 
 
-def test_a_picture_shows_title_time_workers_and_how_busy_they_were() -> None:
+def test_picture_shows_title_time_workers_and_busy_shares() -> None:
     found = words(LINES["gpipe"])
     assert found[:4] == ["gpipe", "33 ms, workers idle 27% of it", "forward (F)", "backward (B)"]
     assert found.count("73% busy") == 4
@@ -204,7 +204,7 @@ def test_a_picture_shows_title_time_workers_and_how_busy_they_were() -> None:
     assert axis == ["0", "5", "10", "15", "20", "25", "30"]
 
 
-def test_a_picture_tells_operations_and_parts_apart_by_colour() -> None:
+def test_picture_distinguishes_operations_and_parts_by_colour() -> None:
     assert {"forward (F)", "backward (B)", "forward again", "update"} <= set(words(real()))
     assert "lighter: a worker's later parts" not in words(real())
     assert "lighter: a worker's later parts" in words(LINES["interleaved"])
@@ -212,21 +212,21 @@ def test_a_picture_tells_operations_and_parts_apart_by_colour() -> None:
     assert len({box.attrib["fill"] for box in boxes}) == 2 * 3
 
 
-def test_steps_are_marked_where_there_are_several() -> None:
+def test_picture_marks_steps_if_there_are_several() -> None:
     assert {"step 0", "step 29"} <= set(words(real(30)))
     assert "step 0" not in words(real(1))
 
 
-def test_a_box_that_is_too_narrow_has_no_number() -> None:
+def test_narrow_box_has_no_number() -> None:
     found = words(LINES["long"])
     assert "1999" not in found
     assert float(ElementTree.fromstring(LINES["long"].svg()).attrib["width"]) < 17_000
 
 
-def test_a_picture_of_nothing_says_so() -> None:
+def test_empty_picture_says_that_nothing_ran() -> None:
     assert "0 ms: nothing ran" in words(LINES["empty"])
 
 
-def test_what_a_title_holds_stays_text() -> None:
+def test_title_is_escaped() -> None:
     assert "digits <1f1b> & more" in words(real())
     assert "<1f1b>" not in real().svg()

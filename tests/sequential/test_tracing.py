@@ -63,9 +63,8 @@ def assert_near(module: nn.Module, plain: nn.Module) -> None:
 
 @everywhere
 @models
-def test_after_ten_steps_a_model_is_what_it_is_by_itself(name: str, on: Any) -> None:
-    """One micro-batch, because of batch norm; cuts within residual connections; an optimizer outside the
-    pipe."""
+def test_traced_model_trains_like_the_plain_model(name: str, on: Any) -> None:
+    """One micro-batch, because of batch norm; cuts within residual connections, and an outside optimizer."""
     module, plain = made(name), made(name)
     loss, names = MODELS[name][2:]
     optimizers = [Adam(one.parameters(), lr=0.01) for one in (module, plain)]
@@ -81,7 +80,7 @@ def test_after_ten_steps_a_model_is_what_it_is_by_itself(name: str, on: Any) -> 
 
 @everywhere
 @pytest.mark.parametrize("schedule", ["1f1b", "zbh1"])
-def test_a_model_is_trained_by_whole_steps_in_micro_batches(schedule: Any, on: Any) -> None:
+def test_traced_model_trains_by_whole_steps(schedule: Any, on: Any) -> None:
     module, plain = made("gpt"), made("gpt")
     loss = language_loss
     optimizer = SGD(plain.parameters(), lr=0.1)
@@ -98,7 +97,7 @@ def test_a_model_is_trained_by_whole_steps_in_micro_batches(schedule: Any, on: A
 
 
 @models
-def test_a_model_is_cut_by_balance_and_gives_what_it_gives_by_itself(name: str) -> None:
+def test_traced_model_cut_by_balance_matches_the_plain_model(name: str) -> None:
     module = made(name).eval()
     x, _ = batch(name)
     with Sequential(module, 3, chunks=2) as pipe, torch.no_grad():
@@ -110,7 +109,7 @@ def test_a_model_is_cut_by_balance_and_gives_what_it_gives_by_itself(name: str) 
 
 
 @models
-def test_a_traced_pipe_is_the_module_it_was_made_of(name: str) -> None:
+def test_traced_pipe_shares_the_state_of_its_module(name: str) -> None:
     module = made(name)
     pipe = Sequential(module, 2)
     assert pipe.module is module
@@ -132,7 +131,7 @@ def test_a_traced_pipe_is_the_module_it_was_made_of(name: str) -> None:
 
 
 @models
-def test_parts_of_a_traced_model_that_draw_nothing_go_forward_at_the_same_time(name: str) -> None:
+def test_may_draw_is_false_for_traced_parts_without_randomness(name: str) -> None:
     parts = Sequential(made(name), MODELS[name][3]).parts
     assert [may_draw(part.module) for part in parts] == [
         name == "gpt",
@@ -141,7 +140,7 @@ def test_parts_of_a_traced_model_that_draw_nothing_go_forward_at_the_same_time(n
     ]  # # it begins with dropout
 
 
-def test_parts_may_be_named_in_a_plain_sequential_too() -> None:
+def test_parts_can_be_named_in_a_plain_sequential() -> None:
     module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
     assert [len(part.module) for part in Sequential(module, ["1", "4"]).parts] == [1, 3, 1]
 
@@ -212,7 +211,7 @@ FORWARDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", FORWARDS)
-def test_what_forward_does_between_layers_happens_in_their_parts(name: str) -> None:
+def test_operations_between_layers_run_in_their_parts(name: str) -> None:
     torch.manual_seed(0)
     module = Own(FORWARDS[name])
     x = torch.randn(6, 4)
@@ -227,7 +226,7 @@ def test_what_forward_does_between_layers_happens_in_their_parts(name: str) -> N
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_inputs_and_outputs_may_be_structures() -> None:
+def test_traced_inputs_and_outputs_can_be_nested() -> None:
     module = Own(structures)
     x = {"left": torch.randn(6, 4), "right": [torch.randn(6, 4)]}
     with Sequential(module, 2, chunks=3) as pipe:
@@ -243,7 +242,7 @@ class Several(nn.Module):
         return self.two(self.one(x) + y) * scale
 
 
-def test_several_arguments_are_given_as_to_the_module_and_others_have_their_defaults() -> None:
+def test_traced_pipe_takes_required_arguments_only() -> None:
     module, x, y = Several(), torch.randn(6, 4), torch.randn(6, 4)
     with Sequential(module, 2, chunks=2) as pipe:
         torch.testing.assert_close(pipe(x, y=y), module(x, y))
@@ -253,7 +252,7 @@ def test_several_arguments_are_given_as_to_the_module_and_others_have_their_defa
 
 
 @pytest.mark.parametrize("layer", [Chosen, ByMode, Noisy])
-def test_a_layer_that_cant_be_traced_is_kept_whole(layer: Any) -> None:
+def test_layer_that_cannot_be_traced_is_kept_whole(layer: Any) -> None:
     torch.manual_seed(0)
     inner = layer()
 
@@ -296,14 +295,14 @@ def test_a_layer_that_cant_be_traced_is_kept_whole(layer: Any) -> None:
         (lambda self, x: x, ValueError, "module must have at least one layer"),
     ],
 )
-def test_a_forward_that_cant_be_traced_is_refused_with_the_remedy(
+def test_forward_that_cannot_be_traced_raises_with_the_remedy(
     function: Any, error: Any, message: str
 ) -> None:
     with pytest.raises(error, match=message):
         Sequential(Own(function), 2)
 
 
-def test_a_trace_that_missed_something_is_found_with_the_first_batch() -> None:
+def test_incomplete_trace_raises_with_the_first_batch() -> None:
     module = Own(lambda self, x: self.two(self.one(x)) if isinstance(x, Tensor) else self.one(self.two(x)))
     with (
         pytest.raises(ValueError, match="and the module give different outputs"),
@@ -318,24 +317,24 @@ def test_a_trace_that_missed_something_is_found_with_the_first_batch() -> None:
 
 
 @pytest.mark.parametrize("names", [["layer5"], ["layer2", "nothing"]])
-def test_a_name_of_no_layer_is_refused_with_those_there_are(names: list[str]) -> None:
+def test_unknown_layer_name_raises_with_the_known_names(names: list[str]) -> None:
     with pytest.raises(ValueError, match=r"parts must name layers that forward calls \('conv1', 'bn1'"):
         Sequential(ResNet18(), names)
 
 
 @pytest.mark.parametrize("names", [["layer3", "layer2"], ["layer2", "layer2"], ["conv1"]])
-def test_names_must_be_in_the_order_in_which_layers_work(names: list[str]) -> None:
+def test_names_out_of_order_raise(names: list[str]) -> None:
     with pytest.raises(ValueError, match="must name layers in the order in which they run"):
         Sequential(ResNet18(), names)
 
 
 @pytest.mark.parametrize("names", [["3", "2"], ["2", "2"], ["0"]])
-def test_names_of_a_plain_sequential_must_be_in_order_too(names: list[str]) -> None:
+def test_names_out_of_order_in_a_sequential_raise(names: list[str]) -> None:
     with pytest.raises(ValueError, match="must name layers in their order, without the first"):
         Sequential(nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))), names)
 
 
-def test_a_layer_replaced_after_the_trace_is_noticed() -> None:
+def test_layer_replaced_after_the_trace_raises() -> None:
     module = Own(FORWARDS["residual"])
     with Sequential(module, 2) as pipe:
         pipe(torch.randn(6, 4))
@@ -344,7 +343,7 @@ def test_a_layer_replaced_after_the_trace_is_noticed() -> None:
             pipe(torch.randn(6, 4))
 
 
-def test_hooks_of_modules_that_were_traced_through_are_refused() -> None:
+def test_hooks_of_traced_modules_raise() -> None:
     module = ResNet18()
     module.layer1.register_forward_hook(lambda *_: None)
     with pytest.raises(
@@ -353,7 +352,7 @@ def test_hooks_of_modules_that_were_traced_through_are_refused() -> None:
         Sequential(module, 2)
 
 
-def test_other_threads_may_use_modules_during_a_trace() -> None:
+def test_other_threads_can_use_modules_during_a_trace() -> None:
     other, x, stop, found = (
         nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
         torch.randn(2, 4),

@@ -27,7 +27,7 @@ SIZES = [8, 8, 7, 3, 1, 9]
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("recompute", [False, True])
 @schedules
-def test_parameters_and_losses_are_those_of_the_plain_module(
+def test_parameters_and_losses_match_the_plain_module(
     schedule: Any, parts: int, workers: int, recompute: bool, optimizer: str
 ) -> None:
     module = perceptron()
@@ -43,7 +43,7 @@ def test_parameters_and_losses_are_those_of_the_plain_module(
     ("schedule", "parts", "workers", "recompute", "optimizer"),
     [("gpipe", 2, 2, False, "adam"), ("1f1b", 3, 3, True, "sgd"), ("interleaved", 4, 2, False, "adam")],
 )
-def test_the_same_on_processes(
+def test_training_on_processes_matches_the_reference(
     schedule: Any, parts: int, workers: int, recompute: bool, optimizer: str
 ) -> None:
     module = perceptron()
@@ -57,7 +57,7 @@ def test_the_same_on_processes(
 
 @everywhere
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_are_those_of_the_plain_module(on: Any, recompute: bool) -> None:
+def test_gradients_match_the_plain_module(on: Any, recompute: bool) -> None:
     module = perceptron()
     plain = copy.deepcopy(module)
     ((x, target),) = batches([10])
@@ -72,7 +72,7 @@ def test_gradients_are_those_of_the_plain_module(on: Any, recompute: bool) -> No
 
 @everywhere
 @pytest.mark.parametrize(("schedule", "workers"), [("gpipe", 3), ("1f1b", 3), ("interleaved", 2)])
-def test_outputs_are_those_of_the_plain_module(on: Any, schedule: Any, workers: int) -> None:
+def test_outputs_match_the_plain_module(on: Any, schedule: Any, workers: int) -> None:
     module = perceptron()
     plain, _ = plainly(module, OPTIMIZERS["sgd"], batches([8]))
     with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"], schedule=schedule, workers=workers) as training:
@@ -105,7 +105,7 @@ class Sum(nn.Module):
 
 
 @everywhere
-def test_values_may_be_tuples_and_dictionaries(on: Any) -> None:
+def test_training_accepts_tuples_and_dictionaries(on: Any) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(Pair(), Pair(), Pair(), Sum())
     x = (torch.randn(9, 6), {"scale": torch.rand(9, 1), "number": torch.arange(9)})
@@ -118,7 +118,7 @@ def test_values_may_be_tuples_and_dictionaries(on: Any) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_frozen_part_stays_and_what_is_before_it_learns(recompute: bool) -> None:
+def test_parts_before_a_frozen_part_learn(recompute: bool) -> None:
     module = perceptron()
     for name in ("2", "4"):
         module.get_submodule(name).requires_grad_(False)
@@ -133,7 +133,7 @@ def test_a_frozen_part_stays_and_what_is_before_it_learns(recompute: bool) -> No
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_nothing_goes_back_into_frozen_parts_at_the_beginning(recompute: bool) -> None:
+def test_frozen_parts_at_the_beginning_stay_unchanged(recompute: bool) -> None:
     module = perceptron()
     module[:4].requires_grad_(False)
     plain, _ = plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
@@ -144,7 +144,7 @@ def test_nothing_goes_back_into_frozen_parts_at_the_beginning(recompute: bool) -
 
 
 @everywhere
-def test_layers_that_work_in_place_stand_at_a_border(on: Any) -> None:
+def test_in_place_layers_at_a_border_train_correctly(on: Any) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(
         nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 4)
@@ -156,7 +156,7 @@ def test_layers_that_work_in_place_stand_at_a_border(on: Any) -> None:
     assert_same_state(module, plain)
 
 
-def test_the_batch_itself_is_left_as_it_was() -> None:
+def test_step_does_not_change_the_batch() -> None:
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 4))
     ((x, target),) = batches([8])
     before = x.clone()
@@ -176,7 +176,7 @@ class Added(nn.Module):
         return x + self.weight
 
 
-def test_what_comes_in_is_memory_of_others_and_never_changed() -> None:
+def test_passes_do_not_change_inputs_or_incoming_gradients() -> None:
     execution = Execution(Part(1, nn.Sequential(Added())), recompute=False, shared=False)
     x, gradient = torch.ones(2, 3), torch.ones(2, 3)
     for chunk in range(3):
@@ -196,7 +196,7 @@ def test_what_comes_in_is_memory_of_others_and_never_changed() -> None:
 
 
 @everywhere
-def test_an_optimizer_outside_updates_the_plain_module(on: Any) -> None:
+def test_outside_optimizer_updates_the_plain_module(on: Any) -> None:
     module = perceptron()
     plain, losses = plainly(module, OPTIMIZERS["adam"], batches(SIZES))
     optimizer = OPTIMIZERS["adam"](module.parameters())
@@ -211,7 +211,7 @@ def test_an_optimizer_outside_updates_the_plain_module(on: Any) -> None:
 
 
 @everywhere
-def test_gradients_outside_add_up_over_steps_as_those_of_backward_do(on: Any) -> None:
+def test_gradients_accumulate_over_steps(on: Any) -> None:
     module = perceptron()
     plain = copy.deepcopy(module)
     with in_parts(module, 3, on) as training:
@@ -224,7 +224,7 @@ def test_gradients_outside_add_up_over_steps_as_those_of_backward_do(on: Any) ->
 
 @everywhere
 @pytest.mark.parametrize("clip", [0.05, 1000.0])
-def test_clipping_is_that_of_the_plain_modules_norm(on: Any, clip: float) -> None:
+def test_clipping_uses_the_norm_of_the_whole_module(on: Any, clip: float) -> None:
     module = perceptron()
     plain, losses = plainly(module, OPTIMIZERS["sgd"], batches(SIZES), clip)
     with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"], clip=clip) as training:
@@ -232,7 +232,7 @@ def test_clipping_is_that_of_the_plain_modules_norm(on: Any, clip: float) -> Non
     assert_same_state(module, plain)
 
 
-def test_a_norm_that_is_no_number_spoils_the_gradients_as_in_the_plain_module() -> None:
+def test_nan_norm_affects_gradients_like_the_plain_module() -> None:
     module = perceptron()
     ((x, target),) = batches([8])
     x[0, 0] = float("nan")
@@ -246,7 +246,7 @@ def test_a_norm_that_is_no_number_spoils_the_gradients_as_in_the_plain_module() 
 
 
 @everywhere
-def test_the_state_is_that_of_the_plain_module_at_any_time(on: Any) -> None:
+def test_state_matches_the_plain_module_after_each_step(on: Any) -> None:
     module = perceptron()
     data = list(batches([8, 8, 8]))
     with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
@@ -261,7 +261,7 @@ def test_the_state_is_that_of_the_plain_module_at_any_time(on: Any) -> None:
 
 @everywhere
 @pytest.mark.parametrize("optimizer", [OPTIMIZERS["sgd"], None])
-def test_a_state_is_loaded_in_the_middle(on: Any, optimizer: Any) -> None:
+def test_state_can_be_loaded_during_a_training(on: Any, optimizer: Any) -> None:
     module, other = perceptron(), perceptron(seed=7)
     ((x, target),) = batches([8])
     with in_parts(module, 3, on, optimizer=optimizer) as training:
@@ -273,7 +273,7 @@ def test_a_state_is_loaded_in_the_middle(on: Any, optimizer: Any) -> None:
 
 
 @everywhere
-def test_the_pipe_gives_and_takes_the_state_of_the_training_that_goes_on(on: Any) -> None:
+def test_pipe_saves_and_loads_the_state_during_a_training(on: Any) -> None:
     module, other = perceptron(), perceptron(seed=7)
     ((x, target),) = batches([8])
     plain, _ = plainly(module, OPTIMIZERS["sgd"], [(x, target)])
@@ -286,7 +286,7 @@ def test_the_pipe_gives_and_takes_the_state_of_the_training_that_goes_on(on: Any
     assert_same_state(module, other)
 
 
-def test_a_pipe_has_one_training_at_a_time() -> None:
+def test_second_training_of_a_pipe_raises() -> None:
     pipe = Sequential(perceptron(), 2)
     with (
         pipe.trainer(loss=cross_entropy),
@@ -297,7 +297,7 @@ def test_a_pipe_has_one_training_at_a_time() -> None:
 
 
 @everywhere
-def test_a_pipe_gives_no_answers_while_its_training_goes_on(on: Any) -> None:
+def test_call_during_a_training_raises(on: Any) -> None:
     module = perceptron()
     ((x, target),) = batches([8])
     with Sequential(module, 2, on=on, chunks=4) as pipe:
@@ -314,7 +314,7 @@ def test_a_pipe_gives_no_answers_while_its_training_goes_on(on: Any) -> None:
 
 
 @everywhere
-def test_the_pipe_infers_with_what_was_learned(on: Any) -> None:
+def test_pipe_uses_the_trained_parameters(on: Any) -> None:
     module = perceptron()
     plain, _ = plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
     ((x, _),) = batches([8])
@@ -327,7 +327,7 @@ def test_the_pipe_infers_with_what_was_learned(on: Any) -> None:
 
 
 @everywhere
-def test_one_training_follows_another(on: Any) -> None:
+def test_trainings_can_follow_each_other(on: Any) -> None:
     module = perceptron()
     plain, _ = plainly(
         plainly(module, OPTIMIZERS["adam"], batches([8, 8]))[0], OPTIMIZERS["adam"], batches([5], seed=3)

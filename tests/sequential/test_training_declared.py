@@ -56,19 +56,19 @@ from flowchan.viz import to_dot
         ({"autocast": torch.int8}, TypeError, "autocast must be a floating type"),
     ],
 )
-def test_a_wrong_argument_is_refused_at_once(options: dict[str, Any], error: Any, message: str) -> None:
+def test_trainer_rejects_a_wrong_argument_at_once(options: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         in_parts(perceptron(), 3, **{"optimizer": OPTIMIZERS["sgd"], **options})
 
 
-def test_a_parameter_of_two_parts_is_refused() -> None:
+def test_training_rejects_a_parameter_in_two_parts() -> None:
     module = perceptron()
     module[2] = module[4] = nn.Linear(16, 16)
     with pytest.raises(ValueError, match=r"part 2 .* shares parameter '4.weight' with part 1"):
         in_parts(module, 5)
 
 
-def test_a_loss_that_cant_be_sent_is_refused_before_anything_starts() -> None:
+def test_unpicklable_loss_raises_before_start() -> None:
     lock = multiprocessing.Lock()
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def test_a_loss_that_cant_be_sent_is_refused_before_anything_starts() -> None:
         training.step(*next(batches([8])))
 
 
-def test_a_target_of_another_size_is_refused_and_the_training_goes_on() -> None:
+def test_target_of_another_size_raises_without_ending_the_training() -> None:
     ((x, target),) = batches([8])
     with in_parts(perceptron(), 2) as training:
         with pytest.raises(ValueError, match="target must have the batch size 8 of x, got 7"):
@@ -94,7 +94,7 @@ def test_a_target_of_another_size_is_refused_and_the_training_goes_on() -> None:
         training.step(x, target)
 
 
-def test_a_training_is_used_in_its_with_block() -> None:
+def test_training_outside_its_block_raises() -> None:
     ((x, target),) = batches([8])
     training = in_parts(perceptron(), 2)
     with pytest.raises(RuntimeError, match=r"has not begun; .* `with pipe.trainer\(\.\.\.\) as training:`"):
@@ -110,7 +110,7 @@ def test_a_training_is_used_in_its_with_block() -> None:
 # # --- graph and timeline ---
 
 
-def test_a_training_shows_its_graph_and_its_schedule() -> None:
+def test_training_shows_its_graph_and_schedule() -> None:
     training = in_parts(perceptron(), 3, chunks=3, schedule="1f1b")
     assert [stage.name for stage in training.graph.stages if stage.name.startswith("part")] == [
         "part 0",
@@ -125,7 +125,7 @@ def test_a_training_shows_its_graph_and_its_schedule() -> None:
     assert training.schedule == ["F0 F1 F2 B0 B1 B2", "F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
 
 
-def test_a_training_is_found_in_a_file_and_drawn(tmp_path: Path) -> None:
+def test_training_declared_in_a_file_is_drawn(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(
         "from torch import nn\n"
@@ -140,7 +140,7 @@ def test_a_training_is_found_in_a_file_and_drawn(tmp_path: Path) -> None:
     assert "commands" not in dot
 
 
-def test_the_parts_of_a_pipe_are_drawn_with_their_layers_and_parameters_and_no_plumbing(
+def test_picture_shows_layers_and_parameters_of_parts(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "pipe.py"
@@ -159,13 +159,13 @@ def test_the_parts_of_a_pipe_are_drawn_with_their_layers_and_parameters_and_no_p
 
 
 @pytest.mark.parametrize(("parts", "workers"), [(4, 2), (5, 2), (3, 1), (9, 4)])
-def test_the_graph_of_a_ring_can_run(parts: int, workers: int) -> None:
+def test_graph_of_a_ring_passes_the_check(parts: int, workers: int) -> None:
     training = in_parts(perceptron(), parts, schedule="interleaved", workers=workers)
     assert training.graph.check() == ()
 
 
 @everywhere
-def test_the_timeline_shows_every_step_of_the_schedule(on: Any) -> None:
+def test_timeline_shows_every_step_of_the_schedule(on: Any) -> None:
     with in_parts(perceptron(), 2, on, optimizer=partial(SGD, lr=0.1), schedule="1f1b") as training:
         for each in batches([8, 8]):
             training.step(*each)
@@ -176,7 +176,7 @@ def test_the_timeline_shows_every_step_of_the_schedule(on: Any) -> None:
     assert all(event.begin <= event.end for event in events)
 
 
-def test_the_timeline_has_the_last_ten_steps() -> None:
+def test_timeline_has_the_last_ten_steps() -> None:
     with in_parts(perceptron(), 2) as training:
         for each in batches([4] * 12):
             training.step(*each)
@@ -185,7 +185,7 @@ def test_the_timeline_has_the_last_ten_steps() -> None:
 
 
 @everywhere
-def test_the_timeline_of_the_pipe_has_its_training_too(on: Any) -> None:
+def test_timeline_of_the_pipe_includes_its_training(on: Any) -> None:
     ((x, target),) = batches([8])
     with Sequential(perceptron(), 2, on=on, chunks=4) as pipe:
         pipe(x)

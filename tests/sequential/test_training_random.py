@@ -67,7 +67,7 @@ def cuts(draw: st.DrawFn, layers: int) -> dict[str, Any]:
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.data())
-def test_any_module_is_trained_as_the_plain_one(data: st.DataObject) -> None:
+def test_random_module_trains_like_the_plain_module(data: st.DataObject) -> None:
     module = data.draw(modules())
     options = data.draw(cuts(len(module)))
     sizes = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))

@@ -36,7 +36,7 @@ def module() -> nn.Sequential:
         ("gpipe", True, [2.5, 2.5]),  # # the inputs of all four, and one whole graph in place of its input
     ],
 )
-def test_a_report_says_what_parts_held_at_most(
+def test_report_has_the_peak_memory_of_parts(
     on: Any, schedule: Any, recompute: bool, held: list[float]
 ) -> None:
     x = torch.randn(4 * SAMPLES, WIDTH)
@@ -54,7 +54,7 @@ def test_a_report_says_what_parts_held_at_most(
 
 
 @everywhere
-def test_the_shares_of_a_workers_time_make_the_whole(on: Any) -> None:
+def test_shares_of_a_worker_sum_to_one(on: Any) -> None:
     x = torch.randn(32, WIDTH)
     with Sequential(module(), 2, on=on, chunks=4).trainer(
         loss=mse_loss, optimizer=partial(SGD, lr=0.1), schedule="1f1b"
@@ -77,13 +77,13 @@ def test_the_shares_of_a_workers_time_make_the_whole(on: Any) -> None:
     assert len(lines) == 5
 
 
-def test_before_the_first_step_there_is_nothing_to_report() -> None:
+def test_report_before_the_first_step_is_empty() -> None:
     found = Sequential(module(), [2, 2]).trainer(loss=mse_loss).report()
     assert (found.steps, found.seconds, found.workers, found.bubble) == (0, 0.0, (), 0.0)
     assert [part.activations for part in found.parts] == [0, 0]
 
 
-def test_bubble_and_communication_are_what_the_events_leave() -> None:
+def test_report_computes_shares_from_events() -> None:
     def event(worker: int, op: Any, begin: float, end: float) -> TimelineEvent:
         return TimelineEvent(worker, worker, op, 0, 0, begin, end)
 
@@ -102,7 +102,7 @@ def test_bubble_and_communication_are_what_the_events_leave() -> None:
     assert [part.activations for part in found.parts] == [7, 5]
 
 
-def test_skips_and_frozen_parameters_count_where_they_are() -> None:
+def test_memory_includes_skips_but_no_gradients_of_frozen_parameters() -> None:
     layers = [nn.Linear(WIDTH, WIDTH), Stash("x"), nn.Linear(WIDTH, WIDTH), nn.Tanh(), Pop("x"), nn.Tanh()]
     layers[0].requires_grad_(False)
     pipe = Sequential(layers, [2, 2, 2], chunks=1)

@@ -23,7 +23,7 @@ WRITTEN = "F0 F1 I0 F2 B1 F3 W0 B2 B3\nF0 B0 F1 B1 F2 I2 F3 W2 B3"
 @everywhere
 @pytest.mark.parametrize("parts", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_gradients_in_double_are_those_of_the_plain_module(schedule: Any, parts: int, on: Any) -> None:
+def test_gradients_in_double_match_the_plain_module(schedule: Any, parts: int, on: Any) -> None:
     module = perceptron().double()
     plain = copy.deepcopy(module)
     ((x, target),) = batches([10])
@@ -39,7 +39,7 @@ def test_gradients_in_double_are_those_of_the_plain_module(schedule: Any, parts:
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
-def test_in_a_v_each_worker_has_two_parts(schedule: Any) -> None:
+def test_schedules_in_a_v_give_each_worker_two_parts(schedule: Any) -> None:
     training = in_parts(perceptron(), 6, schedule=schedule)
     names = [stage.name for stage in training.graph.stages if stage.name.startswith("part")]
     assert names == ["parts 0 and 5", "parts 1 and 4", "parts 2 and 3"]
@@ -57,7 +57,7 @@ def as_text(worker: int, workers: int, parts: int, chunks: int) -> str:
 
 @everywhere
 @pytest.mark.parametrize("schedule", [WRITTEN, WRITTEN.splitlines(), by_function, as_text])
-def test_a_schedule_of_ones_own_trains_as_the_plain_module(schedule: Any, on: Any) -> None:
+def test_user_schedule_trains_like_the_plain_module(schedule: Any, on: Any) -> None:
     module = perceptron()
     data = list(batches([8, 3, 9]))  # # includes fewer micro-batches than the text has
     plain, losses = plainly(module, OPTIMIZERS["sgd"], data)
@@ -68,7 +68,7 @@ def test_a_schedule_of_ones_own_trains_as_the_plain_module(schedule: Any, on: An
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_a_training_prints_as_its_schedule_may_be_given_as_one(schedule: Any) -> None:
+def test_schedule_text_of_a_training_can_be_passed_again(schedule: Any) -> None:
     module = perceptron()
     workers = 2 if schedule == "interleaved" else None
     printed = in_parts(module, 4, schedule=schedule, workers=workers).schedule
@@ -79,7 +79,7 @@ def test_what_a_training_prints_as_its_schedule_may_be_given_as_one(schedule: An
         torch.testing.assert_close(again.step(x, target), cross_entropy(module(x), target).detach())
 
 
-def test_parts_of_a_written_schedule_are_with_the_workers_that_it_says() -> None:
+def test_written_schedule_assigns_parts_to_workers() -> None:
     written = ["0:F0 3:F0 3:B0 0:B0", "1:F0 2:F0 2:B0 1:B0"]
     training = in_parts(perceptron(), 4, chunks=1, schedule=written)
     names = [stage.name for stage in training.graph.stages if stage.name.startswith("part")]
@@ -120,7 +120,7 @@ def test_parts_of_a_written_schedule_are_with_the_workers_that_it_says() -> None
         ([], {}, r"schedule must be 'gpipe' or .* got \[\]"),
     ],
 )
-def test_a_schedule_that_cant_be_done_is_refused_with_the_reason(
+def test_infeasible_schedule_raises_with_the_reason(
     schedule: Any, options: dict[str, Any], message: str
 ) -> None:
     pattern = message if message.endswith("]") else re.escape(message)
@@ -128,7 +128,7 @@ def test_a_schedule_that_cant_be_done_is_refused_with_the_reason(
         in_parts(perceptron(), 2, schedule=schedule, **options)
 
 
-def test_parts_that_follow_each_other_must_be_with_neighbours() -> None:
+def test_consecutive_parts_on_distant_workers_raise() -> None:
     written = ["0:F0 0:B0", "2:F0 2:B0", "1:F0 1:B0", "3:F0 3:B0", "4:F0 4:B0"]
     with pytest.raises(
         ValueError, match="parts 0 and 1 must be on one worker or on neighbours, got workers 0 and 2"
@@ -136,7 +136,7 @@ def test_parts_that_follow_each_other_must_be_with_neighbours() -> None:
         in_parts(perceptron(), 5, chunks=1, schedule=written)
 
 
-def test_the_timeline_shows_both_halves_of_a_backward_pass() -> None:
+def test_timeline_shows_both_halves_of_a_backward_pass() -> None:
     ((x, target),) = batches([8])
     with in_parts(perceptron(), 2, schedule="zbh1") as training:
         training.step(x, target)
@@ -145,7 +145,7 @@ def test_the_timeline_shows_both_halves_of_a_backward_pass() -> None:
         assert "backward: weights (W)" in training.timeline().svg()
 
 
-def test_a_part_that_fails_in_the_second_half_says_so() -> None:
+def test_failure_in_the_second_half_names_the_step() -> None:
     module = perceptron()
 
     class Fails(torch.autograd.Function):
@@ -172,7 +172,7 @@ def test_a_part_that_fails_in_the_second_half_says_so() -> None:
         training.step(x, target)
 
 
-def test_every_plan_sends_to_itself_or_a_neighbour() -> None:
+def test_every_plan_sends_only_to_neighbours() -> None:
     for schedule in SCHEDULES:
         workers = 3
         parts = {"interleaved": 9, "zbv": 6, "dualpipev": 6}.get(schedule, workers)

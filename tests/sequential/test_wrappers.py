@@ -61,9 +61,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_two_ranks_learn_what_they_learn_with_the_plain_module(
-    torch_programs: Template, on: str, tmp_path: Path
-) -> None:
+def test_pipe_in_ddp_trains_like_the_plain_module(torch_programs: Template, on: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = torch_programs.run("-W", "ignore", program, tmp_path / "meeting", on)
@@ -156,7 +154,7 @@ if __name__ == "__main__":
 """
 
 
-def test_what_is_sharded_around_a_pipe_learns_the_same_and_what_cant_be_says_so(
+def test_fsdp_around_a_pipe_matches_and_unsupported_sharding_raises(
     torch_programs: Template, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
