@@ -6,7 +6,7 @@ from flowchan.pipelines.sequential.training import Training
 
 __all__ = ["Pop", "Sequential", "Stash", "Training"]
 
-# # Error messages, tracebacks and pickles then show the public import path.
+# Error messages, tracebacks and pickles then show the public import path.
 for _name in __all__:
     globals()[_name].__module__ = "flowchan.pipelines"
 del _name

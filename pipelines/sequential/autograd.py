@@ -55,7 +55,7 @@ class _Workers:
 
     def __init__(self, cut: Cut, parts: Sequence[Part], recompute: bool, deferred: bool, name: str) -> None:
         self.parts = parts
-        self.dropped: deque[int] = deque()  # # calls whose outputs the program has dropped
+        self.dropped: deque[int] = deque()  # calls whose outputs the program has dropped
         self._lock = threading.Lock()
         self._modes: Any = None
         owners = PartOwners(len(parts), tuple(range(len(parts))))
@@ -108,7 +108,7 @@ class _Workers:
                     raise
             else:
                 return
-            # # a new exception each time, because its traceback refers to this frame
+            # a new exception each time, because its traceback refers to this frame
             raise copy.copy(self.run.error) from self.run.error.__cause__
 
     def _changed_modes(self) -> Any:
@@ -135,10 +135,10 @@ class Differentiable:
     ) -> None:
         self.cut, self._name, self._options = cut, name, (recompute, deferred)
         self._numbers, self._events = numbers, events
-        self._lock = threading.Lock()  # # protects the start and the end of workers
+        self._lock = threading.Lock()  # protects the start and the end of workers
         self._workers: _Workers | None = None
         self._every: weakref.WeakSet[_Workers] = weakref.WeakSet()
-        self._seen: Any = None  # # state of the modules in the processes
+        self._seen: Any = None  # state of the modules in the processes
         self._closed = False
 
     def call(self, value: Any) -> Any:
@@ -149,7 +149,7 @@ class Differentiable:
         self.cut.measure(mapped(Tensor.detach, pieces[0]))
         parts = self.cut.parts
         through = _Through(self._workers_for(parts), next(self._numbers), self._events)
-        # # Like torch's layers, a module without random numbers does not advance the program's generator.
+        # Like torch's layers, a module without random numbers does not advance the program's generator.
         draws = any(may_draw(part.module) for part in parts)
         seed = int(torch.randint(2**31, ())) if draws else 0
         graph = torch.is_grad_enabled()
@@ -177,7 +177,7 @@ class Differentiable:
         """End the workers; later backward passes through them raise ``Closed``."""
         with self._lock:
             self._closed = True
-            every = list(self._every)  # # includes the current workers, which the next line might release
+            every = list(self._every)  # includes the current workers, which the next line might release
             self._workers = None
             for workers in every:
                 workers.run.end()
@@ -192,7 +192,7 @@ class _Through:
 
     def __init__(self, workers: _Workers, number: int, events: deque[TimelineEvent]) -> None:
         self.workers, self.number, self.events = workers, number, events
-        self.wants: list[tuple[bool, ...]] = []  # # per micro-batch, for each output
+        self.wants: list[tuple[bool, ...]] = []  # per micro-batch, for each output
         self._asked = [
             [one for one in part.module.parameters() if one.requires_grad] for part in workers.parts
         ]
@@ -202,7 +202,7 @@ class _Through:
 
     def forward(self, call: Forward, pieces: Sequence[Any], wants: tuple[bool, ...]) -> list[Any]:
         """Compute the outputs of the micro-batches. Raises ``StageError`` for the first that failed."""
-        if call.keeps_graph:  # # the workers keep the graph while this object exists
+        if call.keeps_graph:  # the workers keep the graph while this object exists
             self._dropping = weakref.finalize(self, self.workers.dropped.append, self.number)
             self._dropping.atexit = False
             if self.workers.run.apart:
@@ -290,13 +290,13 @@ class _Parts(torch.autograd.Function):
         """Return the tensors of the outputs, and append the outputs themselves to ``holder``."""
         wants = tuple(one.requires_grad for one in given[: count // len(pieces)])
         holder.extend(through.forward(call, [mapped(Tensor.detach, piece) for piece in pieces], wants))
-        # # Autograd forbids in-place changes of an output that is a view. It also attaches this node to the
+        # Autograd forbids in-place changes of an output that is a view. It also attaches this node to the
         # returned tensors, and a worker may still hold the tensors that it has made.
         flat = tuple(one.clone() if one._is_view() else one.detach() for one in tensors(holder))
         wanted = [want for each in through.wants for want in each]
         ctx.mark_non_differentiable(*(one for one, want in zip(flat, wanted, strict=True) if not want))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(torch.empty(0))  # # makes torch detect a second backward pass
+        ctx.save_for_backward(torch.empty(0))  # makes torch detect a second backward pass
         if any(wanted):
             ctx.through, ctx.wants, ctx.devices = through, wants, [one.device for one in given[:count]]
         return flat

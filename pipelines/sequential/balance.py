@@ -33,14 +33,14 @@ def best_split(costs: Sequence[float], parts: int) -> list[int]:
     """
     upto = list(accumulate(costs, initial=0.0))
     layers = len(costs)
-    # # least[n]: smallest possible cost of the largest part, for the first n layers. # last[k][n]: start of
-    # the last of k + 1 parts in that cut.
+    # least[n]: smallest possible cost of the largest part, for the first n layers.
+    # last[k][n]: start of the last of k + 1 parts in that cut.
     least = upto[:]
     last: list[list[int]] = [[0] * (layers + 1)]
     for count in range(2, parts + 1):
         row, begins = [float("inf")] * (layers + 1), [0] * (layers + 1)
         for n in range(count, layers + 1):
-            # # of equal cuts, the last: a layer without cost stays in the part of the layer before it
+            # of equal cuts, the last: a layer without cost stays in the part of the layer before it
             row[n], begin = min((max(least[cut], upto[n] - upto[cut]), -cut) for cut in range(count - 1, n))
             begins[n] = -begin
         least = row
@@ -102,7 +102,7 @@ def step_seconds(module: nn.Sequential, micro: Any, threads: int) -> list[tuple[
 def _halves(part: Part, value: Any, skips: Skips) -> tuple[float, float, float]:
     value, skips = _leaf(value), _leaf(skips)
     moments = [time.thread_time()]
-    # # a layer that works in place cannot take a leaf that requires grad
+    # a layer that works in place cannot take a leaf that requires grad
     out, left = run_part(part, mapped(Tensor.clone, value), mapped(Tensor.clone, skips), keep=False)
     moments.append(time.thread_time())
     ends = [tensor for tensor in tensors((out, list(left.values()))) if tensor.requires_grad]
@@ -158,7 +158,7 @@ def _once(part: Part, value: Any, skips: Skips, training: bool) -> float:
         if training:
             ends = [tensor for tensor in tensors(out) if tensor.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-    # # A thread without voluntary waits may still have lost its core to another program, which says nothing
+    # A thread without voluntary waits may still have lost its core to another program, which says nothing
     # about the # layer. CPU time excludes that.
     return time.thread_time() - computed if _waits() == waits else time.perf_counter() - begin
 
@@ -182,7 +182,7 @@ def _bytes(layers: list[_Layer], training: bool, param_scale: float) -> list[flo
     first of them. An input counts for the layer that saves it.
     """
     value, skips = _fresh(layers[0][1], training=False), layers[0][2]
-    kept: list[Any] = [value]  # # keeps the tensors alive, so that no address is reused
+    kept: list[Any] = [value]  # keeps the tensors alive, so that no address is reused
     known = {_address(tensor) for part, *_ in layers for tensor in _state(part)}
     if not training:
         known |= {_address(tensor) for tensor in tensors(value)}

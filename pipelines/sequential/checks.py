@@ -107,7 +107,7 @@ def _check_skips(module: nn.Sequential) -> None:
     without a ``Pop`` between them. A layer that contains some and is not an ``nn.Sequential`` may use them in
     any order. Their names are therefore not checked from there on.
     """
-    stashed: dict[str, str] = {}  # # stashed names, with the path of the layer that stashed them
+    stashed: dict[str, str] = {}  # stashed names, with the path of the layer that stashed them
     unknown: set[str] = set()
     for path, layer in _in_a_row(module):
         if isinstance(layer, Stash):
@@ -254,7 +254,7 @@ def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.devic
         )
     found = [torch.device(name) if on.hosts else _device(name) for name in devices]
     if on.apart and not on.hosts and forks() and any(device.type == "cuda" for device in found):
-        # # CUDA may start with the first output, before later forks of workers
+        # CUDA may start with the first output, before later forks of workers
         raise ValueError(
             f"Sequential: devices={short(devices)} cannot be used in forked processes, because CUDA does not "
             'survive a fork; call multiprocessing.set_start_method("spawn") first, or use on="thread"'
@@ -286,7 +286,7 @@ def _device(name: Any) -> torch.device:
     return device
 
 
-# # --- FSDP gathers parameters for a whole call and reduces their gradients once. That works around a pipe
+# --- FSDP gathers parameters for a whole call and reduces their gradients once. That works around a pipe
 # with parts on threads. Within a pipe it would happen for each micro-batch, with wrong gradients. ---
 
 
@@ -338,7 +338,7 @@ def _is_sharded(layer: nn.Module) -> bool:
     )
 
 
-# # --- pickling ---
+# --- pickling ---
 
 
 def check_sendable(parts: Sequence[Part]) -> None:
@@ -377,7 +377,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{place}]", child) for place, child in enumerate(value))
 
 
-# # --- batch dimension ---
+# --- batch dimension ---
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -404,7 +404,7 @@ def check_shapes(module: nn.Sequential, micro: Any, dim: int = 0) -> list[float]
     errors name the layer. If a layer cannot run on ``meta``, the check ends without an error.
     """
     samples = batch_size(micro, dim=dim)
-    for size in (samples, samples + 1):  # # a second size excludes an accidental match
+    for size in (samples, samples + 1):  # a second size excludes an accidental match
         counts = _check_run(module, mapped(partial(_without_numbers, size, dim), micro), size, dim)
     return [count / size for count in counts] if any(counts) else None
 
@@ -427,7 +427,7 @@ def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> lis
                 part.module.add_module(name, _shadow(layer))
                 with _Operations() as operations:
                     value, skips = run_part(part, value, skips)
-            # # The layer does not support meta tensors or copies, or it fails, which the run reports.
+            # The layer does not support meta tensors or copies, or it fails, which the run reports.
             except Exception:
                 return []
             counts.append(operations.count)

@@ -59,11 +59,11 @@ class Cut:
         self.module, self.on, self.chunks, self.devices = module, on, chunks, devices
         self.dim, self.join = dim, join
         self._lock = threading.Lock()
-        self._verify = verify  # # called with the first micro-batch
+        self._verify = verify  # called with the first micro-batch
         self._free = isinstance(counts, int) and _on_cpu(module, devices)
         self._open = self._free and 1 < cast("int", counts) < len(module)
         self._seen = self._counted = False
-        self._work: list[float] | None = None  # # operations per sample of each layer, where they are known
+        self._work: list[float] | None = None  # operations per sample of each layer, where they are known
         self._divide(evenly(len(module), counts) if isinstance(counts, int) else counts)
 
     def _divide(self, counts: Sequence[int]) -> None:
@@ -79,7 +79,7 @@ class Cut:
                 f"Sequential: the module must have {len(self._layers)} layers as when it was cut into parts, "
                 f"got {len(layers)}; create another pipe"
             )
-        if not all(map(operator.is_, layers.values(), self._layers)):  # # a layer was replaced
+        if not all(map(operator.is_, layers.values(), self._layers)):  # a layer was replaced
             self._divide([len(part.module) for part in self._parts])
             if not self.on.apart:
                 for part in self._parts:
@@ -154,7 +154,7 @@ class Cut:
         if self._seen or self._counted:
             return
         self._counted = True
-        with contextlib.suppress(TypeError, ValueError):  # # a training does not join its outputs
+        with contextlib.suppress(TypeError, ValueError):  # a training does not join its outputs
             self._work = check_shapes(self.module, split(value, CHUNKS)[0])
 
     def _verified(self, sample: Any) -> None:
@@ -172,7 +172,7 @@ class Cut:
         parameters = sum(one.numel() for one in self.module.parameters() if one.requires_grad)
         if not back or not parameters:
             return chunks
-        # # With fewer than two micro-batches per part, waiting would cost more than adding gradients does.
+        # Waiting would cost more than adding gradients if a part had fewer than two micro-batches.
         return min(chunks, max(int(work / (ADDS * parameters)), 2 * len(self.parts)))
 
     def measure(self, piece: Any) -> None:
@@ -189,18 +189,18 @@ class Cut:
             try:
                 costs = balancing.costs(self.module, piece, "time", threads, backward=False)
                 plain = balancing.seconds(self.module, piece)
-            except Exception:  # # a layer cannot be copied, or fails: the run reports it
+            except Exception:  # a layer cannot be copied, or fails: the run reports it
                 return
             counts = balancing.best_split(costs, number)
             if counts != [len(part.module) for part in self.parts]:
                 self._divide(counts)
-            if self.on.hosts:  # # the speed of the hosts is unknown
+            if self.on.hosts:  # the speed of the hosts is unknown
                 return
             ends = accumulate(counts, initial=0)
             slowest = max(sum(costs[begin:end]) for begin, end in pairwise(ends))
             cores = len(os.sched_getaffinity(0))
             passing = PASSING[self.on.name]
-            # # seconds on all cores together
+            # seconds on all cores together
             busy = sum(costs) * min(threads, cores) + (number + 2) * passing
             expected = max(slowest + passing, busy / cores)
             if expected >= plain:

@@ -61,9 +61,9 @@ class PartWorker:
     """Number of other hosts on which these processes run."""
 
     def __post_init__(self) -> None:
-        torch.set_grad_enabled(False)  # # affects this thread only, which is the worker's own
+        torch.set_grad_enabled(False)  # affects this thread only, which is the worker's own
         self.only_reads = only_reads(self.part)
-        # # such a part does not need the steps that run_part adds
+        # such a part does not need the steps that run_part adds
         self.is_simple = self.processes and self.part.device is None and is_torchs_own(self.part.module)
         if self.processes:
             take_cores(self.part.number, self.processes, self.hosts)
@@ -171,7 +171,7 @@ class InferenceRun(PipelineRun):
         """Record that a part failed on a micro-batch, or that its process died on it too often."""
         micro = Micro(*failed.item[: len(Micro._fields)])
         self._note_times(micro)
-        part = self.parts[len(micro.events)]  # # each finished part has added its times
+        part = self.parts[len(micro.events)]  # each finished part has added its times
         self._end_batch(micro.batch, part_error(part, repr(micro), failed.error))
 
     def _note_times(self, micro: Micro) -> None:
@@ -194,7 +194,7 @@ class InferenceRun(PipelineRun):
         """End all batches in flight."""
         self.end_batches(self.error)
 
-    # # --- called by the threads that submit batches ---
+    # --- called by the threads that submit batches ---
 
     def put(self, item: Sent) -> None:
         """Send a micro-batch, and read outputs while the channel is full."""
@@ -207,7 +207,7 @@ class InferenceRun(PipelineRun):
         """Wait for the outputs or the failure of a batch."""
         try:
             found: list[Any] | BaseException = self._take_in([batch.outcome], [])
-        except (Closed, Broken, ValueError):  # # the run is over, and the watcher ends all batches
+        except (Closed, Broken, ValueError):  # the run is over, and the watcher ends all batches
             found = batch.outcome.get()
         return found
 
@@ -225,7 +225,7 @@ class InferenceRun(PipelineRun):
                     return item
                 self._note_output(item)
                 came.clear()
-        except ItemFailed as failed:  # # an unpicklable output belongs to an unknown batch
+        except ItemFailed as failed:  # an unpicklable output belongs to an unknown batch
             self.end_batches(failed.__cause__ or failed)
             self.run.abort()
             self.over.wait()
@@ -249,14 +249,14 @@ class Inference:
         self.cut, self.name = cut, name
         self._numbers, self.events = numbers, events
         self._most = 2 * len(cut.parts) + 2
-        self._lock = threading.Lock()  # # protects the start, the end and the input of runs
-        self._seen: object = None  # # state of the module in the processes
+        self._lock = threading.Lock()  # protects the start, the end and the input of runs
+        self._seen: object = None  # state of the module in the processes
         self._closed = False
         self.run = self._declared()
 
     def _declared(self) -> InferenceRun:
         """Create a run of the current parts without starting it."""
-        # # room for all batches of one stream or call, so that neither the program nor a part waits for room
+        # room for all batches of one stream or call, so that neither the program nor a part waits for room
         room = max(self._most, 2 * (self.cut.chunks or CHUNKS))
         return InferenceRun(self.name, self.cut, room, self.events)
 
@@ -289,7 +289,7 @@ class Inference:
                     out.append(self._send(next(batches), fresh=not out, whole=True))
                 except StopIteration:
                     break
-                except Exception as error:  # # raised later, after the outputs of earlier batches
+                except Exception as error:  # raised later, after the outputs of earlier batches
                     ended_by = error
                     break
                 while len(out) >= self._most:
@@ -299,7 +299,7 @@ class Inference:
             if ended_by is not None:
                 raise ended_by
         finally:
-            ended_by = None  # # its traceback refers to this frame
+            ended_by = None  # its traceback refers to this frame
             for number, batch in out:
                 batch.run.out.pop(number, None)
 
@@ -335,13 +335,13 @@ class Inference:
         """Return the run, or a new one if none runs or the processes have an outdated state."""
         run = self.run
         stale = run.parts is not self.cut.parts or (run.started and not run.alive)
-        if stale:  # # the cut has changed, or the run failed
+        if stale:  # the cut has changed, or the run failed
             run.end()
         if self.cut.on.apart and (stale or fresh or not run.started):
             share(part.module for part in self.cut.parts if not part.away)
             now = state_of(self.cut.parts, copied=True), [modes for modes, _ in modes_of(self.cut.parts)]
             if run.alive and now != self._seen:
-                run.end()  # # finishes the batches in flight first
+                run.end()  # finishes the batches in flight first
                 stale = True
             self._seen = now
         if stale:
@@ -375,5 +375,5 @@ def _outcome(cut: Cut, number: int, batch: Batch) -> Any:
         try:
             raise found
         finally:
-            found = []  # # its traceback refers to this frame
+            found = []  # its traceback refers to this frame
     return cut.joined(found, batch.sizes, f"batch {number}")

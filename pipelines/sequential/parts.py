@@ -141,12 +141,12 @@ def divided(
 ) -> list[Part]:
     """Divide a module into parts with ``counts`` layers each. The parts hold the module's own layers, not
     copies."""
-    layers = list(module._modules.items())  # # named_children() would skip a layer that occurs twice
+    layers = list(module._modules.items())  # named_children() would skip a layer that occurs twice
     ends = list(accumulate(counts, initial=0))
     parts = []
     for number, (start, end) in enumerate(pairwise(ends)):
         inner = nn.Sequential(OrderedDict(layers[start:end]))
-        inner.training = module.training  # # a new container starts in training mode
+        inner.training = module.training  # a new container starts in training mode
         parts.append(Part(number, inner, devices[number] if devices is not None else None, away))
     return parts
 
@@ -175,7 +175,7 @@ def take_cores(number: int, processes: int, hosts: int = 0) -> None:
     torch.set_num_threads(compute_threads(processes, forked=False if hosts else None))
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= processes:
-        # # some containers refuse it; the system then places the parts
+        # some containers refuse it; the system then places the parts
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, cores[number::processes])
 

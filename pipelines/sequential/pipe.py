@@ -124,7 +124,7 @@ class Sequential(nn.Module):
             counts = balancing.best_split(costs, number)
         self.on, self.chunks = on, chunks
         self._recompute, self._deferred = recompute, deferred_batch_norm
-        # # The pipe holds the module's own layers under their names. To register the module too would change
+        # The pipe holds the module's own layers under their names. To register the module too would change
         # the keys.
         module = layers if traced is None else traced.module
         vars(self).update(module=module, _layers=layers, _traced=traced)
@@ -154,7 +154,7 @@ class Sequential(nn.Module):
         options = self._recompute, self._deferred
         self._graphs = Differentiable(self._cut, name, *options, numbers, self._events)
         self._training: Training | None = None
-        weakref.finalize(self, self._inference.forget)  # # garbage collection of the pipe ends its workers
+        weakref.finalize(self, self._inference.forget)  # garbage collection of the pipe ends its workers
         weakref.finalize(self, self._graphs.forget)
 
     @property
@@ -162,7 +162,7 @@ class Sequential(nn.Module):
         """The parts, which hold the module's own layers."""
         return self._cut.parts
 
-    # # --- module interface ---
+    # --- module interface ---
 
     @property
     def training(self) -> bool:
@@ -227,7 +227,7 @@ class Sequential(nn.Module):
             RuntimeError: A training of this pipe is active.
             StageError: A layer failed on a micro-batch.
         """
-        if torch.compiler.is_compiling():  # # the compiler must not trace threads and processes
+        if torch.compiler.is_compiling():  # the compiler must not trace threads and processes
             return _uncompiled(self, *inputs, **named)
         return self._called(*inputs, **named)
 

@@ -55,7 +55,7 @@ class Owned(nn.Module):
         for name in names:
             if name in owner._parameters:
                 self._parameters[name] = owner._parameters[name]
-            else:  # # shares the dict, so that buffers replaced by owner.double() are replaced in it as well
+            else:  # shares the dict, so that buffers replaced by owner.double() are replaced in it as well
                 self._buffers = owner._buffers
 
 
@@ -134,7 +134,7 @@ def filled(value: Any, values: dict[str, Any]) -> Any:
 
 def _draws(one: Operation) -> bool:
     """Return whether an operation may draw random numbers, which holds for every function outside torch."""
-    if one.kind in ("get_attr", "call_module"):  # # layers are checked themselves
+    if one.kind in ("get_attr", "call_module"):  # layers are checked themselves
         return False
     name = one.target if isinstance(one.target, str) else getattr(one.target, "__name__", "")
     module = "torch" if isinstance(one.target, str) else getattr(one.target, "__module__", None) or "torch"

@@ -73,13 +73,13 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and tensor.numel() > 0
         and not tensor.is_inference()
-        and not tensor.untyped_storage().is_shared()  # # torch itself shares it with other processes
+        and not tensor.untyped_storage().is_shared()  # torch itself shares it with other processes
     )
 
 
 def _move(storage: Any, tensors: list[Tensor], place: Any) -> None:
     place.copy_(storage)
-    if hasattr(storage, "_swap_data_ptr_"):  # # moves everything that shares the memory
+    if hasattr(storage, "_swap_data_ptr_"):  # moves everything that shares the memory
         storage._swap_data_ptr_(place)
         return
     for tensor in tensors:

@@ -27,7 +27,7 @@ Skips = dict[str, Tensor | None]
 class _ThreadStore(threading.local):
     def __init__(self) -> None:
         self.store: Skips = {}
-        self.in_pipe = False  # # a pipe's store contains nothing of earlier batches
+        self.in_pipe = False  # a pipe's store contains nothing of earlier batches
 
 
 _here = _ThreadStore()

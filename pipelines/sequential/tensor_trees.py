@@ -82,7 +82,7 @@ def split(value: Any, chunks: int, name: str = "x", dim: int = 0) -> list[Any]:
     if chunks == 1:
         return [value]
     sizes = evenly(samples, max(1, min(chunks, samples)))
-    # # one split per tensor, so that a backward pass joins the gradients at once too
+    # one split per tensor, so that a backward pass joins the gradients at once too
     pieces = {id(tensor): torch.split(tensor, sizes, dim) for tensor in tensors(value)}
 
     def piece(number: int, tensor: Tensor) -> Tensor:

@@ -41,13 +41,13 @@ REMEMBERED = 100_000
 
 INK, FAINT, LINE = "#22272e", "#5b6570", "#d9dee4"
 
-# # Lengths in pixels.
-LEFT, RIGHT = 132.0, 92.0  # # next to the boxes: the worker's name, and its busy share
+# Lengths in pixels.
+LEFT, RIGHT = 132.0, 92.0  # next to the boxes: the worker's name, and its busy share
 TOP, BOTTOM = 106.0, 46.0
 ROW, BOX = 44.0, 32.0
 NARROWEST, WIDEST = 760.0, 16000.0
 FONT = 12.0
-LETTER = 0.62  # # mean width of a letter or digit, relative to the font size
+LETTER = 0.62  # mean width of a letter or digit, relative to the font size
 
 
 class TimelineEvent(NamedTuple):
@@ -148,7 +148,7 @@ class Timeline:
             found.append(_named("thread_name", worker, name=f"worker {worker} ({_parts(parts)})"))
             found.append(_named("thread_sort_index", worker, sort_index=worker))
         for event in self.events:
-            # # Both ends are rounded to nanoseconds. Otherwise an event might overlap the next one.
+            # Both ends are rounded to nanoseconds. Otherwise an event might overlap the next one.
             begin, end = (round((moment - self._zero) * 1e9) for moment in (event.begin, event.end))
             name = event.op if event.chunk is None else f"{event.op} {event.chunk}"
             args = {"part": event.part, "chunk": event.chunk, "step": event.step}
@@ -189,7 +189,7 @@ class _Picture:
         self.plot = _width(timeline)
         self.scale = self.plot / timeline.seconds if timeline.seconds else 0.0
         self.width = LEFT + self.plot + RIGHT
-        self.foot = TOP + ROW * max(1, len(self.parts))  # # lower end of the rows, and position of the axis
+        self.foot = TOP + ROW * max(1, len(self.parts))  # lower end of the rows, and position of the axis
         self.height = self.foot + BOTTOM
         size = {
             "width": _px(self.width),
@@ -266,7 +266,7 @@ class _Picture:
         x, wide = LEFT + (event.begin - self.zero) * self.scale, (event.end - event.begin) * self.scale
         colour = _colour(event.op, shade)
         box = self._rect(x, top, wide, BOX, colour)
-        if wide > 4:  # # a border would hide a narrower box
+        if wide > 4:  # a border would hide a narrower box
             box.set("stroke", "#ffffff")
         took = f"{_ms(event.end - event.begin)} from {_ms(event.begin - self.zero)} on"
         ElementTree.SubElement(box, "title").text = f"{event}: {took}"

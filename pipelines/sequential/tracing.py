@@ -96,8 +96,7 @@ class Traced:
         if not _near(one, other) and _near(one, again):
             raise ValueError(
                 f"Sequential: the traced segments of a {type(self.module).__name__} and the module give "
-                "different outputs; move code that tracing misses, such as isinstance(x, Tensor), into a "
-                "separate layer"
+                "different outputs; move code such as isinstance(x, Tensor) into a separate layer"
             )
 
     def _through(self) -> Iterator[nn.Module]:
@@ -290,7 +289,7 @@ def _once(
             one.training = training
         with _makers():
             graph = tracer.trace(module)
-        # # fx stores tensors created during the trace as attributes of the module
+        # fx stores tensors created during the trace as attributes of the module
         constants = {name: value for name, value in vars(module).items() if name not in before}
         return graph, {name: value for name, value in constants.items() if isinstance(value, Tensor)}, module
     finally:

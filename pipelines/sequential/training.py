@@ -76,7 +76,7 @@ class Training:
         workers: int | None,
     ) -> None:
         self._cut, self._on, self._clip = cut, cut.on, options.clip
-        # # whether the first batch decides the cut
+        # whether the first batch decides the cut
         self._open = schedule is None and workers in (None, len(cut.parts)) and cut.halvable()
         if schedule is None:
             schedule = "dualpipev" if self._open else "1f1b"
@@ -85,7 +85,7 @@ class Training:
         self._plans = Plans(schedule, workers, len(parts), chunks)
         check_training(parts, *options[:5])
         self._outside = options.optimizer is None
-        self._seen: Any = None  # # state of the layers in the processes
+        self._seen: Any = None  # state of the layers in the processes
         self._owners = self._plans.owners
         self._options, self._chunks = options, chunks
         self._declare(parts)
@@ -93,12 +93,12 @@ class Training:
         """The steps of each worker as text, for ``chunks`` micro-batches (8 if ``chunks`` is ``None``)."""
         self._begun = self._over = False
         self._steps = 0
-        self._sent = [{1: 0, -1: 0} for _ in range(self._owners.workers)]  # # messages to each neighbour
+        self._sent = [{1: 0, -1: 0} for _ in range(self._owners.workers)]  # messages to each neighbour
         self._done: deque[list[tuple[tuple[TimelineEvent, ...], float]]] = deque(maxlen=KEPT)
         self._first_micro: Any = None
         self._kept: list[Kept] | None = None
 
-    # # --- start and end ---
+    # --- start and end ---
 
     def __enter__(self) -> Training:
         if self._begun:
@@ -147,7 +147,7 @@ class Training:
             share(part.module for part in self._parts if not part.away)
             self._seen = _seen(self._parts)
         self._run.begin()
-        self._run.run.__enter__()  # # the block of this object is that of the run, which also handles Ctrl-C
+        self._run.run.__enter__()  # the block of this object is that of the run, which also handles Ctrl-C
 
     @property
     def graph(self) -> Graph:
@@ -163,10 +163,10 @@ class Training:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         failed, self._over = self._over, True
-        if not self._run.started:  # # the first batch never came
+        if not self._run.started:  # the first batch never came
             return
         self._run.close()
-        if error is None and failed:  # # the exception of the failed step was already raised
+        if error is None and failed:  # the exception of the failed step was already raised
             self._run.end(at_once=True)
         else:
             self._run.run.__exit__(kind, error, trace)
@@ -208,7 +208,7 @@ class Training:
             run.put_behind("T", targets)
             if self._clip is not None:
                 norm = math.sqrt(sum(answer.square for answer in run.answers()[0]))
-                # # like torch's clip_grad_norm_, for NaN as well
+                # like torch's clip_grad_norm_, for NaN as well
                 factor = self._clip / (norm + 1e-6)
                 for job in self._jobs:
                     run.put(job.worker, ScaleGradients(1.0 if factor >= 1.0 else factor))
@@ -265,7 +265,7 @@ class Training:
             self._first_micro = None
         return report(list(self._done), self._parts, self._kept or [Kept(0.0, 0.0)] * len(self._parts))
 
-    # # --- internals ---
+    # --- internals ---
 
     def _raise_if_changed(self) -> None:
         """Raise ``RuntimeError`` if layers have changed or ``torch.autocast`` is active, because workers

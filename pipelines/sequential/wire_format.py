@@ -63,7 +63,7 @@ def opened(memory: Any, form: tuple[str, tuple[int, ...]], only_reads: bool) -> 
     """Return the received tensor. ``only_reads``: the receiver does not change it."""
     name, shape = form
     if not only_reads:
-        # # small values arrive as bytes
+        # small values arrive as bytes
         memory = memory.private() if isinstance(memory, View) else bytearray(memory)
     return torch.frombuffer(memory, dtype=_KINDS[name]).view(shape)
 

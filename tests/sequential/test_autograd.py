@@ -60,7 +60,7 @@ def test_gradients_around_and_in_the_pipe_match_plain_modules(on: Any, recompute
     other = x.detach().clone().requires_grad_()
     with Sequential(model, 3, on=on, chunks=4, recompute=recompute) as pipe:
         whole = nn.Sequential(encoder, pipe, head)
-        for _ in range(2):  # # gradients accumulate
+        for _ in range(2):  # gradients accumulate
             y, expected = whole(x), plain(other)
             torch.testing.assert_close(y, expected, **CLOSE)
             contrastive(y).backward()
@@ -74,7 +74,7 @@ def test_outside_optimizer_trains_like_plain_modules(on: Any) -> None:
     model, head = perceptron(), nn.Linear(4, 3)
     plain = copy.deepcopy(nn.Sequential(model, head))
     x, target = torch.randn(9, 6), torch.tensor([0, 1, 2, -100, -100, -100, 1, 1, 0])
-    with Sequential(model, 3, on=on, chunks=3) as pipe:  # # the second micro-batch contains only padding
+    with Sequential(model, 3, on=on, chunks=3) as pipe:  # the second micro-batch contains only padding
         whole = nn.Sequential(pipe, head)
         for module in (whole, plain):
             optimizer = Adam(module.parameters(), lr=0.01)
@@ -138,8 +138,8 @@ def test_backward_passes_work_in_any_order_and_together(on: Any) -> None:
     with Sequential(model, 3, on=on, chunks=2) as pipe:
         for module in (pipe, plain):
             first, second = module(a), module(b)
-            module(c)  # # a call without a backward pass
-            module.eval()  # # does not affect outputs that exist already
+            module(c)  # a call without a backward pass
+            module.eval()  # does not affect outputs that exist already
             (first.sum() * module(c).mean()).backward()
             second.square().sum().backward()
         assert_same_gradients(pipe, plain)
@@ -235,7 +235,7 @@ def test_nested_values_have_gradients_where_possible(on: Any) -> None:
             assert named["scaled"][0].requires_grad
             assert not named["best"].requires_grad
             assert not named["still"].requires_grad
-            first.mul_(2)  # # the output belongs to the caller
+            first.mul_(2)  # the output belongs to the caller
             (first.sum() + contrastive(named["scaled"][0])).backward()
         assert_same_gradients(pipe, plain)
     torch.testing.assert_close(scale.grad, other.grad, **CLOSE)
@@ -343,7 +343,7 @@ def test_modules_without_randomness_do_not_advance_the_generator() -> None:
         assert torch.equal(torch.get_rng_state(), before)
 
 
-# # --- unsupported uses raise ---
+# --- unsupported uses raise ---
 
 
 @everywhere
@@ -352,7 +352,7 @@ def test_second_derivatives_raise(on: Any) -> None:
     with Sequential(perceptron(), 2, on=on, chunks=2) as pipe:
         with pytest.raises(RuntimeError, match=r"second derivatives cannot flow .* pipe\.module"):
             torch.autograd.grad(pipe(x).sum(), x, create_graph=True)
-        pipe(x).sum().backward()  # # the pipe stays usable
+        pipe(x).sum().backward()  # the pipe stays usable
 
 
 @everywhere

@@ -103,7 +103,7 @@ def test_memory_for_inference_is_parameters_buffers_and_activations() -> None:
     samples = 5
     assert costs(several().eval(), torch.randn(samples, 10), "memory", 1) == [
         4 * (220 + samples * 20),
-        0,  # # in place
+        0,  # in place
         4 * (80 + samples * 20) + 8,
         0,
         4 * (661 + samples * 31),
@@ -113,8 +113,8 @@ def test_memory_for_inference_is_parameters_buffers_and_activations() -> None:
 def test_memory_for_training_includes_saved_tensors() -> None:
     samples = 5
     assert costs(several().train(), torch.randn(samples, 10), "memory", 1) == [
-        4 * (220 + samples * 10),  # # a linear layer saves its input
-        4 * samples * 20,  # # its output, which batch norm also saves
+        4 * (220 + samples * 10),  # a linear layer saves its input
+        4 * samples * 20,  # its output, which batch norm also saves
         4 * (80 + 20 + 20) + 8,  # mean and deviation of the batch
         0,
         4 * (661 + samples * (20 + 30)),

@@ -152,7 +152,7 @@ def test_layer_without_statistics_is_unchanged() -> None:
     assert not module[0].track_running_stats  # type: ignore[union-attr]
 
 
-# # --- units ---
+# --- units ---
 
 
 @pytest.mark.parametrize("shape", [(40, 3), (40, 3, 5), (40, 3, 2, 2)])

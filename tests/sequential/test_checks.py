@@ -215,7 +215,7 @@ def test_hooks_of_the_container_raise_and_those_of_layers_work() -> None:
     assert words_in(raised, "register them on its layers")
 
 
-# # --- pickling ---
+# --- pickling ---
 
 
 class Locked(nn.Module):
@@ -258,7 +258,7 @@ def test_layer_with_a_lambda_is_sent_to_a_process() -> None:
         assert torch.equal(pipe(torch.ones(3)), torch.full((3,), 4.0))
 
 
-# # --- batch dimension ---
+# --- batch dimension ---
 
 
 class Fold(nn.Module):

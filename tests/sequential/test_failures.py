@@ -91,7 +91,7 @@ def failure_of(module: nn.Sequential, on: Any, steps: int = 1, **options: Any) -
     return raised.value
 
 
-# # --- exceptions ---
+# --- exceptions ---
 
 
 @everywhere
@@ -130,7 +130,7 @@ def test_loss_with_dimensions_raises_with_its_shape() -> None:
 @everywhere
 def test_nan_loss_of_a_padded_micro_batch_raises(on: Any) -> None:
     ((x, target),) = batches([8])
-    target[4:6] = -100  # # cross_entropy's ignore_index, for all of micro-batch 2
+    target[4:6] = -100  # cross_entropy's ignore_index, for all of micro-batch 2
     with in_parts(perceptron(), 3, on) as training, pytest.raises(RunError) as raised:
         training.step(x, target)
     assert re.match(
@@ -156,7 +156,7 @@ def test_failure_in_the_optimizer_names_part_and_step(on: Any) -> None:
             if len(self.param_groups[0]["params"]) == 7:
                 raise ValueError("no update")
 
-    module = with_layer(nn.PReLU())  # # only part 1 has seven parameters: two more linear layers and this one
+    module = with_layer(nn.PReLU())  # only part 1 has seven parameters: two more linear layers and this one
     module[5] = nn.Linear(12, 12)
     error = failure_of(module, on, optimizer=lambda parameters: Fails(parameters, lr=0.1))
     assert error.message == "part 1 (layers '3' to '5'), update at the end of step 0: ValueError: no update"
@@ -219,7 +219,7 @@ def test_module_keeps_earlier_steps_after_a_failure(on: Any) -> None:
     assert_same_state(module, plain)
 
 
-# # --- killed workers ---
+# --- killed workers ---
 
 
 def killed_at(gate: Gate, pid: Path, mark: Path | None = None) -> threading.Thread:
@@ -322,7 +322,7 @@ def test_worker_killed_after_the_last_step_loses_nothing(tmp_path: Path) -> None
     data = list(batches([8]))
     plain, _ = plainly(module, OPTIMIZERS["sgd"], data)
     with (
-        contextlib.suppress(RunError),  # # raised if the death is noticed before the end
+        contextlib.suppress(RunError),  # raised if the death is noticed before the end
         in_parts(module, 3, "process", optimizer=OPTIMIZERS["sgd"]) as training,
     ):
         training.step(*data[0])
@@ -330,7 +330,7 @@ def test_worker_killed_after_the_last_step_loses_nothing(tmp_path: Path) -> None
     assert_same_state(module, plain)
 
 
-# # --- the end of the block ---
+# --- the end of the block ---
 
 
 @everywhere

@@ -31,7 +31,7 @@ class Turned(nn.Module):
         return {"sum": x[0] + x[1][1], "rest": (x[1][0],)}
 
 
-# # --- outputs ---
+# --- outputs ---
 
 
 @pytest.mark.each_pair
@@ -105,7 +105,7 @@ def test_call_in_inference_mode_matches_the_plain_module(on: Any) -> None:
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.BatchNorm1d(6)).eval()
     with torch.inference_mode(), Sequential(module, on=on, chunks=8) as pipe:
         for samples in (5, 30):
-            x = torch.randn(samples, 6)  # # copied before the in-place layer
+            x = torch.randn(samples, 6)  # copied before the in-place layer
             assert is_same(pipe(x), plain(module, x.clone()), "process")
 
 
@@ -135,9 +135,9 @@ def test_each_part_has_its_own_process() -> None:
 
 def test_parts_run_at_the_same_time() -> None:
     both = threading.Barrier(2)
-    # # waits for all micro-batches except the first
+    # waits for all micro-batches except the first
     first = Watched(lambda x: both.wait() if x[0, 0] > 0 else None)
-    second = Watched(lambda x: both.wait() if x[0, 0] < 7 else None)  # # waits for all except the last
+    second = Watched(lambda x: both.wait() if x[0, 0] < 7 else None)  # waits for all except the last
     with Sequential([first, second], chunks=8) as pipe:
         assert torch.equal(pipe(torch.arange(8.0)[:, None]), torch.arange(8.0)[:, None])
 
@@ -184,7 +184,7 @@ def test_stream_requests_batches_while_it_has_room(parts: int) -> None:
             ahead = asked - taken
             assert ahead <= most
             if asked < 60:
-                assert ahead + 1 >= most  # # every part has work while the program handles this output
+                assert ahead + 1 >= most  # every part has work while the program handles this output
         assert asked == 60
 
 
@@ -219,7 +219,7 @@ def test_stream_that_is_abandoned_ends(on: Any) -> None:
         for taken, _ in enumerate(pipe.stream(source)):
             if taken == 3:
                 break
-        assert not ended  # # the iterator still belongs to its creator
+        assert not ended  # the iterator still belongs to its creator
         source.close()
         x = torch.randn(9, 6)
         assert is_same(pipe(x), plain(module, x), on)
@@ -300,7 +300,7 @@ def test_changed_parameters_and_modes_apply_to_the_next_call(on: Any) -> None:
         optimiser.step()
         assert is_same(pipe(x), plain(module, x), on)
         module.train()
-        assert not torch.equal(pipe(x), pipe(x))  # # dropout
+        assert not torch.equal(pipe(x), pipe(x))  # dropout
         module.eval()
         assert torch.equal(pipe(x), pipe(x))
 
@@ -329,7 +329,7 @@ def test_undeferred_statistics_change_with_each_micro_batch(on: Any, gradients: 
     assert module[1].num_batches_tracked == 4
 
 
-# # --- timeline and graph ---
+# --- timeline and graph ---
 
 
 @everywhere

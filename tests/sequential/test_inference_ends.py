@@ -47,7 +47,7 @@ def test_failing_part_names_its_layers_and_the_micro_batch(on: Any) -> None:
         assert "ArithmeticError: negative: -3" in str(error)
         assert (error.stage, error.item) == ("part 1", "micro-batch 2 of 4 of batch 1")
         assert isinstance(error.__cause__, ArithmeticError)
-        assert torch.equal(pipe(x.abs()), x.abs())  # # the pipe stays usable
+        assert torch.equal(pipe(x.abs()), x.abs())  # the pipe stays usable
 
 
 @everywhere
@@ -66,7 +66,7 @@ def test_exception_of_a_call_is_freed_at_once(on: Any) -> None:
         gc.disable()
         try:
             found = failure()
-            wait_until(lambda: found() is None, peer_timeout=10)  # # a thread may hold it for a moment
+            wait_until(lambda: found() is None, peer_timeout=10)  # a thread may hold it for a moment
         finally:
             gc.enable()
 
@@ -152,7 +152,7 @@ def test_part_that_exits_ends_only_the_current_run(on: Any) -> None:
         assert torch.equal(pipe(torch.ones(2, 1)), torch.ones(2, 1))
 
 
-# # --- the end ---
+# --- the end ---
 
 
 @everywhere
@@ -197,7 +197,7 @@ def test_close_ends_a_call_in_progress() -> None:
     caller.start()
     entered.wait()
     closer.start()
-    caller.join()  # # does not wait for the part
+    caller.join()  # does not wait for the part
     leave.set()
     closer.join()
     assert "was closed" in str(ended[0])
@@ -287,14 +287,14 @@ def test_pipe_with_unread_outputs_can_be_closed(on: Any) -> None:
 def test_garbage_collected_pipe_leaves_nothing(on: Any) -> None:
     pipe = Sequential(dense(), on=on)
     pipe(torch.ones(4, 6))
-    for _ in range(30):  # # more unread outputs than the channel has room for
+    for _ in range(30):  # more unread outputs than the channel has room for
         stream = pipe.stream([torch.ones(1, 6)] * 6)
         next(stream)
         del stream
     gone = weakref.ref(pipe)
     del pipe
     gc.collect()
-    assert gone() is None  # # the check for leftovers covers the rest
+    assert gone() is None  # the check for leftovers covers the rest
 
 
 def test_stream_keeps_its_pipe_alive() -> None:

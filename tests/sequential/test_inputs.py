@@ -86,7 +86,7 @@ class Recurrent(nn.Module):
         self.rnn = nn.GRU(6, 5)
 
     def forward(self, x: Tensor) -> Any:
-        return self.rnn(x)  # # the hidden state also has its batch second
+        return self.rnn(x)  # the hidden state also has its batch second
 
 
 class Both(nn.Module):

@@ -77,7 +77,7 @@ def test_training_mode_is_shared_with_the_plain_module(on: Any) -> None:
         whole.train()
         assert module.training
         assert all(layer.training for layer in module)
-        assert not torch.equal(pipe(x), pipe(x))  # # the module has dropout
+        assert not torch.equal(pipe(x), pipe(x))  # the module has dropout
         module.eval()
         assert not pipe.training
         torch.testing.assert_close(pipe(x), module(x))
@@ -328,13 +328,13 @@ def test_process_that_dies_in_a_call_is_named_and_replaced() -> None:
             pipe(x * float("nan"))
         assert raised.value.stage == "part 1"
         assert isinstance(raised.value.__cause__, WorkerDied)
-        with pytest.raises(StageError):  # # the graph of the dead process is lost
+        with pytest.raises(StageError):  # the graph of the dead process is lost
             y.backward()
         pipe(x).sum().backward()
         assert pipe[0].weight.grad is not None
 
 
-# # --- trainings ---
+# --- trainings ---
 
 
 def test_training_step_rejects_an_input_that_requires_grad() -> None:
@@ -342,7 +342,7 @@ def test_training_step_rejects_an_input_that_requires_grad() -> None:
     with in_parts(perceptron(), 2) as training:
         with pytest.raises(ValueError, match=r"x must not require grad.*compute the loss of pipe\(x\)"):
             training.step(nn.Linear(6, 6)(x), target)
-        assert float(training.step(x, target)) > 0  # # the training stays usable
+        assert float(training.step(x, target)) > 0  # the training stays usable
 
 
 @everywhere
@@ -401,7 +401,7 @@ def test_graph_from_before_a_training_raises_in_backward(on: Any) -> None:
                 output.sum().backward()
 
 
-# # --- unsupported uses raise ---
+# --- unsupported uses raise ---
 
 
 def test_jit_trace_of_a_pipe_raises() -> None:

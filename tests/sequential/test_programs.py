@@ -94,7 +94,7 @@ if __name__ == "__main__":
     [
         ("fork", "trains and infers"),
         ("forkserver", "trains and infers"),
-        ("spawn", "only trains"),  # # each process imports torch, which takes two seconds
+        ("spawn", "only trains"),  # each process imports torch, which takes two seconds
         pytest.param("spawn", "trains and infers", marks=pytest.mark.long),
     ],
 )
@@ -175,7 +175,7 @@ def test_ctrl_c_ends_a_training_program(torch_programs: Template, tmp_path: Path
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "going\n", process.communicate()
-    os.killpg(process.pid, signal.SIGINT)  # # like a terminal
+    os.killpg(process.pid, signal.SIGINT)  # like a terminal
     out, err = process.communicate()
     assert (process.returncode, out) == (130, "interrupted\n"), err
     assert err.count("\n") == 1

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, schedules
 
-# # --- mixed precision ---
+# --- mixed precision ---
 
 
 @everywhere
@@ -36,7 +36,7 @@ def test_autocast_matches_the_plain_module(on: Any, recompute: bool) -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=0.03, atol=0.003)
 
 
-# # --- recompute ---
+# --- recompute ---
 
 
 class Counting(torch.autograd.Function):
@@ -96,7 +96,7 @@ def test_timeline_shows_recomputed_passes() -> None:
         training.step(x, target)
         events = training.timeline().events
     again = [(event.part, event.chunk) for event in events if event.op == "recompute"]
-    # # the last part runs each backward pass at once, without recomputing
+    # the last part runs each backward pass at once, without recomputing
     assert again == [(0, chunk) for chunk in range(4)]
 
 
@@ -110,7 +110,7 @@ def test_single_chunk_is_recomputed_except_in_the_last_part(schedule: Any) -> No
     assert sorted(event.part for event in events if event.op == "recompute") == [0, 1, 2]
 
 
-# # --- dropout ---
+# --- dropout ---
 
 
 def dropped(p: float = 0.5) -> nn.Sequential:
@@ -170,7 +170,7 @@ def test_dropout_draws_other_masks_per_step_and_micro_batch() -> None:
     seen = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        if len(output) == 1:  # # the first step also computes the loss of the whole batch
+        if len(output) == 1:  # the first step also computes the loss of the whole batch
             seen.append(output.detach().clone())
         return output.mean()
 

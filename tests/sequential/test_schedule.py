@@ -26,7 +26,7 @@ def arguments(draw: st.DrawFn) -> tuple[Any, int, int, int]:
     return schedule, workers, parts, draw(st.integers(1, 20))
 
 
-# # --- order ---
+# --- order ---
 
 
 def test_gpipe_runs_all_forward_then_all_backward_passes() -> None:
@@ -189,7 +189,7 @@ def test_drawings_in_the_docstring_match_the_schedules(
     assert inspect.cleandoc(drawn[1]) == simulate(plan(name, workers, parts, chunks), 1, backward).staircase()
 
 
-# # --- text ---
+# --- text ---
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_parse_rejects_a_word_that_is_not_a_step(word: str) -> None:
         parse(f"F0 {word} B0")
 
 
-# # --- wrong arguments ---
+# --- wrong arguments ---
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def plans(draw: st.DrawFn) -> list[list[Step]]:
     return plan(schedule, workers, parts, draw(st.integers(1, 24)))
 
 
-# # --- known properties ---
+# --- known properties ---
 
 
 @pytest.mark.each_pair
@@ -172,7 +172,7 @@ def test_picture_in_the_guide_matches_its_code() -> None:
     assert picture.read_text(encoding="utf-8") == drawn
 
 
-# # --- every schedule is feasible ---
+# --- every schedule is feasible ---
 
 
 @settings(deadline=None)
@@ -220,12 +220,12 @@ def test_sender_waits_while_the_channel_is_full() -> None:
     lists = [parse("F0 F1 F2 F3 F4"), parse("1:F0 2:F0 1:F1 2:F1 1:F2 2:F2 1:F3 2:F3 1:F4 2:F4")]
     wide, narrow = simulate(lists), simulate(lists, capacity=1)
     assert [event.begin for event in wide.events[0]] == [0, 1, 2, 3, 4]
-    # # F3 is done at 4, and the channel has room for it when F2 is taken at 5.
+    # F3 is done at 4, and the channel has room for it when F2 is taken at 5.
     assert [event.begin for event in narrow.events[0]] == [0, 1, 2, 3, 5]
     assert wide.makespan == narrow.makespan == 11
 
 
-# # --- infeasible orders ---
+# --- infeasible orders ---
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_gradients_flow_through_the_skip_alone() -> None:
 
 def test_pop_in_the_plain_module_returns_the_last_stash() -> None:
     module = nn.Sequential(Stash("a"), nn.Hardtanh(0, 1), Stash("a"), nn.Hardtanh(5, 6), Pop("a"))
-    assert module(torch.full((2, 1), 3.0)).tolist() == [[6.0], [6.0]]  # # 5, plus the 1 that was stashed last
+    assert module(torch.full((2, 1), 3.0)).tolist() == [[6.0], [6.0]]  # 5, plus the 1 that was stashed last
 
 
 def test_nested_stash_that_replaces_another_raises() -> None:
@@ -130,7 +130,7 @@ def test_nested_stash_that_replaces_another_raises() -> None:
         pytest.raises(StageError, match=r"Stash\('a'\): a value with this name is already stashed"),
     ):
         pipe(x)
-    assert torch.equal(module(x), module(x))  # # the plain module does not know where a batch ends
+    assert torch.equal(module(x), module(x))  # the plain module does not know where a batch ends
 
 
 def test_second_pop_raises() -> None:

@@ -166,7 +166,7 @@ def test_halves_together_match_the_whole_backward_pass(name: str, wants: bool) -
     halves.second()
     for one, other in zip(module.parameters(), expected, strict=True):
         torch.testing.assert_close(one.grad, other, rtol=1e-13, atol=1e-15)
-    torch.testing.assert_close(x.grad, wanted)  # # the second half has not changed it
+    torch.testing.assert_close(x.grad, wanted)  # the second half has not changed it
 
 
 @pytest.mark.parametrize("name", ["linear", "normalised", "residual", "split", "weight norm"])

@@ -14,7 +14,7 @@ from flowchan.pipelines.sequential.engine.schedule import plan
 from flowchan.pipelines.sequential.simulate import simulate
 from flowchan.pipelines.sequential.timeline import Timeline, TimelineEvent
 
-NOW = 31_415.926  # # a realistic value of time.monotonic()
+NOW = 31_415.926  # a realistic value of time.monotonic()
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -47,7 +47,7 @@ LINES = {
 lines = pytest.mark.parametrize("line", LINES.values(), ids=LINES)
 
 
-# # --- saving ---
+# --- saving ---
 
 
 @pytest.mark.parametrize("name", ["run.png", "run", "run.svg.gz", ".svg", "run.SVG"])
@@ -64,7 +64,7 @@ def test_save_chooses_the_format_by_suffix(tmp_path: Path, kind: Any) -> None:
     assert line.save(kind(tmp_path / "run.json")).read_text(encoding="utf-8") == line.trace()
 
 
-# # --- figures ---
+# --- figures ---
 
 
 def test_events_are_sorted_by_start() -> None:
@@ -94,7 +94,7 @@ def test_str_of_an_event_describes_it() -> None:
     assert str(TimelineEvent(0, None, "update", 2, None, 0, 1)) == "update, step 2"
 
 
-# # --- trace ---
+# --- trace ---
 
 
 @lines
@@ -110,7 +110,7 @@ def test_trace_has_all_events_without_overlap(line: Timeline) -> None:
         assert one["dur"] == pytest.approx((event.end - event.begin) * 1e6, abs=1.1e-3)
     for worker in line.busy():
         mine = [event for event in complete if event["tid"] == worker]
-        # # whole nanoseconds, like Perfetto
+        # whole nanoseconds, like Perfetto
         assert all(
             round(1000 * (one["ts"] + one["dur"])) <= round(1000 * other["ts"])
             for one, other in pairwise(mine)
@@ -132,7 +132,7 @@ def test_trace_names_run_workers_and_parts() -> None:
     ]
 
 
-# # --- picture ---
+# --- picture ---
 
 
 def elements(line: Timeline, tag: str) -> list[ElementTree.Element]:
@@ -199,7 +199,7 @@ def test_picture_shows_title_time_workers_and_busy_shares() -> None:
     assert [word for word in found if word.startswith(("worker", "part"))] == [
         word for worker in range(4) for word in (f"worker {worker}", f"part {worker}")
     ]
-    assert found.count("7") == 2 * 4  # # micro-batch 7, in both directions through every part
+    assert found.count("7") == 2 * 4  # micro-batch 7, in both directions through every part
     axis = found[4 : found.index("time in ms")]
     assert axis == ["0", "5", "10", "15", "20", "25", "30"]
 

@@ -58,7 +58,7 @@ def assert_near(module: nn.Module, plain: nn.Module) -> None:
         )
 
 
-# # --- models ---
+# --- models ---
 
 
 @everywhere
@@ -137,7 +137,7 @@ def test_may_draw_is_false_for_traced_parts_without_randomness(name: str) -> Non
         name == "gpt",
         False,
         False,
-    ]  # # it begins with dropout
+    ]  # it begins with dropout
 
 
 def test_parts_can_be_named_in_a_plain_sequential() -> None:
@@ -145,7 +145,7 @@ def test_parts_can_be_named_in_a_plain_sequential() -> None:
     assert [len(part.module) for part in Sequential(module, ["1", "4"]).parts] == [1, 3, 1]
 
 
-# # --- operations of forward ---
+# --- operations of forward ---
 
 
 class Own(nn.Module):
@@ -271,7 +271,7 @@ def test_layer_that_cannot_be_traced_is_kept_whole(layer: Any) -> None:
             torch.testing.assert_close(pipe(x), module(x))
 
 
-# # --- unsupported modules ---
+# --- unsupported modules ---
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ SIZES = [8, 8, 7, 3, 1, 9]
 """Batch sizes: multiples of the number of chunks, other sizes, and sizes smaller than it."""
 
 
-# # --- every schedule ---
+# --- every schedule ---
 
 
 @pytest.mark.each_pair
@@ -83,7 +83,7 @@ def test_outputs_match_the_plain_module(on: Any, schedule: Any, workers: int) ->
             torch.testing.assert_close(training.evaluate(x), plain(x).detach())
 
 
-# # --- inputs ---
+# --- inputs ---
 
 
 class Pair(nn.Module):
@@ -192,7 +192,7 @@ def test_passes_do_not_change_inputs_or_incoming_gradients() -> None:
     execution.close()
 
 
-# # --- optimizers ---
+# --- optimizers ---
 
 
 @everywhere
@@ -242,7 +242,7 @@ def test_nan_norm_affects_gradients_like_the_plain_module() -> None:
     assert_same_state(module, plain, equal_nan=True)
 
 
-# # --- state ---
+# --- state ---
 
 
 @everywhere

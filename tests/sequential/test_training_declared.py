@@ -21,7 +21,7 @@ from flowchan.cli.loading import load
 from flowchan.pipelines import Sequential
 from flowchan.viz import to_dot
 
-# # --- checks before anything starts ---
+# --- checks before anything starts ---
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_training_outside_its_block_raises() -> None:
         training.evaluate(x)
 
 
-# # --- graph and timeline ---
+# --- graph and timeline ---
 
 
 def test_training_shows_its_graph_and_schedule() -> None:

@@ -47,14 +47,14 @@ def test_default_training_has_two_parts_per_worker(on: Any) -> None:
 
 @pytest.mark.parametrize("first", ["step", "evaluate"])
 def test_default_training_cuts_parts_by_operations(first: str) -> None:
-    module = linear(64, 8, 8, 8, 8, 64, 64)  # # 512, 64, 64, 64, 512, 4096 products per sample
+    module = linear(64, 8, 8, 8, 8, 64, 64)  # 512, 64, 64, 64, 512, 4096 products per sample
     x, target = torch.randn(32, 64), torch.randn(32, 64)
     with Sequential(module, 2, chunks=4).trainer(loss=mse_loss) as training:
         if first == "evaluate":
             training.evaluate(x)
         training.step(x, target)
         parts = training.report().parts
-    assert parts[-1].state == 4 * 64 * 64  # # the last layer alone
+    assert parts[-1].state == 4 * 64 * 64  # the last layer alone
 
 
 @pytest.mark.parametrize("case", ["counts", "few layers", "shared", "one part"])

@@ -59,7 +59,7 @@ def as_text(worker: int, workers: int, parts: int, chunks: int) -> str:
 @pytest.mark.parametrize("schedule", [WRITTEN, WRITTEN.splitlines(), by_function, as_text])
 def test_user_schedule_trains_like_the_plain_module(schedule: Any, on: Any) -> None:
     module = perceptron()
-    data = list(batches([8, 3, 9]))  # # includes fewer micro-batches than the text has
+    data = list(batches([8, 3, 9]))  # includes fewer micro-batches than the text has
     plain, losses = plainly(module, OPTIMIZERS["sgd"], data)
     with in_parts(module, 2, on, optimizer=OPTIMIZERS["sgd"], schedule=schedule) as training:
         assert [float(training.step(*each)) for each in data] == pytest.approx(losses, rel=1e-5)

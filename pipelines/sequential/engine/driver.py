@@ -51,10 +51,10 @@ class PipelineRun:
         self.graph = Graph(name)
         self.error: BaseException = Closed("the pipe was closed, and its workers have ended")
         self.failure: RunError | None = None
-        self.ports: list[In[Any]] = []  # # lent by the last stage
+        self.ports: list[In[Any]] = []  # lent by the last stage
         self.inputs: list[Out[Any]] = []
         self.closed = False
-        # # Ctrl-C in Thread.join() or is_alive() makes a live thread appear finished, so these are latches
+        # Ctrl-C in Thread.join() or is_alive() makes a live thread appear finished, so these are latches
         self.opened, self.over = Latch(), Latch()
         self._watcher: threading.Thread | None = None
         self._ending: Channel[None] = Channel(1)
@@ -147,7 +147,7 @@ class WorkersRun(PipelineRun):
         self.jobs, self.apart = jobs, on.apart
         self._commands, answers = declare(self.graph, jobs, on, chunks)
         self.lend(*answers)
-        self._synced: list[list[SyncedTensors]] = []  # # per worker, for parts on other hosts
+        self._synced: list[list[SyncedTensors]] = []  # per worker, for parts on other hosts
 
     def begin(self) -> None:
         """Start the workers."""

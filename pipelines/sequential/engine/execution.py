@@ -99,7 +99,7 @@ class Execution:
         self._shared = shared
         self._may_draw = may_draw(part.module)
         self._held: dict[Key, _Forward | _Again] = {}
-        self._halves: dict[Key, SplitBackward] = {}  # # micro-batches that wait for their second half
+        self._halves: dict[Key, SplitBackward] = {}  # micro-batches that wait for their second half
 
     def forward(
         self,
@@ -231,7 +231,7 @@ class Execution:
 
         value = mapped(cut, passed.value)
         skips = mapped(cut, {name: passed.skips[name] for name in sorted(passed.skips)})
-        # # The loss may draw random numbers as well.
+        # The loss may draw random numbers as well.
         drawing = self._drawing(seed) if self._may_draw or tail is not None else contextlib.nullcontext()
         with drawing, cast_as(casting):
             value, skips = run_part(self.part, value, skips)

@@ -120,7 +120,7 @@ class GraphWorker(PipelineWorker):
     def _go_back(self, back: Backward) -> list[Tensor | None]:
         parameters = self._held[back.number].parameters
         sums: list[Tensor | None] = [None] * len(parameters)
-        own: set[int] = set()  # # sums in memory of this worker, which may be changed in place
+        own: set[int] = set()  # sums in memory of this worker, which may be changed in place
         for chunk in range(back.chunks):
             step = Step("B", chunk, self.part.number)
             given = self.take(("B", step.part, chunk))

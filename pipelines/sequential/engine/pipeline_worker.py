@@ -55,13 +55,13 @@ class PipelineWorker(abc.ABC):
 
     def run(self) -> None:
         """Execute commands until their channel is drained."""
-        torch.set_grad_enabled(True)  # # affects this thread only, which is the worker's own
+        torch.set_grad_enabled(True)  # affects this thread only, which is the worker's own
         if self.job.own_process:
             take_cores(self.job.worker, self.job.owners.workers, self.job.hosts)
         try:
             for part in self.job.parts:
                 self.begin(part)
-            with contextlib.suppress(Drained):  # # the program or a neighbour has ended
+            with contextlib.suppress(Drained):  # the program or a neighbour has ended
                 for command in self.commands:
                     self.events, self.communication = [], 0.0
                     self.answers.put(self.follow(command))
@@ -82,7 +82,7 @@ class PipelineWorker(abc.ABC):
     def follow(self, command: Any) -> WorkerAnswer:
         """Execute one command and return its answer."""
 
-    # # --- parameters and buffers that the program shares ---
+    # --- parameters and buffers that the program shares ---
 
     def take_changes(self, changed: list[Numbers]) -> None:
         """Apply the program's changes since the last command."""
@@ -107,7 +107,7 @@ class PipelineWorker(abc.ABC):
         if 0 <= maker < self.job.total:
             ahead = self.job.owners.towards(self.job.worker, maker) < 0
             port = self._forward if ahead else self._backward
-        begin = time.thread_time()  # # CPU time, which excludes waiting
+        begin = time.thread_time()  # CPU time, which excludes waiting
         while key not in self._early:
             assert port is not None
             item = port.get()

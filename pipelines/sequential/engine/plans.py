@@ -46,7 +46,7 @@ class PartOwners:
         """Return the direction of a part from a worker: 0 for itself, 1 for the next one, -1 for the previous
         one."""
         away = self.of[part] - worker
-        if abs(away) > 1:  # # around the ring
+        if abs(away) > 1:  # around the ring
             return -1 if away > 0 else 1
         return away
 
@@ -97,7 +97,7 @@ class Plans:
         schedule: Any = self._schedule
         if self._lines is not None:
             found = [parse(line, worker) for worker, line in enumerate(self._lines)]
-            # # check the full schedule once; those for fewer micro-batches are subsets of it
+            # check the full schedule once; those for fewer micro-batches are subsets of it
             if not hasattr(self, "owners"):
                 _check_whole(found, self._total, chunks)
             return [[step for step in steps if step.chunk < chunks] for steps in found]

@@ -124,7 +124,7 @@ def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int
     if schedule in IN_A_V:
         found = (_zbv if schedule == "zbv" else _dualpipev)(worker, workers, chunks)
         return _with_whole_first(step for step in found if step.chunk < chunks and step.part < parts)
-    if parts == workers:  # # one part per worker: nothing to interleave
+    if parts == workers:  # one part per worker: nothing to interleave
         return _one_forward_one_backward(worker, workers, chunks)
     return _interleaved(worker, workers, parts, chunks)
 
@@ -182,7 +182,7 @@ def _one_forward_one_backward(part: int, parts: int, chunks: int) -> Iterator[St
 
 
 def _interleaved(worker: int, workers: int, parts: int, chunks: int) -> Iterator[Step]:
-    each = -(-parts // workers)  # # parts per worker, rounded up
+    each = -(-parts // workers)  # parts per worker, rounded up
     groups = -(-chunks // workers)
     forward = [
         (group * workers + member, own * workers + worker)
@@ -237,7 +237,7 @@ class _Both:
         self.down, self.up = worker, 2 * workers - 1 - worker
         self.steps: list[Step] = []
         self._next: dict[tuple[str, int], int] = {}
-        self._owed: deque[Step] = deque()  # # weight gradients whose input gradients are done
+        self._owed: deque[Step] = deque()  # weight gradients whose input gradients are done
 
     def do(self, ops: str, part: int) -> None:
         """Append the next step of each kind for ``part``; ``B`` counts as both of its halves."""
@@ -262,7 +262,7 @@ class _Both:
 def _zbv(worker: int, workers: int, chunks: int) -> list[Step]:
     both = _Both(worker, workers)
     down, up = both.down, both.up
-    chunks = max(2 * workers - 1, chunks)  # # fewer do not fill the pipeline; the surplus is omitted later
+    chunks = max(2 * workers - 1, chunks)  # fewer do not fill the pipeline; the surplus is omitted later
     for _ in range(2 * (workers - worker) - 1):
         both.do("F", down)
     for _ in range(worker):
@@ -307,7 +307,7 @@ def _dualpipev(worker: int, workers: int, chunks: int) -> list[Step]:
         both.do("B", up)
         both.do("F", up)
         both.do("B", down)
-    # # the second half of these steps is split, beginning with one of the parts
+    # the second half of these steps is split, beginning with one of the parts
     for place in range(worker + 1):
         half = (worker + 1) // 2
         both.do("I" if place > half or (place == half and worker % 2) else "B", up)

@@ -82,11 +82,11 @@ class _Fork:
     listening: Any = None
 
     def listen(self) -> None:
-        # # The hook must not refer to the fork: the cycle through the node could not be collected.
+        # The hook must not refer to the fork: the cycle through the node could not be collected.
         noted = self.noted
 
         def hook(came: Gradients) -> Gradients | None:
-            if noted:  # # second half: the tensor's hooks have already changed the recorded gradients
+            if noted:  # second half: the tensor's hooks have already changed the recorded gradients
                 return noted[0]
             noted.append(came)
             return None

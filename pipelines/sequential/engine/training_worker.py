@@ -41,8 +41,8 @@ class TrainingWorker(PipelineWorker):
         super().__init__(job, commands, answers, **neighbours)
         self.optimizers: list[tuple[Part, Optimizer]] = []
         self.losses: list[Tensor] = []
-        self.plans: dict[str, list[Step]] = {}  # # parsed plans, by their text
-        self.first: dict[int, tuple[Any, Any]] = {}  # # outputs and targets of the first step
+        self.plans: dict[str, list[Step]] = {}  # parsed plans, by their text
+        self.first: dict[int, tuple[Any, Any]] = {}  # outputs and targets of the first step
 
     def begin(self, part: Part) -> None:
         """Prepare a part and create its optimizer."""
@@ -65,7 +65,7 @@ class TrainingWorker(PipelineWorker):
     def _train(self, train: Train) -> WorkerAnswer:
         job = self.job
         self.losses = []
-        # # on threads, gradients for an outside optimizer accumulate in the user's parameters
+        # on threads, gradients for an outside optimizer accumulate in the user's parameters
         if job.optimizer is not None or job.own_process:
             for parameter in job.parameters:
                 parameter.grad = None
@@ -75,7 +75,7 @@ class TrainingWorker(PipelineWorker):
                 self.executions[step.part].part, f"step {step.op}{step.chunk}", step.chunk, len(train.sizes)
             ):
                 if step.op == "F":
-                    # # in other parts, the backward step waits for the parts after it
+                    # in other parts, the backward step waits for the parts after it
                     at_end = step.part == job.total - 1
                     back = Step("B", step.chunk, step.part), Step("I", step.chunk, step.part)
                     self._go_forward(step, train, soon=at_end and following in back)
@@ -122,9 +122,8 @@ class TrainingWorker(PipelineWorker):
         near = math.isclose(mean, whole, rel_tol=0.03 if rough else 1e-3, abs_tol=1e-6)
         if not near and math.isfinite(mean) and math.isfinite(whole):
             raise ValueError(
-                f"loss must be a mean over the samples, got {whole:.6g} for the first batch and {mean:.6g} "
-                "for its micro-batches; avoid sums, weights and ignored samples, or compute the loss of "
-                "pipe(x)"
+                f"loss must be a mean over the samples, got {whole:.6g} for a batch and {mean:.6g} for its "
+                "micro-batches; avoid sums and weights, or compute the loss of pipe(x)"
             )
 
     def _casting(self, execution: Execution) -> Casting:
@@ -234,7 +233,7 @@ def weighted(output: Any, loss: Loss | None, target: Any, share: float) -> Tenso
         )
     if share < 1 and bool(found.isnan()) and all(bool(one.isfinite().all()) for one in tensors(output)):
         raise ValueError(
-            "loss must be finite for a finite output, got NaN (a mean of no samples, if all targets equal "
-            "ignore_index); use fewer chunks, or divide by the size of the micro-batch"
+            "loss must be finite for a finite output, got NaN, like the mean of no samples (ignore_index); "
+            "use fewer chunks, or divide by the size of the micro-batch"
         )
     return found * share

@@ -63,7 +63,7 @@ class Assignment:
         return [parameter for part in self.parts for parameter in part.module.parameters()]
 
 
-# # Commands. ``changed`` holds the program's changes since the last command, for each part of the worker.
+# Commands. ``changed`` holds the program's changes since the last command, for each part of the worker.
 
 
 class Train(NamedTuple):
