@@ -43,7 +43,7 @@ from flowchan.pipelines.sequential.engine.worker_messages import (
     PartFailure,
     WorkerAnswer,
 )
-from flowchan.pipelines.sequential.parts import Part, casting_here
+from flowchan.pipelines.sequential.parts import Part, current_casting
 from flowchan.pipelines.sequential.shared_memory import share
 from flowchan.pipelines.sequential.state import modes_of, state_of
 from flowchan.pipelines.sequential.tensor_trees import mapped, tensors
@@ -86,7 +86,7 @@ class _Workers:
         with self._using() as run:
             for job in run.jobs:
                 run.put(job.worker, back)
-            run.put_behind("B", gradients)
+            run.put_to_last("B", gradients)
             return run.answers()
 
     @contextlib.contextmanager
@@ -112,7 +112,7 @@ class _Workers:
             raise copy.copy(self.run.error) from self.run.error.__cause__
 
     def _changed_modes(self) -> Any:
-        if not self.run.apart or (now := modes_of(self.parts)) == self._modes:
+        if not self.run.own_processes or (now := modes_of(self.parts)) == self._modes:
             return None
         self._modes = now
         return now
@@ -153,7 +153,7 @@ class Differentiable:
         draws = any(may_draw(part.module) for part in parts)
         seed = int(torch.randint(2**31, ())) if draws else 0
         graph = torch.is_grad_enabled()
-        call = Forward(through.number, len(pieces), seed, [], casting_here(), graph, None, ())
+        call = Forward(through.number, len(pieces), seed, [], current_casting(), graph, None, ())
         outputs = _applied(through, call, pieces) if graph else through.forward(call, pieces, ())
         return self.cut.joined(outputs, list(map(self.cut.samples, pieces)), f"batch {call.number}")
 
@@ -164,7 +164,7 @@ class Differentiable:
             if workers is not None and (not workers.run.alive or workers.parts is not parts):
                 workers = None
             if self.cut.on.apart:
-                share(part.module for part in parts if not part.away)
+                share(part.module for part in parts if not part.remote)
                 now = state_of(parts)
                 workers = workers if now == self._seen else None
                 self._seen = now
@@ -205,7 +205,7 @@ class _Through:
         if call.keeps_graph:  # the workers keep the graph while this object exists
             self._dropping = weakref.finalize(self, self.workers.dropped.append, self.number)
             self._dropping.atexit = False
-            if self.workers.run.apart:
+            if self.workers.run.own_processes:
                 every = {id(one): one for part in self.workers.parts for one in part.module.parameters()}
                 self._versions = [(one, one._version) for one in every.values() if not one.is_inference()]
         answers, items = self.workers.forward(call, pieces, wants)
@@ -257,8 +257,8 @@ class _Through:
             for parameter, gradient in zip(asked, answer.gradients or (), strict=True):
                 if gradient is not None:
                     so_far = found.get(id(parameter))
-                    here = gradient.to(parameter.device)
-                    found[id(parameter)] = here if so_far is None else so_far + here
+                    moved = gradient.to(parameter.device)
+                    found[id(parameter)] = moved if so_far is None else so_far + moved
         return [found.get(id(parameter)) for parameter in self.parameters]
 
     def _raise_if_changed(self) -> None:
@@ -315,7 +315,7 @@ class _Parts(torch.autograd.Function):
         inputs: list[Tensor | None] = []
         for found in map(iter, pieces):
             inputs.extend(next(found) if want else None for want in ctx.wants)
-        there = [
+        on_devices = [
             one if one is None else one.to(device) for one, device in zip(inputs, ctx.devices, strict=True)
         ]
-        return None, None, None, None, None, *there, *parameters
+        return None, None, None, None, None, *on_devices, *parameters

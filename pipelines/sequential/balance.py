@@ -159,7 +159,7 @@ def _once(part: Part, value: Any, skips: Skips, training: bool) -> float:
             ends = [tensor for tensor in tensors(out) if tensor.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
     # A thread without voluntary waits may still have lost its core to another program, which says nothing
-    # about the # layer. CPU time excludes that.
+    # about the layer. CPU time excludes that.
     return time.thread_time() - computed if _waits() == waits else time.perf_counter() - begin
 
 

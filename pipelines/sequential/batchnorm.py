@@ -35,10 +35,10 @@ class Moments:
     def plus(self, other: Moments) -> Moments:
         """Return the moments of both sets of values together."""
         count = self.count + other.count
-        apart = other.mean - self.mean
-        mean = self.mean + apart * (other.count / count)
+        difference = other.mean - self.mean
+        mean = self.mean + difference * (other.count / count)
         return Moments(
-            count, mean, self.squares + other.squares + apart**2 * (self.count * other.count / count)
+            count, mean, self.squares + other.squares + difference**2 * (self.count * other.count / count)
         )
 
 

@@ -42,14 +42,14 @@ def checked_module(module: Any) -> nn.Sequential:
     if not len(layers):
         raise ValueError("Sequential: module must have at least one layer, got none")
     if isinstance(layers, nn.Sequential):
-        raise_for_own_ways(layers)
+        check_container(layers)
     whole = layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
     raise_if_lazy(whole)
     _check_skips(whole)
     return whole
 
 
-def has_own_way(module: Any) -> bool:
+def needs_tracing(module: Any) -> bool:
     """Return whether a module has its own ``forward``, so that it must be traced."""
     if not isinstance(module, nn.Module) or isinstance(module, nn.ModuleList):
         return False
@@ -83,7 +83,7 @@ def counts_by_name(parts: Sequence[str], names: Sequence[str]) -> list[int]:
     return counts
 
 
-def raise_for_own_ways(module: nn.Sequential) -> None:
+def check_container(module: nn.Sequential) -> None:
     """Check that a container only calls its layers in order, because the parts do nothing else.
 
     Raises ``TypeError`` for its own ``forward``, and ``ValueError`` for hooks.
@@ -268,7 +268,7 @@ def _device(name: Any) -> torch.device:
     ``meta`` has no values. CUDA devices are only counted, because a process may have to initialise CUDA
     itself.
     """
-    there = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    usable = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
     try:
         device = torch.device(name)
         if device.type == "meta" or (
@@ -280,7 +280,7 @@ def _device(name: Any) -> torch.device:
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"Sequential: devices must contain usable devices ({', '.join(there)}), got {short(name)} "
+            f"Sequential: devices must contain usable devices ({', '.join(usable)}), got {short(name)} "
             f"({reason})"
         ) from error
     return device

@@ -68,7 +68,7 @@ class Cut:
 
     def _divide(self, counts: Sequence[int]) -> None:
         self._layers = list(self.module._modules.values())
-        self._parts = divided(self.module, counts, self.devices, away=bool(self.on.hosts))
+        self._parts = divided(self.module, counts, self.devices, remote=bool(self.on.hosts))
 
     @property
     def parts(self) -> list[Part]:

@@ -29,7 +29,7 @@ import torch
 from flowchan import Broken, Channel, Closed, Failed, Full, Graph, In, Stream, _core
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
 from flowchan.pipelines.sequential.engine.driver import PipelineRun, part_error
-from flowchan.pipelines.sequential.parts import Part, called, is_torchs_own, run_part, take_cores
+from flowchan.pipelines.sequential.parts import Part, called, is_plain_torch, run_part, take_cores
 from flowchan.pipelines.sequential.shared_memory import share
 from flowchan.pipelines.sequential.state import PartState, modes_of, state_of
 from flowchan.pipelines.sequential.tensor_trees import Micro, mapped
@@ -64,7 +64,7 @@ class PartWorker:
         torch.set_grad_enabled(False)  # affects this thread only, which is the worker's own
         self.only_reads = only_reads(self.part)
         # such a part does not need the steps that run_part adds
-        self.is_simple = self.processes and self.part.device is None and is_torchs_own(self.part.module)
+        self.is_simple = self.processes and self.part.device is None and is_plain_torch(self.part.module)
         if self.processes:
             take_cores(self.part.number, self.processes, self.hosts)
             expect_reading()
@@ -81,7 +81,7 @@ class PartWorker:
             value, skips = run_part(self.part, value, skips, keep=not self.processes)
             if self.processes:
                 self.state.give()
-        if self.part.away:
+        if self.part.remote:
             self._raise_if_changed()
         if self.processes:
             value, form = closed(value)
@@ -216,22 +216,22 @@ class InferenceRun(PipelineRun):
         if not self.ports and self.opened.wait() and not self.ports:
             raise Closed("the run has ended")
         operations = [self.ports[0], *gets], puts, None
-        came: deque[tuple[int, Any]] = deque()
+        results: deque[tuple[int, Any]] = deque()
         try:
             while True:
-                append_result(came, _core._select, *operations)
-                number, item = came[0]
+                append_result(results, _core._select, *operations)
+                number, item = results[0]
                 if number:
                     return item
                 self._note_output(item)
-                came.clear()
+                results.clear()
         except ItemFailed as failed:  # an unpicklable output belongs to an unknown batch
             self.end_batches(failed.__cause__ or failed)
             self.run.abort()
             self.over.wait()
             return self._take_in(gets, puts)
         finally:
-            for number, item in came:
+            for number, item in results:
                 if not number:
                     self._note_output(item)
 
@@ -338,7 +338,7 @@ class Inference:
         if stale:  # the cut has changed, or the run failed
             run.end()
         if self.cut.on.apart and (stale or fresh or not run.started):
-            share(part.module for part in self.cut.parts if not part.away)
+            share(part.module for part in self.cut.parts if not part.remote)
             now = state_of(self.cut.parts, copied=True), [modes for modes, _ in modes_of(self.cut.parts)]
             if run.alive and now != self._seen:
                 run.end()  # finishes the batches in flight first

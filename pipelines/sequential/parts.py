@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowchan.pipelines.sequential.shared_memory import Lent
+from flowchan.pipelines.sequential.shared_memory import SharedModule
 from flowchan.pipelines.sequential.skip import Skips, skip_store
 from flowchan.pipelines.sequential.tensor_trees import Inputs, mapped
 
@@ -28,13 +28,13 @@ class Part:
     """Consecutive layers of a module.
 
     ``number`` counts the parts from 0. ``device`` is the device on which the layers compute; ``None``: where
-    they are. ``away``: the part runs on another host with copies of the tensors.
+    they are. ``remote``: the part runs on another host with copies of the tensors.
     """
 
     number: int
     module: nn.Sequential
     device: torch.device | None = None
-    away: bool = False
+    remote: bool = False
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ class Part:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the part for another process or host."""
-        return Part, (self.number, Lent(self.module, self.away), self.device, self.away)
+        return Part, (self.number, SharedModule(self.module, self.remote), self.device, self.remote)
 
     def __str__(self) -> str:
         names = list(self.module._modules)
@@ -64,7 +64,7 @@ Casting = tuple[tuple[str, torch.dtype, bool], ...]
 """Arguments of ``torch.autocast``: the device type, the dtype of casts, and whether casts are cached."""
 
 
-def casting_here() -> Casting:
+def current_casting() -> Casting:
     """Return the state of ``torch.autocast`` in this thread."""
     keeps = torch.is_autocast_cache_enabled()
     return tuple(
@@ -122,7 +122,7 @@ def may_write(module: nn.Module) -> bool:
     return not own or next(module.parameters(recurse=False), None) is None
 
 
-def is_torchs_own(module: nn.Module) -> bool:
+def is_plain_torch(module: nn.Module) -> bool:
     """Return whether the module consists of torch layers without hooks, so that nothing in it stashes or
     pops."""
     return not any(
@@ -137,7 +137,7 @@ def divided(
     module: nn.Sequential,
     counts: Sequence[int],
     devices: Sequence[torch.device] | None = None,
-    away: bool = False,
+    remote: bool = False,
 ) -> list[Part]:
     """Divide a module into parts with ``counts`` layers each. The parts hold the module's own layers, not
     copies."""
@@ -147,7 +147,7 @@ def divided(
     for number, (start, end) in enumerate(pairwise(ends)):
         inner = nn.Sequential(OrderedDict(layers[start:end]))
         inner.training = module.training  # a new container starts in training mode
-        parts.append(Part(number, inner, devices[number] if devices is not None else None, away))
+        parts.append(Part(number, inner, devices[number] if devices is not None else None, remote))
     return parts
 
 

@@ -20,6 +20,7 @@ from flowchan.pipelines.sequential import balance as balancing
 from flowchan.pipelines.sequential.autograd import Differentiable
 from flowchan.pipelines.sequential.checks import (
     check_choices,
+    check_container,
     check_joining,
     check_sendable,
     check_switches,
@@ -27,8 +28,7 @@ from flowchan.pipelines.sequential.checks import (
     checked_devices,
     checked_module,
     counts_by_name,
-    has_own_way,
-    raise_for_own_ways,
+    needs_tracing,
     raise_if_lazy,
     refuse_sharded,
     refuse_sharded_layers,
@@ -38,7 +38,7 @@ from flowchan.pipelines.sequential.engine.plans import Function, Written
 from flowchan.pipelines.sequential.engine.schedule import Schedule
 from flowchan.pipelines.sequential.engine.worker_messages import Loss, Optimizers
 from flowchan.pipelines.sequential.inference import Inference
-from flowchan.pipelines.sequential.parts import Part, casting_here, compute_threads
+from flowchan.pipelines.sequential.parts import Part, compute_threads, current_casting
 from flowchan.pipelines.sequential.tensor_trees import Inputs, split, tensors, without_gradient
 from flowchan.pipelines.sequential.timeline import REMEMBERED, Timeline, TimelineEvent
 from flowchan.pipelines.sequential.tracing import Traced
@@ -103,7 +103,7 @@ class Sequential(nn.Module):
         if isinstance(module, nn.Module):
             refuse_sharded_layers(module)
         traced, names = None, _names(parts)
-        if has_own_way(module):
+        if needs_tracing(module):
             raise_if_lazy(cast("nn.Module", module))
             traced = Traced(cast("nn.Module", module), names)
         layers = checked_module(module) if traced is None else traced.layers
@@ -239,7 +239,7 @@ class Sequential(nn.Module):
         if torch.autograd.forward_ad._current_level >= 0:
             raise RuntimeError("Sequential: forward-mode derivatives are not supported; use pipe.module")
         x = inputs[0] if len(inputs) == 1 and not named else Inputs(inputs, named)
-        if (torch.is_grad_enabled() and self._has_graph(x)) or casting_here() or self._counts():
+        if (torch.is_grad_enabled() and self._has_graph(x)) or current_casting() or self._counts():
             return self._graphs.call(x)
         return self._inference.call(x)
 
@@ -252,7 +252,7 @@ class Sequential(nn.Module):
         if self._traced is not None:
             self._traced.check()
         else:
-            raise_for_own_ways(self._layers)
+            check_container(self._layers)
 
     def _has_graph(self, x: Any) -> bool:
         return any(one.requires_grad for one in self.module.parameters()) or any(
@@ -279,13 +279,13 @@ class Sequential(nn.Module):
             An iterator over the outputs, in the order of the batches.
 
         Raises:
-            RuntimeError: A training of this pipe is active, or ``torch.autocast``, which does not reach a
-                stream.
-            ValueError: A batch requires a gradient.
+            RuntimeError: A training of this pipe is active, or ``torch.autocast`` is on, which streams do not
+                support.
+            ValueError: A batch requires grad.
         """
         self._raise_if_training("use training.evaluate(x), or leave its with block")
         self._raise_for_changes()
-        if casting_here():
+        if current_casting():
             raise RuntimeError(
                 "Sequential: torch.autocast does not reach the parts of a stream; call pipe(x) instead"
             )

@@ -90,8 +90,8 @@ class Segment(nn.Module):
 
     def _given(self, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
         if not self.first:
-            (came,) = args
-            return dict(zip(self.takes, (came,) if len(self.takes) == 1 else came, strict=True))
+            (value,) = args
+            return dict(zip(self.takes, (value,) if len(self.takes) == 1 else value, strict=True))
         unknown = [name for name in named if name not in self.takes[len(args) :]]
         if unknown or len(args) + len(named) != len(self.takes):
             raise TypeError(

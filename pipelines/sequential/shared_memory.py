@@ -83,8 +83,8 @@ def _move(storage: Any, tensors: list[Tensor], place: Any) -> None:
         storage._swap_data_ptr_(place)
         return
     for tensor in tensors:
-        there = torch.empty(0, dtype=tensor.dtype)
-        tensor.data = there.set_(place, tensor.storage_offset(), tensor.size(), tensor.stride())
+        moved = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = moved.set_(place, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _new_block(size: int) -> mmap.mmap:
@@ -130,22 +130,22 @@ def _block_of(tensor: Tensor) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class SharedModule:
     """Wrapper that pickles a module for another process.
 
-    The process maps the module's tensors. ``away``: the module goes to another host, which copies them.
+    The process maps the module's tensors. ``remote``: the module goes to another host, which copies them.
     """
 
     module: nn.Module
-    away: bool = False
+    remote: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the module, so that the receiver gets the module itself."""
-        if self.away:
-            return _told, (self.module, settings())
+        if self.remote:
+            return _with_settings, (self.module, settings())
         out = io.BytesIO()
         _Pickler(out, protocol=5).dump(self.module)
-        return _arrived, (out.getvalue(), settings())
+        return _unpickled_module, (out.getvalue(), settings())
 
 
 def settings() -> tuple[Any, ...]:
@@ -158,20 +158,20 @@ def settings() -> tuple[Any, ...]:
     )
 
 
-def _arrived(data: bytes, told: tuple[Any, ...]) -> nn.Module:
-    _tell(told)
+def _unpickled_module(data: bytes, chosen: tuple[Any, ...]) -> nn.Module:
+    _apply_settings(chosen)
     module: nn.Module = pickle.loads(data)
     return module
 
 
-def _told(module: nn.Module, told: tuple[Any, ...]) -> nn.Module:
-    _tell(told)
+def _with_settings(module: nn.Module, chosen: tuple[Any, ...]) -> nn.Module:
+    _apply_settings(chosen)
     return module
 
 
-def _tell(told: tuple[Any, ...]) -> None:
+def _apply_settings(chosen: tuple[Any, ...]) -> None:
     """Apply the program's settings of torch to this process."""
-    default, precision, (deterministic, warn), anomaly = told
+    default, precision, (deterministic, warn), anomaly = chosen
     torch.set_default_dtype(default)
     torch.set_float32_matmul_precision(precision)
     torch.use_deterministic_algorithms(deterministic, warn_only=warn)

@@ -30,7 +30,7 @@ class _ThreadStore(threading.local):
         self.in_pipe = False  # a pipe's store contains nothing of earlier batches
 
 
-_here = _ThreadStore()
+_thread_store = _ThreadStore()
 
 
 class Stash(nn.Module):
@@ -64,12 +64,12 @@ class Stash(nn.Module):
         """
         if x is not None and not isinstance(x, Tensor):
             raise TypeError(f"Stash({self.name!r}): x must be a tensor or None, got a {type(x).__name__}")
-        if _here.in_pipe and self.name in _here.store:
+        if _thread_store.in_pipe and self.name in _thread_store.store:
             raise RuntimeError(
                 f"Stash({self.name!r}): a value with this name is already stashed; put a "
                 f"Pop({self.name!r}) before the second Stash"
             )
-        _here.store[self.name] = x
+        _thread_store.store[self.name] = x
         return x
 
     def extra_repr(self) -> str:
@@ -107,7 +107,7 @@ class Pop(nn.Module):
             RuntimeError: No value with this name is stashed.
         """
         try:
-            stashed = _here.store.pop(self.name)
+            stashed = _thread_store.store.pop(self.name)
         except KeyError:
             raise RuntimeError(
                 f"Pop({self.name!r}): no value is stashed; put a Stash({self.name!r}) before it"
@@ -123,9 +123,9 @@ class Pop(nn.Module):
 def skip_store(skips: Skips) -> Iterator[Skips]:
     """Let ``Pop`` find ``skips``, and yield a dictionary that at the end contains the skips for later
     parts."""
-    before = _here.store, _here.in_pipe
-    _here.store, _here.in_pipe = dict(skips), True
+    before = _thread_store.store, _thread_store.in_pipe
+    _thread_store.store, _thread_store.in_pipe = dict(skips), True
     try:
-        yield _here.store
+        yield _thread_store.store
     finally:
-        _here.store, _here.in_pipe = before
+        _thread_store.store, _thread_store.in_pipe = before

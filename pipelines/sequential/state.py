@@ -47,13 +47,13 @@ def state_of(parts: Sequence[Part], copied: bool = False) -> list[Any]:
     """
     found: list[Any] = [settings()]
     for part in parts:
-        away = part.away or (copied and part.device is not None and part.device.type != "cpu")
+        remote = part.remote or (copied and part.device is not None and part.device.type != "cpu")
         for module in part.module.modules():
-            found.extend(_seen(module, away, numbers=copied or not part.away))
+            found.extend(_seen(module, remote, numbers=copied or not part.remote))
     return found
 
 
-def _seen(module: nn.Module, away: bool, numbers: bool) -> Iterator[Any]:
+def _seen(module: nn.Module, remote: bool, numbers: bool) -> Iterator[Any]:
     yield type(module)
     for name, value in vars(module).items():
         if name not in _EVERY_MODULES:
@@ -73,7 +73,7 @@ def _seen(module: nn.Module, away: bool, numbers: bool) -> Iterator[Any]:
             yield name
             if tensor is None:
                 continue
-            place = None if away else place_of(tensor)
+            place = None if remote else place_of(tensor)
             if place is not None:
                 yield place, tensor.dtype, tensor.shape, tensor.stride()
             else:

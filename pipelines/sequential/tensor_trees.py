@@ -168,10 +168,10 @@ def join_checked(values: list[Any], sizes: list[int], batch: str, dim: int = 0) 
     Raises ``ValueError`` if their sizes have changed.
     """
     for chunk, (value, size) in enumerate(zip(values, sizes, strict=True)):
-        if (came := batch_size(value, "the output", dim)) != size:
+        if (found := batch_size(value, "the output", dim)) != size:
             raise ValueError(
                 f"Sequential: the output of micro-batch {chunk} of {batch} must have {size} samples like its "
-                f"input, got {came}; keep the batch dimension, or pass join="
+                f"input, got {found}; keep the batch dimension, or pass join="
             )
     return join(values, dim)
 

@@ -228,11 +228,11 @@ class _Picture:
     def _axis(self) -> None:
         """Draw the axis in milliseconds below the rows, with a faint line at each figure."""
         end = self.timeline.seconds * 1000
-        apart = _apart(end, self.plot)
-        for count in range(int(end / apart + 1e-6) + 1 if apart else 1):
-            x = LEFT + count * apart / 1000 * self.scale
+        distance = _tick_distance(end, self.plot)
+        for count in range(int(end / distance + 1e-6) + 1 if distance else 1):
+            x = LEFT + count * distance / 1000 * self.scale
             self._line(x, TOP - 6, x, self.foot, LINE)
-            self._write(x, self.foot + 16, f"{count * apart:.10g}", anchor="middle", fill=FAINT)
+            self._write(x, self.foot + 16, f"{count * distance:.10g}", anchor="middle", fill=FAINT)
         self._write(LEFT + self.plot / 2, self.foot + 36, "time in ms", anchor="middle", fill=FAINT)
 
     def _steps(self) -> None:
@@ -316,7 +316,7 @@ def _width(timeline: Timeline) -> float:
     return min(max(NARROWEST, 20 * timeline.seconds / usual), WIDEST) if usual else NARROWEST
 
 
-def _apart(end: float, plot: float) -> float:
+def _tick_distance(end: float, plot: float) -> float:
     """Return the distance between two figures of an axis from 0 to ``end``.
 
     It is 1, 2 or 5 times a power of ten, and at least 70 pixels.
@@ -325,7 +325,9 @@ def _apart(end: float, plot: float) -> float:
         return 0.0
     least = end * 70 / plot
     power: float = 10.0 ** math.floor(math.log10(least))
-    return next(apart for apart in (power, 2 * power, 5 * power, 10 * power) if apart >= least * (1 - 1e-9))
+    return next(
+        distance for distance in (power, 2 * power, 5 * power, 10 * power) if distance >= least * (1 - 1e-9)
+    )
 
 
 def _colour(op: Op, shade: int) -> str:

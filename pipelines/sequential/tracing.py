@@ -377,9 +377,9 @@ def _begin(nodes: list[fx.Node], name: Any) -> int:
         paths = [str(node.target), *_around(node)] if node.op == "call_module" else _around(node)
         if any(path == name or path.startswith(f"{name}.") for path in paths):
             return place
-    there = dict.fromkeys(path for node in nodes for path in _around(node) if path)
+    known = dict.fromkeys(path for node in nodes for path in _around(node) if path)
     raise ValueError(
-        f"Sequential: parts must name layers that forward calls ({', '.join(map(repr, list(there)[:20]))}), "
+        f"Sequential: parts must name layers that forward calls ({', '.join(map(repr, list(known)[:20]))}), "
         f"got {short(name)}"
     )
 

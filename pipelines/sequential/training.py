@@ -32,7 +32,7 @@ from flowchan.pipelines.sequential.engine.worker_messages import (
     ScaleGradients,
     Train,
 )
-from flowchan.pipelines.sequential.parts import Part, casting_here
+from flowchan.pipelines.sequential.parts import Part, current_casting
 from flowchan.pipelines.sequential.shared_memory import share
 from flowchan.pipelines.sequential.state import modes_of, state_of
 from flowchan.pipelines.sequential.tensor_trees import batch_size, mapped, split, without_gradient
@@ -144,7 +144,7 @@ class Training:
 
     def _start(self) -> None:
         if self._on.apart:
-            share(part.module for part in self._parts if not part.away)
+            share(part.module for part in self._parts if not part.remote)
             self._seen = _seen(self._parts)
         self._run.begin()
         self._run.run.__enter__()  # the block of this object is that of the run, which also handles Ctrl-C
@@ -205,7 +205,7 @@ class Training:
                 order = text(plan[job.worker])
                 run.put(job.worker, Train(self._steps, sizes, seed, order, run.changed(job)))
             run.put_inputs(inputs)
-            run.put_behind("T", targets)
+            run.put_to_last("T", targets)
             if self._clip is not None:
                 norm = math.sqrt(sum(answer.square for answer in run.answers()[0]))
                 # like torch's clip_grad_norm_, for NaN as well
@@ -270,7 +270,7 @@ class Training:
     def _raise_if_changed(self) -> None:
         """Raise ``RuntimeError`` if layers have changed or ``torch.autocast`` is active, because workers
         would not notice."""
-        if casting_here():
+        if current_casting():
             raise RuntimeError(
                 "training: torch.autocast does not reach the parts; use pipe.trainer(…, autocast=…)"
             )

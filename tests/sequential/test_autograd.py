@@ -38,9 +38,9 @@ def gradients(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def assert_same_gradients(module: nn.Module, plain: nn.Module) -> None:
-    mine, other = gradients(module), gradients(plain)
-    assert mine.keys() == other.keys()
-    for name, gradient in mine.items():
+    actual, other = gradients(module), gradients(plain)
+    assert actual.keys() == other.keys()
+    for name, gradient in actual.items():
         assert (gradient is None) == (other[name] is None), name
         torch.testing.assert_close(gradient, other[name], **CLOSE)
 
@@ -164,14 +164,16 @@ def test_hooks_are_called_once_per_batch(on: Any) -> None:
     with Sequential(model, 3, on=on, chunks=4) as pipe:
         calls: list[list[str]] = []
         for module in (pipe, plain):
-            heard: list[str] = []
-            calls.append(heard)
+            recorded: list[str] = []
+            calls.append(recorded)
             module[0].weight.register_hook(
-                lambda g, heard=heard: heard.append("weight") or g.clamp(-0.01, 0.01)
+                lambda g, recorded=recorded: recorded.append("weight") or g.clamp(-0.01, 0.01)
             )
-            module[2].bias.register_post_accumulate_grad_hook(lambda _, heard=heard: heard.append("bias"))
-            module.register_forward_hook(lambda m, i, o, heard=heard: heard.append("forward"))
-            module.register_full_backward_hook(lambda m, i, o, heard=heard: heard.append("backward"))
+            module[2].bias.register_post_accumulate_grad_hook(
+                lambda _, recorded=recorded: recorded.append("bias")
+            )
+            module.register_forward_hook(lambda m, i, o, recorded=recorded: recorded.append("forward"))
+            module.register_full_backward_hook(lambda m, i, o, recorded=recorded: recorded.append("backward"))
             contrastive(module(x)).backward()
         assert_same_gradients(pipe, plain)
         assert sorted(calls[0]) == sorted(calls[1]) == ["backward", "bias", "forward", "weight"]

@@ -50,8 +50,8 @@ def test_split_matches_known_results() -> None:
 
 
 def test_split_handles_hundreds_of_layers() -> None:
-    chance = random.Random(1)
-    values = [chance.random() for _ in range(300)]
+    generator = random.Random(1)
+    values = [generator.random() for _ in range(300)]
     counts = best_split(values, 8)
     assert largest(values, counts) < sum(values) / 8 + 1
 

@@ -89,12 +89,12 @@ def test_running_statistics_match_the_plain_module(on: Any, momentum: float | No
         for x, target in batches([12, 12, 9]):
             training.step(x, target)
             plain(x)
-    mine, other = module[0], plain[0]
-    assert isinstance(mine, nn.BatchNorm1d)
+    actual, other = module[0], plain[0]
+    assert isinstance(actual, nn.BatchNorm1d)
     assert isinstance(other, nn.BatchNorm1d)
-    torch.testing.assert_close(mine.running_mean, other.running_mean)
-    torch.testing.assert_close(mine.running_var, other.running_var)
-    assert int(mine.num_batches_tracked) == int(other.num_batches_tracked) == 3
+    torch.testing.assert_close(actual.running_mean, other.running_mean)
+    torch.testing.assert_close(actual.running_var, other.running_var)
+    assert int(actual.num_batches_tracked) == int(other.num_batches_tracked) == 3
 
 
 def test_single_micro_batch_trains_exactly_like_the_plain_module() -> None:

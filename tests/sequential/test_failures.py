@@ -19,7 +19,7 @@ from support.waiting import wait_until
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
-from trained import OPTIMIZERS, Gate, assert_same_state, batches, in_parts, perceptron, plainly
+from trained import OPTIMIZERS, Blocker, assert_same_state, batches, in_parts, perceptron, plainly
 
 from flowchan import RunError, WorkerDied
 
@@ -222,11 +222,11 @@ def test_module_keeps_earlier_steps_after_a_failure(on: Any) -> None:
 # --- killed workers ---
 
 
-def killed_at(gate: Gate, pid: Path, mark: Path | None = None) -> threading.Thread:
-    """Kill the process that waits at the gate, after ``mark`` exists."""
+def killed_at(blocker: Blocker, pid: Path, mark: Path | None = None) -> threading.Thread:
+    """Kill the process that waits at the blocker, after ``mark`` exists."""
 
     def kill() -> None:
-        gate.wait_held()
+        blocker.wait_held()
         if mark is not None:
             wait_until(mark.exists)
         os.kill(int(pid.read_text()), signal.SIGKILL)
@@ -238,13 +238,13 @@ def killed_at(gate: Gate, pid: Path, mark: Path | None = None) -> threading.Thre
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_killed_worker_is_reported_with_part_and_progress(tmp_path: Path, backward: bool) -> None:
-    gate, pid = Gate(), tmp_path / "pid"
+    blocker, pid = Blocker(), tmp_path / "pid"
 
     def hold() -> None:
         pid.write_text(str(os.getpid()))
-        gate.wait()
+        blocker.wait()
 
-    killer = killed_at(gate, pid)
+    killer = killed_at(blocker, pid)
     error = failure_of(with_layer(At(6, hold, backward)), "process", steps=2)
     killer.join()
     cause = error.exceptions[0].__cause__
@@ -260,17 +260,17 @@ def test_killed_worker_is_reported_with_part_and_progress(tmp_path: Path, backwa
 
 
 def test_killed_worker_without_received_output_has_no_known_step(tmp_path: Path) -> None:
-    gate, pid = Gate(), tmp_path / "pid"
+    blocker, pid = Blocker(), tmp_path / "pid"
 
     def hold() -> None:
         pid.write_text(str(os.getpid()))
-        gate.wait()
+        blocker.wait()
 
     ((x, target),) = batches([8])
     module = nn.Sequential(nn.Linear(6, 4), At(6, hold))
     with in_parts(module, 2, "process", schedule="gpipe", optimizer=OPTIMIZERS["sgd"]) as training:
         training.step(x, target)
-        killer = killed_at(gate, pid)
+        killer = killed_at(blocker, pid)
         with pytest.raises(RunError) as raised:
             training.step(x, target)
         killer.join()
@@ -281,18 +281,18 @@ def test_killed_worker_without_received_output_has_no_known_step(tmp_path: Path)
 
 def test_killed_worker_is_reported_with_its_last_received_step(tmp_path: Path) -> None:
     """The worker waits in F2 of step 1, after F1 has reached the next part."""
-    gate, pid, arrived = Gate(), tmp_path / "pid", tmp_path / "arrived"
+    blocker, pid, arrived = Blocker(), tmp_path / "pid", tmp_path / "arrived"
 
     def hold() -> None:
         pid.write_text(str(os.getpid()))
-        gate.wait()
+        blocker.wait()
 
     ((x, target),) = batches([8])
     module = nn.Sequential(At(6, hold), nn.Linear(6, 4), At(5, arrived.touch))
 
     with in_parts(module, [2, 1], "process", schedule="gpipe", optimizer=OPTIMIZERS["sgd"]) as training:
         training.step(x, target)
-        killer = killed_at(gate, pid, arrived)
+        killer = killed_at(blocker, pid, arrived)
         with pytest.raises(RunError) as raised:
             training.step(x, target)
         killer.join()
@@ -346,15 +346,15 @@ def test_exception_in_the_block_propagates(on: Any) -> None:
 
 @everywhere
 def test_ctrl_c_ends_step_and_training(on: Any) -> None:
-    gate = Gate()
+    blocker = Blocker()
 
     def interrupt() -> None:
-        gate.wait_held()
+        blocker.wait_held()
         os.kill(os.getpid(), signal.SIGINT)
-        gate.open()
+        blocker.open()
 
     def train() -> None:
-        with in_parts(with_layer(At(1, gate.wait)), 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
+        with in_parts(with_layer(At(1, blocker.wait)), 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
             helper.start()
             training.step(*next(batches([8])))
 

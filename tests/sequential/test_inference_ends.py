@@ -109,11 +109,11 @@ def test_worker_killed_once_is_replaced_without_wrong_outputs(tmp_path: Path) ->
 
 
 def test_workers_killed_from_outside_are_replaced(tmp_path: Path) -> None:
-    class Told(nn.Module):
+    class ReturnsPid(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + os.getpid() * 0 if x.device.type == "meta" else torch.full_like(x, os.getpid())
 
-    with Sequential([Told(), nn.Identity()], on="process", chunks=2) as pipe:
+    with Sequential([ReturnsPid(), nn.Identity()], on="process", chunks=2) as pipe:
         for _ in range(3):
             pid = int(pipe(torch.zeros(2, 1, dtype=torch.int64))[0])
             stream = pipe.stream(torch.zeros(2, 1, dtype=torch.int64) for _ in range(40))
@@ -224,23 +224,23 @@ def test_ctrl_c_ends_a_waiting_call_but_not_the_pipe() -> None:
 @everywhere
 def test_ctrl_c_in_a_call_does_not_affect_a_stream(on: Any) -> None:
     """A call also reads outputs of other batches, and Ctrl-C may interrupt it at any point."""
-    chance = random.Random(0)
-    came = 0
+    generator = random.Random(0)
+    interrupted = 0
     with Sequential([nn.Identity(), nn.Identity()], on=on, chunks=4) as pipe, interrupting_alarms():
         for _ in range(150):
-            beside = pipe.stream(torch.full((1, 1), float(number)) for number in range(8))
-            assert next(beside) == 0
+            stream = pipe.stream(torch.full((1, 1), float(number)) for number in range(8))
+            assert next(stream) == 0
             try:
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 2e-3))
+                    signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-5, 2e-3))
                     for _ in range(100):
                         pipe(torch.zeros(4, 1))
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
-                came += 1
-            assert [float(y) for y in beside] == [1, 2, 3, 4, 5, 6, 7]
-    assert came
+                interrupted += 1
+            assert [float(y) for y in stream] == [1, 2, 3, 4, 5, 6, 7]
+    assert interrupted
 
 
 @contextlib.contextmanager

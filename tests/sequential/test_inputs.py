@@ -118,8 +118,8 @@ def test_batch_can_be_another_dimension(on: Any) -> None:
         with pytest.raises(ValueError, match=r"got dim=1; compute the loss of pipe\(x\)"):
             pipe.trainer(loss=cross_entropy)
     torch.testing.assert_close(x.grad, twin.grad)
-    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad)
+    for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, other.grad)
 
 
 class Sums(nn.Module):
@@ -146,8 +146,8 @@ def test_join_function_combines_outputs(on: Any) -> None:
             (each.sum() + one * 2).backward()
         with torch.no_grad():
             torch.testing.assert_close(pipe(x), plain(x))
-    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad)
+    for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, other.grad)
 
 
 class Sometimes(nn.Module):

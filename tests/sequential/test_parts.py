@@ -114,7 +114,7 @@ def test_parts_in_processes_have_disjoint_cores() -> None:
     with Sequential([Cores(), Cores()], parts=2, on="process", chunks=1) as pipe:
         y = pipe(torch.zeros(1, 0))
     first, second = y[0, :64], y[0, 64:]
-    mine = torch.tensor([float(core in os.sched_getaffinity(0)) for core in range(64)])
-    assert torch.equal(first + second, mine)
+    actual = torch.tensor([float(core in os.sched_getaffinity(0)) for core in range(64)])
+    assert torch.equal(first + second, actual)
     assert first.any()
     assert second.any()

@@ -108,17 +108,17 @@ def test_state_loaded_during_a_training_reaches_the_hosts(data: Any) -> None:
 def test_statistics_of_batch_norm_return_from_hosts() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4), nn.BatchNorm1d(4))
-    here = copy.deepcopy(module)
+    local_module = copy.deepcopy(module)
     (x, target), (other, _) = batches([8, 8])
-    places: list[tuple[nn.Sequential, Any]] = [(module, POOL), (here, "thread")]
+    places: list[tuple[nn.Sequential, Any]] = [(module, POOL), (local_module, "thread")]
     for one, on in places:
         with in_parts(one, 2, on=on, chunks=2) as training:
             training.step(x, target)
-    assert_same_state(module, here)
+    assert_same_state(module, local_module)
     for one, on in places:
         with Sequential(one, 2, on=on, chunks=2) as pipe:
             pipe(other)
-    assert_same_state(module, here)
+    assert_same_state(module, local_module)
 
 
 def test_loss_of_a_pipe_on_hosts_trains_it(data: Any) -> None:

@@ -55,8 +55,8 @@ def train():
     with pipe.trainer(loss=loss, optimizer=partial(SGD, lr=0.1)) as training:
         found = [training.step(x, target) for _ in range(3)]
     assert torch.allclose(torch.stack(found), torch.stack(losses), atol=1e-4)
-    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(mine, other, atol=1e-4)
+    for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(actual, other, atol=1e-4)
 
 def infer():
     factor = 3

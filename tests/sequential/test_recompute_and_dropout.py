@@ -30,10 +30,10 @@ def test_autocast_matches_the_plain_module(on: Any, recompute: bool) -> None:
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=0.01, atol=0.01)
     assert not torch.equal(loss, cross_entropy(perceptron()(x), target))
-    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-        assert mine.grad is not None
-        assert mine.grad.dtype is torch.float32
-        torch.testing.assert_close(mine.grad, other.grad, rtol=0.03, atol=0.003)
+    for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert actual.grad is not None
+        assert actual.grad.dtype is torch.float32
+        torch.testing.assert_close(actual.grad, other.grad, rtol=0.03, atol=0.003)
 
 
 # --- recompute ---

@@ -127,12 +127,12 @@ def test_each_step_occurs_once_and_backward_follows_forward(
 ) -> None:
     schedule, workers, parts, chunks = one
     for worker, found in enumerate(plan(schedule, workers, parts, chunks)):
-        mine: Any = range(worker, parts, workers)
+        actual: Any = range(worker, parts, workers)
         if schedule in IN_A_V:
-            mine = [part for part in (worker, 2 * workers - 1 - worker) if part < parts]
+            actual = [part for part in (worker, 2 * workers - 1 - worker) if part < parts]
         whole = [half for step in found for half in halves(step)]
         expected = {
-            Step(op, chunk, part) for op in ("F", "I", "W") for chunk in range(chunks) for part in mine
+            Step(op, chunk, part) for op in ("F", "I", "W") for chunk in range(chunks) for part in actual
         }
         assert len(whole) == len(expected)
         assert set(whole) == expected

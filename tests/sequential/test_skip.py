@@ -113,8 +113,8 @@ def test_gradients_flow_through_the_skip_alone() -> None:
         training.step(x, target)
     cross_entropy(plain(x), target).backward()
     assert module[0].weight.grad.abs().sum() > 0  # type: ignore[union-attr]
-    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad)
+    for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, other.grad)
 
 
 def test_pop_in_the_plain_module_returns_the_last_stash() -> None:

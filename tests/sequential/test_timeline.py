@@ -109,11 +109,11 @@ def test_trace_has_all_events_without_overlap(line: Timeline) -> None:
         assert one["ts"] == pytest.approx((event.begin - line.events[0].begin) * 1e6, abs=1e-3)
         assert one["dur"] == pytest.approx((event.end - event.begin) * 1e6, abs=1.1e-3)
     for worker in line.busy():
-        mine = [event for event in complete if event["tid"] == worker]
+        actual = [event for event in complete if event["tid"] == worker]
         # whole nanoseconds, like Perfetto
         assert all(
             round(1000 * (one["ts"] + one["dur"])) <= round(1000 * other["ts"])
-            for one, other in pairwise(mine)
+            for one, other in pairwise(actual)
         )
 
 
@@ -168,8 +168,8 @@ def test_texts_of_a_picture_do_not_overlap(line: Timeline) -> None:
     for (one, (left, top, right, bottom)), (other, (left2, top2, right2, bottom2)) in combinations(
         texts[:400], 2
     ):
-        apart = right <= left2 or right2 <= left or bottom <= top2 or bottom2 <= top
-        assert apart, f"{one!r} and {other!r}"
+        separate = right <= left2 or right2 <= left or bottom <= top2 or bottom2 <= top
+        assert separate, f"{one!r} and {other!r}"
 
 
 @lines
@@ -178,8 +178,8 @@ def test_every_event_is_a_box_with_details(line: Timeline) -> None:
     assert len(boxes) == len(line.events)
     width = number(ElementTree.fromstring(line.svg()), "width")
     assert all(number(box, "x") >= 0 and number(box, "x") + number(box, "width") <= width for box in boxes)
-    said = {title.text for box in boxes if (title := box.find(SVG + "title")) is not None}
-    assert len(said) == len({(str(event), event.begin) for event in line.events})
+    titles = {title.text for box in boxes if (title := box.find(SVG + "title")) is not None}
+    assert len(titles) == len({(str(event), event.begin) for event in line.events})
 
 
 def test_boxes_are_placed_by_time() -> None:

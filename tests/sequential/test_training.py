@@ -66,8 +66,8 @@ def test_gradients_match_the_plain_module(on: Any, recompute: bool) -> None:
         expected = cross_entropy(plain(x), target)
         expected.backward()
         torch.testing.assert_close(loss, expected.detach())
-        for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, other.grad)
+        for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(actual.grad, other.grad)
 
 
 @everywhere
@@ -218,8 +218,8 @@ def test_gradients_accumulate_over_steps(on: Any) -> None:
         for x, target in batches([8, 5]):
             training.step(x, target)
             cross_entropy(plain(x), target).backward()
-    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad)
+    for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, other.grad)
 
 
 @everywhere

@@ -171,8 +171,8 @@ def test_timeline_shows_every_step_of_the_schedule(on: Any) -> None:
             training.step(*each)
         events = training.timeline().events
     for worker in range(2):
-        mine = [f"{event.op}{event.chunk}" for event in events if (event.worker, event.step) == (worker, 1)]
-        assert mine == [*training.schedule[worker].split(), "updateNone"]
+        actual = [f"{event.op}{event.chunk}" for event in events if (event.worker, event.step) == (worker, 1)]
+        assert actual == [*training.schedule[worker].split(), "updateNone"]
     assert all(event.begin <= event.end for event in events)
 
 

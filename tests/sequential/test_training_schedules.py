@@ -34,8 +34,8 @@ def test_gradients_in_double_match_the_plain_module(schedule: Any, parts: int, o
     expected = cross_entropy(plain(x), target)
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-14, atol=1e-15)
-    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-15)
+    for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, other.grad, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])

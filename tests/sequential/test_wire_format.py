@@ -35,17 +35,17 @@ VALUES = {
 @pytest.mark.parametrize("name", VALUES)
 def test_tensor_arrives_unchanged(name: str, reads: bool) -> None:
     value = VALUES[name]
-    came = crossed(value, reads)
-    assert came.dtype == value.dtype
-    assert came.layout == value.layout
-    assert torch.equal(came.to_dense(), value.to_dense())
+    arrived = crossed(value, reads)
+    assert arrived.dtype == value.dtype
+    assert arrived.layout == value.layout
+    assert torch.equal(arrived.to_dense(), value.to_dense())
 
 
 def test_nested_value_arrives_unchanged() -> None:
-    came = crossed({"a": torch.ones(3), "b": (torch.zeros(3), "text")}, reads=False)
-    assert torch.equal(came["a"], torch.ones(3))
-    assert torch.equal(came["b"][0], torch.zeros(3))
-    assert came["b"][1] == "text"
+    arrived = crossed({"a": torch.ones(3), "b": (torch.zeros(3), "text")}, reads=False)
+    assert torch.equal(arrived["a"], torch.ones(3))
+    assert torch.equal(arrived["b"][0], torch.zeros(3))
+    assert arrived["b"][1] == "text"
 
 
 def test_parameter_still_requires_grad_on_arrival() -> None:
@@ -109,6 +109,6 @@ def test_reading_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
 def crossed(value: Any, reads: bool) -> Any:
     channel: Channel[Any] = Channel(across="processes")
     channel.put(closed(value))
-    came, form = channel.get()
+    arrived, form = channel.get()
     channel.close()
-    return came if form is None else opened(came, form, reads)
+    return arrived if form is None else opened(arrived, form, reads)

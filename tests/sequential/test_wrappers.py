@@ -49,8 +49,8 @@ def work(rank, file, on):
             if each is pipe:
                 wrapped.register_comm_hook(synchronised, counted)
             trained(rank, wrapped, torch.optim.Adam(wrapped.parameters(), 0.01))
-        for mine, other in zip(pipe.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+        for actual, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(actual, other, rtol=1e-12, atol=1e-12)
         assert len(synchronised) == 3, synchronised  # once per step, but for that without
     distributed.destroy_process_group()
 

@@ -79,7 +79,7 @@ def plainly(
     return module, losses
 
 
-class Gate:
+class Blocker:
     """Blocks workers in any thread or process until it is opened."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Gate:
 
     def wait(self) -> None:
         for _ in self.channel:
-            raise AssertionError("nothing is ever put into a gate")
+            raise AssertionError("nothing is ever put into a blocker")
 
     def wait_held(self) -> None:
         wait_blocked(self.channel, readers=1)

@@ -144,7 +144,7 @@ class WorkersRun(PipelineRun):
 
     def __init__(self, name: str, jobs: Sequence[Assignment], on: Placement, chunks: int) -> None:
         super().__init__(name)
-        self.jobs, self.apart = jobs, on.apart
+        self.jobs, self.own_processes = jobs, on.apart
         self._commands, answers = declare(self.graph, jobs, on, chunks)
         self.lend(*answers)
         self._synced: list[list[SyncedTensors]] = []  # per worker, for parts on other hosts
@@ -152,7 +152,7 @@ class WorkersRun(PipelineRun):
     def begin(self) -> None:
         """Start the workers."""
         self._synced = [
-            [SyncedTensors(state_tensors(part.module)) for part in job.parts if part.away]
+            [SyncedTensors(state_tensors(part.module)) for part in job.parts if part.remote]
             for job in self.jobs
         ]
         self.start(self._commands)
@@ -165,17 +165,17 @@ class WorkersRun(PipelineRun):
         """Send the micro-batches of a batch to the worker of the first part."""
         worker = self.jobs[0].owners.of[0]
         for chunk, piece in enumerate(pieces):
-            self.put(worker, Item(("F", 0, chunk), Passed(self.light(piece), {}, wants)))
+            self.put(worker, Item(("F", 0, chunk), Passed(self.on_cpu(piece), {}, wants)))
 
-    def put_behind(self, what: str, pieces: Sequence[Any]) -> None:
+    def put_to_last(self, what: str, pieces: Sequence[Any]) -> None:
         """Send one gradient or target per micro-batch to the worker of the last part."""
         last = self.jobs[0].total - 1
         for chunk, piece in enumerate(pieces):
-            self.put(self.jobs[0].owners.of[-1], Item((what, last, chunk), self.light(piece)))
+            self.put(self.jobs[0].owners.of[-1], Item((what, last, chunk), self.on_cpu(piece)))
 
-    def light(self, value: Any) -> Any:
+    def on_cpu(self, value: Any) -> Any:
         """Prepare a value for sending: move it to CPU memory if it goes to another process."""
-        if not self.apart:
+        if not self.own_processes:
             return value
         return mapped(lambda tensor: tensor.detach().cpu().contiguous(), value)
 

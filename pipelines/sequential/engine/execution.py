@@ -127,7 +127,7 @@ class Execution:
             self._held[key] = _Forward(leaves, _chosen(listed(value, skips), wants))
         return Passed(mapped(Tensor.detach, value), mapped(Tensor.detach, skips), tuple(wants))
 
-    def is_to_be_done_again(self, key: Key) -> bool:
+    def needs_recompute(self, key: Key) -> bool:
         """Return whether the backward pass must recompute the forward pass."""
         return isinstance(self._held[key], _Again)
 

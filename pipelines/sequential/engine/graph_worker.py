@@ -134,18 +134,18 @@ class GraphWorker(PipelineWorker):
                 values = tuple(found[: len(found) - len(parameters)])
                 _add(sums, own, found[len(values) :])
             if step.part or (values and self.failure is None):
-                self.put(("B", step.part - 1, chunk), self.light(values))
+                self.put(("B", step.part - 1, chunk), self.on_cpu(values))
         if not back.keep:
             self._drop(back.number)
-        light: list[Tensor | None] = self.light(sums)
-        return light
+        on_cpu: list[Tensor | None] = self.on_cpu(sums)
+        return on_cpu
 
     def _gradients(
         self, back: Backward, step: Step, given: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
         key = back.number, step.chunk
         parameters, swaps = self._held[back.number]
-        if self.execution.is_to_be_done_again(key):
+        if self.execution.needs_recompute(key):
             with self.timed("recompute", back.number, step), _swapped(swaps):
                 self.execution.again(key)
         with self.timed("B", back.number, step):

@@ -131,9 +131,9 @@ class PipelineWorker(abc.ABC):
 
     def packed(self, passed: Passed) -> Passed:
         """Prepare an output for sending."""
-        return Passed(self.light(passed.value), self.light(passed.skips), passed.wants)
+        return Passed(self.on_cpu(passed.value), self.on_cpu(passed.skips), passed.wants)
 
-    def light(self, value: Any) -> Any:
+    def on_cpu(self, value: Any) -> Any:
         """Prepare a value for sending: move it to CPU memory if it goes to another process."""
         return value if not self.job.own_process else mapped(Tensor.cpu, value)
 

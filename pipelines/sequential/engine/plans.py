@@ -45,10 +45,10 @@ class PartOwners:
     def towards(self, worker: int, part: int) -> int:
         """Return the direction of a part from a worker: 0 for itself, 1 for the next one, -1 for the previous
         one."""
-        away = self.of[part] - worker
-        if abs(away) > 1:  # around the ring
-            return -1 if away > 0 else 1
-        return away
+        distance = self.of[part] - worker
+        if abs(distance) > 1:  # around the ring
+            return -1 if distance > 0 else 1
+        return distance
 
     def sends(self, worker: int, step: Step) -> int:
         """Return the direction in which the result of a step goes, as in :meth:`towards`; 0 if it goes

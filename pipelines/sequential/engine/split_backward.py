@@ -85,10 +85,10 @@ class _Fork:
         # The hook must not refer to the fork: the cycle through the node could not be collected.
         noted = self.noted
 
-        def hook(came: Gradients) -> Gradients | None:
+        def hook(gradients: Gradients) -> Gradients | None:
             if noted:  # second half: the tensor's hooks have already changed the recorded gradients
                 return noted[0]
-            noted.append(came)
+            noted.append(gradients)
             return None
 
         self.listening = self.node.register_prehook(hook)
@@ -96,9 +96,9 @@ class _Fork:
     def go_back(self) -> None:
         if self.noted:
             roots = [
-                (GradientEdge(self.node, place), came)
-                for place, came in enumerate(self.noted[0])
-                if came is not None
+                (GradientEdge(self.node, place), gradients)
+                for place, gradients in enumerate(self.noted[0])
+                if gradients is not None
             ]
             _back(roots, self.weights)
         if self.listening is not None:
@@ -136,12 +136,12 @@ def _forks(leads: dict[Node, bool]) -> tuple[list[_Fork], list[Tensor]]:
         if way
     ]
     uses = Counter(id(one) for fork in forks for one in fork.weights)
-    here = {
+    inseparable = {
         id(one): one for fork in forks for one in fork.weights if uses[id(one)] > 1 or not _allows(fork.node)
     }
     for fork in forks:
-        fork.weights = [one for one in fork.weights if id(one) not in here]
-    return [fork for fork in forks if fork.weights], list(here.values())
+        fork.weights = [one for one in fork.weights if id(one) not in inseparable]
+    return [fork for fork in forks if fork.weights], list(inseparable.values())
 
 
 def _allows(node: Node) -> bool:

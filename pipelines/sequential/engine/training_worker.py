@@ -95,7 +95,7 @@ class TrainingWorker(PipelineWorker):
             job.worker,
             tuple(self.events),
             loss=torch.stack(self.losses).sum() if self.losses else None,
-            gradients=self.light([parameter.grad for parameter in job.parameters]) if sends else None,
+            gradients=self.on_cpu([parameter.grad for parameter in job.parameters]) if sends else None,
             communication=self.communication,
             changed=self.sent_changes(),
         )
@@ -168,13 +168,13 @@ class TrainingWorker(PipelineWorker):
         if step.part < self.job.total - 1:
             gradients = self.take(("B", step.part, step.chunk))
         key = train.number, step.chunk
-        if execution.is_to_be_done_again(key):
+        if execution.needs_recompute(key):
             with self.timed("recompute", train.number, step):
                 execution.again(key)
         with self.timed(step.op, train.number, step):
             found = (execution.backward if step.op == "B" else execution.inputs)(key, gradients)
         if step.part > 0:
-            self.put(("B", step.part - 1, step.chunk), self.light(found))
+            self.put(("B", step.part - 1, step.chunk), self.on_cpu(found))
 
     def _update(self, train: Train) -> None:
         """Clip over the gradients of all workers, like ``torch.nn.utils.clip_grad_norm_``, and update the
