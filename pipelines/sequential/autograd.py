@@ -51,7 +51,7 @@ from flowchan.pipelines.sequential.timeline import TimelineEvent
 
 
 class _Workers:
-    """The workers of some parts. They end when this object is garbage-collected."""
+    """The workers of some parts, which end with the garbage collection of this object."""
 
     def __init__(self, cut: Cut, parts: Sequence[Part], recompute: bool, deferred: bool, name: str) -> None:
         self.parts = parts

@@ -127,8 +127,8 @@ class Cut:
     def halvable(self) -> bool:
         """Return whether a training should use :meth:`halves`.
 
-        It should not on hosts, because twice as many activations would go over the network. It must not where
-        layers share a parameter, because the halves of a part might then both own the parameter.
+        The halves would double the network traffic between hosts. They are impossible where layers share a
+        parameter, because two parts would own it.
         """
         owned = [tensor for layer in self._layers for tensor in {*layer.parameters(), *layer.buffers()}]
         enough = len(self._layers) >= 2 * len(self.parts) > 2

@@ -27,7 +27,7 @@ from flowchan.pipelines.sequential.tensor_trees import split
 class Forecast:
     """Predicted performance of a schedule.
 
-    It applies to ``Sequential(module, parts, chunks=chunks)`` with ``trainer(schedule=schedule,
+    The forecast applies to ``Sequential(module, parts, chunks=chunks)`` with ``trainer(schedule=schedule,
     workers=workers)``.
 
     Attributes:
@@ -35,9 +35,9 @@ class Forecast:
         parts: Number of layers in each part.
         workers: Number of workers.
         chunks: Number of micro-batches.
-        seconds: Duration of a step.
-        alone: Duration of a step with one worker.
-        bubble: Share of the time that workers wait.
+        seconds: Duration of a step in seconds.
+        alone: Duration of a step with one worker in seconds.
+        bubble: Share of the time that workers wait, from 0 to 1.
         held: Peak of a worker's activations in bytes.
     """
 
