@@ -1,12 +1,13 @@
 """Cutting of modules with their own ``forward``, by tracing with ``torch.fx``.
 
-``forward`` is called once with stand-ins for its inputs. The recorded list of operations can be cut between
-any two operations.
+``forward`` is called once with proxies for its inputs. The recorded list of operations can be cut between any
+two operations.
 
 torch's own layers stay whole. Their modes, hooks, parameters and buffers therefore behave as in the plain
-module, and so do ``eval()``, ``to()``, optimizers and ``load_state_dict``. A submodule that stand-ins cannot
-pass is also kept whole: one that branches on values, or whose operations depend on its mode. To find such
-submodules, the module is traced again without them, in both modes.
+module, and so do ``eval()``, ``to()``, optimizers and ``load_state_dict``. A submodule that proxies cannot
+pass is also kept whole: one that branches on values, or whose operations depend on its mode. The module is
+traced in both modes. If a trace fails or the two differ, the traces are repeated with the innermost such
+submodule kept whole.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from flowchan.pipelines.sequential.skip import Pop, Stash
 from flowchan.pipelines.sequential.tensor_trees import mapped, tensors
 
 MAKERS = "arange", "zeros", "ones", "full", "empty", "eye", "linspace"
-"""Functions that create tensors from numbers, and that fx does not trace if the numbers are stand-ins."""
+"""Functions that create tensors from numbers, and that fx does not trace if the numbers are proxies."""
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks"
 
@@ -234,13 +235,13 @@ class _Tracer(fx.Tracer):
         return found
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """Return an attribute of a module, without a stand-in in other threads."""
+        """Return an attribute of a module, without a proxy in other threads."""
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """Create stand-ins for the arguments without defaults."""
+        """Create proxies for the arguments without defaults."""
         args: list[Any] = [self.root]
         for parameter in list(inspect.signature(root_fn).parameters.values())[1:]:
             if parameter.kind is parameter.VAR_KEYWORD or parameter.default is not parameter.empty:
@@ -301,7 +302,7 @@ def _once(
 
 @contextmanager
 def _makers() -> Iterator[None]:
-    """Let functions that create tensors accept stand-ins for numbers."""
+    """Let functions that create tensors accept proxies for numbers."""
 
     def taking(function: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **named: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-everywhere = pytest.mark.parametrize("on", ["thread", "process"])
+on_both_placements = pytest.mark.parametrize("on", ["thread", "process"])
 """Run a test on threads and on processes."""
 
 

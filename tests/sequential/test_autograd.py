@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Adam
@@ -50,7 +50,7 @@ def contrastive(y: Tensor) -> Tensor:
     return (y @ y.t()).logsumexp(1).sum() - (y * y).sum()
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gradients_around_and_in_the_pipe_match_plain_modules(on: Any, recompute: bool) -> None:
     model = perceptron()
@@ -69,7 +69,7 @@ def test_gradients_around_and_in_the_pipe_match_plain_modules(on: Any, recompute
     torch.testing.assert_close(x.grad, other.grad, **CLOSE)
 
 
-@everywhere
+@on_both_placements
 def test_outside_optimizer_trains_like_plain_modules(on: Any) -> None:
     model, head = perceptron(), nn.Linear(4, 3)
     plain = copy.deepcopy(nn.Sequential(model, head))
@@ -90,7 +90,7 @@ def test_outside_optimizer_trains_like_plain_modules(on: Any) -> None:
             torch.testing.assert_close(whole(x), plain(x), **CLOSE)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("change", ["data", "no_grad", "load"])
 def test_parameter_change_of_any_kind_applies_at_once(on: Any, change: str) -> None:
     model = perceptron()
@@ -114,7 +114,7 @@ def test_parameter_change_of_any_kind_applies_at_once(on: Any, change: str) -> N
             torch.testing.assert_close(next(pipe.stream([x])), model(x), **CLOSE)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("recompute", [False, True])
 def test_second_backward_pass_needs_retain_graph(on: Any, recompute: bool) -> None:
     model = perceptron()
@@ -130,7 +130,7 @@ def test_second_backward_pass_needs_retain_graph(on: Any, recompute: bool) -> No
         assert_same_gradients(pipe, plain)
 
 
-@everywhere
+@on_both_placements
 def test_backward_passes_work_in_any_order_and_together(on: Any) -> None:
     model = perceptron()
     plain = copy.deepcopy(model)
@@ -145,7 +145,7 @@ def test_backward_passes_work_in_any_order_and_together(on: Any) -> None:
         assert_same_gradients(pipe, plain)
 
 
-@everywhere
+@on_both_placements
 def test_autograd_grad_matches_the_plain_module(on: Any) -> None:
     model = perceptron()
     x = torch.randn(6, 6, requires_grad=True)
@@ -156,7 +156,7 @@ def test_autograd_grad_matches_the_plain_module(on: Any) -> None:
     assert not any(parameter.grad is not None for parameter in model.parameters())
 
 
-@everywhere
+@on_both_placements
 def test_hooks_are_called_once_per_batch(on: Any) -> None:
     model = perceptron()
     plain = copy.deepcopy(model)
@@ -179,7 +179,7 @@ def test_hooks_are_called_once_per_batch(on: Any) -> None:
         assert sorted(calls[0]) == sorted(calls[1]) == ["backward", "bias", "forward", "weight"]
 
 
-@everywhere
+@on_both_placements
 def test_frozen_parameters_get_no_gradient_and_can_be_unfrozen(on: Any) -> None:
     model = perceptron()
     plain = copy.deepcopy(model)
@@ -197,7 +197,7 @@ def test_frozen_parameters_get_no_gradient_and_can_be_unfrozen(on: Any) -> None:
         assert pipe(x).requires_grad
 
 
-@everywhere
+@on_both_placements
 def test_output_requires_grad_only_like_the_plain_modules(on: Any) -> None:
     x = torch.randn(8, 6)
     with Sequential(perceptron(), 2, on=on) as pipe:
@@ -223,7 +223,7 @@ class Fork(nn.Module):
         return y.clone().t().t(), {"best": y.argmax(1), "still": y.detach(), "scaled": [y * named["scale"]]}
 
 
-@everywhere
+@on_both_placements
 def test_nested_values_have_gradients_where_possible(on: Any) -> None:
     model = nn.Sequential(nn.Identity(), Fork())
     plain = copy.deepcopy(model)
@@ -243,7 +243,7 @@ def test_nested_values_have_gradients_where_possible(on: Any) -> None:
     torch.testing.assert_close(scale.grad, other.grad, **CLOSE)
 
 
-@everywhere
+@on_both_placements
 def test_backward_pass_of_one_of_several_outputs_matches(on: Any) -> None:
     model = nn.Sequential(nn.Identity(), Fork())
     plain = copy.deepcopy(model)
@@ -254,7 +254,7 @@ def test_backward_pass_of_one_of_several_outputs_matches(on: Any) -> None:
         assert_same_gradients(pipe, plain)
 
 
-@everywhere
+@on_both_placements
 def test_skips_pass_values_forward_and_gradients_back(on: Any) -> None:
     model = nn.Sequential(Stash("in"), nn.Linear(6, 6), nn.Tanh(), Pop("in"), nn.Linear(6, 2))
     plain = copy.deepcopy(model)
@@ -267,7 +267,7 @@ def test_skips_pass_values_forward_and_gradients_back(on: Any) -> None:
     torch.testing.assert_close(x.grad, other.grad, **CLOSE)
 
 
-@everywhere
+@on_both_placements
 def test_parts_can_share_a_parameter(on: Any) -> None:
     first, last = nn.Linear(6, 6), nn.Linear(6, 6)
     last.weight = first.weight
@@ -285,7 +285,7 @@ def test_parts_can_share_a_parameter(on: Any) -> None:
         assert pipe[0].weight is pipe[2].weight
 
 
-@everywhere
+@on_both_placements
 def test_autocast_around_a_call_reaches_the_parts(on: Any) -> None:
     model = perceptron().float()
     x = torch.randn(8, 6, dtype=torch.float32)
@@ -315,7 +315,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layer, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-@everywhere
+@on_both_placements
 def test_checkpoint_inside_layers_matches_the_plain_module(on: Any) -> None:
     model = nn.Sequential(*(Checkpointed(nn.Sequential(nn.Linear(6, 6), nn.Tanh())) for _ in range(4)))
     plain = copy.deepcopy(model)
@@ -348,7 +348,7 @@ def test_modules_without_randomness_do_not_advance_the_generator() -> None:
 # --- unsupported uses raise ---
 
 
-@everywhere
+@on_both_placements
 def test_second_derivatives_raise(on: Any) -> None:
     x = torch.randn(4, 6, requires_grad=True)
     with Sequential(perceptron(), 2, on=on, chunks=2) as pipe:
@@ -357,7 +357,7 @@ def test_second_derivatives_raise(on: Any) -> None:
         pipe(x).sum().backward()  # the pipe stays usable
 
 
-@everywhere
+@on_both_placements
 def test_parameter_change_before_the_backward_pass_raises(on: Any) -> None:
     with Sequential(perceptron(), 2, on=on, chunks=2) as pipe:
         y = pipe(torch.randn(4, 6)).sum()
@@ -391,7 +391,7 @@ class Weak(torch.autograd.Function):
         return gradient
 
 
-@everywhere
+@on_both_placements
 def test_failing_part_is_named_and_the_pipe_stays_usable(on: Any) -> None:
     x = torch.ones(8, 6)
     with Sequential([nn.Linear(6, 6), nn.Linear(6, 6), Bad(), nn.Identity()], 4, on=on, chunks=4) as pipe:
@@ -411,7 +411,7 @@ def test_failing_part_is_named_and_the_pipe_stays_usable(on: Any) -> None:
         assert pipe[0].weight.grad is not None
 
 
-@everywhere
+@on_both_placements
 def test_closed_pipe_raises_in_the_backward_pass(on: Any) -> None:
     with Sequential(perceptron(), 2, on=on, chunks=2) as pipe:
         y = pipe(torch.ones(4, 6)).sum()

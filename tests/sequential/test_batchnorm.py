@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from trained import OPTIMIZERS, assert_same_state, in_parts, schedules
@@ -78,7 +78,7 @@ def test_training_on_processes_matches_the_reference() -> None:
     assert_same_state(module, expected)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("momentum", [0.1, 0.5, None])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_running_statistics_match_the_plain_module(on: Any, momentum: float | None, recompute: bool) -> None:
@@ -124,7 +124,7 @@ def test_layer_in_eval_mode_keeps_its_statistics() -> None:
     assert int(module[2].num_batches_tracked) == 2
 
 
-@everywhere
+@on_both_placements
 def test_evaluation_uses_the_statistics_without_changing_them(on: Any) -> None:
     module = normalised()
     data = batches([12, 12])

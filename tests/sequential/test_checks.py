@@ -36,7 +36,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["parts must be from 1 to 3", "number of layers", "got 4"],
     ),
-    "no part": ({"parts": 0}, ValueError, ["parts must be from 1 to 3", "got 0"]),
+    "zero parts": ({"parts": 0}, ValueError, ["parts must be from 1 to 3", "got 0"]),
     "a negative number of parts": ({"parts": -2}, ValueError, ["got -2"]),
     "parts is a bool": ({"parts": True}, TypeError, ["parts must be an int, or a list", "True (bool)"]),
     "parts is a float": ({"parts": 2.5}, TypeError, ["2.5 (float)"]),
@@ -50,9 +50,13 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a list with a zero": ({"parts": [3, 0]}, ValueError, ["parts=[3, 0]", "at least 1", "got 0"]),
     "a list with a text": ({"parts": [2, "1"]}, ValueError, ["ints of at least 1", "got '1'"]),
     "an empty list": ({"parts": []}, ValueError, ["parts=[] must add up to 3"]),
-    "an unknown place": ({"on": "gpu"}, ValueError, ['on must be "thread", "process" or a pool', "'gpu'"]),
-    "a place that is no text": ({"on": None}, ValueError, ['"thread", "process" or a pool', "None"]),
-    "no chunks": (
+    "an unknown placement": (
+        {"on": "gpu"},
+        ValueError,
+        ['on must be "thread", "process" or a pool', "'gpu'"],
+    ),
+    "a placement that is not a text": ({"on": None}, ValueError, ['"thread", "process" or a pool', "None"]),
+    "zero chunks": (
         {"chunks": 0},
         ValueError,
         ["chunks must be at least 1, got 0", "use 1 to send whole batches"],
@@ -78,7 +82,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["got [1, 2]", "use parts=2"],
     ),
-    "a sample that is no tensor": (
+    "a sample that is not a tensor": (
         {"balance": "time", "sample": [1]},
         TypeError,
         ["sample[0] must be a tensor", "(int)"],
@@ -88,13 +92,13 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["usable devices (cpu", "got 'abacus'"],
     ),
-    "a device that is not there": (
+    "a missing device": (
         {"devices": ["cpu", "cuda:99"]},
         ValueError,
         ["got 'cuda:99'", "it does not exist"],
     ),
-    "a device without numbers": ({"devices": ["meta", "cpu"]}, ValueError, ["got 'meta'"]),
-    "a device that is none": ({"devices": ["cpu", None]}, ValueError, ["got None"]),
+    "a device without values": ({"devices": ["meta", "cpu"]}, ValueError, ["got 'meta'"]),
+    "a device that is None": ({"devices": ["cpu", None]}, ValueError, ["got None"]),
     "too few devices": ({"devices": ["cpu"]}, ValueError, ["devices must be 2, one for each part, got 1"]),
     "a pool with shares of workers": (
         {"on": local(2)[{"local-1": 1}]},
@@ -298,7 +302,7 @@ CHANGES: dict[str, tuple[list[nn.Module], str, tuple[int, ...]]] = {
     "folds": ([nn.Linear(4, 4), Fold(), nn.ReLU()], "layer '1' (Fold)", (16, 2)),
     "flattens all": ([nn.Linear(4, 4), nn.Flatten(0)], "layer '1' (Flatten)", (32,)),
     "sums": ([nn.Linear(4, 4), Total()], "layer '1' (Total)", ()),
-    "keeps two by chance": ([Fixed(), nn.ReLU()], "layer '0' (Fixed)", (2, 4)),
+    "keeps two rows": ([Fixed(), nn.ReLU()], "layer '0' (Fixed)", (2, 4)),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -37,7 +37,7 @@ def uneven() -> nn.Sequential:
     return nn.Sequential(Costs(60), Costs(40), *(Costs(1) for _ in range(6)))
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("stream", [False, True])
 def test_cut_is_measured_with_the_first_batch_and_kept(on: Any, stream: bool) -> None:
     with Sequential(uneven(), parts=2, on=on) as pipe:
@@ -78,7 +78,7 @@ def test_cut_stays_even_if_a_layer_cannot_be_measured() -> None:
         assert [len(part.module) for part in pipe.parts] == [2, 2]
 
 
-@everywhere
+@on_both_placements
 def test_slow_pipe_warns_once(on: Any) -> None:
     x = torch.ones(2, 1)
     with Sequential([nn.Identity() for _ in range(4)], parts=2, on=on) as pipe:

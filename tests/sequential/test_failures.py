@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from support.waiting import wait_until
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
-from trained import OPTIMIZERS, Blocker, assert_same_state, batches, in_parts, perceptron, plainly
+from trained import OPTIMIZERS, Blocker, assert_same_state, batches, in_parts, perceptron, train_plainly
 
 from flowchan import RunError, WorkerDied
 
@@ -94,7 +94,7 @@ def failure_of(module: nn.Sequential, on: Any, steps: int = 1, **options: Any) -
 # --- exceptions ---
 
 
-@everywhere
+@on_both_placements
 def test_failure_in_a_forward_pass_names_part_and_step(on: Any) -> None:
     error = failure_of(with_layer(At(2, bad)), on)
     assert error.message == "part 1 (layers '3' to '5'), step F2 (micro-batch 2 of 4): ValueError: bad"
@@ -102,13 +102,13 @@ def test_failure_in_a_forward_pass_names_part_and_step(on: Any) -> None:
     assert error.exceptions[0].stage == "part 1"
 
 
-@everywhere
+@on_both_placements
 def test_failure_in_a_backward_pass_names_part_and_step(on: Any) -> None:
     error = failure_of(with_layer(At(1, bad, backward=True)), on, schedule="gpipe")
     assert error.message == "part 1 (layers '3' to '5'), step B1 (micro-batch 1 of 4): ValueError: bad"
 
 
-@everywhere
+@on_both_placements
 def test_failure_in_the_loss_names_the_last_part(on: Any) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         raise ValueError("no loss")
@@ -127,7 +127,7 @@ def test_loss_with_dimensions_raises_with_its_shape() -> None:
     assert "got shape (2,)" in error.message
 
 
-@everywhere
+@on_both_placements
 def test_nan_loss_of_a_padded_micro_batch_raises(on: Any) -> None:
     ((x, target),) = batches([8])
     target[4:6] = -100  # cross_entropy's ignore_index, for all of micro-batch 2
@@ -149,7 +149,7 @@ def test_nan_loss_is_allowed_if_the_plain_loss_is_nan() -> None:
         assert torch.isnan(training.step(x, target))
 
 
-@everywhere
+@on_both_placements
 def test_failure_in_the_optimizer_names_part_and_step(on: Any) -> None:
     class Fails(SGD):
         def step(self, closure: Any = None) -> None:
@@ -205,16 +205,16 @@ def test_unpicklable_exception_is_reported_by_its_text() -> None:
     )
 
 
-@everywhere
+@on_both_placements
 def test_layer_that_calls_exit_is_reported_as_a_failure(on: Any) -> None:
     error = failure_of(with_layer(At(1, sys.exit)), on)
     assert error.message == "part 1 (layers '3' to '5'), step F1 (micro-batch 1 of 4): SystemExit: "
 
 
-@everywhere
+@on_both_placements
 def test_module_keeps_earlier_steps_after_a_failure(on: Any) -> None:
     module = with_layer(At(9, bad))
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], [*batches([8])] * 2)
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], [*batches([8])] * 2)
     failure_of(module, on, steps=3)
     assert_same_state(module, plain)
 
@@ -320,7 +320,7 @@ def test_worker_killed_after_the_last_step_loses_nothing(tmp_path: Path) -> None
     pid = tmp_path / "pid"
     module = with_layer(At(0, lambda: pid.write_text(str(os.getpid()))))  # type: ignore[arg-type,return-value]
     data = list(batches([8]))
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], data)
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], data)
     with (
         contextlib.suppress(RunError),  # raised if the death is noticed before the end
         in_parts(module, 3, "process", optimizer=OPTIMIZERS["sgd"]) as training,
@@ -333,7 +333,7 @@ def test_worker_killed_after_the_last_step_loses_nothing(tmp_path: Path) -> None
 # --- the end of the block ---
 
 
-@everywhere
+@on_both_placements
 def test_exception_in_the_block_propagates(on: Any) -> None:
     def train() -> None:
         with in_parts(perceptron(), 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
@@ -344,7 +344,7 @@ def test_exception_in_the_block_propagates(on: Any) -> None:
         train()
 
 
-@everywhere
+@on_both_placements
 def test_ctrl_c_ends_step_and_training(on: Any) -> None:
     blocker = Blocker()
 

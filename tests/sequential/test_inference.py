@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import Watched, conv, dense, everywhere, is_same, plain
+from plain import Watched, conv, dense, is_same, on_both_placements, plain
 from torch import Tensor, nn
 
 from flowchan.pipelines import Sequential
@@ -35,7 +35,7 @@ class Turned(nn.Module):
 
 
 @pytest.mark.each_pair
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("make", [dense, conv])
 @pytest.mark.parametrize("parts", [1, 2, 3, [1, 1, 3], [4, 1]])
 def test_call_matches_the_plain_module(make: Any, parts: Any, on: Any) -> None:
@@ -52,7 +52,7 @@ def test_call_matches_the_plain_module(make: Any, parts: Any, on: Any) -> None:
                 assert torch.allclose(y, module(x), atol=1e-6)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8, 100])
 def test_call_handles_uneven_and_small_batches(chunks: int, on: Any) -> None:
     module = dense()
@@ -62,13 +62,13 @@ def test_call_handles_uneven_and_small_batches(chunks: int, on: Any) -> None:
             assert is_same(pipe(x), plain(module, x, chunks), on)
 
 
-@everywhere
+@on_both_placements
 def test_empty_batch_gives_an_empty_output(on: Any) -> None:
     with Sequential(dense(), on=on) as pipe:
         assert pipe(torch.ones(0, 6)).shape == (0, 3)
 
 
-@everywhere
+@on_both_placements
 def test_dictionaries_and_tuples_pass_between_parts(on: Any) -> None:
     module = nn.Sequential(Both(), nn.Identity(), Turned())
     x = {"a": torch.randn(11, 3), "b": torch.randn(11, 2, 2)}
@@ -81,7 +81,7 @@ def test_dictionaries_and_tuples_pass_between_parts(on: Any) -> None:
     assert torch.equal(y["rest"][0], expected["rest"][0])
 
 
-@everywhere
+@on_both_placements
 def test_list_of_layers_works_like_a_module(on: Any) -> None:
     layers = [nn.Linear(3, 3), nn.ReLU()]
     x = torch.randn(4, 3)
@@ -89,7 +89,7 @@ def test_list_of_layers_works_like_a_module(on: Any) -> None:
         assert is_same(pipe(x), plain(nn.Sequential(*layers), x), on)
 
 
-@everywhere
+@on_both_placements
 def test_call_keeps_the_input_and_returns_a_private_output(on: Any) -> None:
     x = torch.randn(4, 3)
     before = x.clone()
@@ -100,7 +100,7 @@ def test_call_keeps_the_input_and_returns_a_private_output(on: Any) -> None:
         assert torch.equal(pipe(x) + 1, y)
 
 
-@everywhere
+@on_both_placements
 def test_call_in_inference_mode_matches_the_plain_module(on: Any) -> None:
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.BatchNorm1d(6)).eval()
     with torch.inference_mode(), Sequential(module, on=on, chunks=8) as pipe:
@@ -109,7 +109,7 @@ def test_call_in_inference_mode_matches_the_plain_module(on: Any) -> None:
             assert is_same(pipe(x), plain(module, x.clone()), "process")
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, torch.int32, torch.bool, torch.complex64])
 def test_tensors_of_all_dtypes_pass(on: Any, kind: torch.dtype) -> None:
     x = (torch.arange(12).reshape(6, 2) % 3).to(kind)
@@ -154,7 +154,7 @@ def test_parts_compute_on_their_devices() -> None:
 # --- streams ---
 
 
-@everywhere
+@on_both_placements
 def test_stream_yields_outputs_in_order(on: Any) -> None:
     module = dense()
     batches = [torch.randn(samples, 6) for samples in (5, 1, 16, 8, 3, 40, 2, 2, 2, 9) * 3]
@@ -188,7 +188,7 @@ def test_stream_requests_batches_while_it_has_room(parts: int) -> None:
         assert asked == 60
 
 
-@everywhere
+@on_both_placements
 def test_stream_does_not_split_batches(on: Any) -> None:
     class Size(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def test_stream_does_not_split_batches(on: Any) -> None:
         ]
 
 
-@everywhere
+@on_both_placements
 def test_stream_that_is_abandoned_ends(on: Any) -> None:
     module = dense()
     ended = []
@@ -226,7 +226,7 @@ def test_stream_that_is_abandoned_ends(on: Any) -> None:
         assert not pipe._inference.run.out
 
 
-@everywhere
+@on_both_placements
 def test_exception_in_batches_follows_earlier_outputs(on: Any) -> None:
     module = dense()
     good = [torch.randn(8, 6) for _ in range(2)]
@@ -243,7 +243,7 @@ def test_exception_in_batches_follows_earlier_outputs(on: Any) -> None:
         assert is_same(pipe(good[0]), plain(module, good[0], 1), on)
 
 
-@everywhere
+@on_both_placements
 def test_invalid_batch_raises_after_earlier_outputs(on: Any) -> None:
     with Sequential(dense(), on=on) as pipe:
         stream = pipe.stream([torch.ones(4, 6), torch.ones(3, 6), None])
@@ -252,7 +252,7 @@ def test_invalid_batch_raises_after_earlier_outputs(on: Any) -> None:
             next(stream)
 
 
-@everywhere
+@on_both_placements
 def test_streams_and_calls_of_one_thread_can_be_mixed(on: Any) -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     one, two = ([torch.randn(5, 6) for _ in range(8)] for _ in range(2))
@@ -265,7 +265,7 @@ def test_streams_and_calls_of_one_thread_can_be_mixed(on: Any) -> None:
     assert all(is_same(y, plain(module, plain(module, x, 1), 1), on) for x, y in zip(one, twice, strict=True))
 
 
-@everywhere
+@on_both_placements
 def test_many_threads_can_use_one_pipe(on: Any) -> None:
     module = dense()
     begin = threading.Barrier(4)
@@ -283,7 +283,7 @@ def test_many_threads_can_use_one_pipe(on: Any) -> None:
 # --- state and mode ---
 
 
-@everywhere
+@on_both_placements
 def test_changed_parameters_and_modes_apply_to_the_next_call(on: Any) -> None:
     module = conv()
     x = torch.randn(16, 1, 8, 8)
@@ -316,7 +316,7 @@ def test_state_dict_matches_the_plain_module() -> None:
         other.load_state_dict(state)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("gradients", [False, True])
 def test_undeferred_statistics_change_with_each_micro_batch(on: Any, gradients: bool) -> None:
     module, other = conv().train(), conv().train()
@@ -332,7 +332,7 @@ def test_undeferred_statistics_change_with_each_micro_batch(on: Any, gradients: 
 # --- timeline and graph ---
 
 
-@everywhere
+@on_both_placements
 def test_timeline_has_an_event_per_part_and_micro_batch(on: Any, tmp_path: Path) -> None:
     with Sequential(dense(), parts=3, on=on, chunks=4) as pipe:
         pipe(torch.randn(8, 6))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import Watched, dense, everywhere, is_same, plain
+from plain import Watched, dense, is_same, on_both_placements, plain
 from support.waiting import wait_blocked, wait_until
 from torch import Tensor, nn
 
@@ -32,7 +32,7 @@ class Breaks(nn.Module):
         return x
 
 
-@everywhere
+@on_both_placements
 def test_failing_part_names_its_layers_and_the_micro_batch(on: Any) -> None:
     with Sequential(
         [nn.Identity(), nn.Identity(), Breaks(), nn.Identity()], on=on, parts=[1, 3], chunks=4
@@ -50,7 +50,7 @@ def test_failing_part_names_its_layers_and_the_micro_batch(on: Any) -> None:
         assert torch.equal(pipe(x.abs()), x.abs())  # the pipe stays usable
 
 
-@everywhere
+@on_both_placements
 def test_exception_of_a_call_is_freed_at_once(on: Any) -> None:
     """No reference cycle leads through its traceback."""
 
@@ -71,7 +71,7 @@ def test_exception_of_a_call_is_freed_at_once(on: Any) -> None:
             gc.enable()
 
 
-@everywhere
+@on_both_placements
 def test_failure_in_a_stream_does_not_affect_other_streams(on: Any) -> None:
     with Sequential([nn.Identity(), Breaks()], on=on) as pipe:
         good = pipe.stream(torch.ones(4, 1) for _ in range(12))
@@ -136,7 +136,7 @@ def test_micro_batch_that_kills_every_worker_fails(tmp_path: Path) -> None:
         assert torch.equal(pipe(torch.ones(4, 1)), torch.ones(4, 1))
 
 
-@everywhere
+@on_both_placements
 def test_part_that_exits_ends_only_the_current_run(on: Any) -> None:
     class Exits(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def test_part_that_exits_ends_only_the_current_run(on: Any) -> None:
 # --- the end ---
 
 
-@everywhere
+@on_both_placements
 def test_close_is_idempotent_and_later_use_raises(on: Any) -> None:
     pipe = Sequential(dense(), on=on)
     stream = pipe.stream(torch.ones(2, 6) for _ in range(100))
@@ -221,7 +221,7 @@ def test_ctrl_c_ends_a_waiting_call_but_not_the_pipe() -> None:
         assert torch.equal(pipe(torch.ones(4, 1)), torch.ones(4, 1))
 
 
-@everywhere
+@on_both_placements
 def test_ctrl_c_in_a_call_does_not_affect_a_stream(on: Any) -> None:
     """A call also reads outputs of other batches, and Ctrl-C may interrupt it at any point."""
     generator = random.Random(0)
@@ -272,7 +272,7 @@ def test_unpicklable_output_ends_only_the_current_run() -> None:
         assert torch.equal(pipe(torch.ones(2, 1)), torch.ones(2, 1))
 
 
-@everywhere
+@on_both_placements
 def test_pipe_with_unread_outputs_can_be_closed(on: Any) -> None:
     """There are more outputs than the channel has room for."""
     pipe = Sequential([nn.Identity(), nn.Identity()], on=on, chunks=1)
@@ -283,7 +283,7 @@ def test_pipe_with_unread_outputs_can_be_closed(on: Any) -> None:
     pipe.close()
 
 
-@everywhere
+@on_both_placements
 def test_garbage_collected_pipe_leaves_nothing(on: Any) -> None:
     pipe = Sequential(dense(), on=on)
     pipe(torch.ones(4, 6))

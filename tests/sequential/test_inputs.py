@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import dense, everywhere
+from plain import dense, on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -41,7 +41,7 @@ def whole(module: nn.Sequential, *inputs: Any, **named: Any) -> Any:
     return module[1](module[0](*inputs, **named))
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("gradients", [True, False])
 def test_several_arguments_go_to_the_first_layer(on: Any, gradients: bool) -> None:
     module = nn.Sequential(Attends(), Gives())
@@ -94,7 +94,7 @@ class Both(nn.Module):
         return found[0] + found[1]
 
 
-@everywhere
+@on_both_placements
 def test_batch_can_be_another_dimension(on: Any) -> None:
     module = nn.Sequential(Recurrent(), Both())
     plain = copy.deepcopy(module)
@@ -135,7 +135,7 @@ def joined(outputs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat(each), torch.stack(sums).sum()
 
 
-@everywhere
+@on_both_placements
 def test_join_function_combines_outputs(on: Any) -> None:
     module = nn.Sequential(nn.Linear(6, 6), Sums())
     plain = copy.deepcopy(module)

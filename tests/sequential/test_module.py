@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import conv, dense, everywhere
+from plain import conv, dense, on_both_placements
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.functional import cross_entropy
@@ -34,7 +34,7 @@ class Larger(nn.Module):
         return self.head(self.inner(x))  # type: ignore[no-any-return]
 
 
-@everywhere
+@on_both_placements
 def test_names_parameters_buffers_and_state_match_the_plain_module(on: Any) -> None:
     module = conv()
     with Sequential(module, 3, on=on) as pipe:
@@ -67,7 +67,7 @@ def test_pipe_in_a_model_is_trained_and_saved_with_it() -> None:
     larger.inner.close()  # type: ignore[operator]
 
 
-@everywhere
+@on_both_placements
 def test_training_mode_is_shared_with_the_plain_module(on: Any) -> None:
     module = conv()
     x = torch.randn(12, 1, 8, 8)
@@ -84,7 +84,7 @@ def test_training_mode_is_shared_with_the_plain_module(on: Any) -> None:
         torch.testing.assert_close(pipe(x), pipe(x))
 
 
-@everywhere
+@on_both_placements
 def test_dtype_changes_apply_to_the_parts(on: Any) -> None:
     module = dense()
     x = torch.randn(8, 6)
@@ -100,7 +100,7 @@ def test_dtype_changes_apply_to_the_parts(on: Any) -> None:
             torch.testing.assert_close(pipe(x.double()), module(x.double()))
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("runs", [False, True])
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_copy_is_an_independent_pipe(on: Any, runs: bool, way: str) -> None:
@@ -127,7 +127,7 @@ def test_copy_is_an_independent_pipe(on: Any, runs: bool, way: str) -> None:
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
-@everywhere
+@on_both_placements
 def test_copy_of_a_running_pipe_shares_no_memory(on: Any) -> None:
     with Sequential(dense(), on=on, chunks=2) as pipe:
         pipe(torch.randn(8, 6))
@@ -139,7 +139,7 @@ def test_copy_of_a_running_pipe_shares_no_memory(on: Any) -> None:
         torch.testing.assert_close(dict(twin.state_dict()), before)
 
 
-@everywhere
+@on_both_placements
 def test_replaced_layers_work_and_added_layers_raise(on: Any) -> None:
     x = torch.randn(8, 6)
     with Sequential(dense(), 2, on=on, chunks=2) as pipe:
@@ -155,7 +155,7 @@ def test_replaced_layers_work_and_added_layers_raise(on: Any) -> None:
             pipe(x)
 
 
-@everywhere
+@on_both_placements
 def test_changed_attributes_apply_to_the_next_call(on: Any) -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.LeakyReLU(0.1), nn.Linear(6, 6))
     x = torch.randn(8, 6)
@@ -174,7 +174,7 @@ class Ones(nn.Module):
         return x * torch.ones(1)
 
 
-@everywhere
+@on_both_placements
 def test_parts_use_the_default_dtype_of_the_program(on: Any) -> None:
     with Sequential([Ones(), nn.Identity()], 2, on=on, chunks=2) as pipe:
         assert pipe(torch.ones(4, 2, dtype=torch.float16)).dtype == torch.float32
@@ -204,7 +204,7 @@ def test_hooks_of_layers_work_on_threads_and_raise_on_processes() -> None:
                     use()
 
 
-@everywhere
+@on_both_placements
 def test_hooks_of_torch_work_on_processes(on: Any) -> None:
     module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 6)), nn.Tanh()).eval()
     x = torch.ones(4, 6)
@@ -215,7 +215,7 @@ def test_hooks_of_torch_work_on_processes(on: Any) -> None:
         assert module[0].weight_orig.grad is not None
 
 
-@everywhere
+@on_both_placements
 def test_functional_call_uses_the_given_parameters(on: Any) -> None:
     module = dense()
     x = torch.randn(8, 6)
@@ -245,7 +245,7 @@ class Counts(nn.Module):
         return x
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("gradients", [True, False])
 def test_buffer_changes_of_a_layer_reach_the_program(on: Any, gradients: bool) -> None:
     module = nn.Sequential(nn.Linear(6, 6), Counts())
@@ -259,7 +259,7 @@ def test_buffer_changes_of_a_layer_reach_the_program(on: Any, gradients: bool) -
         torch.testing.assert_close(dict(pipe.state_dict()), dict(plain.state_dict()))
 
 
-@everywhere
+@on_both_placements
 def test_statistics_of_batch_norm_cover_the_whole_batch(on: Any) -> None:
     module = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6))
     plain = copy.deepcopy(module)
@@ -296,7 +296,7 @@ def test_shared_memory_is_freed_with_its_last_tensor() -> None:
 
 @pytest.mark.skipif(
     not hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
-    reason="this torch can't move a storage in place: install a newer torch",
+    reason="this version of torch cannot move a storage in place: install a newer torch",
 )
 def test_tensors_that_share_memory_with_a_parameter_still_do() -> None:
     module = dense()
@@ -345,7 +345,7 @@ def test_training_step_rejects_an_input_that_requires_grad() -> None:
         assert float(training.step(x, target)) > 0  # the training stays usable
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize(
     "loss",
     [
@@ -388,7 +388,7 @@ def test_layer_change_in_a_training_on_processes_raises() -> None:
             training.step(x.double(), target)
 
 
-@everywhere
+@on_both_placements
 def test_graph_from_before_a_training_raises_in_backward(on: Any) -> None:
     module = perceptron()
     ((x, target),) = batches([8])
@@ -412,7 +412,7 @@ def test_jit_trace_of_a_pipe_raises() -> None:
         torch.jit.trace(pipe, torch.randn(2, 6))
 
 
-@everywhere
+@on_both_placements
 def test_forward_mode_derivatives_raise(on: Any) -> None:
     with Sequential(dense(), on=on) as pipe, forward_ad.dual_level():
         x = forward_ad.make_dual(torch.ones(2, 6), torch.ones(2, 6))
@@ -444,7 +444,7 @@ def test_hooks_added_to_the_container_later_raise() -> None:
                 use()
 
 
-@everywhere
+@on_both_placements
 def test_compile_leaves_a_pipe_unchanged(on: Any) -> None:
     module, x = dense(), torch.randn(8, 6)
     with Sequential(module, 2, on=on) as pipe:

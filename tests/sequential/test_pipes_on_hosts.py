@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
-from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, plainly
+from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, train_plainly
 
 from flowchan import RunError, StageError, worker
 from flowchan.hosts import local, slurm
@@ -84,7 +84,7 @@ def test_training_on_hosts_updates_parameters_after_each_step(name: str, data: A
 
 def test_outside_optimizer_works_with_hosts(data: Any) -> None:
     module = perceptron()
-    plain, losses = plainly(module, OPTIMIZERS["sgd"], data)
+    plain, losses = train_plainly(module, OPTIMIZERS["sgd"], data)
     outside = OPTIMIZERS["sgd"](module.parameters())
     with in_parts(module, 2, on=POOL) as training:
         for (x, target), expected in zip(data, losses, strict=True):
@@ -96,7 +96,7 @@ def test_outside_optimizer_works_with_hosts(data: Any) -> None:
 
 def test_state_loaded_during_a_training_reaches_the_hosts(data: Any) -> None:
     module, other = perceptron(), perceptron(seed=5)
-    plain, _ = plainly(other, partial(SGD, lr=0.1), data[1:])
+    plain, _ = train_plainly(other, partial(SGD, lr=0.1), data[1:])
     with in_parts(module, 2, on=POOL, optimizer=partial(SGD, lr=0.1)) as training:
         training.step(*data[0])
         module.load_state_dict(other.state_dict())
@@ -123,7 +123,7 @@ def test_statistics_of_batch_norm_return_from_hosts() -> None:
 
 def test_loss_of_a_pipe_on_hosts_trains_it(data: Any) -> None:
     module = perceptron()
-    plain, losses = plainly(module, OPTIMIZERS["adam"], data)
+    plain, losses = train_plainly(module, OPTIMIZERS["adam"], data)
     with Sequential(module, 2, on=POOL, chunks=2) as pipe:
         optimizer = OPTIMIZERS["adam"](pipe.parameters())
         for (x, target), expected in zip(data, losses, strict=True):

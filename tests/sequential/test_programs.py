@@ -74,10 +74,10 @@ def infer():
 
 if __name__ == "__main__":
     multiprocessing.set_start_method(sys.argv[1])
-    # what workers import that begin with nothing, those of spawn show
+    # workers started by spawn import everything themselves
     multiprocessing.set_forkserver_preload(["torch._dynamo", "flowchan.pipelines.sequential"])
     torch.manual_seed(0)
-    # torch's threads have begun: none of them is in a forked process
+    # starts the threads of torch, which a forked process lacks
     torch.ones(300, 300) @ torch.ones(300, 300)
     train()
     if "only trains" in sys.argv:

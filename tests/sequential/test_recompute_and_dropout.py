@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, schedules
@@ -15,7 +15,7 @@ from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron
 # --- mixed precision ---
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("recompute", [False, True])
 def test_autocast_matches_the_plain_module(on: Any, recompute: bool) -> None:
     module = perceptron()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
@@ -49,7 +49,7 @@ def test_weights_changed_in_inference_mode_apply_to_the_next_call() -> None:
         assert torch.allclose(pipe(x), before + 1, atol=1e-5)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_training_rejects_hooks_of_parameters(on: Any, hook: str) -> None:
     plain = model()
@@ -77,7 +77,7 @@ class HalvesWhenItEvaluates(nn.Module):
         return x if self.training else x[::2]
 
 
-@everywhere
+@on_both_placements
 def test_evaluation_that_loses_samples_raises(on: Any) -> None:
     with (
         Sequential([nn.Linear(4, 3), HalvesWhenItEvaluates()], on=on, chunks=2) as pipe,
@@ -89,7 +89,7 @@ def test_evaluation_that_loses_samples_raises(on: Any) -> None:
         steps.evaluate(torch.randn(8, 4))
 
 
-@everywhere
+@on_both_placements
 def test_detached_loss_raises(on: Any) -> None:
     def detached(output: Tensor, target: Tensor) -> Tensor:
         return functional.cross_entropy(output, target).detach()

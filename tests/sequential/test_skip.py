@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from trained import OPTIMIZERS, assert_same_state, batches, in_parts, plainly, schedules
+from trained import OPTIMIZERS, assert_same_state, batches, in_parts, schedules, train_plainly
 
 from flowchan import RunError, StageError
 from flowchan.pipelines.sequential import Pop, Sequential, Stash
@@ -82,7 +82,7 @@ def test_training_with_skips_matches_the_plain_module(
     schedule: Any, parts: int, workers: int, recompute: bool
 ) -> None:
     module = u_net()
-    plain, losses = plainly(module, OPTIMIZERS["sgd"], batches([8, 7, 3]))
+    plain, losses = train_plainly(module, OPTIMIZERS["sgd"], batches([8, 7, 3]))
     options = {"schedule": schedule, "workers": workers, "recompute": recompute}
     with in_parts(module, parts, optimizer=OPTIMIZERS["sgd"], **options) as training:
         found = [float(training.step(*each)) for each in batches([8, 7, 3])]
@@ -92,7 +92,7 @@ def test_training_with_skips_matches_the_plain_module(
 
 def test_training_with_skips_on_processes_matches_the_plain_module() -> None:
     module = u_net()
-    plain, _ = plainly(module, OPTIMIZERS["adam"], batches([8, 7]))
+    plain, _ = train_plainly(module, OPTIMIZERS["adam"], batches([8, 7]))
     with in_parts(module, [2, 3, 3, 5], "process", optimizer=OPTIMIZERS["adam"]) as training:  # type: ignore[arg-type]
         for each in batches([8, 7]):
             training.step(*each)
@@ -232,7 +232,7 @@ def first(x: Tensor, stashed: Any) -> Tensor:
     return 2 * x
 
 
-@everywhere
+@on_both_placements
 def test_stash_accepts_none(on: Any) -> None:
     module = nn.Sequential(Aside(), nn.Linear(6, 6), nn.Identity(), Pop("nothing", first))
     x = torch.randn(8, 6)

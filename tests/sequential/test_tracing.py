@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import GPT, ResNet18
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Adam
@@ -61,7 +61,7 @@ def assert_near(module: nn.Module, plain: nn.Module) -> None:
 # --- models ---
 
 
-@everywhere
+@on_both_placements
 @models
 def test_traced_model_trains_like_the_plain_model(name: str, on: Any) -> None:
     """One micro-batch, because of batch norm; cuts within residual connections, and an outside optimizer."""
@@ -78,7 +78,7 @@ def test_traced_model_trains_like_the_plain_model(name: str, on: Any) -> None:
     assert_near(module, plain)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("schedule", ["1f1b", "zbh1"])
 def test_traced_model_trains_by_whole_steps(schedule: Any, on: Any) -> None:
     module, plain = made("gpt"), made("gpt")

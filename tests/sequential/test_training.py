@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, plainly, schedules
+from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, schedules, train_plainly
 
 from flowchan.pipelines.sequential import Sequential
 from flowchan.pipelines.sequential.engine.execution import Execution, Passed
@@ -31,7 +31,7 @@ def test_parameters_and_losses_match_the_plain_module(
     schedule: Any, parts: int, workers: int, recompute: bool, optimizer: str
 ) -> None:
     module = perceptron()
-    plain, losses = plainly(module, OPTIMIZERS[optimizer], batches(SIZES))
+    plain, losses = train_plainly(module, OPTIMIZERS[optimizer], batches(SIZES))
     options = {"schedule": schedule, "workers": workers, "recompute": recompute}
     with in_parts(module, parts, optimizer=OPTIMIZERS[optimizer], **options) as training:
         found = [float(training.step(x, target)) for x, target in batches(SIZES)]
@@ -47,7 +47,7 @@ def test_training_on_processes_matches_the_reference(
     schedule: Any, parts: int, workers: int, recompute: bool, optimizer: str
 ) -> None:
     module = perceptron()
-    plain, losses = plainly(module, OPTIMIZERS[optimizer], batches(SIZES))
+    plain, losses = train_plainly(module, OPTIMIZERS[optimizer], batches(SIZES))
     options = {"schedule": schedule, "workers": workers, "recompute": recompute}
     with in_parts(module, parts, "process", optimizer=OPTIMIZERS[optimizer], **options) as training:
         found = [float(training.step(x, target)) for x, target in batches(SIZES)]
@@ -55,7 +55,7 @@ def test_training_on_processes_matches_the_reference(
     assert_same_state(module, plain)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gradients_match_the_plain_module(on: Any, recompute: bool) -> None:
     module = perceptron()
@@ -70,11 +70,11 @@ def test_gradients_match_the_plain_module(on: Any, recompute: bool) -> None:
             torch.testing.assert_close(actual.grad, other.grad)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize(("schedule", "workers"), [("gpipe", 3), ("1f1b", 3), ("interleaved", 2)])
 def test_outputs_match_the_plain_module(on: Any, schedule: Any, workers: int) -> None:
     module = perceptron()
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches([8]))
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], batches([8]))
     with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"], schedule=schedule, workers=workers) as training:
         ((x, target),) = batches([8])
         training.step(x, target)
@@ -104,14 +104,14 @@ class Sum(nn.Module):
         return left[:, :4] + named["scale"] + named["number"].unsqueeze(1)
 
 
-@everywhere
+@on_both_placements
 def test_training_accepts_tuples_and_dictionaries(on: Any) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(Pair(), Pair(), Pair(), Sum())
     x = (torch.randn(9, 6), {"scale": torch.rand(9, 1), "number": torch.arange(9)})
     target = torch.randint(4, (9,))
     data = [(x, target)] * 3
-    plain, losses = plainly(module, OPTIMIZERS["sgd"], data)
+    plain, losses = train_plainly(module, OPTIMIZERS["sgd"], data)
     with in_parts(module, 4, on, optimizer=OPTIMIZERS["sgd"]) as training:
         assert [float(training.step(*each)) for each in data] == pytest.approx(losses, rel=1e-5)
     assert_same_state(module, plain)
@@ -122,7 +122,7 @@ def test_parts_before_a_frozen_part_learn(recompute: bool) -> None:
     module = perceptron()
     for name in ("2", "4"):
         module.get_submodule(name).requires_grad_(False)
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
     before = copy.deepcopy(module)
     with in_parts(module, 9, optimizer=OPTIMIZERS["sgd"], recompute=recompute) as training:
         for x, target in batches(SIZES):
@@ -136,20 +136,20 @@ def test_parts_before_a_frozen_part_learn(recompute: bool) -> None:
 def test_frozen_parts_at_the_beginning_stay_unchanged(recompute: bool) -> None:
     module = perceptron()
     module[:4].requires_grad_(False)
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
     with in_parts(module, 4, optimizer=OPTIMIZERS["sgd"], recompute=recompute) as training:
         for x, target in batches(SIZES):
             training.step(x, target)
     assert_same_state(module, plain)
 
 
-@everywhere
+@on_both_placements
 def test_in_place_layers_at_a_border_train_correctly(on: Any) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(
         nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 4)
     )
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches([8, 8]))
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], batches([8, 8]))
     with in_parts(module, 5, on, optimizer=OPTIMIZERS["sgd"]) as training:
         for x, target in batches([8, 8]):
             training.step(x, target)
@@ -195,10 +195,10 @@ def test_passes_do_not_change_inputs_or_incoming_gradients() -> None:
 # --- optimizers ---
 
 
-@everywhere
+@on_both_placements
 def test_outside_optimizer_updates_the_plain_module(on: Any) -> None:
     module = perceptron()
-    plain, losses = plainly(module, OPTIMIZERS["adam"], batches(SIZES))
+    plain, losses = train_plainly(module, OPTIMIZERS["adam"], batches(SIZES))
     optimizer = OPTIMIZERS["adam"](module.parameters())
     found = []
     with in_parts(module, 3, on) as training:
@@ -210,7 +210,7 @@ def test_outside_optimizer_updates_the_plain_module(on: Any) -> None:
     assert_same_state(module, plain)
 
 
-@everywhere
+@on_both_placements
 def test_gradients_accumulate_over_steps(on: Any) -> None:
     module = perceptron()
     plain = copy.deepcopy(module)
@@ -222,11 +222,11 @@ def test_gradients_accumulate_over_steps(on: Any) -> None:
         torch.testing.assert_close(actual.grad, other.grad)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("clip", [0.05, 1000.0])
 def test_clipping_uses_the_norm_of_the_whole_module(on: Any, clip: float) -> None:
     module = perceptron()
-    plain, losses = plainly(module, OPTIMIZERS["sgd"], batches(SIZES), clip)
+    plain, losses = train_plainly(module, OPTIMIZERS["sgd"], batches(SIZES), clip)
     with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"], clip=clip) as training:
         assert [float(training.step(*each)) for each in batches(SIZES)] == pytest.approx(losses, rel=1e-5)
     assert_same_state(module, plain)
@@ -236,7 +236,7 @@ def test_nan_norm_affects_gradients_like_the_plain_module() -> None:
     module = perceptron()
     ((x, target),) = batches([8])
     x[0, 0] = float("nan")
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], [(x, target)], clip=1.0)
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], [(x, target)], clip=1.0)
     with in_parts(module, 3, optimizer=OPTIMIZERS["sgd"], clip=1.0) as training:
         training.step(x, target)
     assert_same_state(module, plain, equal_nan=True)
@@ -245,21 +245,21 @@ def test_nan_norm_affects_gradients_like_the_plain_module() -> None:
 # --- state ---
 
 
-@everywhere
+@on_both_placements
 def test_state_matches_the_plain_module_after_each_step(on: Any) -> None:
     module = perceptron()
     data = list(batches([8, 8, 8]))
     with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
         for number, (x, target) in enumerate(data, 1):
             training.step(x, target)
-            plain, _ = plainly(perceptron(), OPTIMIZERS["sgd"], data[:number])
+            plain, _ = train_plainly(perceptron(), OPTIMIZERS["sgd"], data[:number])
             state = module.state_dict()
             assert list(state) == list(plain.state_dict())
             torch.testing.assert_close(dict(state), dict(plain.state_dict()))
             assert_same_state(module, plain)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("optimizer", [OPTIMIZERS["sgd"], None])
 def test_state_can_be_loaded_during_a_training(on: Any, optimizer: Any) -> None:
     module, other = perceptron(), perceptron(seed=7)
@@ -272,11 +272,11 @@ def test_state_can_be_loaded_during_a_training(on: Any, optimizer: Any) -> None:
         torch.testing.assert_close(loss, cross_entropy(other(x), target).detach())
 
 
-@everywhere
+@on_both_placements
 def test_pipe_saves_and_loads_the_state_during_a_training(on: Any) -> None:
     module, other = perceptron(), perceptron(seed=7)
     ((x, target),) = batches([8])
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], [(x, target)])
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], [(x, target)])
     pipe = Sequential(module, 3, on=on, chunks=4)
     with pipe.trainer(loss=cross_entropy, optimizer=OPTIMIZERS["sgd"]) as training:
         training.step(x, target)
@@ -296,7 +296,7 @@ def test_second_training_of_a_pipe_raises() -> None:
     pipe.trainer(loss=cross_entropy)
 
 
-@everywhere
+@on_both_placements
 def test_call_during_a_training_raises(on: Any) -> None:
     module = perceptron()
     ((x, target),) = batches([8])
@@ -313,10 +313,10 @@ def test_call_during_a_training_raises(on: Any) -> None:
         torch.testing.assert_close(pipe(x), inside)
 
 
-@everywhere
+@on_both_placements
 def test_pipe_uses_the_trained_parameters(on: Any) -> None:
     module = perceptron()
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
     ((x, _),) = batches([8])
     with Sequential(module, 2, on=on, chunks=4) as pipe:
         torch.testing.assert_close(pipe(x), module(x).detach())
@@ -326,11 +326,13 @@ def test_pipe_uses_the_trained_parameters(on: Any) -> None:
         torch.testing.assert_close(pipe(x), plain(x).detach())
 
 
-@everywhere
+@on_both_placements
 def test_trainings_can_follow_each_other(on: Any) -> None:
     module = perceptron()
-    plain, _ = plainly(
-        plainly(module, OPTIMIZERS["adam"], batches([8, 8]))[0], OPTIMIZERS["adam"], batches([5], seed=3)
+    plain, _ = train_plainly(
+        train_plainly(module, OPTIMIZERS["adam"], batches([8, 8]))[0],
+        OPTIMIZERS["adam"],
+        batches([5], seed=3),
     )
     pipe = Sequential(module, 2, on=on, chunks=4)
     for data in (list(batches([8, 8])), list(batches([5], seed=3))):

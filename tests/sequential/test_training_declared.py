@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
@@ -164,7 +164,7 @@ def test_graph_of_a_ring_passes_the_check(parts: int, workers: int) -> None:
     assert training.graph.check() == ()
 
 
-@everywhere
+@on_both_placements
 def test_timeline_shows_every_step_of_the_schedule(on: Any) -> None:
     with in_parts(perceptron(), 2, on, optimizer=partial(SGD, lr=0.1), schedule="1f1b") as training:
         for each in batches([8, 8]):
@@ -184,7 +184,7 @@ def test_timeline_has_the_last_ten_steps() -> None:
     assert steps == set(range(2, 12))
 
 
-@everywhere
+@on_both_placements
 def test_timeline_of_the_pipe_includes_its_training(on: Any) -> None:
     ((x, target),) = batches([8])
     with Sequential(perceptron(), 2, on=on, chunks=4) as pipe:

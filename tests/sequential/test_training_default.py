@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
-from trained import OPTIMIZERS, assert_same_state, batches, perceptron, plainly
+from trained import OPTIMIZERS, assert_same_state, batches, perceptron, train_plainly
 
 from flowchan.pipelines import Sequential
 from flowchan.pipelines.sequential.engine.schedule import plan
@@ -32,10 +32,10 @@ def linear(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in itertools.pairwise(sizes)))
 
 
-@everywhere
+@on_both_placements
 def test_default_training_has_two_parts_per_worker(on: Any) -> None:
     module = perceptron()
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches([8, 8, 5]))
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], batches([8, 8, 5]))
     pipe = Sequential(module, 2, on=on, chunks=4)
     with pipe.trainer(loss=cross_entropy, optimizer=OPTIMIZERS["sgd"]) as training:
         for each in batches([8, 8, 5]):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from trained import OPTIMIZERS, assert_same_state, batches, in_parts, plainly
+from trained import OPTIMIZERS, assert_same_state, batches, in_parts, train_plainly
 
 from flowchan.pipelines import Pop, Stash
 from flowchan.pipelines.sequential.engine.schedule import SCHEDULES
@@ -71,7 +71,7 @@ def test_random_module_trains_like_the_plain_module(data: st.DataObject) -> None
     module = data.draw(modules())
     options = data.draw(cuts(len(module)))
     sizes = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
-    plain, losses = plainly(module, OPTIMIZERS["sgd"], batches(sizes), options["clip"])
+    plain, losses = train_plainly(module, OPTIMIZERS["sgd"], batches(sizes), options["clip"])
     with in_parts(module, optimizer=OPTIMIZERS["sgd"], **options) as training:
         found = [float(training.step(*batch)) for batch in batches(sizes)]
     assert found == pytest.approx(losses, rel=1e-3, abs=1e-4)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD
@@ -26,7 +26,7 @@ def module() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize(
     ("schedule", "recompute", "held"),
     [
@@ -53,7 +53,7 @@ def test_report_has_the_peak_memory_of_parts(
     assert [part.peak for part in found.parts] == [2 * STATE + KEEPS * one for one in held]
 
 
-@everywhere
+@on_both_placements
 def test_shares_of_a_worker_sum_to_one(on: Any) -> None:
     x = torch.randn(32, WIDTH)
     with Sequential(module(), 2, on=on, chunks=4).trainer(

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import nn
 from torch.nn.functional import cross_entropy
-from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, plainly
+from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, train_plainly
 
 from flowchan.pipelines.sequential.engine.schedule import SCHEDULES, Step, plan, steps, text
 
@@ -20,7 +20,7 @@ WRITTEN = "F0 F1 I0 F2 B1 F3 W0 B2 B3\nF0 B0 F1 B1 F2 I2 F3 W2 B3"
 
 
 @pytest.mark.each_pair
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("parts", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_in_double_match_the_plain_module(schedule: Any, parts: int, on: Any) -> None:
@@ -55,12 +55,12 @@ def as_text(worker: int, workers: int, parts: int, chunks: int) -> str:
     return text(steps("zbh1", worker, workers, parts, chunks))
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("schedule", [WRITTEN, WRITTEN.splitlines(), by_function, as_text])
 def test_user_schedule_trains_like_the_plain_module(schedule: Any, on: Any) -> None:
     module = perceptron()
     data = list(batches([8, 3, 9]))  # includes fewer micro-batches than the text has
-    plain, losses = plainly(module, OPTIMIZERS["sgd"], data)
+    plain, losses = train_plainly(module, OPTIMIZERS["sgd"], data)
     with in_parts(module, 2, on, optimizer=OPTIMIZERS["sgd"], schedule=schedule) as training:
         assert [float(training.step(*each)) for each in data] == pytest.approx(losses, rel=1e-5)
         torch.testing.assert_close(training.evaluate(data[0][0]), plain(data[0][0]).detach())

@@ -58,7 +58,7 @@ def batches(sizes: Iterable[int], seed: int = 1) -> Iterator[tuple[Tensor, Tenso
         yield torch.randn(size, 6, generator=generator), torch.randint(4, (size,), generator=generator)
 
 
-def plainly(
+def train_plainly(
     module: nn.Module,
     optimizer: Callable[[Any], torch.optim.Optimizer],
     data: Iterable[tuple[Any, Tensor]],
