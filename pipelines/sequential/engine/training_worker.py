@@ -122,8 +122,8 @@ class TrainingWorker(PipelineWorker):
         near = math.isclose(mean, whole, rel_tol=0.03 if rough else 1e-3, abs_tol=1e-6)
         if not near and math.isfinite(mean) and math.isfinite(whole):
             raise ValueError(
-                f"loss must be a mean over the samples, got {whole:.6g} for a batch and {mean:.6g} for its "
-                "micro-batches; avoid sums and weights, or compute the loss of pipe(x)"
+                f"loss must be a mean over samples, got {whole:.6g} for a batch and {mean:.6g} for its "
+                "micro-batches; use an unweighted mean, or the loss of pipe(x)"
             )
 
     def _casting(self, execution: Execution) -> Casting:
@@ -233,7 +233,7 @@ def weighted(output: Any, loss: Loss | None, target: Any, share: float) -> Tenso
         )
     if share < 1 and bool(found.isnan()) and all(bool(one.isfinite().all()) for one in tensors(output)):
         raise ValueError(
-            "loss must be finite for a finite output, got NaN, like the mean of no samples (ignore_index); "
-            "use fewer chunks, or divide by the size of the micro-batch"
+            "loss must be finite for a finite output, got NaN (the mean of no samples?); use fewer chunks, "
+            "or divide by the size of the micro-batch"
         )
     return found * share
