@@ -1,4 +1,4 @@
-"""An ``nn.Sequential`` whose parts work at the same time."""
+"""Pipeline parallelism for an ``nn.Sequential``."""
 
 from flowchan.pipelines.sequential.pipe import Sequential
 from flowchan.pipelines.sequential.skip import Pop, Stash
@@ -6,7 +6,7 @@ from flowchan.pipelines.sequential.training import Training
 
 __all__ = ["Pop", "Sequential", "Stash", "Training"]
 
-# Messages, tracebacks and pickles name the place that users import from.
+# Error messages, tracebacks and pickles then show the public import path.
 for _name in __all__:
     globals()[_name].__module__ = "flowchan.pipelines"
 del _name

@@ -1,18 +1,20 @@
-"""Calls whose outputs have a graph: for autograd the parts together are one function of the input and of all
-parameters, whose backward pass goes back through the parts, micro-batch by micro-batch.
+"""Calls of a pipe whose outputs require grad.
+
+To autograd, all parts together are one function of the input and of all parameters. Its backward pass runs
+back through the parts, micro-batch by micro-batch.
 
     batch ──split──> [part 0] ──> [part 1] ──> … ──> outputs ──join──> y      y = pipe(x)
                         │   <───────  │   <─── …  <── gradients <── split     loss(y).backward()
                         └──────┬──────┘
               gradients of x and of the parameters
 
-So what comes before the pipe and behind it, the loss over the whole batch, hooks of parameters, wrappers that
-reduce gradients, and accumulation are autograd's own affair, as with the plain module. The workers
-(:mod:`graph_worker`) keep what the backward pass of a call needs until it was done without ``retain_graph``,
-or no caller can ask for it any more.
+Everything around the pipe therefore works as with the plain module. This includes other layers, the loss over
+the whole batch, hooks of parameters, wrappers that reduce gradients, and accumulation. The workers
+(:mod:`graph_worker`) keep the graph of a call until a backward pass without ``retain_graph``, or until the
+program drops the output.
 
-One call at a time goes forward or back. :class:`_Workers` live as long as outputs that came through them do,
-also when there are newer ones, because a layer has changed.
+Only one call or backward pass runs at a time. If a layer changes, later calls use new :class:`_Workers`. The
+old ones live as long as outputs computed by them.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from flowchan.pipelines.sequential.engine.worker_messages import (
     PartFailure,
     WorkerAnswer,
 )
-from flowchan.pipelines.sequential.parts import Part, casting_here
+from flowchan.pipelines.sequential.parts import Part, current_casting
 from flowchan.pipelines.sequential.shared_memory import share
 from flowchan.pipelines.sequential.state import modes_of, state_of
 from flowchan.pipelines.sequential.tensor_trees import mapped, tensors
@@ -49,11 +51,11 @@ from flowchan.pipelines.sequential.timeline import TimelineEvent
 
 
 class _Workers:
-    """The workers of some parts. They end when nobody has this object any more."""
+    """The workers of some parts, which end with the garbage collection of this object."""
 
     def __init__(self, cut: Cut, parts: Sequence[Part], recompute: bool, deferred: bool, name: str) -> None:
         self.parts = parts
-        self.dropped: deque[int] = deque()  # calls whose graphs nobody needs
+        self.dropped: deque[int] = deque()  # calls whose outputs the program has dropped
         self._lock = threading.Lock()
         self._modes: Any = None
         owners = PartOwners(len(parts), tuple(range(len(parts))))
@@ -66,7 +68,7 @@ class _Workers:
         weakref.finalize(self, self.run.close)
 
     def forward(self, call: Forward, pieces: Sequence[Any], wants: tuple[bool, ...]) -> _Answers:
-        """The outputs of the micro-batches, among the items that come with the answers."""
+        """Run a forward pass. The items returned with the answers hold the outputs of the micro-batches."""
         with self._using() as run:
             modes = self._changed_modes()
             dropped = tuple(self.dropped.popleft() for _ in range(len(self.dropped)))
@@ -77,17 +79,23 @@ class _Workers:
             return run.answers()
 
     def backward(self, back: Backward, gradients: Sequence[tuple[Tensor | None, ...]]) -> _Answers:
-        """The gradients of the parameters, and among the items those of the inputs."""
+        """Run a backward pass.
+
+        The answers hold the gradients of the parameters, and the items those of the inputs.
+        """
         with self._using() as run:
             for job in run.jobs:
                 run.put(job.worker, back)
-            run.put_behind("B", gradients)
+            run.put_to_last("B", gradients)
             return run.answers()
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[WorkersRun]:
-        """Hold the workers for one command. What breaks it off ends them: what is on its way would be taken
-        for the answer to the next command."""
+        """Hold the workers for one command.
+
+        An interrupted command ends the workers, because its late messages would be mistaken for answers to
+        the next command.
+        """
         with self._lock:
             try:
                 if self.run.over.is_set():
@@ -100,11 +108,11 @@ class _Workers:
                     raise
             else:
                 return
-            # another one each time, for its traceback holds this frame
+            # a new exception each time, because its traceback refers to this frame
             raise copy.copy(self.run.error) from self.run.error.__cause__
 
     def _changed_modes(self) -> Any:
-        if not self.run.apart or (now := modes_of(self.parts)) == self._modes:
+        if not self.run.own_processes or (now := modes_of(self.parts)) == self._modes:
             return None
         self._modes = now
         return now
@@ -114,7 +122,7 @@ _Answers = tuple[list[WorkerAnswer], dict[Key, Any]]
 
 
 class Differentiable:
-    """The calls of a pipe whose outputs have a graph."""
+    """The calls of a pipe whose outputs require grad."""
 
     def __init__(
         self,
@@ -127,36 +135,36 @@ class Differentiable:
     ) -> None:
         self.cut, self._name, self._options = cut, name, (recompute, deferred)
         self._numbers, self._events = numbers, events
-        self._lock = threading.Lock()  # around what begins and ends workers
+        self._lock = threading.Lock()  # protects the start and the end of workers
         self._workers: _Workers | None = None
         self._every: weakref.WeakSet[_Workers] = weakref.WeakSet()
-        self._seen: Any = None  # the state of the modules that the processes have
+        self._seen: Any = None  # state of the modules in the processes
         self._closed = False
 
     def call(self, value: Any) -> Any:
-        """Compute the module's output for a batch, with a graph where the plain module's has one."""
+        """Compute the module's output for a batch; it requires grad where the plain module's output does."""
         if self._closed:
-            raise Closed(f"the pipe {self._name!r} is closed; make another one")
+            raise Closed(f"the pipe {self._name!r} is closed; create another one")
         pieces = self.cut.pieces(value, back=torch.is_grad_enabled())
         self.cut.measure(mapped(Tensor.detach, pieces[0]))
         parts = self.cut.parts
         through = _Through(self._workers_for(parts), next(self._numbers), self._events)
-        # As torch's own layers do: a module that draws nothing leaves the program's generator alone.
+        # Like torch's layers, a module without random numbers does not advance the program's generator.
         draws = any(may_draw(part.module) for part in parts)
         seed = int(torch.randint(2**31, ())) if draws else 0
         graph = torch.is_grad_enabled()
-        call = Forward(through.number, len(pieces), seed, [], casting_here(), graph, None, ())
+        call = Forward(through.number, len(pieces), seed, [], current_casting(), graph, None, ())
         outputs = _applied(through, call, pieces) if graph else through.forward(call, pieces, ())
         return self.cut.joined(outputs, list(map(self.cut.samples, pieces)), f"batch {call.number}")
 
     def _workers_for(self, parts: Sequence[Part]) -> _Workers:
-        """The workers; new ones where there are none, they have ended, or the parts have changed since."""
+        """Return the workers, or new ones if there are none, they have ended, or the parts have changed."""
         with self._lock:
             workers = self._workers
             if workers is not None and (not workers.run.alive or workers.parts is not parts):
                 workers = None
             if self.cut.on.apart:
-                share(part.module for part in parts if not part.away)
+                share(part.module for part in parts if not part.remote)
                 now = state_of(parts)
                 workers = workers if now == self._seen else None
                 self._seen = now
@@ -166,16 +174,16 @@ class Differentiable:
             return workers
 
     def close(self) -> None:
-        """End the workers; backward passes of what is out raise ``Closed``."""
+        """End the workers; later backward passes through them raise ``Closed``."""
         with self._lock:
             self._closed = True
-            every = list(self._every)  # the last ones too, which may go with their name here
+            every = list(self._every)  # includes the current workers, which the next line might release
             self._workers = None
             for workers in every:
                 workers.run.end()
 
     def forget(self) -> None:
-        """End the workers without waiting, as soon as no output of theirs is left."""
+        """Drop the workers, which end when their last output is released."""
         self._workers = None
 
 
@@ -184,7 +192,7 @@ class _Through:
 
     def __init__(self, workers: _Workers, number: int, events: deque[TimelineEvent]) -> None:
         self.workers, self.number, self.events = workers, number, events
-        self.wants: list[tuple[bool, ...]] = []  # of each micro-batch's outputs
+        self.wants: list[tuple[bool, ...]] = []  # per micro-batch, for each output
         self._asked = [
             [one for one in part.module.parameters() if one.requires_grad] for part in workers.parts
         ]
@@ -194,10 +202,10 @@ class _Through:
 
     def forward(self, call: Forward, pieces: Sequence[Any], wants: tuple[bool, ...]) -> list[Any]:
         """Compute the outputs of the micro-batches. Raises ``StageError`` for the first that failed."""
-        if call.keeps_graph:  # the workers hold it as long as this object is in use
+        if call.keeps_graph:  # the workers keep the graph while this object exists
             self._dropping = weakref.finalize(self, self.workers.dropped.append, self.number)
             self._dropping.atexit = False
-            if self.workers.run.apart:
+            if self.workers.run.own_processes:
                 every = {id(one): one for part in self.workers.parts for one in part.module.parameters()}
                 self._versions = [(one, one._version) for one in every.values() if not one.is_inference()]
         answers, items = self.workers.forward(call, pieces, wants)
@@ -215,8 +223,8 @@ class _Through:
     def backward(
         self, gradients: Sequence[Tensor | None], keep: bool
     ) -> tuple[list[tuple[Tensor | None, ...]], list[Tensor | None]]:
-        """Compute the gradients of the inputs, by micro-batch, and of the parameters, from the gradients of
-        the outputs."""
+        """Compute gradients from those of the outputs: for the inputs by micro-batch, and for the
+        parameters."""
         self._raise_if_changed()
         every = iter(gradients)
         given = [
@@ -243,30 +251,29 @@ class _Through:
         raise part_error(self.workers.parts[failure.part], f"{of}batch {self.number}", failure.error)
 
     def _of_parameters(self, answers: list[WorkerAnswer]) -> list[Tensor | None]:
-        """The gradients of all parameters; of one that several parts have, the sum."""
+        """Return the gradients of all parameters; for a parameter in several parts, their sum."""
         found: dict[int, Tensor] = {}
         for asked, answer in zip(self._asked, answers, strict=True):
             for parameter, gradient in zip(asked, answer.gradients or (), strict=True):
                 if gradient is not None:
                     so_far = found.get(id(parameter))
-                    here = gradient.to(parameter.device)
-                    found[id(parameter)] = here if so_far is None else so_far + here
+                    moved = gradient.to(parameter.device)
+                    found[id(parameter)] = moved if so_far is None else so_far + moved
         return [found.get(id(parameter)) for parameter in self.parameters]
 
     def _raise_if_changed(self) -> None:
-        """What torch says where a saved tensor was changed; the processes' graphs can't see it."""
+        """Raise the error that torch raises for a modified saved tensor, which graphs in processes cannot
+        detect."""
         for parameter, version in self._versions:
             if parameter._version != version:
                 raise RuntimeError(
-                    "a parameter of the pipe, of shape "
-                    f"{tuple(parameter.shape)}, has been modified by an inplace operation since the output "
-                    "was computed, so that the backward pass would be wrong: call backward() before the "
-                    "optimizer's step(), or the pipe once more after it"
+                    f"Sequential: a parameter of shape {tuple(parameter.shape)} was modified by an inplace "
+                    "operation after the output; call backward() before the optimizer's step()"
                 )
 
 
 def _applied(through: _Through, call: Forward, pieces: Sequence[Any]) -> list[Any]:
-    """The outputs of the micro-batches with their graph."""
+    """Compute the outputs of the micro-batches with a graph."""
     inputs = [one for piece in pieces for one in tensors(piece)]
     holder: list[Any] = []
     flat = iter(_Parts.apply(through, call, pieces, holder, len(inputs), *inputs, *through.parameters))  # type: ignore[no-untyped-call]
@@ -274,41 +281,41 @@ def _applied(through: _Through, call: Forward, pieces: Sequence[Any]) -> list[An
 
 
 class _Parts(torch.autograd.Function):
-    """All parts together, as autograd sees them: a function of the micro-batches and the parameters."""
+    """Autograd function of the micro-batches and the parameters that runs all parts."""
 
     @staticmethod
     def forward(
         ctx: Any, through: _Through, call: Forward, pieces: Any, holder: list[Any], count: int, *given: Tensor
     ) -> tuple[Tensor, ...]:
-        """The tensors of the outputs; the outputs as they are go into ``holder``."""
+        """Return the tensors of the outputs, and append the outputs themselves to ``holder``."""
         wants = tuple(one.requires_grad for one in given[: count // len(pieces)])
         holder.extend(through.forward(call, [mapped(Tensor.detach, piece) for piece in pieces], wants))
-        # Autograd lets nobody change a function's output in place where it is a view, and ties its node to
-        # the tensors, of which the workers may hold the one that they have made.
+        # Autograd forbids in-place changes of an output that is a view. It also attaches this node to the
+        # returned tensors, and a worker may still hold the tensors that it has made.
         flat = tuple(one.clone() if one._is_view() else one.detach() for one in tensors(holder))
         wanted = [want for each in through.wants for want in each]
         ctx.mark_non_differentiable(*(one for one, want in zip(flat, wanted, strict=True) if not want))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(torch.empty(0))  # so that torch tells of a second backward pass
+        ctx.save_for_backward(torch.empty(0))  # makes torch detect a second backward pass
         if any(wanted):
             ctx.through, ctx.wants, ctx.devices = through, wants, [one.device for one in given[:count]]
         return flat
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """The gradients of the micro-batches and of the parameters."""
+        """Return the gradients of the micro-batches and of the parameters."""
         _ = ctx.saved_tensors
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True has reached a Sequential in parts, through which second derivatives "
-                "do not go; compute them with the plain module, pipe.module"
+                "Sequential: create_graph=True is not supported, because second derivatives cannot flow "
+                "through the parts; use the plain module, pipe.module"
             )
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         pieces, parameters = ctx.through.backward(gradients, keep)
         inputs: list[Tensor | None] = []
         for found in map(iter, pieces):
             inputs.extend(next(found) if want else None for want in ctx.wants)
-        there = [
+        on_devices = [
             one if one is None else one.to(device) for one, device in zip(inputs, ctx.devices, strict=True)
         ]
-        return None, None, None, None, None, *there, *parameters
+        return None, None, None, None, None, *on_devices, *parameters

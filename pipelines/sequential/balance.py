@@ -1,8 +1,7 @@
-"""Where to cut: what each layer costs on a sample, and the cuts that make the most expensive part as cheap as
-can be.
+"""Costs of layers on a sample, and the cut that minimises the cost of the most expensive part.
 
-A pipeline is as quick as its slowest part, and needs the memory of its largest: so the largest sum of
-consecutive costs is minimised, exactly, by dynamic programming over the number of parts and of layers.
+A pipeline is as fast as its slowest part and needs as much memory as its largest. Dynamic programming over
+the numbers of parts and layers minimises the largest sum of consecutive costs exactly.
 """
 
 from __future__ import annotations
@@ -24,22 +23,24 @@ from flowchan.pipelines.sequential.skip import Skips
 from flowchan.pipelines.sequential.tensor_trees import mapped, tensors
 
 ROUNDS, SECONDS = 2, 0.3
-"""Layers are timed in at least so many rounds, and for about so long."""
+"""Minimum number of timing rounds for the layers, and the approximate time for all rounds."""
 
 
 def best_split(costs: Sequence[float], parts: int) -> list[int]:
-    """How many layers each of ``parts`` parts takes so that the largest cost of a part is as small as
-    possible. Each has at least one. In ``O(parts × layers²)`` steps."""
+    """Return the number of layers in each part such that the largest cost of a part is minimal.
+
+    Each part has at least one layer. The search takes ``O(parts × layers²)`` steps.
+    """
     upto = list(accumulate(costs, initial=0.0))
     layers = len(costs)
-    # least[n]: the smallest possible largest part of the first n layers, for the parts so far; last[k][n]:
-    # where the last of k + 1 parts begins then.
+    # least[n]: smallest possible cost of the largest part, for the first n layers.
+    # last[k][n]: start of the last of k + 1 parts in that cut.
     least = upto[:]
     last: list[list[int]] = [[0] * (layers + 1)]
     for count in range(2, parts + 1):
         row, begins = [float("inf")] * (layers + 1), [0] * (layers + 1)
         for n in range(count, layers + 1):
-            # of equal cuts the last one: what costs nothing stays with the layer before it
+            # of equal cuts, the last: a layer without cost stays in the part of the layer before it
             row[n], begin = min((max(least[cut], upto[n] - upto[cut]), -cut) for cut in range(count - 1, n))
             begins[n] = -begin
         least = row
@@ -60,11 +61,13 @@ def costs(
     param_scale: float = 1.0,
     skips: Skips | None = None,
 ) -> list[float]:
-    """What each layer costs with a micro-batch: seconds with ``threads`` compute threads, of the ``backward``
-    pass too, by default where the module is in training mode; or bytes of its parameters, ``param_scale``
-    times, its buffers and what it keeps, which is what autograd saves for the backward pass for a module in
-    training mode, else what it puts out. ``skips`` come in beside the micro-batch. The module is not
-    changed."""
+    """Measure the cost of each layer with a micro-batch, on copies of the layers.
+
+    ``balance="time"`` returns seconds with ``threads`` compute threads. ``backward`` includes the backward
+    pass (default: in training mode). ``balance="memory"`` returns bytes: parameters times ``param_scale``,
+    buffers, and activations. The activations are the tensors that autograd saves in training mode, else all
+    outputs. ``skips`` are stashed tensors that accompany the micro-batch.
+    """
     with torch.random.fork_rng(devices=[]), _compute_threads(threads):
         layers = list(_alone(module, micro, skips))
         if balance == "memory":
@@ -73,7 +76,8 @@ def costs(
 
 
 def seconds(module: nn.Sequential, value: Any) -> float:
-    """What a forward pass of the whole module takes as it is called. The module is not changed."""
+    """Measure the seconds of a forward pass of a copy of the whole module, with the current number of
+    threads."""
     part = Part(0, copy.deepcopy(module))
     with torch.random.fork_rng(devices=[]):
         _once(part, value, {}, training=False)
@@ -81,8 +85,10 @@ def seconds(module: nn.Sequential, value: Any) -> float:
 
 
 def step_seconds(module: nn.Sequential, micro: Any, threads: int) -> list[tuple[float, float, float]]:
-    """How long each layer takes for a micro-batch's forward pass, and for both halves of its backward pass.
-    The module is not changed."""
+    """Measure the seconds of a forward pass and of both halves of a backward pass for each layer.
+
+    It runs copies of the layers on one micro-batch.
+    """
     with torch.random.fork_rng(devices=[]), _compute_threads(threads):
         layers = list(_alone(module, micro))
         found = [(float("inf"),) * 3] * len(layers)
@@ -96,7 +102,7 @@ def step_seconds(module: nn.Sequential, micro: Any, threads: int) -> list[tuple[
 def _halves(part: Part, value: Any, skips: Skips) -> tuple[float, float, float]:
     value, skips = _leaf(value), _leaf(skips)
     moments = [time.thread_time()]
-    # where the layer works in place it may not have a leaf
+    # a layer that works in place cannot take a leaf that requires grad
     out, left = run_part(part, mapped(Tensor.clone, value), mapped(Tensor.clone, skips), keep=False)
     moments.append(time.thread_time())
     ends = [tensor for tensor in tensors((out, list(left.values()))) if tensor.requires_grad]
@@ -111,16 +117,16 @@ def _halves(part: Part, value: Any, skips: Skips) -> tuple[float, float, float]:
 
 
 def _leaf(value: Any) -> Any:
-    """The value as one whose gradient is wanted."""
+    """Return the value with leaf tensors that require grad."""
     return mapped(lambda one: one.detach().requires_grad_(one.is_floating_point()), value)
 
 
 _Layer = tuple[Part, Any, Skips]
-"""A copy of a layer as a part of its own, and what goes into it."""
+"""A copy of a layer as a part, with its input and skips."""
 
 
 def _alone(module: nn.Sequential, value: Any, skips: Skips | None = None) -> Iterator[_Layer]:
-    """Each layer by itself."""
+    """Yield a copy of each layer as a part, with its input."""
     skips = {} if skips is None else skips
     for number, (name, layer) in enumerate(module._modules.items()):
         alone = nn.Sequential()
@@ -133,7 +139,7 @@ def _alone(module: nn.Sequential, value: Any, skips: Skips | None = None) -> Ite
 
 
 def _seconds(layers: list[_Layer], training: bool) -> list[float]:
-    """The shortest time of each layer: what disturbs a measurement only ever makes it longer."""
+    """Return the shortest time of each layer, because disturbances only lengthen a measurement."""
     found = [float("inf")] * len(layers)
     begin = time.perf_counter()
     rounds = 0
@@ -152,30 +158,31 @@ def _once(part: Part, value: Any, skips: Skips, training: bool) -> float:
         if training:
             ends = [tensor for tensor in tensors(out) if tensor.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-    # What never waited by itself may have waited for a core that another program had, which tells nothing
-    # about the layer.
+    # A thread without voluntary waits may still have lost its core to another program, which says nothing
+    # about the layer. CPU time excludes that.
     return time.thread_time() - computed if _waits() == waits else time.perf_counter() - begin
 
 
 def _waits() -> int:
-    """How often this thread has given its core away."""
+    """Return the number of voluntary context switches of this thread."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def _fresh(value: Any, training: bool) -> Any:
-    """The value as the layer before hands it over: it may be changed, and in training its gradient is
-    wanted."""
+    """Return a copy as the previous layer would pass it: writable, and in training with a gradient."""
     return mapped(
         lambda tensor: tensor.detach().requires_grad_(training and tensor.is_floating_point()).clone(), value
     )
 
 
 def _bytes(layers: list[_Layer], training: bool, param_scale: float) -> list[float]:
-    """Of each layer: its parameters and buffers, and what stays until the backward pass, or what it puts out
-    where there is none. What several layers keep counts for the first of them; the input counts where a layer
-    saves it."""
+    """Return the bytes of each layer: parameters, buffers and activations.
+
+    Without a backward pass, activations are the outputs. A tensor that several layers keep counts for the
+    first of them. An input counts for the layer that saves it.
+    """
     value, skips = _fresh(layers[0][1], training=False), layers[0][2]
-    kept: list[Any] = [value]  # so that no two tensors have one address
+    kept: list[Any] = [value]  # keeps the tensors alive, so that no address is reused
     known = {_address(tensor) for part, *_ in layers for tensor in _state(part)}
     if not training:
         known |= {_address(tensor) for tensor in tensors(value)}
@@ -206,8 +213,10 @@ def _state(part: Part) -> list[Tensor]:
 
 
 def _kept(part: Part, value: Any, skips: Skips, training: bool) -> tuple[Any, Skips, list[Tensor]]:
-    """What a layer gives, and the tensors that it saves for its backward pass, or all that its modules put
-    out."""
+    """Run a layer and return its output, its skips, and the tensors that it keeps.
+
+    These are the tensors saved for the backward pass in training, else all outputs of its modules.
+    """
     made: list[Tensor] = []
 
     def save(tensor: Tensor) -> Tensor:
@@ -228,7 +237,7 @@ def _kept(part: Part, value: Any, skips: Skips, training: bool) -> tuple[Any, Sk
 
 
 def _leaves(value: Any) -> list[Tensor]:
-    """The tensors without a history of their own that want gradients: a graph holds them as well."""
+    """Return the leaf tensors that require grad, because the graph keeps these as well."""
     nodes = [tensor.grad_fn for tensor in tensors(value) if tensor.grad_fn is not None]
     seen = set(nodes)
     for node in nodes:

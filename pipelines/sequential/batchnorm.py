@@ -1,13 +1,12 @@
-"""Batch normalisation in micro-batches: running statistics are those of the whole batch.
+"""Batch normalisation in micro-batches, with the running statistics of the whole batch.
 
-Each micro-batch is normalised by its own mean and variance, as it has to be: the others are not there yet.
-The running statistics, which count in ``eval`` mode, are updated once per step and with the mean and variance
-of the whole batch, as the plain module does. A forward pass that is done again (recompute) is not counted
-again.
+Each micro-batch is normalised with its own mean and variance, because the other micro-batches may not exist
+yet. ``eval`` mode uses the running statistics. They are updated once per step with the mean and variance of
+the whole batch, as in the plain module. A recomputed forward pass does not count again.
 
-After torchgpipe's ``DeferredBatchNorm``. The moments of micro-batches are put together as in Chan, Golub and
-LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", which loses no
-digits as sums of squares do.
+The idea is that of torchgpipe's ``DeferredBatchNorm``. Moments are combined as in Chan, Golub and LeVeque
+1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances". Sums of squares would lose
+digits.
 """
 
 from __future__ import annotations
@@ -24,34 +23,37 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @dataclass(slots=True)
 class Moments:
-    """Of ``count`` values per channel: their mean, and the sum of squared distances from it. Shape
-    (channels,), double."""
+    """Moments of ``count`` values per channel: the mean, and the sum of squared deviations from the mean.
+
+    Both tensors have shape (channels,) and type double.
+    """
 
     count: int
     mean: Tensor
     squares: Tensor
 
     def plus(self, other: Moments) -> Moments:
-        """The moments of both together."""
+        """Return the moments of both sets of values together."""
         count = self.count + other.count
-        apart = other.mean - self.mean
-        mean = self.mean + apart * (other.count / count)
+        difference = other.mean - self.mean
+        mean = self.mean + difference * (other.count / count)
         return Moments(
-            count, mean, self.squares + other.squares + apart**2 * (self.count * other.count / count)
+            count, mean, self.squares + other.squares + difference**2 * (self.count * other.count / count)
         )
 
 
 def moments(x: Tensor) -> Moments:
-    """Of an input of a batch norm layer, whose channels are dimension 1."""
+    """Compute the moments of an input of a batch norm layer, whose channels are dimension 1."""
     variance, mean = torch.var_mean(x.double(), [0, *range(2, x.dim())], correction=0)
     count = x.numel() // x.shape[1]
     return Moments(count, mean, variance * count)
 
 
 class DeferredBatchNorm:
-    """Keeps the batch norm layers of a module from updating their running statistics while it is
-    :meth:`deferring`. What passes through them meanwhile is gathered, and :meth:`commit` updates with all of
-    it at once.
+    """Deferred updates of the running statistics of a module's batch norm layers.
+
+    In a :meth:`deferring` block, the layers do not update their statistics. Their inputs are accumulated, and
+    :meth:`commit` updates the statistics once with all of them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -60,11 +62,11 @@ class DeferredBatchNorm:
 
     @contextlib.contextmanager
     def deferring(self, count: bool) -> Iterator[None]:
-        """Within it the layers leave their statistics alone. ``count``: what passes is gathered."""
+        """Suspend the updates of running statistics. ``count``: accumulate the inputs of the layers."""
         layers = [one for one in self._layers if one.track_running_stats and one.running_mean is not None]
         hooks = [layer.register_forward_pre_hook(self._gather) for layer in layers if count]
         for layer in layers:
-            layer.track_running_stats = False  # it still has them, and uses them in eval mode
+            layer.track_running_stats = False  # the layer keeps its statistics, and uses them in eval mode
         try:
             yield
         finally:
@@ -80,26 +82,25 @@ class DeferredBatchNorm:
             self._gathered[layer] = found if so_far is None else so_far.plus(found)
 
     def commit(self) -> None:
-        """The end of a step: one update of the running statistics of each layer that something passed
-        through."""
+        """Update the running statistics of each layer once, with the inputs of the whole step."""
         with torch.no_grad():
             for layer, found in self._gathered.items():
                 _update(layer, found)
         self._gathered.clear()
 
     def forget(self) -> None:
-        """What was gathered counts for nothing."""
+        """Discard the accumulated inputs."""
         self._gathered.clear()
 
 
 def _update(layer: _BatchNorm, found: Moments) -> None:
-    """As ``torch.nn.functional.batch_norm`` does; the running variance is unbiased."""
+    """Update the running statistics like ``torch.nn.functional.batch_norm``, with the unbiased variance."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
     factor = layer.momentum
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
-        if factor is None:  # then it is the mean of all batches so far
+        if factor is None:  # the running statistics are then the mean of all batches
             factor = 1.0 / float(layer.num_batches_tracked)
     if factor is None:
         factor = 0.0

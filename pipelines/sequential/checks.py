@@ -1,5 +1,7 @@
-"""What can be wrong with a pipe, found before anything starts. Each error names the argument, its value, what
-is allowed, and the remedy."""
+"""Checks of the arguments of a pipe before anything starts.
+
+Each error names the argument, its value, the allowed values, and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -30,93 +32,97 @@ FSDP = "torch.distributed.fsdp"
 
 
 def checked_module(module: Any) -> nn.Sequential:
-    """The module, or one made of a list of layers."""
+    """Return the module as a checked ``nn.Sequential``, also for a list of layers."""
     if not isinstance(module, (nn.Module, Iterable)):
-        raise TypeError(f"Sequential: module must be an nn.Module or a list of layers, not {shown(module)}")
+        raise TypeError(f"Sequential: module must be an nn.Module or a list of layers, got {shown(module)}")
     layers: Any = module if isinstance(module, nn.Sequential) else list(module)  # type: ignore[arg-type]
     for place, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
-            raise TypeError(f"Sequential: layer {place} of module must be an nn.Module, not {shown(layer)}")
+            raise TypeError(f"Sequential: layer {place} of module must be an nn.Module, got {shown(layer)}")
     if not len(layers):
-        raise ValueError("Sequential: module has no layers; give it at least one")
+        raise ValueError("Sequential: module must have at least one layer, got none")
     if isinstance(layers, nn.Sequential):
-        raise_for_own_ways(layers)
+        check_container(layers)
     whole = layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
     raise_if_lazy(whole)
     _check_skips(whole)
     return whole
 
 
-def has_own_way(module: Any) -> bool:
-    """Whether a module says by a forward of its own which layer follows which."""
+def needs_tracing(module: Any) -> bool:
+    """Return whether a module has its own ``forward``, so that it must be traced."""
     if not isinstance(module, nn.Module) or isinstance(module, nn.ModuleList):
         return False
     return not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward
 
 
 def raise_if_lazy(module: nn.Module) -> None:
-    """``ValueError`` for parameters that come with the first batch."""
+    """Raise ``ValueError`` for lazy parameters, which get their shape with the first batch."""
     for name, tensor in module.named_parameters():
         if nn.parameter.is_lazy(tensor):
             raise ValueError(
-                f"Sequential: parameter {name!r} of module has no shape yet; call module(x) once before"
+                f"Sequential: parameter {name!r} of module must have a shape; call module(x) once before"
             )
 
 
 def counts_by_name(parts: Sequence[str], names: Sequence[str]) -> list[int]:
-    """The number of layers in each part, where each but the first begins with the layer of that name."""
+    """Return the number of layers in each part, given the first layer of each part but the first."""
     for name in parts:
         if name not in names:
             raise ValueError(
-                f"Sequential: {name!r} of parts is no layer of this module; layers are "
-                f"{', '.join(map(repr, names))}"
+                f"Sequential: parts must name layers of the module ({', '.join(map(repr, names))}), "
+                f"got {name!r}"
             )
     ends = [0, *map(list(names).index, parts), len(names)]
     counts = [end - begin for begin, end in pairwise(ends)]
     if min(counts) < 1:
         raise ValueError(
-            f"Sequential: parts={short(list(parts))} must name layers in their order, each once, and not the "
-            "first one, with which part 0 begins"
+            "Sequential: parts must name layers in their order, without the first layer, got "
+            f"{short(list(parts))}"
         )
     return counts
 
 
-def raise_for_own_ways(module: nn.Sequential) -> None:
-    """The parts call the layers one after the other, and nothing else that a container may do. Raises
-    ``TypeError`` or ``ValueError`` for what they would leave out."""
+def check_container(module: nn.Sequential) -> None:
+    """Check that a container only calls its layers in order, because the parts do nothing else.
+
+    Raises ``TypeError`` for its own ``forward``, and ``ValueError`` for hooks.
+    """
     if type(module).forward is not nn.Sequential.forward:
         raise TypeError(
-            f"Sequential: module is a {type(module).__name__} with a forward of its own, which its parts "
-            "would not call; give an nn.Sequential whose layers do it all"
+            f"Sequential: module must be a plain nn.Sequential, got a {type(module).__name__} with its own "
+            "forward, which the parts would not call; move that code into layers"
         )
     if module._forward_hooks or module._forward_pre_hooks:
         raise ValueError(
-            "Sequential: module has forward hooks, which its parts would not call; "
+            "Sequential: module has forward hooks, which the parts would not call; "
             "register them on its layers"
         )
 
 
 def _check_skips(module: nn.Sequential) -> None:
-    """``ValueError`` for a ``Pop`` with nothing to pop, a ``Stash`` that nobody pops, and two without a
-    ``Pop`` between. What a layer other than an ``nn.Sequential`` does with those within it is not known, so
-    nothing is said of their names from there on."""
-    stashed: dict[str, str] = {}  # what is in the skip store, and the layer that put it there
+    """Check that each ``Stash`` has one ``Pop`` after it.
+
+    Raises ``ValueError`` for a ``Pop`` without a ``Stash``, a ``Stash`` without a ``Pop``, and two ``Stash``
+    without a ``Pop`` between them. A layer that contains some and is not an ``nn.Sequential`` may use them in
+    any order. Their names are therefore not checked from there on.
+    """
+    stashed: dict[str, str] = {}  # stashed names, with the path of the layer that stashed them
     unknown: set[str] = set()
     for path, layer in _in_a_row(module):
         if isinstance(layer, Stash):
             if layer.name in stashed:
                 raise ValueError(
-                    f"Sequential: layer {path!r}, {layer!r}, stashes again what layer "
-                    f"{stashed[layer.name]!r} has stashed "
-                    f"and no Pop({layer.name!r}) has popped; put a Pop between them, or give one "
-                    "of them another name"
+                    f"Sequential: layer {path!r}, {layer!r}, repeats the Stash of layer "
+                    f"{stashed[layer.name]!r} without a Pop({layer.name!r}) between them; add the Pop, or "
+                    "change a name"
                 )
             stashed[layer.name] = path
         elif isinstance(layer, Pop):
             if stashed.pop(layer.name, None) is None and layer.name not in unknown:
                 raise ValueError(
-                    f"Sequential: layer {path!r}, {layer!r}, has no Stash({layer.name!r}) before it, "
-                    "or another Pop has popped that already; put one Stash before each Pop"
+                    f"Sequential: layer {path!r}, {layer!r}, has no Stash({layer.name!r}) before it, or "
+                    "an earlier Pop has used it; put one Stash before each Pop"
                 )
         else:
             inside = {inner.name for inner in layer.modules() if isinstance(inner, (Stash, Pop))}
@@ -124,13 +130,14 @@ def _check_skips(module: nn.Sequential) -> None:
             stashed = {name: where for name, where in stashed.items() if name not in inside}
     for name, path in stashed.items():
         raise ValueError(
-            f"Sequential: layer {path!r}, Stash({name!r}), has no Pop({name!r}) behind it; add one, "
-            "or leave the Stash out"
+            f"Sequential: layer {path!r}, Stash({name!r}), has no Pop({name!r}) after it; add one, "
+            "or remove the Stash"
         )
 
 
 def _in_a_row(module: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The layers in the order in which they run, also those of each ``nn.Sequential`` in place of it."""
+    """Yield the layers in the order in which they run, including those of nested ``nn.Sequential``
+    containers."""
     for name, layer in module._modules.items():
         assert layer is not None
         if isinstance(layer, nn.Sequential) and type(layer).forward is nn.Sequential.forward:
@@ -140,66 +147,64 @@ def _in_a_row(module: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.M
 
 
 def checked_counts(parts: Any, layers: int) -> int | list[int]:
-    """``parts`` as a number, or as the number of layers in each."""
+    """Return ``parts`` as a number, or as a list with the number of layers in each."""
     if is_whole(parts):
         if not 1 <= parts <= layers:
             raise ValueError(
-                f"Sequential: parts must be from 1 to {layers}, the number of layers, not {parts}; "
-                "each part has at least one layer"
+                f"Sequential: parts must be from 1 to {layers}, the number of layers, got {parts}"
             )
         return parts
     if isinstance(parts, (str, bool)) or not isinstance(parts, Iterable):
         raise TypeError(
-            "Sequential: parts must be an int, or a list with the layers of each part or the names of those "
-            f"that parts begin with, not {shown(parts)}"
+            "Sequential: parts must be an int, or a list of layer counts or of layer names, "
+            f"got {shown(parts)}"
         )
     counts = list(parts)
     for count in counts:
         if not is_whole(count) or count < 1:
             raise ValueError(
-                f"Sequential: parts={short(counts)} must hold ints of at least 1, the layers of each part, "
-                f"not {short(count)}"
+                f"Sequential: parts={short(counts)} must contain ints of at least 1, the layers of each "
+                f"part, got {short(count)}"
             )
     if sum(counts) != layers:
         raise ValueError(
-            f"Sequential: parts={counts} must add up to {layers}, the number of layers, not to {sum(counts)}"
+            f"Sequential: parts={counts} must add up to {layers}, the number of layers, got {sum(counts)}"
         )
     return counts
 
 
 def check_switches(**switches: Any) -> None:
-    """The arguments that are on or off."""
+    """Check the boolean arguments."""
     for name, value in switches.items():
         if not isinstance(value, bool):
-            raise TypeError(f"Sequential: {name} must be True or False, not {shown(value)}")
+            raise TypeError(f"Sequential: {name} must be True or False, got {shown(value)}")
 
 
 def check_joining(dim: Any, join: Any) -> None:
-    """What says how batches are split and outputs joined."""
+    """Check ``dim`` and ``join``."""
     if not is_whole(dim) or dim < 0:
-        raise ValueError(f"Sequential: dim must be the batch's dimension, an int from 0 on, not {shown(dim)}")
+        raise ValueError(f"Sequential: dim must be the batch dimension, an int from 0, got {shown(dim)}")
     if join is not None and not callable(join):
         raise TypeError(
-            f"Sequential: join must be a function of the list of micro-batches' outputs, not {shown(join)}"
+            f"Sequential: join must be a function of the list of micro-batch outputs, got {shown(join)}"
         )
 
 
 def check_choices(
     on: Any, chunks: Any, balance: Any, sample: Any, param_scale: Any, dim: int, counts: int | list[int]
 ) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for an argument that is a wrong word or number."""
+    """Raise ``TypeError`` or ``ValueError`` for an argument that is not one of the allowed words or
+    numbers."""
     _check_placement(on)
     if chunks is not None and not is_whole(chunks):
-        raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, not {shown(chunks)}")
+        raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, got {shown(chunks)}")
     if chunks is not None and chunks < 1:
-        raise ValueError(
-            f"Sequential: chunks must be at least 1, not {chunks}; 1 sends each batch as a whole"
-        )
+        raise ValueError(f"Sequential: chunks must be at least 1, got {chunks}; use 1 to send whole batches")
     _check_balance(balance, sample, counts)
     if isinstance(param_scale, bool) or not isinstance(param_scale, (int, float)) or not param_scale >= 0:
-        raise ValueError(f"Sequential: param_scale must be a number of at least 0, not {shown(param_scale)}")
+        raise ValueError(f"Sequential: param_scale must be a number of at least 0, got {shown(param_scale)}")
     if param_scale != 1 and balance != "memory":
-        raise ValueError('Sequential: param_scale is for balance="memory"')
+        raise ValueError(f'Sequential: balance must be "memory" with param_scale, got {shown(balance)}')
     if sample is not None:
         batch_size(sample, "Sequential: sample", dim)
 
@@ -210,83 +215,83 @@ def _check_placement(on: Any) -> None:
     is_word = isinstance(on, str) and on in PLACEMENTS
     if not is_word and not (isinstance(on, Placement) and on.hosts):
         raise ValueError(
-            f'Sequential: on must be "thread", "process" or a pool of flowchan.hosts, not {shown(on)}'
+            f'Sequential: on must be "thread", "process" or a pool of flowchan.hosts, got {shown(on)}'
         )
     if isinstance(on, Placement) and on.shares:
         raise ValueError(
-            f"Sequential: a part goes to each host of the pool in turn, so {on} can't have shares of workers"
+            f"Sequential: on must be a pool without shares, because parts go to its hosts in turn, got {on}"
         )
 
 
 def _check_balance(balance: Any, sample: Any, counts: int | list[int]) -> None:
     if balance is None:
         if sample is not None:
-            raise ValueError(
-                'Sequential: sample is for measuring the layers; say balance="time" or "memory" with it'
-            )
+            raise ValueError('Sequential: balance must be "time" or "memory" with sample, got None')
         return
     if not isinstance(balance, str) or balance not in BALANCES:
-        raise ValueError(f'Sequential: balance must be "time", "memory" or None, not {shown(balance)}')
+        raise ValueError(f'Sequential: balance must be "time", "memory" or None, got {shown(balance)}')
     if not isinstance(counts, int):
         raise ValueError(
-            f"Sequential: balance={balance!r} finds the layers of each part, but "
-            f"parts={counts} says them already; "
-            f"give parts={len(counts)}"
+            f"Sequential: parts must be a number with balance={balance!r}, got {counts}; "
+            f"use parts={len(counts)}"
         )
     if sample is None:
-        raise ValueError(f"Sequential: balance={balance!r} measures the layers; give sample=, a usual batch")
+        raise ValueError(f"Sequential: sample must be a typical batch with balance={balance!r}, got None")
 
 
 def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.device] | None:
-    """One device for each part, each of which is there. Which devices another host has is not known here."""
+    """Return one device for each part. Devices of this host must exist; those of other hosts are unknown
+    here."""
     if devices is None:
         return None
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise TypeError(
-            f"Sequential: devices must be a list with one device for each part, not {shown(devices)}"
+            f"Sequential: devices must be a list with one device for each part, got {shown(devices)}"
         )
     if len(devices) != parts:
         raise ValueError(
-            f"Sequential: devices must be {parts}, one for each part, not {len(devices)}: {shown(devices)}"
+            f"Sequential: devices must be {parts}, one for each part, got {len(devices)}: {shown(devices)}"
         )
     found = [torch.device(name) if on.hosts else _device(name) for name in devices]
     if on.apart and not on.hosts and forks() and any(device.type == "cuda" for device in found):
-        # also where CUDA has not begun here: it does with the first output, and workers are forked later
+        # CUDA may start with the first output, before later forks of workers
         raise ValueError(
-            f"Sequential: devices={short(devices)} can't be used in forked processes: CUDA "
-            "does not survive a fork; "
-            'call multiprocessing.set_start_method("spawn") first, or use on="thread"'
+            f"Sequential: devices={short(devices)} cannot be used in forked processes, because CUDA does not "
+            'survive a fork; call multiprocessing.set_start_method("spawn") first, or use on="thread"'
         )
     return found
 
 
 def _device(name: Any) -> torch.device:
-    """The device of that name. ``meta`` has no values, and CUDA is only counted, as a process may have to
-    begin it."""
-    there = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    """Return the device with this name, if it can be used.
+
+    ``meta`` has no values. CUDA devices are only counted, because a process may have to initialise CUDA
+    itself.
+    """
+    usable = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
     try:
         device = torch.device(name)
         if device.type == "meta" or (
             device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
         ):
-            raise RuntimeError("there is none")
+            raise RuntimeError("it does not exist")
         if device.type not in ("cpu", "cuda"):
             torch.empty(0, device=device)
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"Sequential: device {short(name)} of devices can't be used ({reason}); here "
-            f"are {', '.join(there)}"
+            f"Sequential: devices must contain usable devices ({', '.join(usable)}), got {short(name)} "
+            f"({reason})"
         ) from error
     return device
 
 
-# --- FSDP: it gathers parameters for a whole call and reduces their gradients once. That works around a pipe
-# whose parts are threads; within a pipe it would do so for each micro-batch, with wrong gradients ---
+# --- FSDP gathers parameters for a whole call and reduces their gradients once. That works around a pipe
+# with parts on threads. Within a pipe it would happen for each micro-batch, with wrong gradients. ---
 
 
 def refuse_sharded_layers(module: nn.Module) -> None:
-    """``TypeError`` for layers that are sharded by themselves."""
+    """Raise ``TypeError`` for layers that FSDP shards individually."""
     fsdp = sys.modules.get(FSDP)
     kinds = tuple(
         kind
@@ -297,20 +302,21 @@ def refuse_sharded_layers(module: nn.Module) -> None:
         return
     if "_flat_param" in module._parameters:
         raise TypeError(
-            "Sequential: FSDP has taken the parameters out of the layers, so a pipe does not see them; make "
-            "it with use_orig_params=True"
+            "Sequential: FSDP has replaced the parameters of the layers, so a pipe cannot find them; "
+            "use use_orig_params=True"
         )
     for name, layer in module.named_modules():
         if isinstance(layer, kinds):
             what = f"layer {name!r}" if name else "module"
             raise TypeError(
-                f"Sequential: {what} is sharded by FSDP, which would gather its parameters and reduce their "
-                "gradients for each micro-batch; shard the pipe as a whole: fully_shard(pipe)"
+                f"Sequential: {what} must not be sharded by FSDP itself, because its parameters would be "
+                "gathered for each micro-batch; shard the whole pipe, fully_shard(pipe)"
             )
 
 
 def refuse_sharded(module: nn.Module, pipe: str, remedy: str) -> None:
-    """``TypeError`` for parameters that FSDP around the pipe shards, where ``pipe`` can't have that."""
+    """Raise ``TypeError`` for parameters that FSDP shards around the pipe, which ``pipe`` does not
+    support."""
     if FSDP not in sys.modules:
         return
     for name, layer in module.named_modules():
@@ -318,12 +324,12 @@ def refuse_sharded(module: nn.Module, pipe: str, remedy: str) -> None:
             whose = f"layer {name!r}" if name else "module"
             raise TypeError(
                 f"Sequential: the parameters of {whose} are sharded by FSDP around the pipe, which {pipe} "
-                f"does not see; {remedy}"
+                f"does not support; {remedy}"
             )
 
 
 def _is_sharded(layer: nn.Module) -> bool:
-    """Whether FSDP of either version has the layer's parameters, gathered at this moment or not."""
+    """Return whether either version of FSDP manages the layer's parameters, gathered or not."""
     hooks = layer._state_dict_pre_hooks.values()
     return any(getattr(hook, "__module__", "").startswith(FSDP) for hook in hooks) or any(
         hasattr(tensor, "_local_tensor") or getattr(tensor._base, "_fsdp_flattened", False)
@@ -332,24 +338,24 @@ def _is_sharded(layer: nn.Module) -> bool:
     )
 
 
-# --- what can be sent to a process ---
+# --- pickling ---
 
 
 def check_sendable(parts: Sequence[Part]) -> None:
-    """``TypeError`` naming the layer, and what in it can't be pickled."""
+    """Raise ``TypeError`` if a layer cannot be pickled, with the layer and the attribute that prevents it."""
     for part in parts:
         for name, layer in part.module._modules.items():
             if layer is not None and (reason := _refusal(layer)) is not None:
                 path, culprit, reason = smallest(layer, reason, _refusal, _children)
                 raise TypeError(
-                    f"Sequential: layer {name!r} ({type(layer).__name__}) of {part.name} can't be sent to a "
-                    f"process: {''.join([name, *path])} is of type {type(culprit).__name__} ({reason}); make "
-                    'it inside forward(), leave it out in its __getstate__(), or use on="thread"'
+                    f"Sequential: layer {name!r} ({type(layer).__name__}) of {part.name} must be picklable, "
+                    f"got {''.join([name, *path])} of type {type(culprit).__name__} ({reason}); "
+                    'create it in forward(), or use on="thread"'
                 )
 
 
 class _Weightless(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """Pickles without the numbers in tensors, which can be sent in any case, and may be many."""
+    """Pickler that omits the values of tensors, which can always be sent and may be large."""
 
     def reducer_override(self, obj: Any) -> Any:
         return (int, ()) if isinstance(obj, Tensor) else super().reducer_override(obj)
@@ -360,7 +366,8 @@ def _refusal(value: Any) -> str | None:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """The submodules and attributes of a module, the elements of a container, as one would write them."""
+    """Yield the submodules and attributes of a module, or the elements of a container, with their source
+    notation."""
     if isinstance(value, nn.Module):
         yield from ((f".{name}", child) for name, child in value.named_children())
         yield from ((f".{name}", child) for name, child in vars(value).items() if name != "_modules")
@@ -370,18 +377,18 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{place}]", child) for place, child in enumerate(value))
 
 
-# --- what becomes of the batch dimension ---
+# --- batch dimension ---
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the floating point operations of matrix products and the like."""
+    """Counter of the floating-point operations of matrix products and similar operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called for each operation within."""
+        """Count one operation."""
         out = func(*args, **(kwargs or {}))
         operations = flop_registry.get(func._overloadpacket)
         if operations is not None:
@@ -390,15 +397,14 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def check_shapes(module: nn.Sequential, micro: Any, dim: int = 0) -> list[float] | None:
-    """Runs the layers on a micro-batch without numbers (device ``meta``), which costs nothing and changes
-    nothing.
+    """Run the layers on a micro-batch without values (device ``meta``), which changes nothing.
 
-    ``TypeError`` when what comes out can't be joined because it is no tensor, ``ValueError`` when it has not
-    one row for each sample, each with the layer that did it. Layers that can't be run so end the check
-    without a word. Gives the operations of each layer for each sample, or ``None`` where they are not known.
+    Returns the operations of each layer per sample, or ``None`` where they are unknown. Raises ``TypeError``
+    if the output is not made of tensors, and ``ValueError`` if it does not have one row per sample. Both
+    errors name the layer. If a layer cannot run on ``meta``, the check ends without an error.
     """
     samples = batch_size(micro, dim=dim)
-    for size in (samples, samples + 1):  # one more sample: the sizes must agree by more than chance
+    for size in (samples, samples + 1):  # a second size excludes an accidental match
         counts = _check_run(module, mapped(partial(_without_numbers, size, dim), micro), size, dim)
     return [count / size for count in counts] if any(counts) else None
 
@@ -409,7 +415,7 @@ def _without_numbers(samples: int, dim: int, tensor: Tensor) -> Tensor:
 
 
 def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> list[int]:
-    """The operations of each layer; none where not all layers could be run."""
+    """Return the operations of each layer, or an empty list if a layer could not run."""
     counts: list[int] = []
     skips: dict[str, Tensor | None] = {}
     culprit: str | None = None
@@ -421,7 +427,7 @@ def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> lis
                 part.module.add_module(name, _shadow(layer))
                 with _Operations() as operations:
                     value, skips = run_part(part, value, skips)
-            # not for meta tensors, or not to be copied; or it is wrong, and says so when it runs
+            # The layer does not support meta tensors or copies, or it fails, which the run reports.
             except Exception:
                 return []
             counts.append(operations.count)
@@ -432,20 +438,17 @@ def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> lis
     path, leaf = wrong
     if not isinstance(leaf, Tensor):
         raise TypeError(
-            "Sequential: what comes out of the module must be tensors, to be joined again, but "
-            f"{path} is {shown(leaf)}, "
-            f"since {culprit}; let the last layer give tensors, or tuples, lists or dicts of them"
+            f"Sequential: {path} must be a tensor, got {shown(leaf)} from {culprit}; return tensors, or "
+            "tuples, lists or dicts of them"
         )
     raise ValueError(
-        f"Sequential: {culprit} changes the batch dimension: of a batch of {samples}, {path} of "
-        "the module has the shape "
-        f"{tuple(leaf.shape)}; micro-batches can be joined only where the first dimension stays the batch: "
-        "change the layer, or leave it out and apply it to the joined output"
+        f"Sequential: {culprit} must keep the batch dimension of {samples}, got shape {tuple(leaf.shape)} "
+        f"of {path}; change the layer, or apply it to the joined output"
     )
 
 
 def _first_wrong(value: Any, samples: int, dim: int) -> tuple[str, Any] | None:
-    """The first leaf that can't be joined with those of other micro-batches."""
+    """Return the first leaf that cannot be joined with those of other micro-batches."""
     for path, leaf in leaves(value, "the output"):
         if leaf is None:
             continue
@@ -455,8 +458,10 @@ def _first_wrong(value: Any, samples: int, dim: int) -> tuple[str, Any] | None:
 
 
 def _shadow(layer: nn.Module) -> nn.Module:
-    """A copy of a layer whose parameters and buffers have shapes and no numbers. The layer itself may be at
-    work on other threads, so nothing of it is put aside for the while."""
+    """Return a copy of a layer whose parameters and buffers have shapes and no values.
+
+    The layer itself may be in use on other threads, so it is not changed even for a moment.
+    """
     memo: dict[int, Any] = {id(tensor): tensor.to("meta") for tensor in layer.buffers()}
     memo |= {
         id(tensor): nn.Parameter(tensor.to("meta"), requires_grad=False) for tensor in layer.parameters()

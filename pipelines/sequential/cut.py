@@ -1,5 +1,5 @@
-"""Where a module is cut, and into how many micro-batches a batch: by what the first batch shows, unless it
-was said."""
+"""Parts of a module and the number of micro-batches, chosen with the first batch unless the user sets
+them."""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ from flowchan.pipelines.sequential.parts import Part, compute_threads, divided
 from flowchan.pipelines.sequential.tensor_trees import batch_size, evenly, join_checked, split
 
 CHUNKS = 8
-"""A batch has at most so many micro-batches where their number is left to us."""
+"""Largest number of micro-batches per batch, unless the user sets it."""
 
 PAYS = 50e6
-"""Floating point operations for which a part gets a micro-batch of its own: about a millisecond on one core,
-several times what it costs to pass a micro-batch on. They are counted and not timed, so that chunks are the
-same in every run."""
+"""Floating-point operations that justify a micro-batch per part: about a millisecond on one core, several
+times the cost of passing a micro-batch on. Operations are counted, not timed, so that every run uses the same
+number of micro-batches."""
 
 ADDS = 512
-"""Operations of a micro-batch's forward pass for each parameter, where it goes back as well: each micro-batch
-adds once to every gradient, which goes through memory, and so should be little beside them. A linear layer
-has so many with 256 samples. Counted, for the same reason."""
+"""Minimum number of forward operations per parameter and micro-batch if there is a backward pass. Each
+micro-batch adds once to every gradient in memory, which should take little time compared with its operations.
+A linear layer reaches this number with 256 samples. Operations are counted for the reason given above."""
 
 PASSING = {"process": 100e-6, "thread": 50e-6}
-"""Seconds that a batch costs a part beside its layers; the program, at both ends, it costs twice that."""
+"""Overhead of a batch per part in seconds. The program at both ends has twice this overhead."""
 
 
 class Cut:
-    """The parts of a module: ``counts`` layers each, or so many as make the slowest of ``counts`` parts as
-    quick as can be, measured with the first batch; until then they are equal. Any thread may use it."""
+    """Parts of a module, safe for use by several threads.
+
+    ``counts`` is the number of layers in each part, or the number of parts. If it is a number, the parts are
+    first equal in size. The first batch then decides the cut that makes the slowest part as fast as possible.
+    """
 
     def __init__(
         self,
@@ -56,27 +59,27 @@ class Cut:
         self.module, self.on, self.chunks, self.devices = module, on, chunks, devices
         self.dim, self.join = dim, join
         self._lock = threading.Lock()
-        self._verify = verify  # with the first micro-batch
+        self._verify = verify  # called with the first micro-batch
         self._free = isinstance(counts, int) and _on_cpu(module, devices)
         self._open = self._free and 1 < cast("int", counts) < len(module)
         self._seen = self._counted = False
-        self._work: list[float] | None = None  # operations of each layer for one sample, where they are known
+        self._work: list[float] | None = None  # operations per sample of each layer, where they are known
         self._divide(evenly(len(module), counts) if isinstance(counts, int) else counts)
 
     def _divide(self, counts: Sequence[int]) -> None:
         self._layers = list(self.module._modules.values())
-        self._parts = divided(self.module, counts, self.devices, away=bool(self.on.hosts))
+        self._parts = divided(self.module, counts, self.devices, remote=bool(self.on.hosts))
 
     @property
     def parts(self) -> list[Part]:
-        """Those of the layers of now. ``ValueError`` where layers came or went."""
+        """The parts with the current layers. Raises ``ValueError`` if layers were added or removed."""
         layers = self.module._modules
         if len(layers) != len(self._layers):
             raise ValueError(
-                f"Sequential: the module has {len(layers)} layers, but had {len(self._layers)} when it was "
-                "cut into parts; make another pipe of it"
+                f"Sequential: the module must have {len(self._layers)} layers as when it was cut into parts, "
+                f"got {len(layers)}; create another pipe"
             )
-        if not all(map(operator.is_, layers.values(), self._layers)):  # one was replaced by another
+        if not all(map(operator.is_, layers.values(), self._layers)):  # a layer was replaced
             self._divide([len(part.module) for part in self._parts])
             if not self.on.apart:
                 for part in self._parts:
@@ -85,12 +88,15 @@ class Cut:
 
     @property
     def counts(self) -> int | list[int]:
-        """The layers of each part, or the number of parts as long as it is not measured where to cut."""
+        """The number of layers in each part, or the number of parts while the cut is not decided."""
         return len(self._parts) if self._open else [len(part.module) for part in self._parts]
 
     def pieces(self, value: Any, whole: bool = False, back: bool = False) -> list[Any]:
-        """The micro-batches of a batch, which may go ``back``; one if it shall stay ``whole``. The first
-        batch is checked. Raises as ``split`` and ``check_shapes`` do."""
+        """Split a batch into micro-batches and check the first batch.
+
+        ``back``: a backward pass follows. ``whole``: do not split the batch. Raises as ``split`` and
+        ``check_shapes`` do.
+        """
         samples = self.samples(value)
         with self._lock:
             if not self._seen:
@@ -103,15 +109,15 @@ class Cut:
         return split(value, chunks, dim=self.dim)
 
     def samples(self, value: Any) -> int:
-        """How many samples a batch or micro-batch has."""
+        """Return the number of samples in a batch or micro-batch."""
         return batch_size(value, dim=self.dim)
 
     def joined(self, values: list[Any], sizes: list[int], batch: str) -> Any:
-        """The output of a batch from those of its micro-batches."""
+        """Combine the outputs of the micro-batches of a batch."""
         return join_checked(values, sizes, batch, self.dim) if self.join is None else self.join(values)
 
     def split(self, value: Any) -> list[Any]:
-        """The micro-batches of a batch for a training, whose output need not be one that can be joined."""
+        """Split a batch for a training, whose outputs need not be joinable."""
         with self._lock:
             if self._verify is not None:
                 self._verified(split(value, self.chunks or CHUNKS)[0])
@@ -119,16 +125,21 @@ class Cut:
         return split(value, self._chunks(batch_size(value), back=True))
 
     def halvable(self) -> bool:
-        """Whether :meth:`halves` are what a training had better have: not on hosts, for those pass twice as
-        much to each other, and not where layers share a parameter, which only one part may have."""
+        """Return whether a training should use :meth:`halves`.
+
+        The halves would double the network traffic between hosts. They are impossible where layers share a
+        parameter, because two parts would own it.
+        """
         owned = [tensor for layer in self._layers for tensor in {*layer.parameters(), *layer.buffers()}]
         enough = len(self._layers) >= 2 * len(self.parts) > 2
         return self._free and enough and not self.on.hosts and len(set(owned)) == len(owned)
 
     def halves(self, value: Any = None) -> list[Part]:
-        """Twice as many parts, whose work is as even as can be, as counted with the batch ``value``. It is
-        not measured: a training draws the same random numbers in every run, and these depend on the
-        parts."""
+        """Return twice as many parts, whose operations for the batch ``value`` are as even as possible.
+
+        Time is not measured: a training must draw the same random numbers in every run, and these depend on
+        the parts.
+        """
         with self._lock:
             if value is not None:
                 self._count(value)
@@ -143,7 +154,7 @@ class Cut:
         if self._seen or self._counted:
             return
         self._counted = True
-        with contextlib.suppress(TypeError, ValueError):  # of a training the output need not be joined
+        with contextlib.suppress(TypeError, ValueError):  # a training does not join its outputs
             self._work = check_shapes(self.module, split(value, CHUNKS)[0])
 
     def _verified(self, sample: Any) -> None:
@@ -161,12 +172,14 @@ class Cut:
         parameters = sum(one.numel() for one in self.module.parameters() if one.requires_grad)
         if not back or not parameters:
             return chunks
-        # Fewer than two for each part would have parts wait longer than the sums of gradients take.
+        # Waiting would cost more than adding gradients if a part had fewer than two micro-batches.
         return min(chunks, max(int(work / (ADDS * parameters)), 2 * len(self.parts)))
 
     def measure(self, piece: Any) -> None:
-        """Finds the best cut with the first micro-batch of all, and does nothing later. Says by a warning
-        that the pipe will not be quicker than the plain module."""
+        """Choose the best cut with the first micro-batch; later calls do nothing.
+
+        It warns if the pipe will not be faster than the plain module.
+        """
         with self._lock:
             if not self._open or not self.samples(piece):
                 return
@@ -176,18 +189,19 @@ class Cut:
             try:
                 costs = balancing.costs(self.module, piece, "time", threads, backward=False)
                 plain = balancing.seconds(self.module, piece)
-            except Exception:  # a layer that can't be copied, or fails: it will say so when it runs
+            except Exception:  # a layer cannot be copied, or fails: the run reports it
                 return
             counts = balancing.best_split(costs, number)
             if counts != [len(part.module) for part in self.parts]:
                 self._divide(counts)
-            if self.on.hosts:  # what they can do is not known here
+            if self.on.hosts:  # the speed of the hosts is unknown
                 return
             ends = accumulate(counts, initial=0)
             slowest = max(sum(costs[begin:end]) for begin, end in pairwise(ends))
             cores = len(os.sched_getaffinity(0))
             passing = PASSING[self.on.name]
-            busy = sum(costs) * min(threads, cores) + (number + 2) * passing  # seconds of all cores together
+            # seconds on all cores together
+            busy = sum(costs) * min(threads, cores) + (number + 2) * passing
             expected = max(slowest + passing, busy / cores)
             if expected >= plain:
                 self._warn(self.samples(piece), plain, expected)
@@ -196,17 +210,16 @@ class Cut:
         threads = torch.get_num_threads()
         with_threads = f"torch's {threads} compute threads" if threads > 1 else "one compute thread"
         warnings.warn(
-            f"Sequential: in {len(self.parts)} parts this module won't be quicker than by itself with "
-            f"{with_threads}: {samples} samples at once take it {plain * 1e3:.2g} ms, and a pipe "
-            f"{expected * 1e3:.2g} ms at best; larger batches or fewer chunks may pay, or call the module "
-            "itself",
+            f"Sequential: in {len(self.parts)} parts, the module will not be faster than the plain module "
+            f"with {with_threads}: {samples} samples take at least {expected * 1e3:.2g} ms instead of "
+            f"{plain * 1e3:.2g} ms; use larger batches or fewer chunks",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
 def _on_cpu(module: nn.Module, devices: Sequence[torch.device] | None) -> bool:
-    """Elsewhere a clock does not tell how long a layer computes."""
+    """Return whether a clock in this thread measures the computation, which is true only for CPU tensors."""
     tensors = [*module.parameters(), *module.buffers()]
     return all(one.type == "cpu" for one in devices or ()) and all(
         tensor.device.type == "cpu" for tensor in tensors

@@ -1,5 +1,5 @@
-"""Which schedule suits a model, and what it would give: layers are measured, and every schedule is simulated
-with what they take."""
+"""Forecast of the best schedule for a model: it measures the layers and simulates every schedule with these
+times."""
 
 from __future__ import annotations
 
@@ -25,12 +25,21 @@ from flowchan.pipelines.sequential.tensor_trees import split
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a schedule would give: ``Sequential(module, parts, chunks=chunks)`` and its
-    ``trainer(schedule=schedule, workers=workers)``.
+    """Predicted performance of a schedule.
 
-    ``seconds`` is how long a step takes, ``alone`` how long one worker would need for the same, ``bubble``
-    the share of their time that workers wait, and ``held`` how many bytes of activations a worker holds at
-    most."""
+    The forecast applies to ``Sequential(module, parts, chunks=chunks)`` with ``trainer(schedule=schedule,
+    workers=workers)``.
+
+    Attributes:
+        schedule: Name of the schedule.
+        parts: Number of layers in each part.
+        workers: Number of workers.
+        chunks: Number of micro-batches.
+        seconds: Duration of a step in seconds.
+        alone: Duration of a step with one worker in seconds.
+        bubble: Share of the time that workers wait, from 0 to 1.
+        held: Peak of a worker's activations in bytes.
+    """
 
     schedule: Schedule
     parts: list[int]
@@ -42,7 +51,7 @@ class Forecast:
     held: float
 
     def __str__(self) -> str:
-        """A line of a table."""
+        """Return the forecast as a line of a table."""
         return (
             f"{self.schedule:11} parts={self.parts}: {self.seconds * 1e3:.3g} ms a step, "
             f"{self.alone / self.seconds:.2f} times as fast as one worker, which waits {self.bubble:.0%} and "
@@ -58,13 +67,28 @@ def forecasts(
     on: Literal["thread", "process"] = "thread",
     chunks: int = CHUNKS,
 ) -> list[Forecast]:
-    """What each schedule would give that a module has enough layers for, the best one first.
+    """Predict the performance of each schedule for which a module has enough layers.
 
-    ``sample`` is a usual batch. Measures copies of the layers, forward and backward, which takes as long as a
-    few training steps. Raises as ``Sequential`` and its ``trainer`` do, and what a layer raises."""
+    The measurement runs copies of the layers forward and backward. It takes as long as a few training steps.
+
+    Args:
+        module: An ``nn.Sequential`` or a list of layers.
+        sample: A typical batch.
+        workers: Number of workers.
+        on: ``"thread"`` or ``"process"``.
+        chunks: Number of micro-batches in a step.
+
+    Returns:
+        The forecasts, the fastest first.
+
+    Raises:
+        ValueError: ``workers`` is larger than the number of layers, or the sample cannot be split.
+    """
     module = copy.deepcopy(checked_module(module)).train()
     if not is_whole(workers) or not 1 <= workers <= len(module):
-        raise ValueError(f"forecasts: workers must be from 1 to {len(module)}, the layers, not {workers!r}")
+        raise ValueError(
+            f"forecasts: workers must be from 1 to {len(module)}, the number of layers, got {workers!r}"
+        )
     pieces = split(sample, chunks, "sample")
     threads = compute_threads(workers) if PLACEMENTS[on].apart else torch.get_num_threads()
     times = step_seconds(module, pieces[0], threads)

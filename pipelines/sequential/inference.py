@@ -1,16 +1,16 @@
-"""Inference: a graph with one stage for each part, through which micro-batches follow each other.
+"""Inference: a graph with one stage per part, through which micro-batches follow each other.
 
     batches ──split──> [input] ──> [part 0] ──> [part 1] ──> … ──> [results] ──join──> outputs
                                       └─────────────┴──errors────────^
 
-Each item is a :class:`Micro`. A ``map`` keeps nothing between items, so a part whose process is killed is
-replaced and its micro-batch is done again. The run begins with the first batch and stays until
-:meth:`Inference.close`. A thread that waits for its batch takes outputs in, of whatever batch, until its own
-is there; the stage ``results`` lends its port for that, and looks after failures.
+Each item is a :class:`Micro`. A ``map`` keeps no state between items, so the supervisor can replace a killed
+part and repeat its micro-batch. The run begins with the first batch and lasts until :meth:`Inference.close`.
+A thread that waits for its batch reads the outputs of all batches until its own is complete. The stage
+``results`` lends its port for that and handles failures.
 
-A call's batch is split into micro-batches, which keep all parts at work; a stream's batches do that as they
-are. A stream has at most ``2 * parts + 2`` batches out before it asks for one more: enough for every part to
-have work while the program handles one batch and makes the next, and a bound on memory.
+A call splits its batch into micro-batches to keep all parts busy; a stream sends whole batches. A stream has
+at most ``2 * parts + 2`` batches in flight before it requests another. That bounds memory, and it is enough
+for every part to have work while the program handles one batch and prepares the next.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from flowchan import Broken, Channel, Closed, Failed, Full, Graph, In, Stream, _core
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
 from flowchan.pipelines.sequential.engine.driver import PipelineRun, part_error
-from flowchan.pipelines.sequential.parts import Part, called, is_torchs_own, run_part, take_cores
+from flowchan.pipelines.sequential.parts import Part, called, is_plain_torch, run_part, take_cores
 from flowchan.pipelines.sequential.shared_memory import share
 from flowchan.pipelines.sequential.state import PartState, modes_of, state_of
 from flowchan.pipelines.sequential.tensor_trees import Micro, mapped
@@ -48,22 +48,23 @@ from flowchan.transport.interrupts import append_result
 
 @dataclass
 class PartWorker:
-    """What a stage calls: one part, built once for each worker. In a process it has the part to itself.
+    """Worker function of one part, created once per worker. In a process it is the only user of the part.
 
-    A generated ``__init__`` has no file: a picture shows the line where the user made the pipe in its place.
+    This is a dataclass, because a generated ``__init__`` has no file: a picture then shows the line of the
+    user's code that created the pipe.
     """
 
     part: Part
     processes: int
-    """How many processes the parts have; 0 where they work on threads."""
+    """Number of processes with parts; 0 for threads."""
     hosts: int
-    """On how many other hosts these are."""
+    """Number of other hosts on which these processes run."""
 
     def __post_init__(self) -> None:
-        torch.set_grad_enabled(False)  # of this thread, which is the worker's own
+        torch.set_grad_enabled(False)  # affects this thread only, which is the worker's own
         self.only_reads = only_reads(self.part)
-        # Nothing in it needs what run_part does around the call of a module.
-        self.is_simple = self.processes and self.part.device is None and is_torchs_own(self.part.module)
+        # such a part does not need the steps that run_part adds
+        self.is_simple = self.processes and self.part.device is None and is_plain_torch(self.part.module)
         if self.processes:
             take_cores(self.part.number, self.processes, self.hosts)
             expect_reading()
@@ -80,7 +81,7 @@ class PartWorker:
             value, skips = run_part(self.part, value, skips, keep=not self.processes)
             if self.processes:
                 self.state.give()
-        if self.part.away:
+        if self.part.remote:
             self._raise_if_changed()
         if self.processes:
             value, form = closed(value)
@@ -89,28 +90,33 @@ class PartWorker:
     def _raise_if_changed(self) -> None:
         if self.state.changed():
             raise ValueError(
-                "a layer has changed its buffers on another host, where the program does not see it: "
+                "Sequential: a layer has changed its buffers on another host, invisibly to the program; "
                 "call eval() on the pipe, or use on='process'"
             )
 
 
 @dataclass(slots=True)
 class Batch:
-    """One batch that is in flight. ``sizes`` are the samples of its micro-batches, ``values`` their outputs,
-    without those of the ``missing`` ones."""
+    """A batch in flight.
+
+    ``sizes`` are the sample counts of its micro-batches. ``values`` are their outputs, except for the
+    ``missing`` ones.
+    """
 
     run: InferenceRun
     sizes: list[int]
     values: list[Any]
     missing: set[int]
     outcome: Channel[list[Any] | BaseException] = field(default_factory=lambda: Channel(1))
-    """Gets all values, or the exception that ended the batch, once. Not a ``concurrent.futures.Future``:
-    Ctrl-C in a thread that waits may leave a future locked, and block the thread that sets it."""
+    """Receives once all values, or the exception that ended the batch. Ctrl-C in a waiting thread may leave a
+    ``concurrent.futures.Future`` locked, which would block the thread that sets it."""
 
 
 class InferenceRun(PipelineRun):
-    """One run of the parts, each of them a ``map``, and the batches in flight, by number. Ctrl-C may break
-    off what notes a result; the same result is then noted again from the start."""
+    """One run of the parts, each of them a ``map``, with the batches in flight by number.
+
+    Ctrl-C may interrupt the recording of a result, which is then repeated from the start.
+    """
 
     def __init__(self, name: str, cut: Cut, room: int, events: deque[TimelineEvent]) -> None:
         super().__init__(name)
@@ -139,18 +145,18 @@ class InferenceRun(PipelineRun):
         self.start([self._input])
 
     def watched(self) -> Sequence[In[Any]]:
-        """The failures, which the last stage hears of at any time."""
+        """Return the error ports, which the last stage reads during the whole run."""
         return self.ports[1:]
 
     def receive(self, port: Any, item: Any) -> None:
-        """Note what the last stage has read."""
+        """Record an item that the last stage has read."""
         if port is self.ports[0]:
             self._note_output(item)
         else:
             self._note_failure(item)
 
     def _note_output(self, item: Sent) -> None:
-        """Note a micro-batch that is through, unless its stream was left."""
+        """Record a finished micro-batch, unless its stream was abandoned."""
         micro = received(item)
         self._note_times(micro)
         batch = self.out.get(micro.batch)
@@ -162,10 +168,10 @@ class InferenceRun(PipelineRun):
             self._end_batch(micro.batch, batch.values)
 
     def _note_failure(self, failed: Failed[Any]) -> None:
-        """Note that a part failed on a micro-batch, or that its process died with it again and again."""
+        """Record that a part failed on a micro-batch, or that its process died on it too often."""
         micro = Micro(*failed.item[: len(Micro._fields)])
         self._note_times(micro)
-        part = self.parts[len(micro.events)]  # each part that is done has left its times
+        part = self.parts[len(micro.events)]  # each finished part has added its times
         self._end_batch(micro.batch, part_error(part, repr(micro), failed.error))
 
     def _note_times(self, micro: Micro) -> None:
@@ -173,7 +179,7 @@ class InferenceRun(PipelineRun):
             self.events.append(TimelineEvent(part, part, "F", micro.batch, micro.chunk, begin, end))
 
     def end_batches(self, error: BaseException) -> None:
-        """End all batches that are out by ``error``."""
+        """End all batches in flight with ``error``."""
         for number in list(self.out):
             self._end_batch(number, error)
 
@@ -185,85 +191,84 @@ class InferenceRun(PipelineRun):
             self.out.pop(number, None)
 
     def ended(self) -> None:
-        """End all batches that are out."""
+        """End all batches in flight."""
         self.end_batches(self.error)
 
-    # --- called by the threads that have batches ---
+    # --- called by the threads that submit batches ---
 
     def put(self, item: Sent) -> None:
-        """Put a micro-batch in; where there is no room, take outputs in until there is."""
+        """Send a micro-batch, and read outputs while the channel is full."""
         try:
             self.inputs[0].put_nowait(item)
         except Full:
             self._take_in([], [(self.inputs[0], item)])
 
     def outcome(self, batch: Batch) -> list[Any] | BaseException:
-        """Wait for what becomes of a batch."""
+        """Wait for the outputs or the failure of a batch."""
         try:
             found: list[Any] | BaseException = self._take_in([batch.outcome], [])
-        except (Closed, Broken, ValueError):  # the run has ended, and the watcher ends all batches
+        except (Closed, Broken, ValueError):  # the run is over, and the watcher ends all batches
             found = batch.outcome.get()
         return found
 
     def _take_in(self, gets: list[Any], puts: list[Any]) -> Any:
-        """Take in outputs, of whatever batch, until one of the other operations is done; returns its item."""
+        """Read outputs of all batches until one of the other operations succeeds, and return its item."""
         if not self.ports and self.opened.wait() and not self.ports:
             raise Closed("the run has ended")
         operations = [self.ports[0], *gets], puts, None
-        came: deque[tuple[int, Any]] = deque()
+        results: deque[tuple[int, Any]] = deque()
         try:
             while True:
-                append_result(came, _core._select, *operations)
-                number, item = came[0]
+                append_result(results, _core._select, *operations)
+                number, item = results[0]
                 if number:
                     return item
                 self._note_output(item)
-                came.clear()
-        except ItemFailed as failed:  # it can't be unpickled, so nobody knows whose output it was
+                results.clear()
+        except ItemFailed as failed:  # an unpicklable output belongs to an unknown batch
             self.end_batches(failed.__cause__ or failed)
             self.run.abort()
             self.over.wait()
             return self._take_in(gets, puts)
         finally:
-            for number, item in came:
+            for number, item in results:
                 if not number:
                     self._note_output(item)
 
     def fail(self, number: int) -> None:
-        """End a batch that met the end of the run, whose watcher may have ended all batches before."""
+        """End a batch that was sent at the end of the run, unless the watcher has ended it already."""
         if self.started:
             self.over.wait()
         self._end_batch(number, self.error)
 
 
 class Inference:
-    """The graph of some parts, its run, and the batches that go through."""
+    """The inference graph of some parts, its current run, and the batches in flight."""
 
     def __init__(self, cut: Cut, name: str, numbers: Iterator[int], events: deque[TimelineEvent]) -> None:
         self.cut, self.name = cut, name
         self._numbers, self.events = numbers, events
         self._most = 2 * len(cut.parts) + 2
-        self._lock = threading.Lock()  # around what begins and ends runs, and feeds them
-        self._seen: object = None  # the state of the module that the processes have
+        self._lock = threading.Lock()  # protects the start, the end and the input of runs
+        self._seen: object = None  # state of the module in the processes
         self._closed = False
         self.run = self._declared()
 
     def _declared(self) -> InferenceRun:
-        """A run of the parts of now, which has not begun."""
-        # room for all that one stream or call has out, so that it need not wait for room, nor a part for the
-        # program
+        """Create a run of the current parts without starting it."""
+        # room for all batches of one stream or call, so that neither the program nor a part waits for room
         room = max(self._most, 2 * (self.cut.chunks or CHUNKS))
         return InferenceRun(self.name, self.cut, room, self.events)
 
     @property
     def graph(self) -> Graph:
-        """The graph of the run."""
+        """Graph of the current run."""
         return self.run.graph
 
     # --- batches ---
 
     def call(self, value: Any) -> Any:
-        """The output of a batch that is split into micro-batches."""
+        """Compute the output of a batch that is split into micro-batches."""
         number, batch = self._send(value, fresh=True, whole=False)
         try:
             return _outcome(self.cut, number, batch)
@@ -271,7 +276,7 @@ class Inference:
             batch.run.out.pop(number, None)
 
     def stream(self, batches: Iterable[Any], keep: object = None) -> Iterator[Any]:
-        """The output of each batch, in order. ``keep`` is kept alive as long as the stream is."""
+        """Compute the output of each batch, in order. The stream keeps ``keep`` alive."""
         self._raise_if_closed()
         return self._streamed(iter(batches), keep)
 
@@ -284,7 +289,7 @@ class Inference:
                     out.append(self._send(next(batches), fresh=not out, whole=True))
                 except StopIteration:
                     break
-                except Exception as error:  # it comes in its turn, after the outputs of the batches before
+                except Exception as error:  # raised later, after the outputs of earlier batches
                     ended_by = error
                     break
                 while len(out) >= self._most:
@@ -294,13 +299,15 @@ class Inference:
             if ended_by is not None:
                 raise ended_by
         finally:
-            ended_by = None  # its traceback holds this frame
+            ended_by = None  # its traceback refers to this frame
             for number, batch in out:
                 batch.run.out.pop(number, None)
 
     def _send(self, value: Any, fresh: bool, whole: bool) -> tuple[int, Batch]:
-        """Puts a batch into the graph, ``whole`` or in micro-batches, and notes it. ``fresh``: nothing of
-        this stream is out, so the processes may be given another state."""
+        """Send a batch, ``whole`` or in micro-batches, and register it.
+
+        ``fresh``: the stream has no batch in flight, so the processes may receive a new state.
+        """
         self._raise_if_closed()
         pieces = self.cut.pieces(mapped(torch.Tensor.detach, value), whole)
         self.cut.measure(pieces[0])
@@ -325,16 +332,16 @@ class Inference:
     # --- the run ---
 
     def _started(self, fresh: bool) -> InferenceRun:
-        """The run; a new one where there is none, the last has ended, or its processes hold an old state."""
+        """Return the run, or a new one if none runs or the processes have an outdated state."""
         run = self.run
         stale = run.parts is not self.cut.parts or (run.started and not run.alive)
-        if stale:  # it was measured where to cut, or it failed
+        if stale:  # the cut has changed, or the run failed
             run.end()
         if self.cut.on.apart and (stale or fresh or not run.started):
-            share(part.module for part in self.cut.parts if not part.away)
+            share(part.module for part in self.cut.parts if not part.remote)
             now = state_of(self.cut.parts, copied=True), [modes for modes, _ in modes_of(self.cut.parts)]
             if run.alive and now != self._seen:
-                run.end()  # it finishes what is out first
+                run.end()  # finishes the batches in flight first
                 stale = True
             self._seen = now
         if stale:
@@ -345,10 +352,10 @@ class Inference:
 
     def _raise_if_closed(self) -> None:
         if self._closed:
-            raise Closed(f"the pipe {self.graph.name!r} is closed; make another one")
+            raise Closed(f"the pipe {self.graph.name!r} is closed; create another one")
 
     def close(self) -> None:
-        """Ends the run. Batches that are out end with ``Closed``."""
+        """End the run. Batches in flight raise ``Closed``."""
         with self._lock:
             self._closed = True
             busy = bool(self.run.out)
@@ -356,16 +363,17 @@ class Inference:
             self.run.end(at_once=busy)
 
     def forget(self) -> None:
-        """Ends the run without waiting for it, and without a lock: the collector may call this anywhere."""
+        """End the run without waiting and without a lock, because the garbage collector may call this
+        anywhere."""
         self.run.close()
 
 
 def _outcome(cut: Cut, number: int, batch: Batch) -> Any:
-    """The output of a batch when it is there. Raises what ended the batch."""
+    """Wait for the output of a batch, or raise its exception."""
     found = batch.run.outcome(batch)
     if isinstance(found, BaseException):
         try:
             raise found
         finally:
-            found = []  # its traceback holds this frame
+            found = []  # its traceback refers to this frame
     return cut.joined(found, batch.sizes, f"batch {number}")

@@ -1,5 +1,5 @@
-"""Parts: consecutive layers of an ``nn.Sequential``, which keep their names, so that the keys of
-``state_dict`` do too."""
+"""Parts of an ``nn.Sequential``: consecutive layers that keep their names, and so the keys of
+``state_dict``."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowchan.pipelines.sequential.shared_memory import Lent
+from flowchan.pipelines.sequential.shared_memory import SharedModule
 from flowchan.pipelines.sequential.skip import Skips, skip_store
 from flowchan.pipelines.sequential.tensor_trees import Inputs, mapped
 
 MOST_DRAWN = 6
-"""Lines for the layers of a part in a picture."""
+"""Maximum number of lines for the layers of a part in a picture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some consecutive layers, counted from 0 on. ``device`` is where they compute; ``None``: where they
-    are. ``away``: they compute on another host, with copies of the numbers."""
+    """Consecutive layers of a module.
+
+    ``number`` counts the parts from 0. ``device`` is the device on which the layers compute; ``None``: where
+    they are. ``remote``: the part runs on another host with copies of the tensors.
+    """
 
     number: int
     module: nn.Sequential
     device: torch.device | None = None
-    away: bool = False
+    remote: bool = False
 
     @property
     def name(self) -> str:
-        """``part 0``."""
+        """Name of the stage: ``part 0``."""
         return f"part {self.number}"
 
     @property
     def drawn(self) -> str:
-        """Its layers and parameters, for pictures."""
+        """Text for pictures: the layers and the number of parameters."""
         kinds = [f"{name}: {type(layer).__name__}" for name, layer in self.module._modules.items()]
         if len(kinds) > MOST_DRAWN:
             kinds[MOST_DRAWN - 2 : -1] = [f"… {len(kinds) - MOST_DRAWN + 1} more …"]
@@ -48,8 +51,8 @@ class Part:
         return "\n".join([*kinds, f"{numbers:,} parameters"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """On its way to a process."""
-        return Part, (self.number, Lent(self.module, self.away), self.device, self.away)
+        """Pickle the part for another process or host."""
+        return Part, (self.number, SharedModule(self.module, self.remote), self.device, self.remote)
 
     def __str__(self) -> str:
         names = list(self.module._modules)
@@ -58,12 +61,11 @@ class Part:
 
 
 Casting = tuple[tuple[str, torch.dtype, bool], ...]
-"""The arguments of ``torch.autocast``: the type of device, the type that operations are cast to if they can
-take it, and whether casts are kept."""
+"""Arguments of ``torch.autocast``: the device type, the dtype of casts, and whether casts are cached."""
 
 
-def casting_here() -> Casting:
-    """The state of ``torch.autocast`` in this thread."""
+def current_casting() -> Casting:
+    """Return the state of ``torch.autocast`` in this thread."""
     keeps = torch.is_autocast_cache_enabled()
     return tuple(
         (name, torch.get_autocast_dtype(name), keeps)
@@ -82,8 +84,11 @@ def cast_as(casting: Casting) -> Iterator[None]:
 
 
 def run_part(part: Part, value: Any, skips: Skips, keep: bool = True) -> tuple[Any, Skips]:
-    """What comes out of a part, and the skips that travel on behind it. ``keep``: the value that came in is
-    left as it is, for others may read it too; what came from another process is the part's own."""
+    """Run a part and return its output and the skips for later parts.
+
+    ``keep``: do not change the input, which other readers may share. An input from another process belongs to
+    this part alone.
+    """
     if part.device is not None:
         value, skips = mapped(lambda tensor: tensor.to(part.device), (value, skips))
     if keep and may_write(part.module):
@@ -93,7 +98,7 @@ def run_part(part: Part, value: Any, skips: Skips, keep: bool = True) -> tuple[A
 
 
 def called(module: nn.Sequential, value: Any) -> Any:
-    """What the layers make of a value, of which the first may have several arguments."""
+    """Call the layers in order; the first may take several arguments."""
     if type(value) is not Inputs:
         return module(value)
     first, *others = module
@@ -104,8 +109,11 @@ def called(module: nn.Sequential, value: Any) -> Any:
 
 
 def may_write(module: nn.Module) -> bool:
-    """Whether the module may change its input in place. A layer of torch's own with parameters and without
-    hooks doesn't, and what comes behind it works in new memory; of anything else it is not known."""
+    """Return whether the module may change its input in place.
+
+    A torch layer with parameters and without hooks does not, and the layers after it work in new memory. Any
+    other layer counts as one that may.
+    """
     while isinstance(module, nn.Sequential) and len(module) and not module._forward_pre_hooks:
         module = module[0]
     if module._forward_pre_hooks or module._forward_hooks:
@@ -114,8 +122,9 @@ def may_write(module: nn.Module) -> bool:
     return not own or next(module.parameters(recurse=False), None) is None
 
 
-def is_torchs_own(module: nn.Module) -> bool:
-    """Whether it consists of torch's own layers only, without hooks: nothing in it stashes or pops."""
+def is_plain_torch(module: nn.Module) -> bool:
+    """Return whether the module consists of torch layers without hooks, so that nothing in it stashes or
+    pops."""
     return not any(
         layer._forward_hooks
         or layer._forward_pre_hooks
@@ -128,43 +137,50 @@ def divided(
     module: nn.Sequential,
     counts: Sequence[int],
     devices: Sequence[torch.device] | None = None,
-    away: bool = False,
+    remote: bool = False,
 ) -> list[Part]:
-    """The parts of a module, ``counts`` layers each. They hold the module's own layers, no copies."""
-    layers = list(module._modules.items())  # named_children() would leave a layer out that is there twice
+    """Divide a module into parts with ``counts`` layers each. The parts hold the module's own layers, not
+    copies."""
+    layers = list(module._modules.items())  # named_children() would skip a layer that occurs twice
     ends = list(accumulate(counts, initial=0))
     parts = []
     for number, (start, end) in enumerate(pairwise(ends)):
         inner = nn.Sequential(OrderedDict(layers[start:end]))
-        inner.training = module.training  # the container's own flag; True in a new one
-        parts.append(Part(number, inner, devices[number] if devices is not None else None, away))
+        inner.training = module.training  # a new container starts in training mode
+        parts.append(Part(number, inner, devices[number] if devices is not None else None, remote))
     return parts
 
 
 def compute_threads(processes: int, forked: bool | None = None) -> int:
-    """How many threads each of some processes computes with, so that together they use every core once.
-    OpenMP's threads do not survive a fork, so a process computes with one that is ``forked`` after torch was
-    loaded."""
+    """Return the number of compute threads for each of several processes, so that together they use each core
+    once.
+
+    OpenMP threads do not survive a fork. A process that was ``forked`` after torch was loaded therefore
+    computes with one thread.
+    """
     forked = forks() if forked is None else forked
     return 1 if forked else max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 def take_cores(number: int, processes: int, hosts: int = 0) -> None:
-    """Gives this process, number ``number`` of some that work together, its share of the cores, where there
-    is one for each. Parts wake each other for each micro-batch, and the system likes to run who is woken
-    beside who woke it: without this two parts were seen to share one core for seconds while another was
-    idle. The processes may be on so many ``hosts``, in turn; an agent has not loaded torch."""
+    """Give this process its share of the cores, if there is at least one core for each of ``processes``.
+
+    Parts wake each other for each micro-batch, and the scheduler tends to place the woken process on the core
+    of its waker. Without pinning, two parts were seen to share one core for seconds while another core was
+    idle. With ``hosts``, the processes are assigned to the hosts in turn. An agent has not loaded torch, so
+    the fork does not limit the threads there.
+    """
     if hosts:
         number, processes = number // hosts, len(range(number % hosts, processes, hosts))
     torch.set_num_threads(compute_threads(processes, forked=False if hosts else None))
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= processes:
-        # some containers refuse it; the parts are then placement_argument by the system
+        # some containers refuse it; the system then places the parts
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, cores[number::processes])
 
 
 def forks() -> bool:
-    """Whether processes are started by a fork. Asking does not decide it for the program."""
+    """Return whether processes are started by a fork, without fixing the start method for the program."""
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     return method == "fork"

@@ -1,5 +1,4 @@
-"""``Sequential``: a module whose parts work at the same time, each on a thread or in a process of
-its own."""
+"""``Sequential``: a module whose parts run at the same time, each on its own thread or in its own process."""
 
 from __future__ import annotations
 
@@ -21,6 +20,7 @@ from flowchan.pipelines.sequential import balance as balancing
 from flowchan.pipelines.sequential.autograd import Differentiable
 from flowchan.pipelines.sequential.checks import (
     check_choices,
+    check_container,
     check_joining,
     check_sendable,
     check_switches,
@@ -28,8 +28,7 @@ from flowchan.pipelines.sequential.checks import (
     checked_devices,
     checked_module,
     counts_by_name,
-    has_own_way,
-    raise_for_own_ways,
+    needs_tracing,
     raise_if_lazy,
     refuse_sharded,
     refuse_sharded_layers,
@@ -39,7 +38,7 @@ from flowchan.pipelines.sequential.engine.plans import Function, Written
 from flowchan.pipelines.sequential.engine.schedule import Schedule
 from flowchan.pipelines.sequential.engine.worker_messages import Loss, Optimizers
 from flowchan.pipelines.sequential.inference import Inference
-from flowchan.pipelines.sequential.parts import Part, casting_here, compute_threads
+from flowchan.pipelines.sequential.parts import Part, compute_threads, current_casting
 from flowchan.pipelines.sequential.tensor_trees import Inputs, split, tensors, without_gradient
 from flowchan.pipelines.sequential.timeline import REMEMBERED, Timeline, TimelineEvent
 from flowchan.pipelines.sequential.tracing import Traced
@@ -47,33 +46,40 @@ from flowchan.pipelines.sequential.training import Training, TrainingOptions
 
 
 class Sequential(nn.Module):
-    """A module in parts through which batches or micro-batches follow each other: a module with the plain
-    module's layers, parameters and ``state_dict``, used as that is. ``module`` is an ``nn.Sequential``, a
-    list of layers, or any module whose forward ``torch.fx`` can trace, which is cut into segments of it.
+    """A module in parts that work on different micro-batches at the same time.
 
-    ``parts``: how many, a list with the number of layers in each, or the names of the layers that all parts
-    but the first begin with. Which layers they have is measured with the first batch, or by ``balance`` with
-    ``sample``, a usual batch: the part that takes longest (``"time"``) or needs most bytes (``"memory"``,
-    with parameters ``param_scale`` times, for their gradients and what an optimizer remembers) is as small as
-    possible. ``on="process"`` gives each part a process, which computes with the program's own parameters in
-    shared memory; on a pool (``flowchan.hosts``) it has copies, and what either side changes is sent.
-    ``chunks``: into how many micro-batches a call or a training step splits a batch; ``None``: at most 8, as
-    large as pays.
-    ``devices``: one for each part; inputs are moved there. ``recompute``: activations are not kept for the
-    backward pass but computed again. ``deferred_batch_norm``: running statistics are those of whole batches;
-    ``False``: of each micro-batch. ``dim``: which dimension of inputs and outputs is the batch.
-    ``join(outputs)`` makes the output of those of the micro-batches, which are concatenated without it. A
-    pipe that won't be quicker than the module warns, once.
+    It replaces the plain module: it has the same layers, parameters and ``state_dict``, and ``pipe(x)``
+    returns the output of ``module(x)``. Gradients flow back through the parts. Workers start with the first
+    batch. They run until :meth:`close`, the end of a ``with`` block, or the garbage collection of the pipe.
+    Several threads may use one pipe. If a pipe cannot be faster than its module, it warns once.
 
-    ``pipe(x)`` gives what ``module(x)`` gives, with a graph where that has one: a backward pass goes back
-    through the parts. What can be wrong raises ``TypeError`` or ``ValueError`` before anything starts; a part
-    that fails raises ``StageError``. Workers start with the first batch and stay until :meth:`close`, the end
-    of a ``with`` block, or until nobody has the pipe any more. Several threads may use one pipe at the same
-    time.
+    Args:
+        module: An ``nn.Sequential``, a list of layers, or a module that ``torch.fx`` can trace.
+        parts: The number of parts, the layer count of each, or the names of the layers that begin parts 1, 2,
+            ….
+        on: ``"thread"``, ``"process"`` (with shared parameters), or a host pool (with synchronised copies).
+        chunks: Micro-batches per call or training step; ``None``: at most 8, each large enough to pay off.
+        balance: Cost to distribute evenly, ``"time"`` or ``"memory"``; ``None``: time, with the first batch.
+        sample: A typical batch on which ``balance`` measures the layers.
+        param_scale: Factor for the bytes of parameters with ``"memory"``, for gradients and optimizer state.
+        devices: One device per part, to which its inputs are moved; ``None``: where the layers are.
+        recompute: Whether the backward pass recomputes activations instead of keeping them.
+        deferred_batch_norm: Whether running statistics cover whole batches; ``False``: micro-batches.
+        dim: Batch dimension of inputs and outputs.
+        join: Function that combines the list of micro-batch outputs; ``None``: concatenation.
+
+    Raises:
+        TypeError: An argument has a wrong type, or the module cannot be cut.
+        ValueError: An argument has a wrong value.
+
+    Example:
+        with Sequential(model, parts=2, on="process") as pipe:
+            loss = criterion(pipe(x), target)
+            loss.backward()
     """
 
     module: nn.Module
-    """The plain module. Its layers are the pipe's."""
+    """The plain module, whose layers the pipe uses."""
     _layers: nn.Sequential
     _traced: Traced | None
 
@@ -97,7 +103,7 @@ class Sequential(nn.Module):
         if isinstance(module, nn.Module):
             refuse_sharded_layers(module)
         traced, names = None, _names(parts)
-        if has_own_way(module):
+        if needs_tracing(module):
             raise_if_lazy(cast("nn.Module", module))
             traced = Traced(cast("nn.Module", module), names)
         layers = checked_module(module) if traced is None else traced.layers
@@ -118,7 +124,8 @@ class Sequential(nn.Module):
             counts = balancing.best_split(costs, number)
         self.on, self.chunks = on, chunks
         self._recompute, self._deferred = recompute, deferred_batch_norm
-        # Not registered as layers of the pipe: the pipe has the module's own layers, under their names.
+        # The pipe holds the module's own layers under their names. To register the module too would change
+        # the keys.
         module = layers if traced is None else traced.module
         vars(self).update(module=module, _layers=layers, _traced=traced)
         for own in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -137,7 +144,7 @@ class Sequential(nn.Module):
         dim: int,
         join: Callable[[list[Any]], Any] | None,
     ) -> None:
-        """What is not copied with a pipe."""
+        """Create the attributes that copies of a pipe do not share."""
         name, numbers = type(self).__name__, itertools.count()
         self._events: deque[TimelineEvent] = deque(maxlen=REMEMBERED)
         on = placement_argument(name, self.on)
@@ -147,19 +154,19 @@ class Sequential(nn.Module):
         options = self._recompute, self._deferred
         self._graphs = Differentiable(self._cut, name, *options, numbers, self._events)
         self._training: Training | None = None
-        weakref.finalize(self, self._inference.forget)  # a forgotten pipe leaves nothing
+        weakref.finalize(self, self._inference.forget)  # garbage collection of the pipe ends its workers
         weakref.finalize(self, self._graphs.forget)
 
     @property
     def parts(self) -> list[Part]:
-        """The parts, whose layers are the module's own."""
+        """The parts, which hold the module's own layers."""
         return self._cut.parts
 
-    # --- as a module ---
+    # --- module interface ---
 
     @property
     def training(self) -> bool:
-        """The plain module's mode."""
+        """Training mode of the plain module."""
         return self.module.training
 
     @training.setter
@@ -174,18 +181,18 @@ class Sequential(nn.Module):
         return iter(self._layers)
 
     def __getitem__(self, index: int | slice) -> Any:
-        """A layer, or some of them as a plain ``nn.Sequential``."""
+        """Return a layer, or a slice of the layers as a plain ``nn.Sequential``."""
         return self._layers[index]
 
     def __setitem__(self, index: int, layer: nn.Module) -> None:
         if self._traced is not None:
             raise TypeError(
-                "Sequential: the segments of a traced module can't be replaced; make another pipe"
+                "Sequential: the segments of a traced module cannot be replaced; create another pipe"
             )
         self._layers[index] = layer
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy: all but what runs."""
+        """Return the state for a copy, without workers and runs."""
         state = vars(self).copy()
         for name in ("_cut", "_inference", "_graphs", "_training", "_events"):
             del state[name]
@@ -201,12 +208,26 @@ class Sequential(nn.Module):
     # --- batches ---
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The module's output for a batch: a tensor, or tuples, lists and dictionaries of tensors and
-        ``None`` that have the batch as their first dimension, or ``dim``; several arguments are the first
-        layer's. They are split along that into micro-batches, and the outputs are joined. The output has a
-        graph where the plain module's has one. ``RuntimeError`` while a training of the pipe
-        goes on."""
-        if torch.compiler.is_compiling():  # what threads and processes do is not for the compiler to see
+        """Compute the module's output for a batch.
+
+        The batch is split into micro-batches along ``dim``, and their outputs are joined. The output requires
+        grad where the plain module's does.
+
+        Args:
+            inputs: Arguments of the first layer: tensors, or nested tuples, lists and dicts of tensors and
+                ``None``.
+            named: Keyword arguments of the first layer.
+
+        Returns:
+            The output, with the structure of the module's output.
+
+        Raises:
+            TypeError: The batch or the output contains something other than tensors and ``None``.
+            ValueError: The tensors have no common batch size.
+            RuntimeError: A training of this pipe is active.
+            StageError: A layer failed on a micro-batch.
+        """
+        if torch.compiler.is_compiling():  # the compiler must not trace threads and processes
             return _uncompiled(self, *inputs, **named)
         return self._called(*inputs, **named)
 
@@ -214,24 +235,24 @@ class Sequential(nn.Module):
         self._raise_if_training("use training.evaluate(x), or leave its with block")
         self._raise_for_changes()
         if torch._C._is_tracing():
-            raise RuntimeError("a Sequential in parts can't be traced; trace the plain module, pipe.module")
+            raise RuntimeError("Sequential: a pipe cannot be traced; trace the plain module, pipe.module")
         if torch.autograd.forward_ad._current_level >= 0:
-            raise RuntimeError("forward derivatives don't go through a Sequential in parts; take pipe.module")
+            raise RuntimeError("Sequential: forward-mode derivatives are not supported; use pipe.module")
         x = inputs[0] if len(inputs) == 1 and not named else Inputs(inputs, named)
-        if (torch.is_grad_enabled() and self._has_graph(x)) or casting_here() or self._counts():
+        if (torch.is_grad_enabled() and self._has_graph(x)) or current_casting() or self._counts():
             return self._graphs.call(x)
         return self._inference.call(x)
 
     def _raise_for_changes(self) -> None:
         refuse_sharded_layers(self.module)
         if self._cut.on.apart:
-            refuse_sharded(self.module, "a part's process", 'use on="thread"')
+            refuse_sharded(self.module, "a process of a part", 'use on="thread"')
         elif self._traced is not None:
-            refuse_sharded(self.module, "a pipe that was cut by tracing", "give an nn.Sequential")
+            refuse_sharded(self.module, "a traced pipe", "pass an nn.Sequential")
         if self._traced is not None:
             self._traced.check()
         else:
-            raise_for_own_ways(self._layers)
+            check_container(self._layers)
 
     def _has_graph(self, x: Any) -> bool:
         return any(one.requires_grad for one in self.module.parameters()) or any(
@@ -239,21 +260,35 @@ class Sequential(nn.Module):
         )
 
     def _counts(self) -> bool:
-        """Whether a layer gathers the statistics of a batch."""
+        """Return whether a layer updates running statistics in this call."""
         return self._deferred and any(
             layer.training and isinstance(layer, _BatchNorm) for layer in self.module.modules()
         )
 
     def stream(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Inference: the output for each batch, in order, without a graph. Batches are not split, and asked
-        for as there is room: all parts have work, and at most ``2 * parts + 3`` batches are between the two
-        ends. When ``batches`` raises, that is raised after the outputs of the batches before.
-        ``RuntimeError`` while a training of the pipe goes on or in ``torch.autocast``, which does not reach
-        the parts of a stream, ``ValueError`` for a batch that requires a gradient."""
+        """Compute the outputs of a series of batches, without gradients.
+
+        Batches are not split: the parts work on different batches. The next batch is requested when there is
+        room. At most ``2 * parts + 3`` batches are in the pipe at a time.
+
+        Args:
+            batches: Inputs of the module, one per batch. If the iterable raises, the exception follows the
+                outputs of earlier batches.
+
+        Returns:
+            An iterator over the outputs, in the order of the batches.
+
+        Raises:
+            RuntimeError: A training of this pipe is active, or ``torch.autocast`` is on, which streams do not
+                support.
+            ValueError: A batch requires grad.
+        """
         self._raise_if_training("use training.evaluate(x), or leave its with block")
         self._raise_for_changes()
-        if casting_here():
-            raise RuntimeError("torch.autocast does not reach the parts of a stream: call pipe(x) in it")
+        if current_casting():
+            raise RuntimeError(
+                "Sequential: torch.autocast does not reach the parts of a stream; call pipe(x) instead"
+            )
         checked = (without_gradient(batch, "call pipe(x)") for batch in batches)
         return self._inference.stream(checked, keep=self)
 
@@ -269,31 +304,44 @@ class Sequential(nn.Module):
         clip: float | None = None,
         autocast: torch.dtype | None = None,
     ) -> Training:
-        """Training of the module by whole steps: use what it gives in a ``with`` block, and call its
-        ``step(x, target)`` for each batch. It is quicker than a loss of ``pipe(x)``, for backward passes
-        begin before all forward passes are done, and the parts update themselves; but it takes only a loss
-        that is a mean.
+        """Return a training of the module by whole steps, for a ``with`` block.
 
-        ``loss(output, target)`` gives the mean over a batch, as torch's losses do. ``optimizer(parameters)``
-        makes an optimizer for a part, where its parameters are; ``None``: yours is outside, and after a step
-        the module's parameters have their ``grad``. ``schedule=None`` takes ``"dualpipev"``, for which the
-        first batch cuts each part into two, where ``parts`` was a number and there are layers enough, else
-        ``"1f1b"``; or it is ``"gpipe"``, ``"1f1b"``,
-        ``"zbh1"``, or with several parts per worker ``"interleaved"`` with fewer ``workers``, ``"zbv"`` and
-        ``"dualpipev"`` with two each; or one of your own, as text with a line for each worker, or a function
-        of worker, workers, parts and chunks that gives steps, or such a line. ``recompute``:
-        activations are not kept for the backward pass but computed again; ``None``: as the pipe does.
-        ``clip``: the largest norm of all gradients together. ``autocast``: the type for ``torch.autocast``,
-        as ``torch.bfloat16``. Raises ``TypeError`` or ``ValueError`` for what is wrong, ``RuntimeError``
-        while another training goes on.
+        A step is faster than ``loss(pipe(x)).backward()``: backward passes begin before all forward passes
+        are done, and each part updates its own parameters. The loss must be a mean over the batch.
+
+        Args:
+            loss: Function of output and target that returns the mean over the batch, like torch's losses.
+            optimizer: Function of a list of parameters that returns an optimizer. ``None``: each step adds to
+                ``grad`` of the module's parameters, for your own optimizer.
+            schedule: ``"gpipe"``, ``"1f1b"`` or ``"zbh1"`` with one part per worker, ``"interleaved"`` with
+                several, ``"zbv"`` or ``"dualpipev"`` with two. Or your own: text with one line per worker, or
+                a function of worker, workers, parts and chunks that returns steps or a line. ``None``:
+                ``"dualpipev"`` if ``parts`` is a number and each part can be cut in two, else ``"1f1b"``.
+            workers: Number of workers; ``None``: the number that the schedule needs.
+            recompute: Whether the backward pass recomputes activations; ``None``: as in the pipe.
+            clip: Largest norm of all gradients together; ``None``: no clipping.
+            autocast: Type for ``torch.autocast``, such as ``torch.bfloat16``; ``None``: no autocast.
+
+        Returns:
+            A :class:`Training`, whose ``step(x, target)`` trains with one batch.
+
+        Raises:
+            TypeError: An argument has a wrong type.
+            ValueError: An argument has a wrong value, or the schedule cannot run.
+            RuntimeError: Another training of this pipe is active.
+
+        Example:
+            with pipe.trainer(loss=nn.MSELoss(), optimizer=partial(SGD, lr=0.1)) as training:
+                for x, target in batches:
+                    loss = training.step(x, target)
         """
         self._raise_if_training("leave its with block first")
         self._raise_for_changes()
-        refuse_sharded(self.module, "a training by steps", "take the loss of pipe(x)")
+        refuse_sharded(self.module, "a training by steps", "compute the loss of pipe(x)")
         if self._cut.dim:
             raise ValueError(
-                f"Sequential: a training splits along dimension 0, not dim={self._cut.dim}; "
-                "take the loss of pipe(x)"
+                f"Sequential: dim must be 0 for a training by steps, got dim={self._cut.dim}; "
+                "compute the loss of pipe(x)"
             )
         again = self._recompute if recompute is None else recompute
         options = TrainingOptions(loss, optimizer, again, clip, autocast, self._deferred)
@@ -302,23 +350,27 @@ class Sequential(nn.Module):
 
     @property
     def graph(self) -> Graph:
-        """The graph of the inference, for ``flowchan viz``."""
+        """The inference graph, for ``flowchan viz``."""
         return self._inference.graph
 
     def timeline(self) -> Timeline:
-        """What each part did and when, for the batches until now; the last 100,000 events are kept. A step is
-        a batch. After a training begins, also what its workers did in its last ten steps, which count from 0
-        on as well."""
+        """Return the recorded forward and backward passes of all parts.
+
+        Each batch counts as a step. The timeline keeps the last 100,000 events. After a training it also
+        includes the last ten training steps, which are numbered from 0 as well.
+        """
         trained = self._training.timeline().events if self._training is not None else []
         return Timeline([*self._events.copy(), *trained], repr(self))
 
     def _raise_if_training(self, remedy: str) -> None:
         if self._training is not None and self._training.active:
-            raise RuntimeError(f"a training of this pipe goes on: {remedy}")
+            raise RuntimeError(f"Sequential: a training of this pipe is active; {remedy}")
 
     def close(self) -> None:
-        """Ends the workers and waits for them; calls that are going on end with ``Closed``. May be called
-        again."""
+        """End the workers and wait for them.
+
+        Calls in progress raise ``Closed``. A second call has no effect.
+        """
         self._inference.close()
         self._graphs.close()
 
@@ -336,10 +388,10 @@ class Sequential(nn.Module):
 
 
 _uncompiled = _disable_dynamo(Sequential._called)
-"""``torch.compile`` of a pipe, or of what it is in, leaves it as it is."""
+"""``torch.compile`` does not compile a pipe, not even within a compiled module."""
 
 
 def _names(parts: Any) -> list[str]:
-    """The layers that parts begin with, if these are said by their names."""
+    """Return the layer names in ``parts``, or an empty list if it holds numbers."""
     named = isinstance(parts, (list, tuple)) and parts and all(isinstance(name, str) for name in parts)
     return list(parts) if named else []

@@ -1,9 +1,9 @@
-"""What a traced module is made of: segments, each of them some operations of its ``forward`` in a row, with
-the module's own layers, parameters and buffers.
+"""Segments of a traced module: consecutive operations of its ``forward``, with the module's own layers,
+parameters and buffers.
 
-Between two segments goes what is still needed behind the border: one value, or several as a tuple. So a
-residual connection may cross any number of borders. A segment is data, not generated code: it can be copied
-and pickled as any layer.
+Each segment passes on the values that later segments need: one value, or several as a tuple. A residual
+connection may therefore cross any number of borders. A segment is data, not generated code, so it can be
+copied and pickled like any layer.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ RANDOM = (
     "exponential", "cauchy", "geometric", "fractional_max_pool", "scaled_dot_product_attention",
     "multi_head_attention",
 )  # fmt: skip
-"""What is in the names of torch's functions that draw random numbers, or may."""
+"""Parts of the names of torch functions that may draw random numbers."""
 
 
 class Name(str):
-    """A value that was made before, within arguments."""
+    """Placeholder in arguments for a value that an earlier operation computed."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One of a segment: ``name`` is what it makes, ``over`` the values that nobody needs any more. ``target``
-    is a function, the name of a method, a layer's place in the segment, or the place of an attribute's owner
-    and the attribute."""
+    """One operation of a segment.
+
+    ``name`` is the name of its result. ``over`` names the values that no later operation needs. ``target`` is
+    a function, or the name of a method or a layer. To read an attribute, it is a pair: the name of the owner
+    and the attribute.
+    """
 
     kind: Literal["call_function", "call_method", "call_module", "get_attr"]
     name: str
@@ -43,7 +46,7 @@ class Operation:
 
 
 class Owned(nn.Module):
-    """Parameters and buffers that operations of a segment take directly from ``owner``."""
+    """Parameters and buffers of ``owner`` that operations of a segment use directly."""
 
     draws = False
 
@@ -52,13 +55,16 @@ class Owned(nn.Module):
         for name in names:
             if name in owner._parameters:
                 self._parameters[name] = owner._parameters[name]
-            else:  # one that the owner replaces, as in owner.double(), is replaced here too
+            else:  # shares the dict, so that buffers replaced by owner.double() are replaced in it as well
                 self._buffers = owner._buffers
 
 
 class Segment(nn.Module):
-    """Takes the values named ``takes`` and gives what ``gives`` says, names within any structure. The first
-    one has the arguments of the module."""
+    """Consecutive operations as a layer.
+
+    ``takes`` names its inputs. ``gives`` is the structure of its output, with names in place of values. The
+    first segment takes the arguments of the module.
+    """
 
     def __init__(
         self,
@@ -74,7 +80,7 @@ class Segment(nn.Module):
         self.draws = any(map(_draws, operations))
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """The operations, one after the other."""
+        """Run the operations in order."""
         values = self._given(args, named)
         for one in self.operations:
             values[one.name] = self._done(one, values)
@@ -84,13 +90,13 @@ class Segment(nn.Module):
 
     def _given(self, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
         if not self.first:
-            (came,) = args
-            return dict(zip(self.takes, (came,) if len(self.takes) == 1 else came, strict=True))
+            (value,) = args
+            return dict(zip(self.takes, (value,) if len(self.takes) == 1 else value, strict=True))
         unknown = [name for name in named if name not in self.takes[len(args) :]]
         if unknown or len(args) + len(named) != len(self.takes):
             raise TypeError(
-                f"this module was cut by tracing with the arguments {', '.join(self.takes)}, and all others "
-                "at their defaults: call it with these, or give a module whose forward has no other"
+                f"Sequential: a traced module takes exactly the arguments {', '.join(self.takes)}; pass "
+                "these, or use a module whose forward has no other arguments"
             )
         return {**dict(zip(self.takes, args, strict=False)), **named}
 
@@ -108,12 +114,12 @@ class Segment(nn.Module):
         return one.target(*args, **named)
 
     def extra_repr(self) -> str:
-        """How many operations."""
+        """Return the number of operations."""
         return f"{len(self.operations)} operations"
 
 
 def filled(value: Any, values: dict[str, Any]) -> Any:
-    """With values in place of their names."""
+    """Replace each name in a structure by its value."""
     kind = type(value)
     if kind is Name:
         return values[value]
@@ -127,8 +133,8 @@ def filled(value: Any, values: dict[str, Any]) -> Any:
 
 
 def _draws(one: Operation) -> bool:
-    """Whether an operation may draw random numbers; of a function that is not torch's nobody knows."""
-    if one.kind in ("get_attr", "call_module"):  # layers are asked themselves
+    """Return whether an operation may draw random numbers, which holds for every function outside torch."""
+    if one.kind in ("get_attr", "call_module"):  # layers are checked themselves
         return False
     name = one.target if isinstance(one.target, str) else getattr(one.target, "__name__", "")
     module = "torch" if isinstance(one.target, str) else getattr(one.target, "__module__", None) or "torch"

@@ -1,13 +1,14 @@
-"""Parameters and buffers in memory that the program and the processes of the parts have together.
+"""Parameters and buffers in memory that the program shares with the processes of its parts.
 
-Who owns a parameter? The program: its optimizer, ``load_state_dict``, ``tensor.data``, a wrapper that reduces
-gradients, all change the program's tensors, and a process must compute with what they are now. So the memory
-of the tensors is moved, once and in place, into a memfd that each part's process maps. The tensors stay the
-same objects, with all that share their memory; a change is seen at once and costs nothing, and each number is
-there once. What a layer writes into its buffers in a process is the program's just so.
+The program owns the parameters. Its optimizer, ``load_state_dict``, ``tensor.data`` and wrappers that reduce
+gradients all change the program's tensors, and the processes must compute with the current values. Therefore
+the memory of the tensors moves once, in place, into a memfd that the process of each part maps. The tensors
+stay the same objects, and others that share their memory move with them. Changes are visible at once without
+any copy, and each value exists once. Writes of a layer into its buffers in a process are visible in the
+program too.
 
-Another process finds the memory by ``/proc``, as long as this one lives; the kernel takes it back with the
-last that maps it, however they end.
+Another process opens the memory through ``/proc`` while this process lives. The kernel frees the memory after
+the last process that maps it has ended in any way.
 """
 
 from __future__ import annotations
@@ -27,18 +28,17 @@ import torch
 from torch import Tensor, nn
 
 ALIGNED = 64
-"""Tensors begin at multiples of so many bytes, as where torch allocates them."""
+"""Alignment of tensors in bytes, equal to that of torch."""
 
 _blocks: dict[int, tuple[int, int, str]] = {}
-"""What was moved here: from the first address, how many bytes, the descriptor, and a name that is not used
-again."""
+"""Memory blocks of this process by first address: size in bytes, descriptor, and a unique name."""
 _mapped: weakref.WeakValueDictionary[str, mmap.mmap] = weakref.WeakValueDictionary()
-"""What is mapped here of another process's memory."""
+"""Mappings of another process's blocks, by name."""
 _numbers = itertools.count()
 
 
 def state_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """All parameters and buffers, those that are there twice as often."""
+    """Yield all parameters and buffers; a tensor that occurs twice is yielded twice."""
     for layer in module.modules():
         for tensor in (*layer._parameters.values(), *layer._buffers.values()):
             if tensor is not None:
@@ -46,8 +46,10 @@ def state_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def share(modules: Iterable[nn.Module]) -> None:
-    """Moves parameters and buffers into shared memory, but for those that are there, on a device, or no plain
-    tensors."""
+    """Move parameters and buffers into shared memory.
+
+    Tensors that are already shared, that are on a device, or that are not plain tensors stay where they are.
+    """
     found: dict[int, list[Tensor]] = {}
     for module in modules:
         for tensor in state_tensors(module):
@@ -71,18 +73,18 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and tensor.numel() > 0
         and not tensor.is_inference()
-        and not tensor.untyped_storage().is_shared()  # with others already, in torch's own way
+        and not tensor.untyped_storage().is_shared()  # torch itself shares it with other processes
     )
 
 
 def _move(storage: Any, tensors: list[Tensor], place: Any) -> None:
     place.copy_(storage)
-    if hasattr(storage, "_swap_data_ptr_"):  # then whatever shares the memory goes with it
+    if hasattr(storage, "_swap_data_ptr_"):  # moves everything that shares the memory
         storage._swap_data_ptr_(place)
         return
     for tensor in tensors:
-        there = torch.empty(0, dtype=tensor.dtype)
-        tensor.data = there.set_(place, tensor.storage_offset(), tensor.size(), tensor.stride())
+        moved = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = moved.set_(place, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _new_block(size: int) -> mmap.mmap:
@@ -104,19 +106,21 @@ def _forget(start: int) -> None:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether the processes of parts see the tensor's memory."""
+    """Return whether the processes of the parts see the tensor's memory."""
     return place_of(tensor) is not None
 
 
 def place_of(tensor: Tensor) -> tuple[str, int] | None:
-    """The name of the memory in which a shared tensor lies, and where in it. An address may come again; a
-    name does not."""
+    """Return the name of a shared tensor's memory block and the offset in it.
+
+    An address may be reused, a name is not.
+    """
     start = _block_of(tensor)
     return None if start is None else (_blocks[start][2], tensor.data_ptr() - start)
 
 
 def _block_of(tensor: Tensor) -> int | None:
-    """The first address of the block in which a tensor lies."""
+    """Return the first address of the block that contains a tensor."""
     if tensor.is_cpu and tensor.layout is torch.strided:
         address = tensor.data_ptr()
         for start, (size, _, _) in tuple(_blocks.items()):
@@ -126,24 +130,26 @@ def _block_of(tensor: Tensor) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
-    """A module on its way to another process of the program, where its tensors are mapped. ``away``: on
-    another host, where they are copied."""
+class SharedModule:
+    """Wrapper that pickles a module for another process.
+
+    The process maps the module's tensors. ``remote``: the module goes to another host, which copies them.
+    """
 
     module: nn.Module
-    away: bool = False
+    remote: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The module itself arrives."""
-        if self.away:
-            return _told, (self.module, settings())
+        """Pickle the module, so that the receiver gets the module itself."""
+        if self.remote:
+            return _with_settings, (self.module, settings())
         out = io.BytesIO()
         _Pickler(out, protocol=5).dump(self.module)
-        return _arrived, (out.getvalue(), settings())
+        return _unpickled_module, (out.getvalue(), settings())
 
 
 def settings() -> tuple[Any, ...]:
-    """What the program has told torch for its whole process, as far as it changes what layers compute."""
+    """Return the process-wide settings of torch that affect the results of layers."""
     return (
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
@@ -152,20 +158,20 @@ def settings() -> tuple[Any, ...]:
     )
 
 
-def _arrived(data: bytes, told: tuple[Any, ...]) -> nn.Module:
-    _tell(told)
+def _unpickled_module(data: bytes, chosen: tuple[Any, ...]) -> nn.Module:
+    _apply_settings(chosen)
     module: nn.Module = pickle.loads(data)
     return module
 
 
-def _told(module: nn.Module, told: tuple[Any, ...]) -> nn.Module:
-    _tell(told)
+def _with_settings(module: nn.Module, chosen: tuple[Any, ...]) -> nn.Module:
+    _apply_settings(chosen)
     return module
 
 
-def _tell(told: tuple[Any, ...]) -> None:
-    """Torch of this process."""
-    default, precision, (deterministic, warn), anomaly = told
+def _apply_settings(chosen: tuple[Any, ...]) -> None:
+    """Apply the program's settings of torch to this process."""
+    default, precision, (deterministic, warn), anomaly = chosen
     torch.set_default_dtype(default)
     torch.set_float32_matmul_precision(precision)
     torch.use_deterministic_algorithms(deterministic, warn_only=warn)
@@ -174,7 +180,7 @@ def _tell(told: tuple[Any, ...]) -> None:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """Pickles where a shared tensor is in place of its numbers."""
+    """Pickler that writes the location of a shared tensor instead of its values."""
 
     def reducer_override(self, obj: Any) -> Any:
         start = _block_of(obj) if isinstance(obj, Tensor) else None

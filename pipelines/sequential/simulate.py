@@ -1,15 +1,13 @@
-"""What a schedule costs, without running it: how long the workers wait, and how much they hold. No torch
-here.
+"""Simulation of schedules: waiting times and memory use without a run. This module does not use torch.
 
-Every worker does its steps in order. Before a step it takes what it needs of another worker; after it, it
-hands on what the next one needs: the output of ``F`` to the worker of the next part, the gradient of ``B``
-or ``I`` to the worker of the part before. Outputs and gradients go over links of their own, in order and with
-room for ``capacity`` messages each. A worker waits for room in a full link. It takes messages only from the
-link that it needs one of, and keeps what came too early.
+Each worker runs its steps in order. Before a step, it receives the inputs from other workers. After ``F``, it
+sends the output to the worker of the next part. After ``B`` or ``I``, it sends the gradient to the worker of
+the previous part. Outputs and gradients use separate channels, which are ordered and hold ``capacity``
+messages each. A worker waits while a channel is full. It reads only the channel from which it needs a
+message, and keeps messages that arrive early.
 
-Workers that read blockingly and write blockingly, in an order fixed beforehand, are a Kahn process network:
-whether they deadlock depends on their order and on the capacity, not on how long anything takes. One
-simulation settles it.
+Workers with blocking reads and writes in a fixed order are a Kahn process network. Whether they deadlock
+depends on their order and on the capacity, not on durations. One simulation therefore decides.
 """
 
 from __future__ import annotations
@@ -24,48 +22,47 @@ from flowchan.pipelines.sequential.timeline import Timeline, TimelineEvent
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What the workers did. Times are in the unit that ``forward`` and ``backward`` were given in, from 0 on.
+    """Result of a simulation, with times from 0 in the unit of ``forward`` and ``backward``.
 
-    ``events`` are by worker, and those of a worker in their order. ``peaks`` says for each worker how many
-    micro-batches it held at most, each counted once per part: those that went forward, and whose backward
-    pass has not ended.
+    ``events`` are grouped by worker, in order. ``peaks`` is for each worker the largest number of
+    micro-batches that it held, counted once per part. A worker holds a micro-batch from its forward pass to
+    the end of its backward pass.
     """
 
     events: tuple[tuple[TimelineEvent, ...], ...]
     peaks: tuple[int, ...]
 
     def held(self, sizes: Sequence[float]) -> tuple[float, ...]:
-        """For each worker how much it held at most, where a micro-batch's pass through a part holds so much
-        of ``sizes``."""
+        """Return the peak memory of each worker, if a micro-batch in part p takes ``sizes[p]``."""
         return tuple(_peak(events, sizes) for events in self.events)
 
     @property
     def makespan(self) -> float:
-        """From the first step to the end of the last."""
+        """Time from the first step to the end of the last."""
         return max((event.end for events in self.events for event in events), default=0.0)
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """For each worker, the share of the makespan that it spent without work."""
+        """Idle share of the makespan, for each worker."""
         return tuple(1 - _busy(events) / self.makespan if events else 1.0 for events in self.events)
 
     @property
     def bubble(self) -> float:
-        """The share of all workers' time that was spent without work."""
+        """Idle share of the time of all workers together."""
         return sum(self.bubbles) / len(self.bubbles) if self.bubbles else 0.0
 
     def timeline(self, title: str = "simulated", unit: float = 1e-3) -> Timeline:
-        """The same as a picture; ``unit`` is how many seconds one unit of time stands for."""
+        """Return the events as a timeline. ``unit`` is the length of a time unit in seconds."""
         events = (event for events in self.events for event in events)
         return Timeline(
             (event._replace(begin=event.begin * unit, end=event.end * unit) for event in events), title
         )
 
     def staircase(self) -> str:
-        """A line per worker and a column per unit of time: ``F0`` where it begins, ``-`` where it goes on,
-        ``.`` a wait.
+        """Return the result as text, with a line per worker and a column per time unit.
 
-        Raises ``ValueError`` when steps do not begin and end on whole units.
+        ``F0`` marks the start of a step, ``-`` its continuation, and ``.`` a wait. Raises ``ValueError`` if
+        steps do not begin and end on whole units.
         """
         several = any(len({event.part for event in events}) > 1 for events in self.events)
         lines = []
@@ -75,7 +72,7 @@ class Simulated:
                 begin, end = round(event.begin), round(event.end)
                 if (begin, end) != (event.begin, event.end):
                     raise ValueError(
-                        f"staircase: steps must take whole units of time, not {event.begin} to {event.end}"
+                        f"staircase: steps must take whole units of time, got {event.begin} to {event.end}"
                     )
                 name = f"{event.op}{event.chunk}"
                 cells[begin:end] = [f"{event.part}:{name}" if several else name, *["-"] * (end - begin - 1)]
@@ -89,7 +86,7 @@ class Simulated:
 
 
 Times = float | Sequence[float]
-"""How long a step takes: for all parts, or by part."""
+"""Duration of a step: one for all parts, or one per part."""
 
 
 def simulate(
@@ -99,18 +96,24 @@ def simulate(
     capacity: int | None = None,
     weights: Times | None = None,
 ) -> Simulated:
-    """What happens when each worker does the steps of its list, ``plan[worker]``, in order.
+    """Simulate workers that run the steps ``plan[worker]`` in order.
 
-    ``forward`` and ``backward`` are how long one step through one part takes, or through each of them;
-    ``weights`` is how much of ``backward`` the gradients of the weights take, half if not told. ``capacity``
-    is how many messages a link between two workers has room for; ``None``: any number. A list may go forward
-    only.
+    Args:
+        plan: The steps of each worker. A list may contain only forward steps.
+        forward: Time of a forward step, for all parts or by part.
+        backward: Time of a backward step, for all parts or by part.
+        capacity: Messages that fit into a channel between two workers; ``None``: any number.
+        weights: Part of ``backward`` that the gradients of the weights take (default: half).
 
-    Raises ``ValueError`` for an order that cannot be done: a step twice, a part on two workers, ``B`` before
-    ``F``, or a deadlock, and then it names who waits for what; and for times and a capacity that are none.
+    Returns:
+        The events and the peak memory of all workers.
+
+    Raises:
+        ValueError: A step occurs twice, a part is on two workers, or ``B`` precedes ``F``. Or the workers
+            deadlock, and the message lists the waits. Or a time or ``capacity`` is not positive.
     """
     if capacity is not None and capacity < 1:
-        raise ValueError(f"simulate: capacity must be at least 1, or None for any number, not {capacity!r}")
+        raise ValueError(f"simulate: capacity must be at least 1, or None for any number, got {capacity!r}")
     lists = [list(steps) for steps in plan]
     parts = max((step.part for steps in lists for step in steps), default=-1) + 1
     network = _Network(lists, _durations(parts, forward, backward, weights), capacity)
@@ -130,28 +133,30 @@ def simulate(
 
 
 def _durations(parts: int, forward: Times, backward: Times, weights: Times | None) -> dict[Op, list[float]]:
-    """By kind of step and part."""
+    """Return the durations by kind of step and part."""
     found: dict[str, list[float]] = {}
     if weights is None:
         weights = [one / 2 for one in backward] if isinstance(backward, Sequence) else backward / 2
     for name, given in (("forward", forward), ("backward", backward), ("weights", weights)):
         times = list(given) if isinstance(given, Sequence) else [given] * max(parts, 1)
         if len(times) < parts:
-            raise ValueError(f"simulate: {name} must be a time for each of {parts} parts, not {given!r}")
+            raise ValueError(f"simulate: {name} must be a time for each of {parts} parts, got {given!r}")
         for one in times:
             if not 0 < one < math.inf:
-                raise ValueError(f"simulate: {name} must be a time greater than 0, not {one!r}")
+                raise ValueError(f"simulate: {name} must be a time greater than 0, got {one!r}")
         found[name] = times
     rest = [whole - own for whole, own in zip(found["backward"], found["weights"], strict=False)]
     if not all(one > 0 for one in rest):
-        raise ValueError(f"simulate: weights must take less than backward={backward!r}, not {weights!r}")
+        raise ValueError(f"simulate: weights must be less than backward={backward!r}, got {weights!r}")
     return {"F": found["forward"], "B": found["backward"], "I": rest, "W": found["weights"]}
 
 
 @dataclass(slots=True)
 class _Link:
-    """Messages on their way from one worker to another, in order: what was sent, when, and when each was
-    taken. ``kept`` is what the receiver has of them."""
+    """Messages from one worker to another, in order, with the times at which they were sent and taken.
+
+    ``kept`` are the messages that the receiver has taken.
+    """
 
     capacity: int | None
     sent: list[tuple[Step, float]] = field(default_factory=list)
@@ -165,14 +170,14 @@ class _Link:
         return len(self.taken) == len(self.sent)
 
     def put(self, message: Step, now: float) -> float:
-        """When the message was put: ``now``, or when there was room for it."""
+        """Send a message, and return the time: ``now``, or when there was room."""
         if self.capacity is not None and len(self.sent) >= self.capacity:
             now = max(now, self.taken[len(self.sent) - self.capacity])
         self.sent.append((message, now))
         return now
 
     def take(self, now: float) -> float:
-        """When the next message was taken: ``now``, or when it was there."""
+        """Take the next message, and return the time: ``now``, or when it had arrived."""
         message, sent = self.sent[len(self.taken)]
         self.taken.append(max(now, sent))
         self.kept.add(message)
@@ -180,8 +185,10 @@ class _Link:
 
 
 class _Network:
-    """Workers as coroutines that yield what they wait for, and the links between them. ``moves`` counts what
-    happened."""
+    """Workers as coroutines that yield descriptions of their waits, and the channels between them.
+
+    ``moves`` counts completed operations, to detect a deadlock.
+    """
 
     def __init__(
         self, lists: list[list[Step]], durations: dict[Op, list[float]], capacity: int | None
@@ -200,7 +207,7 @@ class _Network:
         done: set[Step] = set()
         for step in steps:
             if not done.isdisjoint(_done_by(step)):
-                raise ValueError(f"simulate: worker {worker} does {step} twice")
+                raise ValueError(f"simulate: worker {worker} must do each step once, got {step} twice")
             for needed in self._needs(step):
                 now = yield from self._receive(worker, step, needed, done, now)
             begin, now = now, now + self._durations[step.op][step.part]
@@ -222,35 +229,36 @@ class _Network:
     def _receive(
         self, worker: int, step: Step, needed: Step, done: set[Step], now: float
     ) -> Generator[str, None, float]:
-        """When ``worker`` has ``needed`` for ``step``."""
+        """Return the time at which ``worker`` has the input ``needed`` of ``step``."""
         name = replace(needed, op="B") if (step.op, needed.op) == ("B", "I") else needed
         owner = self._owners.get(needed.part)
         if owner is None:
             raise ValueError(
-                f"simulate: worker {worker} needs {name} for {step}, and no worker has part {needed.part}"
+                f"simulate: worker {worker} needs {name} for {step}, but no worker has part {needed.part}"
             )
         if owner == worker:
             if needed not in done:
-                raise ValueError(f"simulate: worker {worker} does {step} and has not done {name} before")
+                raise ValueError(f"simulate: worker {worker} must do {name} before {step}")
             return now
         link = self._link(owner, worker, needed.op)
         while needed not in link.kept:
             if link.empty():
-                yield f"worker {worker} waits before {step} for {name} of worker {owner}"
+                yield f"worker {worker} waits before {step} for {name} from worker {owner}"
             else:
                 now = link.take(now)
                 self.moves += 1
         return now
 
     def _send(self, worker: int, step: Step, now: float) -> Generator[str, None, float]:
-        """When what came out of ``step`` is on its way to whoever needs it."""
+        """Send the result of ``step`` to the next worker, and return the time of sending."""
         receiver = self._owners.get(step.part + 1 if step.op == "F" else step.part - 1, worker)
         if receiver == worker or step.op == "W":
             return now
-        message = replace(step, op="I") if step.op == "B" else step  # to the receiver it is the same
+        # the receiver does not distinguish the two
+        message = replace(step, op="I") if step.op == "B" else step
         link = self._link(worker, receiver, message.op)
         while link.full():
-            yield f"worker {worker} waits after {step} for room in its link to worker {receiver}"
+            yield f"worker {worker} waits after {step} for room in its channel to worker {receiver}"
         self.moves += 1
         return link.put(message, now)
 
@@ -259,18 +267,18 @@ class _Network:
 
 
 def _done_by(step: Step) -> list[Step]:
-    """A backward pass is both of its halves."""
+    """Return the halves of a backward pass, or the step itself."""
     return [replace(step, op="I"), replace(step, op="W")] if step.op == "B" else [step]
 
 
 def _owners(lists: list[list[Step]]) -> dict[int, int]:
-    """The worker of each part."""
+    """Return the worker of each part."""
     owners: dict[int, int] = {}
     for worker, steps in enumerate(lists):
         for step in steps:
             if owners.setdefault(step.part, worker) != worker:
                 raise ValueError(
-                    f"simulate: part {step.part} is on worker {owners[step.part]} and on worker {worker}"
+                    f"simulate: part {step.part} must be on one worker, got {owners[step.part]} and {worker}"
                 )
     return owners
 
@@ -280,8 +288,8 @@ def _busy(events: Iterable[TimelineEvent]) -> float:
 
 
 def _peak(events: Iterable[TimelineEvent], sizes: Sequence[float] | None = None) -> float:
-    """How much is held at most by forward passes that wait for the end of their backward pass; without sizes
-    how many."""
+    """Return the peak of micro-batches between their forward and backward passes, weighted by ``sizes`` if
+    given."""
     held = highest = 0.0
     for event in events:
         size = 1 if sizes is None else sizes[event.part or 0]

@@ -1,14 +1,12 @@
-"""Skip connections: a tensor that one layer stashes and a later layer pops, in the same part or in another
-one.
+"""Skip connections: one layer stashes a tensor, and a later layer in any part pops it.
 
-The layers find each other through a skip store. In a pipeline it belongs to one micro-batch: each part finds
-in it what travels along, and what it leaves there travels on. In the plain module it belongs to the thread,
-for nothing tells where a batch ends: what is not popped, because a layer between has raised or there is no
-``Pop``, stays until the next ``Stash`` of its name. ``Sequential`` checks that each ``Stash`` has its
-``Pop``.
+The layers share a skip store. In a pipeline, each micro-batch has its own store, which travels from part to
+part. In the plain module, each thread has one, because nothing marks the end of a batch. A tensor that is not
+popped, for example because a layer raised, therefore stays until the next ``Stash`` of the same name.
+``Sequential`` checks that each ``Stash`` has a ``Pop``.
 
 Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", section 3.3, sends a
-skip straight from part to part; here it goes through the parts between, which is simpler and costs a copy for
+skip directly to its part. Here it passes through the parts between, which is simpler and costs one copy for
 each of them on processes.
 """
 
@@ -23,48 +21,73 @@ import torch
 from torch import Tensor, nn
 
 Skips = dict[str, Tensor | None]
-"""What is stashed, by name."""
+"""Stashed values by name."""
 
 
 class _ThreadStore(threading.local):
     def __init__(self) -> None:
         self.store: Skips = {}
-        self.in_pipe = False  # then the store holds nothing of an earlier batch
+        self.in_pipe = False  # a pipe's store contains nothing of earlier batches
 
 
-_here = _ThreadStore()
+_thread_store = _ThreadStore()
 
 
 class Stash(nn.Module):
-    """Gives its input, a tensor or ``None``, on as it is, and keeps it under ``name`` for a later
-    :class:`Pop` of the same name. The layer behind must not change it in place: whether ``Pop`` would see
-    that depends on where the parts are cut."""
+    """Pass the input on, and keep it for a later :class:`Pop` with the same name.
+
+    The next layer must not change it in place: whether ``Pop`` sees such a change depends on the cut.
+
+    Args:
+        name: Name that connects it with one ``Pop``.
+
+    Example:
+        nn.Sequential(Stash("x"), nn.Linear(8, 8), nn.ReLU(), Pop("x"))
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
 
     def forward(self, x: Tensor | None) -> Tensor | None:
-        """``x``. Raises ``TypeError`` when it is neither a tensor nor ``None``, and in a pipe
-        ``RuntimeError`` when something is stashed under its name already."""
+        """Return ``x`` and keep it.
+
+        Args:
+            x: A tensor or ``None``.
+
+        Returns:
+            ``x`` itself.
+
+        Raises:
+            TypeError: ``x`` is neither a tensor nor ``None``.
+            RuntimeError: In a pipe, a value with this name is stashed already.
+        """
         if x is not None and not isinstance(x, Tensor):
-            raise TypeError(f"Stash({self.name!r}) takes a tensor or None, not a {type(x).__name__}")
-        if _here.in_pipe and self.name in _here.store:
+            raise TypeError(f"Stash({self.name!r}): x must be a tensor or None, got a {type(x).__name__}")
+        if _thread_store.in_pipe and self.name in _thread_store.store:
             raise RuntimeError(
-                f"Stash({self.name!r}) would replace what another one has stashed and no "
-                f"Pop({self.name!r}) has popped"
+                f"Stash({self.name!r}): a value with this name is already stashed; put a "
+                f"Pop({self.name!r}) before the second Stash"
             )
-        _here.store[self.name] = x
+        _thread_store.store[self.name] = x
         return x
 
     def extra_repr(self) -> str:
-        """Its name, for the picture of a module as text."""
+        """Return the name for ``repr`` of the module."""
         return repr(self.name)
 
 
 class Pop(nn.Module):
-    """``combine(x, stashed)``: its input with what the :class:`Stash` of the same ``name`` kept, which is
-    gone then. ``combine`` adds if it is left out; for ``on="process"`` it must be one that can be pickled."""
+    """Combine the input with the tensor of the :class:`Stash` with the same name, and remove that tensor.
+
+    Args:
+        name: Name that connects it with one ``Stash``.
+        combine: Function of the input and the stashed tensor (default: their sum). With ``on="process"`` it
+            must be picklable.
+
+    Example:
+        nn.Sequential(Stash("x"), nn.Linear(8, 8), Pop("x", combine=torch.maximum))
+    """
 
     def __init__(self, name: str, combine: Callable[[Any, Any], Any] = torch.add) -> None:
         super().__init__()
@@ -72,26 +95,37 @@ class Pop(nn.Module):
         self.combine = combine
 
     def forward(self, x: Any) -> Any:
-        """``combine(x, stashed)``. Raises ``RuntimeError`` when nothing is stashed under its name."""
+        """Return ``combine(x, stashed)``.
+
+        Args:
+            x: The output of the layer before.
+
+        Returns:
+            The result of ``combine``.
+
+        Raises:
+            RuntimeError: No value with this name is stashed.
+        """
         try:
-            stashed = _here.store.pop(self.name)
+            stashed = _thread_store.store.pop(self.name)
         except KeyError:
             raise RuntimeError(
-                f"Pop({self.name!r}) finds nothing: no Stash({self.name!r}) came before it"
+                f"Pop({self.name!r}): no value is stashed; put a Stash({self.name!r}) before it"
             ) from None
         return self.combine(x, stashed)
 
     def extra_repr(self) -> str:
-        """Its name, for the picture of a module as text."""
+        """Return the name for ``repr`` of the module."""
         return repr(self.name)
 
 
 @contextlib.contextmanager
 def skip_store(skips: Skips) -> Iterator[Skips]:
-    """Within it ``Pop`` finds ``skips``; gives a dictionary that holds, at the end, what travels on."""
-    before = _here.store, _here.in_pipe
-    _here.store, _here.in_pipe = dict(skips), True
+    """Let ``Pop`` find ``skips``, and yield a dictionary that at the end contains the skips for later
+    parts."""
+    before = _thread_store.store, _thread_store.in_pipe
+    _thread_store.store, _thread_store.in_pipe = dict(skips), True
     try:
-        yield _here.store
+        yield _thread_store.store
     finally:
-        _here.store, _here.in_pipe = before
+        _thread_store.store, _thread_store.in_pipe = before

@@ -1,9 +1,9 @@
-"""What the processes of a pipe have of its module: whether that is still so, and how both sides keep equal.
+"""Copies of a pipe's module in its processes: detection of changes, and synchronisation.
 
-Within a host the tensors are the same memory. On another host there are copies: both sides have the tensors
-of a part in the same order, and each notes up to which version of a tensor the other side has its numbers,
-for torch counts the changes of every tensor. What has changed since travels with the next command or answer.
-Torch does not count changes through ``tensor.data``, so these are not seen.
+Within a host, both sides share the memory of the tensors. Another host has copies. Both sides list the
+tensors of a part in the same order. Each records the version of every tensor that the other side has, because
+torch counts the changes of a tensor. Later changes travel with the next command or answer. Torch does not
+count changes through ``tensor.data``, so they are not detected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VALUES = (bool, int, float, str, bytes, type(None))
 
 
 class _Same:
-    """Equal to what holds the very same object."""
+    """Wrapper that is equal to another one of the same object."""
 
     __slots__ = ("one",)
 
@@ -38,19 +38,22 @@ class _Same:
 
 
 def state_of(parts: Sequence[Part], copied: bool = False) -> list[Any]:
-    """Something that changes when the layers of the parts do, their attributes or their hooks, or parameters
-    and buffers that the processes don't see, as those on another device or host where they are ``copied``
-    there once: torch counts the changes of each tensor, but for those through ``tensor.data``; of inference
-    tensors it keeps no count, so they always count as changed. ``ValueError`` for hooks of layers."""
+    """Return a value that changes with the layers of the parts.
+
+    It covers attributes, hooks, and tensors that the processes do not see, such as those on another host.
+    ``copied``: tensors on a device are such copies too. Torch counts the changes of each tensor, except those
+    through ``tensor.data``. It has no counts for inference tensors, which therefore always count as changed.
+    Raises ``ValueError`` for hooks of layers.
+    """
     found: list[Any] = [settings()]
     for part in parts:
-        away = part.away or (copied and part.device is not None and part.device.type != "cpu")
+        remote = part.remote or (copied and part.device is not None and part.device.type != "cpu")
         for module in part.module.modules():
-            found.extend(_seen(module, away, numbers=copied or not part.away))
+            found.extend(_seen(module, remote, numbers=copied or not part.remote))
     return found
 
 
-def _seen(module: nn.Module, away: bool, numbers: bool) -> Iterator[Any]:
+def _seen(module: nn.Module, remote: bool, numbers: bool) -> Iterator[Any]:
     yield type(module)
     for name, value in vars(module).items():
         if name not in _EVERY_MODULES:
@@ -61,9 +64,8 @@ def _seen(module: nn.Module, away: bool, numbers: bool) -> Iterator[Any]:
         for hook in hooks.values():
             if not (getattr(hook, "__module__", None) or "").startswith("torch."):
                 raise ValueError(
-                    f"Sequential: a {type(module).__name__} has the hook {short(hook)}, which would be "
-                    "called in the part's process, where what it keeps is lost to the program: use "
-                    "on='thread', put it into the layer's forward(), or register it on the pipe"
+                    f"Sequential: a {type(module).__name__} has the hook {short(hook)}, which would run in "
+                    "another process; use on='thread', or register the hook on the pipe"
                 )
             yield _Same(hook)
     for tensors in (module._parameters, module._buffers):
@@ -71,7 +73,7 @@ def _seen(module: nn.Module, away: bool, numbers: bool) -> Iterator[Any]:
             yield name
             if tensor is None:
                 continue
-            place = None if away else place_of(tensor)
+            place = None if remote else place_of(tensor)
             if place is not None:
                 yield place, tensor.dtype, tensor.shape, tensor.stride()
             else:
@@ -86,7 +88,7 @@ def _identity(value: Any) -> Any:
 
 
 def modes_of(parts: Sequence[Part]) -> tuple[tuple[list[bool], list[bool]], ...]:
-    """For each part whether each of its modules trains and each of its parameters requires a gradient."""
+    """Return for each part the mode of each module, and whether each parameter requires grad."""
     return tuple(
         (
             [module.training for module in part.module.modules()],
@@ -97,18 +99,18 @@ def modes_of(parts: Sequence[Part]) -> tuple[tuple[list[bool], list[bool]], ...]
 
 
 Numbers = list[tuple[int, Tensor]]
-"""What has changed: the places of tensors in their order, and what is in them now."""
+"""Changes: the positions of tensors in their list, and their values."""
 
 
 class SyncedTensors:
-    """One side of it. The numbers are the same on both when this is made."""
+    """One side of the synchronisation of tensors, which are equal on both sides at the start."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
         self._known = [_version(tensor) for tensor in self._tensors]
 
     def changed(self) -> Numbers:
-        """What the other side does not have yet. It counts as sent."""
+        """Return the changes that the other side does not have, and mark them as sent."""
         found: Numbers = []
         for place, tensor in enumerate(self._tensors):
             if (now := _version(tensor)) is None or now != self._known[place]:
@@ -117,7 +119,7 @@ class SyncedTensors:
         return found
 
     def take(self, numbers: Numbers) -> None:
-        """What the other side has sent."""
+        """Apply the changes of the other side."""
         with torch.no_grad():
             for place, values in numbers:
                 self._tensors[place].copy_(values)
@@ -129,9 +131,11 @@ def _version(tensor: Tensor) -> int | None:
 
 
 class PartState:
-    """Parameters and buffers of a part's module in its process: what the layers compute with there, and what
-    the program sees. These are the same memory, but where the part is on another device, or a layer has
-    replaced a buffer instead of writing into it. On another host the program sees what is sent to it."""
+    """Parameters and buffers of a part in its process, as its layers and the program see them.
+
+    Both see the same memory unless the part is on another device, or a layer has replaced a buffer instead of
+    writing into it. A program on another host receives changes by message.
+    """
 
     def __init__(self, module: nn.Module, device: torch.device | None) -> None:
         self._module = module
@@ -147,11 +151,11 @@ class PartState:
         self._synced = SyncedTensors(self._seen)
 
     def changed(self) -> Numbers:
-        """What a program elsewhere does not have yet."""
+        """Return the changes that a program on another host does not have."""
         return self._synced.changed()
 
     def take(self, numbers: Numbers | None = None) -> None:
-        """Has the numbers of now; a program elsewhere has sent those that it has changed."""
+        """Update the tensors of the part, with the changes of a program on another host."""
         self._synced.take(numbers or [])
         if self._on_device:
             with torch.no_grad():
@@ -159,15 +163,16 @@ class PartState:
                     own.copy_(seen)
 
     def give(self) -> None:
-        """Lets the program see the numbers of now. ``ValueError`` where that can't be."""
+        """Make the current values visible to the program. Raises ``ValueError`` where that is not
+        possible."""
         for layer, name, tensor in self._buffers:
             now = layer._buffers.get(name)
             if now is tensor:
                 continue
             if now is None or tensor is None or now.shape != tensor.shape:
                 raise ValueError(
-                    f"the buffer {name!r} of a {type(layer).__name__} was replaced by one of another shape, "
-                    "which the program does not see; write into the buffer, or use on='thread'"
+                    f"Sequential: buffer {name!r} of a {type(layer).__name__} must keep its shape in a "
+                    "process; write into the buffer, or use on='thread'"
                 )
             with torch.no_grad():
                 tensor.copy_(now)

@@ -1,8 +1,7 @@
-"""Values: tensors and ``None``, or tuples, lists and dictionaries of them, nested as they like. One dimension
-of all tensors, the first if not told otherwise, is the batch.
+"""Values: tensors and ``None``, or nested tuples, lists and dictionaries of them.
 
-A batch is split along it into micro-batches as equal as possible (the first ones are larger by one sample),
-and what comes out is joined again in the same order.
+One dimension of all tensors is the batch, by default the first. A batch is split along it into micro-batches
+of nearly equal size: the first ones may have one more sample. Outputs are joined in the same order.
 """
 
 from __future__ import annotations
@@ -19,18 +18,17 @@ from flowchan.items.text import short, shown
 
 
 class Inputs(NamedTuple):
-    """The arguments of a call that has not just one."""
+    """Arguments of a call with several arguments or keyword arguments."""
 
     args: tuple[Any, ...]
     named: dict[str, Any]
 
 
 class Micro(NamedTuple):
-    """One micro-batch on its way: number ``chunk`` of the ``chunks`` that batch number ``batch`` was split
-    into.
+    """Micro-batch number ``chunk`` of the ``chunks`` of batch number ``batch``.
 
-    ``skips`` are tensors that travel beside the value to a later part, by name. ``events`` holds one pair for
-    each part that is done: when it began and when it ended, in seconds of ``time.monotonic``.
+    ``skips`` are stashed tensors by name, which accompany the value to a later part. ``events`` has the start
+    and the end of each finished part, in seconds of ``time.monotonic()``.
     """
 
     batch: int
@@ -45,7 +43,7 @@ class Micro(NamedTuple):
 
 
 def leaves(value: Any, name: str = "x") -> Iterator[tuple[str, Any]]:
-    """Everything in a nested value that is no tuple, list or dictionary, with its path: ``x['mask'][0]``."""
+    """Yield the leaves of a nested value with their paths, such as ``x['mask'][0]``."""
     if isinstance(value, Inputs):
         for place, inner in enumerate(value.args):
             yield from leaves(inner, f"argument {place}")
@@ -62,29 +60,29 @@ def leaves(value: Any, name: str = "x") -> Iterator[tuple[str, Any]]:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors of a value, in order; what is none is left out."""
+    """Return the tensors of a value, in order, without other leaves."""
     return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """A value of the same structure with ``function(tensor)`` in place of each tensor; other leaves stay."""
+    """Replace each tensor of a value by ``function(tensor)``; other leaves stay."""
     if isinstance(value, Tensor):
         return function(value)
     return _together(lambda found: function(found[0]) if isinstance(found[0], Tensor) else found[0], [value])
 
 
 def split(value: Any, chunks: int, name: str = "x", dim: int = 0) -> list[Any]:
-    """The value in ``chunks`` micro-batches, or as many as it has samples if they are fewer; an empty batch
-    is one.
+    """Split a value into ``chunks`` micro-batches, but at most one per sample; an empty batch is one
+    micro-batch.
 
-    Raises ``TypeError`` for a leaf that is no tensor and ``ValueError`` where the tensors have no common
-    batch size, each with the path of the leaf.
+    Raises ``TypeError`` for a leaf that is not a tensor, and ``ValueError`` if the tensors have no common
+    batch size. The messages name the path of the leaf.
     """
     samples = batch_size(value, name, dim)
     if chunks == 1:
         return [value]
     sizes = evenly(samples, max(1, min(chunks, samples)))
-    # all at once, for then a backward pass puts them together at once as well
+    # one split per tensor, so that a backward pass joins the gradients at once too
     pieces = {id(tensor): torch.split(tensor, sizes, dim) for tensor in tensors(value)}
 
     def piece(number: int, tensor: Tensor) -> Tensor:
@@ -94,7 +92,7 @@ def split(value: Any, chunks: int, name: str = "x", dim: int = 0) -> list[Any]:
 
 
 def batch_size(value: Any, name: str = "x", dim: int = 0) -> int:
-    """The common size of all tensors of the value in dimension ``dim``. Raises as :func:`split` does."""
+    """Return the common size of all tensors in dimension ``dim``. Raises as :func:`split` does."""
     if isinstance(value, Tensor) and value.dim() > dim:
         return value.shape[dim]
     sizes: dict[str, int] = {}
@@ -103,45 +101,45 @@ def batch_size(value: Any, name: str = "x", dim: int = 0) -> int:
             continue
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{path} must be a tensor, not {shown(leaf)}; a batch is a tensor, or tuples, "
-                "lists and dicts of them: "
-                "make tensors of arrays by torch.from_numpy, and keep what is no tensor in the module"
+                f"{path} must be a tensor, got {shown(leaf)}; convert arrays with torch.from_numpy, "
+                "and keep other values in the module"
             )
         if leaf.dim() == 0:
             raise ValueError(
-                f"{path} has no dimension to split along; its first one must be the batch: {leaf.item()!r}"
+                f"{path} must have a batch dimension, got the scalar {leaf.item()!r}; add a first dimension"
             )
         if leaf.dim() <= dim:
             raise ValueError(
-                f"{path} has no dimension {dim}, which is the batch here; its shape is {tuple(leaf.shape)}"
+                f"{path} must have dimension {dim}, the batch dimension, got shape {tuple(leaf.shape)}"
             )
         sizes[path] = leaf.shape[dim]
     if not sizes:
-        raise TypeError(f"{name} must hold at least one tensor, not {shown(value)}")
+        raise TypeError(f"{name} must contain at least one tensor, got {shown(value)}")
     first, *others = sizes.items()
     for path, size in others:
         if size != first[1]:
             raise ValueError(
-                f"{path} has a batch of {size}, but {first[0]} one of {first[1]}; "
-                f"the {'first dimension' if not dim else f'dimension {dim}'} of all tensors must be the same"
+                f"{path} must have the batch size {first[1]} of {first[0]}, got {size}; "
+                f"the {'first dimension' if not dim else f'dimension {dim}'} of all tensors must be equal"
             )
     return first[1]
 
 
 def without_gradient(value: Any, remedy: str) -> Any:
-    """The value. ``ValueError`` if a tensor in it requires a gradient, which would end here."""
+    """Return the value, or raise ``ValueError`` if a tensor in it requires grad, because gradients would end
+    here."""
     if torch.is_grad_enabled():
         for path, leaf in leaves(value):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise ValueError(
-                    f"Sequential: {path} requires a gradient, but none goes back from here to what made it: "
-                    f"{remedy}, or give {path}.detach()"
+                    f"Sequential: {path} must not require grad, because gradients cannot flow past the input "
+                    f"of the pipe here; {remedy}, or pass {path}.detach()"
                 )
     return value
 
 
 def join(values: list[Any], dim: int = 0) -> Any:
-    """One value again: the tensors of the micro-batches, concatenated along the batch."""
+    """Concatenate the tensors of several micro-batches along the batch dimension."""
     if len(values) == 1:
         return values[0]
 
@@ -150,8 +148,8 @@ def join(values: list[Any], dim: int = 0) -> Any:
             return None
         if any(one is None for one in found):
             raise ValueError(
-                "the output is None for some micro-batches and a tensor for others; say by join= what the "
-                "output of the batch is"
+                "Sequential: the output must be a tensor for all micro-batches or None for all; pass join= "
+                "to combine both"
             )
         return torch.cat(found, dim)
 
@@ -159,25 +157,27 @@ def join(values: list[Any], dim: int = 0) -> Any:
 
 
 def evenly(total: int, count: int) -> list[int]:
-    """``total`` in ``count`` numbers as equal as possible, the larger ones first."""
+    """Divide ``total`` into ``count`` nearly equal numbers, the larger ones first."""
     size, larger = divmod(total, count)
     return [size + (place < larger) for place in range(count)]
 
 
 def join_checked(values: list[Any], sizes: list[int], batch: str, dim: int = 0) -> Any:
-    """As :func:`join`, of micro-batches that had ``sizes`` samples. Raises ``ValueError`` where they have
-    others now."""
+    """Join micro-batches that had ``sizes`` samples, as :func:`join` does.
+
+    Raises ``ValueError`` if their sizes have changed.
+    """
     for chunk, (value, size) in enumerate(zip(values, sizes, strict=True)):
-        if (came := batch_size(value, "the output", dim)) != size:
+        if (found := batch_size(value, "the output", dim)) != size:
             raise ValueError(
-                f"the module made {came} samples of the {size} of micro-batch {chunk} of {batch}; "
-                "micro-batches can be joined only where the first dimension stays the batch"
+                f"Sequential: the output of micro-batch {chunk} of {batch} must have {size} samples like its "
+                f"input, got {found}; keep the batch dimension, or pass join="
             )
     return join(values, dim)
 
 
 def _together(function: Callable[[list[Any]], Any], values: list[Any]) -> Any:
-    """``function`` applied to the leaves that stand at the same place of each value."""
+    """Apply ``function`` to the lists of corresponding leaves of several values."""
     first = values[0]
     kind = type(first)
     if isinstance(first, (tuple, list)):

@@ -1,8 +1,8 @@
-"""What a pipeline did and when, as a picture (SVG) and as a trace for Perfetto. No torch here.
+"""Timeline of a pipeline, as a picture (SVG) and as a trace for Perfetto. This module does not use torch.
 
-A timeline is a list of events; real runs and simulated ones draw the same. The picture has a row for each
-worker, time to the right, a box for each event with its micro-batch's number where that fits, and all details
-as a tooltip.
+A timeline is a list of events of a real or a simulated run. The picture has a row for each worker, and time
+runs to the right. Each event is a box with the number of its micro-batch, if there is room, and a tooltip
+with the details.
 """
 
 from __future__ import annotations
@@ -37,27 +37,31 @@ COLOURS: dict[Op, tuple[int, int, int]] = {
     "update": (128, 100, 170),
 }
 REMEMBERED = 100_000
-"""Events of a pipe's timeline that are kept: the last ones."""
+"""Maximum number of events in a pipe's timeline, which keeps the latest."""
 
 INK, FAINT, LINE = "#22272e", "#5b6570", "#d9dee4"
 
-# Pixels.
-LEFT, RIGHT = 132.0, 92.0  # beside the boxes: the worker's name, how busy it was
+# Lengths in pixels.
+LEFT, RIGHT = 132.0, 92.0  # next to the boxes: the worker's name, and its busy share
 TOP, BOTTOM = 106.0, 46.0
 ROW, BOX = 44.0, 32.0
 NARROWEST, WIDEST = 760.0, 16000.0
 FONT = 12.0
-LETTER = 0.62  # of the font's size: about as wide as a letter or digit is
+LETTER = 0.62  # mean width of a letter or digit, relative to the font size
 
 
 class TimelineEvent(NamedTuple):
-    """One thing that a worker did, from ``begin`` to ``end``: seconds of ``time.monotonic()``, one clock for
-    all processes of a host.
+    """One step of a worker, from ``begin`` to ``end``. Events of one worker do not overlap.
 
-    ``op`` is ``"F"``, ``"B"`` or its halves ``"I"`` and ``"W"``, ``"recompute"`` (the forward pass again,
-    before a backward pass) or ``"update"`` (clipping and the optimiser's step). ``step`` counts batches from
-    0 on. An update has no ``chunk``, and no ``part`` when it is of all parts of its worker. Events of one
-    worker do not overlap.
+    Attributes:
+        worker: Number of the worker.
+        part: Number of the part; ``None`` for an update of all parts of a worker.
+        op: ``"F"`` (forward), ``"B"`` (backward) or its halves ``"I"`` (inputs) and ``"W"`` (weights),
+            ``"recompute"`` (repeated forward pass), or ``"update"`` (clipping and the optimizer's step).
+        step: Number of the batch, from 0.
+        chunk: Number of the micro-batch; ``None`` for an update.
+        begin: Start in seconds of ``time.monotonic()``, which is one clock for all processes of a host.
+        end: End in seconds of the same clock.
     """
 
     worker: int
@@ -69,7 +73,7 @@ class TimelineEvent(NamedTuple):
     end: float
 
     def __str__(self) -> str:
-        """``F3 of part 1, step 0``."""
+        """Return a short description: ``F3 of part 1, step 0``."""
         name = (
             self.op
             if self.chunk is None
@@ -82,8 +86,15 @@ class TimelineEvent(NamedTuple):
 
 
 class Timeline:
-    """Events of all workers of one pipeline, in the order of their beginnings. ``title`` stands above the
-    picture."""
+    """Events of all workers of a pipeline, in the order of their starts.
+
+    Args:
+        events: Events in any order.
+        title: Text above the picture.
+
+    Example:
+        pipe.timeline().save("steps.svg")
+    """
 
     def __init__(self, events: Iterable[TimelineEvent], title: str = "pipeline") -> None:
         self.events = sorted(events, key=lambda event: (event.begin, event.worker))
@@ -91,39 +102,53 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From the beginning of the first event to the end of the last."""
+        """Seconds from the start of the first event to the end of the last."""
         return max((event.end for event in self.events), default=0.0) - self._zero
 
     def busy(self) -> dict[int, float]:
-        """For each worker, the share of :attr:`seconds` in which it did something."""
+        """Return the busy share of :attr:`seconds` for each worker."""
         spent = dict.fromkeys(sorted({event.worker for event in self.events}), 0.0)
         for event in self.events:
             spent[event.worker] += event.end - event.begin
         return {worker: one / self.seconds if self.seconds else 0.0 for worker, one in spent.items()}
 
     def save(self, path: str | PathLike[str]) -> Path:
-        """Writes a picture (``.svg``), or a trace for https://ui.perfetto.dev and chrome://tracing
-        (``.json``), and returns its path. Raises ``ValueError`` for another ending."""
+        """Write a picture (``.svg``) or a trace (``.json``), and return its path.
+
+        https://ui.perfetto.dev and chrome://tracing open the trace.
+
+        Args:
+            path: Path of the file, whose suffix selects the format.
+
+        Returns:
+            The path.
+
+        Raises:
+            ValueError: The suffix is neither ``.svg`` nor ``.json``.
+        """
         file = Path(path)
         writers = {".svg": self.svg, ".json": self.trace}
         if file.suffix not in writers:
-            raise ValueError(f"save: {str(file)!r} must end in {' or '.join(writers)}")
+            raise ValueError(f"save: path must end in {' or '.join(writers)}, got {str(file)!r}")
         file.write_text(writers[file.suffix](), encoding="utf-8")
         return file
 
     def svg(self) -> str:
-        """The picture."""
+        """Return the picture as SVG text."""
         return _Picture(self).text()
 
     def trace(self) -> str:
-        """The events in the Trace Event Format: complete events (``"ph": "X"``) in microseconds from the
-        first beginning on, a thread for each worker."""
+        """Return the events in the Trace Event Format, as JSON.
+
+        Each worker is a thread. The events are complete events (``"ph": "X"``), in microseconds from the
+        first start.
+        """
         found: list[dict[str, Any]] = [_named("process_name", 0, name=self.title)]
         for worker, parts in self.parts().items():
             found.append(_named("thread_name", worker, name=f"worker {worker} ({_parts(parts)})"))
             found.append(_named("thread_sort_index", worker, sort_index=worker))
         for event in self.events:
-            # Whole nanoseconds at both ends: an event rounded otherwise might reach into the next one.
+            # Both ends are rounded to nanoseconds. Otherwise an event might overlap the next one.
             begin, end = (round((moment - self._zero) * 1e9) for moment in (event.begin, event.end))
             name = event.op if event.chunk is None else f"{event.op} {event.chunk}"
             args = {"part": event.part, "chunk": event.chunk, "step": event.step}
@@ -142,7 +167,7 @@ class Timeline:
         return json.dumps({"displayTimeUnit": "ms", "traceEvents": found}, indent=1)
 
     def parts(self) -> dict[int, list[int]]:
-        """The parts of each worker that are in the events."""
+        """Return the parts of each worker that occur in the events."""
         found: dict[int, set[int]] = {worker: set() for worker in self.busy()}
         for event in self.events:
             if event.part is not None:
@@ -155,7 +180,7 @@ class Timeline:
 
 
 class _Picture:
-    """One timeline as SVG elements. Lengths are in pixels."""
+    """SVG elements of one timeline, with lengths in pixels."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -164,7 +189,7 @@ class _Picture:
         self.plot = _width(timeline)
         self.scale = self.plot / timeline.seconds if timeline.seconds else 0.0
         self.width = LEFT + self.plot + RIGHT
-        self.foot = TOP + ROW * max(1, len(self.parts))  # where the rows end and the axis stands
+        self.foot = TOP + ROW * max(1, len(self.parts))  # lower end of the rows, and position of the axis
         self.height = self.foot + BOTTOM
         size = {
             "width": _px(self.width),
@@ -185,7 +210,7 @@ class _Picture:
         return ElementTree.tostring(self.root, encoding="unicode") + "\n"
 
     def _head(self) -> None:
-        """Title, what it comes to, and the colours in use."""
+        """Draw the title, the summary, and the legend of the colours in use."""
         busy = list(self.timeline.busy().values())
         idle = f", workers idle {1 - statistics.fmean(busy):.0%} of it" if busy else ": nothing ran"
         self._write(20, 28, _short(self.timeline.title, self.width - 40, 16), size=16, weight="bold")
@@ -201,17 +226,17 @@ class _Picture:
             self._write(x, 70, "lighter: a worker's later parts", fill=FAINT)
 
     def _axis(self) -> None:
-        """Milliseconds below the rows, with a faint line at each figure."""
+        """Draw the axis in milliseconds below the rows, with a faint line at each figure."""
         end = self.timeline.seconds * 1000
-        apart = _apart(end, self.plot)
-        for count in range(int(end / apart + 1e-6) + 1 if apart else 1):
-            x = LEFT + count * apart / 1000 * self.scale
+        distance = _tick_distance(end, self.plot)
+        for count in range(int(end / distance + 1e-6) + 1 if distance else 1):
+            x = LEFT + count * distance / 1000 * self.scale
             self._line(x, TOP - 6, x, self.foot, LINE)
-            self._write(x, self.foot + 16, f"{count * apart:.10g}", anchor="middle", fill=FAINT)
+            self._write(x, self.foot + 16, f"{count * distance:.10g}", anchor="middle", fill=FAINT)
         self._write(LEFT + self.plot / 2, self.foot + 36, "time in ms", anchor="middle", fill=FAINT)
 
     def _steps(self) -> None:
-        """Where the batches begin, if there are several, named where there is room."""
+        """Mark the start of each batch if there are several, with its name where there is room."""
         begins: dict[int, float] = {}
         for event in self.timeline.events:
             begins.setdefault(event.step, event.begin)
@@ -224,7 +249,7 @@ class _Picture:
                 free = x + 4 + _long(name)
 
     def _row(self, row: int, worker: int) -> None:
-        """What one worker did, its name on the left, how busy it was on the right."""
+        """Draw the events of a worker, with its name on the left and its busy share on the right."""
         top = TOP + row * ROW + (ROW - BOX) / 2
         parts = self.parts[worker]
         self._write(LEFT - 14, top + 14, f"worker {worker}", anchor="end")
@@ -241,7 +266,7 @@ class _Picture:
         x, wide = LEFT + (event.begin - self.zero) * self.scale, (event.end - event.begin) * self.scale
         colour = _colour(event.op, shade)
         box = self._rect(x, top, wide, BOX, colour)
-        if wide > 4:  # a border would hide a narrower one
+        if wide > 4:  # a border would hide a narrower box
             box.set("stroke", "#ffffff")
         took = f"{_ms(event.end - event.begin)} from {_ms(event.begin - self.zero)} on"
         ElementTree.SubElement(box, "title").text = f"{event}: {took}"
@@ -281,7 +306,7 @@ class _Picture:
 
 
 def _width(timeline: Timeline) -> float:
-    """How wide the rows are: wide enough for a usual box to show its number, within limits."""
+    """Return the width of the rows, such that a median box can show its number, within limits."""
     spans = [
         event.end - event.begin
         for event in timeline.events
@@ -291,18 +316,22 @@ def _width(timeline: Timeline) -> float:
     return min(max(NARROWEST, 20 * timeline.seconds / usual), WIDEST) if usual else NARROWEST
 
 
-def _apart(end: float, plot: float) -> float:
-    """The distance between two figures of an axis from 0 to ``end``: 1, 2 or 5 times a power of ten, at least
-    70 pixels."""
+def _tick_distance(end: float, plot: float) -> float:
+    """Return the distance between two figures of an axis from 0 to ``end``.
+
+    It is 1, 2 or 5 times a power of ten, and at least 70 pixels.
+    """
     if not end:
         return 0.0
     least = end * 70 / plot
     power: float = 10.0 ** math.floor(math.log10(least))
-    return next(apart for apart in (power, 2 * power, 5 * power, 10 * power) if apart >= least * (1 - 1e-9))
+    return next(
+        distance for distance in (power, 2 * power, 5 * power, 10 * power) if distance >= least * (1 - 1e-9)
+    )
 
 
 def _colour(op: Op, shade: int) -> str:
-    """The colour of ``op``, lighter for a worker's later parts."""
+    """Return the colour of ``op``, lighter for later parts of a worker."""
     kept = 0.62**shade
     return "#" + "".join(f"{round(255 - kept * (255 - one)):02x}" for one in COLOURS[op])
 
@@ -320,7 +349,7 @@ def _long(words: str, size: float = FONT) -> float:
 
 
 def _short(words: str, room: float, size: float = FONT) -> str:
-    """``words``, cut where they would need more than ``room`` pixels."""
+    """Shorten ``words`` to at most ``room`` pixels."""
     fit = int(room / (LETTER * size))
     return words if len(words) <= fit else f"{words[: fit - 1]}…"
 
@@ -330,5 +359,5 @@ def _parts(parts: list[int]) -> str:
 
 
 def _named(what: str, tid: int, **args: Any) -> dict[str, Any]:
-    """A metadata event of a trace: what a process or a thread is called, and where it stands."""
+    """Return a metadata event of a trace, which names or sorts a process or thread."""
     return {"ph": "M", "name": what, "pid": 0, "tid": tid, "args": args}

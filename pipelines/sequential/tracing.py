@@ -1,11 +1,13 @@
-"""How a module with a ``forward`` of its own is cut: that is called once with stand-ins for its inputs, by
-``torch.fx``, and what happens to them is written down as a list of operations, which any two parts of can be
-run one after the other.
+"""Cutting of modules with their own ``forward``, by tracing with ``torch.fx``.
 
-torch's own layers are kept as they are, and so are their modes, hooks and numbers: ``eval()``, ``to()``, an
-optimizer and ``load_state_dict`` of the plain module hold. A module within that a stand-in can't pass,
-because it decides by values or does something else by its mode, is kept whole, too. It is found by tracing
-again without it, in both modes.
+``forward`` is called once with proxies for its inputs. The recorded list of operations can be cut between any
+two operations.
+
+torch's own layers stay whole. Their modes, hooks, parameters and buffers therefore behave as in the plain
+module, and so do ``eval()``, ``to()``, optimizers and ``load_state_dict``. A submodule that proxies cannot
+pass is also kept whole: one that branches on values, or whose operations depend on its mode. The module is
+traced in both modes. If a trace fails or the two differ, the traces are repeated with the innermost such
+submodule kept whole.
 """
 
 from __future__ import annotations
@@ -28,30 +30,33 @@ from flowchan.pipelines.sequential.skip import Pop, Stash
 from flowchan.pipelines.sequential.tensor_trees import mapped, tensors
 
 MAKERS = "arange", "zeros", "ones", "full", "empty", "eye", "linspace"
-"""Functions that make a tensor of numbers, which fx does not see when these are stand-ins."""
+"""Functions that create tensors from numbers, and that fx does not trace if the numbers are proxies."""
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks"
 
 
 class Traced:
-    """A module as ``layers``, an ``nn.Sequential`` of segments. Each begins with an operation that
-    has parameters, or, where ``names`` are given, with the first operation of the layer of that name. Raises
-    ``TypeError`` for a module that can't be traced, ``ValueError`` for a name of no layer."""
+    """A traced module, with its segments in ``layers``.
+
+    Each segment begins with an operation that has parameters. If ``names`` are given, each begins with the
+    first operation of the named layer instead. Raises ``TypeError`` if the module cannot be traced, and
+    ``ValueError`` for an unknown layer name.
+    """
 
     def __init__(self, module: nn.Module, names: Sequence[str] = ()) -> None:
         self.module = module
         graph, constants = _traced(module)
         nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
         if not nodes:
-            raise ValueError("Sequential: module has no layers; give it at least one")
+            raise ValueError("Sequential: module must have at least one layer, got none")
         self._leaves = {str(node.target) for node in nodes if node.op == "call_module"}
         self._check_hooks()
         self._seen = self._state()
         begins = [_begin(nodes, name) for name in names] or _heavy(nodes, module)[1:]
         if sorted(set(begins)) != begins or 0 in begins:
             raise ValueError(
-                f"Sequential: parts={short(list(names))} must name layers in the order in which they begin "
-                "to work, each once, and not the first one, with which part 0 begins"
+                f"Sequential: parts must name layers in the order in which they run, without the first "
+                f"layer, got {short(list(names))}"
             )
         self.layers = nn.Sequential()
         self.layers.training = module.training
@@ -60,7 +65,7 @@ class Traced:
             self.layers._modules[_label(nodes[begin], self.layers)] = cutting.segment(begin, end)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, which has other modules."""
+        """Return the state for a copy, whose modules are different objects."""
         return {name: value for name, value in vars(self).items() if name != "_seen"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -68,16 +73,18 @@ class Traced:
         self._seen = self._state()
 
     def check(self) -> None:
-        """``RuntimeError`` when the module is no longer what was traced."""
+        """Raise ``RuntimeError`` if the module has changed since it was traced."""
         if self._state() != self._seen:
             raise RuntimeError(
-                "Sequential: a layer, a parameter or a hook of the module has come, gone or been replaced "
-                "since it was cut by tracing; make another pipe of it"
+                "Sequential: a layer, a parameter or a hook of the module has changed since it was traced; "
+                "create another pipe"
             )
 
     def verify(self, value: Any) -> None:
-        """Whether the segments give what the module gives for a micro-batch, on copies of both and in
-        ``eval`` mode. ``ValueError`` if they don't. What fails by itself says so when it runs."""
+        """Raise ``ValueError`` if the segments and the module give different outputs for a micro-batch.
+
+        The check runs on copies, in ``eval`` mode. It ignores exceptions, which the run itself will report.
+        """
         plain, line = copy.deepcopy(self.module).eval(), copy.deepcopy(self.layers).eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             try:
@@ -89,14 +96,12 @@ class Traced:
         one, other, again = outputs
         if not _near(one, other) and _near(one, again):
             raise ValueError(
-                f"Sequential: module, a {type(self.module).__name__}, was cut by tracing, and its segments "
-                "do not give what it gives by itself: its forward does something that stand-ins for tensors "
-                "don't show, such as isinstance(x, Tensor); put that into a layer of its own, or give a list "
-                "of layers"
+                f"Sequential: the traced segments of a {type(self.module).__name__} and the module give "
+                "different outputs; move code such as isinstance(x, Tensor) into a separate layer"
             )
 
     def _through(self) -> Iterator[nn.Module]:
-        """The modules that were traced through."""
+        """Yield the modules whose ``forward`` was traced, in contrast to those kept whole."""
         for path, one in self.module.named_modules(remove_duplicate=False):
             if not any(path == leaf or path.startswith(f"{leaf}.") for leaf in self._leaves):
                 yield one
@@ -105,13 +110,13 @@ class Traced:
         for one in self._through():
             if any(vars(one)[hooks] for hooks in HOOKS):
                 raise ValueError(
-                    f"Sequential: a {type(one).__name__} of module has forward hooks, which its parts would "
-                    "not call; register them on the layers within"
+                    f"Sequential: a {type(one).__name__} of module has forward hooks, which the parts would "
+                    "not call; register them on its inner layers"
                 )
 
     def _state(self) -> list[Any]:
-        """What must stay: which modules there are, and of those that were traced through, hooks and
-        parameters."""
+        """Return the state that must not change: the modules, and the hooks and parameters of the traced
+        ones."""
         found: list[Any] = [id(one) for one in self.module.modules()]
         for one in self._through():
             found += map(id, one._parameters.values())
@@ -120,7 +125,7 @@ class Traced:
 
 
 class _Cutting:
-    """A graph's operations, ``nodes``, in segments."""
+    """The operations ``nodes`` of a graph, to be cut into segments."""
 
     def __init__(self, module: nn.Module, graph: fx.Graph, nodes: list[fx.Node], own: _Own) -> None:
         self.module, self.nodes, self.own = module, nodes, own
@@ -129,7 +134,7 @@ class _Cutting:
         (self.result,) = (node for node in graph.nodes if node.op == "output")
 
     def segment(self, begin: int, end: int) -> Segment:
-        """The operations from number ``begin`` up to ``end``."""
+        """Return the operations from number ``begin`` up to ``end``."""
         inside, last = self.nodes[begin:end], end == len(self.nodes)
         takes = self._needed(begin) if begin else self.inputs
         gives = _plain(self.result.args[0]) if last else _several(self._needed(end))
@@ -147,7 +152,7 @@ class _Cutting:
         )
 
     def _needed(self, place: int) -> list[fx.Node]:
-        """What was made before an operation and is used from there on."""
+        """Return the values that exist before an operation and that it or a later one uses."""
         later = {*self.nodes[place:], self.result}
         before = [*self.inputs, *self.nodes[:place]]
         return self._in_order(one for one in before if not later.isdisjoint(one.users))
@@ -167,7 +172,7 @@ class _Cutting:
 
 
 class _Own:
-    """Who owns the attributes that operations take directly."""
+    """Owners of the parameters and buffers that operations use directly."""
 
     def __init__(self, module: nn.Module, constants: dict[str, Tensor]) -> None:
         self.module, self.constants = module, nn.Module()
@@ -175,12 +180,12 @@ class _Own:
             self.constants.register_buffer(name, tensor, persistent=False)
 
     def operation(self, node: fx.Node) -> Operation:
-        """That takes one."""
+        """Return the operation that reads an attribute."""
         path, name = self._place(node)
         return Operation("get_attr", node.name, (f"{path}'s own", name), (), {})
 
     def owned(self, nodes: list[fx.Node]) -> dict[str, Owned]:
-        """The owners of some."""
+        """Return the owners of the attributes that ``nodes`` read."""
         names: dict[str, list[str]] = {}
         for node in nodes:
             path, name = self._place(node)
@@ -201,8 +206,11 @@ class _Own:
 
 
 class _Tracer(fx.Tracer):
-    """``whole``: kinds of modules that are not looked into, and some by their id. ``inside`` are the modules
-    around the place where it is, or where it failed."""
+    """Tracer of one thread.
+
+    ``whole`` contains the types and ids of modules to keep whole. ``inside`` is the stack of modules around
+    the current operation, or around the one that failed.
+    """
 
     proxy_buffer_attributes = True
 
@@ -212,12 +220,13 @@ class _Tracer(fx.Tracer):
         self._thread = threading.get_ident()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module is kept whole."""
+        """Return whether a module is kept whole."""
         kept = type(m) in self._whole or id(m) in self._whole or isinstance(m, (Stash, Pop))
         return kept or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call of a module. fx sees those of all threads."""
+        """Trace a call of a module; fx intercepts the calls of all threads, so those of other threads run as
+        they are."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         self.inside.append(m)
@@ -226,25 +235,25 @@ class _Tracer(fx.Tracer):
         return found
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """An attribute of a module."""
+        """Return an attribute of a module, without a proxy in other threads."""
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """Stand-ins for the arguments that must be given; all others have their defaults."""
+        """Create proxies for the arguments without defaults."""
         args: list[Any] = [self.root]
         for parameter in list(inspect.signature(root_fn).parameters.values())[1:]:
             if parameter.kind is parameter.VAR_KEYWORD or parameter.default is not parameter.empty:
                 continue
             if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-                raise TypeError(f"its forward takes {parameter}, of which it is not known what is given")
+                raise TypeError(f"forward takes {parameter}, whose values are unknown before the call")
             args.append(self.create_proxy("placeholder", parameter.name, (), {}))
         return root_fn, args
 
 
 def _traced(module: nn.Module) -> tuple[fx.Graph, dict[str, Tensor]]:
-    """The graph, with tensors that the forward pass makes itself, by name."""
+    """Return the graph, and by name the tensors that the forward pass creates itself."""
     whole: set[Any] = set()
     while True:
         graphs = []
@@ -255,10 +264,9 @@ def _traced(module: nn.Module) -> tuple[fx.Graph, dict[str, Tensor]]:
             except Exception as error:
                 if not _also_whole(tracer.inside, whole):
                     raise TypeError(
-                        f"Sequential: module, a {type(module).__name__}, can't be cut by tracing its "
-                        f"forward ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): put what "
-                        "decides by values into a layer of its own, or give an nn.Sequential, or a list of "
-                        "layers that hand on what the next one needs"
+                        f"Sequential: forward of a {type(module).__name__} cannot be traced "
+                        f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]}); move branches on "
+                        "values into a separate layer, or pass a list of layers"
                     ) from error
                 break
         if len(graphs) == 2:
@@ -267,9 +275,8 @@ def _traced(module: nn.Module) -> tuple[fx.Graph, dict[str, Tensor]]:
                 return graphs[0][:2]
             if not _also_whole(differs, whole):
                 raise TypeError(
-                    f"Sequential: module, a {type(module).__name__}, can't be cut by tracing its forward, "
-                    "which is not the same each time, or in both modes: give it layers such as nn.Dropout "
-                    "for what depends on self.training or draws random numbers"
+                    f"Sequential: forward of a {type(module).__name__} cannot be traced, because its "
+                    "operations differ between calls or modes; use layers such as nn.Dropout for that"
                 )
 
 
@@ -283,7 +290,7 @@ def _once(
             one.training = training
         with _makers():
             graph = tracer.trace(module)
-        # fx keeps tensors that were made meanwhile as attributes of the module
+        # fx stores tensors created during the trace as attributes of the module
         constants = {name: value for name, value in vars(module).items() if name not in before}
         return graph, {name: value for name, value in constants.items() if isinstance(value, Tensor)}, module
     finally:
@@ -295,7 +302,7 @@ def _once(
 
 @contextmanager
 def _makers() -> Iterator[None]:
-    """Within it functions that make tensors take stand-ins for numbers."""
+    """Let functions that create tensors accept proxies for numbers."""
 
     def taking(function: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **named: Any) -> Any:
@@ -319,7 +326,7 @@ def _makers() -> Iterator[None]:
 
 
 def _also_whole(inside: Sequence[nn.Module], whole: set[Any]) -> bool:
-    """Keeps the innermost module whole that is not yet."""
+    """Mark the innermost module that is not yet kept whole, and return whether there was one."""
     for one in reversed(inside):
         key = id(one) if type(one) is nn.Sequential else type(one)
         if key not in whole:
@@ -329,7 +336,7 @@ def _also_whole(inside: Sequence[nn.Module], whole: set[Any]) -> bool:
 
 
 def _difference(one: Any, other: Any) -> list[nn.Module] | None:
-    """The modules around the first operation that is not the same; ``None`` if all are."""
+    """Return the modules around the first operation that differs, or ``None`` if the graphs are equal."""
     (graph, made, module), (second, made_second, _) = one, other
     nodes, others = list(graph.nodes), list(second.nodes)
     for node, twin in zip(nodes, others, strict=False):
@@ -344,7 +351,7 @@ def _difference(one: Any, other: Any) -> list[nn.Module] | None:
 
 
 def _around(node: fx.Node) -> list[str]:
-    """The paths of the modules around an operation, from outside."""
+    """Return the paths of the modules around an operation, the outermost first."""
     return [key.partition("@")[0] for key in node.meta.get("nn_module_stack", {})]
 
 
@@ -352,7 +359,7 @@ def _around(node: fx.Node) -> list[str]:
 
 
 def _heavy(nodes: list[fx.Node], module: nn.Module) -> list[int]:
-    """Which operations have parameters; the first one of all stands for the first of them."""
+    """Return the places of operations with parameters, with 0 in place of the first of them."""
     found = [
         place
         for place, node in enumerate(nodes)
@@ -366,20 +373,21 @@ def _heavy(nodes: list[fx.Node], module: nn.Module) -> list[int]:
 
 
 def _begin(nodes: list[fx.Node], name: Any) -> int:
-    """With which operation a layer begins."""
+    """Return the place of a layer's first operation."""
     for place, node in enumerate(nodes):
         paths = [str(node.target), *_around(node)] if node.op == "call_module" else _around(node)
         if any(path == name or path.startswith(f"{name}.") for path in paths):
             return place
-    there = dict.fromkeys(path for node in nodes for path in _around(node) if path)
+    known = dict.fromkeys(path for node in nodes for path in _around(node) if path)
     raise ValueError(
-        f"Sequential: {short(name)} of parts is no layer that works in this module; layers are "
-        f"{', '.join(map(repr, list(there)[:20]))}"
+        f"Sequential: parts must name layers that forward calls ({', '.join(map(repr, list(known)[:20]))}), "
+        f"got {short(name)}"
     )
 
 
 def _label(node: fx.Node, line: nn.Sequential) -> str:
-    """A name for a segment: of the layer that it begins with, if it has one. Layers may have no dots."""
+    """Return a name for a segment: that of its first layer if it has one, because names must not contain
+    dots."""
     path = str(node.target) if node.op == "call_module" else next(reversed(_around(node)), "") or node.name
     name = label = path.replace(".", "/")
     while label in line._modules:
@@ -400,7 +408,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """An argument with the names of operations in their places, and none of fx's kinds of lists."""
+    """Convert an argument: names in place of nodes, and plain containers in place of fx's."""
     if isinstance(value, fx.Node):
         return Name(value.name)
     if isinstance(value, tuple):

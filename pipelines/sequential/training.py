@@ -1,9 +1,9 @@
-"""Training by micro-batches: the parent's side. It declares the graph of workers, feeds them, and gathers
-what they answer.
+"""Training by steps: the program's side, which declares the graph of workers, sends batches and collects
+answers.
 
-The parameters stay the program's: on threads the workers train its own layers, on processes copies of them
-whose parameters and buffers are the same memory. On hosts these are copies, too, and each step sends what has
-changed: the program's own changes there, and those of the parts' optimizers and buffers back.
+The program owns the parameters. On threads, the workers train its layers. In processes, they train copies
+whose parameters and buffers share its memory. On hosts, the copies have their own memory. Each step sends the
+program's changes to the workers, and returns those of optimizers and buffers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flowchan.pipelines.sequential.engine.worker_messages import (
     ScaleGradients,
     Train,
 )
-from flowchan.pipelines.sequential.parts import Part, casting_here
+from flowchan.pipelines.sequential.parts import Part, current_casting
 from flowchan.pipelines.sequential.shared_memory import share
 from flowchan.pipelines.sequential.state import modes_of, state_of
 from flowchan.pipelines.sequential.tensor_trees import batch_size, mapped, split, without_gradient
@@ -41,11 +41,11 @@ from flowchan.pipelines.sequential.training_checks import check_training
 from flowchan.pipelines.sequential.training_report import Kept, TrainingReport, measured, report
 
 KEPT = 10
-"""The number of last steps whose timeline is kept."""
+"""Number of steps that the timeline keeps."""
 
 
 class TrainingOptions(NamedTuple):
-    """The arguments of ``pipe.trainer(...)`` that its workers get as they are."""
+    """Arguments of ``pipe.trainer(...)`` for its workers."""
 
     loss: Loss
     optimizer: Optimizers | None
@@ -56,10 +56,16 @@ class TrainingOptions(NamedTuple):
 
 
 class Training:
-    """What ``pipe.trainer(...)`` gives: use it in a ``with`` block, which starts the workers and ends them.
+    """A training of a pipe, returned by ``pipe.trainer(...)``.
 
-    A step that fails raises ``RunError``, whose message names the part, the schedule's step and the
-    micro-batch; the training is over then. The parts that were quicker may have been updated already.
+    Use it in a ``with`` block, which starts and ends the workers. If a step fails, it raises ``RunError``,
+    whose message names the part, the schedule's step and the micro-batch. The training is then over, and
+    faster parts may already be updated.
+
+    Example:
+        with pipe.trainer(loss=nn.MSELoss(), optimizer=partial(SGD, lr=0.1)) as training:
+            loss = training.step(x, target)
+        print(training.report())
     """
 
     def __init__(
@@ -70,7 +76,7 @@ class Training:
         workers: int | None,
     ) -> None:
         self._cut, self._on, self._clip = cut, cut.on, options.clip
-        # Whether the first batch is yet to say where the parts are.
+        # whether the first batch decides the cut
         self._open = schedule is None and workers in (None, len(cut.parts)) and cut.halvable()
         if schedule is None:
             schedule = "dualpipev" if self._open else "1f1b"
@@ -79,24 +85,24 @@ class Training:
         self._plans = Plans(schedule, workers, len(parts), chunks)
         check_training(parts, *options[:5])
         self._outside = options.optimizer is None
-        self._seen: Any = None  # the state of the layers that the processes have
+        self._seen: Any = None  # state of the layers in the processes
         self._owners = self._plans.owners
         self._options, self._chunks = options, chunks
         self._declare(parts)
         self.schedule = [text(steps) for steps in self._plans.of(chunks)]
-        """What each worker does in a step of ``chunks`` micro-batches, or of eight, as text."""
+        """The steps of each worker as text, for ``chunks`` micro-batches (8 if ``chunks`` is ``None``)."""
         self._begun = self._over = False
         self._steps = 0
-        self._sent = [{1: 0, -1: 0} for _ in range(self._owners.workers)]  # to the neighbours' sides
+        self._sent = [{1: 0, -1: 0} for _ in range(self._owners.workers)]  # messages to each neighbour
         self._done: deque[list[tuple[tuple[TimelineEvent, ...], float]]] = deque(maxlen=KEPT)
         self._first_micro: Any = None
         self._kept: list[Kept] | None = None
 
-    # --- its life ---
+    # --- start and end ---
 
     def __enter__(self) -> Training:
         if self._begun:
-            raise RuntimeError("this training has begun already; make another one with pipe.trainer(...)")
+            raise RuntimeError("training: it has begun already; create another with pipe.trainer(...)")
         self._begun = True
         if not self._open:
             self._start()
@@ -130,7 +136,7 @@ class Training:
         self._run = WorkersRun("Sequential training", self._jobs, self._on, self._chunks)
 
     def _settle(self, x: Any) -> None:
-        """Start the workers with the first batch, if that decides which parts they have."""
+        """Start the workers with the first batch, if it decides the cut."""
         if self._begun and self._open and not self._over:
             self._open = False
             self._declare(self._cut.halves(x))
@@ -138,10 +144,10 @@ class Training:
 
     def _start(self) -> None:
         if self._on.apart:
-            share(part.module for part in self._parts if not part.away)
+            share(part.module for part in self._parts if not part.remote)
             self._seen = _seen(self._parts)
         self._run.begin()
-        self._run.run.__enter__()  # this object's block is that of the run, also for Ctrl-C
+        self._run.run.__enter__()  # the block of this object is that of the run, which also handles Ctrl-C
 
     @property
     def graph(self) -> Graph:
@@ -150,17 +156,17 @@ class Training:
 
     @property
     def active(self) -> bool:
-        """Whether it has begun and is not over."""
+        """Return whether the training has begun and is not over."""
         return self._begun and not self._over
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         failed, self._over = self._over, True
-        if not self._run.started:  # there was no batch
+        if not self._run.started:  # the first batch never came
             return
         self._run.close()
-        if error is None and failed:  # a step failed, and that was raised then
+        if error is None and failed:  # the exception of the failed step was already raised
             self._run.end(at_once=True)
         else:
             self._run.run.__exit__(kind, error, trace)
@@ -168,15 +174,26 @@ class Training:
     # --- training ---
 
     def step(self, x: Any, target: Any) -> Tensor:
-        """One training step with the batch ``x``: forward and backward passes of all its micro-batches, then
-        the update. Gives the batch's loss: the mean of those of the micro-batches, each weighted by its size.
+        """Train with one batch: run the passes of all its micro-batches, and update the parameters.
 
-        With an optimizer outside, the gradients are added to the ``grad`` of the plain module's parameters
-        instead, as ``loss.backward()`` does. Raises ``ValueError`` or ``TypeError`` for a batch that can't be
-        split, and ``RunError`` when a part fails or its worker dies.
+        Without an optimizer in the parts, it adds to ``grad`` of the module's parameters, like
+        ``loss.backward()``.
+
+        Args:
+            x: The input of the module.
+            target: The second argument of the loss, with the same batch size.
+
+        Returns:
+            The loss of the batch: the mean over its micro-batches, weighted by their sizes.
+
+        Raises:
+            TypeError: The batch cannot be split.
+            ValueError: The batch cannot be split, ``x`` requires grad, or ``target`` has another batch size.
+            RunError: A part failed, or its worker died.
+            RuntimeError: The training has not begun or is over, or a layer has changed.
         """
         self._raise_if_changed()
-        inputs, targets = self._split(without_gradient(x, "take the loss of pipe(x)"), target)
+        inputs, targets = self._split(without_gradient(x, "compute the loss of pipe(x)"), target)
         self._settle(x)
         sizes = tuple(map(batch_size, inputs))
         if not self._steps:
@@ -188,10 +205,10 @@ class Training:
                 order = text(plan[job.worker])
                 run.put(job.worker, Train(self._steps, sizes, seed, order, run.changed(job)))
             run.put_inputs(inputs)
-            run.put_behind("T", targets)
+            run.put_to_last("T", targets)
             if self._clip is not None:
                 norm = math.sqrt(sum(answer.square for answer in run.answers()[0]))
-                # as torch's clip_grad_norm_, also where it is not a number
+                # like torch's clip_grad_norm_, for NaN as well
                 factor = self._clip / (norm + 1e-6)
                 for job in self._jobs:
                     run.put(job.worker, ScaleGradients(1.0 if factor >= 1.0 else factor))
@@ -206,8 +223,18 @@ class Training:
         return loss
 
     def evaluate(self, x: Any) -> Any:
-        """The output for the batch ``x`` with the parameters of now, in ``eval`` mode and without
-        gradients."""
+        """Compute the output for a batch with the current parameters, in ``eval`` mode and without gradients.
+
+        Args:
+            x: The input of the module.
+
+        Returns:
+            The output, joined from those of the micro-batches.
+
+        Raises:
+            RunError: A part failed, or its worker died.
+            RuntimeError: The training has not begun or is over, or a layer has changed.
+        """
         self._raise_if_changed()
         inputs = self._cut.split(without_gradient(x, "call it under torch.no_grad()"))
         self._settle(x)
@@ -221,36 +248,43 @@ class Training:
         return self._cut.joined(outputs, list(map(batch_size, inputs)), "the evaluation")
 
     def timeline(self) -> Timeline:
-        """What the workers did and when, in the last ten steps."""
+        """Return the events of all workers in the last ten steps."""
         found = (event for step in self._done for events, _ in step for event in events)
         return Timeline(found, self.graph.name)
 
     def report(self) -> TrainingReport:
-        """What the last ten steps cost: how long workers waited, the share of communication, and how many
-        bytes each part held at most. For the last it runs copies of the layers once, with a micro-batch of
-        the first step."""
+        """Report the last ten steps: waits, communication, and the peak memory of each part.
+
+        To measure memory, the first call runs copies of the layers with a micro-batch of the first step.
+
+        Returns:
+            The report, which prints as a table.
+        """
         if self._kept is None and self._first_micro is not None:
             self._kept = measured(self._parts, self._first_micro)
             self._first_micro = None
         return report(list(self._done), self._parts, self._kept or [Kept(0.0, 0.0)] * len(self._parts))
 
-    # --- behind it ---
+    # --- internals ---
 
     def _raise_if_changed(self) -> None:
-        """The processes compute with the layers as these were at the beginning, and all workers with the
-        types of then."""
-        if casting_here():
-            raise RuntimeError("torch.autocast does not reach a training: give pipe.trainer(…, autocast=…)")
+        """Raise ``RuntimeError`` if layers have changed or ``torch.autocast`` is active, because workers
+        would not notice."""
+        if current_casting():
+            raise RuntimeError(
+                "training: torch.autocast does not reach the parts; use pipe.trainer(…, autocast=…)"
+            )
         if self._on.apart and self._run.alive and self._seen != _seen(self._parts):
             raise RuntimeError(
-                "a layer has changed since this training began (its mode, an attribute, a hook, or where "
-                "its parameters are), and the parts' processes have it as it was: leave the with block "
-                "first, and begin another training"
+                "training: a layer has changed since the training began (mode, attribute, hook or memory); "
+                "leave the with block and begin another training"
             )
 
     def _count_changes(self) -> None:
-        """The processes have changed parameters where torch here did not see it: graphs that have saved one
-        of them raise in their backward pass."""
+        """Increment the versions of the parameters that the processes have changed.
+
+        A backward pass through a graph that saved one of them then raises.
+        """
         if self._on.apart and not self._on.hosts and not self._outside:
             for part in self._parts:
                 for parameter in part.module.parameters():
@@ -261,18 +295,23 @@ class Training:
         samples, wanted = batch_size(x), batch_size(target, "target")
         if samples != wanted:
             raise ValueError(
-                f"step: x has a batch of {samples}, but target one of {wanted}; give a target for each sample"
+                f"step: target must have the batch size {samples} of x, got {wanted}; "
+                "pass a target for each sample"
             )
         return inputs, split(target, len(inputs), "target")
 
     @contextlib.contextmanager
     def _commanding(self, doing: str, chunks: int, plan: list[list[Step]]) -> Iterator[WorkersRun]:
-        """Let workers do something. Whatever breaks it off ends the training; the error of a failure names
-        its place."""
+        """Hold the workers for one command.
+
+        An interruption ends the training. The exception of a failure names its place.
+        """
         if self._over:
-            raise RuntimeError("this training is over; make another one with pipe.trainer(...)")
+            raise RuntimeError("training: it is over; create another with pipe.trainer(...)")
         if not self._begun:
-            raise RuntimeError("this training has not begun: begin it, `with pipe.trainer(...) as training:`")
+            raise RuntimeError(
+                "training: it has not begun; enter its block, `with pipe.trainer(...) as training:`"
+            )
         try:
             yield self._run
             for job, sent in zip(self._jobs, self._sent, strict=True):
@@ -287,10 +326,10 @@ class Training:
             raise
 
     def _placed(self, doing: str, chunks: int, plan: list[list[Step]]) -> BaseException:
-        """The failure of the run, with the place of the first one in its message."""
+        """Return the failure of the run, with the place of the first failure in its message."""
         self._run.end(at_once=True)
         if (error := self._run.failure) is None:
-            return RuntimeError("the run of this training was stopped from outside")
+            return RuntimeError("training: its run was stopped from outside; create another training")
         failures = [failure for failure in error.exceptions if isinstance(failure, StageError)]
         failure = failures[0]
         cause = failure.__cause__ or failure
@@ -303,7 +342,10 @@ class Training:
         return RunError(f"{place}: {type(cause).__name__}: {cause}", failures)
 
     def _reached(self, job: Assignment, chunks: int, plan: list[list[Step]]) -> str:
-        """How far a worker that died had come for certain, from what the others had taken of what it sent."""
+        """Return the last step that a dead worker completed for certain.
+
+        This follows from the number of its messages that others have received.
+        """
         ports = {f"{job.name}.onward": 1, f"{job.name}.back": -1}
         taken = {ports[link.name]: link.passed for link in self._run.run.stats().edges if link.name in ports}
         left = {side: taken.get(side, 0) - self._sent[job.worker][side] for side in (1, -1)}
@@ -314,7 +356,7 @@ class Training:
                 left[side] -= 1
                 done = step
         if done is None:
-            return "before anything of it was seen"
+            return "before any step known to be complete"
         name = text([done]) if len(job.parts) == 1 else str(done)
         return f"after {name} (micro-batch {done.chunk} of {chunks})"
 
@@ -324,7 +366,7 @@ def _seen(parts: Sequence[Part]) -> Any:
 
 
 def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None] | None) -> None:
-    """Adds to the ``grad`` of parameters, in memory of their own, as a backward pass does."""
+    """Add to ``grad`` of the parameters like a backward pass, in memory that belongs to them."""
     for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
         if gradient is not None and parameter.grad is None:
             parameter.grad = gradient.detach().to(parameter.device, copy=True)

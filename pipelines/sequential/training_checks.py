@@ -1,4 +1,4 @@
-"""What can be wrong with the arguments of a training, found before anything starts."""
+"""Checks of the arguments of a training before it starts."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from flowchan.pipelines.sequential.parts import Part
 def check_training(
     parts: Sequence[Part], loss: Any, optimizer: Any, recompute: Any, clip: Any, autocast: Any
 ) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for a wrong argument, or for layers that can't be trained so."""
+    """Raise ``TypeError`` or ``ValueError`` for a wrong argument, or for layers that a training cannot
+    handle."""
     _check_loss(loss)
     if optimizer is not None:
         _check_optimizer(parts, optimizer)
     if not isinstance(recompute, bool):
-        raise TypeError(f"training: recompute must be True or False, not {short(recompute)}")
+        raise TypeError(f"training: recompute must be True or False, got {short(recompute)}")
     if clip is not None:
         _check_clip(clip, optimizer)
     if autocast is not None and (not isinstance(autocast, torch.dtype) or not autocast.is_floating_point):
         raise TypeError(
             "training: autocast must be a floating type such as torch.bfloat16, or None, "
-            f"not {short(autocast)}"
+            f"got {short(autocast)}"
         )
     _check_tensors(parts)
 
@@ -35,44 +36,45 @@ def check_training(
 def _check_loss(loss: Any) -> None:
     if isinstance(loss, type):
         raise TypeError(
-            f"training: loss is the class {loss.__name__}; give an instance of it: {loss.__name__}()"
+            f"training: loss must be a function, got the class {loss.__name__}; "
+            f"pass an instance, {loss.__name__}()"
         )
     if not callable(loss):
-        raise TypeError(f"training: loss must be a function of output and target, not {short(loss)}")
+        raise TypeError(f"training: loss must be a function of output and target, got {short(loss)}")
     if isinstance(loss, torch.nn.Module) and any(one.requires_grad for one in loss.parameters()):
         raise ValueError(
-            "training: the loss has parameters of its own, which would not learn; take the loss of pipe(x)"
+            "training: loss must not have parameters that require grad, because a step would not train "
+            "them; compute the loss of pipe(x)"
         )
 
 
 def _check_clip(clip: Any, optimizer: Any) -> None:
     if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip > 0:
         raise ValueError(
-            f"training: clip must be the largest norm, greater than 0, or None, not {short(clip)}"
+            f"training: clip must be the largest norm, greater than 0, or None, got {short(clip)}"
         )
     if optimizer is None:
         raise ValueError(
-            "training: clip needs an optimizer in the parts; with one outside, call "
-            "torch.nn.utils.clip_grad_norm_(module.parameters(), ...) between step and update"
+            "training: clip must be None without optimizer=; call "
+            "torch.nn.utils.clip_grad_norm_(module.parameters(), ...) before your optimizer's step()"
         )
 
 
 def _check_tensors(parts: Sequence[Part]) -> None:
-    """Each part trains its own tensors, once in a step."""
+    """Check that no tensor belongs to two parts or has a hook."""
     owners: dict[int, Part] = {}
     for part in parts:
         for kind, name, tensor in _named_tensors(part):
             owner = owners.setdefault(id(tensor), part)
             if owner is not part:
                 raise ValueError(
-                    f"training: {part} shares {kind} {name!r} with {owner}; each part trains its own: "
-                    "put the layers that share it into one part"
+                    f"training: {part} shares {kind} {name!r} with {owner}; put the layers that share it "
+                    "into one part"
                 )
             if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
                 raise ValueError(
-                    f"training: {kind} {name!r} of {part} has a hook, which a step would call for each "
-                    "micro-batch, or not at all; take the loss of pipe(x), or register it in the layer's "
-                    "own code"
+                    f"training: {kind} {name!r} of {part} must not have hooks, which would run once per "
+                    "micro-batch or never; compute the loss of pipe(x)"
                 )
 
 
@@ -84,13 +86,12 @@ def _named_tensors(part: Part) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _check_optimizer(parts: Sequence[Part], optimizer: Any) -> None:
-    """Make what the workers will make, and forget it. That loads what optimizers need, before processes are
+    """Create and discard the optimizers, to detect errors and to load their modules before processes are
     forked."""
     if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            "training: optimizer must be a function that makes one of a list of parameters, such as "
-            "partial(SGD, lr=0.1), "
-            f"or None for one outside; not {type(optimizer).__name__}"
+            "training: optimizer must be a function of a list of parameters, such as partial(SGD, lr=0.1), "
+            f"or None, got {type(optimizer).__name__}"
         )
     for part in parts:
         parameters = list(part.module.parameters())
@@ -99,5 +100,6 @@ def _check_optimizer(parts: Sequence[Part], optimizer: Any) -> None:
                 made = optimizer(parameters)
             if not callable(getattr(made, "step", None)):
                 raise TypeError(
-                    f"training: optimizer must make an optimizer, with a step(), not a {type(made).__name__}"
+                    "training: optimizer must return an object with a step() method, "
+                    f"got a {type(made).__name__}"
                 )

@@ -1,4 +1,4 @@
-"""What a training cost: how its workers spent their time, and what its parts held."""
+"""Report of a training: the time of its workers, and the memory of its parts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,14 @@ from flowchan.pipelines.sequential.timeline import TimelineEvent
 
 @dataclass(frozen=True, slots=True)
 class WorkerShares:
-    """How a worker spent its time in steps, as shares: computing, handing activations and gradients on, and
-    waiting for them."""
+    """Shares of a worker's time in steps: computing (``busy``), and sending and receiving
+    (``communication``).
+
+    Attributes:
+        parts: Numbers of the worker's parts.
+        busy: Share of the time spent computing, from 0 to 1.
+        communication: Share of the time spent on sending and receiving.
+    """
 
     parts: tuple[int, ...]
     busy: float
@@ -28,15 +34,20 @@ class WorkerShares:
 
     @property
     def bubble(self) -> float:
-        """The share in which it waited."""
+        """Share of the time that the worker waited."""
         return max(0.0, 1 - self.busy - self.communication)
 
 
 @dataclass(frozen=True, slots=True)
 class PartBytes:
-    """What a part holds. ``state``: its parameters and buffers, which are there once, and are the program's.
-    ``gradients``: of parameters. ``activations``: what forward passes kept at once for their backward passes,
-    at most."""
+    """Memory of a part in bytes.
+
+    Attributes:
+        part: Number of the part.
+        state: Parameters and buffers, which exist once and belong to the program.
+        gradients: Gradients of the parameters.
+        activations: Peak of the activations that forward passes keep for their backward passes.
+    """
 
     part: int
     state: int
@@ -45,13 +56,20 @@ class PartBytes:
 
     @property
     def peak(self) -> int:
-        """All of it."""
+        """Peak memory: the sum of state, gradients and activations."""
         return self.state + self.gradients + self.activations
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingReport:
-    """Of the last steps of a training, ten at most, which took ``seconds`` each."""
+    """Report of the last steps of a training, at most ten.
+
+    Attributes:
+        steps: Number of steps.
+        seconds: Mean duration of a step.
+        workers: Time of each worker.
+        parts: Memory of each part.
+    """
 
     steps: int
     seconds: float
@@ -60,12 +78,12 @@ class TrainingReport:
 
     @property
     def bubble(self) -> float:
-        """The share of their time that workers waited."""
+        """Mean share of the time that workers waited."""
         return _mean([worker.bubble for worker in self.workers])
 
     @property
     def communication(self) -> float:
-        """The share of their time that workers spent on handing things on."""
+        """Mean share of the time that workers spent on sending and receiving."""
         return _mean([worker.communication for worker in self.workers])
 
     def __str__(self) -> str:
@@ -89,18 +107,18 @@ class TrainingReport:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a part keeps of a micro-batch, in bytes: of its forward pass, and of what came in."""
+    """Bytes that a part keeps of a micro-batch: the graph of its forward pass, and its inputs."""
 
     graph: float
     inputs: float
 
 
 Recorded = Sequence[Sequence[tuple[tuple[TimelineEvent, ...], float]]]
-"""For each step and each worker: the events, and the seconds that it spent on communication."""
+"""Events and seconds of communication, for each step and worker."""
 
 
 def report(steps: Recorded, parts: Sequence[Part], kept: Sequence[Kept]) -> TrainingReport:
-    """Sum up steps."""
+    """Summarise recorded steps."""
     total = sum(_span(event for events, _ in step for event in events) for step in steps)
     held = [_peak([event for events, _ in step for event in events], kept) for step in steps]
     return TrainingReport(
@@ -123,7 +141,7 @@ def report(steps: Recorded, parts: Sequence[Part], kept: Sequence[Kept]) -> Trai
 
 
 def _shares(steps: Sequence[tuple[tuple[TimelineEvent, ...], float]], total: float) -> WorkerShares:
-    """How one worker spent ``total`` seconds."""
+    """Return the shares of one worker in ``total`` seconds."""
     events = [event for own, _ in steps for event in own]
     parts = {event.part for event in events if event.part is not None}
     busy = sum(event.end - event.begin for event in events)
@@ -131,7 +149,8 @@ def _shares(steps: Sequence[tuple[tuple[TimelineEvent, ...], float]], total: flo
 
 
 def measured(parts: Sequence[Part], micro: Any) -> list[Kept]:
-    """What each part keeps of a micro-batch, found with copies of their layers. Raises as a layer does."""
+    """Measure the bytes that each part keeps of a micro-batch, with copies of the layers. Raises as a layer
+    does."""
     value, skips, found = micro, dict[str, Tensor | None](), []
     with torch.random.fork_rng(devices=[]):
         for part in parts:
@@ -144,17 +163,17 @@ def measured(parts: Sequence[Part], micro: Any) -> list[Kept]:
 
 
 def _graph(module: nn.Sequential, value: Any, skips: Skips) -> float:
-    """Of a part as one layer, what autograd saves for the backward pass."""
+    """Return the bytes that autograd saves for the backward pass of a part."""
     whole = nn.Sequential()
     whole._modules["part"] = module
-    whole.training = True  # as what is measured is a training, also of layers in eval mode
+    whole.training = True  # the measured run is a training, even if layers are in eval mode
     return costs(whole, value, "memory", torch.get_num_threads(), param_scale=0.0, skips=skips)[0] - sum(
         map(_nbytes, module.buffers())
     )
 
 
 def _peak(events: Iterable[TimelineEvent], kept: Sequence[Kept]) -> list[float]:
-    """What each part held at most. A forward pass that is done again had kept its inputs only."""
+    """Return the peak of kept bytes for each part. Before a recomputed pass, only its inputs were kept."""
     ordered = sorted(events, key=lambda event: event.end)
     again = {(event.part, event.chunk) for event in ordered if event.op == "recompute"}
     now, most = [0.0] * len(kept), [0.0] * len(kept)

@@ -1,13 +1,13 @@
-"""How a micro-batch travels between processes: as a plain tuple, with the memory of its tensor beside it.
+"""Format of micro-batches between processes: a plain tuple, with the memory of its tensor next to it.
 
-Between two micro-batches a part has computed with megabytes of parameters, so whatever runs then is no longer
-in the core's caches and takes five or ten times as long as in a loop of its own. So what runs is little: a
-tensor goes as its memory, the name of its type and its shape, past the pickling of tensors. All others,
-within tuples and dictionaries for example, go as they always do.
+Between two micro-batches, a part computes with megabytes of parameters. All other code is then no longer in
+the core's caches, and takes five to ten times as long as in a tight loop. This path is therefore short: a
+tensor travels as its memory, its dtype's name and its shape, without the pickling of tensors. All other
+values, such as tensors within tuples and dictionaries, are pickled.
 
-What arrives through a channel may be changed, so a large tensor gets a private mapping of its memory: a page
-fault for every few pages that are read, and as much again when it goes. A part that begins with a layer which
-only reads its input does without, and reads where the part before, or the program, has written.
+A receiver may change a value from a channel, so a large tensor gets a private mapping of its memory. That
+costs a page fault for every few pages that are read, and as much again at the end. A part whose first layer
+only reads its input avoids the mapping, and reads the memory that the sender has written.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _NAMES = {
 _KINDS = {name: kind for kind, name in _NAMES.items()}
 
 Form = tuple[str, tuple[int, ...]] | None
-"""Type and shape of a tensor of which only the memory travels; ``None`` for any other value."""
+"""Dtype and shape of a tensor that travels as plain memory; ``None`` for any other value."""
 
 Sent = tuple[int, int, int, Any, dict[str, Tensor | None], tuple[tuple[float, float], ...], Form]
-"""A :class:`Micro` on its way: its fields, and the form of its value."""
+"""The fields of a :class:`Micro`, and the form of its value."""
 
 
 def closed(value: Any) -> tuple[Any, Form]:
-    """The value as it goes into the channel to another process, and its form."""
+    """Return the value to send to another process, and its form."""
     if type(value) is not Tensor or not _is_plain(value):
         return value, None
     memory = PickleBuffer(View.of(value.data_ptr(), value.nbytes, value))
@@ -48,7 +48,7 @@ def closed(value: Any) -> tuple[Any, Form]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether memory, type and shape are all there is to a tensor."""
+    """Return whether memory, dtype and shape describe the tensor completely."""
     return (
         tensor.dtype in _NAMES
         and tensor.layout is torch.strided
@@ -60,27 +60,28 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def opened(memory: Any, form: tuple[str, tuple[int, ...]], only_reads: bool) -> Tensor:
-    """The tensor that came out of the channel. ``only_reads``: it is not going to be changed."""
+    """Return the received tensor. ``only_reads``: the receiver does not change it."""
     name, shape = form
     if not only_reads:
-        memory = memory.private() if isinstance(memory, View) else bytearray(memory)  # little comes as bytes
+        # small values arrive as bytes
+        memory = memory.private() if isinstance(memory, View) else bytearray(memory)
     return torch.frombuffer(memory, dtype=_KINDS[name]).view(shape)
 
 
 def received(item: Sent) -> Micro:
-    """What came out at the end, for the program to do with as it likes."""
+    """Return a received micro-batch, whose value the program may change."""
     *fields, form = item
     micro = Micro(*fields)
     return micro if form is None else micro._replace(value=opened(micro.value, form, only_reads=False))
 
 
 def only_reads(part: Part) -> bool:
-    """Whether a part leaves what it gets as it is."""
+    """Return whether a part never changes its input in place."""
     return not may_write(part.module)
 
 
 def expect_reading() -> None:
-    """torch says, once in each process, that it has no tensors that can't be changed. That is known."""
+    """Suppress torch's warning about read-only tensors, which torch shows once per process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.frombuffer(b"0", dtype=torch.uint8)

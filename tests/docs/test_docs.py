@@ -27,10 +27,10 @@ TOGETHER = {name: sorted((DOCS / name).glob("*.md")) for name in ("howto", "from
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(DOCS.glob("*.md")),
-    *sorted((DOCS / "groups").glob("*.md")),
+    *(page for name in ("groups", "sequential") for page in sorted((DOCS / name).glob("*.md"))),
 ]
 ALL = [*PAGES, *(page for pages in TOGETHER.values() for page in pages)]
-RUNS = {page.name: [page] for page in PAGES} | TOGETHER
+RUNS = {page.relative_to(ROOT).as_posix(): [page] for page in PAGES} | TOGETHER
 PUBLIC = {
     "flowchan": "flowchan/__init__.py",
     "flowchan.pipelines": "pipelines/__init__.py",

@@ -1,5 +1,7 @@
-"""One compute thread, as on a machine where every part has a core: then the results of parts and of the plain
-module can be compared bit for bit."""
+"""Run these tests with one compute thread, as on a machine with a core for each part.
+
+The results of the parts and of the plain module are then equal bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,25 @@ from flowchan.pipelines.sequential import balance
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """The modules here are small: that a pipe won't be quicker is no news (``pytest.warns`` hears it)."""
+    """Ignore the warning that a pipe will not be faster, because the modules are small.
+
+    ``pytest.warns`` still sees it.
+    """
     item.add_marker(pytest.mark.filterwarnings("ignore:Sequential. in .* parts:RuntimeWarning"))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_compute_thread(one_compute_thread: None) -> None:
-    """For every test here."""
+    """Apply ``one_compute_thread`` to every test of this folder."""
 
 
 @pytest.fixture(autouse=True)
 def _equal_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe measures its layers with its first batch, for half a second in all. Here each layer runs once
-    and all cost the same: that is quick, and the cut is certain. The tests of measuring do without this."""
+    """Give all layers the same cost.
+
+    A pipe measures its layers for half a second with its first batch. Here each layer runs once, so that
+    tests are quick and the cut is fixed. The tests of measurements override this fixture.
+    """
 
     def seconds(layers: list[Any], training: bool) -> list[float]:
         for layer in layers:

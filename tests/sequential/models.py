@@ -1,4 +1,4 @@
-"""Small models with a forward of their own, as people write them."""
+"""Small models with their own ``forward``, written as users write them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional
 
 
 class BasicBlock(nn.Module):
-    """Of a residual network."""
+    """Block of a residual network."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """As in torchvision, with an eighth of the channels."""
+    """The ResNet-18 of torchvision with an eighth of the channels."""
 
     def __init__(self, classes: int = 5, width: int = 8) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class ResNet18(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal, with a mask as a buffer."""
+    """Causal attention with the mask as a buffer."""
 
     def __init__(self, width: int, heads: int, context: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, both beside the way that leads past them."""
+    """Attention and a perceptron, each with a residual connection around it."""
 
     def __init__(self, width: int, heads: int, context: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """For 17 different tokens, of which up to 12 are looked at."""
+    """Language model for 17 tokens and a context of 12."""
 
     def __init__(self, width: int = 16, heads: int = 2, layers: int = 3, context: int = 12) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Plain modules, what they give for micro-batches, and a layer that is watched."""
+"""Plain modules, their outputs for micro-batches, and a layer that calls a function."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-everywhere = pytest.mark.parametrize("on", ["thread", "process"])
-"""For tests of what holds on both placements."""
+on_both_placements = pytest.mark.parametrize("on", ["thread", "process"])
+"""Run a test on threads and on processes."""
 
 
 def dense() -> nn.Sequential:
@@ -33,19 +33,22 @@ def conv() -> nn.Sequential:
 
 
 def plain(module: nn.Sequential, x: Tensor, chunks: int = 8) -> Tensor:
-    """What the module makes of the micro-batches, one after the other."""
+    """Return the module's outputs for the micro-batches, computed one after the other."""
     with torch.no_grad():
         return torch.cat([module(piece) for piece in x.tensor_split(min(chunks, len(x)))])
 
 
 def is_same(y: Tensor, expected: Tensor, on: str) -> bool:
-    """Whether the numbers are the same: on threads bit for bit. In a process a tensor lies elsewhere in
-    memory, and torch's kernels may round its last bit otherwise for another alignment."""
+    """Compare two outputs: bit for bit on threads, within tolerance on processes.
+
+    In a process, a tensor has another address, and torch's kernels may round differently for another
+    alignment.
+    """
     return torch.equal(y, expected) if on == "thread" else torch.allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
 class Watched(nn.Module):
-    """Calls a function with each micro-batch that has numbers. Only on threads."""
+    """Calls a function with each micro-batch that has values. Works only on threads."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()

@@ -1,5 +1,8 @@
-"""The output of a pipe has the plain module's graph: gradients of parameters, of the input and of what came
-before, under any loss, with hooks, accumulation and ``retain_graph``."""
+"""Outputs of a pipe have the gradients of the plain module.
+
+The tests cover parameters, inputs and layers before the pipe, any loss, hooks, accumulation and
+``retain_graph``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Adam
@@ -35,21 +38,21 @@ def gradients(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def assert_same_gradients(module: nn.Module, plain: nn.Module) -> None:
-    mine, other = gradients(module), gradients(plain)
-    assert mine.keys() == other.keys()
-    for name, gradient in mine.items():
+    actual, other = gradients(module), gradients(plain)
+    assert actual.keys() == other.keys()
+    for name, gradient in actual.items():
         assert (gradient is None) == (other[name] is None), name
         torch.testing.assert_close(gradient, other[name], **CLOSE)
 
 
 def contrastive(y: Tensor) -> Tensor:
-    """A loss in which every sample meets every other one."""
+    """Return a loss that combines every sample with every other one."""
     return (y @ y.t()).logsumexp(1).sum() - (y * y).sum()
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_of_encoder_pipe_and_head_are_those_of_the_plain_modules(on: Any, recompute: bool) -> None:
+def test_gradients_around_and_in_the_pipe_match_plain_modules(on: Any, recompute: bool) -> None:
     model = perceptron()
     encoder, head = nn.Linear(5, 6), nn.Linear(4, 3)
     plain = copy.deepcopy(nn.Sequential(encoder, model, head))
@@ -57,7 +60,7 @@ def test_gradients_of_encoder_pipe_and_head_are_those_of_the_plain_modules(on: A
     other = x.detach().clone().requires_grad_()
     with Sequential(model, 3, on=on, chunks=4, recompute=recompute) as pipe:
         whole = nn.Sequential(encoder, pipe, head)
-        for _ in range(2):  # gradients add up
+        for _ in range(2):  # gradients accumulate
             y, expected = whole(x), plain(other)
             torch.testing.assert_close(y, expected, **CLOSE)
             contrastive(y).backward()
@@ -66,12 +69,12 @@ def test_gradients_of_encoder_pipe_and_head_are_those_of_the_plain_modules(on: A
     torch.testing.assert_close(x.grad, other.grad, **CLOSE)
 
 
-@everywhere
-def test_an_optimizer_outside_trains_all_as_it_trains_the_plain_modules(on: Any) -> None:
+@on_both_placements
+def test_outside_optimizer_trains_like_plain_modules(on: Any) -> None:
     model, head = perceptron(), nn.Linear(4, 3)
     plain = copy.deepcopy(nn.Sequential(model, head))
     x, target = torch.randn(9, 6), torch.tensor([0, 1, 2, -100, -100, -100, 1, 1, 0])
-    with Sequential(model, 3, on=on, chunks=3) as pipe:  # the second micro-batch is all padding
+    with Sequential(model, 3, on=on, chunks=3) as pipe:  # the second micro-batch contains only padding
         whole = nn.Sequential(pipe, head)
         for module in (whole, plain):
             optimizer = Adam(module.parameters(), lr=0.01)
@@ -87,9 +90,9 @@ def test_an_optimizer_outside_trains_all_as_it_trains_the_plain_modules(on: Any)
             torch.testing.assert_close(whole(x), plain(x), **CLOSE)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("change", ["data", "no_grad", "load"])
-def test_a_changed_parameter_holds_at_once_whatever_changed_it(on: Any, change: str) -> None:
+def test_parameter_change_of_any_kind_applies_at_once(on: Any, change: str) -> None:
     model = perceptron()
     x = torch.randn(8, 6)
     with Sequential(model, 2, on=on, chunks=2) as pipe:
@@ -111,9 +114,9 @@ def test_a_changed_parameter_holds_at_once_whatever_changed_it(on: Any, change: 
             torch.testing.assert_close(next(pipe.stream([x])), model(x), **CLOSE)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_second_backward_pass_needs_retain_graph(on: Any, recompute: bool) -> None:
+def test_second_backward_pass_needs_retain_graph(on: Any, recompute: bool) -> None:
     model = perceptron()
     plain = copy.deepcopy(model)
     x = torch.randn(6, 6)
@@ -127,23 +130,23 @@ def test_a_second_backward_pass_needs_retain_graph(on: Any, recompute: bool) -> 
         assert_same_gradients(pipe, plain)
 
 
-@everywhere
-def test_calls_may_go_back_in_any_order_and_one_loss_may_have_several(on: Any) -> None:
+@on_both_placements
+def test_backward_passes_work_in_any_order_and_together(on: Any) -> None:
     model = perceptron()
     plain = copy.deepcopy(model)
     a, b, c = torch.randn(4, 6), torch.randn(7, 6), torch.randn(5, 6)
     with Sequential(model, 3, on=on, chunks=2) as pipe:
         for module in (pipe, plain):
             first, second = module(a), module(b)
-            module(c)  # and nobody goes back through this one
-            module.eval()  # which changes nothing for what is out
+            module(c)  # a call without a backward pass
+            module.eval()  # does not affect outputs that exist already
             (first.sum() * module(c).mean()).backward()
             second.square().sum().backward()
         assert_same_gradients(pipe, plain)
 
 
-@everywhere
-def test_autograd_grad_gives_what_it_gives_for_the_plain_module(on: Any) -> None:
+@on_both_placements
+def test_autograd_grad_matches_the_plain_module(on: Any) -> None:
     model = perceptron()
     x = torch.randn(6, 6, requires_grad=True)
     with Sequential(model, 2, on=on, chunks=4) as pipe:
@@ -153,29 +156,31 @@ def test_autograd_grad_gives_what_it_gives_for_the_plain_module(on: Any) -> None
     assert not any(parameter.grad is not None for parameter in model.parameters())
 
 
-@everywhere
-def test_hooks_of_parameters_outputs_and_the_pipe_are_called_once_for_the_batch(on: Any) -> None:
+@on_both_placements
+def test_hooks_are_called_once_per_batch(on: Any) -> None:
     model = perceptron()
     plain = copy.deepcopy(model)
     x = torch.randn(8, 6)
     with Sequential(model, 3, on=on, chunks=4) as pipe:
         calls: list[list[str]] = []
         for module in (pipe, plain):
-            heard: list[str] = []
-            calls.append(heard)
+            recorded: list[str] = []
+            calls.append(recorded)
             module[0].weight.register_hook(
-                lambda g, heard=heard: heard.append("weight") or g.clamp(-0.01, 0.01)
+                lambda g, recorded=recorded: recorded.append("weight") or g.clamp(-0.01, 0.01)
             )
-            module[2].bias.register_post_accumulate_grad_hook(lambda _, heard=heard: heard.append("bias"))
-            module.register_forward_hook(lambda m, i, o, heard=heard: heard.append("forward"))
-            module.register_full_backward_hook(lambda m, i, o, heard=heard: heard.append("backward"))
+            module[2].bias.register_post_accumulate_grad_hook(
+                lambda _, recorded=recorded: recorded.append("bias")
+            )
+            module.register_forward_hook(lambda m, i, o, recorded=recorded: recorded.append("forward"))
+            module.register_full_backward_hook(lambda m, i, o, recorded=recorded: recorded.append("backward"))
             contrastive(module(x)).backward()
         assert_same_gradients(pipe, plain)
         assert sorted(calls[0]) == sorted(calls[1]) == ["backward", "bias", "forward", "weight"]
 
 
-@everywhere
-def test_frozen_parameters_and_inputs_get_nothing_and_may_be_thawed(on: Any) -> None:
+@on_both_placements
+def test_frozen_parameters_get_no_gradient_and_can_be_unfrozen(on: Any) -> None:
     model = perceptron()
     plain = copy.deepcopy(model)
     x = torch.randn(8, 6)
@@ -192,8 +197,8 @@ def test_frozen_parameters_and_inputs_get_nothing_and_may_be_thawed(on: Any) -> 
         assert pipe(x).requires_grad
 
 
-@everywhere
-def test_an_output_has_no_graph_where_the_plain_modules_has_none(on: Any) -> None:
+@on_both_placements
+def test_output_requires_grad_only_like_the_plain_modules(on: Any) -> None:
     x = torch.randn(8, 6)
     with Sequential(perceptron(), 2, on=on) as pipe:
         for without in (torch.no_grad, torch.inference_mode):
@@ -201,12 +206,12 @@ def test_an_output_has_no_graph_where_the_plain_modules_has_none(on: Any) -> Non
                 assert not pipe(x).requires_grad
         assert pipe(x).requires_grad
         assert not any(y.requires_grad for y in pipe.stream([x]))
-        with pytest.raises(ValueError, match=r"x requires a gradient, .*: call pipe\(x\)"):
+        with pytest.raises(ValueError, match=r"x must not require grad, .*; call pipe\(x\)"):
             list(pipe.stream([x.requires_grad_()]))
 
 
 class Fork(nn.Module):
-    """Gives several things, of which not all can have gradients."""
+    """Returns several values, some of which cannot have gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,8 +223,8 @@ class Fork(nn.Module):
         return y.clone().t().t(), {"best": y.argmax(1), "still": y.detach(), "scaled": [y * named["scale"]]}
 
 
-@everywhere
-def test_nested_values_have_gradients_where_they_can(on: Any) -> None:
+@on_both_placements
+def test_nested_values_have_gradients_where_possible(on: Any) -> None:
     model = nn.Sequential(nn.Identity(), Fork())
     plain = copy.deepcopy(model)
     scale = torch.rand(7, 1, requires_grad=True)
@@ -232,14 +237,14 @@ def test_nested_values_have_gradients_where_they_can(on: Any) -> None:
             assert named["scaled"][0].requires_grad
             assert not named["best"].requires_grad
             assert not named["still"].requires_grad
-            first.mul_(2)  # it is the caller's own
+            first.mul_(2)  # the output belongs to the caller
             (first.sum() + contrastive(named["scaled"][0])).backward()
         assert_same_gradients(pipe, plain)
     torch.testing.assert_close(scale.grad, other.grad, **CLOSE)
 
 
-@everywhere
-def test_only_some_outputs_go_back(on: Any) -> None:
+@on_both_placements
+def test_backward_pass_of_one_of_several_outputs_matches(on: Any) -> None:
     model = nn.Sequential(nn.Identity(), Fork())
     plain = copy.deepcopy(model)
     x, scale = torch.randn(7, 6), torch.rand(7, 1)
@@ -249,8 +254,8 @@ def test_only_some_outputs_go_back(on: Any) -> None:
         assert_same_gradients(pipe, plain)
 
 
-@everywhere
-def test_skips_travel_and_their_gradients_come_back(on: Any) -> None:
+@on_both_placements
+def test_skips_pass_values_forward_and_gradients_back(on: Any) -> None:
     model = nn.Sequential(Stash("in"), nn.Linear(6, 6), nn.Tanh(), Pop("in"), nn.Linear(6, 2))
     plain = copy.deepcopy(model)
     x = torch.randn(7, 6, requires_grad=True)
@@ -262,8 +267,8 @@ def test_skips_travel_and_their_gradients_come_back(on: Any) -> None:
     torch.testing.assert_close(x.grad, other.grad, **CLOSE)
 
 
-@everywhere
-def test_parts_may_share_a_parameter(on: Any) -> None:
+@on_both_placements
+def test_parts_can_share_a_parameter(on: Any) -> None:
     first, last = nn.Linear(6, 6), nn.Linear(6, 6)
     last.weight = first.weight
     model = nn.Sequential(first, nn.Tanh(), last)
@@ -280,8 +285,8 @@ def test_parts_may_share_a_parameter(on: Any) -> None:
         assert pipe[0].weight is pipe[2].weight
 
 
-@everywhere
-def test_autocast_outside_reaches_the_parts(on: Any) -> None:
+@on_both_placements
+def test_autocast_around_a_call_reaches_the_parts(on: Any) -> None:
     model = perceptron().float()
     x = torch.randn(8, 6, dtype=torch.float32)
     with Sequential(model, 3, on=on, chunks=1) as pipe, torch.autocast("cpu", torch.bfloat16):
@@ -300,7 +305,7 @@ def test_autocast_outside_reaches_the_parts(on: Any) -> None:
 
 
 class Checkpointed(nn.Module):
-    """Keeps nothing but its input."""
+    """Keeps only its input, and recomputes its activations."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -310,8 +315,8 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layer, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-@everywhere
-def test_torchs_checkpoint_inside_of_layers(on: Any) -> None:
+@on_both_placements
+def test_checkpoint_inside_layers_matches_the_plain_module(on: Any) -> None:
     model = nn.Sequential(*(Checkpointed(nn.Sequential(nn.Linear(6, 6), nn.Tanh())) for _ in range(4)))
     plain = copy.deepcopy(model)
     x = torch.randn(7, 6)
@@ -321,7 +326,7 @@ def test_torchs_checkpoint_inside_of_layers(on: Any) -> None:
         assert_same_gradients(pipe, plain)
 
 
-def test_dropout_is_the_same_on_threads_on_processes_and_when_it_is_done_again() -> None:
+def test_dropout_is_equal_on_threads_processes_and_when_recomputed() -> None:
     found = []
     for on, recompute in (("thread", False), ("process", False), ("thread", True), ("process", True)):
         torch.manual_seed(0)
@@ -333,27 +338,27 @@ def test_dropout_is_the_same_on_threads_on_processes_and_when_it_is_done_again()
         torch.testing.assert_close(other, found[0], **CLOSE)
 
 
-def test_modules_that_draw_nothing_leave_the_programs_generator_alone() -> None:
+def test_modules_without_randomness_do_not_advance_the_generator() -> None:
     with Sequential(perceptron(), 2) as pipe:
         before = torch.get_rng_state()
         pipe(torch.ones(4, 6)).sum().backward()
         assert torch.equal(torch.get_rng_state(), before)
 
 
-# what can't be done is said
+# --- unsupported uses raise ---
 
 
-@everywhere
-def test_second_derivatives_are_refused(on: Any) -> None:
+@on_both_placements
+def test_second_derivatives_raise(on: Any) -> None:
     x = torch.randn(4, 6, requires_grad=True)
     with Sequential(perceptron(), 2, on=on, chunks=2) as pipe:
-        with pytest.raises(RuntimeError, match=r"second derivatives do not go; .* pipe\.module"):
+        with pytest.raises(RuntimeError, match=r"second derivatives cannot flow .* pipe\.module"):
             torch.autograd.grad(pipe(x).sum(), x, create_graph=True)
-        pipe(x).sum().backward()  # and it goes on
+        pipe(x).sum().backward()  # the pipe stays usable
 
 
-@everywhere
-def test_parameters_that_change_between_forward_and_backward_raise(on: Any) -> None:
+@on_both_placements
+def test_parameter_change_before_the_backward_pass_raises(on: Any) -> None:
     with Sequential(perceptron(), 2, on=on, chunks=2) as pipe:
         y = pipe(torch.randn(4, 6)).sum()
         with torch.no_grad():
@@ -364,7 +369,7 @@ def test_parameters_that_change_between_forward_and_backward_raise(on: Any) -> N
 
 
 class Bad(nn.Module):
-    """Raises where a number is too large, on its way forward or back."""
+    """Raises for a large value in the forward or the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.abs().max() > 100:
@@ -373,7 +378,7 @@ class Bad(nn.Module):
 
 
 class Weak(torch.autograd.Function):
-    """Takes no large gradients."""
+    """Identity that raises for large gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -386,8 +391,8 @@ class Weak(torch.autograd.Function):
         return gradient
 
 
-@everywhere
-def test_a_failing_part_is_named_and_the_pipe_goes_on(on: Any) -> None:
+@on_both_placements
+def test_failing_part_is_named_and_the_pipe_stays_usable(on: Any) -> None:
     x = torch.ones(8, 6)
     with Sequential([nn.Linear(6, 6), nn.Linear(6, 6), Bad(), nn.Identity()], 4, on=on, chunks=4) as pipe:
         whole = pipe(x).sum()
@@ -406,8 +411,8 @@ def test_a_failing_part_is_named_and_the_pipe_goes_on(on: Any) -> None:
         assert pipe[0].weight.grad is not None
 
 
-@everywhere
-def test_a_pipe_that_is_closed_has_no_backward_pass(on: Any) -> None:
+@on_both_placements
+def test_closed_pipe_raises_in_the_backward_pass(on: Any) -> None:
     with Sequential(perceptron(), 2, on=on, chunks=2) as pipe:
         y = pipe(torch.ones(4, 6)).sum()
     with pytest.raises(Closed):

@@ -1,4 +1,4 @@
-"""Cuts are as good as the best of all, and costs are those of the layers."""
+"""Cuts are optimal, and measured costs match the layers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from flowchan.pipelines.sequential.balance import best_split, costs
 
 @pytest.fixture(autouse=True)
 def _equal_layers() -> None:
-    """Here layers are measured."""
+    """Override the fixture, so that layers are measured."""
 
 
 def largest(values: list[float], counts: list[int]) -> float:
-    """The cost of the most expensive part."""
+    """Return the cost of the most expensive part."""
     rest = iter(values)
     return max(sum(itertools.islice(rest, count)) for count in counts)
 
@@ -35,7 +35,7 @@ def all_splits(layers: int, parts: int) -> Iterator[list[int]]:
 
 @given(values=st.lists(st.integers(0, 100), min_size=1, max_size=9), data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_the_split_is_as_good_as_the_best_of_all(values: list[float], data: st.DataObject) -> None:
+def test_split_is_as_good_as_exhaustive_search(values: list[float], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(values)))
     counts = best_split(values, parts)
     assert len(counts) == parts
@@ -44,20 +44,20 @@ def test_the_split_is_as_good_as_the_best_of_all(values: list[float], data: st.D
     assert largest(values, counts) == min(largest(values, tried) for tried in all_splits(len(values), parts))
 
 
-def test_a_known_split() -> None:
+def test_split_matches_known_results() -> None:
     assert best_split([9, 1, 1, 1, 1, 1, 4], 2) == [1, 6]
     assert best_split([1, 1, 1, 1, 9], 3)[2] == 1
 
 
-def test_hundreds_of_layers_are_split() -> None:
-    chance = random.Random(1)
-    values = [chance.random() for _ in range(300)]
+def test_split_handles_hundreds_of_layers() -> None:
+    generator = random.Random(1)
+    values = [generator.random() for _ in range(300)]
     counts = best_split(values, 8)
     assert largest(values, counts) < sum(values) / 8 + 1
 
 
 class Slow(nn.Module):
-    """Costs ``times`` equal products of matrices."""
+    """Computes ``times`` equal matrix products."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Slow(nn.Module):
         return x
 
 
-def test_by_time_the_parts_are_within_a_tenth_of_the_best_split() -> None:
+def test_balance_by_time_is_within_a_tenth_of_optimal() -> None:
     work = [8, 1, 1, 2, 1, 5, 1, 1, 12, 2]
     module = nn.Sequential(*map(Slow, work)).eval()
     with Sequential(module, parts=3, chunks=4, balance="time", sample=torch.randn(512, 96)) as pipe:
@@ -79,7 +79,7 @@ def test_by_time_the_parts_are_within_a_tenth_of_the_best_split() -> None:
     assert largest(list(map(float, work)), counts) <= 1.1 * best
 
 
-def test_in_training_mode_the_time_of_the_backward_pass_counts() -> None:
+def test_time_includes_the_backward_pass_in_training_mode() -> None:
     module = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 64), nn.ReLU(inplace=True), nn.BatchNorm1d(64), nn.Linear(64, 2)
     )
@@ -99,22 +99,22 @@ def several() -> nn.Sequential:
     )
 
 
-def test_by_memory_the_cost_for_inference_is_parameters_buffers_and_activations_in_bytes() -> None:
+def test_memory_for_inference_is_parameters_buffers_and_activations() -> None:
     samples = 5
     assert costs(several().eval(), torch.randn(samples, 10), "memory", 1) == [
         4 * (220 + samples * 20),
-        0,  # works in place
+        0,  # in place
         4 * (80 + samples * 20) + 8,
         0,
         4 * (661 + samples * 31),
     ]
 
 
-def test_by_memory_the_cost_for_training_is_parameters_buffers_and_what_the_backward_pass_needs() -> None:
+def test_memory_for_training_includes_saved_tensors() -> None:
     samples = 5
     assert costs(several().train(), torch.randn(samples, 10), "memory", 1) == [
         4 * (220 + samples * 10),  # a linear layer saves its input
-        4 * samples * 20,  # its output, which batch norm saves too
+        4 * samples * 20,  # its output, which batch norm also saves
         4 * (80 + 20 + 20) + 8,  # mean and deviation of the batch
         0,
         4 * (661 + samples * (20 + 30)),
@@ -122,7 +122,7 @@ def test_by_memory_the_cost_for_training_is_parameters_buffers_and_what_the_back
 
 
 class Expand(nn.Module):
-    """Its output is as large as its input, but the graph holds ``times`` tensors of that size."""
+    """Layer whose output is as large as its input, and whose graph holds ``times`` tensors of that size."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -135,14 +135,14 @@ class Expand(nn.Module):
 
 
 @pytest.mark.parametrize(("times", "counts"), [([1, 2, 3, 4, 5, 6], [4, 2]), ([6, 5, 4, 3, 2, 1], [2, 4])])
-def test_by_memory_what_only_the_graph_holds_counts(times: list[int], counts: list[int]) -> None:
+def test_memory_includes_tensors_held_only_by_the_graph(times: list[int], counts: list[int]) -> None:
     module = nn.Sequential(*map(Expand, times))
     with Sequential(module, balance="memory", sample=torch.rand(10, 20, 20)) as pipe:
         assert [len(part.module) for part in pipe.parts] == counts
 
 
 class Half(nn.Module):
-    """Saves or frees ``wide`` numbers a sample, which nobody outside sees."""
+    """Saves or frees ``wide`` internal values per sample."""
 
     def __init__(self, wide: int, saves: bool) -> None:
         super().__init__()
@@ -153,14 +153,14 @@ class Half(nn.Module):
         return x + (between.exp() if self.saves else between * 2).view(len(x), self.wide, -1).sum(1)
 
 
-def test_by_memory_what_operations_inside_a_layer_save_counts() -> None:
+def test_memory_includes_tensors_saved_inside_a_layer() -> None:
     module = nn.Sequential(nn.Linear(4, 4), Half(50, saves=False), Half(50, saves=True), nn.Linear(4, 4))
     _, frees, saves, _ = costs(module, torch.randn(6, 4), "memory", 1)
     assert frees == 0
     assert saves == 4 * 6 * 4 * 50
 
 
-def test_by_memory_large_layers_stand_alone() -> None:
+def test_balance_by_memory_separates_large_layers() -> None:
     module = nn.Sequential(
         nn.Linear(8, 1000), nn.ReLU(), nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 8)
     )
@@ -168,7 +168,7 @@ def test_by_memory_large_layers_stand_alone() -> None:
         assert [len(part.module) for part in pipe.parts] == [2, 3]
 
 
-def test_by_memory_parameters_count_with_what_an_optimizer_keeps_of_them() -> None:
+def test_param_scale_multiplies_the_bytes_of_parameters() -> None:
     module = nn.Sequential(nn.Linear(100, 100), nn.Tanh(), nn.Tanh(), nn.Tanh()).train()
     sample = torch.rand(200, 100)
     found = []
@@ -184,12 +184,12 @@ def test_by_memory_parameters_count_with_what_an_optimizer_keeps_of_them() -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"param_scale": 2}, 'is for balance="memory"'),
-        ({"param_scale": -1, "balance": "memory"}, "at least 0, not -1"),
-        ({"param_scale": "2", "balance": "memory"}, "at least 0, not '2'"),
+        ({"param_scale": 2}, 'balance must be "memory" with param_scale'),
+        ({"param_scale": -1, "balance": "memory"}, "at least 0, got -1"),
+        ({"param_scale": "2", "balance": "memory"}, "at least 0, got '2'"),
     ],
 )
-def test_a_param_scale_that_says_nothing_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_param_scale_raises(options: dict[str, Any], message: str) -> None:
     if "balance" in options:
         options |= {"sample": torch.rand(2, 2)}
     with pytest.raises(ValueError, match=message):
@@ -197,7 +197,7 @@ def test_a_param_scale_that_says_nothing_is_refused(options: dict[str, Any], mes
 
 
 @pytest.mark.parametrize("balance", ["time", "memory"])
-def test_measuring_changes_nothing(balance: str) -> None:
+def test_measurement_changes_neither_module_nor_generator(balance: str) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.ReLU(inplace=True)).train()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     x = torch.randn(16, 4)
@@ -210,7 +210,7 @@ def test_measuring_changes_nothing(balance: str) -> None:
     assert not any(layer._forward_hooks for layer in module.modules())
 
 
-def test_layers_are_measured_with_the_threads_of_a_part() -> None:
+def test_measurement_uses_the_compute_threads_of_a_part() -> None:
     seen = []
 
     class Threads(nn.Module):
@@ -224,7 +224,7 @@ def test_layers_are_measured_with_the_threads_of_a_part() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_dictionaries_and_tuples_between_layers_are_measured() -> None:
+def test_measurement_handles_dictionaries_and_tuples() -> None:
     class Both(nn.Module):
         def forward(self, x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
             return x["a"] + 1, x["b"] + 1

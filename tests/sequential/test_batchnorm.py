@@ -1,4 +1,4 @@
-"""Batch normalisation: micro-batches are normalised by themselves, the running statistics are those of whole
+"""Batch normalisation: micro-batches are normalised separately, and running statistics cover whole
 batches."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from trained import OPTIMIZERS, assert_same_state, in_parts, schedules
@@ -18,7 +18,7 @@ from flowchan.pipelines.sequential.batchnorm import DeferredBatchNorm, moments
 
 
 def normalised(momentum: float | None = 0.1) -> nn.Sequential:
-    """Five layers, the first of which is a batch norm: what it sees does not depend on the parameters."""
+    """Return five layers, of which the first is a batch norm with an input that no parameter affects."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.BatchNorm1d(6, momentum=momentum),
@@ -38,8 +38,8 @@ def batches(sizes: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
 def in_micro_batches(
     module: nn.Sequential, data: Iterable[tuple[Tensor, Tensor]], chunks: int
 ) -> nn.Sequential:
-    """The plain training that a pipe promises: gradients of micro-batches add up, statistics are those of the
-    batch."""
+    """Train a copy as a pipe should: with summed gradients of micro-batches and statistics of whole
+    batches."""
     module = copy.deepcopy(module)
     optimizer = OPTIMIZERS["sgd"](module.parameters())
     for x, target in data:
@@ -55,7 +55,7 @@ def in_micro_batches(
 
 @schedules
 @pytest.mark.parametrize("recompute", [False, True])
-def test_parameters_and_statistics_are_the_promised_ones(
+def test_parameters_and_statistics_match_training_in_micro_batches(
     schedule: Any, parts: int, workers: int, recompute: bool
 ) -> None:
     module = normalised()
@@ -68,7 +68,7 @@ def test_parameters_and_statistics_are_the_promised_ones(
     assert_same_state(module, expected)
 
 
-def test_the_same_on_processes() -> None:
+def test_training_on_processes_matches_the_reference() -> None:
     module = normalised()
     data = batches([12, 12, 9])
     expected = in_micro_batches(module, data, 4)
@@ -78,28 +78,26 @@ def test_the_same_on_processes() -> None:
     assert_same_state(module, expected)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("momentum", [0.1, 0.5, None])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_running_statistics_are_those_of_the_plain_module(
-    on: Any, momentum: float | None, recompute: bool
-) -> None:
-    """Of a layer that sees what the plain module's sees: the first one."""
+def test_running_statistics_match_the_plain_module(on: Any, momentum: float | None, recompute: bool) -> None:
+    """Compare the first layer, whose input is the same in the pipe and in the plain module."""
     module = normalised(momentum)
     plain = copy.deepcopy(module)
     with in_parts(module, 2, on, recompute=recompute) as training:
         for x, target in batches([12, 12, 9]):
             training.step(x, target)
             plain(x)
-    mine, other = module[0], plain[0]
-    assert isinstance(mine, nn.BatchNorm1d)
+    actual, other = module[0], plain[0]
+    assert isinstance(actual, nn.BatchNorm1d)
     assert isinstance(other, nn.BatchNorm1d)
-    torch.testing.assert_close(mine.running_mean, other.running_mean)
-    torch.testing.assert_close(mine.running_var, other.running_var)
-    assert int(mine.num_batches_tracked) == int(other.num_batches_tracked) == 3
+    torch.testing.assert_close(actual.running_mean, other.running_mean)
+    torch.testing.assert_close(actual.running_var, other.running_var)
+    assert int(actual.num_batches_tracked) == int(other.num_batches_tracked) == 3
 
 
-def test_with_one_micro_batch_everything_is_that_of_the_plain_module() -> None:
+def test_single_micro_batch_trains_exactly_like_the_plain_module() -> None:
     module = normalised()
     plain = copy.deepcopy(module)
     optimizer = OPTIMIZERS["sgd"](plain.parameters())
@@ -112,7 +110,7 @@ def test_with_one_micro_batch_everything_is_that_of_the_plain_module() -> None:
     assert_same_state(module, plain)
 
 
-def test_a_layer_in_eval_mode_keeps_its_statistics_and_normalises_by_them() -> None:
+def test_layer_in_eval_mode_keeps_its_statistics() -> None:
     module = normalised()
     frozen = module[0].eval()
     before = copy.deepcopy(frozen.state_dict())
@@ -126,8 +124,8 @@ def test_a_layer_in_eval_mode_keeps_its_statistics_and_normalises_by_them() -> N
     assert int(module[2].num_batches_tracked) == 2
 
 
-@everywhere
-def test_evaluation_uses_the_statistics_and_leaves_them(on: Any) -> None:
+@on_both_placements
+def test_evaluation_uses_the_statistics_without_changing_them(on: Any) -> None:
     module = normalised()
     data = batches([12, 12])
     with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
@@ -139,7 +137,7 @@ def test_evaluation_uses_the_statistics_and_leaves_them(on: Any) -> None:
     torch.testing.assert_close(found, module.eval()(data[0][0]).detach())
 
 
-def test_the_modules_layers_are_as_they_were_between_two_steps() -> None:
+def test_layers_are_restored_after_each_step() -> None:
     module = normalised()
     with in_parts(module, 2) as training:
         training.step(*batches([8])[0])
@@ -147,19 +145,19 @@ def test_the_modules_layers_are_as_they_were_between_two_steps() -> None:
         assert not any(layer._forward_pre_hooks for layer in module)
 
 
-def test_a_layer_without_statistics_is_left_alone() -> None:
+def test_layer_without_statistics_is_unchanged() -> None:
     module = nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 4))
     with in_parts(module, 2, optimizer=OPTIMIZERS["sgd"]) as training:
         training.step(*batches([8])[0])
     assert not module[0].track_running_stats  # type: ignore[union-attr]
 
 
-# what it is made of
+# --- units ---
 
 
 @pytest.mark.parametrize("shape", [(40, 3), (40, 3, 5), (40, 3, 2, 2)])
 @pytest.mark.parametrize("pieces", [1, 3, 40])
-def test_moments_of_pieces_are_the_moments_of_the_whole(shape: tuple[int, ...], pieces: int) -> None:
+def test_moments_of_pieces_combine_to_those_of_the_whole(shape: tuple[int, ...], pieces: int) -> None:
     x = 1000 + torch.randn(shape, generator=torch.Generator().manual_seed(0))
     first, *others = (moments(piece) for piece in x.tensor_split(pieces))
     for other in others:
@@ -170,7 +168,7 @@ def test_moments_of_pieces_are_the_moments_of_the_whole(shape: tuple[int, ...], 
     torch.testing.assert_close(first.squares / first.count, channels.var(1, correction=0))
 
 
-def test_images_are_counted_per_channel() -> None:
+def test_statistics_of_images_are_per_channel() -> None:
     layer, plain = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
     x = torch.randn(8, 3, 5, 5, generator=torch.Generator().manual_seed(0))
     deferred = DeferredBatchNorm(layer)

@@ -1,5 +1,7 @@
-"""Bad input is an error that names the argument, the value, what is allowed and the remedy, before anything
-starts."""
+"""Wrong input raises before anything starts.
+
+The error names the argument, the value, the allowed values and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -32,28 +34,32 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "more parts than layers": (
         {"parts": 4},
         ValueError,
-        ["parts must be from 1 to 3", "number of layers", "not 4"],
+        ["parts must be from 1 to 3", "number of layers", "got 4"],
     ),
-    "no part": ({"parts": 0}, ValueError, ["parts must be from 1 to 3", "not 0"]),
-    "a negative number of parts": ({"parts": -2}, ValueError, ["not -2"]),
+    "zero parts": ({"parts": 0}, ValueError, ["parts must be from 1 to 3", "got 0"]),
+    "a negative number of parts": ({"parts": -2}, ValueError, ["got -2"]),
     "parts is a bool": ({"parts": True}, TypeError, ["parts must be an int, or a list", "True (bool)"]),
     "parts is a float": ({"parts": 2.5}, TypeError, ["2.5 (float)"]),
     "parts is a text": ({"parts": "2"}, TypeError, ["'2' (str)"]),
     "a list that adds up to less": (
         {"parts": [1, 1]},
         ValueError,
-        ["parts=[1, 1] must add up to 3", "not to 2"],
+        ["parts=[1, 1] must add up to 3", "got 2"],
     ),
-    "a list that adds up to more": ({"parts": (2, 2)}, ValueError, ["must add up to 3", "not to 4"]),
-    "a list with a zero": ({"parts": [3, 0]}, ValueError, ["parts=[3, 0]", "at least 1", "not 0"]),
-    "a list with a text": ({"parts": [2, "1"]}, ValueError, ["ints of at least 1", "not '1'"]),
+    "a list that adds up to more": ({"parts": (2, 2)}, ValueError, ["must add up to 3", "got 4"]),
+    "a list with a zero": ({"parts": [3, 0]}, ValueError, ["parts=[3, 0]", "at least 1", "got 0"]),
+    "a list with a text": ({"parts": [2, "1"]}, ValueError, ["ints of at least 1", "got '1'"]),
     "an empty list": ({"parts": []}, ValueError, ["parts=[] must add up to 3"]),
-    "an unknown place": ({"on": "gpu"}, ValueError, ['on must be "thread", "process" or a pool', "'gpu'"]),
-    "a place that is no text": ({"on": None}, ValueError, ['"thread", "process" or a pool', "None"]),
-    "no chunks": (
+    "an unknown placement": (
+        {"on": "gpu"},
+        ValueError,
+        ['on must be "thread", "process" or a pool', "'gpu'"],
+    ),
+    "a placement that is not a text": ({"on": None}, ValueError, ['"thread", "process" or a pool', "None"]),
+    "zero chunks": (
         {"chunks": 0},
         ValueError,
-        ["chunks must be at least 1, not 0", "1 sends each batch as a whole"],
+        ["chunks must be at least 1, got 0", "use 1 to send whole batches"],
     ),
     "chunks is a float": ({"chunks": 2.0}, TypeError, ["chunks must be an int of at least 1", "2.0 (float)"]),
     "an unknown balance": (
@@ -61,42 +67,50 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ['balance must be "time", "memory" or None', "speed"],
     ),
-    "a balance without a sample": ({"balance": "time"}, ValueError, ["balance='time'", "give sample="]),
+    "a balance without a sample": (
+        {"balance": "time"},
+        ValueError,
+        ["balance='time'", "sample must be a typical batch"],
+    ),
     "a sample without a balance": (
         {"sample": torch.ones(2, 3)},
         ValueError,
-        ["sample is for measuring", "balance="],
+        ["balance must be", "with sample"],
     ),
     "a balance and a list": (
         {"balance": "time", "sample": torch.ones(2, 3), "parts": [1, 2]},
         ValueError,
-        ["parts=[1, 2] says", "give parts=2"],
+        ["got [1, 2]", "use parts=2"],
     ),
-    "a sample that is no tensor": (
+    "a sample that is not a tensor": (
         {"balance": "time", "sample": [1]},
         TypeError,
         ["sample[0] must be a tensor", "(int)"],
     ),
-    "an unknown device": ({"devices": ["cpu", "abacus"]}, ValueError, ["device 'abacus'", "here are cpu"]),
-    "a device that is not there": (
+    "an unknown device": (
+        {"devices": ["cpu", "abacus"]},
+        ValueError,
+        ["usable devices (cpu", "got 'abacus'"],
+    ),
+    "a missing device": (
         {"devices": ["cpu", "cuda:99"]},
         ValueError,
-        ["device 'cuda:99'", "there is none"],
+        ["got 'cuda:99'", "it does not exist"],
     ),
-    "a device without numbers": ({"devices": ["meta", "cpu"]}, ValueError, ["device 'meta'"]),
-    "a device that is none": ({"devices": ["cpu", None]}, ValueError, ["device None"]),
-    "too few devices": ({"devices": ["cpu"]}, ValueError, ["devices must be 2, one for each part, not 1"]),
+    "a device without values": ({"devices": ["meta", "cpu"]}, ValueError, ["got 'meta'"]),
+    "a device that is None": ({"devices": ["cpu", None]}, ValueError, ["got None"]),
+    "too few devices": ({"devices": ["cpu"]}, ValueError, ["devices must be 2, one for each part, got 1"]),
     "a pool with shares of workers": (
         {"on": local(2)[{"local-1": 1}]},
         ValueError,
-        ["a part goes to each host of the pool in turn", "local-1 can't have shares"],
+        ["on must be a pool without shares", "got local-1"],
     ),
     "devices is a text": ({"devices": "cpu"}, TypeError, ["devices must be a list", "'cpu' (str)"]),
 }
 
 
 @pytest.mark.parametrize(("arguments", "kind", "words"), WRONG.values(), ids=WRONG)
-def test_a_wrong_argument_is_named_with_what_is_allowed(
+def test_wrong_argument_raises_with_the_allowed_values(
     arguments: dict[str, Any], kind: type[Exception], words: list[str]
 ) -> None:
     with pytest.raises(kind) as raised:
@@ -108,7 +122,7 @@ def test_a_wrong_argument_is_named_with_what_is_allowed(
     ("on", "method", "refused"),
     [("process", "fork", True), ("process", "spawn", False), ("thread", "fork", False)],
 )
-def test_forked_processes_with_cuda_are_refused_before_anything_uses_it(
+def test_cuda_in_forked_processes_raises_before_any_use(
     monkeypatch: pytest.MonkeyPatch, on: Any, method: str, refused: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -128,7 +142,7 @@ def test_forked_processes_with_cuda_are_refused_before_anything_uses_it(
 
 
 class Shy:
-    """Has no repr."""
+    """Object whose ``repr`` fails."""
 
     def __repr__(self) -> str:
         raise LookupError("no repr")
@@ -137,21 +151,21 @@ class Shy:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ({"parts": Shy()}, "not <Shy whose"),
-        ({"parts": [2, Shy()]}, "not <Shy whose"),
-        ({"on": Shy()}, "not <Shy whose"),
-        ({"chunks": Shy()}, "not <Shy whose"),
-        ({"balance": Shy()}, "not <Shy whose"),
+        ({"parts": Shy()}, "got <Shy whose"),
+        ({"parts": [2, Shy()]}, "got <Shy whose"),
+        ({"on": Shy()}, "got <Shy whose"),
+        ({"chunks": Shy()}, "got <Shy whose"),
+        ({"balance": Shy()}, "got <Shy whose"),
         (
             {"balance": "time", "sample": {Shy(): 1}},
             "sample[<Shy whose repr raises LookupError>] must be a tensor",
         ),
-        ({"devices": Shy()}, "not <Shy whose"),
-        ({"devices": ["cpu", Shy()]}, "device <Shy whose repr raises LookupError> of devices"),
-        ({"devices": ["cpu", "cpu", Shy()]}, "not 3: <list whose repr raises LookupError>"),
+        ({"devices": Shy()}, "got <Shy whose"),
+        ({"devices": ["cpu", Shy()]}, "got <Shy whose repr raises LookupError> ("),
+        ({"devices": ["cpu", "cpu", Shy()]}, "got 3: <list whose repr raises LookupError>"),
     ],
 )
-def test_an_object_whose_repr_fails_is_named_by_its_type(arguments: dict[str, Any], word: str) -> None:
+def test_error_names_the_type_if_repr_fails(arguments: dict[str, Any], word: str) -> None:
     with pytest.raises((TypeError, ValueError)) as raised:
         Sequential(model(), **arguments)
     assert words_in(raised, word)
@@ -160,15 +174,15 @@ def test_an_object_whose_repr_fails_is_named_by_its_type(arguments: dict[str, An
 @pytest.mark.parametrize(
     "argument", ["loss", "optimizer", "schedule", "workers", "recompute", "clip", "autocast"]
 )
-def test_so_it_is_in_a_training(argument: str) -> None:
+def test_training_error_names_the_type_if_repr_fails(argument: str) -> None:
     with pytest.raises(
         (TypeError, ValueError),
-        match=rf"^training: {argument} must be .*not (<Shy whose repr raises LookupError>|Shy)( \(Shy\))?$",
+        match=rf"^training: {argument} must be .*(not|got) (<Shy whose .* LookupError>|Shy)( \(Shy\))?$",
     ):
         Sequential(model()).trainer(**{"loss": nn.functional.mse_loss, argument: Shy()})
 
 
-def test_a_misspelt_option_of_a_training_is_told_which_one_was_meant() -> None:
+def test_misspelt_training_option_raises_with_a_suggestion() -> None:
     misspelt: dict[str, Any] = {"optimiser": torch.optim.SGD}
     with pytest.raises(TypeError, match=r"^trainer: has no option 'optimiser'; did you mean 'optimizer'\?$"):
         Sequential(model()).trainer(loss=nn.functional.mse_loss, **misspelt)
@@ -177,24 +191,22 @@ def test_a_misspelt_option_of_a_training_is_told_which_one_was_meant() -> None:
 @pytest.mark.parametrize(
     ("module", "kind", "words"),
     [
-        (nn.Linear(2, 2), ValueError, ["parts must be from 1 to 1, the number of layers, not 2"]),
+        (nn.Linear(2, 2), ValueError, ["parts must be from 1 to 1, the number of layers, got 2"]),
         (5, TypeError, ["nn.Module or a list of layers", "5 (int)"]),
         (None, TypeError, ["None (NoneType)"]),
         ([nn.Linear(2, 2), torch.relu], TypeError, ["layer 1 of module must be an nn.Module"]),
-        ([], ValueError, ["module has no layers"]),
-        (nn.Sequential(), ValueError, ["module has no layers"]),
+        ([], ValueError, ["module must have at least one layer"]),
+        (nn.Sequential(), ValueError, ["module must have at least one layer"]),
         (nn.Sequential(nn.LazyLinear(3), nn.ReLU()), ValueError, ["'0.weight'", "call module(x) once"]),
     ],
 )
-def test_a_module_that_has_no_layers_in_a_row_is_refused(
-    module: Any, kind: type[Exception], words: list[str]
-) -> None:
+def test_module_without_a_row_of_layers_raises(module: Any, kind: type[Exception], words: list[str]) -> None:
     with pytest.raises(kind) as raised:
         Sequential(module)
     assert words_in(raised, *words)
 
 
-def test_hooks_of_the_container_are_refused_and_those_of_layers_are_not() -> None:
+def test_hooks_of_the_container_raise_and_those_of_layers_work() -> None:
     module = model()
     seen = []
     module[0].register_forward_hook(lambda *_: seen.append("layer"))
@@ -207,7 +219,7 @@ def test_hooks_of_the_container_are_refused_and_those_of_layers_are_not() -> Non
     assert words_in(raised, "register them on its layers")
 
 
-# --- what can't be sent to a process ---
+# --- pickling ---
 
 
 class Locked(nn.Module):
@@ -221,22 +233,22 @@ class Locked(nn.Module):
             return x
 
 
-def test_a_layer_that_cannot_be_pickled_is_named_with_what_is_in_the_way() -> None:
+def test_unpicklable_layer_raises_with_the_culprit() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(), Locked()))
     with pytest.raises(TypeError) as raised:
         Sequential(module, on="process")
     assert words_in(
         raised,
         "layer '1' (Sequential) of part 1",
-        "1.1.tools['lock'] is of type lock",
+        "must be picklable, got 1.1.tools['lock'] of type lock",
         'use on="thread"',
-        "__getstate__",
+        "create it in forward()",
     )
     with Sequential(module, on="thread") as pipe:
         assert pipe(torch.ones(2, 3)).shape == (2, 3)
 
 
-def test_a_layer_of_a_lambda_is_sent() -> None:
+def test_layer_with_a_lambda_is_sent_to_a_process() -> None:
     class Apply(nn.Module):
         def __init__(self, function: Any) -> None:
             super().__init__()
@@ -250,11 +262,11 @@ def test_a_layer_of_a_lambda_is_sent() -> None:
         assert torch.equal(pipe(torch.ones(3)), torch.full((3,), 4.0))
 
 
-# --- the batch dimension ---
+# --- batch dimension ---
 
 
 class Fold(nn.Module):
-    """(n, 4) becomes (2 n, 2)."""
+    """Reshapes (n, 4) to (2 n, 2)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.reshape(-1, 2)
@@ -271,7 +283,7 @@ class Total(nn.Module):
 
 
 class Fixed(nn.Module):
-    """Two rows, whatever comes."""
+    """Returns two rows for any input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:2]
@@ -290,63 +302,63 @@ CHANGES: dict[str, tuple[list[nn.Module], str, tuple[int, ...]]] = {
     "folds": ([nn.Linear(4, 4), Fold(), nn.ReLU()], "layer '1' (Fold)", (16, 2)),
     "flattens all": ([nn.Linear(4, 4), nn.Flatten(0)], "layer '1' (Flatten)", (32,)),
     "sums": ([nn.Linear(4, 4), Total()], "layer '1' (Total)", ()),
-    "keeps two by chance": ([Fixed(), nn.ReLU()], "layer '0' (Fixed)", (2, 4)),
+    "keeps two rows": ([Fixed(), nn.ReLU()], "layer '0' (Fixed)", (2, 4)),
 }
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
 @pytest.mark.parametrize(("layers", "culprit", "shape"), CHANGES.values(), ids=CHANGES)
-def test_a_layer_that_changes_the_batch_dimension_is_named_before_anything_starts(
+def test_layer_that_changes_the_batch_dimension_raises_before_start(
     layers: list[nn.Module], culprit: str, shape: tuple[int, ...], on: Any
 ) -> None:
     chunks = 8 if culprit == "layer '0' (Fixed)" else 1
     with Sequential(layers, on=on, chunks=chunks) as pipe:
         x = torch.randn(16 if chunks == 8 else 8, 4)
-        with pytest.raises(ValueError, match="changes the batch dimension") as raised:
+        with pytest.raises(ValueError, match="must keep the batch dimension") as raised:
             pipe(x)
-        assert words_in(raised, culprit, str(shape), "micro-batches can be joined only")
+        assert words_in(raised, culprit, str(shape), "apply it to the joined output")
         assert not started(pipe)
 
 
-def test_a_change_that_a_later_layer_takes_back_is_none() -> None:
+def test_batch_dimension_may_change_between_layers() -> None:
     module = nn.Sequential(nn.Linear(4, 4), Fold(), nn.Linear(2, 2), Unfold())
     x = torch.randn(10, 4)
     with Sequential(module, parts=[2, 2]) as pipe, torch.no_grad():
         assert torch.allclose(pipe(x), module(x))
 
 
-def test_an_output_that_is_no_tensor_is_named() -> None:
+def test_output_other_than_a_tensor_raises_with_its_path() -> None:
     with Sequential([nn.Linear(4, 4), WithNumber()]) as pipe:
         with pytest.raises(TypeError) as raised:
             pipe(torch.randn(8, 4))
-        assert words_in(raised, "the output[1] is 7 (int)", "layer '1' (WithNumber)", "must be tensors")
+        assert words_in(raised, "the output[1] must be a tensor, got 7 (int)", "layer '1' (WithNumber)")
         assert not started(pipe)
 
 
-def test_the_hidden_state_of_an_lstm_has_the_batch_elsewhere() -> None:
+def test_hidden_state_of_an_lstm_raises() -> None:
     with Sequential([nn.Linear(4, 4), nn.LSTM(4, 3, batch_first=True)]) as pipe:
-        with pytest.raises(ValueError, match="changes the batch dimension") as raised:
+        with pytest.raises(ValueError, match="must keep the batch dimension") as raised:
             pipe(torch.randn(8, 5, 4))
         assert words_in(raised, "layer '1' (LSTM)", "the output[1][0]", "(1, 2, 3)")
 
 
-def test_layers_without_meta_kernels_are_checked_when_they_run() -> None:
+def test_layers_without_meta_kernels_are_checked_at_run_time() -> None:
     class Numbers(nn.Module):
-        """Looks at the numbers, so it can't do without."""
+        """Reads values, so it cannot run on the device ``meta``."""
 
         def forward(self, x: Tensor) -> Tensor:
             return x[x[:, 0] > float(x.min())] if x.shape[0] > 1 else x
 
     with Sequential([nn.Identity(), Numbers()], chunks=2) as pipe:
         with pytest.raises(
-            ValueError, match="the module made 2 samples of the 3 of micro-batch 0 of batch 0"
+            ValueError, match="micro-batch 0 of batch 0 must have 3 samples like its input, got 2"
         ):
             pipe(torch.arange(6.0).reshape(6, 1))
         assert started(pipe)
         assert pipe(torch.arange(2.0).reshape(2, 1)).shape == (2, 1)
 
 
-def test_the_check_changes_no_buffer_and_draws_no_random_number() -> None:
+def test_check_changes_neither_buffers_nor_generator() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), Total()).train()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     state = torch.get_rng_state()
@@ -362,11 +374,11 @@ def test_the_check_changes_no_buffer_and_draws_no_random_number() -> None:
     [
         ("text", TypeError, "x must be a tensor"),
         ({"a": torch.ones(2, 3), "b": 1}, TypeError, "x['b'] must be a tensor"),
-        ((torch.ones(2, 3), torch.ones(3, 3)), ValueError, "x[1] has a batch of 3"),
-        (torch.tensor(1.0), ValueError, "no dimension"),
+        ((torch.ones(2, 3), torch.ones(3, 3)), ValueError, "x[1] must have the batch size 2"),
+        (torch.tensor(1.0), ValueError, "must have a batch dimension"),
     ],
 )
-def test_an_input_that_cannot_be_split_starts_nothing(x: Any, kind: type[Exception], word: str) -> None:
+def test_input_that_cannot_be_split_raises_before_start(x: Any, kind: type[Exception], word: str) -> None:
     with Sequential(model()) as pipe:
         with pytest.raises(kind) as raised:
             pipe(x)

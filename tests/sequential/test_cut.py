@@ -1,4 +1,4 @@
-"""Where a module is cut, and into how many micro-batches a batch is split, when nobody says it."""
+"""Default cut of a module, and default number of micro-batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -17,11 +17,11 @@ from flowchan.pipelines import Sequential
 
 @pytest.fixture(autouse=True)
 def _equal_layers() -> None:
-    """Here layers are measured."""
+    """Override the fixture, so that layers are measured."""
 
 
 class Costs(nn.Module):
-    """Computes ``times`` equal products of matrices."""
+    """Computes ``times`` equal matrix products."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -37,9 +37,9 @@ def uneven() -> nn.Sequential:
     return nn.Sequential(Costs(60), Costs(40), *(Costs(1) for _ in range(6)))
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_cut_is_measured_with_the_first_batch_and_kept(on: Any, stream: bool) -> None:
+def test_cut_is_measured_with_the_first_batch_and_kept(on: Any, stream: bool) -> None:
     with Sequential(uneven(), parts=2, on=on) as pipe:
         assert [len(part.module) for part in pipe.parts] == [4, 4]
         x = torch.randn(512, 64)
@@ -53,7 +53,7 @@ def test_the_cut_is_measured_with_the_first_batch_and_kept(on: Any, stream: bool
 @pytest.mark.parametrize(
     "options", [{"parts": [3, 5]}, {"parts": 8}, {"balance": "memory", "sample": torch.ones(2, 3)}]
 )
-def test_layers_are_not_called_to_measure_a_cut_that_is_said_or_the_only_one(options: Any) -> None:
+def test_given_cut_is_not_measured(options: Any) -> None:
     calls: list[int] = []
 
     class Counts(nn.Module):
@@ -68,7 +68,7 @@ def test_layers_are_not_called_to_measure_a_cut_that_is_said_or_the_only_one(opt
     assert calls == [2] * 8
 
 
-def test_a_layer_that_cant_be_measured_leaves_the_cut_even() -> None:
+def test_cut_stays_even_if_a_layer_cannot_be_measured() -> None:
     class Alone(nn.Identity):
         def __deepcopy__(self, memo: Any) -> Any:
             raise TypeError("no copies")
@@ -78,11 +78,11 @@ def test_a_layer_that_cant_be_measured_leaves_the_cut_even() -> None:
         assert [len(part.module) for part in pipe.parts] == [2, 2]
 
 
-@everywhere
-def test_a_pipe_that_cant_win_says_so_once(on: Any) -> None:
+@on_both_placements
+def test_slow_pipe_warns_once(on: Any) -> None:
     x = torch.ones(2, 1)
     with Sequential([nn.Identity() for _ in range(4)], parts=2, on=on) as pipe:
-        with pytest.warns(RuntimeWarning, match=r"won't be quicker than by itself with one compute thread: "):
+        with pytest.warns(RuntimeWarning, match="will not be faster .* with one compute thread: "):
             pipe(x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -90,12 +90,12 @@ def test_a_pipe_that_cant_win_says_so_once(on: Any) -> None:
             list(pipe.stream([x]))
 
 
-def test_a_pipe_that_cant_win_says_with_how_many_threads_the_module_does_better() -> None:
+def test_slow_pipe_warns_with_the_number_of_compute_threads() -> None:
     torch.set_num_threads(3)
     try:
         with (
             Sequential([nn.Identity() for _ in range(4)]) as pipe,
-            pytest.warns(RuntimeWarning, match="in 2 parts .* by itself with torch's 3 compute threads: "),
+            pytest.warns(RuntimeWarning, match="in 2 parts, .* with torch's 3 compute threads: "),
         ):
             pipe(torch.ones(2, 1))
     finally:
@@ -105,14 +105,14 @@ def test_a_pipe_that_cant_win_says_with_how_many_threads_the_module_does_better(
 @pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="one core for two parts: run this on two cores or more"
 )
-def test_a_pipe_that_wins_says_nothing() -> None:
+def test_fast_pipe_does_not_warn() -> None:
     with Sequential([Costs(30) for _ in range(4)], parts=2) as pipe, warnings.catch_warnings():
         warnings.simplefilter("error")
         pipe(torch.randn(512, 64))
 
 
 class Sizes(nn.Module):
-    """Notes how large micro-batches are."""
+    """Records the sizes of micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,9 +125,8 @@ class Sizes(nn.Module):
 
 
 @pytest.mark.parametrize(("samples", "chunks"), [(64, 1), (256, 1), (1100, 4), (5000, 8)])
-def test_calls_and_training_split_batches_only_into_chunks_that_pay(samples: int, chunks: int) -> None:
-    """Two parts, 400,000 operations a sample: a micro-batch of 50 million for each of them has 250
-    samples."""
+def test_number_of_chunks_depends_on_the_work(samples: int, chunks: int) -> None:
+    """Two parts and 400,000 operations per sample: 50 million operations per part need 250 samples."""
     sizes = Sizes()
     module = nn.Sequential(nn.Linear(400, 500, bias=False), sizes)
     pieces = [len(piece) for piece in torch.empty(samples, 0).tensor_split(chunks)]
@@ -141,7 +140,7 @@ def test_calls_and_training_split_batches_only_into_chunks_that_pay(samples: int
     assert sizes.seen == pieces
 
 
-def test_where_nothing_is_known_of_the_work_there_are_eight_chunks() -> None:
+def test_unknown_work_gives_eight_chunks() -> None:
     sizes = Sizes()
     with Sequential([sizes, nn.Identity()]) as pipe:
         pipe(torch.ones(16, 1))

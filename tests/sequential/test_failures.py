@@ -1,5 +1,4 @@
-"""A training that fails says where: the part, the schedule's step, the micro-batch. Nothing hangs, and
-nothing is left."""
+"""A failing training names the part, the schedule's step and the micro-batch. Nothing hangs or is left."""
 
 from __future__ import annotations
 
@@ -15,18 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from support.waiting import wait_until
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
-from trained import OPTIMIZERS, Gate, assert_same_state, batches, in_parts, perceptron, plainly
+from trained import OPTIMIZERS, Blocker, assert_same_state, batches, in_parts, perceptron, train_plainly
 
 from flowchan import RunError, WorkerDied
 
 
 class Custom(Exception):
-    """Can't be sent to another process as it is."""
+    """Exception that cannot be pickled."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(one + two)
@@ -34,7 +33,7 @@ class Custom(Exception):
 
 
 class At(nn.Module):
-    """Calls ``act`` when the n-th micro-batch goes forward, or backward, counted from 0 on."""
+    """Calls ``act`` in the forward or backward pass of micro-batch number ``chunk``, counted from 0."""
 
     def __init__(self, chunk: int, act: Callable[[], None], backward: bool = False) -> None:
         super().__init__()
@@ -53,7 +52,7 @@ class At(nn.Module):
 
 
 class Watched(torch.autograd.Function):
-    """Nothing but its way back, which is told."""
+    """Identity that reports its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: At) -> Tensor:
@@ -71,7 +70,7 @@ def bad() -> None:
 
 
 def with_layer(layer: nn.Module) -> nn.Sequential:
-    """Nine layers, three for each of three parts; ``layer`` is in the middle of part 1."""
+    """Return nine layers for three parts, with ``layer`` in the middle of part 1."""
     module = perceptron()
     module[4] = nn.Sequential(nn.Linear(12, 12), layer)
     module[3] = nn.Linear(12, 12)
@@ -79,7 +78,7 @@ def with_layer(layer: nn.Module) -> nn.Sequential:
 
 
 def failure_of(module: nn.Sequential, on: Any, steps: int = 1, **options: Any) -> RunError:
-    """What ``step`` raises. The last step is the one that shall."""
+    """Run ``steps`` training steps, and return the error of the last one."""
     ((x, target),) = batches([8])
     options.setdefault("optimizer", OPTIMIZERS["sgd"])
     with in_parts(module, 3, on, **options) as training:
@@ -92,25 +91,25 @@ def failure_of(module: nn.Sequential, on: Any, steps: int = 1, **options: Any) -
     return raised.value
 
 
-# exceptions
+# --- exceptions ---
 
 
-@everywhere
-def test_a_failure_going_forward_names_part_step_and_micro_batch(on: Any) -> None:
+@on_both_placements
+def test_failure_in_a_forward_pass_names_part_and_step(on: Any) -> None:
     error = failure_of(with_layer(At(2, bad)), on)
     assert error.message == "part 1 (layers '3' to '5'), step F2 (micro-batch 2 of 4): ValueError: bad"
     assert repr(error.exceptions[0].__cause__) == "ValueError('bad')"
     assert error.exceptions[0].stage == "part 1"
 
 
-@everywhere
-def test_a_failure_going_backward_names_part_step_and_micro_batch(on: Any) -> None:
+@on_both_placements
+def test_failure_in_a_backward_pass_names_part_and_step(on: Any) -> None:
     error = failure_of(with_layer(At(1, bad, backward=True)), on, schedule="gpipe")
     assert error.message == "part 1 (layers '3' to '5'), step B1 (micro-batch 1 of 4): ValueError: bad"
 
 
-@everywhere
-def test_a_failure_in_the_loss_names_the_last_part(on: Any) -> None:
+@on_both_placements
+def test_failure_in_the_loss_names_the_last_part(on: Any) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         raise ValueError("no loss")
 
@@ -118,31 +117,30 @@ def test_a_failure_in_the_loss_names_the_last_part(on: Any) -> None:
     assert error.message == "part 2 (layers '6' to '8'), step F0 (micro-batch 0 of 4): ValueError: no loss"
 
 
-def test_a_loss_that_is_no_mean_says_what_it_is() -> None:
+def test_loss_with_dimensions_raises_with_its_shape() -> None:
     error = failure_of(
         perceptron(), "thread", loss=lambda output, target: cross_entropy(output, target, reduction="none")
     )
     assert (
-        "step F0 (micro-batch 0 of 4): TypeError: the loss must be a tensor without dimensions"
-        in error.message
+        "step F0 (micro-batch 0 of 4): TypeError: loss must be a tensor without dimensions" in error.message
     )
-    assert "not one of shape (2,)" in error.message
+    assert "got shape (2,)" in error.message
 
 
-@everywhere
-def test_a_loss_that_is_nan_for_a_micro_batch_of_padding_only_is_named(on: Any) -> None:
+@on_both_placements
+def test_nan_loss_of_a_padded_micro_batch_raises(on: Any) -> None:
     ((x, target),) = batches([8])
-    target[4:6] = -100  # cross_entropy's ignore_index: all of micro-batch 2
+    target[4:6] = -100  # cross_entropy's ignore_index, for all of micro-batch 2
     with in_parts(perceptron(), 3, on) as training, pytest.raises(RunError) as raised:
         training.step(x, target)
     assert re.match(
-        r"part 2 \(.*\), step F2 \(micro-batch 2 of 4\): ValueError: the loss of this micro-batch "
-        r"is NaN, though .* finite",
+        r"part 2 \(.*\), step F2 \(micro-batch 2 of 4\): ValueError: loss must be finite "
+        r"for a finite output, got NaN",
         raised.value.message,
     )
 
 
-def test_a_loss_that_is_nan_in_the_plain_module_too_is_no_error() -> None:
+def test_nan_loss_is_allowed_if_the_plain_loss_is_nan() -> None:
     ((x, target),) = batches([8])
     with in_parts(perceptron(), 3, chunks=1) as training:
         assert torch.isnan(training.step(x, torch.full_like(target, -100)))
@@ -151,20 +149,20 @@ def test_a_loss_that_is_nan_in_the_plain_module_too_is_no_error() -> None:
         assert torch.isnan(training.step(x, target))
 
 
-@everywhere
-def test_a_failure_in_the_optimizer_names_its_part_and_the_step(on: Any) -> None:
+@on_both_placements
+def test_failure_in_the_optimizer_names_part_and_step(on: Any) -> None:
     class Fails(SGD):
         def step(self, closure: Any = None) -> None:
             if len(self.param_groups[0]["params"]) == 7:
                 raise ValueError("no update")
 
-    module = with_layer(nn.PReLU())  # part 1 alone has seven parameters: two linear layers more, and this
+    module = with_layer(nn.PReLU())  # only part 1 has seven parameters: two more linear layers and this one
     module[5] = nn.Linear(12, 12)
     error = failure_of(module, on, optimizer=lambda parameters: Fails(parameters, lr=0.1))
     assert error.message == "part 1 (layers '3' to '5'), update at the end of step 0: ValueError: no update"
 
 
-def test_an_optimizer_that_a_worker_cant_make_names_its_part() -> None:
+def test_failure_to_create_an_optimizer_names_the_part() -> None:
     parent = threading.get_ident()
 
     def made(parameters: Any) -> SGD:
@@ -176,18 +174,18 @@ def test_an_optimizer_that_a_worker_cant_make_names_its_part() -> None:
     assert re.fullmatch(r"part \d \(.*\), making its optimizer: ValueError: not here", error.message)
 
 
-def test_a_failure_when_it_is_computed_again_names_the_backward_step() -> None:
+def test_failure_while_recomputing_names_the_backward_step() -> None:
     error = failure_of(with_layer(At(5, bad)), "thread", recompute=True, schedule="gpipe")
     assert error.message == "part 1 (layers '3' to '5'), step B1 (micro-batch 1 of 4): ValueError: bad"
 
 
-def test_a_failure_in_an_interleaved_schedule_names_the_part_of_the_worker() -> None:
+def test_failure_in_an_interleaved_schedule_names_the_part() -> None:
     module = with_layer(At(1, bad))
     error = failure_of(module, "thread", schedule="interleaved", workers=2)
     assert error.message == "part 1 (layers '3' to '5'), step F1 (micro-batch 1 of 4): ValueError: bad"
 
 
-def test_a_failure_in_a_later_step_and_in_an_evaluation_are_told_so() -> None:
+def test_failure_in_a_later_step_or_evaluation_names_it() -> None:
     module = with_layer(At(9, bad))
     assert "step F1 (micro-batch 1 of 4)" in failure_of(module, "thread", steps=3).message
     with in_parts(with_layer(At(3, bad)), 3) as training, pytest.raises(RunError) as raised:
@@ -197,7 +195,7 @@ def test_a_failure_in_a_later_step_and_in_an_evaluation_are_told_so() -> None:
     )
 
 
-def test_an_exception_that_cant_be_sent_is_told_by_its_text() -> None:
+def test_unpicklable_exception_is_reported_by_its_text() -> None:
     def raises() -> None:
         raise Custom("too ", "much")
 
@@ -207,28 +205,28 @@ def test_an_exception_that_cant_be_sent_is_told_by_its_text() -> None:
     )
 
 
-@everywhere
-def test_a_layer_that_exits_is_a_failure_as_any_other(on: Any) -> None:
+@on_both_placements
+def test_layer_that_calls_exit_is_reported_as_a_failure(on: Any) -> None:
     error = failure_of(with_layer(At(1, sys.exit)), on)
     assert error.message == "part 1 (layers '3' to '5'), step F1 (micro-batch 1 of 4): SystemExit: "
 
 
-@everywhere
-def test_after_a_failure_going_forward_the_module_has_what_the_steps_before_have_learned(on: Any) -> None:
+@on_both_placements
+def test_module_keeps_earlier_steps_after_a_failure(on: Any) -> None:
     module = with_layer(At(9, bad))
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], [*batches([8])] * 2)
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], [*batches([8])] * 2)
     failure_of(module, on, steps=3)
     assert_same_state(module, plain)
 
 
-# deaths
+# --- killed workers ---
 
 
-def killed_at(gate: Gate, pid: Path, mark: Path | None = None) -> threading.Thread:
-    """Kills the process that is held up at the gate, when ``mark`` is there too."""
+def killed_at(blocker: Blocker, pid: Path, mark: Path | None = None) -> threading.Thread:
+    """Kill the process that waits at the blocker, after ``mark`` exists."""
 
     def kill() -> None:
-        gate.wait_held()
+        blocker.wait_held()
         if mark is not None:
             wait_until(mark.exists)
         os.kill(int(pid.read_text()), signal.SIGKILL)
@@ -239,16 +237,14 @@ def killed_at(gate: Gate, pid: Path, mark: Path | None = None) -> threading.Thre
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_worker_that_is_killed_in_a_step_ends_it_with_its_part_and_how_far_it_was(
-    tmp_path: Path, backward: bool
-) -> None:
-    gate, pid = Gate(), tmp_path / "pid"
+def test_killed_worker_is_reported_with_part_and_progress(tmp_path: Path, backward: bool) -> None:
+    blocker, pid = Blocker(), tmp_path / "pid"
 
     def hold() -> None:
         pid.write_text(str(os.getpid()))
-        gate.wait()
+        blocker.wait()
 
-    killer = killed_at(gate, pid)
+    killer = killed_at(blocker, pid)
     error = failure_of(with_layer(At(6, hold, backward)), "process", steps=2)
     killer.join()
     cause = error.exceptions[0].__cause__
@@ -256,47 +252,47 @@ def test_a_worker_that_is_killed_in_a_step_ends_it_with_its_part_and_how_far_it_
     assert cause.exitcode == -signal.SIGKILL
     place = (
         r"part 1 \(layers '3' to '5'\), step 1, (after [FB]\d \(micro-batch \d of 4\)|before "
-        r"anything of it was seen): "
+        r"any step known to be complete): "
     )
     assert re.match(
         place + r"WorkerDied: the process of worker part 1 1 was killed by SIGKILL", error.message
     )
 
 
-def test_how_far_a_dead_worker_was_is_read_from_what_the_others_have(tmp_path: Path) -> None:
-    gate, pid = Gate(), tmp_path / "pid"
+def test_killed_worker_without_received_output_has_no_known_step(tmp_path: Path) -> None:
+    blocker, pid = Blocker(), tmp_path / "pid"
 
     def hold() -> None:
         pid.write_text(str(os.getpid()))
-        gate.wait()
+        blocker.wait()
 
     ((x, target),) = batches([8])
     module = nn.Sequential(nn.Linear(6, 4), At(6, hold))
     with in_parts(module, 2, "process", schedule="gpipe", optimizer=OPTIMIZERS["sgd"]) as training:
         training.step(x, target)
-        killer = killed_at(gate, pid)
+        killer = killed_at(blocker, pid)
         with pytest.raises(RunError) as raised:
             training.step(x, target)
         killer.join()
     assert raised.value.message.startswith(
-        "part 1 (layer '1'), step 1, before anything of it was seen: WorkerDied"
+        "part 1 (layer '1'), step 1, before any step known to be complete: WorkerDied"
     )
 
 
-def test_a_dead_worker_is_told_with_the_last_step_whose_output_another_one_took(tmp_path: Path) -> None:
-    """It is held up in F2 of step 1; F1 has reached the next part."""
-    gate, pid, arrived = Gate(), tmp_path / "pid", tmp_path / "arrived"
+def test_killed_worker_is_reported_with_its_last_received_step(tmp_path: Path) -> None:
+    """The worker waits in F2 of step 1, after F1 has reached the next part."""
+    blocker, pid, arrived = Blocker(), tmp_path / "pid", tmp_path / "arrived"
 
     def hold() -> None:
         pid.write_text(str(os.getpid()))
-        gate.wait()
+        blocker.wait()
 
     ((x, target),) = batches([8])
     module = nn.Sequential(At(6, hold), nn.Linear(6, 4), At(5, arrived.touch))
 
     with in_parts(module, [2, 1], "process", schedule="gpipe", optimizer=OPTIMIZERS["sgd"]) as training:
         training.step(x, target)
-        killer = killed_at(gate, pid, arrived)
+        killer = killed_at(blocker, pid, arrived)
         with pytest.raises(RunError) as raised:
             training.step(x, target)
         killer.join()
@@ -304,12 +300,12 @@ def test_a_dead_worker_is_told_with_the_last_step_whose_output_another_one_took(
     assert raised.value.message.startswith(place)
 
 
-def test_a_worker_that_exits_in_a_step_ends_it() -> None:
+def test_worker_that_exits_ends_the_step() -> None:
     error = failure_of(with_layer(At(1, lambda: os._exit(3))), "process")
     assert re.match(r"part 1 .*, step 0, .*: WorkerDied: .* exited with code 3", error.message)
 
 
-def test_a_worker_that_is_killed_between_two_steps_is_told_in_the_next(tmp_path: Path) -> None:
+def test_worker_killed_between_steps_is_reported_in_the_next(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     module = with_layer(At(0, lambda: pid.write_text(str(os.getpid()))))  # type: ignore[arg-type,return-value]
     ((x, target),) = batches([8])
@@ -320,13 +316,13 @@ def test_a_worker_that_is_killed_between_two_steps_is_told_in_the_next(tmp_path:
             training.step(x, target)
 
 
-def test_a_worker_that_is_killed_after_the_last_step_takes_nothing_with_it(tmp_path: Path) -> None:
+def test_worker_killed_after_the_last_step_loses_nothing(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     module = with_layer(At(0, lambda: pid.write_text(str(os.getpid()))))  # type: ignore[arg-type,return-value]
     data = list(batches([8]))
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], data)
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], data)
     with (
-        contextlib.suppress(RunError),  # where the death is noticed before the end
+        contextlib.suppress(RunError),  # raised if the death is noticed before the end
         in_parts(module, 3, "process", optimizer=OPTIMIZERS["sgd"]) as training,
     ):
         training.step(*data[0])
@@ -334,11 +330,11 @@ def test_a_worker_that_is_killed_after_the_last_step_takes_nothing_with_it(tmp_p
     assert_same_state(module, plain)
 
 
-# leaving
+# --- the end of the block ---
 
 
-@everywhere
-def test_leaving_the_block_by_an_exception_lets_it_through(on: Any) -> None:
+@on_both_placements
+def test_exception_in_the_block_propagates(on: Any) -> None:
     def train() -> None:
         with in_parts(perceptron(), 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
             training.step(*next(batches([8])))
@@ -348,17 +344,17 @@ def test_leaving_the_block_by_an_exception_lets_it_through(on: Any) -> None:
         train()
 
 
-@everywhere
-def test_ctrl_c_ends_a_step_and_the_training(on: Any) -> None:
-    gate = Gate()
+@on_both_placements
+def test_ctrl_c_ends_step_and_training(on: Any) -> None:
+    blocker = Blocker()
 
     def interrupt() -> None:
-        gate.wait_held()
+        blocker.wait_held()
         os.kill(os.getpid(), signal.SIGINT)
-        gate.open()
+        blocker.open()
 
     def train() -> None:
-        with in_parts(with_layer(At(1, gate.wait)), 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
+        with in_parts(with_layer(At(1, blocker.wait)), 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
             helper.start()
             training.step(*next(batches([8])))
 
@@ -368,5 +364,5 @@ def test_ctrl_c_ends_a_step_and_the_training(on: Any) -> None:
     helper.join()
 
 
-def test_a_training_that_is_never_begun_leaves_nothing() -> None:
+def test_training_that_never_begins_leaves_nothing() -> None:
     in_parts(perceptron(), 3, "process")

@@ -1,4 +1,4 @@
-"""Which schedule suits a model: what is measured of its layers is simulated with every schedule."""
+"""Forecasts: every schedule is simulated with the measured times of the layers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def layers(number: int = 8) -> nn.Sequential:
 
 
 def with_times(monkeypatch: pytest.MonkeyPatch, times: list[tuple[float, float, float]], kept: float) -> None:
-    """Layers take so long, and passing nothing."""
+    """Replace the measured times of the layers, and set the overhead to zero."""
     monkeypatch.setattr(forecast, "step_seconds", lambda *_: times)
     monkeypatch.setattr(forecast, "costs", lambda *_, **__: [kept] * len(times))
     monkeypatch.setattr(forecast, "PASSING", {"thread": 0.0, "process": 0.0})
 
 
-def test_the_best_schedule_comes_first_with_what_the_simulator_says_of_it(
+def test_best_schedule_is_first_and_matches_the_simulator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_times(monkeypatch, [(1.0, 1.0, 1.0)] * 8, 100.0)
@@ -46,14 +46,14 @@ def test_the_best_schedule_comes_first_with_what_the_simulator_says_of_it(
     )
 
 
-def test_parts_are_cut_where_they_take_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_cut_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with_times(monkeypatch, [(3.0, 3.0, 3.0), *[(1.0, 1.0, 1.0)] * 3], 1.0)
     found = {one.schedule: one.parts for one in forecasts(layers(4), torch.randn(4, 8), workers=2)}
     assert found["1f1b"] == [1, 3]
     assert found["zbv"] == [1, 1, 1, 1]
 
 
-def test_schedules_for_which_there_are_not_enough_layers_are_left_out(
+def test_schedules_that_need_more_layers_are_omitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_times(monkeypatch, [(1.0, 1.0, 1.0)] * 3, 1.0)
@@ -62,7 +62,7 @@ def test_schedules_for_which_there_are_not_enough_layers_are_left_out(
 
 
 class Heavy(nn.Module):
-    """As quick as nothing, but for a backward pass towards its weight."""
+    """Layer in which only the gradient of the weight takes time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Heavy(nn.Module):
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_a_model_is_measured_and_left_as_it_is(on: Any) -> None:
+def test_forecast_does_not_change_the_model(on: Any) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(
         nn.Linear(16, 300), nn.BatchNorm1d(300), Stash("x"), nn.ReLU(inplace=True), Heavy(), Pop("x"), Heavy()
@@ -88,7 +88,7 @@ def test_a_model_is_measured_and_left_as_it_is(on: Any) -> None:
     assert all(one.grad is None for one in module.parameters())
 
 
-def test_what_is_forecast_can_be_trained() -> None:
+def test_forecast_parameters_can_be_used_for_training() -> None:
     module = layers()
     x = torch.randn(16, 8)
     best = forecasts(module, x, workers=2)[0]
@@ -98,8 +98,8 @@ def test_what_is_forecast_can_be_trained() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 9, True, 2.0])
-def test_a_wrong_number_of_workers_is_named(workers: Any) -> None:
+def test_wrong_number_of_workers_raises(workers: Any) -> None:
     with pytest.raises(
-        ValueError, match=f"^forecasts: workers must be from 1 to 8, the layers, not {workers!r}$"
+        ValueError, match=f"^forecasts: workers must be from 1 to 8, the number of layers, got {workers!r}$"
     ):
         forecasts(layers(), torch.randn(4, 8), workers)

@@ -1,4 +1,4 @@
-"""A pipe gives what the plain module gives, in order, whatever happens on the way."""
+"""A pipe returns the outputs of the plain module, in order."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any
 
 import pytest
 import torch
-from plain import Watched, conv, dense, everywhere, is_same, plain
+from plain import Watched, conv, dense, is_same, on_both_placements, plain
 from torch import Tensor, nn
 
 from flowchan.pipelines import Sequential
 
 
 class Both(nn.Module):
-    """A dictionary becomes a tuple."""
+    """Turns a dictionary into a tuple."""
 
     def forward(self, x: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         return x["a"] * 2, [x["b"] + 1, x["a"][:, :1]]
 
 
 class Turned(nn.Module):
-    """A tuple becomes a dictionary."""
+    """Turns a tuple into a dictionary."""
 
     def forward(self, x: tuple[Tensor, list[Tensor]]) -> dict[str, Any]:
         return {"sum": x[0] + x[1][1], "rest": (x[1][0],)}
 
 
-# --- the same answers ---
+# --- outputs ---
 
 
 @pytest.mark.each_pair
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("make", [dense, conv])
 @pytest.mark.parametrize("parts", [1, 2, 3, [1, 1, 3], [4, 1]])
-def test_a_call_gives_what_the_plain_module_gives(make: Any, parts: Any, on: Any) -> None:
+def test_call_matches_the_plain_module(make: Any, parts: Any, on: Any) -> None:
     module = make()
     layers = len(module)
     counts = parts if isinstance(parts, int) else [*parts[:-1], layers - sum(parts[:-1])]
@@ -52,9 +52,9 @@ def test_a_call_gives_what_the_plain_module_gives(make: Any, parts: Any, on: Any
                 assert torch.allclose(y, module(x), atol=1e-6)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8, 100])
-def test_uneven_chunks_and_batches_smaller_than_chunks(chunks: int, on: Any) -> None:
+def test_call_handles_uneven_and_small_batches(chunks: int, on: Any) -> None:
     module = dense()
     with Sequential(module, on=on, chunks=chunks) as pipe:
         for samples in (1, 2, 7, 30):
@@ -62,14 +62,14 @@ def test_uneven_chunks_and_batches_smaller_than_chunks(chunks: int, on: Any) -> 
             assert is_same(pipe(x), plain(module, x, chunks), on)
 
 
-@everywhere
-def test_an_empty_batch_gives_an_empty_output(on: Any) -> None:
+@on_both_placements
+def test_empty_batch_gives_an_empty_output(on: Any) -> None:
     with Sequential(dense(), on=on) as pipe:
         assert pipe(torch.ones(0, 6)).shape == (0, 3)
 
 
-@everywhere
-def test_dictionaries_and_tuples_go_in_between_and_out(on: Any) -> None:
+@on_both_placements
+def test_dictionaries_and_tuples_pass_between_parts(on: Any) -> None:
     module = nn.Sequential(Both(), nn.Identity(), Turned())
     x = {"a": torch.randn(11, 3), "b": torch.randn(11, 2, 2)}
     with Sequential(module, parts=3, on=on, chunks=4) as pipe:
@@ -81,16 +81,16 @@ def test_dictionaries_and_tuples_go_in_between_and_out(on: Any) -> None:
     assert torch.equal(y["rest"][0], expected["rest"][0])
 
 
-@everywhere
-def test_a_list_of_layers_is_a_module(on: Any) -> None:
+@on_both_placements
+def test_list_of_layers_works_like_a_module(on: Any) -> None:
     layers = [nn.Linear(3, 3), nn.ReLU()]
     x = torch.randn(4, 3)
     with Sequential(layers, on=on, chunks=8) as pipe, torch.no_grad():
         assert is_same(pipe(x), plain(nn.Sequential(*layers), x), on)
 
 
-@everywhere
-def test_the_input_is_left_as_it_is_and_the_output_is_the_callers(on: Any) -> None:
+@on_both_placements
+def test_call_keeps_the_input_and_returns_a_private_output(on: Any) -> None:
     x = torch.randn(4, 3)
     before = x.clone()
     with Sequential([nn.ReLU(inplace=True), nn.ReLU(inplace=True)], on=on, chunks=1) as pipe:
@@ -100,18 +100,18 @@ def test_the_input_is_left_as_it_is_and_the_output_is_the_callers(on: Any) -> No
         assert torch.equal(pipe(x) + 1, y)
 
 
-@everywhere
-def test_calls_within_inference_mode(on: Any) -> None:
+@on_both_placements
+def test_call_in_inference_mode_matches_the_plain_module(on: Any) -> None:
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.BatchNorm1d(6)).eval()
     with torch.inference_mode(), Sequential(module, on=on, chunks=8) as pipe:
         for samples in (5, 30):
-            x = torch.randn(samples, 6)  # it is copied before the layer that works in place
+            x = torch.randn(samples, 6)  # copied before the in-place layer
             assert is_same(pipe(x), plain(module, x.clone()), "process")
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, torch.int32, torch.bool, torch.complex64])
-def test_tensors_of_all_kinds_pass(on: Any, kind: torch.dtype) -> None:
+def test_tensors_of_all_dtypes_pass(on: Any, kind: torch.dtype) -> None:
     x = (torch.arange(12).reshape(6, 2) % 3).to(kind)
     with Sequential([nn.Identity(), nn.Identity()], on=on, chunks=4) as pipe:
         assert torch.equal(pipe(x), x)
@@ -119,7 +119,7 @@ def test_tensors_of_all_kinds_pass(on: Any, kind: torch.dtype) -> None:
         assert torch.equal(pipe(x.T), x.T)
 
 
-def test_processes_have_their_parts_to_themselves() -> None:
+def test_each_part_has_its_own_process() -> None:
     class Process(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.cat([x, torch.full((len(x), 1), float(os.getpid()))], dim=1)
@@ -133,15 +133,16 @@ def test_processes_have_their_parts_to_themselves() -> None:
     assert all(torch.equal(row, y[0]) for row in y)
 
 
-def test_parts_work_at_the_same_time() -> None:
+def test_parts_run_at_the_same_time() -> None:
     both = threading.Barrier(2)
-    first = Watched(lambda x: both.wait() if x[0, 0] > 0 else None)  # with every micro-batch but number 0
-    second = Watched(lambda x: both.wait() if x[0, 0] < 7 else None)  # with every one but the last
+    # waits for all micro-batches except the first
+    first = Watched(lambda x: both.wait() if x[0, 0] > 0 else None)
+    second = Watched(lambda x: both.wait() if x[0, 0] < 7 else None)  # waits for all except the last
     with Sequential([first, second], chunks=8) as pipe:
         assert torch.equal(pipe(torch.arange(8.0)[:, None]), torch.arange(8.0)[:, None])
 
 
-def test_devices_are_where_parts_compute() -> None:
+def test_parts_compute_on_their_devices() -> None:
     module = dense()
     x = torch.randn(5, 6)
     for on in ("thread", "process"):
@@ -153,8 +154,8 @@ def test_devices_are_where_parts_compute() -> None:
 # --- streams ---
 
 
-@everywhere
-def test_a_stream_yields_in_order(on: Any) -> None:
+@on_both_placements
+def test_stream_yields_outputs_in_order(on: Any) -> None:
     module = dense()
     batches = [torch.randn(samples, 6) for samples in (5, 1, 16, 8, 3, 40, 2, 2, 2, 9) * 3]
     with Sequential(module, parts=3, on=on, chunks=8) as pipe:
@@ -166,7 +167,7 @@ def test_a_stream_yields_in_order(on: Any) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
-def test_a_stream_asks_for_batches_as_it_has_room(parts: int) -> None:
+def test_stream_requests_batches_while_it_has_room(parts: int) -> None:
     asked = 0
 
     def batches() -> Iterator[Tensor]:
@@ -183,12 +184,12 @@ def test_a_stream_asks_for_batches_as_it_has_room(parts: int) -> None:
             ahead = asked - taken
             assert ahead <= most
             if asked < 60:
-                assert ahead + 1 >= most  # every part has work while we look at this one
+                assert ahead + 1 >= most  # every part has work while the program handles this output
         assert asked == 60
 
 
-@everywhere
-def test_a_stream_takes_batches_as_they_are(on: Any) -> None:
+@on_both_placements
+def test_stream_does_not_split_batches(on: Any) -> None:
     class Size(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.full((len(x), 1), float(len(x)))
@@ -201,8 +202,8 @@ def test_a_stream_takes_batches_as_they_are(on: Any) -> None:
         ]
 
 
-@everywhere
-def test_a_stream_that_is_left_early_ends(on: Any) -> None:
+@on_both_placements
+def test_stream_that_is_abandoned_ends(on: Any) -> None:
     module = dense()
     ended = []
 
@@ -218,15 +219,15 @@ def test_a_stream_that_is_left_early_ends(on: Any) -> None:
         for taken, _ in enumerate(pipe.stream(source)):
             if taken == 3:
                 break
-        assert not ended  # the iterator is its owner's
+        assert not ended  # the iterator still belongs to its creator
         source.close()
         x = torch.randn(9, 6)
         assert is_same(pipe(x), plain(module, x), on)
         assert not pipe._inference.run.out
 
 
-@everywhere
-def test_an_exception_in_batches_comes_after_the_outputs_before_it(on: Any) -> None:
+@on_both_placements
+def test_exception_in_batches_follows_earlier_outputs(on: Any) -> None:
     module = dense()
     good = [torch.randn(8, 6) for _ in range(2)]
 
@@ -242,17 +243,17 @@ def test_an_exception_in_batches_comes_after_the_outputs_before_it(on: Any) -> N
         assert is_same(pipe(good[0]), plain(module, good[0], 1), on)
 
 
-@everywhere
-def test_a_batch_that_cannot_be_split_comes_in_its_turn(on: Any) -> None:
+@on_both_placements
+def test_invalid_batch_raises_after_earlier_outputs(on: Any) -> None:
     with Sequential(dense(), on=on) as pipe:
         stream = pipe.stream([torch.ones(4, 6), torch.ones(3, 6), None])
         assert [len(next(stream)), len(next(stream))] == [4, 3]
-        with pytest.raises(TypeError, match="x must hold at least one tensor, not None"):
+        with pytest.raises(TypeError, match="x must contain at least one tensor, got None"):
             next(stream)
 
 
-@everywhere
-def test_streams_and_calls_of_one_thread_mix(on: Any) -> None:
+@on_both_placements
+def test_streams_and_calls_of_one_thread_can_be_mixed(on: Any) -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     one, two = ([torch.randn(5, 6) for _ in range(8)] for _ in range(2))
     with Sequential(module, on=on, chunks=1) as pipe:
@@ -264,8 +265,8 @@ def test_streams_and_calls_of_one_thread_mix(on: Any) -> None:
     assert all(is_same(y, plain(module, plain(module, x, 1), 1), on) for x, y in zip(one, twice, strict=True))
 
 
-@everywhere
-def test_many_threads_use_one_pipe(on: Any) -> None:
+@on_both_placements
+def test_many_threads_can_use_one_pipe(on: Any) -> None:
     module = dense()
     begin = threading.Barrier(4)
     with Sequential(module, on=on, chunks=1) as pipe, ThreadPoolExecutor(4) as threads:
@@ -282,8 +283,8 @@ def test_many_threads_use_one_pipe(on: Any) -> None:
 # --- state and mode ---
 
 
-@everywhere
-def test_changed_parameters_and_modes_hold_for_the_next_call(on: Any) -> None:
+@on_both_placements
+def test_changed_parameters_and_modes_apply_to_the_next_call(on: Any) -> None:
     module = conv()
     x = torch.randn(16, 1, 8, 8)
     with Sequential(module, on=on, chunks=8) as pipe:
@@ -304,7 +305,7 @@ def test_changed_parameters_and_modes_hold_for_the_next_call(on: Any) -> None:
         assert torch.equal(pipe(x), pipe(x))
 
 
-def test_state_dict_is_the_plain_modules() -> None:
+def test_state_dict_matches_the_plain_module() -> None:
     module = conv()
     with Sequential(module, parts=3) as pipe:
         state = pipe.state_dict()
@@ -315,9 +316,9 @@ def test_state_dict_is_the_plain_modules() -> None:
         other.load_state_dict(state)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("gradients", [False, True])
-def test_each_micro_batch_moves_the_statistics_where_they_are_not_deferred(on: Any, gradients: bool) -> None:
+def test_undeferred_statistics_change_with_each_micro_batch(on: Any, gradients: bool) -> None:
     module, other = conv().train(), conv().train()
     x = torch.randn(16, 1, 8, 8)
     with Sequential(nn.Sequential(*module[:2]), on=on, chunks=4, deferred_batch_norm=False) as pipe:
@@ -328,11 +329,11 @@ def test_each_micro_batch_moves_the_statistics_where_they_are_not_deferred(on: A
     assert module[1].num_batches_tracked == 4
 
 
-# --- what is seen of it ---
+# --- timeline and graph ---
 
 
-@everywhere
-def test_the_timeline_has_an_event_for_each_part_and_micro_batch(on: Any, tmp_path: Path) -> None:
+@on_both_placements
+def test_timeline_has_an_event_per_part_and_micro_batch(on: Any, tmp_path: Path) -> None:
     with Sequential(dense(), parts=3, on=on, chunks=4) as pipe:
         pipe(torch.randn(8, 6))
         pipe(torch.randn(2, 6))
@@ -353,7 +354,7 @@ def test_the_timeline_has_an_event_for_each_part_and_micro_batch(on: Any, tmp_pa
     timeline.save(tmp_path / "run.json")
 
 
-def test_a_pipe_shows_its_parts() -> None:
+def test_repr_shows_the_parts() -> None:
     pipe = Sequential(dense(), parts=[2, 3], on="process", chunks=4)
     assert (
         repr(pipe)

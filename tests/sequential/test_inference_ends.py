@@ -1,4 +1,4 @@
-"""What fails names itself, what dies is replaced, and what ends leaves nothing."""
+"""Failures name their part, killed workers are replaced, and closed pipes leave nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import Watched, dense, everywhere, is_same, plain
+from plain import Watched, dense, is_same, on_both_placements, plain
 from support.waiting import wait_blocked, wait_until
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ from flowchan.pipelines import Sequential
 
 
 class Breaks(nn.Module):
-    """Raises for a micro-batch that holds a negative number."""
+    """Raises for a micro-batch with a negative value."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "meta" and bool((x < 0).any()):
@@ -32,8 +32,8 @@ class Breaks(nn.Module):
         return x
 
 
-@everywhere
-def test_a_part_that_fails_names_itself_its_layers_and_the_micro_batch(on: Any) -> None:
+@on_both_placements
+def test_failing_part_names_its_layers_and_the_micro_batch(on: Any) -> None:
     with Sequential(
         [nn.Identity(), nn.Identity(), Breaks(), nn.Identity()], on=on, parts=[1, 3], chunks=4
     ) as pipe:
@@ -47,12 +47,12 @@ def test_a_part_that_fails_names_itself_its_layers_and_the_micro_batch(on: Any) 
         assert "ArithmeticError: negative: -3" in str(error)
         assert (error.stage, error.item) == ("part 1", "micro-batch 2 of 4 of batch 1")
         assert isinstance(error.__cause__, ArithmeticError)
-        assert torch.equal(pipe(x.abs()), x.abs())  # the pipe goes on
+        assert torch.equal(pipe(x.abs()), x.abs())  # the pipe stays usable
 
 
-@everywhere
-def test_what_a_call_raised_is_freed_at_once(on: Any) -> None:
-    """Its traceback leads through nothing that holds it."""
+@on_both_placements
+def test_exception_of_a_call_is_freed_at_once(on: Any) -> None:
+    """No reference cycle leads through its traceback."""
 
     def failure() -> weakref.ref[StageError]:
         try:
@@ -66,13 +66,13 @@ def test_what_a_call_raised_is_freed_at_once(on: Any) -> None:
         gc.disable()
         try:
             found = failure()
-            wait_until(lambda: found() is None, peer_timeout=10)  # a thread may have it in hand for a moment
+            wait_until(lambda: found() is None, peer_timeout=10)  # a thread may hold it for a moment
         finally:
             gc.enable()
 
 
-@everywhere
-def test_a_failure_in_a_stream_comes_in_its_turn_and_spares_other_streams(on: Any) -> None:
+@on_both_placements
+def test_failure_in_a_stream_does_not_affect_other_streams(on: Any) -> None:
     with Sequential([nn.Identity(), Breaks()], on=on) as pipe:
         good = pipe.stream(torch.ones(4, 1) for _ in range(12))
         assert torch.equal(next(good), torch.ones(4, 1))
@@ -86,7 +86,7 @@ def test_a_failure_in_a_stream_comes_in_its_turn_and_spares_other_streams(on: An
 
 
 class Killed(nn.Module):
-    """Kills its process with SIGKILL while a negative number comes, ``times`` times in all."""
+    """Kills its process for a negative value, up to ``times`` times."""
 
     def __init__(self, marks: Path, times: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Killed(nn.Module):
         return x
 
 
-def test_a_worker_killed_once_is_replaced_and_the_answers_are_right(tmp_path: Path) -> None:
+def test_worker_killed_once_is_replaced_without_wrong_outputs(tmp_path: Path) -> None:
     with Sequential([nn.Linear(3, 3), Killed(tmp_path, 1), nn.Linear(3, 3)], parts=3, on="process") as pipe:
         batches = [torch.randn(16, 3) * 10 for _ in range(6)]
         outputs = list(pipe.stream(batches))
@@ -109,11 +109,11 @@ def test_a_worker_killed_once_is_replaced_and_the_answers_are_right(tmp_path: Pa
 
 
 def test_workers_killed_from_outside_are_replaced(tmp_path: Path) -> None:
-    class Told(nn.Module):
+    class ReturnsPid(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + os.getpid() * 0 if x.device.type == "meta" else torch.full_like(x, os.getpid())
 
-    with Sequential([Told(), nn.Identity()], on="process", chunks=2) as pipe:
+    with Sequential([ReturnsPid(), nn.Identity()], on="process", chunks=2) as pipe:
         for _ in range(3):
             pid = int(pipe(torch.zeros(2, 1, dtype=torch.int64))[0])
             stream = pipe.stream(torch.zeros(2, 1, dtype=torch.int64) for _ in range(40))
@@ -124,7 +124,7 @@ def test_workers_killed_from_outside_are_replaced(tmp_path: Path) -> None:
             wait_until(lambda pid=pid: int(pipe(torch.zeros(2, 1, dtype=torch.int64))[0]) != pid)  # type: ignore[misc]
 
 
-def test_a_micro_batch_that_kills_every_worker_is_a_failure_of_its_part(tmp_path: Path) -> None:
+def test_micro_batch_that_kills_every_worker_fails(tmp_path: Path) -> None:
     with Sequential([nn.Identity(), Killed(tmp_path, 99)], on="process", chunks=2) as pipe:
         with pytest.raises(StageError) as raised:
             pipe(torch.tensor([[1.0], [-1.0]]))
@@ -136,8 +136,8 @@ def test_a_micro_batch_that_kills_every_worker_is_a_failure_of_its_part(tmp_path
         assert torch.equal(pipe(torch.ones(4, 1)), torch.ones(4, 1))
 
 
-@everywhere
-def test_a_part_that_asks_to_exit_ends_the_run_and_the_next_call_begins_another(on: Any) -> None:
+@on_both_placements
+def test_part_that_exits_ends_only_the_current_run(on: Any) -> None:
     class Exits(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if x.device.type != "meta" and bool((x < 0).any()):
@@ -155,8 +155,8 @@ def test_a_part_that_asks_to_exit_ends_the_run_and_the_next_call_begins_another(
 # --- the end ---
 
 
-@everywhere
-def test_close_may_be_called_again_and_use_after_it_raises(on: Any) -> None:
+@on_both_placements
+def test_close_is_idempotent_and_later_use_raises(on: Any) -> None:
     pipe = Sequential(dense(), on=on)
     stream = pipe.stream(torch.ones(2, 6) for _ in range(100))
     next(stream)
@@ -164,20 +164,20 @@ def test_close_may_be_called_again_and_use_after_it_raises(on: Any) -> None:
     pipe.close()
     with pytest.raises(Closed, match="closed"):
         list(stream)
-    with pytest.raises(Closed, match="is closed; make another one"):
+    with pytest.raises(Closed, match="is closed; create another one"):
         pipe(torch.ones(2, 6))
     with pytest.raises(Closed):
         pipe.stream([])
 
 
-def test_a_pipe_that_was_never_used_is_closed() -> None:
+def test_unused_pipe_can_be_closed() -> None:
     with Sequential(dense(), on="process") as pipe:
         pass
     with pytest.raises(Closed):
         pipe(torch.ones(2, 6))
 
 
-def test_closing_ends_a_call_that_is_going_on() -> None:
+def test_close_ends_a_call_in_progress() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def hold(x: Tensor) -> None:
@@ -197,13 +197,13 @@ def test_closing_ends_a_call_that_is_going_on() -> None:
     caller.start()
     entered.wait()
     closer.start()
-    caller.join()  # at once, whatever the part does
+    caller.join()  # does not wait for the part
     leave.set()
     closer.join()
     assert "was closed" in str(ended[0])
 
 
-def test_ctrl_c_ends_a_call_that_waits_and_the_pipe_goes_on() -> None:
+def test_ctrl_c_ends_a_waiting_call_but_not_the_pipe() -> None:
     leave = threading.Event()
 
     def interrupt() -> None:
@@ -221,31 +221,31 @@ def test_ctrl_c_ends_a_call_that_waits_and_the_pipe_goes_on() -> None:
         assert torch.equal(pipe(torch.ones(4, 1)), torch.ones(4, 1))
 
 
-@everywhere
-def test_ctrl_c_in_a_call_costs_a_stream_beside_it_nothing(on: Any) -> None:
-    """A call takes in the outputs of others as well, and is broken off anywhere in that."""
-    chance = random.Random(0)
-    came = 0
+@on_both_placements
+def test_ctrl_c_in_a_call_does_not_affect_a_stream(on: Any) -> None:
+    """A call also reads outputs of other batches, and Ctrl-C may interrupt it at any point."""
+    generator = random.Random(0)
+    interrupted = 0
     with Sequential([nn.Identity(), nn.Identity()], on=on, chunks=4) as pipe, interrupting_alarms():
         for _ in range(150):
-            beside = pipe.stream(torch.full((1, 1), float(number)) for number in range(8))
-            assert next(beside) == 0
+            stream = pipe.stream(torch.full((1, 1), float(number)) for number in range(8))
+            assert next(stream) == 0
             try:
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 2e-3))
+                    signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-5, 2e-3))
                     for _ in range(100):
                         pipe(torch.zeros(4, 1))
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
-                came += 1
-            assert [float(y) for y in beside] == [1, 2, 3, 4, 5, 6, 7]
-    assert came
+                interrupted += 1
+            assert [float(y) for y in stream] == [1, 2, 3, 4, 5, 6, 7]
+    assert interrupted
 
 
 @contextlib.contextmanager
 def interrupting_alarms() -> Iterator[None]:
-    """Within it SIGALRM raises KeyboardInterrupt."""
+    """Let SIGALRM raise ``KeyboardInterrupt``."""
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         yield
@@ -254,13 +254,13 @@ def interrupting_alarms() -> Iterator[None]:
 
 
 class Stubborn:
-    """Can't be unpickled."""
+    """Object that cannot be unpickled."""
 
     def __reduce__(self) -> Any:
         return int, ("no number",)
 
 
-def test_an_output_that_cannot_be_received_ends_the_call_and_the_next_one_begins_another_run() -> None:
+def test_unpicklable_output_ends_only_the_current_run() -> None:
     class Odd(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return Stubborn() if x.device.type != "meta" and bool((x < 0).any()) else x
@@ -272,9 +272,9 @@ def test_an_output_that_cannot_be_received_ends_the_call_and_the_next_one_begins
         assert torch.equal(pipe(torch.ones(2, 1)), torch.ones(2, 1))
 
 
-@everywhere
-def test_a_pipe_that_is_closed_with_outputs_nobody_takes_in_ends(on: Any) -> None:
-    """More of them than there is room for."""
+@on_both_placements
+def test_pipe_with_unread_outputs_can_be_closed(on: Any) -> None:
+    """There are more outputs than the channel has room for."""
     pipe = Sequential([nn.Identity(), nn.Identity()], on=on, chunks=1)
     for _ in range(30):
         stream = pipe.stream(torch.ones(1, 1) for _ in range(6))
@@ -283,20 +283,20 @@ def test_a_pipe_that_is_closed_with_outputs_nobody_takes_in_ends(on: Any) -> Non
     pipe.close()
 
 
-@everywhere
-def test_a_forgotten_pipe_leaves_nothing(on: Any) -> None:
+@on_both_placements
+def test_garbage_collected_pipe_leaves_nothing(on: Any) -> None:
     pipe = Sequential(dense(), on=on)
     pipe(torch.ones(4, 6))
-    for _ in range(30):  # more outputs that nobody takes in than there is room for
+    for _ in range(30):  # more unread outputs than the channel has room for
         stream = pipe.stream([torch.ones(1, 6)] * 6)
         next(stream)
         del stream
     gone = weakref.ref(pipe)
     del pipe
     gc.collect()
-    assert gone() is None  # the check for leftovers looks for the rest
+    assert gone() is None  # the check for leftovers covers the rest
 
 
-def test_a_stream_keeps_its_pipe() -> None:
+def test_stream_keeps_its_pipe_alive() -> None:
     outputs = list(Sequential(dense()).stream(torch.ones(4, 6) for _ in range(9)))
     assert len(outputs) == 9

@@ -1,5 +1,4 @@
-"""What goes in and comes out: several arguments, ``None`` among them, another dimension for the batch,
-outputs that are not concatenated."""
+"""Inputs and outputs: several arguments, ``None``, another batch dimension, and other ways of joining."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import dense, everywhere
+from plain import dense, on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -17,7 +16,7 @@ from flowchan.pipelines import Sequential
 
 
 class Attends(nn.Module):
-    """Takes several arguments, and hands some on."""
+    """Takes several arguments and returns a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +28,7 @@ class Attends(nn.Module):
 
 
 class Gives(nn.Module):
-    """Gives a tensor and what may be none."""
+    """Returns a tensor and an optional mask."""
 
     def forward(self, found: dict[str, Tensor | None]) -> Any:
         y, mask = found["y"], found["mask"]
@@ -38,13 +37,13 @@ class Gives(nn.Module):
 
 
 def whole(module: nn.Sequential, *inputs: Any, **named: Any) -> Any:
-    """What the layers make of the whole batch."""
+    """Compute the output of both layers for the whole batch."""
     return module[1](module[0](*inputs, **named))
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("gradients", [True, False])
-def test_several_arguments_are_the_first_layers(on: Any, gradients: bool) -> None:
+def test_several_arguments_go_to_the_first_layer(on: Any, gradients: bool) -> None:
     module = nn.Sequential(Attends(), Gives())
     plain = copy.deepcopy(module)
     x, other, mask = torch.randn(7, 6), torch.randn(7, 6, requires_grad=gradients), torch.rand(7, 1)
@@ -69,25 +68,25 @@ def test_several_arguments_are_the_first_layers(on: Any, gradients: bool) -> Non
             torch.testing.assert_close(module[0].linear.weight.grad, plain[0].linear.weight.grad)
 
 
-def test_an_argument_that_does_not_fit_is_named() -> None:
+def test_argument_with_a_wrong_size_or_type_is_named() -> None:
     with Sequential([Attends(), Gives()]) as pipe:
-        with pytest.raises(ValueError, match=r"mask has a batch of 3, but argument 0 one of 7"):
+        with pytest.raises(ValueError, match=r"mask must have the batch size 7 of argument 0, got 3"):
             pipe(torch.ones(7, 6), mask=torch.ones(3, 1))
-        with pytest.raises(TypeError, match=r"argument 1 must be a tensor, not .*1\.5"):
+        with pytest.raises(TypeError, match=r"argument 1 must be a tensor, got .*1\.5"):
             pipe(torch.ones(7, 6), 1.5)
-        with pytest.raises(TypeError, match="must hold at least one tensor"):
+        with pytest.raises(TypeError, match="must contain at least one tensor"):
             pipe(None)
 
 
 class Recurrent(nn.Module):
-    """Sequences have their time first, their batch second."""
+    """Takes sequences with the time first and the batch second."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rnn = nn.GRU(6, 5)
 
     def forward(self, x: Tensor) -> Any:
-        return self.rnn(x)  # the hidden state, too, has its batch second
+        return self.rnn(x)  # the hidden state also has its batch second
 
 
 class Both(nn.Module):
@@ -95,8 +94,8 @@ class Both(nn.Module):
         return found[0] + found[1]
 
 
-@everywhere
-def test_the_batch_may_be_another_dimension(on: Any) -> None:
+@on_both_placements
+def test_batch_can_be_another_dimension(on: Any) -> None:
     module = nn.Sequential(Recurrent(), Both())
     plain = copy.deepcopy(module)
     x = torch.randn(4, 7, 6, requires_grad=True)
@@ -113,31 +112,31 @@ def test_the_batch_may_be_another_dimension(on: Any) -> None:
         torch.testing.assert_close(twins(x), plain(x))
         twins.close()
         with pytest.raises(
-            ValueError, match=r"x has no dimension 1, which is the batch here; its shape is \(3,\)"
+            ValueError, match=r"x must have dimension 1, the batch dimension, got shape \(3,\)"
         ):
             pipe(torch.ones(3))
-        with pytest.raises(ValueError, match=r"not dim=1; take the loss of pipe\(x\)"):
+        with pytest.raises(ValueError, match=r"got dim=1; compute the loss of pipe\(x\)"):
             pipe.trainer(loss=cross_entropy)
     torch.testing.assert_close(x.grad, twin.grad)
-    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad)
+    for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, other.grad)
 
 
 class Sums(nn.Module):
-    """One number for each sample, and one for all."""
+    """Returns one number for each sample, and one for the batch."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x.sum(1), x.square().sum()
 
 
 def joined(outputs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The numbers of all samples, and the sum of those that are one for each micro-batch."""
+    """Concatenate the numbers of the samples, and add those of the micro-batches."""
     each, sums = zip(*outputs, strict=True)
     return torch.cat(each), torch.stack(sums).sum()
 
 
-@everywhere
-def test_outputs_may_be_joined_otherwise(on: Any) -> None:
+@on_both_placements
+def test_join_function_combines_outputs(on: Any) -> None:
     module = nn.Sequential(nn.Linear(6, 6), Sums())
     plain = copy.deepcopy(module)
     x = torch.randn(7, 6)
@@ -147,21 +146,21 @@ def test_outputs_may_be_joined_otherwise(on: Any) -> None:
             (each.sum() + one * 2).backward()
         with torch.no_grad():
             torch.testing.assert_close(pipe(x), plain(x))
-    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad)
+    for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, other.grad)
 
 
 class Sometimes(nn.Module):
-    """Gives nothing for large numbers."""
+    """Returns ``None`` as its second value for large inputs."""
 
     def forward(self, x: Tensor) -> Any:
         return x, None if x.device.type != "meta" and x.max() > 10 else x
 
 
-def test_what_is_there_for_some_micro_batches_only_cant_be_joined() -> None:
+def test_output_that_is_sometimes_none_raises() -> None:
     with (
         Sequential([nn.Identity(), Sometimes()], chunks=2) as pipe,
-        pytest.raises(ValueError, match=r"the output is None for some micro-batches .* join="),
+        pytest.raises(ValueError, match=r"the output must be a tensor for all micro-batches .* join="),
     ):
         pipe(torch.tensor([[1.0], [11.0]]))
 
@@ -169,6 +168,6 @@ def test_what_is_there_for_some_micro_batches_only_cant_be_joined() -> None:
 @pytest.mark.parametrize(
     ("options", "error"), [({"dim": -1}, ValueError), ({"dim": True}, ValueError), ({"join": 3}, TypeError)]
 )
-def test_what_says_nothing_is_refused(options: dict[str, Any], error: type[Exception]) -> None:
+def test_invalid_dim_or_join_raises(options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match=r"Sequential: (dim|join) must be"):
         Sequential(dense(), **options)

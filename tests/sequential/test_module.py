@@ -1,4 +1,4 @@
-"""A pipe is an ``nn.Module`` with the plain module's layers, parameters and state, wherever one is taken."""
+"""A pipe is an ``nn.Module`` with the layers, parameters and state of the plain module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import conv, dense, everywhere
+from plain import conv, dense, on_both_placements
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.functional import cross_entropy
@@ -23,7 +23,7 @@ from flowchan.pipelines import Sequential
 
 
 class Larger(nn.Module):
-    """A model with a pipe in it."""
+    """Model that contains a pipe."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class Larger(nn.Module):
         return self.head(self.inner(x))  # type: ignore[no-any-return]
 
 
-@everywhere
-def test_its_names_parameters_buffers_and_state_are_the_plain_modules(on: Any) -> None:
+@on_both_placements
+def test_names_parameters_buffers_and_state_match_the_plain_module(on: Any) -> None:
     module = conv()
     with Sequential(module, 3, on=on) as pipe:
         assert isinstance(pipe, nn.Module)
@@ -53,7 +53,7 @@ def test_its_names_parameters_buffers_and_state_are_the_plain_modules(on: Any) -
         assert [*pipe[2:4]] == [*module[2:4]]
 
 
-def test_a_pipe_in_a_model_is_learned_and_saved_with_it() -> None:
+def test_pipe_in_a_model_is_trained_and_saved_with_it() -> None:
     torch.manual_seed(1)
     larger = Larger(Sequential(dense().train()))
     plain = Larger(dense().train())
@@ -67,8 +67,8 @@ def test_a_pipe_in_a_model_is_learned_and_saved_with_it() -> None:
     larger.inner.close()  # type: ignore[operator]
 
 
-@everywhere
-def test_modes_are_the_plain_modules_both_ways(on: Any) -> None:
+@on_both_placements
+def test_training_mode_is_shared_with_the_plain_module(on: Any) -> None:
     module = conv()
     x = torch.randn(12, 1, 8, 8)
     with Sequential(module, 2, on=on, chunks=2) as pipe:
@@ -77,15 +77,15 @@ def test_modes_are_the_plain_modules_both_ways(on: Any) -> None:
         whole.train()
         assert module.training
         assert all(layer.training for layer in module)
-        assert not torch.equal(pipe(x), pipe(x))  # it has a dropout
+        assert not torch.equal(pipe(x), pipe(x))  # the module has dropout
         module.eval()
         assert not pipe.training
         torch.testing.assert_close(pipe(x), module(x))
         torch.testing.assert_close(pipe(x), pipe(x))
 
 
-@everywhere
-def test_types_follow(on: Any) -> None:
+@on_both_placements
+def test_dtype_changes_apply_to_the_parts(on: Any) -> None:
     module = dense()
     x = torch.randn(8, 6)
     with Sequential(module, 2, on=on, chunks=2) as pipe:
@@ -100,10 +100,10 @@ def test_types_follow(on: Any) -> None:
             torch.testing.assert_close(pipe(x.double()), module(x.double()))
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("runs", [False, True])
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_a_copy_is_a_pipe_of_its_own(on: Any, runs: bool, way: str) -> None:
+def test_copy_is_an_independent_pipe(on: Any, runs: bool, way: str) -> None:
     x = torch.randn(8, 6)
     with Sequential(dense(), [2, 3], on=on, chunks=2) as pipe:
         expected = pipe(x).detach() if runs else pipe.module(x).detach()
@@ -127,8 +127,8 @@ def test_a_copy_is_a_pipe_of_its_own(on: Any, runs: bool, way: str) -> None:
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
-@everywhere
-def test_a_copy_of_a_running_process_pipe_shares_no_memory_with_it(on: Any) -> None:
+@on_both_placements
+def test_copy_of_a_running_pipe_shares_no_memory(on: Any) -> None:
     with Sequential(dense(), on=on, chunks=2) as pipe:
         pipe(torch.randn(8, 6))
         twin = copy.deepcopy(pipe.module)
@@ -139,8 +139,8 @@ def test_a_copy_of_a_running_process_pipe_shares_no_memory_with_it(on: Any) -> N
         torch.testing.assert_close(dict(twin.state_dict()), before)
 
 
-@everywhere
-def test_replaced_layers_take_part_and_more_of_them_raise(on: Any) -> None:
+@on_both_placements
+def test_replaced_layers_work_and_added_layers_raise(on: Any) -> None:
     x = torch.randn(8, 6)
     with Sequential(dense(), 2, on=on, chunks=2) as pipe:
         pipe(x)
@@ -151,12 +151,12 @@ def test_replaced_layers_take_part_and_more_of_them_raise(on: Any) -> None:
                 setattr(pipe, "4", nn.Linear(16, 2))
                 torch.testing.assert_close(pipe(x), pipe.module(x))
         pipe.module.append(nn.ReLU())
-        with pytest.raises(ValueError, match=r"the module has 6 layers, but had 5 when .*make another pipe"):
+        with pytest.raises(ValueError, match=r"the module must have 5 layers .*, got 6; create another pipe"):
             pipe(x)
 
 
-@everywhere
-def test_changed_attributes_and_settings_hold_for_the_next_call(on: Any) -> None:
+@on_both_placements
+def test_changed_attributes_apply_to_the_next_call(on: Any) -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.LeakyReLU(0.1), nn.Linear(6, 6))
     x = torch.randn(8, 6)
     with Sequential(module, 2, on=on, chunks=2) as pipe:
@@ -168,14 +168,14 @@ def test_changed_attributes_and_settings_hold_for_the_next_call(on: Any) -> None
 
 
 class Ones(nn.Module):
-    """Makes a tensor of the program's default type."""
+    """Creates a tensor of the default dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.ones(1)
 
 
-@everywhere
-def test_the_programs_default_type_is_that_of_the_parts(on: Any) -> None:
+@on_both_placements
+def test_parts_use_the_default_dtype_of_the_program(on: Any) -> None:
     with Sequential([Ones(), nn.Identity()], 2, on=on, chunks=2) as pipe:
         assert pipe(torch.ones(4, 2, dtype=torch.float16)).dtype == torch.float32
         torch.set_default_dtype(torch.float64)
@@ -185,7 +185,7 @@ def test_the_programs_default_type_is_that_of_the_parts(on: Any) -> None:
             torch.set_default_dtype(torch.float32)
 
 
-def test_hooks_of_layers_are_called_on_threads_and_raise_on_processes() -> None:
+def test_hooks_of_layers_work_on_threads_and_raise_on_processes() -> None:
     x = torch.ones(4, 6)
     seen: list[int] = []
     for on in ("thread", "process"):
@@ -200,12 +200,12 @@ def test_hooks_of_layers_are_called_on_threads_and_raise_on_processes() -> None:
                 assert seen == [2, 2]
                 continue
             for use in (lambda: pipe(x), lambda: next(pipe.stream([x])), lambda: torch.no_grad()(pipe)(x)):
-                with pytest.raises(ValueError, match=r"a Linear has the hook .*: use on='thread'"):
+                with pytest.raises(ValueError, match=r"a Linear has the hook .*; use on='thread'"):
                     use()
 
 
-@everywhere
-def test_torchs_own_hooks_are_no_hooks_of_the_users(on: Any) -> None:
+@on_both_placements
+def test_hooks_of_torch_work_on_processes(on: Any) -> None:
     module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 6)), nn.Tanh()).eval()
     x = torch.ones(4, 6)
     with Sequential(module, on=on, chunks=2) as pipe:
@@ -215,8 +215,8 @@ def test_torchs_own_hooks_are_no_hooks_of_the_users(on: Any) -> None:
         assert module[0].weight_orig.grad is not None
 
 
-@everywhere
-def test_functional_call_takes_other_parameters(on: Any) -> None:
+@on_both_placements
+def test_functional_call_uses_the_given_parameters(on: Any) -> None:
     module = dense()
     x = torch.randn(8, 6)
     with Sequential(module, on=on, chunks=2) as pipe:
@@ -231,7 +231,7 @@ def test_functional_call_takes_other_parameters(on: Any) -> None:
 
 
 class Counts(nn.Module):
-    """Keeps what it has seen in buffers: writes into one, replaces the other."""
+    """Updates two buffers: it writes into one and replaces the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,9 +245,9 @@ class Counts(nn.Module):
         return x
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("gradients", [True, False])
-def test_buffers_that_a_layer_changes_are_the_programs(on: Any, gradients: bool) -> None:
+def test_buffer_changes_of_a_layer_reach_the_program(on: Any, gradients: bool) -> None:
     module = nn.Sequential(nn.Linear(6, 6), Counts())
     plain = copy.deepcopy(module)
     x = torch.randn(8, 6)
@@ -259,8 +259,8 @@ def test_buffers_that_a_layer_changes_are_the_programs(on: Any, gradients: bool)
         torch.testing.assert_close(dict(pipe.state_dict()), dict(plain.state_dict()))
 
 
-@everywhere
-def test_the_statistics_of_batch_norm_are_those_of_the_whole_batch(on: Any) -> None:
+@on_both_placements
+def test_statistics_of_batch_norm_cover_the_whole_batch(on: Any) -> None:
     module = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6))
     plain = copy.deepcopy(module)
     x = torch.randn(12, 6)
@@ -275,7 +275,7 @@ def test_the_statistics_of_batch_norm_are_those_of_the_whole_batch(on: Any) -> N
         assert pipe[2].num_batches_tracked == 2
 
 
-def test_memory_goes_with_the_last_tensor_in_it() -> None:
+def test_shared_memory_is_freed_with_its_last_tensor() -> None:
     from flowchan.pipelines.sequential import shared_memory
 
     gc.collect()
@@ -296,9 +296,9 @@ def test_memory_goes_with_the_last_tensor_in_it() -> None:
 
 @pytest.mark.skipif(
     not hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
-    reason="this torch can't move a storage in place: install a newer torch",
+    reason="this version of torch cannot move a storage in place: install a newer torch",
 )
-def test_what_shares_memory_with_a_parameter_goes_on_doing_so() -> None:
+def test_tensors_that_share_memory_with_a_parameter_still_do() -> None:
     module = dense()
     flat = torch.randn(16 * 6 + 16)
     module[0].weight.data = flat[: 16 * 6].view(16, 6)
@@ -312,7 +312,7 @@ def test_what_shares_memory_with_a_parameter_goes_on_doing_so() -> None:
 
 
 class Dies(nn.Module):
-    """Kills its process where a number is not finite."""
+    """Kills its process for a value that is not finite."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "meta" and not x.isfinite().all():
@@ -320,7 +320,7 @@ class Dies(nn.Module):
         return x
 
 
-def test_a_process_that_dies_in_a_call_with_a_graph_is_named_and_the_next_call_has_another() -> None:
+def test_process_that_dies_in_a_call_is_named_and_replaced() -> None:
     x = torch.ones(8, 6)
     with Sequential([nn.Linear(6, 6), Dies(), nn.Linear(6, 6)], [1, 1, 1], on="process", chunks=2) as pipe:
         y = pipe(x).sum()
@@ -328,24 +328,24 @@ def test_a_process_that_dies_in_a_call_with_a_graph_is_named_and_the_next_call_h
             pipe(x * float("nan"))
         assert raised.value.stage == "part 1"
         assert isinstance(raised.value.__cause__, WorkerDied)
-        with pytest.raises(StageError):  # what it held is gone
+        with pytest.raises(StageError):  # the graph of the dead process is lost
             y.backward()
         pipe(x).sum().backward()
         assert pipe[0].weight.grad is not None
 
 
-# trainings
+# --- trainings ---
 
 
-def test_a_training_step_refuses_an_input_that_requires_a_gradient() -> None:
+def test_training_step_rejects_an_input_that_requires_grad() -> None:
     ((x, target),) = batches([8])
     with in_parts(perceptron(), 2) as training:
-        with pytest.raises(ValueError, match=r"x requires a gradient.*take the loss of pipe\(x\)"):
+        with pytest.raises(ValueError, match=r"x must not require grad.*compute the loss of pipe\(x\)"):
             training.step(nn.Linear(6, 6)(x), target)
-        assert float(training.step(x, target)) > 0  # and goes on
+        assert float(training.step(x, target)) > 0  # the training stays usable
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize(
     "loss",
     [
@@ -354,18 +354,18 @@ def test_a_training_step_refuses_an_input_that_requires_a_gradient() -> None:
         lambda output, target: (output @ output.t()).logsumexp(1).mean(),
     ],
 )
-def test_a_loss_that_is_no_mean_is_refused_in_the_first_step(on: Any, loss: Any) -> None:
+def test_loss_other_than_a_mean_raises_in_the_first_step(on: Any, loss: Any) -> None:
     ((x, target),) = batches([11])
     with (
         in_parts(perceptron(), 3, on, loss=loss, optimizer=None) as training,
         pytest.raises(RunError) as raised,
     ):
         training.step(x, target)
-    assert "the loss is no mean over the samples: it is " in str(raised.value)
-    assert "take the loss of pipe(x)" in str(raised.value)
+    assert "loss must be a mean over samples, got " in str(raised.value)
+    assert "or the loss of pipe(x)" in str(raised.value)
 
 
-def test_a_loss_with_parameters_is_refused() -> None:
+def test_loss_with_parameters_raises() -> None:
     class Learned(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -374,22 +374,22 @@ def test_a_loss_with_parameters_is_refused() -> None:
         def forward(self, output: Tensor, target: Tensor) -> Tensor:
             return cross_entropy(output * self.scale, target)
 
-    with pytest.raises(ValueError, match="the loss has parameters of its own, which would not learn"):
+    with pytest.raises(ValueError, match="loss must not have parameters that require grad"):
         Sequential(perceptron()).trainer(loss=Learned())
 
 
-def test_on_processes_a_layer_that_changes_within_a_training_raises() -> None:
+def test_layer_change_in_a_training_on_processes_raises() -> None:
     module = perceptron()
     ((x, target),) = batches([8])
     with in_parts(module, 2, "process") as training:
         training.step(x, target)
         module.double()
-        with pytest.raises(RuntimeError, match="a layer has changed since this training began"):
+        with pytest.raises(RuntimeError, match="a layer has changed since the training began"):
             training.step(x.double(), target)
 
 
-@everywhere
-def test_a_graph_from_before_a_training_does_not_go_back_with_what_it_learned(on: Any) -> None:
+@on_both_placements
+def test_graph_from_before_a_training_raises_in_backward(on: Any) -> None:
     module = perceptron()
     ((x, target),) = batches([8])
     with Sequential(module, 2, on=on, chunks=2) as pipe:
@@ -401,10 +401,10 @@ def test_a_graph_from_before_a_training_does_not_go_back_with_what_it_learned(on
                 output.sum().backward()
 
 
-# what can't be done is said
+# --- unsupported uses raise ---
 
 
-def test_a_trace_of_a_pipe_would_be_a_constant_and_raises() -> None:
+def test_jit_trace_of_a_pipe_raises() -> None:
     with (
         Sequential(dense()) as pipe,
         pytest.raises(RuntimeError, match=r"trace the plain module, pipe\.module"),
@@ -412,14 +412,16 @@ def test_a_trace_of_a_pipe_would_be_a_constant_and_raises() -> None:
         torch.jit.trace(pipe, torch.randn(2, 6))
 
 
-@everywhere
-def test_forward_derivatives_raise(on: Any) -> None:
+@on_both_placements
+def test_forward_mode_derivatives_raise(on: Any) -> None:
     with Sequential(dense(), on=on) as pipe, forward_ad.dual_level():
         x = forward_ad.make_dual(torch.ones(2, 6), torch.ones(2, 6))
         for gradients in (True, False):
             with (
                 torch.set_grad_enabled(gradients),
-                pytest.raises(RuntimeError, match=r"forward derivatives don't go .* take pipe\.module"),
+                pytest.raises(
+                    RuntimeError, match=r"forward-mode derivatives are not supported; use pipe\.module"
+                ),
             ):
                 pipe(x)
 
@@ -429,12 +431,12 @@ def test_autocast_around_a_training_raises() -> None:
     with (
         in_parts(perceptron(), 2) as training,
         torch.autocast("cpu"),
-        pytest.raises(RuntimeError, match=r"autocast does not reach a training: .*autocast=…"),
+        pytest.raises(RuntimeError, match=r"autocast does not reach the parts; .*autocast=…"),
     ):
         training.step(x, target)
 
 
-def test_hooks_of_the_plain_container_that_come_later_raise_too() -> None:
+def test_hooks_added_to_the_container_later_raise() -> None:
     with Sequential(dense()) as pipe:
         pipe.module.register_forward_hook(lambda *_: None)
         for use in (lambda: pipe(torch.ones(2, 6)), lambda: pipe.stream([torch.ones(2, 6)])):
@@ -442,8 +444,8 @@ def test_hooks_of_the_plain_container_that_come_later_raise_too() -> None:
                 use()
 
 
-@everywhere
-def test_a_compiled_pipe_is_left_as_it_is_also_within_a_model(on: Any) -> None:
+@on_both_placements
+def test_compile_leaves_a_pipe_unchanged(on: Any) -> None:
     module, x = dense(), torch.randn(8, 6)
     with Sequential(module, 2, on=on) as pipe:
         head = nn.Linear(3, 2)

@@ -1,4 +1,4 @@
-"""Batches are split into micro-batches and joined again, whatever they are made of."""
+"""Nested batches are split into micro-batches and joined again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows(samples: int, *shape: int) -> Tensor:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two values have the same structure, types and numbers."""
+    """Compare the structure, types and numbers of two values."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and torch.equal(one, other)
     if type(one) is not type(other) or len(one) != len(other):
@@ -56,7 +56,7 @@ NESTED = {
 
 @pytest.mark.parametrize("value", NESTED.values(), ids=NESTED)
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, 20])
-def test_a_value_is_the_same_after_splitting_and_joining(value: Any, chunks: int) -> None:
+def test_join_inverts_split(value: Any, chunks: int) -> None:
     pieces = split(value, chunks)
     assert len(pieces) == min(chunks, 7)
     assert equal(join(pieces), value)
@@ -64,7 +64,7 @@ def test_a_value_is_the_same_after_splitting_and_joining(value: Any, chunks: int
 
 @given(samples=st.integers(1, 60), chunks=st.integers(1, 70))
 @settings(max_examples=60, deadline=None)
-def test_micro_batches_are_as_equal_as_possible_and_never_empty(samples: int, chunks: int) -> None:
+def test_micro_batches_are_nearly_equal_and_never_empty(samples: int, chunks: int) -> None:
     sizes = [batch_size(piece) for piece in split(rows(samples, 2), chunks)]
     assert sum(sizes) == samples
     assert len(sizes) == min(samples, chunks)
@@ -73,12 +73,12 @@ def test_micro_batches_are_as_equal_as_possible_and_never_empty(samples: int, ch
     assert sizes == [len(piece) for piece in rows(samples, 2).tensor_split(min(samples, chunks))]
 
 
-def test_an_empty_batch_is_one_micro_batch() -> None:
+def test_empty_batch_is_one_micro_batch() -> None:
     (piece,) = split(rows(0, 3), 8)
     assert piece.shape == (0, 3)
 
 
-def test_splitting_copies_nothing() -> None:
+def test_split_does_not_copy() -> None:
     x = rows(6, 2)
     assert all(piece.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for piece in split(x, 3))
 
@@ -86,39 +86,37 @@ def test_splitting_copies_nothing() -> None:
 @pytest.mark.parametrize(
     ("value", "kind", "words"),
     [
-        ("text", TypeError, ["x must be a tensor", "'text' (str)", "keep what is no tensor in the module"]),
+        ("text", TypeError, ["x must be a tensor", "'text' (str)", "keep other values in the module"]),
         ({"a": rows(3), "mask": 1.5}, TypeError, ["x['mask']", "1.5 (float)"]),
         ({"mask": None}, TypeError, ["at least one tensor"]),
         ((rows(3), [rows(3), 5]), TypeError, ["x[1][1]", "5 (int)"]),
-        ((rows(3), torch.tensor(2.5)), ValueError, ["x[1]", "no dimension", "2.5"]),
-        ((rows(3), {"y": rows(4)}), ValueError, ["x[1]['y'] has a batch of 4", "x[0] one of 3"]),
-        ((), TypeError, ["x must hold at least one tensor", "() (tuple)"]),
+        ((rows(3), torch.tensor(2.5)), ValueError, ["x[1]", "must have a batch dimension", "2.5"]),
+        ((rows(3), {"y": rows(4)}), ValueError, ["x[1]['y'] must have the batch size 3 of x[0], got 4"]),
+        ((), TypeError, ["x must contain at least one tensor", "() (tuple)"]),
         ({}, TypeError, ["at least one tensor"]),
     ],
 )
-def test_what_cannot_be_split_is_named_with_its_path(
-    value: Any, kind: type[Exception], words: list[str]
-) -> None:
+def test_invalid_leaf_is_named_with_its_path(value: Any, kind: type[Exception], words: list[str]) -> None:
     with pytest.raises(kind) as raised:
         split(value, 2)
     assert all(word in str(raised.value) for word in words), raised.value
 
 
-def test_leaves_have_their_paths() -> None:
+def test_leaves_yields_paths() -> None:
     names = [name for name, _ in leaves({"a": [1, (2,)], "b": "c"})]
     assert names == ["x['a'][0]", "x['a'][1][0]", "x['b']"]
 
 
-def test_mapped_leaves_alone_what_is_no_tensor() -> None:
+def test_mapped_changes_only_tensors() -> None:
     assert mapped(lambda tensor: tensor.shape, {"a": rows(2), "b": [3, None]}) == {"a": (2,), "b": [3, None]}
     assert len(tensors((rows(1), 5, [rows(2)]))) == 2
 
 
-def test_a_micro_batch_is_named_in_messages() -> None:
+def test_repr_names_the_micro_batch() -> None:
     assert repr(Micro(5, 2, 8, rows(1), {}, ())) == "micro-batch 2 of 8 of batch 5"
 
 
-def test_as_equal_as_possible_and_the_larger_ones_first() -> None:
+def test_evenly_puts_larger_numbers_first() -> None:
     assert evenly(7, 3) == [3, 2, 2]
     assert evenly(4, 4) == [1, 1, 1, 1]
     assert evenly(6, 1) == [6]

@@ -1,4 +1,4 @@
-"""Parts are the module's own layers under their own names."""
+"""Parts hold the module's own layers under their own names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def layers() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("counts", [[4], [1, 3], [2, 2], [1, 1, 1, 1]])
-def test_the_parts_together_have_the_state_of_the_plain_module(counts: list[int]) -> None:
+def test_parts_together_have_the_state_of_the_module(counts: list[int]) -> None:
     module = layers()
     parts = divided(module, counts)
     assert [len(part.module) for part in parts] == counts
@@ -38,25 +38,25 @@ def test_the_parts_together_have_the_state_of_the_plain_module(counts: list[int]
     assert all(found[name] is plain[name] for name in plain)
 
 
-def test_numbered_layers_keep_their_numbers() -> None:
+def test_parts_keep_the_numbers_of_layers() -> None:
     _, second = divided(nn.Sequential(nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 2)), [1, 2])
     assert list(second.module.state_dict()) == ["1.weight", "1.bias", "2.weight", "2.bias"]
 
 
-def test_a_layer_that_is_there_twice_is_in_both_places() -> None:
+def test_layer_that_occurs_twice_is_in_both_parts() -> None:
     shared = nn.Linear(2, 2)
     first, second = divided(nn.Sequential(shared, nn.ReLU(), shared), [2, 1])
     assert first.module[0] is second.module[0] is shared
 
 
-def test_parts_name_their_layers() -> None:
+def test_str_of_a_part_names_its_layers() -> None:
     one, two = divided(layers(), [3, 1])
     assert str(one) == "part 0 (layers 'first' to 'block')"
     assert str(two) == "part 1 (layer 'last')"
     assert two.name == "part 1"
 
 
-def test_running_the_parts_in_order_is_running_the_module() -> None:
+def test_parts_in_order_compute_the_output_of_the_module() -> None:
     module = layers()
     x = torch.randn(5, 3)
     value, skips = x, {}
@@ -66,7 +66,7 @@ def test_running_the_parts_in_order_is_running_the_module() -> None:
     assert skips == {}
 
 
-def test_what_comes_in_is_left_as_it_is_by_layers_that_work_in_place() -> None:
+def test_in_place_layers_do_not_change_the_input() -> None:
     for first in (nn.ReLU(inplace=True), nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True))):
         x = torch.full((2, 3), -1.0)
         (part,) = divided(nn.Sequential(first), [1])
@@ -75,7 +75,7 @@ def test_what_comes_in_is_left_as_it_is_by_layers_that_work_in_place() -> None:
         assert torch.equal(x, torch.full((2, 3), -1.0))
 
 
-def test_only_layers_of_torch_with_parameters_are_trusted_not_to_write() -> None:
+def test_may_write_is_false_only_for_known_layers() -> None:
     class Adds(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.add_(1)
@@ -86,7 +86,7 @@ def test_only_layers_of_torch_with_parameters_are_trusted_not_to_write() -> None
     assert may_write(Adds(2, 2))
 
 
-def test_a_part_moves_its_input_to_its_device() -> None:
+def test_part_moves_its_input_to_its_device() -> None:
     (part,) = divided(nn.Sequential(nn.Identity()), [1], [torch.device("meta")])
     value, skips = run_part(part, (torch.ones(2),), {"name": torch.ones(1)})
     assert value[0].device.type == skips["name"].device.type == "meta"
@@ -99,7 +99,7 @@ def test_forked_processes_compute_with_one_thread() -> None:
 
 
 class Cores(nn.Module):
-    """Notes on which cores its process may run."""
+    """Appends the affinity mask of its process to the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat(
@@ -110,11 +110,11 @@ class Cores(nn.Module):
 @pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="one core for two parts: run this on two cores or more"
 )
-def test_parts_in_processes_have_cores_of_their_own() -> None:
+def test_parts_in_processes_have_disjoint_cores() -> None:
     with Sequential([Cores(), Cores()], parts=2, on="process", chunks=1) as pipe:
         y = pipe(torch.zeros(1, 0))
     first, second = y[0, :64], y[0, 64:]
-    mine = torch.tensor([float(core in os.sched_getaffinity(0)) for core in range(64)])
-    assert torch.equal(first + second, mine)
+    actual = torch.tensor([float(core in os.sched_getaffinity(0)) for core in range(64)])
+    assert torch.equal(first + second, actual)
     assert first.any()
     assert second.any()

@@ -1,5 +1,7 @@
-"""A pipe whose parts are on hosts gives what the plain module gives, and changes what that would change. The
-parts have copies of the numbers, and what either side changes reaches the other."""
+"""A pipe on hosts has the outputs and side effects of the plain module.
+
+Its parts hold copies of the tensors, and changes on either side reach the other.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
-from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, plainly
+from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, train_plainly
 
 from flowchan import RunError, StageError, worker
 from flowchan.hosts import local, slurm
@@ -23,7 +25,7 @@ POOL = local(2)
 
 
 class Where(nn.Module):
-    """Adds to the input the number of the host that it is on."""
+    """Adds the number of its host to the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + POOL.hosts.index(worker().host)
@@ -34,13 +36,13 @@ def data() -> list[tuple[Tensor, Tensor]]:
     return list(batches([8, 8, 5]))
 
 
-def test_each_part_has_a_host_in_turn() -> None:
+def test_parts_are_assigned_to_hosts_in_turn() -> None:
     with Sequential([Where(), Where(), Where(), Where()], 4, on=POOL, chunks=2) as pipe:
         assert torch.equal(pipe(torch.zeros(4, 3)), torch.full((4, 3), 2.0))
         assert "local(2)" in repr(pipe)
 
 
-def test_outputs_are_those_of_the_plain_module() -> None:
+def test_outputs_match_the_plain_module() -> None:
     module = perceptron().eval()
     x = [one for one, _ in batches([8, 3, 8])]
     with torch.no_grad(), Sequential(module, 2, on=POOL, chunks=4) as pipe:
@@ -52,7 +54,7 @@ def test_outputs_are_those_of_the_plain_module() -> None:
         torch.testing.assert_close(pipe(x[0]), module(x[0]))
 
 
-def test_statistics_that_a_stream_would_change_where_nobody_sees_it_are_refused() -> None:
+def test_stream_that_changes_statistics_on_a_host_raises() -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     with Sequential(module, 2, on=POOL, chunks=2) as pipe:
         with pytest.raises(StageError, match=r"changed its buffers on another host.*eval\(\)"):
@@ -64,7 +66,7 @@ def test_statistics_that_a_stream_would_change_where_nobody_sees_it_are_refused(
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_training_changes_the_programs_parameters_after_each_step(name: str, data: Any) -> None:
+def test_training_on_hosts_updates_parameters_after_each_step(name: str, data: Any) -> None:
     module = perceptron()
     plain = copy.deepcopy(module)
     own = OPTIMIZERS[name](plain.parameters())
@@ -80,9 +82,9 @@ def test_a_training_changes_the_programs_parameters_after_each_step(name: str, d
         torch.testing.assert_close(training.evaluate(data[0][0]), plain(data[0][0]).detach())
 
 
-def test_an_optimizer_outside_gets_gradients_and_its_changes_reach_the_hosts(data: Any) -> None:
+def test_outside_optimizer_works_with_hosts(data: Any) -> None:
     module = perceptron()
-    plain, losses = plainly(module, OPTIMIZERS["sgd"], data)
+    plain, losses = train_plainly(module, OPTIMIZERS["sgd"], data)
     outside = OPTIMIZERS["sgd"](module.parameters())
     with in_parts(module, 2, on=POOL) as training:
         for (x, target), expected in zip(data, losses, strict=True):
@@ -92,9 +94,9 @@ def test_an_optimizer_outside_gets_gradients_and_its_changes_reach_the_hosts(dat
     assert_same_state(module, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_a_state_that_is_loaded_in_the_middle_reaches_the_hosts(data: Any) -> None:
+def test_state_loaded_during_a_training_reaches_the_hosts(data: Any) -> None:
     module, other = perceptron(), perceptron(seed=5)
-    plain, _ = plainly(other, partial(SGD, lr=0.1), data[1:])
+    plain, _ = train_plainly(other, partial(SGD, lr=0.1), data[1:])
     with in_parts(module, 2, on=POOL, optimizer=partial(SGD, lr=0.1)) as training:
         training.step(*data[0])
         module.load_state_dict(other.state_dict())
@@ -103,25 +105,25 @@ def test_a_state_that_is_loaded_in_the_middle_reaches_the_hosts(data: Any) -> No
     assert_same_state(module, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_statistics_of_batch_norm_come_back_from_a_training_and_from_calls() -> None:
+def test_statistics_of_batch_norm_return_from_hosts() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4), nn.BatchNorm1d(4))
-    here = copy.deepcopy(module)
+    local_module = copy.deepcopy(module)
     (x, target), (other, _) = batches([8, 8])
-    places: list[tuple[nn.Sequential, Any]] = [(module, POOL), (here, "thread")]
+    places: list[tuple[nn.Sequential, Any]] = [(module, POOL), (local_module, "thread")]
     for one, on in places:
         with in_parts(one, 2, on=on, chunks=2) as training:
             training.step(x, target)
-    assert_same_state(module, here)
+    assert_same_state(module, local_module)
     for one, on in places:
         with Sequential(one, 2, on=on, chunks=2) as pipe:
             pipe(other)
-    assert_same_state(module, here)
+    assert_same_state(module, local_module)
 
 
-def test_a_loss_behind_the_pipe_trains_it_by_any_optimizer(data: Any) -> None:
+def test_loss_of_a_pipe_on_hosts_trains_it(data: Any) -> None:
     module = perceptron()
-    plain, losses = plainly(module, OPTIMIZERS["adam"], data)
+    plain, losses = train_plainly(module, OPTIMIZERS["adam"], data)
     with Sequential(module, 2, on=POOL, chunks=2) as pipe:
         optimizer = OPTIMIZERS["adam"](pipe.parameters())
         for (x, target), expected in zip(data, losses, strict=True):
@@ -133,7 +135,7 @@ def test_a_loss_behind_the_pipe_trains_it_by_any_optimizer(data: Any) -> None:
     assert_same_state(module, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_a_pipe_needs_to_know_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_without_known_hosts_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ValueError, match="Sequential: slurm: this program runs in no allocation"):
         Sequential(perceptron(), on=slurm())
@@ -156,7 +158,7 @@ def raised_by(module: nn.Sequential) -> Iterator[BaseException]:
     yield failed.value
 
 
-def test_a_part_that_fails_on_a_host_is_named() -> None:
+def test_part_that_fails_on_a_host_is_named() -> None:
     for error in raised_by(nn.Sequential(nn.Linear(6, 4), Fails())):
         assert "part 1" in str(error)
         assert "never" in str(error)

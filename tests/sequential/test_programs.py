@@ -1,5 +1,4 @@
-"""A pipe in a program, inferring and training: under fork, forkserver and spawn, with the program's own
-classes, at Ctrl-C and at the end."""
+"""Programs with a pipe under fork, forkserver and spawn, with their own classes, on Ctrl-C and at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import pytest
 from support.preloaded_programs import Template
 
 QUIET = ("-W", "ignore:Sequential:RuntimeWarning")
-"""Models so small that a pipe may warn that it can't win."""
+"""The models are so small that a pipe may warn."""
 
 PROGRAM = """
 import copy
@@ -56,8 +55,8 @@ def train():
     with pipe.trainer(loss=loss, optimizer=partial(SGD, lr=0.1)) as training:
         found = [training.step(x, target) for _ in range(3)]
     assert torch.allclose(torch.stack(found), torch.stack(losses), atol=1e-4)
-    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(mine, other, atol=1e-4)
+    for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(actual, other, atol=1e-4)
 
 def infer():
     factor = 3
@@ -75,10 +74,10 @@ def infer():
 
 if __name__ == "__main__":
     multiprocessing.set_start_method(sys.argv[1])
-    # what workers import that begin with nothing, those of spawn show
+    # workers started by spawn import everything themselves
     multiprocessing.set_forkserver_preload(["torch._dynamo", "flowchan.pipelines.sequential"])
     torch.manual_seed(0)
-    # torch's threads have begun: none of them is in a forked process
+    # starts the threads of torch, which a forked process lacks
     torch.ones(300, 300) @ torch.ones(300, 300)
     train()
     if "only trains" in sys.argv:
@@ -95,11 +94,11 @@ if __name__ == "__main__":
     [
         ("fork", "trains and infers"),
         ("forkserver", "trains and infers"),
-        ("spawn", "only trains"),  # each process imports torch, for two seconds
+        ("spawn", "only trains"),  # each process imports torch, which takes two seconds
         pytest.param("spawn", "trains and infers", marks=pytest.mark.long),
     ],
 )
-def test_a_program_that_trains_and_infers_with_pipes(
+def test_program_trains_and_infers_with_pipes(
     torch_programs: Template, method: str, does: str, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
@@ -132,7 +131,7 @@ with Sequential([nn.Linear(3, 3), nn.Linear(3, 3)], on=sys.argv[1]) as pipe:
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_ctrl_c_ends_a_stream_and_the_pipe_goes_on(torch_programs: Template, on: str) -> None:
+def test_ctrl_c_ends_a_stream_but_not_the_pipe(torch_programs: Template, on: str) -> None:
     done = torch_programs.run(*QUIET, "-c", INTERRUPTED, on)
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted (4, 3)\n", "")
 
@@ -164,7 +163,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_that_trains_ends_by_ctrl_c(torch_programs: Template, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_training_program(torch_programs: Template, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(TRAINS)
     process = torch_programs.popen(
@@ -176,7 +175,7 @@ def test_a_program_that_trains_ends_by_ctrl_c(torch_programs: Template, tmp_path
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "going\n", process.communicate()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    os.killpg(process.pid, signal.SIGINT)  # like a terminal
     out, err = process.communicate()
     assert (process.returncode, out) == (130, "interrupted\n"), err
     assert err.count("\n") == 1

@@ -1,5 +1,4 @@
-"""Mixed precision, recompute and dropout: the same numbers under every schedule; what was promised of memory
-and masks."""
+"""Mixed precision, recompute and dropout: equal results under every schedule, memory use, and masks."""
 
 from __future__ import annotations
 
@@ -8,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, schedules
 
-# mixed precision
+# --- mixed precision ---
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("recompute", [False, True])
-def test_autocast_computes_as_that_of_the_plain_module(on: Any, recompute: bool) -> None:
+def test_autocast_matches_the_plain_module(on: Any, recompute: bool) -> None:
     module = perceptron()
     plain = copy.deepcopy(module)
     ((x, target),) = batches([12])
@@ -31,17 +30,17 @@ def test_autocast_computes_as_that_of_the_plain_module(on: Any, recompute: bool)
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=0.01, atol=0.01)
     assert not torch.equal(loss, cross_entropy(perceptron()(x), target))
-    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-        assert mine.grad is not None
-        assert mine.grad.dtype is torch.float32
-        torch.testing.assert_close(mine.grad, other.grad, rtol=0.03, atol=0.003)
+    for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert actual.grad is not None
+        assert actual.grad.dtype is torch.float32
+        torch.testing.assert_close(actual.grad, other.grad, rtol=0.03, atol=0.003)
 
 
-# recompute
+# --- recompute ---
 
 
 class Counting(torch.autograd.Function):
-    """Does nothing, and counts the activations that are kept for its backward pass."""
+    """Identity that counts the activations kept for its backward pass."""
 
     alive = 0
     most = 0
@@ -78,9 +77,10 @@ class Counted(nn.Module):
 @pytest.mark.parametrize(
     ("schedule", "recompute", "most"), [("gpipe", False, 6), ("1f1b", False, 2), ("gpipe", True, 1)]
 )
-def test_so_many_micro_batches_are_kept_at_once(schedule: Any, recompute: bool, most: int) -> None:
-    """In the first of two parts, of six micro-batches: all with gpipe, two with 1f1b, one where it is
-    computed again."""
+def test_peak_of_kept_micro_batches_depends_on_schedule_and_recompute(
+    schedule: Any, recompute: bool, most: int
+) -> None:
+    """Six micro-batches in the first of two parts: gpipe keeps all, 1f1b two, and recompute one."""
     torch.manual_seed(0)
     module = nn.Sequential(Counted(), nn.Linear(6, 4))
     ((x, target),) = batches([12])
@@ -90,18 +90,18 @@ def test_so_many_micro_batches_are_kept_at_once(schedule: Any, recompute: bool, 
     assert (Counting.most, Counting.alive) == (most, 0)
 
 
-def test_what_is_computed_again_is_seen_in_the_timeline() -> None:
+def test_timeline_shows_recomputed_passes() -> None:
     ((x, target),) = batches([8])
     with in_parts(perceptron(), 2, recompute=True) as training:
         training.step(x, target)
         events = training.timeline().events
     again = [(event.part, event.chunk) for event in events if event.op == "recompute"]
-    # the last part goes back at once, and keeps what it has
+    # the last part runs each backward pass at once, without recomputing
     assert again == [(0, chunk) for chunk in range(4)]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_one_chunk_is_recomputed_in_all_parts_whose_backward_step_waits_for_others(schedule: Any) -> None:
+def test_single_chunk_is_recomputed_except_in_the_last_part(schedule: Any) -> None:
     ((x, target),) = batches([8])
     workers = 2 if schedule == "interleaved" else 4
     with in_parts(perceptron(), 4, chunks=1, schedule=schedule, workers=workers, recompute=True) as training:
@@ -110,7 +110,7 @@ def test_one_chunk_is_recomputed_in_all_parts_whose_backward_step_waits_for_othe
     assert sorted(event.part for event in events if event.op == "recompute") == [0, 1, 2]
 
 
-# dropout
+# --- dropout ---
 
 
 def dropped(p: float = 0.5) -> nn.Sequential:
@@ -137,14 +137,12 @@ def trained_dropped(on: Any = "thread", parts: int = 3, **options: Any) -> nn.Mo
 
 
 @schedules
-def test_dropout_draws_the_same_masks_when_it_is_computed_again(
-    schedule: Any, parts: int, workers: int
-) -> None:
+def test_recomputed_dropout_draws_the_same_masks(schedule: Any, parts: int, workers: int) -> None:
     options = {"schedule": schedule, "parts": parts, "workers": workers}
     assert_same_state(trained_dropped(recompute=True, **options), trained_dropped(recompute=False, **options))
 
 
-def test_dropout_draws_the_same_masks_on_threads_and_processes_and_under_every_schedule() -> None:
+def test_dropout_masks_do_not_depend_on_placement_or_schedule() -> None:
     module = trained_dropped()
     assert_same_state(trained_dropped("process"), module)
     assert_same_state(trained_dropped("process", recompute=True), module)
@@ -153,7 +151,7 @@ def test_dropout_draws_the_same_masks_on_threads_and_processes_and_under_every_s
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_dropout_that_is_switched_on_after_the_first_step_draws_the_same_masks_again(schedule: Any) -> None:
+def test_dropout_enabled_later_draws_the_same_masks_when_recomputed(schedule: Any) -> None:
     def trained(recompute: bool) -> nn.Module:
         module = dropped().eval()
         torch.manual_seed(42)
@@ -168,11 +166,11 @@ def test_dropout_that_is_switched_on_after_the_first_step_draws_the_same_masks_a
     assert_same_state(trained(recompute=True), trained(recompute=False))
 
 
-def test_dropout_draws_anew_for_each_step_and_each_micro_batch() -> None:
+def test_dropout_draws_other_masks_per_step_and_micro_batch() -> None:
     seen = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        if len(output) == 1:  # the first step looks at the loss of the whole batch, too
+        if len(output) == 1:  # the first step also computes the loss of the whole batch
             seen.append(output.detach().clone())
         return output.mean()
 
@@ -182,7 +180,7 @@ def test_dropout_draws_anew_for_each_step_and_each_micro_batch() -> None:
     assert len({tuple((each == 0).flatten().tolist()) for each in seen}) == 8
 
 
-def test_dropout_is_repeated_by_the_programs_seed_and_leaves_its_generator_where_a_step_does() -> None:
+def test_dropout_depends_only_on_the_programs_seed() -> None:
     assert_same_state(trained_dropped(), trained_dropped())
     assert not torch.equal(dropped()[0].weight, trained_dropped()[0].weight)
     after = torch.rand(3)
@@ -190,7 +188,7 @@ def test_dropout_is_repeated_by_the_programs_seed_and_leaves_its_generator_where
     assert torch.equal(torch.rand(3), after)
 
 
-def test_dropout_drops_the_share_that_it_says() -> None:
+def test_dropout_drops_its_share() -> None:
     kept = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:

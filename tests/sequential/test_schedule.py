@@ -1,4 +1,4 @@
-"""Schedules: who does what in which order, and their text form. No model, no torch."""
+"""Order of steps in each schedule, and its text format. These tests use neither a model nor torch."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ SMALL = st.integers(1, 6)
 
 @st.composite
 def arguments(draw: st.DrawFn) -> tuple[Any, int, int, int]:
-    """A schedule, workers, parts and chunks that go together."""
+    """Draw a valid combination of schedule, workers, parts and chunks."""
     schedule, workers = draw(st.sampled_from(SCHEDULES)), draw(SMALL)
     most = {"interleaved": 4, "zbv": 2, "dualpipev": 2}.get(schedule, 1)
     parts = draw(st.integers(workers, most * workers))
     return schedule, workers, parts, draw(st.integers(1, 20))
 
 
-# The order
+# --- order ---
 
 
-def test_gpipe_goes_all_forward_and_then_all_backward() -> None:
+def test_gpipe_runs_all_forward_then_all_backward_passes() -> None:
     assert [text(one) for one in plan("gpipe", 2, 2, 3)] == ["F0 F1 F2 B0 B1 B2"] * 2
 
 
-def test_1f1b_takes_turns_once_its_part_of_the_pipeline_is_full() -> None:
+def test_1f1b_alternates_once_the_pipeline_is_full() -> None:
     assert [text(one) for one in plan("1f1b", 3, 3, 4)] == [
         "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 F1 B0 F2 B1 F3 B2 B3",
@@ -41,7 +41,7 @@ def test_1f1b_takes_turns_once_its_part_of_the_pipeline_is_full() -> None:
     ]
 
 
-def test_1f1b_with_fewer_micro_batches_than_workers_is_gpipe_where_the_pipeline_never_fills() -> None:
+def test_1f1b_with_few_micro_batches_equals_gpipe() -> None:
     assert [text(one) for one in plan("1f1b", 4, 4, 2)] == [
         "F0 F1 B0 B1",
         "F0 F1 B0 B1",
@@ -50,7 +50,7 @@ def test_1f1b_with_fewer_micro_batches_than_workers_is_gpipe_where_the_pipeline_
     ]
 
 
-def test_zbh1_is_1f1b_whose_weights_come_later_the_later_the_worker() -> None:
+def test_zbh1_is_1f1b_with_delayed_weight_gradients() -> None:
     assert [text(one) for one in plan("zbh1", 3, 3, 4)] == [
         "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
@@ -58,8 +58,9 @@ def test_zbh1_is_1f1b_whose_weights_come_later_the_later_the_worker() -> None:
     ]
 
 
-def test_zbv_is_the_order_of_its_paper() -> None:
-    """Figure 6 of Qi et al. 2024, "Pipeline Parallelism with Controllable Memory": 4 workers, 8 parts."""
+def test_zbv_matches_its_paper() -> None:
+    """Source: figure 6 of Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", with 4 workers and
+    8 parts."""
     assert text(steps("zbv", 0, 4, 8, 8)).startswith(
         "0:F0 0:F1 0:F2 0:F3 0:F4 0:F5 0:F6 7:F0 7:I0 7:W0 7:F1 7:I1 7:W1 7:F2 7:I2 7:W2 7:F3 7:I3 7:W3"
     )
@@ -68,7 +69,7 @@ def test_zbv_is_the_order_of_its_paper() -> None:
     )
 
 
-def test_dualpipev_takes_turns_between_its_two_parts() -> None:
+def test_dualpipev_alternates_between_its_two_parts() -> None:
     assert [text(one) for one in plan("dualpipev", 2, 4, 4)] == [
         "0:F0 0:F1 0:F2 3:F0 3:I0 3:W0 3:F1 0:F3 3:B1 3:F2 0:B0 3:B2 3:F3 0:B1 3:B3 0:B2 0:B3",
         "1:F0 2:F0 1:F1 2:F1 1:F2 2:B0 2:F2 1:B0 1:F3 2:B1 2:F3 1:B1 2:B2 1:B2 2:I3 1:I3 2:W3 1:W3",
@@ -76,22 +77,24 @@ def test_dualpipev_takes_turns_between_its_two_parts() -> None:
 
 
 @pytest.mark.parametrize("schedule", IN_A_V)
-def test_a_v_with_an_odd_number_of_parts_leaves_out_what_would_be_the_last(schedule: Any) -> None:
+def test_schedules_in_a_v_allow_an_odd_number_of_parts(schedule: Any) -> None:
     found = plan(schedule, 2, 3, 4)
     assert [{step.part for step in steps} for steps in found] == [{0}, {1, 2}]
     simulate(found)
 
 
-def test_interleaved_sends_groups_of_micro_batches_through_one_part_after_the_other() -> None:
+def test_interleaved_sends_groups_through_one_part_after_another() -> None:
     assert [text(one) for one in plan("interleaved", 2, 4, 2)] == [
         "0:F0 0:F1 2:F0 2:F1 2:B0 2:B1 0:B0 0:B1",
         "1:F0 1:F1 3:F0 3:B0 3:F1 3:B1 1:B0 1:B1",
     ]
 
 
-def test_interleaved_is_the_order_of_megatron() -> None:
-    """Figure 4 of Narayanan et al. 2021: 4 workers with 2 parts each, 8 micro-batches. The first worker goes
-    forward 2 * 3 + 4 times before it takes turns."""
+def test_interleaved_matches_megatron() -> None:
+    """Source: figure 4 of Narayanan et al. 2021, with 4 workers, 8 parts and 8 micro-batches.
+
+    The first worker runs 2 * 3 + 4 forward passes before it alternates.
+    """
     assert text(steps("interleaved", 0, 4, 8, 8)).startswith(
         "0:F0 0:F1 0:F2 0:F3 4:F0 4:F1 4:F2 4:F3 0:F4 0:F5 0:F6 4:B0 0:F7 4:B1 4:F4 4:B2 4:F5 4:B3 4:F6 0:B0"
     )
@@ -101,11 +104,11 @@ def test_interleaved_is_the_order_of_megatron() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 8])
-def test_interleaved_with_one_part_per_worker_is_1f1b(chunks: int) -> None:
+def test_interleaved_with_one_part_per_worker_equals_1f1b(chunks: int) -> None:
     assert plan("interleaved", 3, 3, chunks) == plan("1f1b", 3, 3, chunks)
 
 
-def test_interleaved_takes_chunks_and_parts_that_are_no_multiples_of_the_workers() -> None:
+def test_interleaved_allows_other_numbers_than_multiples_of_workers() -> None:
     assert [text(one) for one in plan("interleaved", 2, 3, 3)] == [
         "0:F0 0:F1 2:F0 2:F1 0:F2 2:B0 2:B1 2:F2 0:B0 0:B1 2:B2 0:B2",
         "F0 F1 F2 B0 B1 B2",
@@ -113,23 +116,23 @@ def test_interleaved_takes_chunks_and_parts_that_are_no_multiples_of_the_workers
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_worker_and_one_micro_batch_go_forward_and_backward(schedule: Any) -> None:
+def test_one_worker_with_one_micro_batch_runs_two_steps(schedule: Any) -> None:
     assert text(steps(schedule, 0, 1, 1, 1)) == "F0 B0"
 
 
 @settings(deadline=None)
 @given(arguments())
-def test_each_worker_does_every_step_of_its_parts_once_and_backward_after_forward(
+def test_each_step_occurs_once_and_backward_follows_forward(
     one: tuple[Any, int, int, int],
 ) -> None:
     schedule, workers, parts, chunks = one
     for worker, found in enumerate(plan(schedule, workers, parts, chunks)):
-        mine: Any = range(worker, parts, workers)
+        actual: Any = range(worker, parts, workers)
         if schedule in IN_A_V:
-            mine = [part for part in (worker, 2 * workers - 1 - worker) if part < parts]
+            actual = [part for part in (worker, 2 * workers - 1 - worker) if part < parts]
         whole = [half for step in found for half in halves(step)]
         expected = {
-            Step(op, chunk, part) for op in ("F", "I", "W") for chunk in range(chunks) for part in mine
+            Step(op, chunk, part) for op in ("F", "I", "W") for chunk in range(chunks) for part in actual
         }
         assert len(whole) == len(expected)
         assert set(whole) == expected
@@ -140,13 +143,13 @@ def test_each_worker_does_every_step_of_its_parts_once_and_backward_after_forwar
 
 
 def halves(step: Step) -> list[Step]:
-    """A backward pass as its two halves."""
+    """Return the halves of a backward pass, or the step itself."""
     return [Step(op, step.chunk, step.part) for op in ("I", "W")] if step.op == "B" else [step]  # type: ignore[arg-type]
 
 
 @settings(deadline=None)
 @given(arguments())
-def test_micro_batches_go_through_a_part_in_their_order_both_ways(one: tuple[Any, int, int, int]) -> None:
+def test_micro_batches_pass_each_part_in_order(one: tuple[Any, int, int, int]) -> None:
     schedule, workers, parts, chunks = one
     for found in plan(schedule, workers, parts, chunks):
         whole = [half for step in found for half in halves(step)]
@@ -157,7 +160,7 @@ def test_micro_batches_go_through_a_part_in_their_order_both_ways(one: tuple[Any
                 )
 
 
-def test_a_schedule_is_a_generator_that_can_be_made_again() -> None:
+def test_steps_returns_a_new_generator_each_time() -> None:
     once = steps("1f1b", 0, 2, 2, 4)
     assert iter(once) is once
     assert list(once) == list(steps("1f1b", 0, 2, 2, 4))
@@ -174,7 +177,7 @@ def test_a_schedule_is_a_generator_that_can_be_made_again() -> None:
         ("dualpipev", 2, 4, 3),
     ],
 )
-def test_the_drawings_in_the_module_are_what_the_schedules_do(
+def test_drawings_in_the_docstring_match_the_schedules(
     name: Any, workers: int, parts: int, chunks: int
 ) -> None:
     described = inspect.cleandoc(module.__doc__ or "").split(f"*{name}*: ")[1]
@@ -186,7 +189,7 @@ def test_the_drawings_in_the_module_are_what_the_schedules_do(
     assert inspect.cleandoc(drawn[1]) == simulate(plan(name, workers, parts, chunks), 1, backward).staircase()
 
 
-# The text
+# --- text ---
 
 
 @pytest.mark.parametrize(
@@ -198,7 +201,7 @@ def test_the_drawings_in_the_module_are_what_the_schedules_do(
         ([Step("F", 0, 1), Step("B", 7, 3)], "1:F0 3:B7"),
     ],
 )
-def test_steps_are_written_with_their_part_where_there_are_several(found: list[Step], written: str) -> None:
+def test_text_includes_the_part_if_there_are_several(found: list[Step], written: str) -> None:
     assert text(found) == written
 
 
@@ -209,29 +212,31 @@ def test_steps_are_written_with_their_part_where_there_are_several(found: list[S
         max_size=50,
     )
 )
-def test_text_reads_back_as_the_steps_it_was_written_from(found: list[Step]) -> None:
+def test_parse_inverts_text(found: list[Step]) -> None:
     assert parse(text(found), part=found[0].part if found else 0) == found
 
 
 @settings(deadline=None)
 @given(arguments())
-def test_every_schedule_reads_back_from_its_text(one: tuple[Any, int, int, int]) -> None:
+def test_parse_inverts_text_of_every_schedule(one: tuple[Any, int, int, int]) -> None:
     for worker, found in enumerate(plan(*one)):
         assert parse(text(found), part=worker) == found
 
 
-def test_a_step_names_its_part() -> None:
+def test_step_text_includes_its_part() -> None:
     assert str(Step("B", 3, 1)) == "1:B3"
     assert parse("1:B3  F0\nB0", part=2) == [Step("B", 3, 1), Step("F", 0, 2), Step("B", 0, 2)]
 
 
 @pytest.mark.parametrize("word", ["X0", "F", "0", "f0", "F-1", "F0.1", ":F0", "1:2:F0", "F0,", "F٣"])
-def test_a_word_that_is_no_step_is_named(word: str) -> None:
-    with pytest.raises(ValueError, match=f"^parse: {re.escape(repr(word))} is no step: a step is written F0"):
+def test_parse_rejects_a_word_that_is_not_a_step(word: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"^parse: a step must be written like F0, .* got {re.escape(repr(word))}$"
+    ):
         parse(f"F0 {word} B0")
 
 
-# Wrong arguments
+# --- wrong arguments ---
 
 
 @pytest.mark.parametrize(
@@ -240,43 +245,43 @@ def test_a_word_that_is_no_step_is_named(word: str) -> None:
         (
             ("zigzag", 0, 2, 2, 4),
             "steps: schedule must be "
-            "'gpipe' or '1f1b' or 'interleaved' or 'zbh1' or 'zbv' or 'dualpipev', not 'zigzag'",
+            "'gpipe' or '1f1b' or 'interleaved' or 'zbh1' or 'zbv' or 'dualpipev', got 'zigzag'",
         ),
         (
             (None, 0, 2, 2, 4),
             "steps: schedule must be "
-            "'gpipe' or '1f1b' or 'interleaved' or 'zbh1' or 'zbv' or 'dualpipev', not None",
+            "'gpipe' or '1f1b' or 'interleaved' or 'zbh1' or 'zbv' or 'dualpipev', got None",
         ),
         (("gpipe", 0, 0, 2, 4), "steps: workers must be at least 1, not 0"),
         (("gpipe", -1, 2, 2, 4), "steps: worker must be at least 0, not -1"),
-        (("gpipe", 2, 2, 2, 4), "steps: worker must be from 0 to 1 where workers=2, not 2"),
+        (("gpipe", 2, 2, 2, 4), "steps: worker must be from 0 to 1 with workers=2, got 2"),
         (("gpipe", 0, 2, 0, 4), "steps: parts must be at least 1, not 0"),
         (("gpipe", 0, 2, 2, 0), "steps: chunks must be at least 1, not 0"),
-        (("1f1b", 0, 3, 2, 4), "steps: parts=2 leaves some of workers=3 without a part: take fewer workers"),
+        (("1f1b", 0, 3, 2, 4), "steps: workers must be at most parts=2, got 3; use fewer workers"),
         (
             ("interleaved", 0, 3, 2, 4),
-            "steps: parts=2 leaves some of workers=3 without a part: take fewer workers",
+            "steps: workers must be at most parts=2, got 3; use fewer workers",
         ),
         (
             ("1f1b", 0, 2, 4, 4),
-            "steps: schedule='1f1b' gives each worker one part, but there are parts=4 for workers=2: "
-            "take schedule='interleaved', or as many workers as parts",
+            "steps: parts must be 1 per worker with schedule='1f1b', got parts=4 for workers=2; "
+            "use schedule='interleaved', or as many workers as parts",
         ),
         (
             ("zbv", 0, 2, 6, 4),
-            "steps: schedule='zbv' gives each worker two parts, but there are parts=6 for workers=2: "
-            "take workers=3",
+            "steps: parts must be at most 2 per worker with schedule='zbv', got parts=6 for workers=2; "
+            "use workers=3",
         ),
     ],
 )
-def test_a_wrong_argument_is_named_before_the_first_step(arguments: Any, message: str) -> None:
+def test_steps_rejects_a_wrong_argument_at_once(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         steps(*arguments)
 
 
 @pytest.mark.parametrize("place", [1, 2, 3, 4])
 @pytest.mark.parametrize("value", [True, 2.0, "2", None])
-def test_a_number_that_is_no_int_is_named(place: int, value: Any) -> None:
+def test_steps_rejects_a_number_that_is_not_an_int(place: int, value: Any) -> None:
     arguments: list[Any] = ["gpipe", 0, 2, 2, 4]
     arguments[place] = value
     name = ["schedule", "worker", "workers", "parts", "chunks"][place]
@@ -285,6 +290,6 @@ def test_a_number_that_is_no_int_is_named(place: int, value: Any) -> None:
         steps(*arguments)
 
 
-def test_a_plan_of_no_workers_is_refused() -> None:
+def test_plan_without_workers_raises() -> None:
     with pytest.raises(ValueError, match=r"^plan: workers must be at least 1, not 0$"):
         plan("gpipe", 0, 1, 1)

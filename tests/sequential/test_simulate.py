@@ -1,5 +1,7 @@
-"""The simulator: what is known of schedules comes out, and what cannot be done is named. No model, no
-torch."""
+"""The simulator reproduces known properties of schedules, and names infeasible orders.
+
+These tests use neither a model nor torch.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,17 @@ def plans(draw: st.DrawFn) -> list[list[Step]]:
     return plan(schedule, workers, parts, draw(st.integers(1, 24)))
 
 
-# What is known
+# --- known properties ---
 
 
 @pytest.mark.each_pair
 @sized
 @timed
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_the_bubble_of_gpipe_and_1f1b_is_the_share_of_the_other_workers(
+def test_bubble_of_gpipe_and_1f1b_matches_the_formula(
     schedule: Any, workers: int, chunks: int, forward: float, backward: float
 ) -> None:
-    """(W - 1) / (M + W - 1), whatever a step takes."""
+    """The bubble is (W - 1) / (M + W - 1) for any duration of steps."""
     found = simulate(plan(schedule, workers, workers, chunks), forward, backward)
     assert found.makespan == pytest.approx((chunks + workers - 1) * (forward + backward))
     assert found.bubbles == pytest.approx([(workers - 1) / (chunks + workers - 1)] * workers)
@@ -55,7 +57,7 @@ def test_gpipe_holds_every_micro_batch(workers: int, chunks: int) -> None:
 
 
 @sized
-def test_1f1b_holds_no_more_micro_batches_than_there_are_parts_to_come(workers: int, chunks: int) -> None:
+def test_1f1b_holds_at_most_one_micro_batch_per_later_part(workers: int, chunks: int) -> None:
     expected = tuple(min(chunks, workers - worker) for worker in range(workers))
     assert simulate(plan("1f1b", workers, workers, chunks)).peaks == expected
 
@@ -63,17 +65,17 @@ def test_1f1b_holds_no_more_micro_batches_than_there_are_parts_to_come(workers: 
 @timed
 @pytest.mark.parametrize("each", [2, 3, 4])
 @pytest.mark.parametrize(("workers", "chunks"), [(2, 2), (2, 8), (3, 3), (3, 9), (4, 4), (4, 8)])
-def test_the_bubble_of_interleaved_is_smaller_by_the_number_of_parts_per_worker(
+def test_bubble_of_interleaved_shrinks_with_parts_per_worker(
     workers: int, chunks: int, each: int, forward: float, backward: float
 ) -> None:
-    """(W - 1) / (v M + W - 1) for M a multiple of W and v parts per worker."""
+    """The bubble is (W - 1) / (v M + W - 1), if M is a multiple of W and there are v parts per worker."""
     found = simulate(plan("interleaved", workers, each * workers, chunks), forward, backward)
     assert found.bubble == pytest.approx((workers - 1) / (each * chunks + workers - 1))
 
 
 @pytest.mark.parametrize("each", [2, 3])
 @pytest.mark.parametrize(("workers", "chunks"), [(2, 2), (2, 8), (3, 9), (4, 4), (4, 8)])
-def test_interleaved_holds_the_steps_it_is_ahead_by_and_one(workers: int, chunks: int, each: int) -> None:
+def test_interleaved_holds_its_lead_plus_one_step(workers: int, chunks: int, each: int) -> None:
     expected = tuple(
         min(2 * (workers - 1 - worker) + (each - 1) * workers + 1, each * chunks) for worker in range(workers)
     )
@@ -81,10 +83,8 @@ def test_interleaved_holds_the_steps_it_is_ahead_by_and_one(workers: int, chunks
 
 
 @sized
-def test_zbh1_waits_a_third_as_long_as_1f1b_and_holds_no_more_than_its_first_worker(
-    workers: int, chunks: int
-) -> None:
-    """(W - 1) (F + I - W) where there are at least as many micro-batches as workers."""
+def test_zbh1_waits_a_third_of_1f1b_with_equal_memory(workers: int, chunks: int) -> None:
+    """Workers wait (W - 1) (F + I - W), if there are at least as many micro-batches as workers."""
     found = simulate(plan("zbh1", workers, workers, chunks), 1, 2)
     if chunks >= workers:
         assert found.makespan == 3 * chunks + workers - 1
@@ -93,8 +93,8 @@ def test_zbh1_waits_a_third_as_long_as_1f1b_and_holds_no_more_than_its_first_wor
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("more", [0, 1, 5])
-def test_zbv_waits_only_until_the_first_micro_batch_has_come(workers: int, more: int) -> None:
-    """Its parts are half as large as those of 1f1b, and two of them are held at once."""
+def test_zbv_waits_only_for_the_first_micro_batch(workers: int, more: int) -> None:
+    """Its parts are half as large as those of 1f1b, and it holds two of them at once."""
     chunks = max(2 * workers - 1, 1) + more
     found = simulate(plan("zbv", workers, 2 * workers, chunks), 1, 2)
     assert found.makespan == 6 * chunks + workers - 1
@@ -103,27 +103,27 @@ def test_zbv_waits_only_until_the_first_micro_batch_has_come(workers: int, more:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("more", [0, 1, 5])
-def test_dualpipev_waits_no_longer_than_zbv_and_holds_one_part_more(workers: int, more: int) -> None:
+def test_dualpipev_waits_like_zbv_and_holds_one_more(workers: int, more: int) -> None:
     chunks = 2 * workers + more
     found = simulate(plan("dualpipev", workers, 2 * workers, chunks), 1, 2)
     assert found.makespan == 6 * chunks + workers - 1
     assert max(found.peaks) <= 2 * workers + 1
 
 
-def test_weights_may_take_another_share_of_the_backward_pass_and_parts_another_time() -> None:
+def test_durations_can_differ_by_part_and_by_weights() -> None:
     found = simulate([parse("F0 I0 W0"), parse("F0 I0 W0", part=1)], [1, 2], [4, 3], weights=[3, 1])
     ends = [[(event.begin, event.end) for event in events] for events in found.events]
     assert ends == [[(0, 1), (5, 6), (6, 9)], [(1, 3), (3, 5), (5, 6)]]
 
 
-def test_interleaved_with_a_remainder_still_beats_1f1b_of_the_same_model() -> None:
-    """5 micro-batches on 2 workers; half as much model per part takes half as long."""
+def test_interleaved_with_a_remainder_is_faster_than_1f1b() -> None:
+    """There are 5 micro-batches on 2 workers. Half the model per part takes half the time."""
     whole = simulate(plan("1f1b", 2, 2, 5), 1, 2)
     halves = simulate(plan("interleaved", 2, 4, 5), 0.5, 1)
     assert halves.makespan < whole.makespan
 
 
-def test_staircases_are_drawn_as_they_run() -> None:
+def test_staircase_draws_steps_and_waits() -> None:
     assert simulate(plan("gpipe", 2, 2, 3), 1, 2).staircase() == cleandoc("""
         0  F0 F1 F2 .  .  .  B0 -  B1 -  B2 -
         1  .  F0 F1 F2 B0 -  B1 -  B2 -  .  .
@@ -138,27 +138,27 @@ def test_staircases_are_drawn_as_they_run() -> None:
     """)
 
 
-def test_a_staircase_needs_whole_units() -> None:
-    with pytest.raises(ValueError, match=r"^staircase: steps must take whole units of time, not 0.0 to 1.5$"):
+def test_staircase_requires_whole_units() -> None:
+    with pytest.raises(ValueError, match=r"^staircase: steps must take whole units of time, got 0.0 to 1.5$"):
         simulate(plan("gpipe", 1, 1, 1), 1.5, 2).staircase()
 
 
-def test_a_list_may_go_forward_only() -> None:
+def test_simulation_allows_forward_steps_only() -> None:
     found = simulate([parse("F0 F1 F2"), parse("F0 F1 F2", part=1)])
     assert found.makespan == 4
     assert found.bubbles == (0.25, 0.25)
 
 
-def test_nothing_to_do_takes_no_time() -> None:
+def test_empty_plan_takes_no_time() -> None:
     found = simulate([])
     assert (found.makespan, found.bubble, found.peaks, found.staircase()) == (0, 0, (), "")
 
 
-def test_a_worker_without_steps_waits_all_the_time() -> None:
+def test_worker_without_steps_waits_the_whole_time() -> None:
     assert simulate([parse("F0 B0"), []]).bubbles == (0, 1)
 
 
-def test_a_simulated_run_is_a_timeline_of_milliseconds() -> None:
+def test_simulation_gives_a_timeline_in_milliseconds() -> None:
     line = simulate(plan("1f1b", 2, 2, 4)).timeline("four")
     assert line.title == "four"
     assert len(line.events) == 16
@@ -166,18 +166,18 @@ def test_a_simulated_run_is_a_timeline_of_milliseconds() -> None:
     assert line.busy() == pytest.approx({0: 0.8, 1: 0.8})
 
 
-def test_the_picture_in_the_guide_is_what_its_code_draws() -> None:
+def test_picture_in_the_guide_matches_its_code() -> None:
     picture = Path(__file__).parents[2] / "docs" / "images" / "schedule.svg"
     drawn = simulate(plan("1f1b", 4, 4, 8)).timeline("1f1b: 4 parts, 8 chunks").svg()
     assert picture.read_text(encoding="utf-8") == drawn
 
 
-# Every order can be done
+# --- every schedule is feasible ---
 
 
 @settings(deadline=None)
 @given(plans(), st.floats(0.1, 10), st.floats(0.1, 10), st.sampled_from([None, 1, 2, 3]))
-def test_every_schedule_runs_to_its_end_with_one_place_per_link_and_each_step_after_what_it_needs(
+def test_every_schedule_is_feasible_with_any_capacity(
     lists: list[list[Step]], forward: float, backward: float, capacity: int | None
 ) -> None:
     found = simulate(lists, forward, backward, capacity)
@@ -188,7 +188,7 @@ def test_every_schedule_runs_to_its_end_with_one_place_per_link_and_each_step_af
 
 
 def check_times(found: Simulated) -> None:
-    """Each worker does one thing at a time, and nothing before what it needs."""
+    """Assert that no steps of a worker overlap, and that each step follows its inputs."""
     begin = {(event.op, event.chunk, event.part): event.begin for events in found.events for event in events}
     end = {(event.op, event.chunk, event.part): event.end for events in found.events for event in events}
     for events in found.events:
@@ -203,64 +203,62 @@ def check_times(found: Simulated) -> None:
 
 
 @sized
-def test_a_narrow_link_never_makes_a_schedule_quicker(workers: int, chunks: int) -> None:
+def test_capacity_1_never_makes_a_schedule_faster(workers: int, chunks: int) -> None:
     lists = plan("gpipe", workers, workers, chunks)
     assert simulate(lists, capacity=1).makespan >= simulate(lists).makespan
 
 
-def test_a_message_that_comes_too_early_is_kept() -> None:
-    """The second worker wants the last micro-batch first, over a link with one place."""
+def test_early_message_is_kept() -> None:
+    """The second worker needs the last micro-batch first, over a channel with capacity 1."""
     found = simulate([parse("F0 F1 F2"), parse("F2 F1 F0", part=1)], capacity=1)
     assert [event.chunk for event in found.events[1]] == [2, 1, 0]
     assert found.events[1][0].begin == 3
 
 
-def test_the_sender_waits_for_room_in_a_full_link() -> None:
-    """The second worker has two parts, and takes a micro-batch every two units of time."""
+def test_sender_waits_while_the_channel_is_full() -> None:
+    """The second worker has two parts, and takes a micro-batch every two time units."""
     lists = [parse("F0 F1 F2 F3 F4"), parse("1:F0 2:F0 1:F1 2:F1 1:F2 2:F2 1:F3 2:F3 1:F4 2:F4")]
     wide, narrow = simulate(lists), simulate(lists, capacity=1)
     assert [event.begin for event in wide.events[0]] == [0, 1, 2, 3, 4]
-    # F3 is done at 4, and the link has room for it when F2 is taken at 5.
+    # F3 is done at 4, and the channel has room for it when F2 is taken at 5.
     assert [event.begin for event in narrow.events[0]] == [0, 1, 2, 3, 5]
     assert wide.makespan == narrow.makespan == 11
 
 
-# What cannot be done
+# --- infeasible orders ---
 
 
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
-        (["F0 F0"], "worker 0 does 0:F0 twice"),
-        (["B0 F0"], "worker 0 does 0:B0 and has not done 0:F0 before"),
-        (["B0"], "worker 0 does 0:B0 and has not done 0:F0 before"),
-        (["1:F0 0:F0"], "worker 0 does 1:F0 and has not done 0:F0 before"),
-        (["F0 F1", "F2"], "part 0 is on worker 0 and on worker 1"),
-        (["F0 I0 B0"], "worker 0 does 0:B0 twice"),
-        (["F0 W0 I0"], "worker 0 does 0:W0 and has not done 0:I0 before"),
-        (["0:F0", "2:F0"], "worker 1 needs 1:F0 for 2:F0, and no worker has part 1"),
-        (["0:F0", "1:F1"], "deadlock: worker 1 waits before 1:F1 for 0:F1 of worker 0"),
+        (["F0 F0"], "worker 0 must do each step once, got 0:F0 twice"),
+        (["B0 F0"], "worker 0 must do 0:F0 before 0:B0"),
+        (["B0"], "worker 0 must do 0:F0 before 0:B0"),
+        (["1:F0 0:F0"], "worker 0 must do 0:F0 before 1:F0"),
+        (["F0 F1", "F2"], "part 0 must be on one worker, got 0 and 1"),
+        (["F0 I0 B0"], "worker 0 must do each step once, got 0:B0 twice"),
+        (["F0 W0 I0"], "worker 0 must do 0:I0 before 0:W0"),
+        (["0:F0", "2:F0"], "worker 1 needs 1:F0 for 2:F0, but no worker has part 1"),
+        (["0:F0", "1:F1"], "deadlock: worker 1 waits before 1:F1 for 0:F1 from worker 0"),
         (
             ["0:F0 0:B0 0:F1 0:B1", "1:F0 1:F1 1:B0 1:B1"],
-            "deadlock: worker 0 waits before 0:B0 for 1:B0 of worker 1; worker 1 waits before "
-            "1:F1 for 0:F1 of worker 0",
+            "deadlock: worker 0 waits before 0:B0 for 1:B0 from worker 1; worker 1 waits before "
+            "1:F1 for 0:F1 from worker 0",
         ),
     ],
 )
-def test_an_order_that_cannot_be_done_is_refused_with_who_waits_for_what(
-    lists: list[str], message: str
-) -> None:
+def test_infeasible_order_raises_with_the_waits(lists: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=f"^simulate: {re.escape(message)}$"):
         simulate([parse(one) for one in lists])
 
 
-def test_a_deadlock_for_want_of_room_is_found_and_more_room_ends_it() -> None:
+def test_deadlock_by_capacity_is_detected() -> None:
     """Each worker sends four micro-batches to the other before it takes one."""
     lists = [parse("0:F0 0:F1 0:F2 0:F3 2:F0 2:F1 2:F2 2:F3"), parse("1:F0 1:F1 1:F2 1:F3")]
     with pytest.raises(
         ValueError,
-        match=r"^simulate: deadlock: worker 0 waits after 0:F3 for room in its link to worker 1; "
-        r"worker 1 waits after 1:F1 for room in its link to worker 0$",
+        match=r"^simulate: deadlock: worker 0 waits after 0:F3 for room in its channel to worker 1; "
+        r"worker 1 waits after 1:F1 for room in its channel to worker 0$",
     ):
         simulate(lists, capacity=1)
     assert simulate(lists, capacity=2).makespan == simulate(lists).makespan == 8
@@ -268,8 +266,9 @@ def test_a_deadlock_for_want_of_room_is_found_and_more_room_ends_it() -> None:
 
 @settings(deadline=None)
 @given(plans(), st.data())
-def test_a_step_left_out_is_missed(lists: list[list[Step]], data: st.DataObject) -> None:
-    """Unless nobody needs it: of one micro-batch, the backward pass through the first part, or weights."""
+def test_missing_step_raises(lists: list[list[Step]], data: st.DataObject) -> None:
+    """The error is absent only for steps without a consumer: weights, and backward passes of the first
+    part."""
     worker = data.draw(st.integers(0, len(lists) - 1))
     missing = data.draw(st.sampled_from(lists[worker]))
     lists[worker] = [step for step in lists[worker] if step != missing]
@@ -283,14 +282,14 @@ def test_a_step_left_out_is_missed(lists: list[list[Step]], data: st.DataObject)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"capacity": 0}, "simulate: capacity must be at least 1, or None for any number, not 0"),
-        ({"forward": 0}, "simulate: forward must be a time greater than 0, not 0"),
-        ({"backward": -1.0}, "simulate: backward must be a time greater than 0, not -1.0"),
-        ({"forward": float("nan")}, "simulate: forward must be a time greater than 0, not nan"),
-        ({"weights": 2.0}, "simulate: weights must take less than backward=2.0, not 2.0"),
-        ({"backward": []}, "simulate: backward must be a time for each of 1 parts, not []"),
+        ({"capacity": 0}, "simulate: capacity must be at least 1, or None for any number, got 0"),
+        ({"forward": 0}, "simulate: forward must be a time greater than 0, got 0"),
+        ({"backward": -1.0}, "simulate: backward must be a time greater than 0, got -1.0"),
+        ({"forward": float("nan")}, "simulate: forward must be a time greater than 0, got nan"),
+        ({"weights": 2.0}, "simulate: weights must be less than backward=2.0, got 2.0"),
+        ({"backward": []}, "simulate: backward must be a time for each of 1 parts, got []"),
     ],
 )
-def test_a_wrong_argument_is_named(arguments: dict[str, Any], message: str) -> None:
+def test_simulate_rejects_a_wrong_argument(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         simulate(plan("gpipe", 1, 1, 1), **arguments)

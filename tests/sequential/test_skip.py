@@ -1,4 +1,4 @@
-"""Skip connections: they work in the plain module, in parts, across parts, and their gradients come back."""
+"""Skip connections work in the plain module, within a part and across parts, with gradients."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from trained import OPTIMIZERS, assert_same_state, batches, in_parts, plainly, schedules
+from trained import OPTIMIZERS, assert_same_state, batches, in_parts, schedules, train_plainly
 
 from flowchan import RunError, StageError
 from flowchan.pipelines.sequential import Pop, Sequential, Stash
 
 
 class Block(nn.Module):
-    """A layer of the user's own with a layer of ours in it."""
+    """Layer of a user that contains a ``Stash`` or ``Pop``."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 def u_net() -> nn.Sequential:
-    """Twelve layers; a skip over one part and one over several, nested."""
+    """Return thirteen layers with nested skips over one part and over several."""
     torch.manual_seed(0)
     return nn.Sequential(
         Stash("input"),
@@ -54,7 +54,7 @@ def joined(x: Tensor, skip: Tensor) -> Tensor:
 
 
 def written_out(module: nn.Sequential, x: Tensor) -> Tensor:
-    """What :func:`u_net` means."""
+    """Compute the output of :func:`u_net` without skip layers."""
     wide = torch.tanh(module[1](x))
     narrow = torch.tanh(module[4](wide))
     up = module[9](module[7](narrow) + narrow) * wide
@@ -62,14 +62,14 @@ def written_out(module: nn.Sequential, x: Tensor) -> Tensor:
     return out
 
 
-def test_the_plain_module_skips() -> None:
+def test_skips_work_in_the_plain_module() -> None:
     module = u_net()
     ((x, _),) = batches([8])
     assert torch.equal(module(x), written_out(module, x))
 
 
 @pytest.mark.parametrize(("on", "parts"), [("thread", 1), ("thread", 5), ("thread", 13), ("process", 3)])
-def test_inference_in_parts_is_that_of_the_plain_module(on: Any, parts: int) -> None:
+def test_inference_with_skips_matches_the_plain_module(on: Any, parts: int) -> None:
     module = u_net()
     ((x, _),) = batches([10])
     with Sequential(module, parts, on=on, chunks=4) as pipe:
@@ -78,11 +78,11 @@ def test_inference_in_parts_is_that_of_the_plain_module(on: Any, parts: int) -> 
 
 @schedules
 @pytest.mark.parametrize("recompute", [False, True])
-def test_training_in_parts_is_that_of_the_plain_module(
+def test_training_with_skips_matches_the_plain_module(
     schedule: Any, parts: int, workers: int, recompute: bool
 ) -> None:
     module = u_net()
-    plain, losses = plainly(module, OPTIMIZERS["sgd"], batches([8, 7, 3]))
+    plain, losses = train_plainly(module, OPTIMIZERS["sgd"], batches([8, 7, 3]))
     options = {"schedule": schedule, "workers": workers, "recompute": recompute}
     with in_parts(module, parts, optimizer=OPTIMIZERS["sgd"], **options) as training:
         found = [float(training.step(*each)) for each in batches([8, 7, 3])]
@@ -90,17 +90,17 @@ def test_training_in_parts_is_that_of_the_plain_module(
     assert_same_state(module, plain)
 
 
-def test_training_on_processes_is_that_of_the_plain_module() -> None:
+def test_training_with_skips_on_processes_matches_the_plain_module() -> None:
     module = u_net()
-    plain, _ = plainly(module, OPTIMIZERS["adam"], batches([8, 7]))
+    plain, _ = train_plainly(module, OPTIMIZERS["adam"], batches([8, 7]))
     with in_parts(module, [2, 3, 3, 5], "process", optimizer=OPTIMIZERS["adam"]) as training:  # type: ignore[arg-type]
         for each in batches([8, 7]):
             training.step(*each)
     assert_same_state(module, plain)
 
 
-def test_gradients_come_back_over_the_skip_alone() -> None:
-    """What goes through the layers between is multiplied by zero."""
+def test_gradients_flow_through_the_skip_alone() -> None:
+    """The values of the layers between are multiplied by zero."""
 
     def only_skip(x: Tensor, skip: Tensor) -> Tensor:
         return 0 * x + skip
@@ -113,33 +113,33 @@ def test_gradients_come_back_over_the_skip_alone() -> None:
         training.step(x, target)
     cross_entropy(plain(x), target).backward()
     assert module[0].weight.grad.abs().sum() > 0  # type: ignore[union-attr]
-    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad)
+    for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, other.grad)
 
 
-def test_in_the_plain_module_what_is_stashed_last_is_popped() -> None:
+def test_pop_in_the_plain_module_returns_the_last_stash() -> None:
     module = nn.Sequential(Stash("a"), nn.Hardtanh(0, 1), Stash("a"), nn.Hardtanh(5, 6), Pop("a"))
-    assert module(torch.full((2, 1), 3.0)).tolist() == [[6.0], [6.0]]  # 5 and the 1 that was stashed last
+    assert module(torch.full((2, 1), 3.0)).tolist() == [[6.0], [6.0]]  # 5, plus the 1 that was stashed last
 
 
-def test_a_stash_within_a_layer_of_the_users_own_must_not_replace_another_one() -> None:
+def test_nested_stash_that_replaces_another_raises() -> None:
     module = nn.Sequential(Stash("a"), nn.Hardtanh(0, 1), Block(Stash("a")), Pop("a"))
     x = torch.full((2, 1), 3.0)
     with (
         Sequential(module, 2) as pipe,
-        pytest.raises(StageError, match=r"Stash\('a'\) would replace what another one has"),
+        pytest.raises(StageError, match=r"Stash\('a'\): a value with this name is already stashed"),
     ):
         pipe(x)
-    assert torch.equal(module(x), module(x))  # the plain module doesn't know where a batch ends
+    assert torch.equal(module(x), module(x))  # the plain module does not know where a batch ends
 
 
-def test_what_was_popped_is_gone() -> None:
+def test_second_pop_raises() -> None:
     module = nn.Sequential(Stash("a"), Pop("a"), Pop("a"))
-    with pytest.raises(RuntimeError, match=r"Pop\('a'\) finds nothing: no Stash\('a'\) came before it"):
+    with pytest.raises(RuntimeError, match=r"Pop\('a'\): no value is stashed; put a Stash\('a'\) before it"):
         module(torch.ones(2, 1))
 
 
-def test_a_pop_without_its_stash_names_its_part() -> None:
+def test_pop_without_a_stash_names_its_part() -> None:
     module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4), Block(Pop("lost")))
     ((x, target),) = batches([8])
     training = in_parts(module, 3)
@@ -157,26 +157,26 @@ WRONG: dict[str, tuple[list[nn.Module], str]] = {
     "another name": ([Stash("b"), Pop("a"), Pop("b")], "layer '1', Pop('a'), has no Stash('a') before it"),
     "behind it": ([Pop("a"), Stash("a")], "layer '0', Pop('a'), has no Stash('a') before it"),
     "popped already": ([Stash("a"), Pop("a"), Pop("a")], "layer '2', Pop('a'), has no Stash('a') before it"),
-    "never popped": ([Stash("a"), nn.ReLU()], "layer '0', Stash('a'), has no Pop('a') behind it"),
-    "stashed again": ([Stash("a"), Pop("a"), Stash("a")], "layer '2', Stash('a'), has no Pop('a') behind it"),
+    "never popped": ([Stash("a"), nn.ReLU()], "layer '0', Stash('a'), has no Pop('a') after it"),
+    "stashed again": ([Stash("a"), Pop("a"), Stash("a")], "layer '2', Stash('a'), has no Pop('a') after it"),
     "stashed twice": (
         [Stash("a"), Stash("a"), Pop("a")],
-        "layer '1', Stash('a'), stashes again what layer '0' has",
+        "layer '1', Stash('a'), repeats the Stash of layer '0' without",
     ),
     "nested": (
         [nn.Sequential(nn.ReLU(), Stash("a")), nn.ReLU()],
-        "layer '0.1', Stash('a'), has no Pop('a') behind it",
+        "layer '0.1', Stash('a'), has no Pop('a') after it",
     ),
 }
 
 
 @pytest.mark.parametrize(("layers", "message"), WRONG.values(), ids=WRONG)
-def test_a_stash_or_pop_without_its_other_is_refused_at_once(layers: list[nn.Module], message: str) -> None:
+def test_unpaired_stash_or_pop_raises_at_once(layers: list[nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=rf"^Sequential: {re.escape(message)}"):
         Sequential(layers)
 
 
-def test_what_a_layer_of_the_users_own_stashes_and_pops_is_not_known_before() -> None:
+def test_stash_and_pop_inside_user_layers_work() -> None:
     x = torch.full((2, 1), 3.0)
     hidden_stash = nn.Sequential(Block(Stash("a")), nn.Sequential(nn.Hardtanh(0, 1), Pop("a")))
     hidden_pop = nn.Sequential(nn.Sequential(Stash("a"), nn.Hardtanh(0, 1)), Block(Pop("a")))
@@ -188,12 +188,12 @@ def test_what_a_layer_of_the_users_own_stashes_and_pops_is_not_known_before() ->
             assert torch.equal(pipe(x), module(x))
 
 
-def test_only_tensors_are_stashed() -> None:
-    with pytest.raises(TypeError, match=r"Stash\('a'\) takes a tensor or None, not a tuple"):
+def test_stash_rejects_a_tuple() -> None:
+    with pytest.raises(TypeError, match=r"Stash\('a'\): x must be a tensor or None, got a tuple"):
         Stash("a")((torch.ones(1),))
 
 
-def test_threads_do_not_see_each_others_tensors() -> None:
+def test_threads_have_separate_skip_stores() -> None:
     seen: list[Any] = []
 
     def alone() -> None:
@@ -210,12 +210,12 @@ def test_threads_do_not_see_each_others_tensors() -> None:
     assert Pop("mine")(torch.ones(1)).item() == 2
 
 
-def test_they_show_their_names() -> None:
+def test_repr_shows_the_skip_name() -> None:
     assert repr(nn.Sequential(Stash("a"), Pop("a"))) == "Sequential(\n  (0): Stash('a')\n  (1): Pop('a')\n)"
 
 
 class Aside(nn.Module):
-    """Stashes nothing beside its way."""
+    """Stashes ``None`` and returns its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,13 +227,13 @@ class Aside(nn.Module):
 
 
 def first(x: Tensor, stashed: Any) -> Tensor:
-    """What is stashed must be nothing."""
+    """Assert that the stashed value is ``None``."""
     assert stashed is None
     return 2 * x
 
 
-@everywhere
-def test_nothing_can_be_stashed(on: Any) -> None:
+@on_both_placements
+def test_stash_accepts_none(on: Any) -> None:
     module = nn.Sequential(Aside(), nn.Linear(6, 6), nn.Identity(), Pop("nothing", first))
     x = torch.randn(8, 6)
     with Sequential(module, 4, on=on, chunks=2) as pipe:

@@ -1,5 +1,7 @@
-"""A backward pass in two halves: the gradients of the inputs first, those of the weights later, and together
-those of the plain backward pass, whatever is in the layer."""
+"""Both halves of a backward pass together give the gradients of the plain backward pass, for any layer.
+
+The first half computes the gradients of the inputs, the second those of the weights.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ WIDTH = 4
 
 
 class Residual(nn.Module):
-    """Two ways to the input, one of them through weights."""
+    """Layer with two paths to the input, one of them through weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +32,7 @@ class Residual(nn.Module):
 
 
 class Bare(nn.Module):
-    """Parameters that stand beside the input, one of them the output's only source in a row."""
+    """Layer with parameters that do not depend on the input, one of which alone determines some outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ class Bare(nn.Module):
 
 
 class Tied(nn.Module):
-    """One weight, used twice in a row."""
+    """Layer that uses one weight twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ class Tied(nn.Module):
 
 
 class Doubled(torch.autograd.Function):
-    """``x * weight``, in Python."""
+    """``x * weight`` with a backward pass in Python."""
 
     calls = 0
 
@@ -78,7 +80,7 @@ class InPython(nn.Module):
 
 
 class Hooked(nn.Module):
-    """The gradient of what a linear layer gives is halved by a hook."""
+    """Layer with a hook that halves the gradient of an inner output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ class Hooked(nn.Module):
 
 
 class Again(nn.Module):
-    """Forgets its activations, and makes them again."""
+    """Layer that recomputes its activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +104,7 @@ class Again(nn.Module):
 
 
 class Split(nn.Module):
-    """A node with several outputs, one of which nobody uses."""
+    """Layer whose graph has a node with several outputs, one of them unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +145,7 @@ class Gru(nn.Module):
 
 
 def both(module: nn.Module, x: Tensor, given: Tensor) -> tuple[SplitBackward, list[Tensor | None]]:
-    """The first half done, and the gradients that the plain module's parameters get."""
+    """Return a split backward pass, and the gradients of the plain module's parameters."""
     plain = copy.deepcopy(module)
     plain(x.detach()).backward(given) if not x.requires_grad else plain(x).backward(given)
     halves = SplitBackward([module(x)], [given], [x] if x.requires_grad else [])
@@ -152,7 +154,7 @@ def both(module: nn.Module, x: Tensor, given: Tensor) -> tuple[SplitBackward, li
 
 @pytest.mark.parametrize("wants", [True, False])
 @pytest.mark.parametrize("name", LAYERS)
-def test_two_halves_give_the_gradients_of_a_whole_backward_pass(name: str, wants: bool) -> None:
+def test_halves_together_match_the_whole_backward_pass(name: str, wants: bool) -> None:
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), LAYERS[name](), nn.Linear(WIDTH, WIDTH)).double()
     x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=wants)
@@ -164,11 +166,11 @@ def test_two_halves_give_the_gradients_of_a_whole_backward_pass(name: str, wants
     halves.second()
     for one, other in zip(module.parameters(), expected, strict=True):
         torch.testing.assert_close(one.grad, other, rtol=1e-13, atol=1e-15)
-    torch.testing.assert_close(x.grad, wanted)  # the second half has left it as it was
+    torch.testing.assert_close(x.grad, wanted)  # the second half has not changed it
 
 
 @pytest.mark.parametrize("name", ["linear", "normalised", "residual", "split", "weight norm"])
-def test_the_first_half_makes_no_gradient_of_a_weight_where_the_layer_allows_it(name: str) -> None:
+def test_first_half_computes_no_weight_gradients_where_possible(name: str) -> None:
     module = LAYERS[name]()
     x = torch.randn(5, WIDTH, requires_grad=True)
     halves = SplitBackward([module(x)], [torch.ones(5, WIDTH)], [x])
@@ -180,7 +182,7 @@ def test_the_first_half_makes_no_gradient_of_a_weight_where_the_layer_allows_it(
 
 
 @pytest.mark.parametrize("name", ["python", "tied"])
-def test_a_layer_that_does_not_allow_it_does_both_at_once(name: str) -> None:
+def test_inseparable_layer_computes_both_in_the_first_half(name: str) -> None:
     module = LAYERS[name]()
     x = torch.randn(5, WIDTH, requires_grad=True)
     Doubled.calls = 0
@@ -191,7 +193,7 @@ def test_a_layer_that_does_not_allow_it_does_both_at_once(name: str) -> None:
     assert Doubled.calls == (name == "python")
 
 
-def test_a_loss_is_a_root_without_a_gradient() -> None:
+def test_loss_is_a_root_without_a_gradient() -> None:
     module = nn.Linear(WIDTH, 1)
     x = torch.randn(5, WIDTH, requires_grad=True)
     halves = SplitBackward([module(x).mean()], None, [x])
@@ -200,7 +202,7 @@ def test_a_loss_is_a_root_without_a_gradient() -> None:
     torch.testing.assert_close(module.weight.grad, x.detach().mean(0, keepdim=True))
 
 
-def test_an_output_may_be_the_input_or_a_weight_itself() -> None:
+def test_output_can_be_the_input_or_a_weight() -> None:
     weight = nn.Parameter(torch.ones(3))
     x = torch.ones(3, requires_grad=True)
     halves = SplitBackward([x, weight], [torch.full((3,), 2.0), torch.full((3,), 3.0)], [x])
@@ -210,7 +212,7 @@ def test_an_output_may_be_the_input_or_a_weight_itself() -> None:
     assert (x.grad.tolist(), weight.grad is not None and weight.grad.tolist()) == ([2, 2, 2], [3, 3, 3])
 
 
-def test_what_an_output_needs_is_freed_with_the_second_half() -> None:
+def test_second_half_frees_the_graph() -> None:
     x = torch.randn(5, WIDTH, requires_grad=True)
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     y = functional.linear(x, weight)

@@ -1,4 +1,4 @@
-"""Timelines as pictures and as traces. No model, no torch."""
+"""Timelines as pictures and as traces. These tests use neither a model nor torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from flowchan.pipelines.sequential.engine.schedule import plan
 from flowchan.pipelines.sequential.simulate import simulate
 from flowchan.pipelines.sequential.timeline import Timeline, TimelineEvent
 
-NOW = 31_415.926  # as time.monotonic() may be
+NOW = 31_415.926  # a realistic value of time.monotonic()
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def real(steps: int = 1) -> Timeline:
-    """As two workers may have recorded ``steps`` batches of four micro-batches, with forward passes done
-    again."""
+    """Return ``steps`` batches of four micro-batches on two workers, with recomputed forward passes."""
     events = []
     for step in range(steps):
         for worker in range(2):
@@ -48,31 +47,31 @@ LINES = {
 lines = pytest.mark.parametrize("line", LINES.values(), ids=LINES)
 
 
-# Saving
+# --- saving ---
 
 
 @pytest.mark.parametrize("name", ["run.png", "run", "run.svg.gz", ".svg", "run.SVG"])
-def test_a_file_of_another_kind_is_refused_and_not_written(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"^save: '.*{name}' must end in \.svg or \.json$"):
+def test_save_with_another_suffix_raises_and_writes_nothing(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^save: path must end in \.svg or \.json, got '.*{name}'$"):
         real().save(tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_timeline_is_saved_as_picture_or_trace_by_the_ending(tmp_path: Path, kind: Any) -> None:
+def test_save_chooses_the_format_by_suffix(tmp_path: Path, kind: Any) -> None:
     line = real()
     assert line.save(kind(tmp_path / "run.svg")).read_text(encoding="utf-8") == line.svg()
     assert line.save(kind(tmp_path / "run.json")).read_text(encoding="utf-8") == line.trace()
 
 
-# Figures
+# --- figures ---
 
 
-def test_events_are_in_the_order_of_their_beginnings() -> None:
+def test_events_are_sorted_by_start() -> None:
     assert all(one.begin <= other.begin for one, other in pairwise(real(3).events))
 
 
-def test_busy_is_the_share_of_the_whole_time_by_worker() -> None:
+def test_busy_is_the_share_of_the_total_time() -> None:
     line = Timeline(
         [
             TimelineEvent(1, 0, "F", 0, 0, 10.0, 11.0),
@@ -85,21 +84,21 @@ def test_busy_is_the_share_of_the_whole_time_by_worker() -> None:
     assert line.parts() == {0: [1], 1: [0]}
 
 
-def test_nothing_has_run_for_no_time() -> None:
+def test_empty_timeline_takes_no_time() -> None:
     assert (Timeline([]).seconds, Timeline([]).busy()) == (0, {})
 
 
-def test_an_event_says_what_it_was() -> None:
+def test_str_of_an_event_describes_it() -> None:
     assert str(TimelineEvent(0, 1, "F", 2, 3, 0, 1)) == "F3 of part 1, step 2"
     assert str(TimelineEvent(0, 1, "recompute", 2, 3, 0, 1)) == "recompute 3 of part 1, step 2"
     assert str(TimelineEvent(0, None, "update", 2, None, 0, 1)) == "update, step 2"
 
 
-# The trace
+# --- trace ---
 
 
 @lines
-def test_a_trace_has_every_event_in_microseconds_and_no_two_of_a_worker_overlap(line: Timeline) -> None:
+def test_trace_has_all_events_without_overlap(line: Timeline) -> None:
     found = json.loads(line.trace())
     complete = [event for event in found["traceEvents"] if event["ph"] == "X"]
     assert found["displayTimeUnit"] == "ms"
@@ -110,15 +109,15 @@ def test_a_trace_has_every_event_in_microseconds_and_no_two_of_a_worker_overlap(
         assert one["ts"] == pytest.approx((event.begin - line.events[0].begin) * 1e6, abs=1e-3)
         assert one["dur"] == pytest.approx((event.end - event.begin) * 1e6, abs=1.1e-3)
     for worker in line.busy():
-        mine = [event for event in complete if event["tid"] == worker]
-        # Whole nanoseconds, as Perfetto counts them.
+        actual = [event for event in complete if event["tid"] == worker]
+        # whole nanoseconds, like Perfetto
         assert all(
             round(1000 * (one["ts"] + one["dur"])) <= round(1000 * other["ts"])
-            for one, other in pairwise(mine)
+            for one, other in pairwise(actual)
         )
 
 
-def test_a_trace_names_its_run_and_its_workers_with_their_parts() -> None:
+def test_trace_names_run_workers_and_parts() -> None:
     found = json.loads(LINES["interleaved"].trace())["traceEvents"]
     named = [(event["name"], event["tid"], event["args"]) for event in found if event["ph"] == "M"]
     assert named[:3] == [
@@ -133,7 +132,7 @@ def test_a_trace_names_its_run_and_its_workers_with_their_parts() -> None:
     ]
 
 
-# The picture
+# --- picture ---
 
 
 def elements(line: Timeline, tag: str) -> list[ElementTree.Element]:
@@ -149,7 +148,7 @@ def words(line: Timeline) -> list[str]:
 
 
 def area(element: ElementTree.Element) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom of a text, as a wide font draws it."""
+    """Return left, top, right and bottom of a text in a wide font."""
     size = number(element, "font-size")
     wide = 0.6 * size * len(element.text or "")
     left = number(element, "x") - wide * {"start": 0, "middle": 0.5, "end": 1}[element.attrib["text-anchor"]]
@@ -157,7 +156,7 @@ def area(element: ElementTree.Element) -> tuple[float, float, float, float]:
 
 
 @lines
-def test_no_two_texts_of_a_picture_overlap_and_all_are_inside(line: Timeline) -> None:
+def test_texts_of_a_picture_do_not_overlap(line: Timeline) -> None:
     root = ElementTree.fromstring(line.svg())
     texts = [(element.text, area(element)) for element in root.findall(SVG + "text")]
     for text, (left, top, right, bottom) in texts:
@@ -169,22 +168,22 @@ def test_no_two_texts_of_a_picture_overlap_and_all_are_inside(line: Timeline) ->
     for (one, (left, top, right, bottom)), (other, (left2, top2, right2, bottom2)) in combinations(
         texts[:400], 2
     ):
-        apart = right <= left2 or right2 <= left or bottom <= top2 or bottom2 <= top
-        assert apart, f"{one!r} and {other!r}"
+        separate = right <= left2 or right2 <= left or bottom <= top2 or bottom2 <= top
+        assert separate, f"{one!r} and {other!r}"
 
 
 @lines
-def test_every_event_is_a_box_inside_the_picture_with_its_details(line: Timeline) -> None:
+def test_every_event_is_a_box_with_details(line: Timeline) -> None:
     boxes = [box for box in elements(line, "rect") if box.find(SVG + "title") is not None]
     assert len(boxes) == len(line.events)
     width = number(ElementTree.fromstring(line.svg()), "width")
     assert all(number(box, "x") >= 0 and number(box, "x") + number(box, "width") <= width for box in boxes)
-    said = {title.text for box in boxes if (title := box.find(SVG + "title")) is not None}
-    assert len(said) == len({(str(event), event.begin) for event in line.events})
+    titles = {title.text for box in boxes if (title := box.find(SVG + "title")) is not None}
+    assert len(titles) == len({(str(event), event.begin) for event in line.events})
 
 
-def test_boxes_lie_where_the_time_is() -> None:
-    """Twice as long is twice as wide, one row per worker, the first event at the left end."""
+def test_boxes_are_placed_by_time() -> None:
+    """Twice the time is twice the width, each worker has a row, and the first event is at the left end."""
     boxes = [box for box in elements(LINES["gpipe"], "rect") if box.find(SVG + "title") is not None]
     assert len({box.attrib["y"] for box in boxes}) == 4
     widths = [number(box, "width") for box in boxes]
@@ -193,19 +192,19 @@ def test_boxes_lie_where_the_time_is() -> None:
     assert boxes[0].findtext(SVG + "title") == "F0 of part 0, step 0: 1 ms from 0 ms on"
 
 
-def test_a_picture_shows_title_time_workers_and_how_busy_they_were() -> None:
+def test_picture_shows_title_time_workers_and_busy_shares() -> None:
     found = words(LINES["gpipe"])
     assert found[:4] == ["gpipe", "33 ms, workers idle 27% of it", "forward (F)", "backward (B)"]
     assert found.count("73% busy") == 4
     assert [word for word in found if word.startswith(("worker", "part"))] == [
         word for worker in range(4) for word in (f"worker {worker}", f"part {worker}")
     ]
-    assert found.count("7") == 2 * 4  # micro-batch 7, both ways through every part
+    assert found.count("7") == 2 * 4  # micro-batch 7, in both directions through every part
     axis = found[4 : found.index("time in ms")]
     assert axis == ["0", "5", "10", "15", "20", "25", "30"]
 
 
-def test_a_picture_tells_operations_and_parts_apart_by_colour() -> None:
+def test_picture_distinguishes_operations_and_parts_by_colour() -> None:
     assert {"forward (F)", "backward (B)", "forward again", "update"} <= set(words(real()))
     assert "lighter: a worker's later parts" not in words(real())
     assert "lighter: a worker's later parts" in words(LINES["interleaved"])
@@ -213,21 +212,21 @@ def test_a_picture_tells_operations_and_parts_apart_by_colour() -> None:
     assert len({box.attrib["fill"] for box in boxes}) == 2 * 3
 
 
-def test_steps_are_marked_where_there_are_several() -> None:
+def test_picture_marks_steps_if_there_are_several() -> None:
     assert {"step 0", "step 29"} <= set(words(real(30)))
     assert "step 0" not in words(real(1))
 
 
-def test_a_box_that_is_too_narrow_has_no_number() -> None:
+def test_narrow_box_has_no_number() -> None:
     found = words(LINES["long"])
     assert "1999" not in found
     assert float(ElementTree.fromstring(LINES["long"].svg()).attrib["width"]) < 17_000
 
 
-def test_a_picture_of_nothing_says_so() -> None:
+def test_empty_picture_says_that_nothing_ran() -> None:
     assert "0 ms: nothing ran" in words(LINES["empty"])
 
 
-def test_what_a_title_holds_stays_text() -> None:
+def test_title_is_escaped() -> None:
     assert "digits <1f1b> & more" in words(real())
     assert "<1f1b>" not in real().svg()

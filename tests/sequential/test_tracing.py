@@ -1,4 +1,4 @@
-"""Modules with a forward of their own are cut by tracing it, and train and infer as they do by themselves."""
+"""Modules with their own ``forward`` are traced and cut, and then train and infer like the plain module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import GPT, ResNet18
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Adam
@@ -58,13 +58,13 @@ def assert_near(module: nn.Module, plain: nn.Module) -> None:
         )
 
 
-# the models
+# --- models ---
 
 
-@everywhere
+@on_both_placements
 @models
-def test_after_ten_steps_a_model_is_what_it_is_by_itself(name: str, on: Any) -> None:
-    """One micro-batch, for batch norm; cut within residual connections, by an optimizer outside."""
+def test_traced_model_trains_like_the_plain_model(name: str, on: Any) -> None:
+    """One micro-batch, because of batch norm; cuts within residual connections, and an outside optimizer."""
     module, plain = made(name), made(name)
     loss, names = MODELS[name][2:]
     optimizers = [Adam(one.parameters(), lr=0.01) for one in (module, plain)]
@@ -78,9 +78,9 @@ def test_after_ten_steps_a_model_is_what_it_is_by_itself(name: str, on: Any) -> 
     assert_near(module, plain)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("schedule", ["1f1b", "zbh1"])
-def test_a_model_is_trained_by_whole_steps_in_micro_batches(schedule: Any, on: Any) -> None:
+def test_traced_model_trains_by_whole_steps(schedule: Any, on: Any) -> None:
     module, plain = made("gpt"), made("gpt")
     loss = language_loss
     optimizer = SGD(plain.parameters(), lr=0.1)
@@ -97,7 +97,7 @@ def test_a_model_is_trained_by_whole_steps_in_micro_batches(schedule: Any, on: A
 
 
 @models
-def test_a_model_is_cut_by_balance_and_gives_what_it_gives_by_itself(name: str) -> None:
+def test_traced_model_cut_by_balance_matches_the_plain_model(name: str) -> None:
     module = made(name).eval()
     x, _ = batch(name)
     with Sequential(module, 3, chunks=2) as pipe, torch.no_grad():
@@ -109,7 +109,7 @@ def test_a_model_is_cut_by_balance_and_gives_what_it_gives_by_itself(name: str) 
 
 
 @models
-def test_a_traced_pipe_is_the_module_it_was_made_of(name: str) -> None:
+def test_traced_pipe_shares_the_state_of_its_module(name: str) -> None:
     module = made(name)
     pipe = Sequential(module, 2)
     assert pipe.module is module
@@ -131,7 +131,7 @@ def test_a_traced_pipe_is_the_module_it_was_made_of(name: str) -> None:
 
 
 @models
-def test_parts_of_a_traced_model_that_draw_nothing_go_forward_at_the_same_time(name: str) -> None:
+def test_may_draw_is_false_for_traced_parts_without_randomness(name: str) -> None:
     parts = Sequential(made(name), MODELS[name][3]).parts
     assert [may_draw(part.module) for part in parts] == [
         name == "gpt",
@@ -140,16 +140,16 @@ def test_parts_of_a_traced_model_that_draw_nothing_go_forward_at_the_same_time(n
     ]  # it begins with dropout
 
 
-def test_parts_may_be_named_in_a_plain_sequential_too() -> None:
+def test_parts_can_be_named_in_a_plain_sequential() -> None:
     module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
     assert [len(part.module) for part in Sequential(module, ["1", "4"]).parts] == [1, 3, 1]
 
 
-# what forward does
+# --- operations of forward ---
 
 
 class Own(nn.Module):
-    """A function as the forward of a module with two layers."""
+    """Module with two layers and a function as its ``forward``."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -162,14 +162,14 @@ class Own(nn.Module):
 
 
 class Chosen(nn.Module):
-    """Decides by values."""
+    """Branches on values."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 if x.sum() > 0 else x * 3
 
 
 class ByMode(nn.Module):
-    """Is told its mode otherwise than by torch's layers."""
+    """Reads ``training`` directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class ByMode(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Makes numbers of its own."""
+    """Draws random numbers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 0 * torch.rand(4)
@@ -211,7 +211,7 @@ FORWARDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", FORWARDS)
-def test_what_forward_does_between_layers_happens_in_their_parts(name: str) -> None:
+def test_operations_between_layers_run_in_their_parts(name: str) -> None:
     torch.manual_seed(0)
     module = Own(FORWARDS[name])
     x = torch.randn(6, 4)
@@ -226,7 +226,7 @@ def test_what_forward_does_between_layers_happens_in_their_parts(name: str) -> N
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_inputs_and_outputs_may_be_structures() -> None:
+def test_traced_inputs_and_outputs_can_be_nested() -> None:
     module = Own(structures)
     x = {"left": torch.randn(6, 4), "right": [torch.randn(6, 4)]}
     with Sequential(module, 2, chunks=3) as pipe:
@@ -242,19 +242,17 @@ class Several(nn.Module):
         return self.two(self.one(x) + y) * scale
 
 
-def test_several_arguments_are_given_as_to_the_module_and_others_have_their_defaults() -> None:
+def test_traced_pipe_takes_required_arguments_only() -> None:
     module, x, y = Several(), torch.randn(6, 4), torch.randn(6, 4)
     with Sequential(module, 2, chunks=2) as pipe:
         torch.testing.assert_close(pipe(x, y=y), module(x, y))
         torch.testing.assert_close(pipe(x, y), module(x, y))
-        with pytest.raises(
-            Exception, match="by tracing with the arguments x, y, and all others at their defaults"
-        ):
+        with pytest.raises(Exception, match="a traced module takes exactly the arguments x, y; pass these"):
             pipe(x)
 
 
 @pytest.mark.parametrize("layer", [Chosen, ByMode, Noisy])
-def test_a_layer_that_cant_be_traced_is_kept_whole(layer: Any) -> None:
+def test_layer_that_cannot_be_traced_is_kept_whole(layer: Any) -> None:
     torch.manual_seed(0)
     inner = layer()
 
@@ -273,7 +271,7 @@ def test_a_layer_that_cant_be_traced_is_kept_whole(layer: Any) -> None:
             torch.testing.assert_close(pipe(x), module(x))
 
 
-# what can't be
+# --- unsupported modules ---
 
 
 @pytest.mark.parametrize(
@@ -282,81 +280,79 @@ def test_a_layer_that_cant_be_traced_is_kept_whole(layer: Any) -> None:
         (
             lambda self, x: self.two(x) if x.sum() > 0 else self.one(x),
             TypeError,
-            "a Own, can't be cut by tracing its",
+            "forward of a Own cannot be traced",
         ),
         (
             lambda self, x: self.two(self.one(x)) * (1 + self.training),
             TypeError,
-            "not the same each time, or in both",
+            "operations differ between calls or modes",
         ),
         (
             lambda self, x: self.two(self.one(x)) + torch.rand(4),
             TypeError,
-            "not the same each time, or in both modes",
+            "operations differ between calls or modes",
         ),
-        (lambda self, x: x, ValueError, "module has no layers"),
+        (lambda self, x: x, ValueError, "module must have at least one layer"),
     ],
 )
-def test_a_forward_that_cant_be_traced_is_refused_with_the_remedy(
+def test_forward_that_cannot_be_traced_raises_with_the_remedy(
     function: Any, error: Any, message: str
 ) -> None:
     with pytest.raises(error, match=message):
         Sequential(Own(function), 2)
 
 
-def test_a_trace_that_missed_something_is_found_with_the_first_batch() -> None:
+def test_incomplete_trace_raises_with_the_first_batch() -> None:
     module = Own(lambda self, x: self.two(self.one(x)) if isinstance(x, Tensor) else self.one(self.two(x)))
     with (
-        pytest.raises(ValueError, match="its segments do not give what it gives by itself"),
+        pytest.raises(ValueError, match="and the module give different outputs"),
         Sequential(module, 2) as pipe,
     ):
         pipe(torch.randn(6, 4))
     with (
-        pytest.raises(ValueError, match="its segments do not give what it gives by itself"),
+        pytest.raises(ValueError, match="and the module give different outputs"),
         Sequential(module, 2).trainer(loss=functional.mse_loss) as training,
     ):
         training.step(torch.randn(6, 4), torch.randn(6, 4))
 
 
 @pytest.mark.parametrize("names", [["layer5"], ["layer2", "nothing"]])
-def test_a_name_of_no_layer_is_refused_with_those_there_are(names: list[str]) -> None:
-    with pytest.raises(
-        ValueError, match=r"of parts is no layer that works in this module; layers are 'conv1', 'bn1'"
-    ):
+def test_unknown_layer_name_raises_with_the_known_names(names: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"parts must name layers that forward calls \('conv1', 'bn1'"):
         Sequential(ResNet18(), names)
 
 
 @pytest.mark.parametrize("names", [["layer3", "layer2"], ["layer2", "layer2"], ["conv1"]])
-def test_names_must_be_in_the_order_in_which_layers_work(names: list[str]) -> None:
-    with pytest.raises(ValueError, match="must name layers in the order in which they begin to work"):
+def test_names_out_of_order_raise(names: list[str]) -> None:
+    with pytest.raises(ValueError, match="must name layers in the order in which they run"):
         Sequential(ResNet18(), names)
 
 
 @pytest.mark.parametrize("names", [["3", "2"], ["2", "2"], ["0"]])
-def test_names_of_a_plain_sequential_must_be_in_order_too(names: list[str]) -> None:
-    with pytest.raises(ValueError, match="must name layers in their order, each once"):
+def test_names_out_of_order_in_a_sequential_raise(names: list[str]) -> None:
+    with pytest.raises(ValueError, match="must name layers in their order, without the first"):
         Sequential(nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))), names)
 
 
-def test_a_layer_replaced_after_the_trace_is_noticed() -> None:
+def test_layer_replaced_after_the_trace_raises() -> None:
     module = Own(FORWARDS["residual"])
     with Sequential(module, 2) as pipe:
         pipe(torch.randn(6, 4))
         module.two = nn.Linear(4, 4)
-        with pytest.raises(RuntimeError, match="has come, gone or been replaced since it was cut by tracing"):
+        with pytest.raises(RuntimeError, match="has changed since it was traced"):
             pipe(torch.randn(6, 4))
 
 
-def test_hooks_of_modules_that_were_traced_through_are_refused() -> None:
+def test_hooks_of_traced_modules_raise() -> None:
     module = ResNet18()
     module.layer1.register_forward_hook(lambda *_: None)
     with pytest.raises(
-        ValueError, match="a Sequential of module has forward hooks, which its parts would not call"
+        ValueError, match="a Sequential of module has forward hooks, which the parts would not call"
     ):
         Sequential(module, 2)
 
 
-def test_other_threads_may_use_modules_during_a_trace() -> None:
+def test_other_threads_can_use_modules_during_a_trace() -> None:
     other, x, stop, found = (
         nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
         torch.randn(2, 4),

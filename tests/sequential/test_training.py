@@ -1,5 +1,4 @@
-"""Training in parts gives what training the plain module gives: outputs, losses, gradients, parameters after
-some steps."""
+"""Training in parts gives the outputs, losses, gradients and parameters of the plain module."""
 
 from __future__ import annotations
 
@@ -8,31 +7,31 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, plainly, schedules
+from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, schedules, train_plainly
 
 from flowchan.pipelines.sequential import Sequential
 from flowchan.pipelines.sequential.engine.execution import Execution, Passed
 from flowchan.pipelines.sequential.parts import Part
 
 SIZES = [8, 8, 7, 3, 1, 9]
-"""Batches that divide evenly, that do not, and that are smaller than the number of chunks."""
+"""Batch sizes: multiples of the number of chunks, other sizes, and sizes smaller than it."""
 
 
-# every schedule
+# --- every schedule ---
 
 
 @pytest.mark.each_pair
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("recompute", [False, True])
 @schedules
-def test_parameters_and_losses_are_those_of_the_plain_module(
+def test_parameters_and_losses_match_the_plain_module(
     schedule: Any, parts: int, workers: int, recompute: bool, optimizer: str
 ) -> None:
     module = perceptron()
-    plain, losses = plainly(module, OPTIMIZERS[optimizer], batches(SIZES))
+    plain, losses = train_plainly(module, OPTIMIZERS[optimizer], batches(SIZES))
     options = {"schedule": schedule, "workers": workers, "recompute": recompute}
     with in_parts(module, parts, optimizer=OPTIMIZERS[optimizer], **options) as training:
         found = [float(training.step(x, target)) for x, target in batches(SIZES)]
@@ -44,11 +43,11 @@ def test_parameters_and_losses_are_those_of_the_plain_module(
     ("schedule", "parts", "workers", "recompute", "optimizer"),
     [("gpipe", 2, 2, False, "adam"), ("1f1b", 3, 3, True, "sgd"), ("interleaved", 4, 2, False, "adam")],
 )
-def test_the_same_on_processes(
+def test_training_on_processes_matches_the_reference(
     schedule: Any, parts: int, workers: int, recompute: bool, optimizer: str
 ) -> None:
     module = perceptron()
-    plain, losses = plainly(module, OPTIMIZERS[optimizer], batches(SIZES))
+    plain, losses = train_plainly(module, OPTIMIZERS[optimizer], batches(SIZES))
     options = {"schedule": schedule, "workers": workers, "recompute": recompute}
     with in_parts(module, parts, "process", optimizer=OPTIMIZERS[optimizer], **options) as training:
         found = [float(training.step(x, target)) for x, target in batches(SIZES)]
@@ -56,9 +55,9 @@ def test_the_same_on_processes(
     assert_same_state(module, plain)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_are_those_of_the_plain_module(on: Any, recompute: bool) -> None:
+def test_gradients_match_the_plain_module(on: Any, recompute: bool) -> None:
     module = perceptron()
     plain = copy.deepcopy(module)
     ((x, target),) = batches([10])
@@ -67,15 +66,15 @@ def test_gradients_are_those_of_the_plain_module(on: Any, recompute: bool) -> No
         expected = cross_entropy(plain(x), target)
         expected.backward()
         torch.testing.assert_close(loss, expected.detach())
-        for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, other.grad)
+        for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(actual.grad, other.grad)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize(("schedule", "workers"), [("gpipe", 3), ("1f1b", 3), ("interleaved", 2)])
-def test_outputs_are_those_of_the_plain_module(on: Any, schedule: Any, workers: int) -> None:
+def test_outputs_match_the_plain_module(on: Any, schedule: Any, workers: int) -> None:
     module = perceptron()
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches([8]))
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], batches([8]))
     with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"], schedule=schedule, workers=workers) as training:
         ((x, target),) = batches([8])
         training.step(x, target)
@@ -84,11 +83,11 @@ def test_outputs_are_those_of_the_plain_module(on: Any, schedule: Any, workers: 
             torch.testing.assert_close(training.evaluate(x), plain(x).detach())
 
 
-# what goes in
+# --- inputs ---
 
 
 class Pair(nn.Module):
-    """Takes and gives a tuple of tensors and a dictionary."""
+    """Takes and returns a tuple of a tensor and a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,25 +104,25 @@ class Sum(nn.Module):
         return left[:, :4] + named["scale"] + named["number"].unsqueeze(1)
 
 
-@everywhere
-def test_values_may_be_tuples_and_dictionaries(on: Any) -> None:
+@on_both_placements
+def test_training_accepts_tuples_and_dictionaries(on: Any) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(Pair(), Pair(), Pair(), Sum())
     x = (torch.randn(9, 6), {"scale": torch.rand(9, 1), "number": torch.arange(9)})
     target = torch.randint(4, (9,))
     data = [(x, target)] * 3
-    plain, losses = plainly(module, OPTIMIZERS["sgd"], data)
+    plain, losses = train_plainly(module, OPTIMIZERS["sgd"], data)
     with in_parts(module, 4, on, optimizer=OPTIMIZERS["sgd"]) as training:
         assert [float(training.step(*each)) for each in data] == pytest.approx(losses, rel=1e-5)
     assert_same_state(module, plain)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_frozen_part_stays_and_what_is_before_it_learns(recompute: bool) -> None:
+def test_parts_before_a_frozen_part_learn(recompute: bool) -> None:
     module = perceptron()
     for name in ("2", "4"):
         module.get_submodule(name).requires_grad_(False)
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
     before = copy.deepcopy(module)
     with in_parts(module, 9, optimizer=OPTIMIZERS["sgd"], recompute=recompute) as training:
         for x, target in batches(SIZES):
@@ -134,30 +133,30 @@ def test_a_frozen_part_stays_and_what_is_before_it_learns(recompute: bool) -> No
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_nothing_goes_back_into_frozen_parts_at_the_beginning(recompute: bool) -> None:
+def test_frozen_parts_at_the_beginning_stay_unchanged(recompute: bool) -> None:
     module = perceptron()
     module[:4].requires_grad_(False)
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
     with in_parts(module, 4, optimizer=OPTIMIZERS["sgd"], recompute=recompute) as training:
         for x, target in batches(SIZES):
             training.step(x, target)
     assert_same_state(module, plain)
 
 
-@everywhere
-def test_layers_that_work_in_place_stand_at_a_border(on: Any) -> None:
+@on_both_placements
+def test_in_place_layers_at_a_border_train_correctly(on: Any) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(
         nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 4)
     )
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches([8, 8]))
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], batches([8, 8]))
     with in_parts(module, 5, on, optimizer=OPTIMIZERS["sgd"]) as training:
         for x, target in batches([8, 8]):
             training.step(x, target)
     assert_same_state(module, plain)
 
 
-def test_the_batch_itself_is_left_as_it_was() -> None:
+def test_step_does_not_change_the_batch() -> None:
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 4))
     ((x, target),) = batches([8])
     before = x.clone()
@@ -167,7 +166,7 @@ def test_the_batch_itself_is_left_as_it_was() -> None:
 
 
 class Added(nn.Module):
-    """The gradient of its parameter is the very gradient that comes back to it."""
+    """Layer whose weight gradient is the incoming gradient tensor itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +176,7 @@ class Added(nn.Module):
         return x + self.weight
 
 
-def test_what_comes_in_is_memory_of_others_and_never_changed() -> None:
+def test_passes_do_not_change_inputs_or_incoming_gradients() -> None:
     execution = Execution(Part(1, nn.Sequential(Added())), recompute=False, shared=False)
     x, gradient = torch.ones(2, 3), torch.ones(2, 3)
     for chunk in range(3):
@@ -193,13 +192,13 @@ def test_what_comes_in_is_memory_of_others_and_never_changed() -> None:
     execution.close()
 
 
-# optimizers
+# --- optimizers ---
 
 
-@everywhere
-def test_an_optimizer_outside_updates_the_plain_module(on: Any) -> None:
+@on_both_placements
+def test_outside_optimizer_updates_the_plain_module(on: Any) -> None:
     module = perceptron()
-    plain, losses = plainly(module, OPTIMIZERS["adam"], batches(SIZES))
+    plain, losses = train_plainly(module, OPTIMIZERS["adam"], batches(SIZES))
     optimizer = OPTIMIZERS["adam"](module.parameters())
     found = []
     with in_parts(module, 3, on) as training:
@@ -211,58 +210,58 @@ def test_an_optimizer_outside_updates_the_plain_module(on: Any) -> None:
     assert_same_state(module, plain)
 
 
-@everywhere
-def test_gradients_outside_add_up_over_steps_as_those_of_backward_do(on: Any) -> None:
+@on_both_placements
+def test_gradients_accumulate_over_steps(on: Any) -> None:
     module = perceptron()
     plain = copy.deepcopy(module)
     with in_parts(module, 3, on) as training:
         for x, target in batches([8, 5]):
             training.step(x, target)
             cross_entropy(plain(x), target).backward()
-    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad)
+    for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, other.grad)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("clip", [0.05, 1000.0])
-def test_clipping_is_that_of_the_plain_modules_norm(on: Any, clip: float) -> None:
+def test_clipping_uses_the_norm_of_the_whole_module(on: Any, clip: float) -> None:
     module = perceptron()
-    plain, losses = plainly(module, OPTIMIZERS["sgd"], batches(SIZES), clip)
+    plain, losses = train_plainly(module, OPTIMIZERS["sgd"], batches(SIZES), clip)
     with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"], clip=clip) as training:
         assert [float(training.step(*each)) for each in batches(SIZES)] == pytest.approx(losses, rel=1e-5)
     assert_same_state(module, plain)
 
 
-def test_a_norm_that_is_no_number_spoils_the_gradients_as_in_the_plain_module() -> None:
+def test_nan_norm_affects_gradients_like_the_plain_module() -> None:
     module = perceptron()
     ((x, target),) = batches([8])
     x[0, 0] = float("nan")
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], [(x, target)], clip=1.0)
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], [(x, target)], clip=1.0)
     with in_parts(module, 3, optimizer=OPTIMIZERS["sgd"], clip=1.0) as training:
         training.step(x, target)
     assert_same_state(module, plain, equal_nan=True)
 
 
-# state
+# --- state ---
 
 
-@everywhere
-def test_the_state_is_that_of_the_plain_module_at_any_time(on: Any) -> None:
+@on_both_placements
+def test_state_matches_the_plain_module_after_each_step(on: Any) -> None:
     module = perceptron()
     data = list(batches([8, 8, 8]))
     with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
         for number, (x, target) in enumerate(data, 1):
             training.step(x, target)
-            plain, _ = plainly(perceptron(), OPTIMIZERS["sgd"], data[:number])
+            plain, _ = train_plainly(perceptron(), OPTIMIZERS["sgd"], data[:number])
             state = module.state_dict()
             assert list(state) == list(plain.state_dict())
             torch.testing.assert_close(dict(state), dict(plain.state_dict()))
             assert_same_state(module, plain)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("optimizer", [OPTIMIZERS["sgd"], None])
-def test_a_state_is_loaded_in_the_middle(on: Any, optimizer: Any) -> None:
+def test_state_can_be_loaded_during_a_training(on: Any, optimizer: Any) -> None:
     module, other = perceptron(), perceptron(seed=7)
     ((x, target),) = batches([8])
     with in_parts(module, 3, on, optimizer=optimizer) as training:
@@ -273,11 +272,11 @@ def test_a_state_is_loaded_in_the_middle(on: Any, optimizer: Any) -> None:
         torch.testing.assert_close(loss, cross_entropy(other(x), target).detach())
 
 
-@everywhere
-def test_the_pipe_gives_and_takes_the_state_of_the_training_that_goes_on(on: Any) -> None:
+@on_both_placements
+def test_pipe_saves_and_loads_the_state_during_a_training(on: Any) -> None:
     module, other = perceptron(), perceptron(seed=7)
     ((x, target),) = batches([8])
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], [(x, target)])
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], [(x, target)])
     pipe = Sequential(module, 3, on=on, chunks=4)
     with pipe.trainer(loss=cross_entropy, optimizer=OPTIMIZERS["sgd"]) as training:
         training.step(x, target)
@@ -287,24 +286,26 @@ def test_the_pipe_gives_and_takes_the_state_of_the_training_that_goes_on(on: Any
     assert_same_state(module, other)
 
 
-def test_a_pipe_has_one_training_at_a_time() -> None:
+def test_second_training_of_a_pipe_raises() -> None:
     pipe = Sequential(perceptron(), 2)
     with (
         pipe.trainer(loss=cross_entropy),
-        pytest.raises(RuntimeError, match="a training of this pipe goes on"),
+        pytest.raises(RuntimeError, match="a training of this pipe is active"),
     ):
         pipe.trainer(loss=cross_entropy)
     pipe.trainer(loss=cross_entropy)
 
 
-@everywhere
-def test_a_pipe_gives_no_answers_while_its_training_goes_on(on: Any) -> None:
+@on_both_placements
+def test_call_during_a_training_raises(on: Any) -> None:
     module = perceptron()
     ((x, target),) = batches([8])
     with Sequential(module, 2, on=on, chunks=4) as pipe:
         with pipe.trainer(loss=cross_entropy, optimizer=OPTIMIZERS["sgd"]) as training:
             training.step(x, target)
-            message = r"a training of this pipe goes on: use training.evaluate\(x\), or leave its with block"
+            message = (
+                r"a training of this pipe is active; use training.evaluate\(x\), or leave its with block"
+            )
             for use in (lambda: pipe(x), lambda: pipe.stream([x])):
                 with pytest.raises(RuntimeError, match=message):
                     use()
@@ -312,10 +313,10 @@ def test_a_pipe_gives_no_answers_while_its_training_goes_on(on: Any) -> None:
         torch.testing.assert_close(pipe(x), inside)
 
 
-@everywhere
-def test_the_pipe_infers_with_what_was_learned(on: Any) -> None:
+@on_both_placements
+def test_pipe_uses_the_trained_parameters(on: Any) -> None:
     module = perceptron()
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
     ((x, _),) = batches([8])
     with Sequential(module, 2, on=on, chunks=4) as pipe:
         torch.testing.assert_close(pipe(x), module(x).detach())
@@ -325,11 +326,13 @@ def test_the_pipe_infers_with_what_was_learned(on: Any) -> None:
         torch.testing.assert_close(pipe(x), plain(x).detach())
 
 
-@everywhere
-def test_one_training_follows_another(on: Any) -> None:
+@on_both_placements
+def test_trainings_can_follow_each_other(on: Any) -> None:
     module = perceptron()
-    plain, _ = plainly(
-        plainly(module, OPTIMIZERS["adam"], batches([8, 8]))[0], OPTIMIZERS["adam"], batches([5], seed=3)
+    plain, _ = train_plainly(
+        train_plainly(module, OPTIMIZERS["adam"], batches([8, 8]))[0],
+        OPTIMIZERS["adam"],
+        batches([5], seed=3),
     )
     pipe = Sequential(module, 2, on=on, chunks=4)
     for data in (list(batches([8, 8])), list(batches([5], seed=3))):

@@ -1,5 +1,4 @@
-"""A training before it runs: what is wrong is said at once, and what is right can be looked at. Then its
-timeline."""
+"""A training before its first step: checks of arguments, the graph and the schedule; and its timeline."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
@@ -22,50 +21,54 @@ from flowchan.cli.loading import load
 from flowchan.pipelines import Sequential
 from flowchan.viz import to_dot
 
-# what is wrong is said before anything starts
+# --- checks before anything starts ---
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"loss": 7}, TypeError, "loss must be a function of output and target, not 7"),
+        ({"loss": 7}, TypeError, "loss must be a function of output and target, got 7"),
         (
             {"optimizer": SGD([torch.zeros(1, requires_grad=True)], lr=0.1)},
             TypeError,
             r"partial\(SGD, lr=0.1\)",
         ),
         ({"optimizer": "sgd"}, TypeError, "optimizer must be a function"),
-        ({"optimizer": list}, TypeError, r"optimizer must make an optimizer, with a step\(\), not a list"),
+        (
+            {"optimizer": list},
+            TypeError,
+            r"optimizer must return an object with a step\(\) method, got a list",
+        ),
         ({"optimizer": partial(SGD, lr=-1)}, ValueError, "Invalid learning rate: -1"),
         (
             {"schedule": "zigzag"},
             ValueError,
-            "^training: schedule must be 'gpipe' or .* or 'dualpipev', not 'zigzag'",
+            "^training: schedule must be 'gpipe' or .* or 'dualpipev', got 'zigzag'",
         ),
-        ({"workers": 2}, ValueError, "^training: .*take schedule='interleaved'"),
-        ({"workers": 5, "schedule": "interleaved"}, ValueError, "^training: .*take fewer workers"),
+        ({"workers": 2}, ValueError, "^training: .*use schedule='interleaved'"),
+        ({"workers": 5, "schedule": "interleaved"}, ValueError, "^training: .*use fewer workers"),
         ({"workers": 0}, ValueError, "^training: workers must be at least 1, not 0"),
         ({"workers": 1.0}, TypeError, "^training: workers must be an int of at least 1, not 1.0"),
-        ({"recompute": 1}, TypeError, "recompute must be True or False, not 1"),
+        ({"recompute": 1}, TypeError, "recompute must be True or False, got 1"),
         ({"clip": 0.0}, ValueError, "clip must be the largest norm, greater than 0"),
-        ({"clip": 1.0, "optimizer": None}, ValueError, "clip needs an optimizer in the parts"),
+        ({"clip": 1.0, "optimizer": None}, ValueError, "clip must be None without optimizer="),
         ({"autocast": "bfloat16"}, TypeError, "autocast must be a floating type"),
         ({"autocast": torch.int8}, TypeError, "autocast must be a floating type"),
     ],
 )
-def test_a_wrong_argument_is_refused_at_once(options: dict[str, Any], error: Any, message: str) -> None:
+def test_trainer_rejects_a_wrong_argument_at_once(options: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         in_parts(perceptron(), 3, **{"optimizer": OPTIMIZERS["sgd"], **options})
 
 
-def test_a_parameter_of_two_parts_is_refused() -> None:
+def test_training_rejects_a_parameter_in_two_parts() -> None:
     module = perceptron()
     module[2] = module[4] = nn.Linear(16, 16)
     with pytest.raises(ValueError, match=r"part 2 .* shares parameter '4.weight' with part 1"):
         in_parts(module, 5)
 
 
-def test_a_loss_that_cant_be_sent_is_refused_before_anything_starts() -> None:
+def test_unpicklable_loss_raises_before_start() -> None:
     lock = multiprocessing.Lock()
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -81,33 +84,33 @@ def test_a_loss_that_cant_be_sent_is_refused_before_anything_starts() -> None:
         training.step(*next(batches([8])))
 
 
-def test_a_target_of_another_size_is_refused_and_the_training_goes_on() -> None:
+def test_target_of_another_size_raises_without_ending_the_training() -> None:
     ((x, target),) = batches([8])
     with in_parts(perceptron(), 2) as training:
-        with pytest.raises(ValueError, match="x has a batch of 8, but target one of 7"):
+        with pytest.raises(ValueError, match="target must have the batch size 8 of x, got 7"):
             training.step(x, target[:7])
         with pytest.raises(TypeError, match=r"x\[0\] must be a tensor"):
             training.step([1, 2], target)
         training.step(x, target)
 
 
-def test_a_training_is_used_in_its_with_block() -> None:
+def test_training_outside_its_block_raises() -> None:
     ((x, target),) = batches([8])
     training = in_parts(perceptron(), 2)
-    with pytest.raises(RuntimeError, match=r"has not begun: .* `with pipe.trainer\(\.\.\.\) as training:`"):
+    with pytest.raises(RuntimeError, match=r"has not begun; .* `with pipe.trainer\(\.\.\.\) as training:`"):
         training.step(x, target)
     with training:
         training.step(x, target)
         with pytest.raises(RuntimeError, match="has begun already"):
             training.__enter__()
-    with pytest.raises(RuntimeError, match=r"is over; make another one with pipe.trainer\(\.\.\.\)"):
+    with pytest.raises(RuntimeError, match=r"is over; create another with pipe.trainer\(\.\.\.\)"):
         training.evaluate(x)
 
 
-# what it looks like
+# --- graph and timeline ---
 
 
-def test_a_training_shows_its_graph_and_its_schedule() -> None:
+def test_training_shows_its_graph_and_schedule() -> None:
     training = in_parts(perceptron(), 3, chunks=3, schedule="1f1b")
     assert [stage.name for stage in training.graph.stages if stage.name.startswith("part")] == [
         "part 0",
@@ -122,7 +125,7 @@ def test_a_training_shows_its_graph_and_its_schedule() -> None:
     assert training.schedule == ["F0 F1 F2 B0 B1 B2", "F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
 
 
-def test_a_training_is_found_in_a_file_and_drawn(tmp_path: Path) -> None:
+def test_training_declared_in_a_file_is_drawn(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(
         "from torch import nn\n"
@@ -137,7 +140,7 @@ def test_a_training_is_found_in_a_file_and_drawn(tmp_path: Path) -> None:
     assert "commands" not in dot
 
 
-def test_the_parts_of_a_pipe_are_drawn_with_their_layers_and_parameters_and_no_plumbing(
+def test_picture_shows_layers_and_parameters_of_parts(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "pipe.py"
@@ -156,24 +159,24 @@ def test_the_parts_of_a_pipe_are_drawn_with_their_layers_and_parameters_and_no_p
 
 
 @pytest.mark.parametrize(("parts", "workers"), [(4, 2), (5, 2), (3, 1), (9, 4)])
-def test_the_graph_of_a_ring_can_run(parts: int, workers: int) -> None:
+def test_graph_of_a_ring_passes_the_check(parts: int, workers: int) -> None:
     training = in_parts(perceptron(), parts, schedule="interleaved", workers=workers)
     assert training.graph.check() == ()
 
 
-@everywhere
-def test_the_timeline_shows_every_step_of_the_schedule(on: Any) -> None:
+@on_both_placements
+def test_timeline_shows_every_step_of_the_schedule(on: Any) -> None:
     with in_parts(perceptron(), 2, on, optimizer=partial(SGD, lr=0.1), schedule="1f1b") as training:
         for each in batches([8, 8]):
             training.step(*each)
         events = training.timeline().events
     for worker in range(2):
-        mine = [f"{event.op}{event.chunk}" for event in events if (event.worker, event.step) == (worker, 1)]
-        assert mine == [*training.schedule[worker].split(), "updateNone"]
+        actual = [f"{event.op}{event.chunk}" for event in events if (event.worker, event.step) == (worker, 1)]
+        assert actual == [*training.schedule[worker].split(), "updateNone"]
     assert all(event.begin <= event.end for event in events)
 
 
-def test_the_timeline_has_the_last_ten_steps() -> None:
+def test_timeline_has_the_last_ten_steps() -> None:
     with in_parts(perceptron(), 2) as training:
         for each in batches([4] * 12):
             training.step(*each)
@@ -181,8 +184,8 @@ def test_the_timeline_has_the_last_ten_steps() -> None:
     assert steps == set(range(2, 12))
 
 
-@everywhere
-def test_the_timeline_of_the_pipe_has_its_training_too(on: Any) -> None:
+@on_both_placements
+def test_timeline_of_the_pipe_includes_its_training(on: Any) -> None:
     ((x, target),) = batches([8])
     with Sequential(perceptron(), 2, on=on, chunks=4) as pipe:
         pipe(x)

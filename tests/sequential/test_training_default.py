@@ -1,5 +1,4 @@
-"""What a training does when nobody says its schedule: which one it takes, where the parts are, and into how
-many micro-batches it splits."""
+"""Defaults of a training: its schedule, the cut, and the number of micro-batches."""
 
 from __future__ import annotations
 
@@ -8,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
-from trained import OPTIMIZERS, assert_same_state, batches, perceptron, plainly
+from trained import OPTIMIZERS, assert_same_state, batches, perceptron, train_plainly
 
 from flowchan.pipelines import Sequential
 from flowchan.pipelines.sequential.engine.schedule import plan
 
 
 class Sizes(nn.Module):
-    """Notes how many samples come by."""
+    """Records the sizes of micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,10 +32,10 @@ def linear(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in itertools.pairwise(sizes)))
 
 
-@everywhere
-def test_each_worker_has_two_parts_in_a_v_and_learns_what_the_module_would(on: Any) -> None:
+@on_both_placements
+def test_default_training_has_two_parts_per_worker(on: Any) -> None:
     module = perceptron()
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches([8, 8, 5]))
+    plain, _ = train_plainly(module, OPTIMIZERS["sgd"], batches([8, 8, 5]))
     pipe = Sequential(module, 2, on=on, chunks=4)
     with pipe.trainer(loss=cross_entropy, optimizer=OPTIMIZERS["sgd"]) as training:
         for each in batches([8, 8, 5]):
@@ -47,8 +46,8 @@ def test_each_worker_has_two_parts_in_a_v_and_learns_what_the_module_would(on: A
 
 
 @pytest.mark.parametrize("first", ["step", "evaluate"])
-def test_parts_are_cut_where_the_first_batch_has_as_much_work(first: str) -> None:
-    module = linear(64, 8, 8, 8, 8, 64, 64)  # 512, 64, 64, 64, 512, 4096 products a sample
+def test_default_training_cuts_parts_by_operations(first: str) -> None:
+    module = linear(64, 8, 8, 8, 8, 64, 64)  # 512, 64, 64, 64, 512, 4096 products per sample
     x, target = torch.randn(32, 64), torch.randn(32, 64)
     with Sequential(module, 2, chunks=4).trainer(loss=mse_loss) as training:
         if first == "evaluate":
@@ -59,7 +58,7 @@ def test_parts_are_cut_where_the_first_batch_has_as_much_work(first: str) -> Non
 
 
 @pytest.mark.parametrize("case", ["counts", "few layers", "shared", "one part"])
-def test_where_parts_are_not_ours_to_cut_in_two_it_is_1f1b(case: str) -> None:
+def test_default_schedule_is_1f1b_if_parts_cannot_be_halved(case: str) -> None:
     module, parts = perceptron(), 2
     if case == "counts":
         pipe = Sequential(module, [3, 6])
@@ -80,11 +79,11 @@ def test_workers_start_with_the_first_batch() -> None:
     with pipe.trainer(loss=cross_entropy) as training:
         assert training.active
     assert not training.active
-    with pytest.raises(RuntimeError, match="this training is over"):
+    with pytest.raises(RuntimeError, match="training: it is over"):
         training.step(*next(batches([8])))
 
 
-def test_random_numbers_are_the_same_in_every_run_also_when_the_pipe_has_measured_its_layers() -> None:
+def test_measurement_does_not_change_random_numbers_of_a_training() -> None:
     ((x, target),) = batches([16])
     losses = []
     for called in (False, True):
@@ -101,10 +100,8 @@ def test_random_numbers_are_the_same_in_every_run_also_when_the_pipe_has_measure
 
 @pytest.mark.parametrize("how", ["a training", "a loss of pipe(x)", "inference"])
 @pytest.mark.parametrize(("samples", "chunks"), [(512, 4), (1024, 4), (1536, 6), (4096, 8)])
-def test_micro_batches_are_large_enough_for_gradients_to_be_added_up_beside_them(
-    samples: int, chunks: int, how: str
-) -> None:
-    """A linear layer has two operations for each parameter and sample: 512 with 256 samples."""
+def test_number_of_chunks_depends_on_the_cost_of_gradients(samples: int, chunks: int, how: str) -> None:
+    """A linear layer has two operations per parameter and sample: 512 with 256 samples."""
     sizes = Sizes()
     pipe = Sequential(nn.Sequential(*linear(512, 512, 512, 512, 512), sizes), 2)
     x, target = torch.randn(samples, 512), torch.zeros(samples, 512)

@@ -1,4 +1,4 @@
-"""Modules made at random, cut anywhere, under any schedule: training in parts is that of the plain module."""
+"""Random modules with random cuts and schedules train like the plain module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from trained import OPTIMIZERS, assert_same_state, batches, in_parts, plainly
+from trained import OPTIMIZERS, assert_same_state, batches, in_parts, train_plainly
 
 from flowchan.pipelines import Pop, Stash
 from flowchan.pipelines.sequential.engine.schedule import SCHEDULES
@@ -20,7 +20,7 @@ LAYERS = ["linear", "linear", "tanh", "relu", "norm", "stash", "pop"]
 
 @st.composite
 def modules(draw: st.DrawFn) -> nn.Sequential:
-    """Up to twelve layers, with skips over any of them; some parameters are frozen."""
+    """Draw up to twelve layers, with skips and frozen parameters."""
     torch.manual_seed(draw(st.integers(0, 99)))
     layers: list[nn.Module] = []
     stashed: list[str] = []
@@ -51,7 +51,7 @@ def modules(draw: st.DrawFn) -> nn.Sequential:
 
 @st.composite
 def cuts(draw: st.DrawFn, layers: int) -> dict[str, Any]:
-    """How a module of so many layers is trained."""
+    """Draw training options for a module with ``layers`` layers."""
     parts = draw(st.integers(1, min(5, layers)))
     schedule = draw(st.sampled_from(SCHEDULES))
     workers = draw(st.integers(1, parts)) if schedule == "interleaved" else None
@@ -67,11 +67,11 @@ def cuts(draw: st.DrawFn, layers: int) -> dict[str, Any]:
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.data())
-def test_any_module_is_trained_as_the_plain_one(data: st.DataObject) -> None:
+def test_random_module_trains_like_the_plain_module(data: st.DataObject) -> None:
     module = data.draw(modules())
     options = data.draw(cuts(len(module)))
     sizes = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
-    plain, losses = plainly(module, OPTIMIZERS["sgd"], batches(sizes), options["clip"])
+    plain, losses = train_plainly(module, OPTIMIZERS["sgd"], batches(sizes), options["clip"])
     with in_parts(module, optimizer=OPTIMIZERS["sgd"], **options) as training:
         found = [float(training.step(*batch)) for batch in batches(sizes)]
     assert found == pytest.approx(losses, rel=1e-3, abs=1e-4)

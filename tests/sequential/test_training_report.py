@@ -1,4 +1,4 @@
-"""What a training reports of itself: how its workers spent their time, and how much its parts held."""
+"""Report of a training: the time of its workers, and the memory of its parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD
@@ -19,14 +19,14 @@ from flowchan.pipelines.sequential.training_report import Kept, measured, report
 
 WIDTH, SAMPLES = 16, 8
 STATE = 2 * 4 * (WIDTH * WIDTH + WIDTH)  # of two layers
-KEEPS = 2 * 4 * SAMPLES * WIDTH  # of two layers, their inputs, for each micro-batch of four
+KEEPS = 2 * 4 * SAMPLES * WIDTH  # inputs of two layers, for each of four micro-batches
 
 
 def module() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize(
     ("schedule", "recompute", "held"),
     [
@@ -36,7 +36,7 @@ def module() -> nn.Sequential:
         ("gpipe", True, [2.5, 2.5]),  # the inputs of all four, and one whole graph in place of its input
     ],
 )
-def test_a_report_says_what_parts_held_at_most(
+def test_report_has_the_peak_memory_of_parts(
     on: Any, schedule: Any, recompute: bool, held: list[float]
 ) -> None:
     x = torch.randn(4 * SAMPLES, WIDTH)
@@ -47,21 +47,21 @@ def test_a_report_says_what_parts_held_at_most(
         found = training.report()
     assert [part.state for part in found.parts] == [STATE, STATE]
     assert [part.gradients for part in found.parts] == [STATE, STATE]
-    if recompute:  # the last part goes back at once after its last forward pass
+    if recompute:  # the last part runs its backward pass directly after its last forward pass
         held = [held[0], found.parts[1].activations / KEEPS]
     assert [part.activations for part in found.parts] == [KEEPS * one for one in held]
     assert [part.peak for part in found.parts] == [2 * STATE + KEEPS * one for one in held]
 
 
-@everywhere
-def test_the_shares_of_a_workers_time_make_the_whole(on: Any) -> None:
+@on_both_placements
+def test_shares_of_a_worker_sum_to_one(on: Any) -> None:
     x = torch.randn(32, WIDTH)
     with Sequential(module(), 2, on=on, chunks=4).trainer(
         loss=mse_loss, optimizer=partial(SGD, lr=0.1), schedule="1f1b"
     ) as training:
         for _ in range(12):
             training.step(x, x)
-    found = training.report()  # also afterwards
+    found = training.report()  # works after the end too
     assert found.steps == 10
     assert found.seconds > 0
     assert [worker.parts for worker in found.workers] == [(0,), (1,)]
@@ -77,13 +77,13 @@ def test_the_shares_of_a_workers_time_make_the_whole(on: Any) -> None:
     assert len(lines) == 5
 
 
-def test_before_the_first_step_there_is_nothing_to_report() -> None:
+def test_report_before_the_first_step_is_empty() -> None:
     found = Sequential(module(), [2, 2]).trainer(loss=mse_loss).report()
     assert (found.steps, found.seconds, found.workers, found.bubble) == (0, 0.0, (), 0.0)
     assert [part.activations for part in found.parts] == [0, 0]
 
 
-def test_bubble_and_communication_are_what_the_events_leave() -> None:
+def test_report_computes_shares_from_events() -> None:
     def event(worker: int, op: Any, begin: float, end: float) -> TimelineEvent:
         return TimelineEvent(worker, worker, op, 0, 0, begin, end)
 
@@ -102,14 +102,14 @@ def test_bubble_and_communication_are_what_the_events_leave() -> None:
     assert [part.activations for part in found.parts] == [7, 5]
 
 
-def test_skips_and_frozen_parameters_count_where_they_are() -> None:
+def test_memory_includes_skips_but_no_gradients_of_frozen_parameters() -> None:
     layers = [nn.Linear(WIDTH, WIDTH), Stash("x"), nn.Linear(WIDTH, WIDTH), nn.Tanh(), Pop("x"), nn.Tanh()]
     layers[0].requires_grad_(False)
     pipe = Sequential(layers, [2, 2, 2], chunks=1)
     x = torch.randn(SAMPLES, WIDTH)
     one = 4 * SAMPLES * WIDTH
     kept = measured(pipe.parts, x)
-    assert [each.inputs for each in kept] == [one, 2 * one, 2 * one]  # the skip travels along
+    assert [each.inputs for each in kept] == [one, 2 * one, 2 * one]  # the skip accompanies the value
     with pipe.trainer(loss=mse_loss) as training:
         training.step(x, x)
         assert [part.gradients for part in training.report().parts] == [0, STATE // 2, 0]

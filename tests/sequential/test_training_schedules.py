@@ -1,4 +1,4 @@
-"""Every schedule trains alike; and one may be written down."""
+"""All schedules train alike, including schedules of the user."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import nn
 from torch.nn.functional import cross_entropy
-from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, plainly
+from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, train_plainly
 
 from flowchan.pipelines.sequential.engine.schedule import SCHEDULES, Step, plan, steps, text
 
@@ -20,10 +20,10 @@ WRITTEN = "F0 F1 I0 F2 B1 F3 W0 B2 B3\nF0 B0 F1 B1 F2 I2 F3 W2 B3"
 
 
 @pytest.mark.each_pair
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("parts", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_gradients_in_double_are_those_of_the_plain_module(schedule: Any, parts: int, on: Any) -> None:
+def test_gradients_in_double_match_the_plain_module(schedule: Any, parts: int, on: Any) -> None:
     module = perceptron().double()
     plain = copy.deepcopy(module)
     ((x, target),) = batches([10])
@@ -34,12 +34,12 @@ def test_gradients_in_double_are_those_of_the_plain_module(schedule: Any, parts:
     expected = cross_entropy(plain(x), target)
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-14, atol=1e-15)
-    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-15)
+    for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, other.grad, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
-def test_in_a_v_each_worker_has_two_parts(schedule: Any) -> None:
+def test_schedules_in_a_v_give_each_worker_two_parts(schedule: Any) -> None:
     training = in_parts(perceptron(), 6, schedule=schedule)
     names = [stage.name for stage in training.graph.stages if stage.name.startswith("part")]
     assert names == ["parts 0 and 5", "parts 1 and 4", "parts 2 and 3"]
@@ -55,12 +55,12 @@ def as_text(worker: int, workers: int, parts: int, chunks: int) -> str:
     return text(steps("zbh1", worker, workers, parts, chunks))
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("schedule", [WRITTEN, WRITTEN.splitlines(), by_function, as_text])
-def test_a_schedule_of_ones_own_trains_as_the_plain_module(schedule: Any, on: Any) -> None:
+def test_user_schedule_trains_like_the_plain_module(schedule: Any, on: Any) -> None:
     module = perceptron()
-    data = list(batches([8, 3, 9]))  # also fewer micro-batches than the text is for
-    plain, losses = plainly(module, OPTIMIZERS["sgd"], data)
+    data = list(batches([8, 3, 9]))  # includes fewer micro-batches than the text has
+    plain, losses = train_plainly(module, OPTIMIZERS["sgd"], data)
     with in_parts(module, 2, on, optimizer=OPTIMIZERS["sgd"], schedule=schedule) as training:
         assert [float(training.step(*each)) for each in data] == pytest.approx(losses, rel=1e-5)
         torch.testing.assert_close(training.evaluate(data[0][0]), plain(data[0][0]).detach())
@@ -68,7 +68,7 @@ def test_a_schedule_of_ones_own_trains_as_the_plain_module(schedule: Any, on: An
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_a_training_prints_as_its_schedule_may_be_given_as_one(schedule: Any) -> None:
+def test_schedule_text_of_a_training_can_be_passed_again(schedule: Any) -> None:
     module = perceptron()
     workers = 2 if schedule == "interleaved" else None
     printed = in_parts(module, 4, schedule=schedule, workers=workers).schedule
@@ -79,7 +79,7 @@ def test_what_a_training_prints_as_its_schedule_may_be_given_as_one(schedule: An
         torch.testing.assert_close(again.step(x, target), cross_entropy(module(x), target).detach())
 
 
-def test_parts_of_a_written_schedule_are_with_the_workers_that_it_says() -> None:
+def test_written_schedule_assigns_parts_to_workers() -> None:
     written = ["0:F0 3:F0 3:B0 0:B0", "1:F0 2:F0 2:B0 1:B0"]
     training = in_parts(perceptron(), 4, chunks=1, schedule=written)
     names = [stage.name for stage in training.graph.stages if stage.name.startswith("part")]
@@ -89,34 +89,38 @@ def test_parts_of_a_written_schedule_are_with_the_workers_that_it_says() -> None
 @pytest.mark.parametrize(
     ("schedule", "options", "message"),
     [
-        (WRITTEN, {"chunks": 3}, "the schedule has 0:B3, but there are 2 parts, and 3 micro-batches"),
-        (WRITTEN, {"chunks": 5}, "the schedule must have 0:F4 once, and either 0:B4 or both 0:I4 and 0:W4"),
-        (WRITTEN, {"workers": 3}, "the schedule has 2 lines, one for each worker, not workers=3"),
-        (["F0 I0", "F0 B0"], {"chunks": 1}, "the schedule must have 0:F0 once, and either 0:B0 or both"),
+        (WRITTEN, {"chunks": 3}, "the schedule must be for 2 parts and 3 micro-batches, got step 0:B3"),
+        (
+            WRITTEN,
+            {"chunks": 5},
+            "the schedule must contain 0:F4 once, and either 0:B4 or both 0:I4 and 0:W4",
+        ),
+        (WRITTEN, {"workers": 3}, "workers must be 2, the number of lines of the schedule, got 3"),
+        (["F0 I0", "F0 B0"], {"chunks": 1}, "the schedule must contain 0:F0 once, and either 0:B0 or both"),
         (
             ["F0 B0 I0 W0", "F0 B0"],
             {"chunks": 1},
-            "the schedule must have 0:F0 once, and either 0:B0 or both",
+            "the schedule must contain 0:F0 once, and either 0:B0 or both",
         ),
         (
             ["F0 F0 B0", "F0 B0"],
             {"chunks": 1},
-            "the schedule can't be done: simulate: worker 0 does 0:F0 twice",
+            "the schedule cannot run: simulate: worker 0 must do each step once, got 0:F0",
         ),
         (
             ["F0 B0", "B0 F0"],
             {"chunks": 1},
-            "the schedule can't be done: simulate: worker 1 does 1:B0 and has",
+            "the schedule cannot run: simulate: worker 1 must do 1:F0 before 1:B0",
         ),
-        (["F0 B0 ?", "F0 B0"], {"chunks": 1}, "parse: '?' is no step"),
-        (lambda *_: [7], {}, "the schedule's function must give steps, or them as text, not 7 (int)"),
-        (lambda *_: 7, {}, "the schedule's function must give steps, or them as text, not 7 (int)"),
-        ("zbv", {"workers": 3}, "parts=2 leaves some of workers=3 without a part"),
+        (["F0 B0 ?", "F0 B0"], {"chunks": 1}, "with its part, got '?'"),
+        (lambda *_: [7], {}, "the function of the schedule must return steps or text, got 7 (int)"),
+        (lambda *_: 7, {}, "the function of the schedule must return steps or text, got 7 (int)"),
+        ("zbv", {"workers": 3}, "workers must be at most parts=2, got 3"),
         ("FO BO", {}, "schedule must be 'gpipe' or"),
-        ([], {}, r"schedule must be 'gpipe' or .* not \[\]"),
+        ([], {}, r"schedule must be 'gpipe' or .* got \[\]"),
     ],
 )
-def test_a_schedule_that_cant_be_done_is_refused_with_the_reason(
+def test_infeasible_schedule_raises_with_the_reason(
     schedule: Any, options: dict[str, Any], message: str
 ) -> None:
     pattern = message if message.endswith("]") else re.escape(message)
@@ -124,15 +128,15 @@ def test_a_schedule_that_cant_be_done_is_refused_with_the_reason(
         in_parts(perceptron(), 2, schedule=schedule, **options)
 
 
-def test_parts_that_follow_each_other_must_be_with_neighbours() -> None:
+def test_consecutive_parts_on_distant_workers_raise() -> None:
     written = ["0:F0 0:B0", "2:F0 2:B0", "1:F0 1:B0", "3:F0 3:B0", "4:F0 4:B0"]
     with pytest.raises(
-        ValueError, match="part 0 with worker 0 and part 1 with worker 2: give them to one worker"
+        ValueError, match="parts 0 and 1 must be on one worker or on neighbours, got workers 0 and 2"
     ):
         in_parts(perceptron(), 5, chunks=1, schedule=written)
 
 
-def test_the_timeline_shows_both_halves_of_a_backward_pass() -> None:
+def test_timeline_shows_both_halves_of_a_backward_pass() -> None:
     ((x, target),) = batches([8])
     with in_parts(perceptron(), 2, schedule="zbh1") as training:
         training.step(x, target)
@@ -141,7 +145,7 @@ def test_the_timeline_shows_both_halves_of_a_backward_pass() -> None:
         assert "backward: weights (W)" in training.timeline().svg()
 
 
-def test_a_part_that_fails_in_the_second_half_says_so() -> None:
+def test_failure_in_the_second_half_names_the_step() -> None:
     module = perceptron()
 
     class Fails(torch.autograd.Function):
@@ -168,7 +172,7 @@ def test_a_part_that_fails_in_the_second_half_says_so() -> None:
         training.step(x, target)
 
 
-def test_every_plan_sends_to_itself_or_a_neighbour() -> None:
+def test_every_plan_sends_only_to_neighbours() -> None:
     for schedule in SCHEDULES:
         workers = 3
         parts = {"interleaved": 9, "zbv": 6, "dualpipev": 6}.get(schedule, workers)

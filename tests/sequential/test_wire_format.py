@@ -1,4 +1,4 @@
-"""What a micro-batch is after it has gone through a channel between processes."""
+"""Micro-batches arrive unchanged through a channel between processes."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ VALUES = {
 
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("name", VALUES)
-def test_a_tensor_arrives_as_it_was(name: str, reads: bool) -> None:
+def test_tensor_arrives_unchanged(name: str, reads: bool) -> None:
     value = VALUES[name]
-    came = crossed(value, reads)
-    assert came.dtype == value.dtype
-    assert came.layout == value.layout
-    assert torch.equal(came.to_dense(), value.to_dense())
+    arrived = crossed(value, reads)
+    assert arrived.dtype == value.dtype
+    assert arrived.layout == value.layout
+    assert torch.equal(arrived.to_dense(), value.to_dense())
 
 
-def test_a_nested_value_arrives_as_it_was() -> None:
-    came = crossed({"a": torch.ones(3), "b": (torch.zeros(3), "text")}, reads=False)
-    assert torch.equal(came["a"], torch.ones(3))
-    assert torch.equal(came["b"][0], torch.zeros(3))
-    assert came["b"][1] == "text"
+def test_nested_value_arrives_unchanged() -> None:
+    arrived = crossed({"a": torch.ones(3), "b": (torch.zeros(3), "text")}, reads=False)
+    assert torch.equal(arrived["a"], torch.ones(3))
+    assert torch.equal(arrived["b"][0], torch.zeros(3))
+    assert arrived["b"][1] == "text"
 
 
-def test_a_parameter_arrives_as_one() -> None:
+def test_parameter_still_requires_grad_on_arrival() -> None:
     assert crossed(nn.Parameter(torch.ones(3)), reads=False).requires_grad
     assert crossed(torch.ones(3).requires_grad_(), reads=False).requires_grad
 
 
-def test_at_the_end_a_micro_batch_is_complete() -> None:
+def test_received_micro_batch_is_complete() -> None:
     channel: Channel[Any] = Channel(across="processes")
     value, form = closed(torch.ones(200_000))
     channel.put((5, 2, 8, value, {"skip": torch.ones(2)}, ((1.0, 2.5),), form))
@@ -65,8 +65,8 @@ def test_at_the_end_a_micro_batch_is_complete() -> None:
 
 
 @pytest.mark.parametrize("elements", [4, 200_000])
-def test_what_may_be_changed_is_the_receivers_own(elements: int) -> None:
-    """The item in the channel stays as it is, for a worker that takes it up again."""
+def test_receiver_can_change_its_copy(elements: int) -> None:
+    """The item in the channel does not change, because another worker may take it again."""
     channel: Channel[Any] = Channel(across="processes")
     channel.put(closed(torch.zeros(elements)))
     memory, form = channel.get()
@@ -74,7 +74,7 @@ def test_what_may_be_changed_is_the_receivers_own(elements: int) -> None:
     assert not opened(memory, form, only_reads=False).any()
 
 
-def test_a_part_that_only_reads_gets_no_copy() -> None:
+def test_reading_part_gets_no_copy() -> None:
     channel: Channel[Any] = Channel(across="processes")
     channel.put(closed(torch.zeros(200_000)))
     memory, form = channel.get()
@@ -83,7 +83,7 @@ def test_a_part_that_only_reads_gets_no_copy() -> None:
 
 
 class Own(nn.Linear):
-    """May do anything to its input."""
+    """Layer of a user, which may write into its input."""
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ class Own(nn.Linear):
         ([Own(2, 2)], False),
     ],
 )
-def test_a_part_only_reads_if_its_first_layer_is_known_to(layers: list[nn.Module], reads: bool) -> None:
+def test_only_reads_depends_on_the_first_layer(layers: list[nn.Module], reads: bool) -> None:
     assert only_reads(Part(0, nn.Sequential(*layers))) == reads
 
 
-def test_reading_is_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+def test_reading_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
     expect_reading()
     crossed(torch.zeros(200_000), reads=True)
     assert not recwarn.list
@@ -109,6 +109,6 @@ def test_reading_is_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
 def crossed(value: Any, reads: bool) -> Any:
     channel: Channel[Any] = Channel(across="processes")
     channel.put(closed(value))
-    came, form = channel.get()
+    arrived, form = channel.get()
     channel.close()
-    return came if form is None else opened(came, form, reads)
+    return arrived if form is None else opened(arrived, form, reads)

@@ -1,5 +1,7 @@
-"""A pipe inside of torch's ``DistributedDataParallel``, or inside of what its FSDP shards, is trained as the
-plain module is inside of it; what can't be sharded says so."""
+"""A pipe inside torch's ``DistributedDataParallel`` or FSDP trains like the plain module.
+
+Unsupported kinds of sharding raise.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def counted(state, bucket):
     return allreduce_hook(None, bucket)
 
 def trained(rank, wrapped, optimizer):
-    generator = torch.Generator().manual_seed(10 + rank)  # every rank has its own batches
+    generator = torch.Generator().manual_seed(10 + rank)  # each rank has other batches
     for step in range(4):
         x = torch.randn(8, 6, generator=generator)
         target = torch.randint(5, (8,), generator=generator)
@@ -37,7 +39,7 @@ def work(rank, file, on):
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(rank)  # the wrapper makes the parameters those of rank 0
+    torch.manual_seed(rank)  # the wrapper copies the parameters of rank 0
     module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 5))
     plain = copy.deepcopy(module)
     with Sequential(module, parts=2, on=on, chunks=3) as pipe:
@@ -47,21 +49,19 @@ def work(rank, file, on):
             if each is pipe:
                 wrapped.register_comm_hook(synchronised, counted)
             trained(rank, wrapped, torch.optim.Adam(wrapped.parameters(), 0.01))
-        for mine, other in zip(pipe.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
-        assert len(synchronised) == 3, synchronised  # once per step, but for that without
+        for actual, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(actual, other, rtol=1e-12, atol=1e-12)
+        assert len(synchronised) == 3, synchronised  # once per step, except under no_sync()
     distributed.destroy_process_group()
 
 if __name__ == "__main__":
-    multiprocessing.start_processes(work, sys.argv[1:], 2, start_method="fork")  # torch is imported once
+    multiprocessing.start_processes(work, sys.argv[1:], 2, start_method="fork")  # imports torch once
     print("the same")
 """
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_two_ranks_learn_what_they_learn_with_the_plain_module(
-    torch_programs: Template, on: str, tmp_path: Path
-) -> None:
+def test_pipe_in_ddp_trains_like_the_plain_module(torch_programs: Template, on: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = torch_programs.run("-W", "ignore", program, tmp_path / "meeting", on)
@@ -80,7 +80,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flowchan.pipelines import Sequential
 
 def trained(rank, model, state):
-    generator = torch.Generator().manual_seed(10 + rank)  # every rank has its own batches
+    generator = torch.Generator().manual_seed(10 + rank)  # each rank has other batches
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     for _ in range(3):
         x, target = torch.randn(8, 6, generator=generator), torch.randint(5, (8,), generator=generator)
@@ -118,22 +118,22 @@ def works(rank, made, mesh):
         model = FullyShardedDataParallel(nn.Sequential(pipe, module[3]), device_id=cpu, use_orig_params=True)
         torch.testing.assert_close(trained(rank, model, summoned), expected)
 
-def says_so(made, mesh):
+def raises(made, mesh):
     module, x, cpu = made(), torch.zeros(4, 6), torch.device("cpu")
     fully_shard(module[0], mesh=mesh)
-    refused(lambda: piped(module), "layer '0' is sharded by FSDP", "fully_shard(pipe)")
-    refused(lambda: Sequential(fully_shard(made(), mesh=mesh)), "module is sharded by FSDP")
+    refused(lambda: piped(module), "layer '0' must not be sharded by FSDP", "fully_shard(pipe)")
+    refused(lambda: Sequential(fully_shard(made(), mesh=mesh)), "module must not be sharded by FSDP")
     with piped(made()) as pipe:
         fully_shard(pipe, mesh=mesh)
         refused(lambda: pipe.trainer(loss=cross_entropy), "a training by steps", "loss of pipe(x)")
     with piped(made()) as pipe:
         fully_shard(pipe[0], mesh=mesh)
-        refused(lambda: pipe(x), "layer '0' is sharded by FSDP")
+        refused(lambda: pipe(x), "layer '0' must not be sharded by FSDP")
     with piped(made(), "process") as pipe:
-        refused(lambda: fully_shard(pipe, mesh=mesh)(x), "a part's process", "thread")
+        refused(lambda: fully_shard(pipe, mesh=mesh)(x), "a process of a part", "thread")
     with piped(made(), "process") as pipe:
         wrapped = FullyShardedDataParallel(pipe, device_id=cpu, use_orig_params=True)
-        refused(lambda: wrapped(x), "a part's process", "thread")
+        refused(lambda: wrapped(x), "a process of a part", "thread")
     with piped(made()) as pipe:
         refused(lambda: FullyShardedDataParallel(pipe, device_id=cpu)(x), "use_orig_params=True")
 
@@ -145,16 +145,16 @@ def work(rank, file):
     module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 5))
     mesh = init_device_mesh("cpu", (2,))
     works(rank, lambda: copy.deepcopy(module), mesh)
-    says_so(lambda: copy.deepcopy(module), mesh)
+    raises(lambda: copy.deepcopy(module), mesh)
     distributed.destroy_process_group()
 
 if __name__ == "__main__":
-    multiprocessing.start_processes(work, sys.argv[1:], 2, start_method="fork")  # torch is imported once
+    multiprocessing.start_processes(work, sys.argv[1:], 2, start_method="fork")  # imports torch once
     print("the same")
 """
 
 
-def test_what_is_sharded_around_a_pipe_learns_the_same_and_what_cant_be_says_so(
+def test_fsdp_around_a_pipe_matches_and_unsupported_sharding_raises(
     torch_programs: Template, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"

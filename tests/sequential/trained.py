@@ -1,5 +1,4 @@
-"""What the tests of training share: models, batches, and the plain training that everything is compared
-with."""
+"""Shared parts of the training tests: models, batches, and the plain training as the reference."""
 
 from __future__ import annotations
 
@@ -39,11 +38,11 @@ schedules = pytest.mark.parametrize(
         ("1f1b", 1, 1),
     ],
 )
-"""Every schedule, with as many parts per worker as it takes, and the smallest pipe."""
+"""Every schedule, with its number of parts per worker, and the smallest pipe."""
 
 
 def perceptron(seed: int = 0) -> nn.Sequential:
-    """Nine layers for samples of 6 numbers and 4 classes."""
+    """Return nine layers for samples of 6 numbers and 4 classes."""
     torch.manual_seed(seed)
     sizes = [6, 16, 12, 12, 4]
     layers: list[nn.Module] = []
@@ -53,19 +52,19 @@ def perceptron(seed: int = 0) -> nn.Sequential:
 
 
 def batches(sizes: Iterable[int], seed: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches for :func:`perceptron`."""
+    """Yield batches for :func:`perceptron`."""
     generator = torch.Generator().manual_seed(seed)
     for size in sizes:
         yield torch.randn(size, 6, generator=generator), torch.randint(4, (size,), generator=generator)
 
 
-def plainly(
+def train_plainly(
     module: nn.Module,
     optimizer: Callable[[Any], torch.optim.Optimizer],
     data: Iterable[tuple[Any, Tensor]],
     clip: float | None = None,
 ) -> tuple[nn.Module, list[float]]:
-    """A copy of the module trained as everybody does, and its losses."""
+    """Train a copy of the module with a plain loop, and return it with its losses."""
     module = copy.deepcopy(module)
     made = optimizer(module.parameters())
     losses = []
@@ -80,15 +79,15 @@ def plainly(
     return module, losses
 
 
-class Gate:
-    """Holds workers up until it is opened, wherever they run."""
+class Blocker:
+    """Blocks workers in any thread or process until it is opened."""
 
     def __init__(self) -> None:
         self.channel: Channel[Any] = Channel(1, across="processes")
 
     def wait(self) -> None:
         for _ in self.channel:
-            raise AssertionError("nothing is ever put into a gate")
+            raise AssertionError("nothing is ever put into a blocker")
 
     def wait_held(self) -> None:
         wait_blocked(self.channel, readers=1)
@@ -100,14 +99,15 @@ class Gate:
 def in_parts(
     module: nn.Sequential, parts: int, on: Any = "thread", chunks: int = 4, **options: Any
 ) -> Training:
-    """The training of a module, with cross entropy and one part for each worker."""
+    """Return the training of a module, with cross entropy and one part for each worker."""
     options.setdefault("loss", cross_entropy)
     options.setdefault("schedule", "1f1b")
     return Sequential(module, parts, on=on, chunks=chunks).trainer(**options)
 
 
 def assert_same_state(module: nn.Module, plain: nn.Module, **tolerance: Any) -> None:
-    """Parameters and buffers are equal within float tolerance, under the same keys in the same order."""
+    """Assert that parameters and buffers are equal within tolerance, under the same keys in the same
+    order."""
     state, other = module.state_dict(), plain.state_dict()
     assert list(state) == list(other)
     for name in state:

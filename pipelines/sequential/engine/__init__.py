@@ -1,1 +1,1 @@
-"""The engine behind a pipe: workers that hold parts of a model, and the program's side of their run."""
+"""Engine of a pipe: the workers with the parts of a model, and the program's side of their run."""

@@ -1,8 +1,8 @@
-"""The program's side of a run of parts: it starts the run, sends and receives, and sees to its end.
+"""The program's side of a run: it starts and ends the run, and exchanges messages with the workers.
 
-The last stage, ``results``, only lends its ports to the program: a thread between the parts and the program
-would take a core from a part twice for each batch, to wake up and to wake the program. A watcher thread waits
-for the end of the run, so that no caller waits in vain, whatever the run ends by.
+The last stage, ``results``, only lends its ports to the program. A thread between the parts and the program
+would interrupt a part twice per batch: to wake up, and to wake the program. A watcher thread waits for the
+end of the run, so that waiting callers always return.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from flowchan.pipelines.sequential.tensor_trees import mapped
 
 
 class PipelineRun:
-    """One run of a graph, which a subclass declares.
+    """One run of a graph that a subclass declares.
 
-    The run's threads hold this object, so it must not refer to an object whose end is to close the run.
+    The threads of the run refer to this object. It must therefore not refer to an object whose finalizer
+    closes the run.
     """
 
     run: Run
@@ -50,10 +51,10 @@ class PipelineRun:
         self.graph = Graph(name)
         self.error: BaseException = Closed("the pipe was closed, and its workers have ended")
         self.failure: RunError | None = None
-        self.ports: list[In[Any]] = []  # that the last stage lends
+        self.ports: list[In[Any]] = []  # lent by the last stage
         self.inputs: list[Out[Any]] = []
         self.closed = False
-        # Latches: Ctrl-C in Thread.join() or is_alive() makes a thread look as if it had ended
+        # Ctrl-C in Thread.join() or is_alive() makes a live thread appear finished, so these are latches
         self.opened, self.over = Latch(), Latch()
         self._watcher: threading.Thread | None = None
         self._ending: Channel[None] = Channel(1)
@@ -69,7 +70,7 @@ class PipelineRun:
         self._serve([outputs])
 
     def _serve(self, ports: list[In[Any]]) -> None:
-        """Run the last stage: lend the ports until the end, then take in what is left."""
+        """Run the last stage: lend the ports until the end, then read the remaining items."""
         self.ports = ports
         self.opened.set()
         gets: list[Any] = [*self.watched(), self._ending]
@@ -82,14 +83,14 @@ class PipelineRun:
                     self.receive(found.channel, found.item)
 
     def watched(self) -> Sequence[In[Any]]:
-        """The ports that the last stage itself reads from the beginning on."""
+        """Return the ports that the last stage reads during the whole run."""
         return ()
 
     def receive(self, port: Any, item: Any) -> None:
-        """Take in an item that the last stage has read."""
+        """Handle an item that the last stage has read."""
 
     def start(self, inputs: Sequence[Input[Any]]) -> None:
-        """Start the run, which ends when all of ``inputs`` are closed."""
+        """Start the run, which ends when all ``inputs`` are closed."""
         run = self.run = self.graph.start()
         self.inputs = [run[stream] for stream in inputs]
         watcher = threading.Thread(target=self._watch, name=f"{self.graph.name} watcher", daemon=True)
@@ -108,20 +109,20 @@ class PipelineRun:
         self.over.set()
 
     def ended(self) -> None:
-        """Do what is due at the end of the run, before :attr:`over` is set."""
+        """Clean up at the end of the run, before :attr:`over` is set."""
 
     @property
     def started(self) -> bool:
-        """Whether the run has begun."""
+        """Return whether the run has started."""
         return self._watcher is not None
 
     @property
     def alive(self) -> bool:
-        """Whether the run has begun and is not over."""
+        """Return whether the run has started and is not over."""
         return self.started and not self.over.is_set()
 
     def close(self) -> None:
-        """Let what is in flight be finished, and then the run end. Takes no lock, and does not wait."""
+        """Let the run finish the items in flight and end. Takes no lock and does not wait."""
         self.closed = True
         for port in self.inputs:
             port.close()
@@ -129,7 +130,7 @@ class PipelineRun:
             self._ending.put_nowait(None)
 
     def end(self, at_once: bool = False) -> None:
-        """End the run and wait for it. What is in flight is finished first, unless ``at_once``."""
+        """End the run and wait for it. Items in flight are finished first, unless ``at_once``."""
         if self._watcher is not None:
             self.close()
             if at_once:
@@ -139,51 +140,51 @@ class PipelineRun:
 
 
 class WorkersRun(PipelineRun):
-    """A run of workers that follow commands."""
+    """A run of workers that execute commands."""
 
     def __init__(self, name: str, jobs: Sequence[Assignment], on: Placement, chunks: int) -> None:
         super().__init__(name)
-        self.jobs, self.apart = jobs, on.apart
+        self.jobs, self.own_processes = jobs, on.apart
         self._commands, answers = declare(self.graph, jobs, on, chunks)
         self.lend(*answers)
-        self._synced: list[list[SyncedTensors]] = []  # of each worker's parts, where these are on other hosts
+        self._synced: list[list[SyncedTensors]] = []  # per worker, for parts on other hosts
 
     def begin(self) -> None:
         """Start the workers."""
         self._synced = [
-            [SyncedTensors(state_tensors(part.module)) for part in job.parts if part.away]
+            [SyncedTensors(state_tensors(part.module)) for part in job.parts if part.remote]
             for job in self.jobs
         ]
         self.start(self._commands)
 
     def put(self, worker: int, item: Any) -> None:
-        """Send a command, or what a step needs, to a worker."""
+        """Send a command, or an input of a step, to a worker."""
         self.inputs[worker].put(item)
 
     def put_inputs(self, pieces: Sequence[Any], wants: tuple[bool, ...] = ()) -> None:
         """Send the micro-batches of a batch to the worker of the first part."""
         worker = self.jobs[0].owners.of[0]
         for chunk, piece in enumerate(pieces):
-            self.put(worker, Item(("F", 0, chunk), Passed(self.light(piece), {}, wants)))
+            self.put(worker, Item(("F", 0, chunk), Passed(self.on_cpu(piece), {}, wants)))
 
-    def put_behind(self, what: str, pieces: Sequence[Any]) -> None:
-        """Send what the last part needs for each micro-batch: a gradient, or a target."""
+    def put_to_last(self, what: str, pieces: Sequence[Any]) -> None:
+        """Send one gradient or target per micro-batch to the worker of the last part."""
         last = self.jobs[0].total - 1
         for chunk, piece in enumerate(pieces):
-            self.put(self.jobs[0].owners.of[-1], Item((what, last, chunk), self.light(piece)))
+            self.put(self.jobs[0].owners.of[-1], Item((what, last, chunk), self.on_cpu(piece)))
 
-    def light(self, value: Any) -> Any:
-        """A value as it is sent: in main memory, if it goes to another process."""
-        if not self.apart:
+    def on_cpu(self, value: Any) -> Any:
+        """Prepare a value for sending: move it to CPU memory if it goes to another process."""
+        if not self.own_processes:
             return value
         return mapped(lambda tensor: tensor.detach().cpu().contiguous(), value)
 
     def changed(self, job: Assignment) -> list[Numbers]:
-        """For each part of a worker on another host, what the program has changed since the last command."""
+        """Return the program's changes since the last command, for each part of a worker on another host."""
         return [tensors.changed() for tensors in self._synced[job.worker]]
 
     def answers(self) -> tuple[list[WorkerAnswer], dict[Key, Any]]:
-        """Receive one answer of each worker, by worker, and what the parts send to the program before."""
+        """Receive one answer from each worker, in order, and the items that the parts send to the program."""
         self.opened.wait()
         if not self.ports:
             raise Closed("the run has ended")
@@ -203,7 +204,7 @@ class WorkersRun(PipelineRun):
 
 
 def part_error(part: Part, where: str, cause: BaseException) -> StageError:
-    """The error of a part that failed on a micro-batch or a batch."""
+    """Create the error for a part that failed on a micro-batch or a batch."""
     error = StageError(
         f"{part} failed on {where}: {type(cause).__name__}: {cause}",
         stage=part.name, worker=part.name, item=where,

@@ -1,18 +1,17 @@
-"""One part of a model at training: forward and backward passes of micro-batches, each cut off from the other
-parts.
+"""Forward and backward passes of one part in a training, separate from the graphs of other parts.
 
-The graph that autograd builds ends at the part's borders. What comes in is detached and, where gradients are
-wanted, made a leaf; the backward pass starts from the gradients of what went out, and gives the gradients of
-those leaves, which the part before starts from. That is the chain rule, done by hand at the borders.
+Autograd's graph ends at the borders of the part. Inputs are detached and become leaves where their gradients
+are wanted. The backward pass starts from the gradients of the outputs and returns the gradients of the
+leaves, from which the previous part continues. This applies the chain rule by hand at the borders.
 
 *Recompute* (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): the first forward pass keeps
-nothing but its input; just before the backward pass it is done again, and from the same random numbers.
+only its input. The backward pass repeats it first, with the same random numbers.
 
-*Random numbers*: each micro-batch has a stream of its own in each part, begun from the step's seed, the part
-and the number of the micro-batch. So dropout draws the same masks under every schedule of the same parts, on
-threads and processes, and when it is done again; not those of the plain module, which draws one mask for the
-whole batch. Threads share torch's generator, so there a part has it for itself while it goes forward, unless
-it can't draw: one such part at a time.
+*Random numbers*: each micro-batch has its own seed in each part, derived from the step's seed, the part and
+the micro-batch number. Dropout therefore draws the same masks under every schedule of the same parts, on
+threads and in processes, and when it is recomputed. The plain module draws other masks, namely one for the
+whole batch. Threads share torch's generator, so a part on a thread that may draw random numbers locks it
+during its forward pass.
 """
 
 from __future__ import annotations
@@ -34,21 +33,23 @@ from flowchan.pipelines.sequential.skip import Skips
 from flowchan.pipelines.sequential.tensor_trees import mapped, tensors
 
 GENERATOR = threading.Lock()
-"""Held by the thread that draws from torch's generator of this process."""
+"""Lock for torch's generator of this process."""
 
 DRAWS = (
     _DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.MultiheadAttention, nn.RNNBase,
     nn.Transformer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
 )  # fmt: skip
-"""torch's layers that draw random numbers, or may."""
+"""Layers of torch that may draw random numbers."""
 
 Tail = Callable[[Any], Tensor]
-"""What follows the last part: the loss of the micro-batch, weighted."""
+"""Function after the last part: the weighted loss of the micro-batch."""
 
 
 class Passed(NamedTuple):
-    """What goes from part to part with one micro-batch: the value, and the skips by name. ``wants`` says for
-    each tensor of both, in the order of :func:`listed`, whether its gradient shall come back."""
+    """A micro-batch between two parts: its value, and its skips by name.
+
+    ``wants`` tells for each tensor, in the order of :func:`listed`, whether its gradient is to be returned.
+    """
 
     value: Any
     skips: Skips
@@ -56,15 +57,15 @@ class Passed(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """A forward pass whose graph is kept: the leaves that want gradients, and the outputs from which some may
-    come."""
+    """A forward pass with its graph: the leaves that want gradients, and the outputs that may receive
+    them."""
 
     leaves: list[Tensor]
     outputs: list[Tensor]
 
 
 class _Again(NamedTuple):
-    """A forward pass that is to be done again: all it depends on."""
+    """The inputs of a forward pass that is to be recomputed."""
 
     passed: Passed
     seed: int
@@ -74,20 +75,20 @@ class _Again(NamedTuple):
 
 
 Key = tuple[int, int]
-"""Which micro-batch: the number of the step or call, and its own in it."""
+"""Number of the step or call, and number of the micro-batch in it."""
 
 
 def listed(value: Any, skips: Skips) -> list[Tensor]:
-    """The tensors of a value, then those of the skips by name."""
+    """Return the tensors of a value, then those of the skips in the order of their names."""
     return tensors((value, [skips[name] for name in sorted(skips)]))
 
 
 class Execution:
-    """The forward and backward passes of one part. Not for several threads at once.
+    """Forward and backward passes of one part, for use by one thread.
 
-    ``recompute``: they are done again for the backward pass. ``shared``: the process has other workers on
-    threads, so torch's generator is not ours. ``deferred``: batch norm's running statistics are those of
-    whole batches, with which ``norms.commit()`` ends.
+    ``recompute``: repeat the forward pass before the backward pass. ``shared``: other workers of this process
+    use torch's generator too. ``deferred``: ``norms.commit()`` updates the running statistics of batch norm
+    at the end of each batch.
     """
 
     def __init__(self, part: Part, *, recompute: bool, shared: bool, deferred: bool = True) -> None:
@@ -98,7 +99,7 @@ class Execution:
         self._shared = shared
         self._may_draw = may_draw(part.module)
         self._held: dict[Key, _Forward | _Again] = {}
-        self._halves: dict[Key, SplitBackward] = {}  # of which the second one is to come
+        self._halves: dict[Key, SplitBackward] = {}  # micro-batches that wait for their second half
 
     def forward(
         self,
@@ -109,8 +110,10 @@ class Execution:
         casting: Casting = (),
         soon: bool = False,
     ) -> Passed:
-        """The forward pass of a micro-batch. ``soon``: its backward pass comes next, so that it would save
-        nothing to do it again. What it gives is cut off from the graph."""
+        """Run the forward pass of a micro-batch and return its detached outputs.
+
+        ``soon``: the backward pass follows immediately, so recomputing would save no memory.
+        """
         if self._recompute and not soon:
             with torch.no_grad(), self._counting():
                 value, skips, _ = self._run(passed, seed, tail, casting)
@@ -124,12 +127,12 @@ class Execution:
             self._held[key] = _Forward(leaves, _chosen(listed(value, skips), wants))
         return Passed(mapped(Tensor.detach, value), mapped(Tensor.detach, skips), tuple(wants))
 
-    def is_to_be_done_again(self, key: Key) -> bool:
-        """Whether the backward pass begins with a forward pass."""
+    def needs_recompute(self, key: Key) -> bool:
+        """Return whether the backward pass must recompute the forward pass."""
         return isinstance(self._held[key], _Again)
 
     def again(self, key: Key) -> None:
-        """The forward pass once more, with its graph."""
+        """Recompute the forward pass, with its graph."""
         held = self._held[key]
         assert isinstance(held, _Again)
         with self.norms.deferring(count=False):
@@ -137,9 +140,12 @@ class Execution:
         self._held[key] = _Forward(leaves, _chosen(listed(value, skips), held.wants))
 
     def backward(self, key: Key, gradients: tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...]:
-        """The backward pass of a micro-batch, from the gradients of those outputs for which one is wanted, or
-        from the loss where ``gradients`` is ``None``. Adds to the ``grad`` of the part's parameters, and
-        gives the gradients of those inputs for which one is wanted."""
+        """Run the backward pass of a micro-batch.
+
+        It starts from ``gradients`` of the outputs that want them, or from the loss if ``gradients`` is
+        ``None``. It adds to ``grad`` of the part's parameters, and returns the gradients of the inputs that
+        want them.
+        """
         held = self._held.pop(key)
         assert isinstance(held, _Forward)
         if gradients is None:
@@ -151,7 +157,7 @@ class Execution:
         return tuple(leaf.grad for leaf in held.leaves)
 
     def inputs(self, key: Key, gradients: tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...]:
-        """The first half of :meth:`backward`, which gives what that gives."""
+        """Run the first half of :meth:`backward` and return the gradients of the inputs."""
         held = self._held.pop(key)
         assert isinstance(held, _Forward)
         if gradients is None:
@@ -163,15 +169,17 @@ class Execution:
         return tuple(leaf.grad for leaf in held.leaves)
 
     def weights(self, key: Key) -> None:
-        """The second half of :meth:`backward`: adds to the ``grad`` of the part's parameters."""
+        """Run the second half of :meth:`backward`, which adds to ``grad`` of the part's parameters."""
         self._halves.pop(key).second()
 
     def gradients(
         self, key: Key, gradients: tuple[Tensor | None, ...], parameters: list[Tensor], keep: bool
     ) -> tuple[Tensor | None, ...]:
-        """The backward pass of a micro-batch that leaves every ``grad`` as it is. Gives the gradients of
-        those inputs for which one is wanted, then those of ``parameters``. ``keep``: it may be done once
-        more."""
+        """Run the backward pass of a micro-batch without changing any ``grad``.
+
+        Returns the gradients of the inputs that want them, then those of ``parameters``. ``keep``: keep the
+        graph for another backward pass.
+        """
         held = self._held[key] if keep else self._held.pop(key)
         assert isinstance(held, _Forward)
         outputs, given = _roots(held, gradients)
@@ -181,13 +189,13 @@ class Execution:
         return torch.autograd.grad(outputs, asked, given, retain_graph=keep, allow_unused=True)
 
     def infer(self, passed: Passed, casting: Casting = ()) -> Passed:
-        """A forward pass that leaves nothing behind."""
+        """Run a forward pass without a graph."""
         with torch.no_grad(), self._counting(), cast_as(casting):
             value, skips = run_part(self.part, passed.value, passed.skips, keep=self._shared)
         return Passed(value, skips, ())
 
     def evaluate(self, passed: Passed, casting: Casting) -> Passed:
-        """:meth:`infer`, in ``eval`` mode."""
+        """Run :meth:`infer` in ``eval`` mode."""
         modes = [(module, module.training) for module in self.part.module.modules()]
         self.part.module.eval()
         try:
@@ -197,11 +205,11 @@ class Execution:
                 module.training = training
 
     def drop(self, number: int) -> None:
-        """Nobody wants the backward passes of this step or call."""
+        """Release the graphs of a step or call."""
         self._held = {key: held for key, held in self._held.items() if key[0] != number}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Release all graphs."""
         self._held.clear()
         self._halves.clear()
 
@@ -211,7 +219,7 @@ class Execution:
     def _run(
         self, passed: Passed, seed: int, tail: Tail | None, casting: Casting
     ) -> tuple[Any, Skips, list[Tensor]]:
-        """The outputs, and the leaves that want gradients."""
+        """Run the part, and return the outputs and the leaves that want gradients."""
         wanted = iter(passed.wants or [False] * len(listed(passed.value, passed.skips)))
         leaves: list[Tensor] = []
 
@@ -223,7 +231,7 @@ class Execution:
 
         value = mapped(cut, passed.value)
         skips = mapped(cut, {name: passed.skips[name] for name in sorted(passed.skips)})
-        # Of the function behind the last part it is not known whether it draws.
+        # The loss may draw random numbers as well.
         drawing = self._drawing(seed) if self._may_draw or tail is not None else contextlib.nullcontext()
         with drawing, cast_as(casting):
             value, skips = run_part(self.part, value, skips)
@@ -233,8 +241,7 @@ class Execution:
 
     @contextlib.contextmanager
     def _drawing(self, seed: int) -> Iterator[None]:
-        """Within it random numbers are those of ``seed``; behind it the generators go on as if nothing had
-        been."""
+        """Seed the random generators in the block, and restore them after it."""
         devices = (
             [self.part.device] if self.part.device is not None and self.part.device.type == "cuda" else []
         )
@@ -247,8 +254,10 @@ class Execution:
 
 
 def may_draw(module: nn.Module) -> bool:
-    """Whether the module may draw random numbers: not if it consists of torch's own layers and functions
-    only, none of them one that draws, and without hooks, which could."""
+    """Return whether the module may draw random numbers.
+
+    It does not if it consists of torch layers and functions without random numbers, and has no hooks.
+    """
     return any(
         layer.draws
         if isinstance(layer, (Owned, Segment))
@@ -261,7 +270,7 @@ def may_draw(module: nn.Module) -> bool:
 
 
 def _roots(held: _Forward, gradients: tuple[Tensor | None, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs that a backward pass starts from, and their gradients."""
+    """Return the outputs from which a backward pass starts, and their gradients."""
     pairs = zip(held.outputs, gradients, strict=True)
     roots = [(output, given) for output, given in pairs if given is not None and output.requires_grad]
     return [output for output, _ in roots], [given.to(output.device) for output, given in roots]

@@ -1,9 +1,9 @@
-"""The worker of one part in calls whose outputs have a graph: it goes forward, holds the part's own graph,
-and goes back when the program does.
+"""Worker of one part for calls whose outputs require grad.
 
-No ``grad`` of the module is touched here: the program gets the gradients of the parameters with the answer,
-and what becomes of them is autograd's affair there, with its hooks. An exception of a layer ends neither the
-worker nor the call: it travels on as a :class:`PartFailure`, and the graphs of other calls stay.
+It runs forward passes, keeps the graph of its part, and runs backward passes at the program's request. It
+never changes ``grad`` of the module. The program receives the gradients of the parameters with the answer,
+and its autograd accumulates them and calls hooks. An exception in a layer ends neither the worker nor the
+call. It travels on as a :class:`PartFailure`, and the graphs of other calls stay valid.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from flowchan.pipelines.sequential.engine.worker_messages import (
 from flowchan.run.policy.failures import Portable
 
 Swap = tuple[dict[str, Any], str, Tensor, Tensor]
-"""Where a parameter is, its name, itself, and what takes its place."""
+"""The dictionary of a parameter, the parameter's name, the parameter, and its replacement."""
 
 
 class _CallState(NamedTuple):
-    """Of a call: the parameters that get gradients, and what took their owners."""
+    """Parameters of a call that want gradients, and their replacements."""
 
     parameters: list[Tensor]
     swaps: list[Swap]
 
 
 class GraphWorker(PipelineWorker):
-    """The worker of one part, for calls and their backward passes."""
+    """Worker of one part, for calls and their backward passes."""
 
     def __init__(self, job: Assignment, commands: In[Any], answers: Out[Any], **neighbours: Any) -> None:
         super().__init__(job, commands, answers, **neighbours)
@@ -50,11 +50,11 @@ class GraphWorker(PipelineWorker):
 
     @property
     def execution(self) -> Execution:
-        """That of the part."""
+        """The execution of the part."""
         return self.executions[self.part.number]
 
     def follow(self, command: Any) -> WorkerAnswer:
-        """Carry out a :class:`Forward` or a :class:`Backward`."""
+        """Execute a :class:`Forward` or a :class:`Backward`."""
         self.failure = None
         gradients = None
         if isinstance(command, Forward):
@@ -120,7 +120,7 @@ class GraphWorker(PipelineWorker):
     def _go_back(self, back: Backward) -> list[Tensor | None]:
         parameters = self._held[back.number].parameters
         sums: list[Tensor | None] = [None] * len(parameters)
-        own: set[int] = set()  # those that are memory of ours
+        own: set[int] = set()  # sums in memory of this worker, which may be changed in place
         for chunk in range(back.chunks):
             step = Step("B", chunk, self.part.number)
             given = self.take(("B", step.part, chunk))
@@ -134,18 +134,18 @@ class GraphWorker(PipelineWorker):
                 values = tuple(found[: len(found) - len(parameters)])
                 _add(sums, own, found[len(values) :])
             if step.part or (values and self.failure is None):
-                self.put(("B", step.part - 1, chunk), self.light(values))
+                self.put(("B", step.part - 1, chunk), self.on_cpu(values))
         if not back.keep:
             self._drop(back.number)
-        light: list[Tensor | None] = self.light(sums)
-        return light
+        on_cpu: list[Tensor | None] = self.on_cpu(sums)
+        return on_cpu
 
     def _gradients(
         self, back: Backward, step: Step, given: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
         key = back.number, step.chunk
         parameters, swaps = self._held[back.number]
-        if self.execution.is_to_be_done_again(key):
+        if self.execution.needs_recompute(key):
             with self.timed("recompute", back.number, step), _swapped(swaps):
                 self.execution.again(key)
         with self.timed("B", back.number, step):
@@ -154,7 +154,7 @@ class GraphWorker(PipelineWorker):
     # --- both ---
 
     def _drop(self, number: int) -> None:
-        """Forget the graphs of a call."""
+        """Release the graphs of a call."""
         self._held.pop(number, None)
         self.execution.drop(number)
 
@@ -166,7 +166,7 @@ class GraphWorker(PipelineWorker):
 
 
 def _add(sums: list[Tensor | None], own: set[int], found: tuple[Tensor | None, ...]) -> None:
-    """Add the gradients of a micro-batch. What autograd gave may be memory of others."""
+    """Add the gradients of a micro-batch, without writing into memory that autograd may share."""
     for place, gradient in enumerate(found):
         so_far = sums[place]
         if gradient is None:
@@ -181,8 +181,11 @@ def _add(sums: list[Tensor | None], own: set[int], found: tuple[Tensor | None, .
 
 
 def _swaps(module: nn.Module) -> list[Swap]:
-    """Parameters with hooks of their own, which are for the gradient of the whole batch: the micro-batches
-    see a twin of them, with the same memory, that has none."""
+    """Return replacements for parameters with hooks.
+
+    The hooks expect the gradient of the whole batch. The micro-batches therefore use a twin of the parameter
+    with the same memory and without hooks.
+    """
     twins: dict[int, Tensor] = {}
     found: list[Swap] = []
     for layer in module.modules():

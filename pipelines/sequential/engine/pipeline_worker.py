@@ -1,9 +1,9 @@
-"""A worker of a pipe: it holds some parts of the model and follows commands of the program.
+"""Worker of a pipe: it holds parts of the model and executes commands of the program.
 
-The program sends commands, and with them the micro-batches of the first part and the targets of the last one.
-Activations go to the worker of the next part, gradients to the worker of the part before. Workers have a
-channel to each of their neighbours. Before each step a worker takes what the step needs; what comes too early
-waits here.
+The program sends commands, the micro-batches for the first part, and the targets for the last part. Each
+worker has a channel to each neighbour: activations go to the worker of the next part, gradients to that of
+the previous part. Before each step, a worker receives the inputs of the step. Messages for later steps wait
+in the worker.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from flowchan.pipelines.sequential.timeline import Op, TimelineEvent
 
 
 class PipelineWorker(abc.ABC):
-    """One worker. A subclass carries out the commands.
+    """Base class of a worker; a subclass executes the commands.
 
-    Which ports it has depends on its neighbours: ``forward`` and ``backward`` bring what the worker before
-    and the worker behind have for it, ``onward`` and ``back`` take to them what it has for them.
+    The ports depend on the neighbours of the worker. ``forward`` and ``backward`` receive from the previous
+    and the next worker; ``back`` and ``onward`` send to them.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class PipelineWorker(abc.ABC):
         self._early: dict[Key, Any] = {}
 
     def run(self) -> None:
-        """Follow commands until no more can come."""
-        torch.set_grad_enabled(True)  # of this thread, which is the worker's own
+        """Execute commands until their channel is drained."""
+        torch.set_grad_enabled(True)  # affects this thread only, which is the worker's own
         if self.job.own_process:
             take_cores(self.job.worker, self.job.owners.workers, self.job.hosts)
         try:
             for part in self.job.parts:
                 self.begin(part)
-            with contextlib.suppress(Drained):  # the program, or a neighbour, has ended
+            with contextlib.suppress(Drained):  # the program or a neighbour has ended
                 for command in self.commands:
                     self.events, self.communication = [], 0.0
                     self.answers.put(self.follow(command))
@@ -80,34 +80,34 @@ class PipelineWorker(abc.ABC):
 
     @abc.abstractmethod
     def follow(self, command: Any) -> WorkerAnswer:
-        """Carry out one command."""
+        """Execute one command and return its answer."""
 
-    # --- what the program sees of parameters and buffers ---
+    # --- parameters and buffers that the program shares ---
 
     def take_changes(self, changed: list[Numbers]) -> None:
-        """Take over what the program has changed since the last command."""
+        """Apply the program's changes since the last command."""
         for number, state in enumerate(self.states):
             state.take(changed[number] if self.job.hosts else None)
 
     def give_changes(self) -> None:
-        """Let the program see what the layers have changed."""
+        """Make the changes of the layers visible to the program."""
         for state in self.states:
             state.give()
 
     def sent_changes(self) -> list[Numbers]:
-        """The changes that travel with an answer: all that a program on another host does not see."""
+        """Return the changes to send with an answer, if the program is on another host."""
         return [state.changed() for state in self.states] if self.job.hosts else []
 
     # --- ports ---
 
     def take(self, key: Key) -> Any:
-        """What a step needs: from the worker of the part that makes it, or from the program."""
+        """Receive an input of a step from the worker of the part that computes it, or from the program."""
         maker = key[1] + {"F": -1, "B": 1, "T": 1}[key[0]]
         port: In[Any] | None = self.commands
         if 0 <= maker < self.job.total:
             ahead = self.job.owners.towards(self.job.worker, maker) < 0
             port = self._forward if ahead else self._backward
-        begin = time.thread_time()  # which stands still while it waits
+        begin = time.thread_time()  # CPU time, which excludes waiting
         while key not in self._early:
             assert port is not None
             item = port.get()
@@ -116,7 +116,7 @@ class PipelineWorker(abc.ABC):
         return self._early.pop(key)
 
     def put(self, key: Key, content: Any) -> None:
-        """Send something to the worker of part ``key[1]``, or to the program where there is no such part."""
+        """Send something to the worker of part ``key[1]``, or to the program if the part does not exist."""
         port: Out[Any] | None = self.answers
         if 0 <= key[1] < self.job.total:
             side = self.job.owners.towards(self.job.worker, key[1])
@@ -130,16 +130,16 @@ class PipelineWorker(abc.ABC):
         self.communication += time.thread_time() - begin
 
     def packed(self, passed: Passed) -> Passed:
-        """An output as it is sent."""
-        return Passed(self.light(passed.value), self.light(passed.skips), passed.wants)
+        """Prepare an output for sending."""
+        return Passed(self.on_cpu(passed.value), self.on_cpu(passed.skips), passed.wants)
 
-    def light(self, value: Any) -> Any:
-        """A value as it is sent: in main memory, if it goes to another process."""
+    def on_cpu(self, value: Any) -> Any:
+        """Prepare a value for sending: move it to CPU memory if it goes to another process."""
         return value if not self.job.own_process else mapped(Tensor.cpu, value)
 
     @contextlib.contextmanager
     def timed(self, op: Op, number: int, step: Step) -> Iterator[None]:
-        """Note for the timeline what happens within."""
+        """Record the duration of the block in the timeline."""
         begin = time.monotonic()
         yield
         self.events.append(

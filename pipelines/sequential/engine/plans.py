@@ -1,5 +1,5 @@
-"""What each worker does in a training step: by a schedule's name, or as the user wrote it down. No torch
-here."""
+"""Plans: the steps of each worker in a training step, from the name of a schedule or from the user's own.
+This module does not use torch."""
 
 from __future__ import annotations
 
@@ -22,32 +22,37 @@ from flowchan.pipelines.sequential.engine.schedule import (
 from flowchan.pipelines.sequential.simulate import simulate
 
 Written = str | Sequence[str]
-"""A schedule as text: a line for each worker."""
+"""A schedule as text, with one line per worker."""
 Function = Callable[[int, int, int, int], str | Iterable[Step]]
 """A schedule as a function of worker, workers, parts and chunks."""
 
 
 @dataclass(frozen=True)
 class PartOwners:
-    """Which worker has each part. Workers stand in a row, and in a ring where a part's next one is not with a
-    neighbour."""
+    """Assignment of parts to workers.
+
+    Workers form a row. They form a ring if the next part of some part is not with the same or a neighbouring
+    worker.
+    """
 
     workers: int
     of: tuple[int, ...]
 
     def parts(self, worker: int) -> list[int]:
-        """Those of a worker."""
+        """Return the parts of a worker."""
         return [part for part, owner in enumerate(self.of) if owner == worker]
 
     def towards(self, worker: int, part: int) -> int:
-        """Where a part is, seen from a worker: 0 with itself, 1 with the next one, -1 with the one before."""
-        away = self.of[part] - worker
-        if abs(away) > 1:  # round the ring
-            return -1 if away > 0 else 1
-        return away
+        """Return the direction of a part from a worker: 0 for itself, 1 for the next one, -1 for the previous
+        one."""
+        distance = self.of[part] - worker
+        if abs(distance) > 1:  # around the ring
+            return -1 if distance > 0 else 1
+        return distance
 
     def sends(self, worker: int, step: Step) -> int:
-        """Where what comes out of a step goes, as :meth:`towards` says; 0 also where nobody waits for it."""
+        """Return the direction in which the result of a step goes, as in :meth:`towards`; 0 if it goes
+        nowhere."""
         part = step.part + (1 if step.op == "F" else -1)
         if step.op == "W" or part not in range(len(self.of)):
             return 0
@@ -55,13 +60,15 @@ class PartOwners:
 
     @property
     def ring(self) -> bool:
-        """Whether the last worker's next one is the first."""
+        """Return whether the last worker sends activations to the first."""
         return any(abs(one - other) > 1 for one, other in zip(self.of, self.of[1:], strict=False))
 
 
 class Plans:
-    """The steps of all workers for any number of micro-batches up to ``chunks``. Raises ``TypeError`` or
-    ``ValueError`` for a schedule that can't be done."""
+    """Steps of all workers for each number of micro-batches up to ``chunks``.
+
+    Raises ``TypeError`` or ``ValueError`` for a schedule that cannot run.
+    """
 
     def __init__(
         self, schedule: Schedule | Written | Function, workers: int | None, parts: int, chunks: int
@@ -71,8 +78,8 @@ class Plans:
         if self._lines is not None:
             if workers not in (None, len(self._lines)):
                 raise ValueError(
-                    f"training: the schedule has {len(self._lines)} lines, one for each worker, "
-                    f"not workers={short(workers)}"
+                    f"training: workers must be {len(self._lines)}, the number of lines of the schedule, "
+                    f"got {short(workers)}"
                 )
             workers = len(self._lines)
         elif workers is None:
@@ -90,7 +97,8 @@ class Plans:
         schedule: Any = self._schedule
         if self._lines is not None:
             found = [parse(line, worker) for worker, line in enumerate(self._lines)]
-            if not hasattr(self, "owners"):  # the whole one, which those for fewer micro-batches are cut from
+            # check the full schedule once; those for fewer micro-batches are subsets of it
+            if not hasattr(self, "owners"):
                 _check_whole(found, self._total, chunks)
             return [[step for step in steps if step.chunk < chunks] for steps in found]
         if callable(schedule):
@@ -104,7 +112,7 @@ class Plans:
 
 
 def _lines(schedule: Any) -> list[str] | None:
-    """The lines of a schedule that is written down; ``None`` for a name or a function."""
+    """Return the lines of a schedule given as text, or ``None`` for a name or a function."""
     if isinstance(schedule, str):
         words = schedule.split()
         if schedule in SCHEDULES or not any(map(STEP.fullmatch, words)):
@@ -120,20 +128,23 @@ def _steps(given: Any) -> list[Step]:
     for step in steps:
         if not isinstance(step, Step):
             raise TypeError(
-                f"training: the schedule's function must give steps, or them as text, not {shown(step)}"
+                f"training: the function of the schedule must return steps or text, got {shown(step)}"
             )
     return steps
 
 
 def _check_whole(plan: list[list[Step]], parts: int, chunks: int) -> None:
-    """Raises ``ValueError`` unless each micro-batch goes once forward and once back through each part, in an
-    order that can be done."""
+    """Check a schedule of the user.
+
+    Raises ``ValueError`` unless each micro-batch passes each part once forward and once backward, in a
+    feasible order.
+    """
     given = {step for steps in plan for step in steps}
     for step in sorted(given, key=str):
         if step.part >= parts or step.chunk >= chunks:
             raise ValueError(
-                f"training: the schedule has {step}, but there are {parts} parts, and {chunks} micro-batches "
-                "for which it must be: say chunks= of the pipe"
+                f"training: the schedule must be for {parts} parts and {chunks} micro-batches, got step "
+                f"{step}; set chunks= of the pipe"
             )
     for part in range(parts):
         for chunk in range(chunks):
@@ -141,13 +152,13 @@ def _check_whole(plan: list[list[Step]], parts: int, chunks: int) -> None:
             halves = (inputs in given) + (weights in given)
             if forward not in given or halves == 1 or (back in given) == (halves == 2):
                 raise ValueError(
-                    f"training: the schedule must have {forward} once, and either {back} or both {inputs} "
+                    f"training: the schedule must contain {forward} once, and either {back} or both {inputs} "
                     f"and {weights}"
                 )
     try:
         simulate(plan)
     except ValueError as error:
-        raise ValueError(f"training: the schedule can't be done: {error}") from None
+        raise ValueError(f"training: the schedule cannot run: {error}") from None
 
 
 def _owners(plan: list[list[Step]], parts: int) -> tuple[int, ...]:
@@ -159,6 +170,6 @@ def _check_neighbours(owners: PartOwners) -> None:
     for part, (one, other) in enumerate(zip(owners.of, owners.of[1:], strict=False)):
         if (other - one) % owners.workers not in (0, 1, owners.workers - 1):
             raise ValueError(
-                f"training: the schedule has part {part} with worker {one} and part {part + 1} with worker "
-                f"{other}: give them to one worker, or to two that stand side by side"
+                f"training: parts {part} and {part + 1} must be on one worker or on neighbours, got workers "
+                f"{one} and {other}"
             )

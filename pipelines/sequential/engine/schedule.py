@@ -1,72 +1,69 @@
-"""In which order the workers of a pipeline take their micro-batches: schedules as pure generators of steps.
-No torch here.
+"""Schedules: the order of steps of each worker, as pure generators. This module does not use torch.
 
-A batch is cut into ``chunks`` micro-batches, a model into ``parts``. Worker w of W holds the parts w, w + W,
-w + 2W, … or, in a V, w and 2W - 1 - w. A step is the forward (``F``) or the backward (``B``) pass of one
-micro-batch through one part. ``F`` of a part needs ``F`` of the part before it; ``B`` needs ``F`` of its own
-part and ``B`` of the part after it. Each worker does its steps in the order given here, and waits where
-something is missing. In the drawings time goes to the right, a dot is a wait, and a backward pass takes as
-long as a forward pass, which makes no difference to the order.
+A batch is split into ``chunks`` micro-batches, a model into ``parts``. Worker w of W holds the parts w, w +
+W, w + 2W, …; in a V it holds w and 2W - 1 - w. A step is the forward (``F``) or backward (``B``) pass of one
+micro-batch through one part. ``F`` needs ``F`` of the previous part. ``B`` needs ``F`` of the same part and
+``B`` of the next part. Each worker runs its steps in the given order and waits for missing inputs. In the
+drawings, time runs to the right and a dot is a wait. A backward pass takes as long as a forward pass there,
+which does not affect the order.
 
-*gpipe*: all forward passes, then all backward passes. Every micro-batch is held at its fullest moment.
-Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism". ::
+*gpipe*: all forward passes, then all backward passes. Each worker holds all micro-batches at its peak. Huang
+et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism". ::
 
     0  F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
     1  .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
     2  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
 
-*1f1b*: one forward, one backward. Worker w goes forward W - 1 - w times, then takes turns, so that it holds
-no more than W - w micro-batches. As quick as gpipe. Narayanan et al. 2021 (PipeDream-flush),
+*1f1b*: one forward, one backward. Worker w runs W - 1 - w forward passes and then alternates, so that it
+holds at most W - w micro-batches. It is as fast as gpipe. Narayanan et al. 2021 (PipeDream-flush),
 "Memory-Efficient Pipeline-Parallel DNN Training". ::
 
     0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
     2  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
-*interleaved*: 1f1b over several parts per worker, which are smaller, and so are the waits at both ends.
-Micro-batches go in groups of W: a group through one part, then through the worker's next part, and only then
-the next group. Worker w goes forward 2 (W - 1 - w) + (v - 1) W times before it takes turns, with v parts
-each. Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM". The part stands before the colon. ::
+*interleaved*: 1f1b with several smaller parts per worker, which shortens the waits at both ends.
+Micro-batches go in groups of W. A group passes through one part, then through the worker's next part, and
+only then follows the next group. With v parts per worker, worker w runs 2 (W - 1 - w) + (v - 1) W forward
+passes and then alternates. Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM". The number before the colon is the part. ::
 
     0  0:F0 0:F1 2:F0 2:F1 0:F2 2:B0 0:F3 2:B1 2:F2 0:B0 2:F3 0:B1 .    2:B2 .    2:B3 0:B2 0:B3
     1  .    1:F0 1:F1 3:F0 3:B0 3:F1 3:B1 1:F2 1:B0 1:F3 1:B1 3:F2 3:B2 3:F3 3:B3 1:B2 1:B3 .
 
-In the paper the number of micro-batches must be a multiple of W, and so must that of parts. Here they need
-not be: the schedule for the next multiple is made, and the steps that do not exist are left out. The others
-keep an order in which each of them can be done, so that there is no deadlock; but where steps are missing
-workers wait, and multiples are quicker.
+In the paper, the numbers of micro-batches and of parts must be multiples of W. Here they need not be. The
+schedule for the next multiple is generated, and steps that do not exist are omitted. The remaining order is
+still feasible, so there is no deadlock. Workers wait at omitted steps, so multiples are faster.
 
-*Zero bubble*: a backward pass does two things. The part before waits only for the gradients of the inputs
-(``I``); those of the weights (``W``) can be made at any time before the update, and so fill waits. In the
-drawings below each of the two takes as long as a forward pass, as in a linear layer. The first part has
-nobody who waits, so its ``I`` and ``W`` are one ``B`` where they come together. Qi et al. 2023, "Zero Bubble
-Pipeline Parallelism".
+*Zero bubble*: a backward pass has two halves. The previous part waits only for the gradients of the inputs
+(``I``). The gradients of the weights (``W``) can be computed at any time before the update, and so fill
+waits. In the drawings below, each half takes as long as a forward pass, as in a linear layer. No worker waits
+for the first part, so its adjacent ``I`` and ``W`` become one ``B``. Qi et al. 2023, "Zero Bubble Pipeline
+Parallelism".
 
-*zbh1*: 1f1b whose worker w is w micro-batches behind with its weights. It holds no more than the first
-worker of 1f1b does, and waits a third as long. ::
+*zbh1*: 1f1b in which worker w computes its weight gradients w micro-batches later. Each worker holds at most
+as much as the first worker of 1f1b, and waits a third as long. ::
 
     0  F0 F1 F2 .  .  B0 -  F3 B1 -  B2 -  B3 -
     1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-*zbv*: two parts per worker, of which the first stands on the way down and the second on the way up of a V,
-so that the first worker has the loss. From twice as many micro-batches as workers on, and where the three
-kinds of steps take equally long, no worker waits once it has begun. It holds as much as the first worker of
-1f1b does. ::
+*zbv*: two parts per worker, the first on the way down a V and the second on the way up, so that the first
+worker computes the loss. If the three kinds of steps take equally long and there are at least twice as many
+micro-batches as workers, no worker waits after its start. Each worker holds as much as the first worker of
+1f1b. ::
 
     0  0:F0 0:F1 0:F2 3:F0 3:I0 3:W0 3:F1 3:I1 3:W1 0:B0 -    3:F2 3:I2 3:W2 0:B1 -    0:B2 -    .
     1  .    1:F0 2:F0 1:F1 2:F1 2:I0 2:W0 1:F2 1:I0 1:W0 2:F2 2:I1 2:W1 1:I1 2:I2 1:I2 1:W1 2:W2 1:W2
 
-*dualpipev*: the same V, in which a worker takes turns with forward and backward passes of its two parts, and
-splits the backward pass only where the pipeline fills and empties. DeepSeek-AI 2024, "DeepSeek-V3 Technical
-Report", in the half by Sea AI Lab. ::
+*dualpipev*: the same V. A worker alternates between forward and backward passes of its two parts, and splits
+backward passes only while the pipeline fills and empties. DeepSeek-AI 2024, "DeepSeek-V3 Technical Report",
+as halved by Sea AI Lab. ::
 
     0  0:F0 0:F1 0:F2 3:F0 3:I0 3:W0 3:F1 3:B1 -    3:F2 .    0:B0 -    3:B2 -    0:B1 -    .    .    0:B2 -
     1  .    1:F0 2:F0 1:F1 2:F1 1:F2 2:B0 -    2:F2 1:B0 -    2:B1 -    1:B1 -    2:B2 -    1:B2 -    .    .
 
-No schedule needs more than one place for a message in each direction between two workers (``simulate``
-tells).
+No schedule needs more than one message of capacity per direction between two workers, as ``simulate`` shows.
 """
 
 from __future__ import annotations
@@ -85,37 +82,40 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zbh1", "zbv", "dualpipev"]
 
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 IN_A_V = "zbv", "dualpipev"
-"""Schedules whose workers have a part on the way down and another on the way up."""
+"""Schedules whose workers have one part on the way down and one on the way up."""
 
 STEP = re.compile(r"(?:(?P<part>[0-9]+):)?(?P<op>[FBIW])(?P<chunk>[0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The forward (``"F"``) or backward (``"B"``) pass of micro-batch ``chunk`` through ``part``, both from 0
-    on; or of a backward pass the gradients of the inputs (``"I"``) or those of the weights (``"W"``)."""
+    """One step: a pass of micro-batch ``chunk`` through ``part``, both counted from 0.
+
+    ``op`` is ``"F"`` (forward), ``"B"`` (backward), or one half of a backward pass: ``"I"`` (gradients of the
+    inputs) or ``"W"`` (gradients of the weights).
+    """
 
     op: Op
     chunk: int
     part: int
 
     def __str__(self) -> str:
-        """``1:F0``: of part 1, the forward pass of micro-batch 0."""
+        """Return the step as text: ``1:F0`` is the forward pass of micro-batch 0 through part 1."""
         return f"{self.part}:{self.op}{self.chunk}"
 
 
 def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int) -> Iterator[Step]:
-    """What ``worker`` (from 0 on) of ``workers`` does with a batch of ``chunks`` micro-batches, in order.
+    """Return the steps of ``worker`` in order, for a batch of ``chunks`` micro-batches.
 
-    Each ``F`` and each ``B``, or ``I`` and ``W``, of its parts comes exactly once. Raises ``ValueError`` or
-    ``TypeError``, at once, for an unknown schedule, a worker that does not exist, fewer parts than workers,
-    and more parts per worker than the schedule has.
+    Each ``F`` of its parts occurs exactly once, and so does each ``B`` or its halves ``I`` and ``W``. Raises
+    ``ValueError`` or ``TypeError`` immediately for an unknown schedule or a worker that does not exist. The
+    same holds for fewer parts than workers, and for more parts per worker than the schedule allows.
     """
     check("steps", schedule, workers, parts, chunks)
     whole("steps", "worker", worker, 0)
     if worker >= workers:
         raise ValueError(
-            f"steps: worker must be from 0 to {workers - 1} where workers={workers}, not {worker}"
+            f"steps: worker must be from 0 to {workers - 1} with workers={workers}, got {worker}"
         )
     if schedule == "gpipe":
         return _gpipe(worker, chunks)
@@ -124,44 +124,42 @@ def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int
     if schedule in IN_A_V:
         found = (_zbv if schedule == "zbv" else _dualpipev)(worker, workers, chunks)
         return _with_whole_first(step for step in found if step.chunk < chunks and step.part < parts)
-    if parts == workers:  # nothing to interleave
+    if parts == workers:  # one part per worker: nothing to interleave
         return _one_forward_one_backward(worker, workers, chunks)
     return _interleaved(worker, workers, parts, chunks)
 
 
 def plan(schedule: Schedule, workers: int, parts: int, chunks: int) -> list[list[Step]]:
-    """The :func:`steps` of all workers, by worker. Raises as :func:`steps` does."""
+    """Return the :func:`steps` of all workers, in order. Raises as :func:`steps` does."""
     check("plan", schedule, workers, parts, chunks)
     return [list(steps(schedule, worker, workers, parts, chunks)) for worker in range(workers)]
 
 
 def usual_workers(schedule: Any, parts: int) -> int:
-    """How many workers a schedule has for so many parts, unless it is said."""
+    """Return the default number of workers of a schedule for a number of parts."""
     return -(-parts // 2) if schedule in IN_A_V else parts
 
 
 def check(caller: str, schedule: Any, workers: Any, parts: Any, chunks: Any) -> None:
-    """Raises what :func:`steps` says, with the name of ``caller`` in front."""
+    """Check the arguments of :func:`steps`, and put the name of ``caller`` before each error message."""
     if not isinstance(schedule, str) or schedule not in SCHEDULES:
         known = " or ".join(map(repr, SCHEDULES))
-        raise ValueError(f"{caller}: schedule must be {known}, not {short(schedule)}")
+        raise ValueError(f"{caller}: schedule must be {known}, got {short(schedule)}")
     whole(caller, "workers", workers, 1)
     whole(caller, "parts", parts, 1)
     whole(caller, "chunks", chunks, 1)
     if parts < workers:
-        raise ValueError(
-            f"{caller}: parts={parts} leaves some of workers={workers} without a part: take fewer workers"
-        )
+        raise ValueError(f"{caller}: workers must be at most parts={parts}, got {workers}; use fewer workers")
     if schedule in IN_A_V:
         if not workers <= parts <= 2 * workers:
             raise ValueError(
-                f"{caller}: schedule={schedule!r} gives each worker two parts, but there are parts={parts} "
-                f"for workers={workers}: take workers={usual_workers(schedule, parts)}"
+                f"{caller}: parts must be at most 2 per worker with schedule={schedule!r}, got parts={parts} "
+                f"for workers={workers}; use workers={usual_workers(schedule, parts)}"
             )
     elif parts > workers and schedule != "interleaved":
         raise ValueError(
-            f"{caller}: schedule={schedule!r} gives each worker one part, but there are parts={parts} for "
-            f"workers={workers}: take schedule='interleaved', or as many workers as parts"
+            f"{caller}: parts must be 1 per worker with schedule={schedule!r}, got parts={parts} for "
+            f"workers={workers}; use schedule='interleaved', or as many workers as parts"
         )
 
 
@@ -202,7 +200,7 @@ def _interleaved(worker: int, workers: int, parts: int, chunks: int) -> Iterator
 
 
 def _with_whole_first(steps: Iterable[Step]) -> Iterator[Step]:
-    """Both halves of a backward pass through the first part as one, where they come together."""
+    """Merge both halves of a backward pass through the first part where they are adjacent."""
     last: Step | None = None
     for step in steps:
         if last is not None and step == Step("W", last.chunk, 0):
@@ -233,16 +231,16 @@ def _zbh1(part: int, parts: int, chunks: int) -> Iterator[Step]:
 
 
 class _Both:
-    """Steps of a worker in a V, whose ``down`` and ``up`` part each take their micro-batches in order."""
+    """Steps of a worker in a V. Its ``down`` and ``up`` parts each take their micro-batches in order."""
 
     def __init__(self, worker: int, workers: int) -> None:
         self.down, self.up = worker, 2 * workers - 1 - worker
         self.steps: list[Step] = []
         self._next: dict[tuple[str, int], int] = {}
-        self._owed: deque[Step] = deque()  # weights whose inputs are done
+        self._owed: deque[Step] = deque()  # weight gradients whose input gradients are done
 
     def do(self, ops: str, part: int) -> None:
-        """The next step of each kind for ``part``; ``B`` counts as both of its halves."""
+        """Append the next step of each kind for ``part``; ``B`` counts as both of its halves."""
         for op in ops:
             chunk = self.done("I" if op == "B" else op, part)
             self.steps.append(Step(cast("Op", op), chunk, part))
@@ -252,11 +250,11 @@ class _Both:
                 self._owed.append(Step("W", chunk, part))
 
     def done(self, op: str, part: int) -> int:
-        """How many micro-batches have had this step."""
+        """Return the number of micro-batches that have done this step."""
         return self._next.get((op, part), 0)
 
     def pay(self) -> None:
-        """The weights that have been owed for the longest time."""
+        """Append the oldest outstanding step of weight gradients."""
         if self._owed:
             self.steps.append(self._owed.popleft())
 
@@ -264,7 +262,7 @@ class _Both:
 def _zbv(worker: int, workers: int, chunks: int) -> list[Step]:
     both = _Both(worker, workers)
     down, up = both.down, both.up
-    chunks = max(2 * workers - 1, chunks)  # fewer do not fill the pipeline; what is too much is left out
+    chunks = max(2 * workers - 1, chunks)  # fewer do not fill the pipeline; the surplus is omitted later
     for _ in range(2 * (workers - worker) - 1):
         both.do("F", down)
     for _ in range(worker):
@@ -309,7 +307,8 @@ def _dualpipev(worker: int, workers: int, chunks: int) -> list[Step]:
         both.do("B", up)
         both.do("F", up)
         both.do("B", down)
-    for place in range(worker + 1):  # the second half splits, from one of its parts on
+    # the second half of these steps is split, beginning with one of the parts
+    for place in range(worker + 1):
         half = (worker + 1) // 2
         both.do("I" if place > half or (place == half and worker % 2) else "B", up)
         both.do("I" if place >= half else "B", down)
@@ -322,23 +321,22 @@ def _dualpipev(worker: int, workers: int, chunks: int) -> list[Step]:
 
 
 def text(steps: Iterable[Step]) -> str:
-    """The steps as :func:`parse` reads them: ``F0 F1 B0 B1`` where all are of one part, else ``0:F0 2:F0
-    …``."""
+    """Format steps for :func:`parse`: ``F0 F1 B0 B1`` if all have the same part, else ``0:F0 2:F0 …``."""
     ordered = list(steps)
     one = len({step.part for step in ordered}) == 1
     return " ".join(f"{step.op}{step.chunk}" if one else str(step) for step in ordered)
 
 
 def parse(text: str, part: int = 0) -> list[Step]:
-    """The steps that :func:`text` wrote. Those that do not name their part are of ``part``.
+    """Parse the format of :func:`text`. A step without a part belongs to ``part``.
 
-    Raises ``ValueError`` for a word that is no step.
+    Raises ``ValueError`` for a word that is not a step.
     """
     found = []
     for word in text.split():
         match = STEP.fullmatch(word)
         if match is None:
-            raise ValueError(f"parse: {word!r} is no step: a step is written F0, B3 or, with its part, 1:F0")
+            raise ValueError(f"parse: a step must be written like F0, or 1:F0 with its part, got {word!r}")
         where = part if match["part"] is None else int(match["part"])
         found.append(Step(cast("Op", match["op"]), int(match["chunk"]), where))
     return found

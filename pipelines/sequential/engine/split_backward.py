@@ -1,18 +1,18 @@
-"""A backward pass in two halves: the gradients of the inputs first, for the part before waits for them, and
-those of the weights whenever there is time.
+"""Backward pass in two halves: first the gradients of the inputs, for which the previous part waits, and
+later those of the weights.
 
-autograd's graph of a linear layer ``y = x @ w.T + b`` has one node that gets the gradient of ``y`` and makes
-those of ``x``, ``w`` and ``b``, as many of them as are asked for. So the first half asks for the inputs only,
-and notes what came to each such node, where a way to the inputs and one to weights part. The second half
-starts again at these nodes, with what was noted, and asks for the weights that are reached from there without
-meeting another one. Nothing is computed twice. ::
+In autograd's graph, a linear layer ``y = x @ w.T + b`` is one node. It receives the gradient of ``y`` and
+computes those gradients of ``x``, ``w`` and ``b`` that are requested. The first half requests only the
+inputs. It records the gradient that arrives at each fork: a node with one path to the inputs and another to
+weights. The second half starts again at the forks with the recorded gradients, and requests the weights that
+are reached without passing another fork. Nothing is computed twice. ::
 
     loss ──> [node] ──────────> [node] ─────────> inputs      first half: along here
                 └──> weights       └──> weights               second half: from each node down
 
-A node that doesn't allow it makes the gradients of its weights in the first half: a function written in
-Python, which would compute everything both times. So do nodes that share a weight, for one's way to it may
-lead through another. Hooks of tensors within a layer are called in both halves, and count once.
+Some nodes compute the gradients of their weights in the first half. A function written in Python would
+compute everything twice. Nodes that share a weight cannot be separated, because the path of one to the weight
+may lead through the other. Hooks of tensors within a layer are called in both halves, and take effect once.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class SplitBackward:
-    """The backward pass from ``roots``, with their gradients ``given`` or as losses, to the leaves ``inputs``
-    and to all weights. Adds to the ``grad`` of both: :meth:`first` to that of the inputs, :meth:`second` to
-    that of the weights."""
+    """Backward pass from ``roots`` to the leaves ``inputs`` and to all weights.
+
+    ``given`` are the gradients of the roots; ``None``: the roots are losses. :meth:`first` adds to ``grad``
+    of the inputs, :meth:`second` to ``grad`` of the weights.
+    """
 
     def __init__(
         self, roots: Sequence[Tensor], given: Sequence[Tensor] | None, inputs: Sequence[Tensor]
@@ -51,7 +53,7 @@ class SplitBackward:
         self._forks, self._at_once = _forks(leads)
 
     def first(self) -> None:
-        """The gradients of the inputs, and of the weights of nodes that do both at once."""
+        """Compute the gradients of the inputs, and of the weights that cannot be separated from them."""
         asked = [*self._inputs, *self._at_once]
         if not asked:
             return
@@ -60,7 +62,7 @@ class SplitBackward:
         _back(self._roots, asked, keep=True)
 
     def second(self) -> None:
-        """The gradients of the weights."""
+        """Compute the gradients of the remaining weights."""
         at_once = {id(one) for one in self._at_once}
         if self._aside:
             weights = _weights(root.grad_fn for root, _ in self._aside)
@@ -72,7 +74,7 @@ class SplitBackward:
 
 @dataclass(slots=True)
 class _Fork:
-    """A node from which some ways lead to the inputs, and others only to ``weights``."""
+    """A node with paths to the inputs, and other paths that lead only to ``weights``."""
 
     node: Node
     weights: list[Tensor]
@@ -80,13 +82,13 @@ class _Fork:
     listening: Any = None
 
     def listen(self) -> None:
-        # The node must not know the fork, which knows the node: nobody would collect that circle.
+        # The hook must not refer to the fork: the cycle through the node could not be collected.
         noted = self.noted
 
-        def hook(came: Gradients) -> Gradients | None:
-            if noted:  # the second half; hooks of the tensor have changed what was noted once already
+        def hook(gradients: Gradients) -> Gradients | None:
+            if noted:  # second half: the tensor's hooks have already changed the recorded gradients
                 return noted[0]
-            noted.append(came)
+            noted.append(gradients)
             return None
 
         self.listening = self.node.register_prehook(hook)
@@ -94,9 +96,9 @@ class _Fork:
     def go_back(self) -> None:
         if self.noted:
             roots = [
-                (GradientEdge(self.node, place), came)
-                for place, came in enumerate(self.noted[0])
-                if came is not None
+                (GradientEdge(self.node, place), gradients)
+                for place, gradients in enumerate(self.noted[0])
+                if gradients is not None
             ]
             _back(roots, self.weights)
         if self.listening is not None:
@@ -111,7 +113,7 @@ def _back(roots: Iterable[tuple[Any, Tensor | None]], asked: list[Tensor], keep:
 
 
 def _leading(roots: Iterable[Node | None], inputs: set[int]) -> dict[Node, bool]:
-    """For each node of the graph whether it leads to one of the inputs."""
+    """Return for each node of the graph whether it leads to one of the inputs."""
     leads: dict[Node, bool] = {}
     waiting = [root for root in roots if root is not None]
     while waiting:
@@ -127,19 +129,19 @@ def _leading(roots: Iterable[Node | None], inputs: set[int]) -> dict[Node, bool]
 
 
 def _forks(leads: dict[Node, bool]) -> tuple[list[_Fork], list[Tensor]]:
-    """The nodes whose weights can wait, and the weights that can't."""
+    """Return the forks whose weights can wait, and the weights that cannot."""
     forks = [
         _Fork(node, _weights(one for one in _following(node) if not leads[one]))
         for node, way in leads.items()
         if way
     ]
     uses = Counter(id(one) for fork in forks for one in fork.weights)
-    here = {
+    inseparable = {
         id(one): one for fork in forks for one in fork.weights if uses[id(one)] > 1 or not _allows(fork.node)
     }
     for fork in forks:
-        fork.weights = [one for one in fork.weights if id(one) not in here]
-    return [fork for fork in forks if fork.weights], list(here.values())
+        fork.weights = [one for one in fork.weights if id(one) not in inseparable]
+    return [fork for fork in forks if fork.weights], list(inseparable.values())
 
 
 def _allows(node: Node) -> bool:
@@ -148,7 +150,7 @@ def _allows(node: Node) -> bool:
 
 @cache
 def _starts_at_nodes() -> bool:
-    """Whether this torch lets a backward pass begin within a graph."""
+    """Return whether this version of torch can start a backward pass within a graph."""
     one = torch.ones(1, requires_grad=True)
     root = (one * 2).grad_fn
     assert root is not None
@@ -160,7 +162,7 @@ def _starts_at_nodes() -> bool:
 
 
 def _weights(nodes: Iterable[Node | None]) -> list[Tensor]:
-    """The leaves that are reached from some nodes."""
+    """Return the leaves that can be reached from the nodes."""
     found: dict[int, Tensor] = {}
     waiting = [node for node in nodes if node is not None]
     seen = set(waiting)
@@ -176,7 +178,7 @@ def _weights(nodes: Iterable[Node | None]) -> list[Tensor]:
 
 
 def _variable(node: Node) -> Tensor | None:
-    """The leaf behind a node that adds to its ``grad``."""
+    """Return the leaf of a node that accumulates into ``grad``, or ``None`` for other nodes."""
     return getattr(node, "variable", None) if node.name().endswith("AccumulateGrad") else None
 
 

@@ -1,12 +1,11 @@
-"""The graph of a pipe's workers: a stage for each worker, and a channel in each direction between neighbours.
+"""Graph of a pipe's workers: one stage per worker, and a channel in each direction between neighbours.
 
     commands ──> [parts 0] ──> [parts 1] ──> … ──> [parts n]     activations
                      │    <──────   │   <──── … <────   │        gradients
                      └───────────┬──┴───────────────────┘
                               answers
 
-In a ring the activations of the last worker go on to the first one, and the first one's gradients back to the
-last.
+In a ring, the last worker also sends activations to the first, and the first sends gradients to the last.
 """
 
 from __future__ import annotations
@@ -24,11 +23,14 @@ from flowchan.pipelines.sequential.engine.worker_messages import Assignment
 def declare(
     graph: Graph, jobs: Sequence[Assignment], on: Placement, chunks: int
 ) -> tuple[list[Input[Any]], list[Stream[Any]]]:
-    """Declare the workers of ``jobs`` in ``graph``. Returns the command inputs by worker, and the streams of
-    answers: of the worker of the last part, and of all others together if there are any."""
+    """Declare the workers of ``jobs`` in ``graph``.
+
+    Returns the command inputs by worker, and one or two streams of answers. The first is that of the worker
+    of the last part, the second that of all other workers.
+    """
     size = len(jobs)
     ring = jobs[0].owners.ring
-    # Room for all that a worker sends in a step: nobody waits for room, so no order can lock workers up.
+    # Room for all messages of a step: no worker waits for room, so no order of steps can deadlock.
     capacity = 2 * chunks * max(len(job.parts) for job in jobs) + 8
     commands = [graph.input(f"commands {number}", capacity) for number in range(size)]
     round_about = graph.feedback("activations of the last worker") if ring else None
@@ -86,7 +88,7 @@ def middle(
     back: Out[Any],
     job: Assignment,
 ) -> None:
-    """Run a worker between two others, as all are in a ring."""
+    """Run a worker between two others; in a ring, every worker is one."""
     _work(job, commands, answers, forward=forward, backward=backward, onward=onward, back=back)
 
 
@@ -101,4 +103,4 @@ _FUNCTIONS: dict[tuple[bool, bool], Callable[..., None]] = {
     (True, True): middle,
     (True, False): last,
 }
-"""By whether there is a worker before, and one behind."""
+"""Stage functions by the presence of a previous and of a next worker."""

@@ -1,6 +1,7 @@
-"""A worker of a training: it follows the steps of the schedule, in order, and updates its parts.
+"""Worker of a training: it runs the steps of the schedule in order and updates its parts.
 
-A step with clipping has two answers, for gradients are scaled only when those of all workers are known.
+A step with clipping has two answers, because gradients are scaled only after the norms of all workers are
+known.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from flowchan.pipelines.sequential.timeline import TimelineEvent
 
 
 class TrainingWorker(PipelineWorker):
-    """The worker of some parts in a training."""
+    """Worker of some parts in a training."""
 
     def __init__(self, job: Assignment, commands: In[Any], answers: Out[Any], **neighbours: Any) -> None:
         super().__init__(job, commands, answers, **neighbours)
         self.optimizers: list[tuple[Part, Optimizer]] = []
         self.losses: list[Tensor] = []
-        self.plans: dict[str, list[Step]] = {}  # as they were read
+        self.plans: dict[str, list[Step]] = {}  # parsed plans, by their text
         self.first: dict[int, tuple[Any, Any]] = {}  # outputs and targets of the first step
 
     def begin(self, part: Part) -> None:
-        """Prepare a part, and make its optimizer."""
+        """Prepare a part and create its optimizer."""
         super().begin(part)
         parameters = list(part.module.parameters())
         if self.job.optimizer is not None and parameters:
@@ -52,7 +53,7 @@ class TrainingWorker(PipelineWorker):
                 self.optimizers.append((part, self.job.optimizer(parameters)))  # type: ignore[arg-type]
 
     def follow(self, command: Any) -> WorkerAnswer:
-        """Carry out a :class:`Train` or an :class:`Evaluate`."""
+        """Execute a :class:`Train` or an :class:`Evaluate`."""
         self.take_changes(command.changed)
         if isinstance(command, Train):
             return self._train(command)
@@ -64,7 +65,8 @@ class TrainingWorker(PipelineWorker):
     def _train(self, train: Train) -> WorkerAnswer:
         job = self.job
         self.losses = []
-        if job.optimizer is not None or job.own_process:  # else they add up where the user has them
+        # on threads, gradients for an outside optimizer accumulate in the user's parameters
+        if job.optimizer is not None or job.own_process:
             for parameter in job.parameters:
                 parameter.grad = None
         plan = self._steps(train.plan)
@@ -73,7 +75,7 @@ class TrainingWorker(PipelineWorker):
                 self.executions[step.part].part, f"step {step.op}{step.chunk}", step.chunk, len(train.sizes)
             ):
                 if step.op == "F":
-                    # elsewhere the backward step waits for the parts behind
+                    # in other parts, the backward step waits for the parts after it
                     at_end = step.part == job.total - 1
                     back = Step("B", step.chunk, step.part), Step("I", step.chunk, step.part)
                     self._go_forward(step, train, soon=at_end and following in back)
@@ -93,7 +95,7 @@ class TrainingWorker(PipelineWorker):
             job.worker,
             tuple(self.events),
             loss=torch.stack(self.losses).sum() if self.losses else None,
-            gradients=self.light([parameter.grad for parameter in job.parameters]) if sends else None,
+            gradients=self.on_cpu([parameter.grad for parameter in job.parameters]) if sends else None,
             communication=self.communication,
             changed=self.sent_changes(),
         )
@@ -104,8 +106,11 @@ class TrainingWorker(PipelineWorker):
         return self.plans[plan]
 
     def _check_mean(self) -> None:
-        """Raise ``ValueError`` after the first step, unless the loss of the whole batch is the mean of those
-        of its micro-batches."""
+        """Check after the first step that the loss is a mean.
+
+        Raises ``ValueError`` unless the loss of the whole batch equals the mean of the losses of its
+        micro-batches.
+        """
         if not self.first:
             return
         outputs, targets = (join(list(found)) for found in zip(*self.first.values(), strict=True))
@@ -117,10 +122,8 @@ class TrainingWorker(PipelineWorker):
         near = math.isclose(mean, whole, rel_tol=0.03 if rough else 1e-3, abs_tol=1e-6)
         if not near and math.isfinite(mean) and math.isfinite(whole):
             raise ValueError(
-                f"the loss is no mean over the samples: it is {whole:.6g} for the first batch, but "
-                f"{mean:.6g} as the mean over its micro-batches, of which a step makes its gradients; "
-                "give a loss that is a mean (no sum, no weights, nothing ignored), or take the loss of "
-                "pipe(x)"
+                f"loss must be a mean over samples, got {whole:.6g} for a batch and {mean:.6g} for its "
+                "micro-batches; use an unweighted mean, or the loss of pipe(x)"
             )
 
     def _casting(self, execution: Execution) -> Casting:
@@ -165,16 +168,17 @@ class TrainingWorker(PipelineWorker):
         if step.part < self.job.total - 1:
             gradients = self.take(("B", step.part, step.chunk))
         key = train.number, step.chunk
-        if execution.is_to_be_done_again(key):
+        if execution.needs_recompute(key):
             with self.timed("recompute", train.number, step):
                 execution.again(key)
         with self.timed(step.op, train.number, step):
             found = (execution.backward if step.op == "B" else execution.inputs)(key, gradients)
         if step.part > 0:
-            self.put(("B", step.part - 1, step.chunk), self.light(found))
+            self.put(("B", step.part - 1, step.chunk), self.on_cpu(found))
 
     def _update(self, train: Train) -> None:
-        """Clip, as ``torch.nn.utils.clip_grad_norm_`` does over the gradients of all workers, and update."""
+        """Clip over the gradients of all workers, like ``torch.nn.utils.clip_grad_norm_``, and update the
+        parts."""
         gradients = [parameter.grad for parameter in self.job.parameters if parameter.grad is not None]
         scale = ScaleGradients(1.0)
         if self.job.clips:
@@ -206,7 +210,7 @@ class TrainingWorker(PipelineWorker):
 
 @contextlib.contextmanager
 def at(part: Part, doing: str, chunk: int | None = None, chunks: int = 0) -> Iterator[None]:
-    """Add a note to an error that tells where it happened."""
+    """Add a note with the place of the failure to an exception."""
     try:
         yield
     except BaseException as error:
@@ -216,26 +220,20 @@ def at(part: Part, doing: str, chunk: int | None = None, chunks: int = 0) -> Ite
 
 
 def weighted(output: Any, loss: Loss | None, target: Any, share: float) -> Tensor:
-    """Compute a micro-batch's loss, weighted by its share of the batch."""
+    """Compute the loss of a micro-batch, weighted by its share of the batch."""
     assert loss is not None
     found: Any = loss(output, target)
     if not isinstance(found, Tensor) or found.dim() != 0:
-        what = (
-            f"one of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        )
-        raise TypeError(f"the loss must be a tensor without dimensions, the mean over the batch, not {what}")
+        what = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise TypeError(f"loss must be a tensor without dimensions, the mean over the batch, got {what}")
     if not found.requires_grad and any(one.requires_grad for one in tensors(output)):
         raise ValueError(
-            "the loss does not depend on the model's output (it has no grad_fn), so nothing "
-            "would be learned; was it "
-            "detached, or computed under torch.no_grad()?"
+            "loss must depend on the model's output, got a tensor without grad_fn; do not detach it or "
+            "compute it under torch.no_grad()"
         )
     if share < 1 and bool(found.isnan()) and all(bool(one.isfinite().all()) for one in tensors(output)):
         raise ValueError(
-            "the loss of this micro-batch is NaN, though the model's output is finite: a mean "
-            "over no sample at all, as "
-            "that of cross_entropy where each target is its ignore_index? Micro-batches' losses "
-            "are averaged, so that "
-            "everything would become NaN: take fewer chunks, or a loss that divides by the micro-batch's size"
+            "loss must be finite for a finite output, got NaN (the mean of no samples?); use fewer chunks, "
+            "or divide by the size of the micro-batch"
         )
     return found * share

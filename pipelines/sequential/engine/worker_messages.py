@@ -1,7 +1,7 @@
-"""What the program and the workers of a pipe send each other: commands, micro-batches and answers.
+"""Messages between the program and the workers of a pipe: commands, micro-batches and answers.
 
-A worker answers each command once. The program stands in for the part before the first one and for the part
-behind the last one: it sends their micro-batches with the commands, and receives theirs with the answers.
+A worker answers each command once. The program acts as the part before the first and after the last. It sends
+their micro-batches with the commands and receives the results with the answers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Optimizers = Callable[[list[Tensor]], Optimizer]
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a worker gets at its start.
+    """Settings that a worker receives at its start.
 
-    ``own_process``: the worker does not run on a thread of the program, but perhaps on one of ``hosts`` other
-    hosts. The second half is for a training: ``loss`` is for the worker of the last part alone, ``optimizer``
-    is ``None`` if the gradients are for an optimizer of the program.
+    ``own_process``: the worker runs in a process, perhaps on one of ``hosts`` other hosts, and not on a
+    thread of the program. The fields from ``trains`` on apply to a training. Only the worker of the last part
+    has ``loss``. ``optimizer`` is ``None`` if the program has its own optimizer.
     """
 
     worker: int
@@ -48,27 +48,27 @@ class Assignment:
 
     @property
     def total(self) -> int:
-        """The number of parts of all workers."""
+        """Number of parts of all workers."""
         return len(self.owners.of)
 
     @property
     def name(self) -> str:
-        """``part 1``, or ``parts 0 and 2``."""
+        """Name of the stage: ``part 1`` or ``parts 0 and 2``."""
         numbers = [str(part.number) for part in self.parts]
         return f"part{'s' * (len(numbers) > 1)} {' and '.join(numbers)}"
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those of all parts."""
+        """Parameters of all parts of this worker."""
         return [parameter for part in self.parts for parameter in part.module.parameters()]
 
 
-# Commands. ``changed`` holds, for each part of the worker, what the program has changed since the last
-# command.
+# Commands. ``changed`` holds the program's changes since the last command, for each part of the worker.
 
 
 class Train(NamedTuple):
-    """Do training step ``number`` with micro-batches of ``sizes`` samples, in the order of ``plan``."""
+    """Command to run training step ``number`` with micro-batches of ``sizes`` samples, in the order of
+    ``plan``."""
 
     number: int
     sizes: tuple[int, ...]
@@ -78,13 +78,14 @@ class Train(NamedTuple):
 
 
 class ScaleGradients(NamedTuple):
-    """Multiply the gradients, then update."""
+    """Command to multiply the gradients by ``factor`` and then update."""
 
     factor: float
 
 
 class Evaluate(NamedTuple):
-    """Compute the outputs of ``chunks`` micro-batches in ``eval`` mode, in the order of ``plan``."""
+    """Command to compute the outputs of ``chunks`` micro-batches in ``eval`` mode, in the order of
+    ``plan``."""
 
     chunks: int
     plan: str
@@ -92,11 +93,11 @@ class Evaluate(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Compute the outputs of a call.
+    """Command to compute the outputs of a call.
 
-    ``keeps_graph``: a backward pass may follow. ``modes`` tells for each part of the worker whether each
-    module trains and whether each parameter requires a gradient; ``None``: as before. The graphs of the calls
-    in ``dropped`` are not needed any more.
+    ``keeps_graph``: a backward pass may follow. ``modes`` lists for each part of the worker whether each
+    module is in training mode and whether each parameter requires grad; ``None``: no change. ``dropped`` are
+    the calls whose graphs are no longer needed.
     """
 
     number: int
@@ -110,7 +111,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Compute the gradients of call ``number``. ``keep``: perhaps not for the last time."""
+    """Command to compute the gradients of call ``number``. ``keep``: another backward pass may follow."""
 
     number: int
     chunks: int
@@ -120,19 +121,19 @@ class Backward(NamedTuple):
 # Micro-batches
 
 Key = tuple[str, int, int]
-"""What something is for, the part, and the micro-batch: ``"F"`` a forward step, ``"B"`` a backward step,
-``"T"`` the target of a loss."""
+"""Purpose, part, and micro-batch. The purpose is ``"F"`` (forward step), ``"B"`` (backward step) or ``"T"``
+(target of the loss)."""
 
 
 class Item(NamedTuple):
-    """Something that the step of ``key`` needs."""
+    """Input for the step ``key``."""
 
     key: Key
     content: Any
 
 
 class PartFailure(NamedTuple):
-    """An exception of a part, in place of what the part would have made."""
+    """Exception of a part, sent in place of its output."""
 
     part: int
     error: Any
@@ -142,12 +143,11 @@ class PartFailure(NamedTuple):
 
 
 class WorkerAnswer(NamedTuple):
-    """The result of a command.
+    """Result of a command.
 
-    ``loss`` of the step comes from the worker of the last part; ``square`` is the sum of the squares of all
-    gradients, ``gradients`` are those of the parameters. ``communication`` is how many seconds of a core the
-    worker spent on sending and receiving. ``changed`` holds, for each part, what a worker on another host has
-    changed.
+    The worker of the last part reports the ``loss`` of a step. ``square`` is the sum of squares of all
+    gradients. ``gradients`` are those of the parameters. ``communication`` is the CPU time in seconds spent
+    on sending and receiving. ``changed`` holds the changes of a worker on another host, for each part.
     """
 
     worker: int

@@ -1,4 +1,4 @@
-"""What was tried in order to get wrong answers without an error, and is right or refused now."""
+"""Uses that once gave wrong results without an error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import everywhere
+from plain import on_both_placements
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
@@ -29,7 +29,7 @@ def double(module: nn.Module, inputs: tuple[Tensor]) -> None:
     inputs[0].mul_(2)
 
 
-def test_a_hook_that_works_in_place_leaves_the_input_as_it_is() -> None:
+def test_in_place_hook_does_not_change_the_input() -> None:
     plain = model()
     plain[0].register_forward_pre_hook(double)
     x = torch.ones(4, 4)
@@ -38,7 +38,7 @@ def test_a_hook_that_works_in_place_leaves_the_input_as_it_is() -> None:
     assert torch.equal(x, torch.ones(4, 4))
 
 
-def test_weights_changed_in_inference_mode_hold_for_the_next_call() -> None:
+def test_weights_changed_in_inference_mode_apply_to_the_next_call() -> None:
     with torch.inference_mode():
         plain = model()
     x = torch.randn(4, 4)
@@ -49,21 +49,21 @@ def test_weights_changed_in_inference_mode_hold_for_the_next_call() -> None:
         assert torch.allclose(pipe(x), before + 1, atol=1e-5)
 
 
-@everywhere
+@on_both_placements
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_training_refuses_hooks_of_parameters_which_it_would_call_for_each_micro_batch(
-    on: Any, hook: str
-) -> None:
+def test_training_rejects_hooks_of_parameters(on: Any, hook: str) -> None:
     plain = model()
     getattr(plain[0].weight, hook)(lambda gradient: None)
     with (
         Sequential(plain, on=on) as pipe,
-        pytest.raises(ValueError, match=r"parameter '0.weight' .*has a hook.*take the loss of pipe\(x\)"),
+        pytest.raises(
+            ValueError, match=r"parameter '0.weight' .*must not have hooks.*compute the loss of pipe\(x\)"
+        ),
     ):
         training(pipe)
 
 
-def test_buffers_belong_to_one_part() -> None:
+def test_training_rejects_a_buffer_in_two_parts() -> None:
     norm = nn.BatchNorm1d(4, affine=False)
     with (
         Sequential([norm, nn.Linear(4, 4), norm], parts=[1, 2]) as pipe,
@@ -77,45 +77,45 @@ class HalvesWhenItEvaluates(nn.Module):
         return x if self.training else x[::2]
 
 
-@everywhere
-def test_an_evaluation_that_loses_samples_is_an_error(on: Any) -> None:
+@on_both_placements
+def test_evaluation_that_loses_samples_raises(on: Any) -> None:
     with (
         Sequential([nn.Linear(4, 3), HalvesWhenItEvaluates()], on=on, chunks=2) as pipe,
         training(pipe) as steps,
         pytest.raises(
-            ValueError, match="the module made 2 samples of the 4 of micro-batch 0 of the evaluation"
+            ValueError, match="micro-batch 0 of the evaluation must have 4 samples like its input, got 2"
         ),
     ):
         steps.evaluate(torch.randn(8, 4))
 
 
-@everywhere
-def test_a_loss_that_was_detached_is_an_error(on: Any) -> None:
+@on_both_placements
+def test_detached_loss_raises(on: Any) -> None:
     def detached(output: Tensor, target: Tensor) -> Tensor:
         return functional.cross_entropy(output, target).detach()
 
     with (
         Sequential(model(), on=on) as pipe,
-        pytest.raises(RunError, match="does not depend on the model's output"),
+        pytest.raises(RunError, match="loss must depend on the model's output"),
         training(pipe, loss=detached) as steps,
     ):
         steps.step(torch.randn(8, 4), torch.randint(3, (8,)))
 
 
-def test_a_model_without_anything_to_learn_has_a_loss_all_the_same() -> None:
+def test_frozen_model_still_has_a_loss() -> None:
     plain = model().requires_grad_(False)
     with Sequential(plain) as pipe, training(pipe, optimizer=None) as steps:
         assert steps.step(torch.randn(8, 4), torch.randint(3, (8,))).dim() == 0
 
 
-def test_a_loss_that_is_a_class_is_named() -> None:
+def test_loss_class_is_rejected_with_its_name() -> None:
     with (
         Sequential(model()) as pipe,
-        pytest.raises(TypeError, match=r"give an instance of it: CrossEntropyLoss\(\)"),
+        pytest.raises(TypeError, match=r"pass an instance, CrossEntropyLoss\(\)"),
     ):
         training(pipe, loss=nn.CrossEntropyLoss)
 
 
-def test_arrays_are_no_tensors_and_the_message_says_how_to_make_some() -> None:
+def test_array_is_rejected_with_the_conversion() -> None:
     with Sequential(model()) as pipe, pytest.raises(TypeError, match=r"torch\.from_numpy"):
         pipe(torch.ones(2, 4).numpy())
