@@ -1,4 +1,4 @@
-"""What the worker of a gang does with its membership of the gang's group."""
+"""Membership of one gang worker in the group of its gang."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ POLL_INTERVAL_S = 0.05
 
 
 class GangMembership:
-    """A worker's own in the group of its gang, in an elastic one of the moment. ``next_seats``: by which that
-    gets the others; ``member``: the first one, none where it takes the place of another worker."""
+    """Membership of a worker in the current group of its gang.
+
+    ``member`` is its first membership, or ``None`` for a replacement worker. ``next_seats`` delivers the
+    memberships of later groups, for an elastic gang only.
+    """
 
     def __init__(
         self,
@@ -34,13 +37,13 @@ class GangMembership:
         self._group: Any = None
 
     def enter(self) -> None:
-        """Takes its first seat."""
+        """Join the first group."""
         if self._member is None:
             self._await_seat(None)
         self._sit_down()
 
     def work(self, call: Callable[[Any], None]) -> None:
-        """Calls it with its group, and again with the next one when that is over."""
+        """Call ``call`` with the group, and again with the next group each time a group ends."""
         while (over := self._worked(call)) is not None:
             self._member._abandon()
             for reader in self._ports.inputs.values():
@@ -49,7 +52,10 @@ class GangMembership:
             self._sit_down()
 
     def _worked(self, call: Callable[[Any], None]) -> Failure | None:
-        """What has ended the group, if something has. Nothing that the call has made outlives it here."""
+        """Run ``call`` and return the failure that ended the group, or ``None``.
+
+        The frame of ``call`` does not outlive this method.
+        """
         try:
             call(self._group)
         except MemberDied as error:
@@ -57,7 +63,7 @@ class GangMembership:
         return None
 
     def _sit_down(self) -> None:
-        """In the first group for which all come."""
+        """Join the first group that all members join."""
         while True:
             try:
                 self._group = self._member.__enter__()
@@ -66,13 +72,16 @@ class GangMembership:
                 self._await_seat(self._over(error))
 
     def _over(self, error: MemberDied) -> Failure:
-        """Raises it where there is no other group."""
+        """Return the failure to report; raise ``error`` if no other group follows."""
         if self._next is None:
             raise error
         return Failure(self._worker, Portable(error), None, os.getpid())
 
     def _await_seat(self, over: Failure | None) -> None:
-        """Raises :class:`Broken` when the run is over."""
+        """Report the lost group and wait for the next membership.
+
+        Raises :class:`Broken` if the run has broken off.
+        """
         assert self._next is not None
         self._member = None
         self._tell(GroupLost(self._worker, over))
@@ -83,9 +92,12 @@ class GangMembership:
                 raise Broken("no group follows in a run that is over")
 
     def close(self, ended_by: BaseException | None) -> None:
-        """The others hear that it has left; that it is gone, if it misses a mate itself, if nobody reads what
-        it puts, or if its channels broke under it. In both these cases its agent may have died: then all
-        begin again."""
+        """Leave the group, and let the other members know how.
+
+        The worker leaves cleanly unless it lost a member, its outputs have no reader, or one of its channels
+        is broken. In these cases it abandons the group: its agent may have died, and then the whole gang
+        starts again.
+        """
         if self._member is None:
             return
         misses = isinstance(ended_by, MemberDied) and not isinstance(ended_by, MemberLeft)

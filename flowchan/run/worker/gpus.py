@@ -1,4 +1,4 @@
-"""Which worker of this machine has which GPUs: of a stage with ``gpus=n`` each has n of its own."""
+"""Assign the GPUs of this machine to workers: each worker of a stage with ``gpus=n`` gets n of its own."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Gpus:
-    """Those that this process may use. A worker keeps its own over the deaths of its processes."""
+    """Pool of the GPUs that this process may use.
+
+    A worker keeps its GPUs when its process dies and is replaced.
+    """
 
     def __init__(self) -> None:
-        self._free: list[str] | None = None  # not looked for yet
+        self._free: list[str] | None = None  # ``None`` until the first request
         self._held: dict[WorkerId, list[str]] = {}
 
     def take(self, id: WorkerId, number: int) -> str | None:
-        """What the worker is to see as ``CUDA_VISIBLE_DEVICES``; ``None``: whatever this process sees. Raises
-        :class:`flowchan.HostError` when there are too few."""
+        """Return the worker's ``CUDA_VISIBLE_DEVICES``, or ``None`` to leave it unchanged.
+
+        Raises :class:`flowchan.HostError` if too few GPUs are free.
+        """
         if not number:
             return None
         if self._free is None:
@@ -38,14 +43,16 @@ class Gpus:
         return ",".join(self._held[id])
 
     def give_back(self, id: WorkerId) -> None:
-        """The worker has ended, or runs elsewhere from now on."""
+        """Free the GPUs of a worker that has ended or moved to another host."""
         if self._free is not None:
             self._free += self._held.pop(id, [])
 
 
 def present() -> list[str]:
-    """The GPUs that a process here may use, as ``CUDA_VISIBLE_DEVICES`` names them: what that says or, where
-    it is not set, all that the driver knows."""
+    """Return the GPUs that a process on this machine may use, as ``CUDA_VISIBLE_DEVICES`` names them.
+
+    Without that variable, these are all GPUs that the driver lists.
+    """
     told = os.environ.get(VISIBLE)
     if told is not None:
         words = [word.strip() for word in told.split(",")]
@@ -59,6 +66,6 @@ def present() -> list[str]:
 
 
 def see_only(devices: str | None) -> None:
-    """In a worker's process, before any code of the user's is loaded."""
+    """Set ``CUDA_VISIBLE_DEVICES`` in a worker's process, before any user code is loaded."""
     if devices is not None:
         os.environ[VISIBLE] = devices

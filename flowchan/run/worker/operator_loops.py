@@ -1,9 +1,8 @@
-"""What each operator does while it runs: a loop over ports, exactly as a user would write a general stage.
+"""Loops of the operators: each runs over ports, like a general stage that a user writes.
 
-Each function here is the body of one operator. It gets a :class:`OperatorJob` and its ports, and returns
-when its input
-is drained, or lets ``Closed`` out when nobody reads its output any more; both are a clean end. The next item
-is asked for only when everything for the item in hand is done: that is what finishes it.
+Each function is the body of one operator and gets an :class:`OperatorJob` and its ports. It returns when its
+input is drained, or raises ``Closed`` when its output has no reader left; both are clean ends. A body takes
+the next item only after all work for the current one is done. Taking the next item finishes the current one.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ TROUBLE_EVERY = 0.5
 
 @dataclass
 class OperatorJob:
-    """What a body needs besides its ports: the user's function, the operator's options, and what to do with a
-    failure."""
+    """Inputs of an operator's body besides its ports: the user's function, options and failure handling."""
 
     kind: str
     function: Callable[..., Any]
@@ -48,21 +46,21 @@ class OperatorJob:
     retries: int = 0
     retry_delay: float | None = None
     retry_on: tuple[type[Exception], ...] = (Exception,)
-    timeout: float | None = None  # of an async function; that of a process is in the function
+    timeout: float | None = None  # of an async function; in a process, the function has its own timer
     errors: Out[Failed[Any]] | None = None
-    answering: Answering | None = None  # where items may be asked
+    answering: Answering | None = None  # set if items may come from ask()
     on_retry: Callable[[], None] = lambda: None
     on_result: Callable[[Any], None] = lambda _: None
     on_trouble: Callable[[str], None] = lambda _: None
     trouble_told_at: float = -TROUBLE_EVERY
-    on_clean_up: Callable[[], None] = lambda: None  # from now on a task only cleans up
-    unwanted: int = 0  # items whose reader had left (partition), or that nobody waits for any more
-    predecessors: tuple[str, ...] = ()  # how the workers died with whose item this one began
-    too_late: bool = False  # they took too long for it
-    is_over: Callable[[], bool] = lambda: False  # the run has broken off
+    on_clean_up: Callable[[], None] = lambda: None  # called when a task starts its cleanup
+    unwanted: int = 0  # items without a reader (partition), or of cancelled requests
+    predecessors: tuple[str, ...] = ()  # how earlier workers with the first item died
+    too_late: bool = False  # the first item has timed out too often
+    is_over: Callable[[], bool] = lambda: False  # True once the run has broken off
 
     def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:
-        """After ``call(item)`` raised: tries again, then gives the item up and answers SKIPPED."""
+        """Retry ``call(item)`` after ``error``; without a result, give the item up and return SKIPPED."""
         attempts = 1
         while isinstance(error, self.retry_on) and attempts <= self.retries:
             self.on_retry()
@@ -76,7 +74,7 @@ class OperatorJob:
         return SKIPPED
 
     def _pause(self) -> None:
-        """Before an item is tried again. Raises ``Broken`` when the run breaks off meanwhile."""
+        """Wait before a retry; raise ``Broken`` if the run breaks off during the wait."""
         until = time.monotonic() + (self.retry_delay or 0.0)
         while (left := until - time.monotonic()) > 0:
             if self.is_over():
@@ -84,8 +82,11 @@ class OperatorJob:
             time.sleep(min(left, POLL_INTERVAL_S))
 
     def without_failed(self, items: Any, results: Any) -> Any:
-        """Of what a function gave for a batch, the results: where it has put an exception, that member
-        failed. Where nobody can say which member that is, the batch failed."""
+        """Return the results of a batch without the members that failed.
+
+        An exception in the place of a member is the failure of that member. The whole batch fails if
+        exceptions cannot be matched to members.
+        """
         if not (isinstance(items, list) and isinstance(results, list | tuple)):
             return results
         if not any(isinstance(result, Exception) for result in results):
@@ -104,9 +105,11 @@ class OperatorJob:
         return [result for result in results if not isinstance(result, Exception)]
 
     def give_up(self, item: Any, error: BaseException, attempts: int = 1) -> None:
-        """Sends the failure of ``item`` to the errors stream. Raises :class:`ItemFailed` when that stream
-        does not receive it (nobody reads it, or no more), or the error is none to go on after. Who asked the
-        item hears of it instead."""
+        """Send the failure of ``item`` to the errors stream, or to the caller of ``ask``.
+
+        Raises :class:`ItemFailed` if no errors stream receives the failure, or if ``error`` is not an
+        ``Exception``.
+        """
         if isinstance(error, Dropped):
             self.unwanted += 1
             return
@@ -130,8 +133,10 @@ class OperatorJob:
             raise ItemFailed(item) from error
 
     def not_sent(self, out: Out[Any], item: Any, error: Exception) -> None:
-        """After putting what came of ``item`` raised: lets the end of ``out`` through; anything else is about
-        the item."""
+        """Handle an error from putting the output for ``item``.
+
+        The end of ``out`` is raised; any other error counts as a failure of the item.
+        """
         if is_end_of(out, error):
             if isinstance(error, Closed):
                 self.let_go(item)
@@ -139,7 +144,7 @@ class OperatorJob:
         self.give_up(item, error)
 
     def pass_on(self, out: Out[Any], item: Any) -> None:
-        """Puts ``item`` as it is."""
+        """Put ``item`` unchanged."""
         try:
             out.put(item)
         except Closed:
@@ -147,20 +152,22 @@ class OperatorJob:
             raise
 
     def let_go(self, item: Any) -> None:
-        """Nobody gets ``item``: who asked it hears of that."""
+        """Drop ``item``, and report that to the caller of ``ask``."""
         if self.answering is not None:
             self.answering.let_go(item)
 
     def let_go_of_the_rest(self, items: In[Any]) -> int:
-        """At the worker's end, when nobody wants what it would give: who asked what is still inside hears of
-        that. Gives the number of these items."""
+        """Drop the remaining items when their outputs have no reader, and return their number.
+
+        Each caller of ``ask`` whose item was dropped gets an error.
+        """
         number = 0
         if self.answering is not None:
             items.channel.close()
             items._on_poison(1, lambda *_: None)
             with contextlib.suppress(
                 ChannelError, ValueError
-            ):  # the end, or the port was closed from outside
+            ):  # drained, or the port was closed from outside
                 while True:
                     item = items.get_nowait()
                     number += 1
@@ -168,13 +175,15 @@ class OperatorJob:
         return number
 
     def count_unwanted(self) -> None:
-        """Nobody gets an item."""
+        """Count one item that had no receiver."""
         self.unwanted += 1
 
     def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
-        """Takes an item that can't be used: by ``error`` it can't be unpickled (then an :class:`Unreadable`
-        stands for it), or ``deaths`` workers have died with it. It counts as failed, and its neighbours are
-        spared."""
+        """Give up an item that cannot be used, so that the items around it are spared.
+
+        Either ``error`` says why it cannot be unpickled, and ``item`` is an :class:`Unreadable`. Or
+        ``deaths`` workers have died while they had it.
+        """
         if error is None and self.too_late:
             error = TimeoutError(f"the worker {self.predecessors[-1]}")
         if error is None:
@@ -188,8 +197,10 @@ class OperatorJob:
 
 
 def is_end_of(out: Out[Any], error: BaseException) -> bool:
-    """Whether ``error``, which a put into ``out`` raised, is the end of that channel, clean or broken. What
-    pickles an item may raise the same about a channel of the user's own."""
+    """Return whether ``error`` from a put into ``out`` is the end of that channel.
+
+    Code that pickles an item may raise the same exceptions for a channel of the user's.
+    """
     return isinstance(error, Closed | Broken) and bool(out.channel.closed)
 
 
@@ -212,7 +223,7 @@ def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
                 put(result)
             except Exception as error:
                 job.not_sent(out, item, error)
-        del item, result  # who waits for the next one keeps nothing alive
+        del item, result  # free both before waiting for the next item
 
 
 def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
@@ -233,7 +244,7 @@ def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
     function = job.function
     for item in items:
-        given = 0  # a retry does not repeat what is out already
+        given = 0  # a retry does not repeat earlier outputs
 
         def pour(item: Any) -> None:
             nonlocal given
@@ -263,12 +274,14 @@ def unbatch(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 class OwnEnd(BaseException):
-    """The worker's own output has ended, closed or broken: the cause. Told apart from what the user's code
-    raises while it gives outputs, which may be the end of a channel of its own."""
+    """Signal that the worker's own output has closed or broken; the cause has the details.
+
+    It differs from exceptions of the user's code, which may report the end of another channel.
+    """
 
 
 def put_or_end(out: Out[Any], output: Any) -> None:
-    """Puts an output while the user's iterator runs. Raises OwnEnd when ``out`` has ended."""
+    """Put an output while the user's iterator runs; raise OwnEnd if ``out`` has ended."""
     try:
         out.put(output)
     except Exception as error:
@@ -285,7 +298,7 @@ def _elements(function: Callable[[Any], Iterable[Any]], item: Any) -> Iterable[A
 
 
 def _pour(job: OperatorJob, pour: Callable[[Any], Any], item: Any) -> None:
-    """Calls ``pour(item)``, which puts outputs while the user's iterator runs."""
+    """Call ``pour(item)``, which puts outputs while the user's iterator runs."""
     try:
         pour(item)
     except OwnEnd as end:
@@ -375,10 +388,10 @@ def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
     branches = list(outs.values())
     for item in items:
         for out in list(branches):
-            own = job.answering is not None and has_asked(item)  # each branch drops members of its own
+            own = job.answering is not None and has_asked(item)  # each branch drops its own members
             try:
                 out.put(list(item) if own else item)
-            except Closed:  # that branch wants no more; the others do
+            except Closed:  # this branch has no reader left; others do
                 branches.remove(out)
         if not branches:
             job.let_go(item)
@@ -403,7 +416,7 @@ def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
         try:
             branches[branch].put(item)
         except Exception as error:
-            # that branch wants no more; others do
+            # this branch has no reader left; others do
             if isinstance(error, Closed) and is_end_of(branches[branch], error):
                 job.unwanted += 1
                 job.let_go(item)
@@ -415,8 +428,10 @@ def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
 
 
 def bucket_of(key: Any) -> int:
-    """A whole number for ``key``, the same in every process for the built-in kinds of key (``hash`` of a text
-    differs from process to process), equal for equal keys."""
+    """Return an integer for ``key``, equal for equal keys.
+
+    It is the same in every process for built-in types of keys, unlike ``hash`` of a string.
+    """
     if isinstance(key, str):
         return zlib.crc32(key.encode("utf-8", "surrogatepass"))
     if isinstance(key, bytes):
@@ -467,7 +482,7 @@ def allreduce(job: OperatorJob, *, out: Out[Reduced[Any]], **inputs: In[Any]) ->
 
 
 def merge(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
-    """One worker per input runs this, so each has one input."""
+    """Pass on the items of one input; each input has its own worker."""
     (items,) = inputs.values()
     for item in items:
         job.pass_on(out, item)

@@ -1,10 +1,10 @@
-"""Requests a running graph: ``await run.ask(stream, item)``.
+"""Send requests through a running graph: ``await run.ask(stream, item)``.
 
-An item that somebody asks goes through the channels in an :class:`Request`, with the number of the question.
-What calls the user's functions unwraps it and wraps what they give; the end of the graph hands the answer on
-by its number, and an item that fails is told to who asked, by the way on which workers tell everything.
+An item from ``ask`` travels in a :class:`Request` with its number. The wrapper around the user's functions
+unwraps the item and wraps the result. The end of the graph delivers the answer by its number. The failure of
+an item reaches the caller of ``ask`` on the channel for the workers' events.
 
-A question that nobody waits for any more is crossed off on a board; who takes the item up next drops it.
+A cancelled request is marked on a board. The next worker that takes its item drops it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """An item on its way, with the ``question`` that it belongs to. ``board``: the path of the program's."""
+    """Item of a request with its number, ``question``, and the path of the program's ``board``."""
 
     question: int
     item: Any
     board: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The item crosses packed: whose it is is known though it can't be unpickled."""
+        """Pack the item separately, so that the receiver knows the request even if it cannot unpickle the
+        item."""
         if type(self.item) in _PLAIN:
             return Request, (self.question, self.item, self.board)
         return _arrived, (self.question, pack(self.item), self.board)
@@ -56,13 +57,13 @@ def _arrived(question: int, packed: Packed, board: str) -> Request:
         item = unpack(packed)
     except Exception as error:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and shortage("the item", error)):
-            raise  # it may be received later
+            raise  # a later attempt may succeed
         item = NotRead(error)
     return Request(question, item, board)
 
 
 class _Unknown:
-    """Stands for whatever else is in a pickle that is looked through for questions."""
+    """Placeholder for any other object in a pickle that is searched for requests."""
 
     def __new__(cls, *_: Any, **__: Any) -> _Unknown:
         return object.__new__(cls)
@@ -73,7 +74,7 @@ class _Unknown:
 
 
 class _Questions(pickle.Unpickler):
-    """Makes nothing of a pickle but its questions, so that it is safe to look where unpickling is not."""
+    """Unpickler that builds only the requests in a pickle, so that searching it is safe."""
 
     def find_class(self, module: str, name: str) -> Any:
         asked = module == __name__ and name in (Request.__name__, _arrived.__name__)
@@ -85,7 +86,7 @@ def _question(number: int, _: Any, board: str) -> Request:
 
 
 def _questions_in(item: Unreadable) -> Any:
-    """What can't be unpickled, with its questions; ``None`` where it can't even be looked through."""
+    """Return the content of an unreadable item with its requests, or ``None`` if that fails too."""
     try:
         return _Questions(io.BytesIO(item.data), buffers=itertools.repeat(b"")).load()
     except Exception:
@@ -93,7 +94,7 @@ def _questions_in(item: Unreadable) -> Any:
 
 
 class NotRead:
-    """Stands for an item that could not be unpickled, by ``error``."""
+    """Placeholder for an item whose unpickling raised ``error``."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -106,15 +107,17 @@ class NotRead:
 
 
 class Dropped(BaseException):
-    """Nobody waits any more for what would come of an item."""
+    """Signal that no caller waits for the result of an item."""
 
 
 # --- in the workers ---
 
 
 class Answering:
-    """What a worker whose items may be asked does about them. ``sends``: what is told crosses to another
-    process."""
+    """Answer the requests among the items of one worker.
+
+    ``sends`` is true if events cross to another process.
+    """
 
     def __init__(self, stage: Stage, worker: WorkerId, tell: Callable[[Event], None], sends: bool) -> None:
         self._stage = stage
@@ -123,7 +126,7 @@ class Answering:
         self._sends = sends
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The user's function, which gets items and never questions."""
+        """Return the user's function with a wrapper, so that it receives plain items."""
         if self._stage.operator.calls != "item":
             return function
 
@@ -138,8 +141,10 @@ class Answering:
         return call_later if is_async(function) else call
 
     def _wanted(self, item: Any) -> Any:
-        """The item, of a batch what is left of it. Raises ``Dropped`` when nobody waits for it, and what its
-        unpickling raised."""
+        """Return the item, or the members of a batch that are still wanted.
+
+        Raises ``Dropped`` if no caller waits for it, or the error of its unpickling.
+        """
         if type(item) is Request:
             if is_crossed_off(item.question, item.board):
                 raise Dropped
@@ -152,13 +157,13 @@ class Answering:
         return item
 
     def _can_be_used(self, member: Request) -> bool:
-        """Of a batch. What could not be unpickled is refused."""
+        """Return whether a member of a batch is readable and wanted; refuse an unreadable one."""
         if type(member.item) is NotRead:
             self.refuse(member, member.item.error)
         return type(member.item) is not NotRead and not is_crossed_off(member.question, member.board)
 
     def _given(self, item: Any, result: Any) -> Any:
-        """What came of an item, for who comes next."""
+        """Return the result for the next stage, and answer requests that end in this stage."""
         operator, batch = self._stage.operator, has_asked(item)
         members = [item] if type(item) is Request else item if batch else []
         if operator.one_output:
@@ -172,9 +177,10 @@ class Answering:
         return result
 
     def _wrapped(self, item: Any, result: Any) -> Any:
-        """The same, of an operator that gives one item for each: with the question, or with those of the
-        members
-        of a batch. Of these, an exception is for who asked."""
+        """Return the result of an operator with one output per item, wrapped in the request.
+
+        For a batch, each member's result is wrapped; an exception goes to the caller of that member.
+        """
         if type(item) is Request:
             return Request(item.question, result, item.board)
         if not has_asked(item):
@@ -191,24 +197,26 @@ class Answering:
             elif not isinstance(its, Exception):
                 given.append(Request(one.question, its, one.board))
             elif "members" in self._stage.options:
-                given.append(its)  # whoever calls us tells
+                given.append(its)  # ``without_failed`` reports it
             else:
                 self.refuse(one, its)
         return given
 
     def answer(self, item: Request, value: Any) -> None:
-        """Tells who asked."""
+        """Send ``value`` to the caller."""
         self._tell(Answered(self._worker, item.question, value, None))
 
     def refuse(self, item: Request, error: BaseException, failed: int = 0) -> None:
-        """Tells who asked by what the item failed, of which so many items of the stage count as failed."""
+        """Send ``error`` to the caller; ``failed`` items of the stage count as failed."""
         carried: Any = Portable(error) if self._sends else error
         self._tell(Answered(self._worker, item.question, None, carried, failed))
 
     def give_up(self, item: Any, error: BaseException) -> Any:
-        """Tells those who asked a failed item. Gives what is left of it: of a batch the members that nobody
-        has asked, or ``NOTHING``; then the whole counts as failed, once. Of what can't be unpickled all is
-        left, unless nobody but them has a part in it."""
+        """Report a failed item to its callers, and return what is left of it.
+
+        For a batch, the members without a caller are left. If none is left, the result is ``NOTHING`` and the
+        item counts as failed once. An unreadable item is left whole unless all its members have callers.
+        """
         asked: list[Request] = []
         if type(item) is Unreadable:
             others = without_asked(_questions_in(item), asked.append)
@@ -220,14 +228,16 @@ class Answering:
         return left
 
     def let_go(self, item: Any) -> None:
-        """Tells those who asked an item that goes nowhere."""
+        """Report an item without an answer to its callers."""
         error = LookupError(f"{self._stage.name!r} let the item go, so it has no answer")
         without_asked(item, lambda one: self.refuse(one, error))
 
 
 def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], None]) -> Any:
-    """Hands on the answers that have come to an end of the graph. Gives what is left of the item: what nobody
-    has asked, or ``NOTHING``."""
+    """Deliver the answers that have reached an end of the graph.
+
+    Return what is left of the item: the members without a caller, or ``NOTHING``.
+    """
 
     def answer(one: Request) -> None:
         if type(one.item) is NotRead:
@@ -239,7 +249,7 @@ def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], Non
 
 
 def without_asked(item: Any, found: Callable[[Request], object]) -> Any:
-    """What is left of an item without what was asked, all of which ``found`` gets; or ``NOTHING``."""
+    """Call ``found`` with each request in an item, and return the rest or ``NOTHING``."""
     if not (type(item) is Request or has_asked(item)):
         return item
     members = [item] if type(item) is Request else item
@@ -250,17 +260,17 @@ def without_asked(item: Any, found: Callable[[Request], object]) -> Any:
 
 
 def has_asked(item: Any) -> bool:
-    """Whether it is a batch with members that were asked."""
+    """Return whether the item is a batch with requests among its members."""
     return type(item) is list and any(type(one) is Request for one in item)
 
 
 def _fits(result: Any, item: Any, batch: bool) -> bool:
-    """Whether a result of a batch has a part for each member."""
+    """Return whether the result of a batch has one entry for each member."""
     return batch and isinstance(result, list) and len(result) == len(item)
 
 
 def bare(item: Any) -> Any:
-    """The item as the user knows it."""
+    """Return the item without its requests, as the user knows it."""
     if type(item) is Request:
         return item.item
     return [one.item if type(one) is Request else one for one in item] if has_asked(item) else item
@@ -270,8 +280,11 @@ def bare(item: Any) -> Any:
 
 
 class Requests:
-    """The questions of one run. ``failure`` says why the run ended, if it failed. ``crossed_off`` hears of
-    each question for whose answer nobody waits any more."""
+    """Open requests of one run.
+
+    ``failure`` returns why the run failed, if it did. ``crossed_off`` is called with the number of each
+    cancelled request.
+    """
 
     def __init__(
         self, failure: Callable[[], BaseException | None], crossed_off: Callable[[int], None]
@@ -285,7 +298,7 @@ class Requests:
         self._over = False
 
     def begin(self, item: Any) -> tuple[Request, asyncio.Future[Any]]:
-        """A new question, and what its answer will be."""
+        """Open a request, and return it with the future of its answer."""
         import asyncio
 
         future = asyncio.get_running_loop().create_future()
@@ -298,7 +311,7 @@ class Requests:
             return Request(question, item, self._board.path), future
 
     def forget(self, question: int) -> None:
-        """Nobody waits for the answer any more."""
+        """Cancel a request whose caller has stopped waiting."""
         with self._lock:
             if self._open.pop(question, None) is None or self._board is None:
                 return
@@ -306,7 +319,7 @@ class Requests:
         self._tell_crossed_off(question)
 
     def settle(self, question: int, value: Any, error: BaseException | None) -> None:
-        """The answer has come. Of several the first counts. Called on any thread."""
+        """Deliver an answer, from any thread; the first of several counts."""
         with self._lock:
             future = self._open.pop(question, None)
         if future is not None:
@@ -314,7 +327,7 @@ class Requests:
                 future.get_loop().call_soon_threadsafe(_settle, future, value, error)
 
     def end(self) -> None:
-        """The run has: no answer comes any more."""
+        """Fail all open requests at the end of the run."""
         with self._lock:
             self._over = True
             left, board, self._board = list(self._open), self._board, None
@@ -332,15 +345,18 @@ def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None
         return
     if error is None:
         future.set_result(value)
-    elif isinstance(error, StopIteration):  # no future takes it
+    elif isinstance(error, StopIteration):  # a future does not accept it
         future.set_exception(RuntimeError(f"the item failed by {text_of(error)}"))
     else:
         future.set_exception(error)
 
 
 def answering_ends(plan: Plan, stage: str) -> list[str]:
-    """The results at which answers to what is asked at an input arrive. Raises ``ValueError`` where an item
-    on its way comes to a stage that does not work item by item, or where no answer arrives."""
+    """Return the results that receive the answers to requests at input ``stage``.
+
+    Raises ``ValueError`` if such an item reaches a stage that does not work item by item, or if no answer
+    arrives.
+    """
     stages = {one.name: one for one in plan.graph.stages}
     found, now, seen = [], [stage], {stage}
     sinks = False
