@@ -1,5 +1,8 @@
-"""What a run gives, and who gathers it: the program item by item, threads of the run once somebody waits for
-the end, or the run itself where a result is full that the program can't come to read."""
+"""Gather the results of a run.
+
+The program may read a result item by item. Once it waits for the end of the run, threads of the run gather
+the results. The run itself gathers a full result that the program cannot read at the time.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ T = TypeVar("T")
 
 
 class Results(Mapping[Stream[Any], Any]):
-    """What a run gave: the value of a ``reduce`` stream, the list of a ``collect`` stream."""
+    """Results of a run by stream: the value of a ``reduce`` stream, the list of a ``collect`` stream."""
 
     def __init__(self, graph: str, values: dict[Stream[Any], Any]) -> None:
         self._graph = graph
@@ -36,8 +39,8 @@ class Results(Mapping[Stream[Any], Any]):
         except KeyError:
             known = ", ".join(sorted(known.name for known in self._values)) or "none"
             raise KeyError(
-                f"{stream!r} is no result of graph {self._graph!r}; results are reduce and collect "
-                f"streams that run.iter() has not taken, here: {known}"
+                f"{stream!r} is not a result of graph {self._graph!r}; results are the reduce and collect "
+                f"streams that run.iter() has not taken: {known}"
             ) from None
 
     def __iter__(self) -> Iterator[Stream[Any]]:
@@ -51,7 +54,7 @@ class Results(Mapping[Stream[Any], Any]):
 
 
 class ResultGathering:
-    """Who takes the items of each result of one run, by the name of its stage."""
+    """Gathering of the results of one run, by stage name."""
 
     def __init__(self, plan: Plan, crew: LocalCrew, supervisor: Supervisor) -> None:
         self._plan = plan
@@ -59,16 +62,17 @@ class ResultGathering:
         self._supervisor = supervisor
         self._may_be_asked = {worker.id.stage for worker in plan.workers if worker.stage.asked}
         self._all = [worker.id for worker in plan.workers if worker.gathers]
-        self._iterated: dict[str, int | None] = {}  # the thread that last asked for an item, while it may
-        self._kept: set[str] = set()  # those that were being iterated over when Ctrl-C came
-        self._taken_in: dict[str, _TakenIn] = {}  # those that were full before anybody read them
+        # the last thread that asked for an item; None: its loop has ended
+        self._iterated: dict[str, int | None] = {}
+        self._kept: set[str] = set()  # results whose loop a Ctrl-C interrupted
+        self._taken_in: dict[str, _TakenIn] = {}  # results that were full before the program read them
         self._begun = False
         self._lock = threading.Lock()
 
     # --- item by item ---
 
     def claim(self, stage: str) -> bool:
-        """From now on the calling thread iterates over this result; false if somebody takes it already."""
+        """Reserve a result for a loop on the calling thread; return false if it is taken."""
         with self._lock:
             if self._begun or stage in self._iterated:
                 return False
@@ -76,16 +80,16 @@ class ResultGathering:
             return True
 
     def asked(self, stage: str) -> None:
-        """The calling thread asks for an item."""
+        """Record that the calling thread asks for an item."""
         self._iterated[stage] = threading.get_ident()
 
     def items(self, stage: str) -> Iterable[Any]:
-        """What to iterate over."""
+        """Return the items of the result to iterate over."""
         coming = self.coming(stage)
         return self._unasked(coming) if stage in self._may_be_asked else coming
 
     def coming(self, stage: str) -> Any:
-        """The same, with ``async for`` too, and with the answers to what was asked."""
+        """Return the same, also for ``async for``, but including answers to requests."""
         self.asked(stage)
         self._supervisor.tell(Began(_worker(stage)))
         taken_in = self._taken_in.get(stage)
@@ -97,58 +101,59 @@ class ResultGathering:
                 yield left
 
     def left_of(self, stage: str, item: Any) -> Any:
-        """What is left of an item when the answers in it have gone to who asked, or ``NOTHING``."""
+        """Deliver the answers in an item and return the rest of it, or ``NOTHING``."""
         return self._supervisor.left_of(item) if stage in self._may_be_asked else item
 
     def raise_if_broken(self, stage: str) -> None:
-        """Raises ``Broken`` when the items of :meth:`items` were not all of them."""
+        """Raise ``Broken`` if :meth:`items` did not yield all items."""
         taken_in = self._taken_in.get(stage)
         if taken_in is not None and taken_in.broken is not None:
             raise taken_in.broken
 
     def keep(self, stage: str) -> None:
-        """Whether the rest is wanted is decided at the end of the block, if the calling thread iterated."""
+        """Postpone the end of the calling thread's loop; the end of the ``with`` block decides about the
+        rest."""
         if self._iterated[stage] == threading.get_ident():
             self._kept.add(stage)
 
     def leave(self, stage: str) -> None:
-        """Nobody iterates over this result any more, unless it is kept."""
+        """End the loop over this result, unless it is kept."""
         if stage not in self._kept:
             self._end(stage)
 
     def leave_all(self, of_thread: int) -> None:
-        """Nobody iterates over the results that a thread was iterating over."""
+        """End all loops of the given thread."""
         for stage, reader in list(self._iterated.items()):
             if reader == of_thread:
                 self._end(stage)
 
     def break_all(self) -> None:
-        """The run was asked to break off, and nobody iterates any more."""
+        """Break all results with a loop after a request to abort."""
         for stage, reader in list(self._iterated.items()):
             if reader is not None:
                 self._break(stage)
 
     def leave_kept(self) -> None:
-        """The program has caught the Ctrl-C that ended its loop, and goes on."""
+        """End the kept loops; the program has caught the Ctrl-C and continues."""
         for stage in self._kept:
             self._end(stage)
         self._kept.clear()
 
     def _break(self, stage: str) -> None:
-        """Not as an early end: what the stages before it give besides would be taken for the whole."""
+        """Break the result; an early end would make the other outputs of earlier stages look complete."""
         self._crew.port(_worker(stage)).channel.abort()
         self._end(stage)
 
     def _end(self, stage: str) -> None:
         self._iterated[stage] = None
         self._crew.port(_worker(stage)).close()
-        with contextlib.suppress(Closed):  # the run may be over
+        with contextlib.suppress(Closed):  # the run may have ended
             self._supervisor.tell(Ended(_worker(stage)))
 
     # --- taken by the run ---
 
     def take_in(self, ids: frozenset[WorkerId]) -> None:
-        """The supervisor's word that these results are full and the program can't come to read them."""
+        """Gather full results that the program cannot read at the time, as the supervisor asks."""
         with self._lock:
             for id in ids:
                 if not self._begun and id.stage not in self._iterated and id.stage not in self._taken_in:
@@ -161,7 +166,7 @@ class ResultGathering:
         self._taken_in[id.stage] = _TakenIn(self._crew, self._supervisor, id, left)
 
     def take_in_the_rest(self) -> None:
-        """What the calling thread, which was interrupted, iterated over comes into the results."""
+        """Add the rest of the interrupted loop of the calling thread to the results."""
         for id in self._all:
             if self._iterated.get(id.stage) == threading.get_ident():
                 self._kept.add(id.stage)
@@ -169,8 +174,11 @@ class ResultGathering:
                     self._take_in(id)
 
     def begin(self) -> None:
-        """From now on somebody waits: gather the results that nobody iterates over, each on a thread. Who
-        waits too comes back once all have begun: when the run has ended, what it gave has to be found."""
+        """Gather each result without a loop on its own thread.
+
+        A second caller returns once all threads have started, so that it finds the results after the run has
+        ended.
+        """
         waiting: list[WorkerId] = []
         try:
             with self._lock:
@@ -184,7 +192,7 @@ class ResultGathering:
                     else:
                         self._crew.start_thread(waiting[0])
                     del waiting[0]
-        except BaseException:  # nobody will read these results, so the run would wait for ever
+        except BaseException:  # these results have no reader, so the run would wait forever
             self._supervisor.ask(AbortAsked())
             for id in waiting:
                 self._break(id.stage)
@@ -192,8 +200,7 @@ class ResultGathering:
             raise
 
     def results(self) -> Results:
-        """What was finished, of a run that has ended. Of a result that somebody iterated over only what was
-        kept."""
+        """Return the results of a run that has ended; those with a loop only if they were kept."""
         values = self._supervisor.results
         for name, taken_in in self._taken_in.items():
             taken_in.thread.join()
@@ -207,19 +214,21 @@ class ResultGathering:
 
 
 def _worker(stage: str) -> WorkerId:
-    """A result has one worker."""
+    """Return the single worker of a result."""
     return WorkerId(stage, 1)
 
 
 class _TakenIn:
-    """The items of a result that was full before the program read it; a thread goes on taking them in.
-    ``left``: whether who iterated over it has left."""
+    """Items of a result that was full before the program read it; a thread keeps gathering them.
+
+    ``left`` returns whether the loop over it has ended.
+    """
 
     def __init__(
         self, crew: LocalCrew, supervisor: Supervisor, id: WorkerId, left: Callable[[], bool]
     ) -> None:
         self.items: Channel[Any] = Channel(10**15)
-        self.broken: Broken | None = None  # the run broke off, and these are not all of them
+        self.broken: Broken | None = None  # set if the run broke off and items are missing
         name, arguments = f"flowchan {supervisor.plan.graph.name}/{id}", (crew, supervisor, id, left)
         self.thread = threading.Thread(target=self._pour, args=arguments, name=name, daemon=True)
         self.thread.start()
@@ -228,20 +237,20 @@ class _TakenIn:
     def _pour(self, crew: LocalCrew, supervisor: Supervisor, id: WorkerId, left: Callable[[], bool]) -> None:
         port = crew.port(id)
         last: Event = Ended(id)
-        with contextlib.suppress(Closed):  # the run may be over
+        with contextlib.suppress(Closed):  # the run may have ended
             supervisor.tell(Began(id))
         try:
             for item in port:
                 if (rest := supervisor.left_of(item)) is not NOTHING:
                     self.items.put(rest)
-        except BaseException as error:  # what an item's unpickling raises, too
+        except BaseException as error:  # including errors of unpickling an item
             if isinstance(error, Broken) and port.channel.broken:
                 self.broken = error
-            elif not (isinstance(error, ValueError) and left()):  # who iterated over it has closed the port
+            elif not (isinstance(error, ValueError) and left()):  # the loop that ended has closed the port
                 self.broken = Broken("not all items could be received")
                 last = Failure(id, error, None, os.getpid())
         finally:
             with contextlib.suppress(Closed):
-                supervisor.tell(last)  # first, or who iterates over the items may tell a clean end
+                supervisor.tell(last)  # before the close, or a loop over the items may report a clean end
             self.items.close()
             port.close()

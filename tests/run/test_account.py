@@ -225,7 +225,7 @@ def test_where_nobody_works_there_is_no_bottleneck() -> None:
     with graph.start() as run:
         wait_until(lambda: run.stats().elapsed > 0.3 and stage_of(run, "idle").busy < 0.005)
         wait_until(lambda: run.stats().bottleneck is None)
-        assert "bottleneck: none to be seen" in run.report()
+        assert "bottleneck: none found" in run.report()
 
 
 def test_the_bottleneck_is_named() -> None:

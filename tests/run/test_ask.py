@@ -195,7 +195,7 @@ def test_all_members_of_a_batch_are_answered_wherever_it_ends() -> None:
 
 def test_an_item_that_a_filter_lets_go_has_no_answer() -> None:
     async def use(run: Run, questions: Any) -> None:
-        with pytest.raises(LookupError, match="'sieve' let the item go, so it has no answer"):
+        with pytest.raises(LookupError, match="stage 'sieve' dropped the item, so it has no answer"):
             await run.ask(questions, 3)
 
     asked(lambda stream: stream.filter(lambda number: number != 3, name="sieve"), use)
@@ -436,13 +436,13 @@ def test_a_run_has_not_ended_before_it_takes_no_more_questions(monkeypatch: pyte
     [
         (
             lambda s: s.flat_map(lambda n: [n]).collect(),
-            "come to 'flat_map', and flat_map does not work item by item",
+            "reach 'flat_map', and flat_map does not work item by item",
         ),
         (
             lambda s: s.reduce(max, 0).batch(3).sink(print),
-            "come to 'max', and reduce does not work item by item",
+            "reach 'max', and reduce does not work item by item",
         ),
-        (lambda s: s.collect().sink(print), "come to 'collect', and collect does not work item by item"),
+        (lambda s: s.collect().sink(print), "reach 'collect', and collect does not work item by item"),
     ],
 )
 def test_what_can_not_be_asked_is_told(declare: Any, message: str) -> None:

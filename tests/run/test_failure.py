@@ -423,7 +423,7 @@ def test_an_item_that_the_errors_stream_can_not_carry_fails_the_run() -> None:
     mapped.errors.sink(id, on="process")
     error = fails_once(graph)
     assert isinstance(error.__cause__, UsersError)
-    assert "the errors stream did not take it" in text_of(error)
+    assert "the errors stream did not accept the item" in text_of(error)
 
 
 def test_a_run_error_is_an_exception_group() -> None:

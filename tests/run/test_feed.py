@@ -120,7 +120,7 @@ def test_subscriber_that_fails_gets_no_more_and_harms_nobody(caplog: pytest.LogC
         assert run.wait()[end] == [1, 2]
     assert len(calls) == 1
     assert [record.getMessage() for record in caplog.records if "subscriber" in record.getMessage()] == [
-        "a subscriber of a run's feed failed, and gets no more: OSError: nobody reads this"
+        "a subscriber of a run's feed failed and was removed: OSError: nobody reads this"
     ]
 
 

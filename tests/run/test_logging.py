@@ -118,7 +118,7 @@ def test_deaths_restarts_and_blame_are_logged(caplog: pytest.LogCaptureFixture) 
     )
     assert "restart 2 of 10" in second
     (blame,) = names(caplog, "flowchan.run", logging.ERROR)
-    assert blame.startswith("stage 'crack' gives item 2 up: 2 workers died while they worked on this item")
+    assert blame.startswith("stage 'crack' gave up item 2: 2 workers died while they worked on this item")
 
 
 def test_a_run_logs_its_beginning_and_its_end(caplog: pytest.LogCaptureFixture) -> None:

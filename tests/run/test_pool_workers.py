@@ -209,7 +209,7 @@ def test_what_a_run_uses_up_is_there_again_in_the_next() -> None:
 def test_a_pool_runs_within_its_block_only() -> None:
     graph, _ = halves()
     pool = graph.pool()
-    with pytest.raises(RuntimeError, match=r"runs within its block: with graph\.pool\(\) as pool"):
+    with pytest.raises(RuntimeError, match=r"must be used in its block: with graph\.pool\(\) as pool"):
         pool.run()
     with pool, pytest.raises(RuntimeError, match="entered already"):
         pool.__enter__()

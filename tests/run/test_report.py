@@ -109,7 +109,7 @@ def test_a_filter_accounts_for_what_it_dropped() -> None:
 
 def test_a_run_without_stages_or_bottleneck_has_a_report() -> None:
     report = render(RunStats("empty", "done", 0.0, (), (), None))
-    assert "bottleneck: none to be seen" in report
+    assert "bottleneck: none found" in report
 
 
 def test_elsewhere_than_on_a_terminal_the_live_view_is_one_line_every_few_seconds() -> None:

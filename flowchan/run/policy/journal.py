@@ -1,10 +1,9 @@
-"""What a run tells by the standard ``logging``, as the logger ``flowchan.run``: that it begins and ends,
-which worker processes start, die and are replaced, which items are blamed, and who does not end when it
-should.
+"""Log the events of a run with the standard ``logging``, under the logger ``flowchan.run``.
 
-Beginnings and ends are INFO, starts of processes DEBUG, what goes wrong WARNING, and an item that is blamed
-ERROR. Records about a worker have its ``stage`` and ``number``. Nothing is shown unless the program asks for
-it; what the run raises at its end is not logged too.
+The log covers the start and end of the run, and worker processes that start, die or are replaced. It also
+covers blamed items and workers that do not end in time. Start and end are INFO, starts of processes DEBUG,
+problems WARNING, and blamed items ERROR. Records about a worker have its ``stage`` and ``number``. Nothing is
+shown unless the program configures logging. Exceptions that the run raises at its end are not logged.
 """
 
 from __future__ import annotations
@@ -31,7 +30,10 @@ log.addHandler(logging.NullHandler())
 
 
 class Journal:
-    """Of one run. Never raises: what a filter of the program's raises is shown as what a handler raises."""
+    """Journal of one run.
+
+    It never raises: an exception from a filter of the program is shown like one from a handler.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._graph = f"graph {plan.graph.name!r}"
@@ -40,25 +42,25 @@ class Journal:
         self._seed = plan.seed
 
     def begins(self) -> None:
-        """The run does."""
+        """Log the start of the run."""
         self._tell(logging.INFO, f"{self._graph} begins with {self._workers} workers, seed {self._seed}")
 
     def started(self, event: Started) -> None:
-        """A worker's process has been started."""
+        """Log the start of a worker's process."""
         self._tell(
             logging.DEBUG, f"worker {event.worker} starts as {_where(event.pid, event.host)}", event.worker
         )
 
     def decided(self, happening: SupervisorEvent, before: PolicyState, after: PolicyState) -> None:
-        """What the supervisor made of something that happened."""
+        """Log the supervisor's decision about an event."""
         if isinstance(happening, Died):
             self._died(happening, before, after)
         elif isinstance(happening, StopAsked) and before.phase == "running":
-            self._tell(logging.INFO, f"{self._graph} stops: what is in flight is finished")
+            self._tell(logging.INFO, f"{self._graph} stops; items in flight are finished")
         elif isinstance(happening, AbortAsked) and after.phase != before.phase:
             self._tell(logging.INFO, f"{self._graph} is broken off")
         elif isinstance(happening, Tick) and (before.phase, after.phase) == ("stopping", "aborting"):
-            text = f"was stopped, and nothing has moved in it for {decisions.STOP_SECONDS:g} s"
+            text = f"was stopped, and no item has moved for {decisions.STOP_SECONDS:g} s"
             self._tell(logging.WARNING, f"{self._graph} {text}: it is broken off")
 
     def _died(self, died: Died, before: PolicyState, after: PolicyState) -> None:
@@ -75,13 +77,13 @@ class Journal:
         self._tell(logging.WARNING, what, died.worker)
 
     def not_added(self, worker: WorkerId, error: BaseException) -> str:
-        """A further worker of a stage could not be started. Returns the text."""
+        """Log that another worker of a stage could not be started, and return the text."""
         text = f"worker {worker} could not be added: {text_of(error)}"
         self._tell(logging.WARNING, text, worker)
         return text
 
     def slow(self, ended: Terminate) -> None:
-        """A process did not end by itself after all that it waits for had ended."""
+        """Log that the supervisor ends a process that should have ended on its own."""
         how = "killed" if ended.force else "terminated"
         waited = decisions.GRACE * (1 + ended.force)
         self._tell(
@@ -91,9 +93,9 @@ class Journal:
         )
 
     def ends(self, state: str, seconds: float, stuck: frozenset[WorkerId]) -> None:
-        """The run has ended, but for threads that are ``stuck`` in the user's code."""
+        """Log the end of the run and the threads that are ``stuck`` in the user's code."""
         for worker in sorted(stuck, key=str):
-            self._tell(logging.WARNING, f"worker {worker} still runs code that nothing can interrupt", worker)
+            self._tell(logging.WARNING, f"worker {worker} still runs code that cannot be interrupted", worker)
         self._tell(logging.INFO, f"{self._graph} is {state} after {seconds:.2f} s")
 
     def _tell(self, level: int, text: str, worker: WorkerId | None = None) -> None:
@@ -105,10 +107,10 @@ class Journal:
 
 
 def blamed(item: str, why: str) -> None:
-    """An item counts as failed because workers have died with it. Told in the worker that has it in hand."""
+    """Log that an item failed because workers died with it; called in the worker that has the item."""
     here = seeds.worker()
     about = {"stage": here.stage, "number": here.number}
-    log.error("stage %r gives item %s up: %s", here.stage, item, why, extra=about)
+    log.error("stage %r gave up item %s: %s", here.stage, item, why, extra=about)
 
 
 def _where(pid: int, host: str) -> str:

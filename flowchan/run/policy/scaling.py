@@ -1,7 +1,7 @@
-"""How the number of a stage's workers changes while its graph runs (R13), as a pure function.
+"""Change the number of a stage's workers while its graph runs (R13), as a pure function.
 
-New workers get numbers that no worker of the stage has had. The workers with the highest numbers are removed;
-each finishes its item first. Workers that are about to leave count no more.
+New workers get numbers that no worker of the stage has had. The workers with the highest numbers are removed,
+each after its current item. Workers that are about to leave do not count.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from flowchan.run.policy.events import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many workers an elastic stage has ``since`` when, and which number was given last. ``spent``: the
-    seconds of worker time that it had before that."""
+    """Number of workers of an elastic stage ``since`` a time.
+
+    ``last`` is the highest worker number given so far. ``spent`` is the worker time before ``since``, in
+    seconds.
+    """
 
     workers: int
     since: float
@@ -23,13 +26,13 @@ class Size:
     spent: float = 0.0
 
     def seconds(self, now: float) -> float:
-        """The worker time until ``now``, in seconds: with two workers two for each second."""
+        """Return the worker time until ``now``, in seconds; two workers take two seconds per second."""
         return self.spent + self.workers * (now - self.since)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """``run.scale()``: the stage is to have so many workers."""
+    """Request of ``run.scale()`` to give the stage ``workers`` workers."""
 
     stage: str
     workers: int
@@ -37,14 +40,14 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Open the ports of a further worker of a stage, and start it."""
+    """Command to open the ports of another worker of a stage and start it."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Let a worker end after the item in hand."""
+    """Command to let a worker end after its current item."""
 
     worker: WorkerId
 
@@ -52,7 +55,7 @@ class Remove:
 def scaled(
     size: Size, scale: Scale, mates: Collection[WorkerId], now: float
 ) -> tuple[Size, list[WorkerId], list[WorkerId]]:
-    """The stage's next size, and the workers to add and to remove, where ``mates`` are its workers now."""
+    """Return the next size, and the workers to add and to remove, from the current workers ``mates``."""
     more = max(0, scale.workers - len(mates))
     new = [WorkerId(scale.stage, size.last + number) for number in range(1, more + 1)]
     fewer = sorted(mates, key=lambda worker: worker.number)[scale.workers :]

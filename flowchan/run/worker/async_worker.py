@@ -1,9 +1,9 @@
 """Run the workers of an ``async def`` stage as tasks of one event loop on one thread.
 
-For its deadlock check, the supervisor asks whether these tasks can still make progress. asyncio passes its
-selector no timeout if the loop has no timer, no socket and no callback that is due. If, in addition, each
-task awaits a channel of the graph, only a channel can wake the loop. Everything else counts as work: a task
-that awaits another task, an event or a future, and any wait for a channel in the user's own event loop.
+For its deadlock check, the supervisor asks whether these tasks can still make progress. The selector gets no
+timeout if the loop has no timer, no socket and no callback that is due. If, in addition, each task awaits a
+channel of the graph, only a channel can wake the loop. Everything else counts as work: a task that awaits
+another task, an event or a future. Waits for a channel in the user's own event loop also count as work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flowchan.run.worker.worker import end, ends_of, job_of, join_ports, let_go,
 from flowchan.run.worker.worker_callable import built_async, nothing
 
 ANSWER_WITHIN_S = 0.05
-"""An event loop that does not answer in this time has work."""
+"""Time limit in seconds; an event loop that does not answer in this time has work."""
 
 
 class _Selector(selectors.DefaultSelector):

@@ -14,7 +14,7 @@ from flowchan.run.policy.failures import Portable
 from flowchan.run.worker.opening import Ports
 
 POLL_INTERVAL_S = 0.05
-"""Seconds until who waits for a seat looks whether the run is over."""
+"""Seconds between two checks of a waiting worker whether the run has broken off."""
 
 
 class GangMembership:
@@ -89,7 +89,7 @@ class GangMembership:
             with contextlib.suppress(Empty):
                 self._member = self._next.get(POLL_INTERVAL_S)
             if any(port.channel.broken for port in self._ports.everything()):
-                raise Broken("no group follows in a run that is over")
+                raise Broken("the run has broken off, so the worker gets no new group")
 
     def close(self, ended_by: BaseException | None) -> None:
         """Leave the group, and let the other members know how.

@@ -1,4 +1,4 @@
-"""Assign the GPUs of this machine to workers: each worker of a stage with ``gpus=n`` gets n of its own."""
+"""Assign the GPUs of this machine to workers: each worker of a stage with ``gpus=n`` gets n GPUs."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ class Gpus:
             if len(self._free) < number:
                 held = sum(map(len, self._held.values()))
                 raise HostError(
-                    f"worker {id} needs {number} GPU{'s' * (number > 1)} of its own, but of the "
-                    f"{held + len(self._free)} here {len(self._free)} "
-                    f"{'is' if len(self._free) == 1 else 'are'} free: take fewer workers, or more hosts"
+                    f"worker {id} needs {number} GPU{'s' * (number > 1)}, but this host has only "
+                    f"{len(self._free)} of {held + len(self._free)} free; use fewer workers or more hosts"
                 )
             self._held[id], self._free = self._free[:number], self._free[number:]
         return ",".join(self._held[id])

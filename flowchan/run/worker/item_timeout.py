@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import asyncio
 
 LEAST = 1e-6
-"""Seconds; zero would stop the timer."""
+"""Shortest time limit in seconds; zero would stop the timer."""
 
 
 def exceeded(stage: Stage) -> str:

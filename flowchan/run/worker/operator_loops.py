@@ -29,9 +29,9 @@ from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare, has_
 
 SKIPPED: Any = object()
 POLL_INTERVAL_S = 0.05
-"""Seconds between two looks at whether the run has broken off."""
+"""Seconds between two checks whether the run has broken off."""
 TROUBLE_EVERY = 0.5
-"""Seconds between two items that a worker tells of because they failed."""
+"""Minimum number of seconds between two reports of failed items by a worker."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class OperatorJob:
         until = time.monotonic() + (self.retry_delay or 0.0)
         while (left := until - time.monotonic()) > 0:
             if self.is_over():
-                raise Broken("the run has broken off while an item waited to be tried again")
+                raise Broken("the run broke off while an item waited for its retry")
             time.sleep(min(left, POLL_INTERVAL_S))
 
     def without_failed(self, items: Any, results: Any) -> Any:
@@ -93,9 +93,8 @@ class OperatorJob:
             return results
         if not isinstance(results, list) or len(results) != len(items):
             error = TypeError(
-                f"the function returned exceptions in a {type(results).__name__} of {len(results)} for a "
-                f"batch of {len(items)}; in the place of members that failed they stand in a list that is as "
-                "long as the batch"
+                "the function must return the exceptions of failed members in a list as long as the batch, "
+                f"got exceptions in a {type(results).__name__} of {len(results)} for a batch of {len(items)}"
             )
             self.give_up(items, error)
             return SKIPPED
@@ -129,7 +128,7 @@ class OperatorJob:
         except Broken:
             raise
         except Exception as refused:
-            error.add_note(f"the errors stream did not take it: {text_of(refused)}")
+            error.add_note(f"the errors stream did not accept the item: {text_of(refused)}")
             raise ItemFailed(item) from error
 
     def not_sent(self, out: Out[Any], item: Any, error: Exception) -> None:
@@ -293,7 +292,7 @@ def put_or_end(out: Out[Any], output: Any) -> None:
 def _elements(function: Callable[[Any], Iterable[Any]], item: Any) -> Iterable[Any]:
     elements = function(item)
     if not isinstance(elements, Iterable):
-        raise TypeError(f"flat_map's function must return an iterable, not {elements!r}")
+        raise TypeError(f"flat_map: function must return an iterable, got {elements!r}")
     return elements
 
 
@@ -349,7 +348,7 @@ def reduce(job: OperatorJob, *, items: In[Any], out: Out[Any] | None = None) -> 
             result = job.recover(fold, item, error)
             total = so_far if result is SKIPPED else result
     if total is SKIPPED:
-        raise TypeError("reduce of a stream without items needs an initial value")
+        raise TypeError("reduce: initial must be given for a stream without items")
     job.on_result(total)
     if out is not None:
         out.put(total)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from flowchan.declare.callables import is_async
 from flowchan.declare.values import Stage
 from flowchan.items.codec import Packed, Unreadable, pack, unpack
+from flowchan.items.text import short
 from flowchan.run.policy.events import Answered, Event, WorkerId
 from flowchan.run.policy.failures import Portable, text_of
 from flowchan.run.policy.plan import Plan
@@ -187,8 +188,8 @@ class Answering:
             return result
         if not _fits(result, item, True):
             raise TypeError(
-                f"stage {self._stage.name!r} got a batch with items that were asked, so its function must "
-                f"return a list of as many, {len(item)}"
+                f"stage {self._stage.name!r}: the function must return a list of {len(item)} results for a "
+                f"batch with items from ask(), got {short(result, 60)}"
             )
         given = []
         for one, its in zip(item, result, strict=True):
@@ -229,7 +230,7 @@ class Answering:
 
     def let_go(self, item: Any) -> None:
         """Report an item without an answer to its callers."""
-        error = LookupError(f"{self._stage.name!r} let the item go, so it has no answer")
+        error = LookupError(f"stage {self._stage.name!r} dropped the item, so it has no answer")
         without_asked(item, lambda one: self.refuse(one, error))
 
 
@@ -346,7 +347,7 @@ def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None
     if error is None:
         future.set_result(value)
     elif isinstance(error, StopIteration):  # a future does not accept it
-        future.set_exception(RuntimeError(f"the item failed by {text_of(error)}"))
+        future.set_exception(RuntimeError(f"the item failed with {text_of(error)}"))
     else:
         future.set_exception(error)
 
@@ -366,9 +367,8 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
         readers = [edge.reader for edge in plan.edges if edge.writer == name and not edge.errors]
         if not operator.answers or (operator.gathers and readers):
             raise ValueError(
-                f"ask: the items of input {stage!r} come to {name!r}, and {operator.name} does not work "
-                f"item by "
-                "item, so nobody knows which of its outputs is the answer"
+                f"ask: the items of input {stage!r} reach {name!r}, and {operator.name} does not work item "
+                "by item, so no output is the answer to one item"
             )
         if operator.gathers:
             found.append(name)
@@ -377,6 +377,6 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
         seen.update(now)
     if not found and not sinks:
         raise ValueError(
-            f"ask: the items of input {stage!r} come to no collect() and no sink(), which answer"
+            f"ask: the items of input {stage!r} must reach a collect() or sink(), which return the answers"
         )
     return found

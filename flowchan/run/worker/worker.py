@@ -40,8 +40,7 @@ from flowchan.run.worker.requests import Answering
 from flowchan.run.worker.worker_callable import Function, built, nothing
 
 Outcome = Literal["done", "failed", "retired"]
-"""How a worker ended: cleanly, by an error, or so that its process is to end without a word and be
-replaced."""
+"""End of a worker: clean, with an error, or with a process that is replaced without a report."""
 
 
 def join_ports(ports: Ports, stage: Stage) -> None:
