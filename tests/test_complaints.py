@@ -47,8 +47,8 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     4: (
         "dropping one of two outputs leaks or stalls the other",
         (
-            "run/test_early_end.py::test_a_branch_of_a_tee_that_ends_leaves_the_others_alone",
-            "run/test_early_end.py::test_a_branch_of_a_partition_that_ends_leaves_the_others_alone",
+            "run/test_early_end.py::test_ended_branch_of_a_tee_does_not_affect_the_others",
+            "run/test_early_end.py::test_ended_branch_of_a_partition_does_not_affect_the_others",
         ),
     ),
     5: (
@@ -63,10 +63,10 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         (
             "run/test_operators_per_item.py::test_a_retry_of_flat_map_does_not_repeat_what_is_out",
             "deaths/test_exactly_once.py::test_c11_flat_map_between_any_two_of_its_outputs",
-            "run/test_explain.py::test_a_tee_whose_branches_wait_for_each_other_is_recognised",
+            "run/test_explain.py::test_tee_with_branches_that_wait_for_each_other_is_detected",
         ),
     ),
-    7: ("memory held after Ctrl-C", ("run/test_every_way_out.py::test_every_way_out_leaves_nothing",)),
+    7: ("memory held after Ctrl-C", ("run/test_every_way_out.py::test_every_exit_leaves_nothing",)),
     8: ("a queue far slower than plain IPC", LATER + "speed is measured by `make bench`, never asserted"),
     9: (
         "a small /dev/shm: refusal, slow fallback, or SIGBUS",
@@ -78,13 +78,13 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     ),
     10: (
         "processes stay after a notebook run",
-        ("run/test_every_way_out.py::test_a_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing",),
+        ("run/test_every_way_out.py::test_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing",),
     ),
     11: (
         "Ctrl-C needs repeating or prints several stack traces",
         (
             "run/test_stop.py::test_the_first_signal_finishes_what_is_in_flight",
-            "run/test_every_way_out.py::test_every_way_out_leaves_nothing",
+            "run/test_every_way_out.py::test_every_exit_leaves_nothing",
         ),
     ),
     12: (
@@ -97,16 +97,16 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     13: (
         "an error in a stage and a full input queue hang",
         (
-            "run/test_failure.py::test_a_failure_ends_workers_that_wait_for_their_channels",
+            "run/test_failure.py::test_failure_ends_workers_that_wait_for_their_channels",
             "contract/test_abort.py::test_every_waiting_writer_raises_broken_from_the_cause",
         ),
     ),
     14: (
         "an exception is swallowed; errors of sources are lost",
         (
-            "run/test_failure.py::test_the_first_failure_is_first",
-            "run/test_failure.py::test_a_source_that_raises_half_way_fails_the_run",
-            "run/test_failure.py::test_a_failure_names_stage_item_and_worker_and_keeps_the_exception",
+            "run/test_failure.py::test_first_failure_is_listed_first",
+            "run/test_failure.py::test_source_that_raises_midway_fails_the_run",
+            "run/test_failure.py::test_failure_names_stage_item_and_worker_and_keeps_the_exception",
         ),
     ),
     15: (
@@ -132,14 +132,14 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "orphans when the parent is killed; false leak warnings",
         (
             "run/test_residue.py::test_the_workers_of_a_program_that_was_killed_are_gone",
-            "run/test_every_way_out.py::test_every_way_out_leaves_nothing",
+            "run/test_every_way_out.py::test_every_exit_leaves_nothing",
         ),
     ),
     20: (
         "the tracker of one process unlinks another's segment",
         (
             "channel/test_children.py::test_channels_outlive_the_script_that_forgets_them",
-            "run/test_every_way_out.py::test_every_way_out_leaves_nothing",
+            "run/test_every_way_out.py::test_every_exit_leaves_nothing",
         ),
     ),
     21: (
@@ -172,7 +172,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     25: (
         "killing a whole tree killed the daemon and itself",
         (
-            "run/test_every_way_out.py::test_a_worker_that_dies_after_its_forkserver_is_replaced_or_the_run_says_why",
+            "run/test_every_way_out.py::test_worker_that_dies_after_its_forkserver_is_replaced_or_reported",
             "contract/test_fork.py::test_a_fork_while_a_run_is_going_on_leaves_it_to_the_parent",
         ),
     ),
@@ -187,17 +187,17 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "functions of a notebook can't be found by spawned workers",
         (
             "run/test_start_methods.py::test_everything_of_main_works_when_the_program_comes_by_exec",
-            "run/test_every_way_out.py::test_a_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing",
+            "run/test_every_way_out.py::test_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing",
         ),
     ),
     28: (
         "a child killed for lack of memory: the parent hangs silently",
-        ("run/test_death.py::test_a_worker_that_is_killed_is_reported_with_the_signal",),
+        ("run/test_death.py::test_killed_worker_is_reported_with_its_signal",),
     ),
     29: (
         "a hang at exit; a killed worker is noticed after minutes",
         (
-            "run/test_death.py::test_a_worker_that_is_killed_while_it_waits_for_an_item_is_reported",
+            "run/test_death.py::test_worker_killed_while_waiting_for_an_item_is_reported",
             "run/test_residue.py::test_the_workers_of_a_program_that_ends_without_waiting_are_gone",
         ),
     ),
@@ -223,8 +223,8 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "pipelines hang at their start, in a deadlock, or at exit",
         (
             "check/test_check.py::test_a_cycle_is_reported_as_its_loop",
-            "run/test_explain.py::test_general_stages_that_wait_for_each_other_are_recognised",
-            "run/test_every_way_out.py::test_every_way_out_leaves_nothing",
+            "run/test_explain.py::test_general_stages_that_wait_for_each_other_are_detected",
+            "run/test_every_way_out.py::test_every_exit_leaves_nothing",
         ),
     ),
     34: (

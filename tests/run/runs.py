@@ -1,5 +1,4 @@
-"""What the tests of runs share: gates that hold workers up wherever they run, scripts as users start them,
-and looks at what a run does."""
+"""Provide gates that block workers anywhere, user scripts, and views of a run for the tests."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 
 def stage_of(run: Run, name: str) -> StageStats:
-    """The statistics of one stage now."""
+    """Return the current statistics of one stage."""
     return next(stage for stage in run.stats().stages if stage.name == name)
 
 
 def waits(run: Run, channel: str, readers: int = 0, writers: int = 0) -> None:
-    """Returns once exactly so many wait at a channel of the run."""
+    """Return once exactly this many workers wait at a channel of the run."""
 
     def reached() -> bool:
         stats = run._crew.channels[channel].stats()
@@ -36,7 +35,7 @@ def waits(run: Run, channel: str, readers: int = 0, writers: int = 0) -> None:
 
 
 def feedback(first: Callable[..., Any]) -> Graph:
-    """A loop in which each waits for what the other puts."""
+    """Return a loop in which each stage waits for the items of the other."""
 
     async def second(numbers: In[int], back: Out[int]) -> None:
         async for number in numbers:
@@ -49,7 +48,7 @@ def feedback(first: Callable[..., Any]) -> Graph:
     return graph
 
 
-# --- what asyncio makes of several that are awaited ---
+# --- ways in which asyncio awaits several awaitables ---
 
 
 async def one_after_the_other(*waits: Awaitable[Any]) -> None:
