@@ -26,8 +26,8 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     1: (
         "resizing channels kept old buffers",
         (
-            "run/test_residue.py::test_a_thousand_channels_leave_the_process_as_it_was",
-            "run/test_residue.py::test_many_runs_leave_the_process_as_it_was",
+            "run/test_residue.py::test_thousand_channels_leak_nothing",
+            "run/test_residue.py::test_many_runs_leak_nothing",
         ),
     ),
     2: (
@@ -40,7 +40,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     3: (
         "keeping a returned array blocks the next run",
         (
-            "run/test_large_items.py::test_r8_results_that_outlive_the_run_stay_valid",
+            "run/test_large_items.py::test_r8_results_stay_valid_after_the_run",
             "contract/test_arrays.py::test_views_stay_valid_while_a_port_goes_on_and_when_all_is_gone",
         ),
     ),
@@ -55,13 +55,13 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "teardown depends on garbage collection",
         (
             "test_complaints.py::test_a_run_gives_its_memory_back_without_the_garbage_collector",
-            "run/test_residue.py::test_a_run_whose_handle_was_dropped_does_not_hold_the_program_up",
+            "run/test_residue.py::test_run_with_a_dropped_handle_does_not_delay_the_program",
         ),
     ),
     6: (
         "a consumer waits for ever after a retried generator",
         (
-            "run/test_operators_per_item.py::test_a_retry_of_flat_map_does_not_repeat_what_is_out",
+            "run/test_operators_per_item.py::test_retry_of_flat_map_does_not_repeat_outputs",
             "deaths/test_exactly_once.py::test_c11_flat_map_between_any_two_of_its_outputs",
             "run/test_explain.py::test_tee_with_branches_that_wait_for_each_other_is_detected",
         ),
@@ -131,7 +131,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     19: (
         "orphans when the parent is killed; false leak warnings",
         (
-            "run/test_residue.py::test_the_workers_of_a_program_that_was_killed_are_gone",
+            "run/test_residue.py::test_workers_of_a_killed_program_end",
             "run/test_every_way_out.py::test_every_exit_leaves_nothing",
         ),
     ),
@@ -158,8 +158,8 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "workers survive because they inherited both ends of a pipe",
         (
             "contract/test_port_deaths.py::test_the_last_writer_killed_does_not_look_like_a_clean_end",
-            "run/test_residue.py::test_the_workers_of_a_program_that_was_killed_are_gone",
-            "run/test_nested.py::test_what_runs_inside_a_killed_worker_ends_with_it",
+            "run/test_residue.py::test_workers_of_a_killed_program_end",
+            "run/test_nested.py::test_graph_inside_a_killed_worker_ends_with_it",
         ),
     ),
     24: (
@@ -198,7 +198,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "a hang at exit; a killed worker is noticed after minutes",
         (
             "run/test_death.py::test_worker_killed_while_waiting_for_an_item_is_reported",
-            "run/test_residue.py::test_the_workers_of_a_program_that_ends_without_waiting_are_gone",
+            "run/test_residue.py::test_workers_of_a_program_that_does_not_wait_end",
         ),
     ),
     30: (

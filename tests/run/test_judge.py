@@ -1,4 +1,4 @@
-"""Whether anybody can ever move again, as a function of two looks: values in, a value out."""
+"""Test the detection of a deadlock as a pure function of two views of a run."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def text_of(stuck: object) -> str:
     return str(stuck.failure.error)
 
 
-def test_two_equal_looks_at_which_everybody_waits_are_a_deadlock() -> None:
+def test_equal_views_with_only_waiting_workers_are_a_deadlock() -> None:
     assert NOBODY_PUTS in text_of(judge(LOOP, LOOP))
     assert REMEDY in text_of(judge(FULL, FULL))
 
 
-def test_a_writer_who_waits_for_bytes_is_told_to_take_more_memory() -> None:
+def test_writer_that_waits_for_bytes_gets_the_memory_remedy() -> None:
     short = look(edge("first", "second", writers=1, short_of_bytes=True), edge("second", "first", writers=1))
     assert MORE_MEMORY in text_of(judge(short, short))
 
 
-def test_one_look_proves_nothing() -> None:
+def test_single_view_proves_nothing() -> None:
     assert judge(None, LOOP) is None
 
 
@@ -75,7 +75,7 @@ def test_one_look_proves_nothing() -> None:
     ],
     ids=["an item was taken", "an item was put", "a worker was replaced", "something on another host"],
 )
-def test_what_has_moved_between_two_looks_is_no_deadlock(moved: Look) -> None:
+def test_change_between_two_views_rules_out_a_deadlock(moved: Look) -> None:
     assert isinstance(judge(moved, moved), Stuck)
     assert judge(moved, LOOP) is None
     assert judge(LOOP, moved) is None
@@ -92,14 +92,15 @@ def test_what_has_moved_between_two_looks_is_no_deadlock(moved: Look) -> None:
     ],
     ids=["one works", "one was woken", "one selects", "outside", "a result is unread"],
 )
-def test_somebody_who_may_go_on_at_either_look_is_no_deadlock(going_on: Look) -> None:
+def test_active_worker_in_either_view_rules_out_a_deadlock(going_on: Look) -> None:
     assert judge(LOOP, going_on) is None
     assert judge(going_on, LOOP) is None
     assert judge(going_on, going_on) is None
 
 
 def results(writers: int, putting: int = 0, getting: int = 0) -> Look:
-    """The program fills an input and reads two results; one of them has a writer who waits."""
+    """Return a view in which the program fills an input and reads two results; one result has a waiting
+    writer."""
     return look(
         edge("input", "work", writers=putting),
         edge("work", "result", writers=writers),
@@ -110,22 +111,22 @@ def results(writers: int, putting: int = 0, getting: int = 0) -> Look:
 
 
 @pytest.mark.parametrize("waits", [{"putting": 1}, {"getting": 1}])
-def test_a_full_result_is_taken_in_when_the_program_waits_elsewhere(waits: dict[str, int]) -> None:
+def test_full_result_is_gathered_while_the_program_waits_elsewhere(waits: dict[str, int]) -> None:
     full = results(writers=1, **waits)
     assert judge(full, full) == {RESULT}
 
 
-def test_a_full_result_is_left_to_a_program_that_may_come_to_read_it() -> None:
+def test_full_result_is_left_to_a_possible_reader() -> None:
     assert judge(results(writers=1), results(writers=1)) is None
     assert judge(results(writers=1), results(writers=1, putting=1)) is None
     assert judge(results(writers=0, putting=1), results(writers=0, putting=1)) is None
 
 
-# when to look, and how closely
+# --- when to inspect a run ---
 
 
 def looked(glances: list[Glance]) -> tuple[int, list[object]]:
-    """How often a run of two workers was looked at closely, and what was found at each glance."""
+    """Return how often a run of two workers was inspected, and the finding at each glance."""
     times, count, now = iter(glances), [0], [0.0]
     deadlocks = Deadlocks(0.0)
 
@@ -140,30 +141,30 @@ def looked(glances: list[Glance]) -> tuple[int, list[object]]:
     return count[0], found
 
 
-def test_a_run_that_moves_is_never_looked_at_closely() -> None:
+def test_moving_run_is_never_inspected() -> None:
     assert looked([Glance(moved, 2, 0) for moved in range(5)]) == (0, [None] * 5)
 
 
 @pytest.mark.parametrize("glance", [Glance(7, 1, 0), Glance(7, 2, 0, opened=True)])
-def test_nor_is_one_in_which_somebody_works_or_an_input_is_open(glance: Glance) -> None:
+def test_busy_run_with_or_without_open_input_is_not_inspected(glance: Glance) -> None:
     assert looked([glance] * 5) == (0, [None] * 5)
 
 
-def test_a_run_whose_results_nobody_reads_is_looked_at_closely_when_somebody_can_not_put() -> None:
+def test_run_with_unread_results_is_inspected_if_a_put_waits() -> None:
     unread = frozenset(TWO)
     assert looked([Glance(7, 2, 0, unread=unread)] * 3)[0] == 0
     assert looked([Glance(7, 0, 1, opened=True, unread=unread)] * 3)[0] == 2
     assert looked([Glance(7, 1, 0, unread=frozenset({RESULT}))] * 3)[0] == 0, "it has ended"
 
 
-def test_a_run_that_stands_still_is_looked_at_twice() -> None:
+def test_motionless_run_is_inspected_twice() -> None:
     count, found = looked([Glance(7, 1, 1)] * 3)
     assert count == 2
     assert found[:2] == [None, None]
     assert isinstance(found[2], Stuck)
 
 
-def test_a_move_between_two_looks_begins_anew() -> None:
+def test_movement_between_inspections_starts_again() -> None:
     count, found = looked([Glance(7, 2, 0)] * 2 + [Glance(8, 2, 0)] * 2)
     assert (count, found) == (2, [None] * 4)
 
@@ -178,7 +179,7 @@ def test_other_hosts_are_asked_until_they_have_answered() -> None:
     assert next(answers, "all") == "all"
 
 
-def test_workers_elsewhere_wait_for_what_they_say_and_not_what_their_links_ask_for() -> None:
+def test_remote_workers_count_by_their_own_reports() -> None:
     away = (stage("first"), dataclasses.replace(stage("second"), hosts=("far",)))
     stats = look(
         edge("first", "second", readers=5), edge("second", "first", readers=1, writers=1), stages=away
@@ -187,6 +188,6 @@ def test_workers_elsewhere_wait_for_what_they_say_and_not_what_their_links_ask_f
     assert (into.waiting_readers, out.waiting_readers, out.waiting_writers) == (1, 1, 2)
 
 
-def test_nothing_is_looked_at_before_it_is_due() -> None:
+def test_run_is_not_inspected_before_the_interval() -> None:
     deadlocks = Deadlocks(0.0)
     assert deadlocks.look(STILL / 2, TWO, pytest.fail, pytest.fail) is None
