@@ -83,15 +83,15 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     11: (
         "Ctrl-C needs repeating or prints several stack traces",
         (
-            "run/test_stop.py::test_the_first_signal_finishes_what_is_in_flight",
+            "run/test_stop.py::test_first_signal_finishes_items_in_flight",
             "run/test_every_way_out.py::test_every_exit_leaves_nothing",
         ),
     ),
     12: (
         "no clean stop; a crash while stopping",
         (
-            "run/test_stop.py::test_stopping_a_run_that_has_ended_does_nothing",
-            "run/test_stop.py::test_an_abort_after_a_stop_breaks_at_once",
+            "run/test_stop.py::test_stop_of_an_ended_run_does_nothing",
+            "run/test_stop.py::test_abort_after_a_stop_breaks_at_once",
         ),
     ),
     13: (
@@ -112,7 +112,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     15: (
         "an unpicklable lambda gives a silently empty list",
         (
-            "run/test_start_methods.py::test_lambdas_and_closures",
+            "run/test_start_methods.py::test_lambdas_and_closures_work",
             "check/test_check_values.py::test_what_cannot_be_pickled_is_named",
         ),
     ),
@@ -166,7 +166,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "an agent orphans its workers, or waits for ever on one that can't be ended",
         (
             "run/test_stop.py::test_abort_ends_workers_that_ignore_sigterm",
-            "run/test_stop.py::test_abort_gives_threads_up_that_nothing_can_interrupt",
+            "run/test_stop.py::test_abort_abandons_threads_that_cannot_be_interrupted",
         ),
     ),
     25: (
@@ -179,14 +179,14 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     26: (
         "forkserver as the default breaks closures",
         (
-            "run/test_start_methods.py::test_everything_of_main_works_in_a_script",
-            "run/test_start_methods.py::test_lambdas_and_closures",
+            "run/test_start_methods.py::test_objects_of_main_work_in_a_script",
+            "run/test_start_methods.py::test_lambdas_and_closures_work",
         ),
     ),
     27: (
         "functions of a notebook can't be found by spawned workers",
         (
-            "run/test_start_methods.py::test_everything_of_main_works_when_the_program_comes_by_exec",
+            "run/test_start_methods.py::test_objects_of_main_work_in_an_executed_program",
             "run/test_every_way_out.py::test_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing",
         ),
     ),

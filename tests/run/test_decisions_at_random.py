@@ -1,4 +1,4 @@
-"""Test the decisions of the supervisor for random events in any order: no run is stuck, no failure is
+"""What the supervisor decides, whatever happens in whatever order: a run is never stuck, and no failure is
 lost."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flowchan.run.policy.scaling import Add, Remove, Scale, Size
 
 
 class Runs(RuleBasedStateMachine):
-    """Run in the worst possible world, in which workers ignore everything but their death."""
+    """A run in a world that behaves as badly as it can: workers ignore everything but their death."""
 
     @initialize(
         stages=st.lists(st.integers(1, 3), min_size=1, max_size=4),
@@ -102,7 +102,7 @@ class Runs(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(workers, key=str)))
 
     def goes(self, worker: WorkerId) -> None:
-        """Let a process end without a report of its end."""
+        """A process is gone that has not told how it ended."""
         self.happens(MateEnded(worker) if self.state.ends_with_mates(worker) else died(worker))
 
     @precondition(lambda self: self.living - self.state.bereft.keys())
@@ -130,7 +130,7 @@ class Runs(RuleBasedStateMachine):
 
     @property
     def without_group(self) -> frozenset[WorkerId]:
-        """Return the workers of elastic gangs that may report a lost group."""
+        """Of elastic gangs, who may say so."""
         state = self.state
         return frozenset(one for one in state.alive - state.waiting.keys() if one.stage in state.elastic)
 
@@ -185,7 +185,8 @@ class Runs(RuleBasedStateMachine):
         assert at == math.inf or decide(self.state, Tick(), max(after, now)) != (self.state, ())
 
     def teardown(self) -> None:
-        """Check that a stopped run ends by time alone, whatever happened before; killed processes die."""
+        """Whatever has happened: once stopped, the run ends by the passing of time alone. Killed processes
+        die."""
         if not hasattr(self, "state"):
             return
         self.happens(StopAsked())
@@ -200,5 +201,4 @@ class Runs(RuleBasedStateMachine):
         raise AssertionError(f"stuck: {self.state}")
 
 
-# hypothesis simplifies a failure for up to 300 s before it shows it
-TestRuns = pytest.mark.timeout(400)(Runs.TestCase)
+TestRuns = pytest.mark.timeout(400)(Runs.TestCase)  # a failure is made simpler for up to 300 s, then shown

@@ -183,7 +183,7 @@ def test_generator_that_raises_midway_fails_the_run_with_its_item(on: Any) -> No
 def test_flat_map_without_an_iterable_fails_the_run(on: Any) -> None:
     graph = Graph("r3")
     graph.source([7]).flat_map(abs, on=on).sink(id)
-    assert "must return an iterable, not 7" in str(fails_once(graph))
+    assert "must return an iterable, got 7" in str(fails_once(graph))
 
 
 def test_element_that_is_not_iterable_fails_unbatch() -> None:

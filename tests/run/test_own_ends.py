@@ -108,7 +108,7 @@ def test_only_the_failing_stage_is_named(operator: str, long_walk: bool) -> None
 
 
 @everywhere
-def test_early_end_does_not_fail_an_item_of_flat_map(on: Any) -> None:
+def test_early_end_fails_no_item_of_flat_map(on: Any) -> None:
     graph = Graph("r2")
     numbers = graph.source(itertools.count()).flat_map(endless, on=on, retries=1)
     failed = numbers.errors.collect()
@@ -117,7 +117,7 @@ def test_early_end_does_not_fail_an_item_of_flat_map(on: Any) -> None:
     assert (results[taken], results[failed]) == ([0, 0, 0], [])
 
 
-def test_early_end_does_not_fail_an_item_of_async_flat_map() -> None:
+def test_early_end_fails_no_item_of_async_flat_map() -> None:
     graph = Graph("r2")
     numbers = graph.source(itertools.count()).flat_map(endless_async, retries=1)
     failed = numbers.errors.collect()

@@ -162,7 +162,7 @@ def supervisor(crew: FakeCrew) -> Supervisor:
     return Supervisor(crew.plan, crew)
 
 
-def test_a_run_goes_from_its_start_to_its_end(crew: FakeCrew, supervisor: Supervisor) -> None:
+def test_run_passes_from_its_start_to_its_end(crew: FakeCrew, supervisor: Supervisor) -> None:
     supervisor.start()
     for event in (Result("sink", 5), Retried(WORK), Ended(SOURCE), Ended(WORK, unwanted=2), Ended(SINK)):
         assert not supervisor.ended.is_set()
@@ -177,14 +177,14 @@ def test_a_run_goes_from_its_start_to_its_end(crew: FakeCrew, supervisor: Superv
     wait_until(lambda: not supervisor._thread.is_alive())  # type: ignore[union-attr]
 
 
-def test_a_start_that_fails_is_undone(crew: FakeCrew, supervisor: Supervisor) -> None:
+def test_failed_start_is_undone(crew: FakeCrew, supervisor: Supervisor) -> None:
     crew.refuses_to_start = OSError("no process")
     with pytest.raises(OSError, match="no process"):
         supervisor.start()
     assert crew.asked == [("start",), ("break", None), ("kill",), ("clear up", frozenset())]
 
 
-def test_a_mistake_of_ours_ends_the_run_and_is_told(crew: FakeCrew, supervisor: Supervisor) -> None:
+def test_internal_error_ends_the_run_and_is_reported(crew: FakeCrew, supervisor: Supervisor) -> None:
     error = KeyError("ours")
     supervisor.start()
     supervisor.tell(Crashed(error))
@@ -194,7 +194,7 @@ def test_a_mistake_of_ours_ends_the_run_and_is_told(crew: FakeCrew, supervisor: 
     assert crew.asked[1:] == [("break", error), ("kill",), ("clear up", everybody)]
 
 
-def test_a_failure_breaks_the_channels_and_ends_the_run(crew: FakeCrew, supervisor: Supervisor) -> None:
+def test_failure_breaks_the_channels_and_ends_the_run(crew: FakeCrew, supervisor: Supervisor) -> None:
     error = ValueError("wrong")
     supervisor.turn(Failure(WORK, error, "7", 1))
     assert crew.asked == [("break", error), ("release", WORK)]
@@ -204,9 +204,7 @@ def test_a_failure_breaks_the_channels_and_ends_the_run(crew: FakeCrew, supervis
     assert [failure.error for failure in supervisor.state.failures] == [error]
 
 
-def test_a_dead_worker_is_recovered_and_started_again_until_its_restarts_are_used(
-    crew: FakeCrew, supervisor: Supervisor
-) -> None:
+def test_dead_worker_is_restarted_until_its_restarts_are_used(crew: FakeCrew, supervisor: Supervisor) -> None:
     for _ in range(2):
         supervisor.turn(Gone(WORK))
         assert crew.asked == [("recover", WORK), ("start again", WORK)]
@@ -217,7 +215,7 @@ def test_a_dead_worker_is_recovered_and_started_again_until_its_restarts_are_use
     assert str(supervisor.state.failures[0].error) == "died, 2 used"
 
 
-def test_a_successor_whose_item_has_killed_before_is_started_after_a_pause(
+def test_replacement_for_a_deadly_item_starts_after_a_pause(
     crew: FakeCrew, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crew.deaths = 2
@@ -230,7 +228,7 @@ def test_a_successor_whose_item_has_killed_before_is_started_after_a_pause(
     assert crew.asked[1:] == [("break", None), ("release", WORK)]
 
 
-def test_a_gang_begins_again_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gang_restarts_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes to recover what each had in hand."""
     graph = Graph("faked")
     gang: dict[str, Any] = {"on": "process", "workers": 3, "restarts": 9, "restartable": True}
@@ -250,13 +248,13 @@ def test_a_gang_begins_again_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> Non
     assert crew.asked[-3:] == [("start again", mate) for mate in mates]
 
 
-def test_a_successor_that_can_not_be_started_fails_the_run(crew: FakeCrew, supervisor: Supervisor) -> None:
+def test_replacement_that_cannot_be_started_fails_the_run(crew: FakeCrew, supervisor: Supervisor) -> None:
     crew.refuses_to_start = OSError("no process")
     supervisor.turn(Gone(WORK))
     assert crew.asked[-2:] == [("break", crew.refuses_to_start), ("release", WORK)]
 
 
-def test_stage_gets_a_worker_and_loses_it_again(crew: FakeCrew, supervisor: Supervisor) -> None:
+def test_stage_gains_a_worker_and_loses_it_again(crew: FakeCrew, supervisor: Supervisor) -> None:
     added = WorkerId(WORK.stage, 2)
     supervisor.turn(Scale(WORK.stage, 2))
     assert supervisor.stats().stages[1].workers == 2
@@ -276,14 +274,14 @@ def test_worker_that_cannot_be_added_does_not_fail_the_run(crew: FakeCrew, super
     assert supervisor.stats().stages[1].alive == 1
 
 
-def test_a_process_that_has_told_how_it_ended_did_not_die(crew: FakeCrew, supervisor: Supervisor) -> None:
+def test_process_that_reported_its_end_did_not_die(crew: FakeCrew, supervisor: Supervisor) -> None:
     supervisor.turn(Ended(WORK))
     supervisor.turn(Gone(WORK))
     assert crew.asked == [("release", WORK)]
     assert supervisor.state.failures == ()
 
 
-def test_a_stop_stops_the_sources_and_the_rest_drains(crew: FakeCrew, supervisor: Supervisor) -> None:
+def test_stop_stops_the_sources_and_the_rest_drains(crew: FakeCrew, supervisor: Supervisor) -> None:
     supervisor.turn(StopAsked())
     assert crew.asked == [("stop sources",)]
     assert supervisor.stats().state == "stopping"
@@ -292,7 +290,7 @@ def test_a_stop_stops_the_sources_and_the_rest_drains(crew: FakeCrew, supervisor
     assert supervisor.stats().state == "stopped"
 
 
-def test_what_is_in_flight_may_take_its_time_while_it_moves(crew: FakeCrew, supervisor: Supervisor) -> None:
+def test_moving_items_extend_the_time_of_a_stopped_run(crew: FakeCrew, supervisor: Supervisor) -> None:
     def look() -> str:
         """When the time of a stopped run is up."""
         late = supervisor.state.since - STOP_SECONDS - 1
@@ -309,7 +307,7 @@ def test_what_is_in_flight_may_take_its_time_while_it_moves(crew: FakeCrew, supe
 
 
 @pytest.mark.parametrize(("host", "told"), [("", 0), ("far", 1024)])
-def test_who_gives_questions_up_never_waits_for_the_supervisor(host: str, told: int) -> None:
+def test_cancelling_requests_never_waits_for_the_supervisor(host: str, told: int) -> None:
     """Its queue is full here, and only other hosts have to be told."""
     here = planned()
     there = tuple(dataclasses.replace(worker, host=host) for worker in here.workers)
@@ -319,7 +317,7 @@ def test_who_gives_questions_up_never_waits_for_the_supervisor(host: str, told: 
     assert len(supervisor._events) == told
 
 
-def test_when_all_ends_have_ended_the_rest_is_stopped(crew: FakeCrew, supervisor: Supervisor) -> None:
+def test_run_is_stopped_when_all_its_sinks_have_ended(crew: FakeCrew, supervisor: Supervisor) -> None:
     supervisor.turn(Ended(SINK))
     assert crew.asked == [("release", SINK), ("stop sources",)]
     assert supervisor.state.phase == "finishing"
@@ -341,7 +339,9 @@ def test_workers_that_do_not_end_are_terminated_and_killed(
     assert (supervisor.state.phase, supervisor.state.abandoned) == ("ended", {SOURCE, SINK})
 
 
-def test_who_broke_a_channel_is_blamed_once_all_is_heard(crew: FakeCrew, supervisor: Supervisor) -> None:
+def test_worker_that_broke_a_channel_is_blamed_after_all_reports(
+    crew: FakeCrew, supervisor: Supervisor
+) -> None:
     crew.channels_broken, crew.hears_all = ["source"], False
     supervisor.turn(Ended(SINK))
     assert crew.asked == []
@@ -353,7 +353,7 @@ def test_who_broke_a_channel_is_blamed_once_all_is_heard(crew: FakeCrew, supervi
     assert (failure.worker, failure.channel, str(failure.error)) == (WORK, "source", "cause of source")
 
 
-def test_a_run_in_which_nobody_can_move_fails_with_the_reason(
+def test_deadlocked_run_fails_with_the_reason(
     crew: FakeCrew, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deadlock, "STILL", 0.0)
@@ -374,7 +374,7 @@ def test_a_run_in_which_nobody_can_move_fails_with_the_reason(
     assert isinstance(supervisor.state.failures[0].error, Deadlock)
 
 
-def test_a_full_result_that_nobody_reads_is_taken_in_when_the_program_waits(
+def test_full_unread_result_is_gathered_when_the_program_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     crew = FakeCrew(planned("input"))
