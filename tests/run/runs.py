@@ -16,7 +16,7 @@ from support.worker_latch import Gate as Gate
 from flowchan import Graph, In, Out, Run, StageStats
 
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
-"""For tests of what holds on both placements."""
+"""Parameter for tests that run on both placements."""
 
 
 def stage_of(run: Run, name: str) -> StageStats:
@@ -83,4 +83,4 @@ together = pytest.mark.parametrize(
     "together",
     [one_after_the_other, as_a_group, all_of_them, the_first_of_them, shielded, as_they_come, asyncio.gather],
 )
-"""For tests of what holds however a coroutine awaits several."""
+"""Parameter for tests that run with each way to await several awaitables."""

@@ -18,7 +18,7 @@ from support.waiting import wait_until
 from flowchan import Broken, Graph, In, Out, RunError, StageError
 
 TIMES = 10
-"""How often: which worker's end is heard first is a matter of chance."""
+"""Number of repetitions, because the order in which ends are reported is random."""
 
 
 class Lost(Exception):

@@ -42,7 +42,7 @@ def look(*edges: EdgeStats, stages: tuple[StageStats, ...] | None = None, **abou
 
 
 LOOP = look(edge("first", "second", readers=1), edge("second", "first", readers=1))
-"""Each waits for what the other puts."""
+"""View in which each stage waits for items of the other."""
 FULL = look(edge("first", "second", writers=1), edge("second", "first", writers=1))
 
 

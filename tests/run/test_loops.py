@@ -18,7 +18,7 @@ from support.waiting import wait_until
 from flowchan import Deadlock, Drained, Graph, In, Out, RunError, Stream, select
 
 MOST = 16
-"""So many numbers are under way at once: fewer than the channels of the loop hold."""
+"""Maximum number of numbers in the loop at once, which its channels can hold."""
 
 
 def steer(fresh: In[Any], again: In[Any], work: Out[Any], done: Out[Any]) -> None:

@@ -20,8 +20,7 @@ from support.waiting import wait_blocked
 from flowchan import Broken, Channel, ChannelError, Closed, Graph, In, Out, RunError, Stream
 
 TIMES = 5, 50
-"""How often a run is broken off, here and in the longest walks: which worker meets the break first is a
-matter of chance."""
+"""Number of repetitions, normally and in long tests, because the first worker that meets the break is random."""
 
 
 def same(item: Any) -> Any:

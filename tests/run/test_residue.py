@@ -226,7 +226,7 @@ def test_resources_of_a_process_run_are_freed_without_the_collector(end: Callabl
 
 
 many = pytest.mark.parametrize("runs", [50, pytest.param(200, marks=pytest.mark.long)])
-"""Of which not one may leave anything; what may add up unseen in a few is looked for in more."""
+"""Parameter for the number of runs; more runs show leaks that are invisible in a few."""
 
 
 def memory() -> int:

@@ -25,7 +25,7 @@ from flowchan.run.crew import local_crew
 pytestmark = pytest.mark.usefixtures("by_fork")
 
 MOST = 40
-"""More than any start here takes of anything."""
+"""More calls than any start in this file makes."""
 
 
 async def same(item: Any) -> Any:
