@@ -60,12 +60,12 @@ class ResultGathering:
         self._plan = plan
         self._crew = crew
         self._supervisor = supervisor
-        self._may_be_asked = {worker.id.stage for worker in plan.workers if worker.stage.asked}
+        self._with_requests = {worker.id.stage for worker in plan.workers if worker.stage.asked}
         self._all = [worker.id for worker in plan.workers if worker.gathers]
         # the last thread that asked for an item; None: its loop has ended
-        self._iterated: dict[str, int | None] = {}
-        self._kept: set[str] = set()  # results whose loop a Ctrl-C interrupted
-        self._taken_in: dict[str, _TakenIn] = {}  # results that were full before the program read them
+        self._loops: dict[str, int | None] = {}
+        self._kept_loops: set[str] = set()  # results whose loop a Ctrl-C interrupted
+        self._gathered: dict[str, _GatheredResult] = {}  # results that were full before the program read them
         self._begun = False
         self._lock = threading.Lock()
 
@@ -74,25 +74,25 @@ class ResultGathering:
     def claim(self, stage: str) -> bool:
         """Reserve a result for a loop on the calling thread; return false if it is taken."""
         with self._lock:
-            if self._begun or stage in self._iterated:
+            if self._begun or stage in self._loops:
                 return False
             self.asked(stage)
             return True
 
     def asked(self, stage: str) -> None:
         """Record that the calling thread asks for an item."""
-        self._iterated[stage] = threading.get_ident()
+        self._loops[stage] = threading.get_ident()
 
     def items(self, stage: str) -> Iterable[Any]:
         """Return the items of the result to iterate over."""
         coming = self.coming(stage)
-        return self._unasked(coming) if stage in self._may_be_asked else coming
+        return self._unasked(coming) if stage in self._with_requests else coming
 
     def coming(self, stage: str) -> Any:
         """Return the same, also for ``async for``, but including answers to requests."""
         self.asked(stage)
         self._supervisor.tell(Began(_worker(stage)))
-        taken_in = self._taken_in.get(stage)
+        taken_in = self._gathered.get(stage)
         return self._crew.port(_worker(stage)) if taken_in is None else taken_in.items
 
     def _unasked(self, items: Iterable[Any]) -> Iterator[Any]:
@@ -102,42 +102,42 @@ class ResultGathering:
 
     def left_of(self, stage: str, item: Any) -> Any:
         """Deliver the answers in an item and return the rest of it, or ``NOTHING``."""
-        return self._supervisor.left_of(item) if stage in self._may_be_asked else item
+        return self._supervisor.left_of(item) if stage in self._with_requests else item
 
     def raise_if_broken(self, stage: str) -> None:
         """Raise ``Broken`` if :meth:`items` did not yield all items."""
-        taken_in = self._taken_in.get(stage)
+        taken_in = self._gathered.get(stage)
         if taken_in is not None and taken_in.broken is not None:
             raise taken_in.broken
 
     def keep(self, stage: str) -> None:
         """Postpone the end of the calling thread's loop; the end of the ``with`` block decides about the
         rest."""
-        if self._iterated[stage] == threading.get_ident():
-            self._kept.add(stage)
+        if self._loops[stage] == threading.get_ident():
+            self._kept_loops.add(stage)
 
     def leave(self, stage: str) -> None:
         """End the loop over this result, unless it is kept."""
-        if stage not in self._kept:
+        if stage not in self._kept_loops:
             self._end(stage)
 
     def leave_all(self, of_thread: int) -> None:
         """End all loops of the given thread."""
-        for stage, reader in list(self._iterated.items()):
+        for stage, reader in list(self._loops.items()):
             if reader == of_thread:
                 self._end(stage)
 
     def break_all(self) -> None:
         """Break all results with a loop after a request to abort."""
-        for stage, reader in list(self._iterated.items()):
+        for stage, reader in list(self._loops.items()):
             if reader is not None:
                 self._break(stage)
 
     def leave_kept(self) -> None:
         """End the kept loops; the program has caught the Ctrl-C and continues."""
-        for stage in self._kept:
+        for stage in self._kept_loops:
             self._end(stage)
-        self._kept.clear()
+        self._kept_loops.clear()
 
     def _break(self, stage: str) -> None:
         """Break the result; an early end would make the other outputs of earlier stages look complete."""
@@ -145,7 +145,7 @@ class ResultGathering:
         self._end(stage)
 
     def _end(self, stage: str) -> None:
-        self._iterated[stage] = None
+        self._loops[stage] = None
         self._crew.port(_worker(stage)).close()
         with contextlib.suppress(Closed):  # the run may have ended
             self._supervisor.tell(Ended(_worker(stage)))
@@ -156,21 +156,21 @@ class ResultGathering:
         """Gather full results that the program cannot read at the time, as the supervisor asks."""
         with self._lock:
             for id in ids:
-                if not self._begun and id.stage not in self._iterated and id.stage not in self._taken_in:
+                if not self._begun and id.stage not in self._loops and id.stage not in self._gathered:
                     self._take_in(id)
 
     def _take_in(self, id: WorkerId) -> None:
         def left() -> bool:
-            return self._iterated.get(id.stage, 0) is None
+            return self._loops.get(id.stage, 0) is None
 
-        self._taken_in[id.stage] = _TakenIn(self._crew, self._supervisor, id, left)
+        self._gathered[id.stage] = _GatheredResult(self._crew, self._supervisor, id, left)
 
     def take_in_the_rest(self) -> None:
         """Add the rest of the interrupted loop of the calling thread to the results."""
         for id in self._all:
-            if self._iterated.get(id.stage) == threading.get_ident():
-                self._kept.add(id.stage)
-                if id.stage not in self._taken_in:
+            if self._loops.get(id.stage) == threading.get_ident():
+                self._kept_loops.add(id.stage)
+                if id.stage not in self._gathered:
                     self._take_in(id)
 
     def begin(self) -> None:
@@ -185,9 +185,9 @@ class ResultGathering:
                 if self._begun:
                     return
                 self._begun = True
-                waiting = [id for id in self._all if id.stage not in {*self._iterated, *self._taken_in}]
+                waiting = [id for id in self._all if id.stage not in {*self._loops, *self._gathered}]
                 while waiting:
-                    if waiting[0].stage in self._may_be_asked:
+                    if waiting[0].stage in self._with_requests:
                         self._take_in(waiting[0])
                     else:
                         self._crew.start_thread(waiting[0])
@@ -202,12 +202,12 @@ class ResultGathering:
     def results(self) -> Results:
         """Return the results of a run that has ended; those with a loop only if they were kept."""
         values = self._supervisor.results
-        for name, taken_in in self._taken_in.items():
+        for name, taken_in in self._gathered.items():
             taken_in.thread.join()
-            if name in self._kept or (name not in self._iterated and taken_in.broken is None):
+            if name in self._kept_loops or (name not in self._loops and taken_in.broken is None):
                 values.setdefault(name, list(taken_in.items))
         graph = self._plan.graph
-        taken = self._iterated.keys() - self._kept
+        taken = self._loops.keys() - self._kept_loops
         names = [stage.name for stage in graph.stages if stage.name in values and stage.name not in taken]
         streams: dict[Stream[Any], Any] = {Stream(graph, name, "out", name): values[name] for name in names}
         return Results(graph.name, streams)
@@ -218,7 +218,7 @@ def _worker(stage: str) -> WorkerId:
     return WorkerId(stage, 1)
 
 
-class _TakenIn:
+class _GatheredResult:
     """Items of a result that was full before the program read it; a thread keeps gathering them.
 
     ``left`` returns whether the loop over it has ended.
@@ -230,11 +230,11 @@ class _TakenIn:
         self.items: Channel[Any] = Channel(10**15)
         self.broken: Broken | None = None  # set if the run broke off and items are missing
         name, arguments = f"flowchan {supervisor.plan.graph.name}/{id}", (crew, supervisor, id, left)
-        self.thread = threading.Thread(target=self._pour, args=arguments, name=name, daemon=True)
+        self.thread = threading.Thread(target=self._drain, args=arguments, name=name, daemon=True)
         self.thread.start()
         crew.count_thread(id, self.thread)
 
-    def _pour(self, crew: LocalCrew, supervisor: Supervisor, id: WorkerId, left: Callable[[], bool]) -> None:
+    def _drain(self, crew: LocalCrew, supervisor: Supervisor, id: WorkerId, left: Callable[[], bool]) -> None:
         port = crew.port(id)
         last: Event = Ended(id)
         with contextlib.suppress(Closed):  # the run may have ended

@@ -55,7 +55,7 @@ class WorkerPool(Runnable):
         self._leaving = False
         self._stages: tuple[Stage, ...] = ()
         self._supervisor: weakref.ref[Supervisor] | None = None  # of the last run
-        self._unheard: list[Run] = []  # the last run, until it has ended and its failure was raised
+        self._unreported: list[Run] = []  # the last run, until it has ended and its failure was raised
 
     def _blueprint(self) -> Blueprint:
         return self._graph
@@ -71,40 +71,40 @@ class WorkerPool(Runnable):
         return self
 
     def _begin(self, plan: Plan) -> Run:
-        self._refuse_strangers()
+        self._refuse_forked_child()
         with self._lock:
-            run = Run(plan, self._made_ready(plan))
-            self._supervisor, self._unheard = weakref.ref(run._supervisor), run._supervisor.unheard
+            run = Run(plan, self._prepared(plan))
+            self._supervisor, self._unreported = weakref.ref(run._supervisor), run._supervisor.unheard
             return run
 
     def _watching(self) -> AbstractContextManager[Any]:
         """Start the processes before the progress display, or they would inherit its terminal."""
-        self._refuse_strangers()
+        self._refuse_forked_child()
         raise_for(self._graph)
         with interrupts_deferred(), self._lock:
-            self._made_ready(plan(self._graph, seed=0, memory=1))
+            self._prepared(plan(self._graph, seed=0, memory=1))
         return super()._watching()
 
-    def _refuse_strangers(self) -> None:
+    def _refuse_forked_child(self) -> None:
         """Raise in a forked child, where the lock may stay locked forever."""
         if self._pid != os.getpid():
-            raise self._outside()
+            raise self._outside_error()
 
-    def _outside(self) -> RuntimeError:
+    def _outside_error(self) -> RuntimeError:
         return RuntimeError(f"{self!r} must be used in its block: with graph.pool() as pool: pool.run()")
 
-    def _made_ready(self, plan: Plan) -> LastingProcesses:
+    def _prepared(self, plan: Plan) -> LastingProcesses:
         """Return the processes, one for each worker that needs one."""
-        lasting = self._ready_for(plan)
+        lasting = self._checked_processes(plan)
         with starts_of(self._graph):
             lasting.make_ready(plan.workers)
         return lasting
 
-    def _ready_for(self, plan: Plan) -> LastingProcesses:
+    def _checked_processes(self, plan: Plan) -> LastingProcesses:
         """Raise if the pool cannot run the plan now; otherwise return its processes."""
         if self._lasting is None or self._leaving:
-            raise self._outside()
-        if self._going_on() is not None:
+            raise self._outside_error()
+        if self._active_supervisor() is not None:
             raise RuntimeError(
                 f"{self!r} allows one run at a time, and the previous run has not ended; call run.wait(), "
                 "or use another pool"
@@ -139,7 +139,7 @@ class WorkerPool(Runnable):
                 [_not_closed(id, raised) for id, raised in failed],
             )
 
-    def _going_on(self) -> Supervisor | None:
+    def _active_supervisor(self) -> Supervisor | None:
         """Return the supervisor of the current run, or ``None`` if it has ended."""
         supervisor = None if self._supervisor is None else self._supervisor()
         return supervisor if supervisor is not None and not supervisor.ended.is_set() else None
@@ -147,7 +147,7 @@ class WorkerPool(Runnable):
     def _last_run(self) -> Run | None:
         """Return the run whose end or failure was not reported yet."""
         with self._lock:  # another thread may be starting one
-            return next(iter(self._unheard), None)
+            return next(iter(self._unreported), None)
 
     def _finish_run(self) -> None:
         if (run := self._last_run()) is not None:
@@ -174,7 +174,7 @@ class WorkerPool(Runnable):
             with interrupts_deferred(), self._lock:
                 self._lasting = None
                 _open.discard(self)
-                if (supervisor := self._going_on()) is not None:  # after the last Ctrl-C
+                if (supervisor := self._active_supervisor()) is not None:  # after the last Ctrl-C
                     supervisor.ask(AbortAsked())
                     lasting.kill()
                     supervisor.wait()
@@ -192,13 +192,13 @@ class WorkerPool(Runnable):
 
 
 def _refuse_hosts(graph: Blueprint) -> None:
-    far = [stage for stage in graph.stages if stage.placement.is_remote]
-    if far:
+    remote = [stage for stage in graph.stages if stage.placement.is_remote]
+    if remote:
         message = (
             "a pool can't keep workers on hosts, which end with each run; run the graph with graph.run(), or "
             "place the stage on='process'"
         )
-        raise GraphError(graph.name, [Problem("pool", stage.name, stage.where, message) for stage in far])
+        raise GraphError(graph.name, [Problem("pool", stage.name, stage.where, message) for stage in remote])
 
 
 def _refuse_ports(plan: Plan) -> None:

@@ -20,7 +20,7 @@ from support.waiting import wait_blocked
 from flowchan import Broken, Channel, ChannelError, Closed, Graph, In, Out, RunError, Stream
 
 TIMES = 5, 50
-"""Number of repetitions, normally and in long tests, because the first worker that meets the break is random."""
+"""Numbers of repetitions, normal and long, because the worker that meets the break first is random."""
 
 
 def same(item: Any) -> Any:

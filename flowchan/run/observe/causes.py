@@ -50,7 +50,7 @@ class _Load:
         return self.stage.working or self.stage.workers
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """Return whether its workers are threads of this process."""
         place = PLACEMENTS.get(self.stage.on)
         return place is not None and not place.apart and not self.stage.hosts
@@ -113,16 +113,16 @@ def cause_of(stats: RunStats, worked: Mapping[str, WorkSeconds], cores: int, gil
 
 
 def _gil(view: _View) -> Cause | None:
-    here = [load for load in view.loads.values() if load.is_here and load.worked.cpu is not None]
-    if not view.gil or not here:
+    local = [load for load in view.loads.values() if load.is_local and load.worked.cpu is not None]
+    if not view.gil or not local:
         return None
-    cpu = {load.stage.name: (load.worked.cpu or 0.0) / view.window for load in here}
+    cpu = {load.stage.name: (load.worked.cpu or 0.0) / view.window for load in local}
     used = sum(cpu.values())
     # A thread with the lock may have waited for a core.
     held = used + sum(
-        min((load.worked.ready or 0.0) / view.window, CROWDED * cpu[load.stage.name]) for load in here
+        min((load.worked.ready or 0.0) / view.window, CROWDED * cpu[load.stage.name]) for load in local
     )
-    most = max(here, key=lambda load: cpu[load.stage.name] / load.workers)
+    most = max(local, key=lambda load: cpu[load.stage.name] / load.workers)
     alone = cpu[most.stage.name] / most.workers >= BUSY * used
     if held < BUSY or used > ONE_CORE or used < SEEN or alone:
         return None

@@ -72,10 +72,10 @@ def measure(plan: Plan, channels: Channels, ports: Mapping[WorkerId, Ports]) -> 
     """Return the current counters of all channels and the waits at all ``ports``."""
     read: dict[str, dict[int, float]] = {}
     written: dict[str, dict[int, tuple[float, float]]] = {}
-    for id, mine in list(ports.items()):  # workers come and go concurrently
-        for reader in mine.inputs.values():
+    for id, own_ports in list(ports.items()):  # workers come and go concurrently
+        for reader in own_ports.inputs.values():
             read.setdefault(reader.channel._name, {})[id.number] = reader._waited()[0]
-        for writer in mine.writers():
+        for writer in own_ports.writers():
             written.setdefault(writer.channel._name, {})[id.number] = writer._waited()
     return tuple(
         Snapshot(edge, channels[edge.name].stats(), read.get(edge.name, {}), written.get(edge.name, {}))
@@ -100,7 +100,7 @@ def summarise(
     broken = Counter(failure.worker.stage for failure in state.failures if failure.item is not None)
     stages = []
     for stage in plan.graph.stages:
-        about = _About(
+        about = _StageInput(
             stage=stage,
             reads=reading.get(stage.name, []),
             writes=writing.get(stage.name, []),
@@ -142,7 +142,7 @@ def _edge(snapshot: Snapshot, share: int) -> EdgeStats:
 
 
 @dataclass(frozen=True, slots=True)
-class _About:
+class _StageInput:
     """State of one stage.
 
     ``broken`` items failed and ended the run, or came from ``ask``. ``worked`` comes from the clocks of the
@@ -162,7 +162,7 @@ class _About:
     size: Size | None = None
 
 
-def _stage(about: _About) -> StageStats:
+def _stage(about: _StageInput) -> StageStats:
     stage, reads, writes = about.stage, about.reads, about.writes
     workers = stage.worker_count if about.size is None else about.size.workers
     items_in = sum(s.stats.items_out for s in reads)
@@ -192,7 +192,7 @@ def _stage(about: _About) -> StageStats:
     )  # fmt: skip
 
 
-def _seconds(about: _About) -> WorkSeconds:
+def _seconds(about: _StageInput) -> WorkSeconds:
     """Return the seconds of all workers that the stage has had, with the waits at its channels."""
     return _with_waits(
         about.worked.total,
@@ -202,7 +202,7 @@ def _seconds(about: _About) -> WorkSeconds:
     )
 
 
-def _worker(worker: WorkerStats, about: _About) -> WorkerStats:
+def _worker(worker: WorkerStats, about: _StageInput) -> WorkerStats:
     """Return the seconds of one worker, with the waits at its ports."""
     reads = sum(snapshot.read_waits.get(worker.number, 0.0) for snapshot in about.reads)
     writes = [snapshot.write_waits.get(worker.number, (0.0, 0.0)) for snapshot in about.writes]
@@ -224,7 +224,7 @@ def _with_waits(worked: WorkSeconds, reads: float, writes: float, turns: float) 
     return dataclasses.replace(worked, input=reads, place=writes - turn, turn=turn)
 
 
-def _readers_left(about: _About, outs: list[Snapshot]) -> bool:
+def _readers_left(about: _StageInput, outs: list[Snapshot]) -> bool:
     """Return whether the stage has ended because its outputs had no reader left."""
     left = any(s.stats.inside and not s.stats.readers for s in outs)
     return not about.alive and (about.unwanted > 0 or left)

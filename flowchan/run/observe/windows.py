@@ -41,9 +41,9 @@ def between(earlier: RunStats | None, later: RunStats) -> RunStats:
     """Return ``later`` with rates, shares and cause since ``earlier``, or since the start of the run."""
     window = max(later.elapsed - (0.0 if earlier is None else earlier.elapsed), 1e-9)
     stages_before = {} if earlier is None else {stage.name: stage for stage in earlier.stages}
-    links_before = {} if earlier is None else {edge.name: edge for edge in earlier.edges}
+    edges_before = {} if earlier is None else {edge.name: edge for edge in earlier.edges}
     stages = tuple(_stage(stages_before.get(stage.name), stage, window) for stage in later.stages)
-    edges = tuple(_edge(links_before.get(edge.name), edge, window) for edge in later.edges)
+    edges = tuple(_edge(edges_before.get(edge.name), edge, window) for edge in later.edges)
     now = dataclasses.replace(later, stages=stages, edges=edges, window=window)
     worked = {
         stage.name: stage.seconds.since(stages_before[stage.name].seconds if stages_before else WorkSeconds())

@@ -23,9 +23,10 @@ def all_wait(stats: RunStats) -> bool:
     """Return whether every live worker waits for a channel of this graph.
 
     If so, only something outside the graph can wake one. The channels are read one after the other, so a
-    single call proves nothing. The result is false in three cases: a worker selects, which looks like several
-    waiting workers; a wait has a timeout and will end; a woken worker may continue. Coroutines count as
-    waiting; ``async_worker.only_wait_for`` checks whether their event loops have other work.
+    single call proves nothing. The result is false if a worker selects, which looks like several waiting
+    workers. It is also false if a wait has a timeout and will end, or if a woken worker may continue.
+    Coroutines count as waiting; ``async_worker.only_wait_for`` checks whether their event loops have other
+    work.
     """
     if any(edge.selecting > edge.awaiting or edge.woken for edge in stats.edges):
         return False

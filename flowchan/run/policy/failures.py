@@ -45,7 +45,7 @@ class Portable:
         whole = "".join(traceback.format_exception(error)).rstrip()
         self._text = text_of(error)
         # Kept outside the pickle, because an exception's own __reduce__ may omit its notes (json's does).
-        where = where or f"in {seeds.told()}"
+        where = where or f"in {seeds.worker_text()}"
         self._notes = [*getattr(error, "__notes__", ()), f"{where}:\n{whole}"]
         self._data: bytes | None
         import cloudpickle  # slow to import

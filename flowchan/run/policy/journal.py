@@ -43,25 +43,25 @@ class Journal:
 
     def begins(self) -> None:
         """Log the start of the run."""
-        self._tell(logging.INFO, f"{self._graph} begins with {self._workers} workers, seed {self._seed}")
+        self._log(logging.INFO, f"{self._graph} begins with {self._workers} workers, seed {self._seed}")
 
     def started(self, event: Started) -> None:
         """Log the start of a worker's process."""
-        self._tell(
+        self._log(
             logging.DEBUG, f"worker {event.worker} starts as {_where(event.pid, event.host)}", event.worker
         )
 
-    def decided(self, happening: SupervisorEvent, before: PolicyState, after: PolicyState) -> None:
+    def decided(self, event: SupervisorEvent, before: PolicyState, after: PolicyState) -> None:
         """Log the supervisor's decision about an event."""
-        if isinstance(happening, Died):
-            self._died(happening, before, after)
-        elif isinstance(happening, StopAsked) and before.phase == "running":
-            self._tell(logging.INFO, f"{self._graph} stops; items in flight are finished")
-        elif isinstance(happening, AbortAsked) and after.phase != before.phase:
-            self._tell(logging.INFO, f"{self._graph} is broken off")
-        elif isinstance(happening, Tick) and (before.phase, after.phase) == ("stopping", "aborting"):
+        if isinstance(event, Died):
+            self._died(event, before, after)
+        elif isinstance(event, StopAsked) and before.phase == "running":
+            self._log(logging.INFO, f"{self._graph} stops; items in flight are finished")
+        elif isinstance(event, AbortAsked) and after.phase != before.phase:
+            self._log(logging.INFO, f"{self._graph} is broken off")
+        elif isinstance(event, Tick) and (before.phase, after.phase) == ("stopping", "aborting"):
             text = f"was stopped, and no item has moved for {decisions.STOP_SECONDS:g} s"
-            self._tell(logging.WARNING, f"{self._graph} {text}: it is broken off")
+            self._log(logging.WARNING, f"{self._graph} {text}: it is broken off")
 
     def _died(self, died: Died, before: PolicyState, after: PolicyState) -> None:
         stage, failure = died.worker.stage, died.failure
@@ -74,19 +74,19 @@ class Journal:
             what += f"; it is replaced, restart {after.restarts[stage]} of {self._limits.get(stage, 0)}"
         else:
             what += "; it is replaced"
-        self._tell(logging.WARNING, what, died.worker)
+        self._log(logging.WARNING, what, died.worker)
 
     def not_added(self, worker: WorkerId, error: BaseException) -> str:
         """Log that another worker of a stage could not be started, and return the text."""
         text = f"worker {worker} could not be added: {text_of(error)}"
-        self._tell(logging.WARNING, text, worker)
+        self._log(logging.WARNING, text, worker)
         return text
 
     def slow(self, ended: Terminate) -> None:
         """Log that the supervisor ends a process that should have ended on its own."""
         how = "killed" if ended.force else "terminated"
         waited = decisions.GRACE * (1 + ended.force)
-        self._tell(
+        self._log(
             logging.WARNING,
             f"worker {ended.worker} has not ended {waited:g} s after it should have, and is {how}",
             ended.worker,
@@ -95,10 +95,10 @@ class Journal:
     def ends(self, state: str, seconds: float, stuck: frozenset[WorkerId]) -> None:
         """Log the end of the run and the threads that are ``stuck`` in the user's code."""
         for worker in sorted(stuck, key=str):
-            self._tell(logging.WARNING, f"worker {worker} still runs code that cannot be interrupted", worker)
-        self._tell(logging.INFO, f"{self._graph} is {state} after {seconds:.2f} s")
+            self._log(logging.WARNING, f"worker {worker} still runs code that cannot be interrupted", worker)
+        self._log(logging.INFO, f"{self._graph} is {state} after {seconds:.2f} s")
 
-    def _tell(self, level: int, text: str, worker: WorkerId | None = None) -> None:
+    def _log(self, level: int, text: str, worker: WorkerId | None = None) -> None:
         about: dict[str, Any] = {} if worker is None else {"stage": worker.stage, "number": worker.number}
         try:
             log.log(level, text, extra=about)
@@ -108,9 +108,9 @@ class Journal:
 
 def blamed(item: str, why: str) -> None:
     """Log that an item failed because workers died with it; called in the worker that has the item."""
-    here = seeds.worker()
-    about = {"stage": here.stage, "number": here.number}
-    log.error("stage %r gave up item %s: %s", here.stage, item, why, extra=about)
+    info = seeds.worker()
+    about = {"stage": info.stage, "number": info.number}
+    log.error("stage %r gave up item %s: %s", info.stage, item, why, extra=about)
 
 
 def _where(pid: int, host: str) -> str:

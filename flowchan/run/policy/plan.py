@@ -155,11 +155,13 @@ def plan(graph: Blueprint, seed: int, memory: int) -> Plan:
         if stage.operator.outside:
             inputs[stage.name] = tuple(edge.name for edge in edges if edge.writer == stage.name)
         else:
-            workers += _hosted(_workers(stage, edges), stage.placement, taken)
+            workers += _on_hosts(_workers(stage, edges), stage.placement, taken)
     return Plan(graph, edges, tuple(workers), inputs, seed, memory)
 
 
-def _hosted(workers: Iterator[PlannedWorker], placement: Placement, taken: Taken) -> Iterator[PlannedWorker]:
+def _on_hosts(
+    workers: Iterator[PlannedWorker], placement: Placement, taken: Taken
+) -> Iterator[PlannedWorker]:
     """Assign each worker of a stage to the host with the fewest workers, the first of several.
 
     A placement with shares counts only its own workers, so that other placements do not affect them.
@@ -178,14 +180,14 @@ def _hosted(workers: Iterator[PlannedWorker], placement: Placement, taken: Taken
 
 def _workers(stage: Stage, edges: tuple[Edge, ...]) -> Iterator[PlannedWorker]:
     for number in range(1, stage.worker_count + 1):
-        mine = [edge for edge in edges if edge.writer == stage.name and edge.worker in (0, number)]
+        own = [edge for edge in edges if edge.writer == stage.name and edge.worker in (0, number)]
         outputs = {
             edge.writing_end: edge.name
             for output in stage.outputs
-            for edge in mine
+            for edge in own
             if edge.writer_port == output.port
         }
-        errors = next((edge.name for edge in mine if edge.errors), None)
+        errors = next((edge.name for edge in own if edge.errors), None)
         inputs = _inputs(stage, number, edges)
         yield PlannedWorker(WorkerId(stage.name, number), stage, inputs, outputs, errors)
 
@@ -195,6 +197,6 @@ def _inputs(stage: Stage, number: int, edges: tuple[Edge, ...]) -> dict[str, str
 
     An operator with one worker per input gives each worker one of the stage's ports.
     """
-    mine = stage.input_ports[number - 1 : number] if stage.operator.worker_per_input else stage.input_ports
+    own = stage.input_ports[number - 1 : number] if stage.operator.worker_per_input else stage.input_ports
     read = [edge for edge in edges if edge.reader == stage.name and edge.to_worker in (0, number)]
-    return {edge.reading_end: edge.name for port in mine for edge in read if edge.reader_port == port}
+    return {edge.reading_end: edge.name for port in own for edge in read if edge.reader_port == port}

@@ -45,7 +45,7 @@ class Worker:
     host: str = ""
 
 
-_here: ContextVar[Worker] = ContextVar("flowchan worker")
+_current: ContextVar[Worker] = ContextVar("flowchan worker")
 _of_process: Worker | None = None  # for threads that user code starts in a worker's process
 
 
@@ -55,7 +55,7 @@ def worker() -> Worker:
     Raises:
         RuntimeError: The caller does not run in a worker.
     """
-    found = _here.get(_of_process)
+    found = _current.get(_of_process)
     if found is None:
         raise RuntimeError(
             "flowchan.worker(): no worker runs here; call it in the function or class of a stage"
@@ -63,12 +63,12 @@ def worker() -> Worker:
     return found
 
 
-def told() -> str:
+def worker_text() -> str:
     """Name the current worker for messages, such as ``the worker map 2 on host 'gpu1'``."""
-    here = _here.get(_of_process)
-    if here is None:
+    info = _current.get(_of_process)
+    if info is None:
         return "the worker"
-    return f"the worker {here.stage} {here.number}" + (f" on host {here.host!r}" if here.host else "")
+    return f"the worker {info.stage} {info.number}" + (f" on host {info.host!r}" if info.host else "")
 
 
 def seed_of(run: int, stage: str, number: int, incarnation: int) -> int:
@@ -78,21 +78,21 @@ def seed_of(run: int, stage: str, number: int, incarnation: int) -> int:
     return int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest()) >> 1
 
 
-def enter(here: Worker) -> None:
+def enter(info: Worker) -> None:
     """Set the worker of this thread or task."""
-    _here.set(here)
+    _current.set(info)
 
 
-def begin(here: Worker) -> None:
+def begin(info: Worker) -> None:
     """Set the worker of this process, before any user code is loaded."""
     global _of_process
-    _of_process = here
+    _of_process = info
     # A fork has copied the finder of its parent.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _SeedOnImport)]
-    sys.meta_path.insert(0, _SeedOnImport(here.seed))
+    sys.meta_path.insert(0, _SeedOnImport(info.seed))
     for name in SEEDED:
         if (module := sys.modules.get(name)) is not None:
-            _seed(module, here.seed)
+            _seed(module, info.seed)
 
 
 def _seed_numpy(module: Any, seed: int) -> None:

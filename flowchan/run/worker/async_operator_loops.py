@@ -74,7 +74,7 @@ async def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
     async for item in items:
-        given = 0  # a retry does not repeat earlier outputs
+        emitted = 0  # a retry does not repeat earlier outputs
         for attempt in range(1, job.retries + 2):
             try:
                 async with (
@@ -83,10 +83,10 @@ async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
                 ):
                     number = 0
                     async for output in elements:
-                        if number == given:
+                        if number == emitted:
                             async with _does_not_count(limit):
                                 await _put_or_end(out, output)
-                            given += 1
+                            emitted += 1
                         number += 1
                 break
             except OwnEnd as end:

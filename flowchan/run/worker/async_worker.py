@@ -27,7 +27,7 @@ from flowchan.run.policy.seeds import Worker
 from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.operator_loops import OperatorJob
 from flowchan.run.worker.port_release import PortRelease
-from flowchan.run.worker.worker import end, ends_of, job_of, join_ports, let_go, tell_aborts
+from flowchan.run.worker.worker import end, ends_of, job_of, join_ports, tell_aborts, without_traceback
 from flowchan.run.worker.worker_callable import built_async, nothing
 
 ANSWER_WITHIN_S = 0.05
@@ -105,8 +105,8 @@ class Tasks:
     def cancel(self) -> None:
         """Cancel the tasks once; later calls do not disturb their cleanup."""
         with self._lock:
-            loop, again, self._cancelled = self._loop, self._cancelled, True
-        if loop is not None and not again:
+            loop, repeated, self._cancelled = self._loop, self._cancelled, True
+        if loop is not None and not repeated:
             with contextlib.suppress(RuntimeError):  # the loop is closed, so the tasks have ended
                 loop.call_soon_threadsafe(self._cancel)
 
@@ -122,15 +122,15 @@ class Tasks:
         loop = asyncio.get_running_loop()
         if isinstance(loop, StageLoop):
             loop.starter = asyncio.current_task()
-        everybody = [asyncio.ensure_future(worker) for worker in workers]
-        self._tasks = everybody
+        running = [asyncio.ensure_future(worker) for worker in workers]
+        self._tasks = running
         with self._lock:
             self._loop = loop
             cancelled = self._cancelled
         await asyncio.sleep(0)  # a task cancelled before its first step would not report its end
         if cancelled:
             self._cancel()
-        await asyncio.gather(*everybody)
+        await asyncio.gather(*running)
         with self._lock:
             self._loop = None
         self._tasks = []
@@ -142,12 +142,12 @@ def work_together(
 ) -> None:
     """Run the workers of an ``async def`` stage as tasks of one event loop on this thread."""
 
-    async def one(here: Worker, ports: Ports) -> None:
-        worker = WorkerId(here.stage, here.number)
-        seeds.enter(here)
+    async def run_worker(info: Worker, ports: Ports) -> None:
+        worker = WorkerId(info.stage, info.number)
+        seeds.enter(info)
         job = OperatorJob(kind=stage.kind, function=nothing)
         ended_by: BaseException | None = None
-        leaving = PortRelease(worker, ports, tell)
+        release = PortRelease(worker, ports, tell)
         tell_aborts(worker, ports, tell, sends=False)
         try:
             join_ports(ports, stage)
@@ -158,18 +158,18 @@ def work_together(
                 tell(Began(worker))
                 await stage.operator.run_async()(job, **ends_of(job, stage, ports))
         except BaseException as error:
-            ended_by = let_go(error, ports)
-        silent.discard(worker)
-        end(worker, job, ports, leaving, ended_by, tell, sends=False)
-        leaving.done()
+            ended_by = without_traceback(error, ports)
+        unreported.discard(worker)
+        end(worker, job, ports, release, ended_by, tell, sends=False)
+        release.done()
 
-    silent = {WorkerId(here.stage, here.number) for here in workers}
-    together = tasks.run(one(here, ports) for here, ports in workers.items())
+    unreported = {WorkerId(info.stage, info.number) for info in workers}
+    work = tasks.run(run_worker(info, ports) for info, ports in workers.items())
     try:
         with asyncio.Runner(loop_factory=_stage_loop) as runner:
-            runner.run(together)
+            runner.run(work)
     except BaseException as error:  # the loop failed: each worker must report, or the run waits forever
-        together.close()
-        for worker in sorted(silent, key=str):
+        work.close()
+        for worker in sorted(unreported, key=str):
             with contextlib.suppress(Closed):
                 tell(Failure(worker, error, None, os.getpid()))

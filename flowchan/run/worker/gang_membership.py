@@ -39,19 +39,19 @@ class GangMembership:
     def enter(self) -> None:
         """Join the first group."""
         if self._member is None:
-            self._await_seat(None)
-        self._sit_down()
+            self._await_membership(None)
+        self._join_group()
 
     def work(self, call: Callable[[Any], None]) -> None:
         """Call ``call`` with the group, and again with the next group each time a group ends."""
-        while (over := self._worked(call)) is not None:
+        while (over := self._run_in_group(call)) is not None:
             self._member._abandon()
             for reader in self._ports.inputs.values():
                 reader._begin_again()
-            self._await_seat(over)
-            self._sit_down()
+            self._await_membership(over)
+            self._join_group()
 
-    def _worked(self, call: Callable[[Any], None]) -> Failure | None:
+    def _run_in_group(self, call: Callable[[Any], None]) -> Failure | None:
         """Run ``call`` and return the failure that ended the group, or ``None``.
 
         The frame of ``call`` does not outlive this method.
@@ -59,25 +59,25 @@ class GangMembership:
         try:
             call(self._group)
         except MemberDied as error:
-            return self._over(error)
+            return self._failure_of(error)
         return None
 
-    def _sit_down(self) -> None:
+    def _join_group(self) -> None:
         """Join the first group that all members join."""
         while True:
             try:
                 self._group = self._member.__enter__()
                 return
             except MemberDied as error:
-                self._await_seat(self._over(error))
+                self._await_membership(self._failure_of(error))
 
-    def _over(self, error: MemberDied) -> Failure:
+    def _failure_of(self, error: MemberDied) -> Failure:
         """Return the failure to report; raise ``error`` if no other group follows."""
         if self._next is None:
             raise error
         return Failure(self._worker, Portable(error), None, os.getpid())
 
-    def _await_seat(self, over: Failure | None) -> None:
+    def _await_membership(self, over: Failure | None) -> None:
         """Report the lost group and wait for the next membership.
 
         Raises :class:`Broken` if the run has broken off.

@@ -52,16 +52,16 @@ def present() -> list[str]:
 
     Without that variable, these are all GPUs that the driver lists.
     """
-    told = os.environ.get(VISIBLE)
-    if told is not None:
-        words = [word.strip() for word in told.split(",")]
+    visible = os.environ.get(VISIBLE)
+    if visible is not None:
+        words = [word.strip() for word in visible.split(",")]
         return [word for word in itertools.takewhile(lambda word: word != "-1", words) if word]
     command = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return []
-    return asked.stdout.split()
+    return listed.stdout.split()
 
 
 def see_only(devices: str | None) -> None:

@@ -17,7 +17,7 @@ from flowchan.declare.values import Stage
 if TYPE_CHECKING:
     import asyncio
 
-LEAST = 1e-6
+MIN_TIMEOUT_S = 1e-6
 """Shortest time limit in seconds; zero would stop the timer."""
 
 
@@ -76,7 +76,7 @@ def _steps(elements: Iterable[Any], left: float) -> Iterator[Any]:
     iterator = iter(elements)
     while True:
         began = time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, max(left, LEAST))
+        signal.setitimer(signal.ITIMER_REAL, max(left, MIN_TIMEOUT_S))
         try:
             element = next(iterator)
         except StopIteration:

@@ -53,15 +53,15 @@ class Sending(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._here: dict[str, Any] = {}
+        self._worker_attributes: dict[str, Any] = {}
         self._put: Callable[[Logged], None] | None = None
-        self._alone = False
+        self._installed = False
 
-    def begin(self, here: Worker, levels: Mapping[str, int], put: Callable[[Logged], None]) -> None:
+    def begin(self, info: Worker, levels: Mapping[str, int], put: Callable[[Logged], None]) -> None:
         """Send records to ``put`` from now on, starting at the program's ``levels``."""
-        self._here = {"stage": here.stage, "number": here.number, "host": here.host}
+        self._worker_attributes = {"stage": info.stage, "number": info.number, "host": info.host}
         self._put = put
-        if not self._alone:
+        if not self._installed:
             self._take_over()
         set_levels(levels)
 
@@ -75,7 +75,7 @@ class Sending(logging.Handler):
             logger.filters.clear()
             logger.propagate = True
         logging.root.addHandler(self)
-        self._alone = True
+        self._installed = True
 
     def rest(self) -> None:
         """Stop sending records at the end of a run."""
@@ -90,7 +90,7 @@ class Sending(logging.Handler):
         put = self._put
         try:
             if put is not None:
-                put(Logged({**self._here, **_plain(record)}))
+                put(Logged({**self._worker_attributes, **_plain(record)}))
         except (Closed, Broken):
             pass  # the run has ended
         except Exception:

@@ -25,12 +25,12 @@ from flowchan.items.failed import Failed
 from flowchan.items.text import short
 from flowchan.run.policy import journal
 from flowchan.run.policy.failures import ItemFailed, Portable, text_of
-from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare, has_asked
+from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare, has_requests
 
 SKIPPED: Any = object()
 POLL_INTERVAL_S = 0.05
 """Seconds between two checks whether the run has broken off."""
-TROUBLE_EVERY = 0.5
+TROUBLE_INTERVAL_S = 0.5
 """Minimum number of seconds between two reports of failed items by a worker."""
 
 
@@ -52,7 +52,7 @@ class OperatorJob:
     on_retry: Callable[[], None] = lambda: None
     on_result: Callable[[Any], None] = lambda _: None
     on_trouble: Callable[[str], None] = lambda _: None
-    trouble_told_at: float = -TROUBLE_EVERY
+    last_trouble_at: float = -TROUBLE_INTERVAL_S
     on_clean_up: Callable[[], None] = lambda: None  # called when a task starts its cleanup
     unwanted: int = 0  # items without a reader (partition), or of cancelled requests
     predecessors: tuple[str, ...] = ()  # how earlier workers with the first item died
@@ -120,8 +120,8 @@ class OperatorJob:
             raise ItemFailed(bare(item)) from error
         crosses = self.errors.channel.transport.copies
         carried: Any = Portable(error) if crosses else error
-        if time.monotonic() > self.trouble_told_at + TROUBLE_EVERY:
-            self.trouble_told_at = time.monotonic()
+        if time.monotonic() > self.last_trouble_at + TROUBLE_INTERVAL_S:
+            self.last_trouble_at = time.monotonic()
             self.on_trouble(f"item {short(item, 60)}: {text_of(error)}")
         try:
             self.errors.put(Failed(item, carried, attempts))
@@ -138,7 +138,7 @@ class OperatorJob:
         """
         if is_end_of(out, error):
             if isinstance(error, Closed):
-                self.let_go(item)
+                self.drop_item(item)
             raise error
         self.give_up(item, error)
 
@@ -147,15 +147,15 @@ class OperatorJob:
         try:
             out.put(item)
         except Closed:
-            self.let_go(item)
+            self.drop_item(item)
             raise
 
-    def let_go(self, item: Any) -> None:
+    def drop_item(self, item: Any) -> None:
         """Drop ``item``, and report that to the caller of ``ask``."""
         if self.answering is not None:
-            self.answering.let_go(item)
+            self.answering.drop_item(item)
 
-    def let_go_of_the_rest(self, items: In[Any]) -> int:
+    def drop_remaining(self, items: In[Any]) -> int:
         """Drop the remaining items when their outputs have no reader, and return their number.
 
         Each caller of ``ask`` whose item was dropped gets an error.
@@ -170,7 +170,7 @@ class OperatorJob:
                 while True:
                     item = items.get_nowait()
                     number += 1
-                    self.let_go(item)
+                    self.drop_item(item)
         return number
 
     def count_unwanted(self) -> None:
@@ -243,32 +243,32 @@ def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
     function = job.function
     for item in items:
-        given = 0  # a retry does not repeat earlier outputs
+        emitted = 0  # a retry does not repeat earlier outputs
 
-        def pour(item: Any) -> None:
-            nonlocal given
+        def emit(item: Any) -> None:
+            nonlocal emitted
             for number, output in enumerate(_elements(function, item)):
-                if number == given:
+                if number == emitted:
                     put_or_end(out, output)
-                    given += 1
+                    emitted += 1
 
-        _pour(job, pour, item)
+        _emit_outputs(job, emit, item)
         del item
 
 
 def unbatch(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
     for item in items:
 
-        def pour(item: Any) -> None:
+        def emit(item: Any) -> None:
             for place, element in enumerate(item):
                 try:
                     put_or_end(out, element)
                 except OwnEnd:
-                    if has_asked(item):
-                        job.let_go(item[place:])
+                    if has_requests(item):
+                        job.drop_item(item[place:])
                     raise
 
-        _pour(job, pour, item)
+        _emit_outputs(job, emit, item)
         del item
 
 
@@ -296,15 +296,15 @@ def _elements(function: Callable[[Any], Iterable[Any]], item: Any) -> Iterable[A
     return elements
 
 
-def _pour(job: OperatorJob, pour: Callable[[Any], Any], item: Any) -> None:
+def _emit_outputs(job: OperatorJob, emit: Callable[[Any], Any], item: Any) -> None:
     """Call ``pour(item)``, which puts outputs while the user's iterator runs."""
     try:
-        pour(item)
+        emit(item)
     except OwnEnd as end:
         raise end.__cause__ or Closed from None
     except BaseException as error:
         try:
-            job.recover(pour, item, error)
+            job.recover(emit, item, error)
         except ItemFailed as failed:
             if isinstance(failed.__cause__, OwnEnd):
                 raise failed.__cause__.__cause__ or Closed from None
@@ -387,13 +387,13 @@ def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
     branches = list(outs.values())
     for item in items:
         for out in list(branches):
-            own = job.answering is not None and has_asked(item)  # each branch drops its own members
+            own = job.answering is not None and has_requests(item)  # each branch drops its own members
             try:
                 out.put(list(item) if own else item)
             except Closed:  # this branch has no reader left; others do
                 branches.remove(out)
         if not branches:
-            job.let_go(item)
+            job.drop_item(item)
             return
 
 
@@ -410,7 +410,7 @@ def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
                 continue
         if branch not in branches:
             job.unwanted += 1
-            job.let_go(item)
+            job.drop_item(item)
             continue
         try:
             branches[branch].put(item)
@@ -418,7 +418,7 @@ def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
             # this branch has no reader left; others do
             if isinstance(error, Closed) and is_end_of(branches[branch], error):
                 job.unwanted += 1
-                job.let_go(item)
+                job.drop_item(item)
                 del branches[branch]
             else:
                 job.not_sent(branches[branch], item, error)
@@ -453,10 +453,10 @@ def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> N
     ports = list(inputs.values())
     while True:
         try:
-            together = tuple([port.get() for port in ports])
+            items = tuple([port.get() for port in ports])
         except Drained:
             return
-        out.put(together)
+        out.put(items)
 
 
 def allreduce(job: OperatorJob, *, out: Out[Reduced[Any]], **inputs: In[Any]) -> None:

@@ -132,16 +132,16 @@ class Answering:
             return function
 
         async def call_later(item: Any) -> Any:
-            wanted = self._wanted(item)
-            return self._given(wanted, await function(bare(wanted)))
+            wanted = self._wanted_part(item)
+            return self._forwarded(wanted, await function(bare(wanted)))
 
         def call(item: Any) -> Any:
-            wanted = self._wanted(item)
-            return self._given(wanted, function(bare(wanted)))
+            wanted = self._wanted_part(item)
+            return self._forwarded(wanted, function(bare(wanted)))
 
         return call_later if is_async(function) else call
 
-    def _wanted(self, item: Any) -> Any:
+    def _wanted_part(self, item: Any) -> Any:
         """Return the item, or the members of a batch that are still wanted.
 
         Raises ``Dropped`` if no caller waits for it, or the error of its unpickling.
@@ -151,21 +151,21 @@ class Answering:
                 raise Dropped
             if type(item.item) is NotRead:
                 raise item.item.error
-        elif has_asked(item):
-            item[:] = [one for one in item if type(one) is not Request or self._can_be_used(one)]
+        elif has_requests(item):
+            item[:] = [one for one in item if type(one) is not Request or self._is_usable(one)]
             if not item:
                 raise Dropped
         return item
 
-    def _can_be_used(self, member: Request) -> bool:
+    def _is_usable(self, member: Request) -> bool:
         """Return whether a member of a batch is readable and wanted; refuse an unreadable one."""
         if type(member.item) is NotRead:
             self.refuse(member, member.item.error)
         return type(member.item) is not NotRead and not is_crossed_off(member.question, member.board)
 
-    def _given(self, item: Any, result: Any) -> Any:
+    def _forwarded(self, item: Any, result: Any) -> Any:
         """Return the result for the next stage, and answer requests that end in this stage."""
-        operator, batch = self._stage.operator, has_asked(item)
+        operator, batch = self._stage.operator, has_requests(item)
         members = [item] if type(item) is Request else item if batch else []
         if operator.one_output:
             return self._wrapped(item, result)
@@ -174,7 +174,7 @@ class Answering:
             if type(one) is Request and operator.ends:
                 self.answer(one, given)
             elif type(one) is Request and operator.lets_go and not result:
-                self.let_go(one)
+                self.drop_item(one)
         return result
 
     def _wrapped(self, item: Any, result: Any) -> Any:
@@ -184,7 +184,7 @@ class Answering:
         """
         if type(item) is Request:
             return Request(item.question, result, item.board)
-        if not has_asked(item):
+        if not has_requests(item):
             return result
         if not _fits(result, item, True):
             raise TypeError(
@@ -192,15 +192,15 @@ class Answering:
                 f"batch with items from ask(), got {short(result, 60)}"
             )
         given = []
-        for one, its in zip(item, result, strict=True):
+        for one, part in zip(item, result, strict=True):
             if type(one) is not Request:
-                given.append(its)
-            elif not isinstance(its, Exception):
-                given.append(Request(one.question, its, one.board))
+                given.append(part)
+            elif not isinstance(part, Exception):
+                given.append(Request(one.question, part, one.board))
             elif "members" in self._stage.options:
-                given.append(its)  # ``without_failed`` reports it
+                given.append(part)  # ``without_failed`` reports it
             else:
-                self.refuse(one, its)
+                self.refuse(one, part)
         return given
 
     def answer(self, item: Request, value: Any) -> None:
@@ -220,18 +220,18 @@ class Answering:
         """
         asked: list[Request] = []
         if type(item) is Unreadable:
-            others = without_asked(_questions_in(item), asked.append)
+            others = without_requests(_questions_in(item), asked.append)
             left = NOTHING if others is NOTHING else item
         else:
-            left = without_asked(item, asked.append)
+            left = without_requests(item, asked.append)
         for index, one in enumerate(asked):
             self.refuse(one, error, failed=int(left is NOTHING and index == 0))
         return left
 
-    def let_go(self, item: Any) -> None:
+    def drop_item(self, item: Any) -> None:
         """Report an item without an answer to its callers."""
         error = LookupError(f"stage {self._stage.name!r} dropped the item, so it has no answer")
-        without_asked(item, lambda one: self.refuse(one, error))
+        without_requests(item, lambda one: self.refuse(one, error))
 
 
 def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], None]) -> Any:
@@ -246,12 +246,12 @@ def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], Non
         else:
             settle(one.question, one.item, None)
 
-    return without_asked(item, answer)
+    return without_requests(item, answer)
 
 
-def without_asked(item: Any, found: Callable[[Request], object]) -> Any:
+def without_requests(item: Any, found: Callable[[Request], object]) -> Any:
     """Call ``found`` with each request in an item, and return the rest or ``NOTHING``."""
-    if not (type(item) is Request or has_asked(item)):
+    if not (type(item) is Request or has_requests(item)):
         return item
     members = [item] if type(item) is Request else item
     for one in members:
@@ -260,7 +260,7 @@ def without_asked(item: Any, found: Callable[[Request], object]) -> Any:
     return [one for one in members if type(one) is not Request] or NOTHING
 
 
-def has_asked(item: Any) -> bool:
+def has_requests(item: Any) -> bool:
     """Return whether the item is a batch with requests among its members."""
     return type(item) is list and any(type(one) is Request for one in item)
 
@@ -274,7 +274,7 @@ def bare(item: Any) -> Any:
     """Return the item without its requests, as the user knows it."""
     if type(item) is Request:
         return item.item
-    return [one.item if type(one) is Request else one for one in item] if has_asked(item) else item
+    return [one.item if type(one) is Request else one for one in item] if has_requests(item) else item
 
 
 # --- in the program ---
@@ -283,15 +283,15 @@ def bare(item: Any) -> Any:
 class Requests:
     """Open requests of one run.
 
-    ``failure`` returns why the run failed, if it did. ``crossed_off`` is called with the number of each
+    ``failure`` returns why the run failed, if it did. ``on_cancelled`` is called with the number of each
     cancelled request.
     """
 
     def __init__(
-        self, failure: Callable[[], BaseException | None], crossed_off: Callable[[int], None]
+        self, failure: Callable[[], BaseException | None], on_cancelled: Callable[[int], None]
     ) -> None:
         self._failure = failure
-        self._tell_crossed_off = crossed_off
+        self._on_cancelled = on_cancelled
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._lock = threading.Lock()
@@ -317,7 +317,7 @@ class Requests:
             if self._open.pop(question, None) is None or self._board is None:
                 return
             self._board.cross_off(question)
-        self._tell_crossed_off(question)
+        self._on_cancelled(question)
 
     def settle(self, question: int, value: Any, error: BaseException | None) -> None:
         """Deliver an answer, from any thread; the first of several counts."""

@@ -30,9 +30,9 @@ class Streams:
         """Install the streams in the process that was started."""
         while self._sent:
             fd, sent = self._sent.popitem()
-            came = sent.detach()
-            os.dup2(came, fd)
-            os.close(came)
+            received = sent.detach()
+            os.dup2(received, fd)
+            os.close(received)
 
 
 def terminals() -> dict[int, str]:
@@ -50,26 +50,26 @@ def printing_to(wanted: Mapping[int, str]) -> Iterator[None]:
 
     While the progress of a run is drawn, another terminal replaces the user's.
     """
-    here = terminals()
-    with contextlib.ExitStack() as ends:
-        for fd in here.keys() & wanted.keys():
-            if here[fd] != wanted[fd]:
+    current = terminals()
+    with contextlib.ExitStack() as restored:
+        for fd in current.keys() & wanted.keys():
+            if current[fd] != wanted[fd]:
                 with contextlib.suppress(OSError):  # it is gone, or this process may not write to it
-                    _lead(fd, wanted[fd], ends)
+                    _redirect(fd, wanted[fd], restored)
         yield
 
 
-def _lead(fd: int, terminal: str, ends: contextlib.ExitStack) -> None:
+def _redirect(fd: int, terminal: str, restored: contextlib.ExitStack) -> None:
     new = os.open(terminal, os.O_WRONLY | os.O_NOCTTY)
     try:
         kept = os.dup(fd)
-        ends.callback(os.close, kept)
+        restored.callback(os.close, kept)
         _flush()
         os.dup2(new, fd)
-        ends.callback(os.dup2, kept, fd)
+        restored.callback(os.dup2, kept, fd)
     finally:
         os.close(new)
-    ends.callback(_flush)
+    restored.callback(_flush)
 
 
 def _flush() -> None:

@@ -65,7 +65,7 @@ def join_ports(ports: Ports, stage: Stage) -> None:
 
 
 def work(
-    here: Worker,
+    info: Worker,
     stage: Stage,
     ports: Ports,
     tell: Callable[[Event], None],
@@ -82,12 +82,12 @@ def work(
     ``member`` is the membership in the gang's group, and ``next_seats`` delivers those of later groups.
     ``build`` makes the callable.
     """
-    worker = WorkerId(here.stage, here.number)
+    worker = WorkerId(info.stage, info.number)
     membership = None if stage.gang is None else GangMembership(worker, member, next_seats, tell, ports)
-    seeds.enter(here)
+    seeds.enter(info)
     job = OperatorJob(kind=stage.kind, function=nothing)
     ended_by: BaseException | None = None
-    leaving = PortRelease(worker, ports, tell)
+    release = PortRelease(worker, ports, tell)
     tell_aborts(worker, ports, tell, sends)
     try:
         join_ports(ports, stage)
@@ -104,20 +104,20 @@ def work(
             tell(Began(worker))
             run_body(job, stage, ports, membership)
     except BaseException as error:
-        ended_by = let_go(error, ports)
+        ended_by = without_traceback(error, ports)
     if sends and isinstance(ended_by, ItemFailed) and isinstance(ended_by.__cause__, Retires):
         for reader in ports.inputs.values():
             reader._leave_alone()
-        leaving.leave_open()
+        release.leave_open()
         return "retired"
     outcome: Outcome = "failed"
     try:
-        outcome = end(worker, job, ports, leaving, ended_by, tell, sends)
+        outcome = end(worker, job, ports, release, ended_by, tell, sends)
     except BaseException as error:  # each worker must report its end, or the run waits forever
         with contextlib.suppress(Closed, Broken):  # the run has ended
             tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
     hears_aborts.set(None)  # from Python 3.14 on, an ended thread keeps its context
-    leaving.done()
+    release.done()
     if membership is not None:  # the other members learn it after the supervisor
         membership.close(ended_by)
     return outcome
@@ -214,7 +214,7 @@ def end(
     worker: WorkerId,
     job: OperatorJob,
     ports: Ports,
-    leaving: PortRelease,
+    release: PortRelease,
     error: BaseException | None,
     tell: Callable[[Event], None],
     sends: bool,
@@ -225,7 +225,7 @@ def end(
     failed = error is not None and not _clean_end(error, ports)
     if not failed and not seeds.worker().host:
         left = [reader for reader in ports.inputs.values() if not reader._retired]
-        job.unwanted += sum(map(job.let_go_of_the_rest, left))
+        job.unwanted += sum(map(job.drop_remaining, left))
     last: Event = Ended(worker, job.unwanted)
     if error is not None and failed:
         cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
@@ -233,22 +233,22 @@ def end(
         last = Failure(worker, Portable(cause) if sends else cause, item, os.getpid())
     elif isinstance(error, Closed):  # no reader is left, so the current item is unwanted
         last = Ended(worker, job.unwanted + bool(ports.inputs), early=True)
-    heard = True
+    reported = True
     try:
         tell(last)
     except (Closed, Broken):  # the run has ended
-        heard = False
+        reported = False
     # The supervisor ends the ports of a failed worker after it has broken the channels. If they ended now,
     # later stages would see a clean end after half of the items, and another worker would repeat the failed
     # item.
-    if not (failed and heard):
-        leaving.close()
+    if not (failed and reported):
+        release.close()
     elif sends:
-        leaving.leave_open()
+        release.leave_open()
     return "failed" if failed else "done"
 
 
-def let_go(error: BaseException, ports: Ports) -> BaseException:
+def without_traceback(error: BaseException, ports: Ports) -> BaseException:
     """Return ``error``, after a clean end without its traceback.
 
     Then the generator of a source is cleaned up at once.
