@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from operator_cases import collected, numbers, same
 from runs import Gate, everywhere
 from support.waiting import wait_until
-from verb_cases import collected, numbers, same
 
 from flowchan import Graph, In, Out, RunError
 

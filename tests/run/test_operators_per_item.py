@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from operator_cases import collected, fail_odd, is_even, numbers, repeated, same, words
 from runs import Gate, everywhere, stage_of
 from support.waiting import wait_until
-from verb_cases import collected, fail_odd, is_even, numbers, repeated, same, words
 
 from flowchan import Failed, Graph
 
