@@ -43,10 +43,8 @@ class Runnable(ABC):
 
         Args:
             seed: Random seed for all workers, at least 0. An equal seed gives the workers equal random
-                numbers.
-                The run chooses one by default and shows it in its report.
-            memory: Maximum number of bytes inside all channels together. Each channel gets the same share.
-                The
+                numbers. The run chooses one by default and shows it in its report.
+            memory: Maximum number of bytes inside all channels together, with the same share for each. The
                 default is half of the memory of the machine or the control group.
 
         Returns:
@@ -83,8 +81,7 @@ class Runnable(ABC):
             seed: Random seed for all workers, as for :meth:`start`.
             memory: Maximum number of bytes inside all channels, as for :meth:`start`.
             progress: Show the progress on a terminal, in a notebook or as plain lines. If the source has a
-                length,
-                this includes totals and the remaining time.
+                length, this includes totals and the remaining time.
 
         Returns:
             The results by stream.
@@ -93,8 +90,13 @@ class Runnable(ABC):
             GraphError: The graph is not valid; nothing has started.
             RunError: A stage failed.
             Interrupted: Ctrl-C or SIGTERM ended the run; the error is a ``KeyboardInterrupt`` with the
-                finished
-                results.
+                finished results.
+
+        Example:
+            >>> graph = Graph("squares")
+            >>> squares = graph.source(range(3)).map(lambda n: n * n).collect()
+            >>> graph.run()[squares]
+            [0, 1, 4]
         """
         flag("run", "progress", progress)
         graph = self._blueprint()

@@ -45,6 +45,14 @@ class WorkerPool(Runnable):
 
     Raises:
         RunError: At the end of the block, if closing a callable fails.
+
+    Example:
+        >>> graph = Graph("squares")
+        >>> squares = graph.source(range(3)).map(lambda n: n * n, on="process").collect()
+        >>> with graph.pool() as pool:
+        ...     results = [pool.run()[squares] for _ in range(2)]
+        >>> results
+        [[0, 1, 4], [0, 1, 4]]
     """
 
     def __init__(self, graph: Blueprint) -> None:

@@ -1,8 +1,9 @@
 """Measure how long each worker has worked and how much CPU time it has used.
 
-Both start when the worker has built the user's callable (``Began``). The kernel is asked by clock number,
-which costs about a microsecond and is safe after a thread or process has ended. ``clock_gettime`` fails then,
-and the last value stays. (``time.pthread_getcpuclockid`` is not safe for an ended thread.)
+Both measurements start when the worker has built the user's callable (``Began``). The kernel is asked by
+clock number, which costs about a microsecond and is safe after a thread or process has ended.
+``clock_gettime`` fails then, and the last value stays. (``time.pthread_getcpuclockid`` is not safe for an
+ended thread.)
 """
 
 from __future__ import annotations

@@ -122,9 +122,8 @@ class Feed:
         Args:
             stats: Gets the statistics of the whole run, as :class:`~flowchan.RunStats`: at once, then at each
                 interval, and once after the run has ended.
-            events: Gets the events of workers and the supervisor's decisions (``flowchan.run.policy.events``)
-                in
-                order, not later than the statistics that include them.
+            events: Gets the events of workers and the supervisor's decisions in order, not later than the
+                statistics that include them (``flowchan.run.policy.events``).
             every: Interval between two statistics, in seconds (default: 1).
 
         Returns:

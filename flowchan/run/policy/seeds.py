@@ -54,6 +54,12 @@ def worker() -> Worker:
 
     Raises:
         RuntimeError: The caller does not run in a worker.
+
+    Example:
+        >>> graph = Graph("numbers")
+        >>> numbers = graph.source(range(2)).map(lambda _: worker().number).collect()
+        >>> graph.run()[numbers]
+        [1, 1]
     """
     found = _current.get(_of_process)
     if found is None:

@@ -98,8 +98,8 @@ def _open_input(plan: Plan, names: tuple[str, ...], channels: Channels) -> Out[A
 def open_ports(worker: PortNames, channels: Channels) -> Ports:
     """Open the ports of one worker.
 
-    Open those of a replacement before the old ones are closed. Otherwise a channel may take its last writer
-    or reader for gone.
+    Open the ports of a replacement before the old ports are closed. Otherwise a channel may conclude that
+    its last writer or reader has gone.
     """
 
     def supervised(port: Any) -> Any:

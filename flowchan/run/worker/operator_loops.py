@@ -297,7 +297,7 @@ def _elements(function: Callable[[Any], Iterable[Any]], item: Any) -> Iterable[A
 
 
 def _emit_outputs(job: OperatorJob, emit: Callable[[Any], Any], item: Any) -> None:
-    """Call ``pour(item)``, which puts outputs while the user's iterator runs."""
+    """Call ``emit(item)``, which puts outputs while the user's iterator runs."""
     try:
         emit(item)
     except OwnEnd as end:

@@ -1,6 +1,6 @@
 """Release the ports of a worker so that no reader takes a part of the output for the whole (R3).
 
-Closing a writing end says that the output is complete, so only a worker that ended cleanly closes it. If one
+A closed writing end means that the output is complete, so only a worker that ended cleanly closes it. If one
 channel of a worker is broken, the run has broken off. The worker then breaks its other channels before it
 leaves any. The supervisor ends the ports of a failed worker after it has broken the channels. These rules
 also hold for ports that the user's code closes. An error that ends a ``with`` block closes no port of the

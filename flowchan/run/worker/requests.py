@@ -87,7 +87,7 @@ def _question(number: int, _: Any, board: str) -> Request:
 
 
 def _questions_in(item: Unreadable) -> Any:
-    """Return the content of an unreadable item with its requests, or ``None`` if that fails too."""
+    """Return the content of an unreadable item with its requests, or ``None`` if it cannot be searched."""
     try:
         return _Questions(io.BytesIO(item.data), buffers=itertools.repeat(b"")).load()
     except Exception:
@@ -198,7 +198,7 @@ class Answering:
             elif not isinstance(part, Exception):
                 given.append(Request(one.question, part, one.board))
             elif "members" in self._stage.options:
-                given.append(part)  # ``without_failed`` reports it
+                given.append(part)  # ``without_failed`` reports the failure
             else:
                 self.refuse(one, part)
         return given

@@ -154,7 +154,7 @@ def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], s
     pid = os.getpid()
 
     def aborting(channel: Channel[Any], cause: BaseException | None) -> None:
-        forked = os.getpid() != pid  # by user code; the child has no channel to the supervisor
+        forked = os.getpid() != pid  # by user code; this child cannot reach the supervisor
         if not forked and any(port.channel is channel for port in ports.everything()):
             error = Portable(cause) if sends and cause is not None else cause
             with contextlib.suppress(Closed, Broken):  # the run has ended
