@@ -3,8 +3,8 @@
 Algorithm. The utilisation of a stage is the share of time in which its *working* workers (begun and not
 ended) do not wait. They may wait for an item, for a place in a channel or for their turn. A stage with a
 utilisation of at least ``BUSY`` is a bottleneck. If there are several, the one with the smallest bound
-W / (s · v) counts. W is the number of working workers, and s is the busy seconds per item. v, the number of
-items per item of the sources, is the product of the outputs per input of all earlier stages. Rates would
+W / (s · v) counts. W is the number of working workers, and s is the busy seconds per item. The number v of
+items per item of the sources is the product of the outputs per input of all earlier stages. Rates would
 mislead while channels still fill. Stages before the bottleneck are busy too while their channels have places,
 so ties are common.
 
