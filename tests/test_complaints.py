@@ -26,8 +26,8 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     1: (
         "resizing channels kept old buffers",
         (
-            "run/test_residue.py::test_a_thousand_channels_leave_the_process_as_it_was",
-            "run/test_residue.py::test_many_runs_leave_the_process_as_it_was",
+            "run/test_residue.py::test_thousand_channels_leak_nothing",
+            "run/test_residue.py::test_many_runs_leak_nothing",
         ),
     ),
     2: (
@@ -40,33 +40,33 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     3: (
         "keeping a returned array blocks the next run",
         (
-            "run/test_large_items.py::test_r8_results_that_outlive_the_run_stay_valid",
+            "run/test_large_items.py::test_r8_results_stay_valid_after_the_run",
             "contract/test_arrays.py::test_views_stay_valid_while_a_port_goes_on_and_when_all_is_gone",
         ),
     ),
     4: (
         "dropping one of two outputs leaks or stalls the other",
         (
-            "run/test_early_end.py::test_a_branch_of_a_tee_that_ends_leaves_the_others_alone",
-            "run/test_early_end.py::test_a_branch_of_a_partition_that_ends_leaves_the_others_alone",
+            "run/test_early_end.py::test_ended_branch_of_a_tee_does_not_affect_the_others",
+            "run/test_early_end.py::test_ended_branch_of_a_partition_does_not_affect_the_others",
         ),
     ),
     5: (
         "teardown depends on garbage collection",
         (
             "test_complaints.py::test_a_run_gives_its_memory_back_without_the_garbage_collector",
-            "run/test_residue.py::test_a_run_whose_handle_was_dropped_does_not_hold_the_program_up",
+            "run/test_residue.py::test_run_with_a_dropped_handle_does_not_delay_the_program",
         ),
     ),
     6: (
         "a consumer waits for ever after a retried generator",
         (
-            "run/test_operators_per_item.py::test_a_retry_of_flat_map_does_not_repeat_what_is_out",
+            "run/test_operators_per_item.py::test_retry_of_flat_map_does_not_repeat_outputs",
             "deaths/test_exactly_once.py::test_c11_flat_map_between_any_two_of_its_outputs",
-            "run/test_explain.py::test_a_tee_whose_branches_wait_for_each_other_is_recognised",
+            "run/test_explain.py::test_tee_with_branches_that_wait_for_each_other_is_detected",
         ),
     ),
-    7: ("memory held after Ctrl-C", ("run/test_every_way_out.py::test_every_way_out_leaves_nothing",)),
+    7: ("memory held after Ctrl-C", ("run/test_program_exits.py::test_every_exit_leaves_nothing",)),
     8: ("a queue far slower than plain IPC", LATER + "speed is measured by `make bench`, never asserted"),
     9: (
         "a small /dev/shm: refusal, slow fallback, or SIGBUS",
@@ -78,41 +78,41 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     ),
     10: (
         "processes stay after a notebook run",
-        ("run/test_every_way_out.py::test_a_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing",),
+        ("run/test_program_exits.py::test_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing",),
     ),
     11: (
         "Ctrl-C needs repeating or prints several stack traces",
         (
-            "run/test_stop.py::test_the_first_signal_finishes_what_is_in_flight",
-            "run/test_every_way_out.py::test_every_way_out_leaves_nothing",
+            "run/test_stop.py::test_first_signal_finishes_items_in_flight",
+            "run/test_program_exits.py::test_every_exit_leaves_nothing",
         ),
     ),
     12: (
         "no clean stop; a crash while stopping",
         (
-            "run/test_stop.py::test_stopping_a_run_that_has_ended_does_nothing",
-            "run/test_stop.py::test_an_abort_after_a_stop_breaks_at_once",
+            "run/test_stop.py::test_stop_of_an_ended_run_does_nothing",
+            "run/test_stop.py::test_abort_after_a_stop_breaks_at_once",
         ),
     ),
     13: (
         "an error in a stage and a full input queue hang",
         (
-            "run/test_failure.py::test_a_failure_ends_workers_that_wait_for_their_channels",
+            "run/test_failure.py::test_failure_ends_workers_that_wait_for_their_channels",
             "contract/test_abort.py::test_every_waiting_writer_raises_broken_from_the_cause",
         ),
     ),
     14: (
         "an exception is swallowed; errors of sources are lost",
         (
-            "run/test_failure.py::test_the_first_failure_is_first",
-            "run/test_failure.py::test_a_source_that_raises_half_way_fails_the_run",
-            "run/test_failure.py::test_a_failure_names_stage_item_and_worker_and_keeps_the_exception",
+            "run/test_failure.py::test_first_failure_is_listed_first",
+            "run/test_failure.py::test_source_that_raises_midway_fails_the_run",
+            "run/test_failure.py::test_failure_names_stage_item_and_worker_and_keeps_the_exception",
         ),
     ),
     15: (
         "an unpicklable lambda gives a silently empty list",
         (
-            "run/test_start_methods.py::test_lambdas_and_closures",
+            "run/test_start_methods.py::test_lambdas_and_closures_work",
             "check/test_check_values.py::test_what_cannot_be_pickled_is_named",
         ),
     ),
@@ -131,15 +131,15 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     19: (
         "orphans when the parent is killed; false leak warnings",
         (
-            "run/test_residue.py::test_the_workers_of_a_program_that_was_killed_are_gone",
-            "run/test_every_way_out.py::test_every_way_out_leaves_nothing",
+            "run/test_residue.py::test_workers_of_a_killed_program_end",
+            "run/test_program_exits.py::test_every_exit_leaves_nothing",
         ),
     ),
     20: (
         "the tracker of one process unlinks another's segment",
         (
             "channel/test_children.py::test_channels_outlive_the_script_that_forgets_them",
-            "run/test_every_way_out.py::test_every_way_out_leaves_nothing",
+            "run/test_program_exits.py::test_every_exit_leaves_nothing",
         ),
     ),
     21: (
@@ -158,47 +158,47 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "workers survive because they inherited both ends of a pipe",
         (
             "contract/test_port_deaths.py::test_the_last_writer_killed_does_not_look_like_a_clean_end",
-            "run/test_residue.py::test_the_workers_of_a_program_that_was_killed_are_gone",
-            "run/test_nested.py::test_what_runs_inside_a_killed_worker_ends_with_it",
+            "run/test_residue.py::test_workers_of_a_killed_program_end",
+            "run/test_nested.py::test_graph_inside_a_killed_worker_ends_with_it",
         ),
     ),
     24: (
         "an agent orphans its workers, or waits for ever on one that can't be ended",
         (
             "run/test_stop.py::test_abort_ends_workers_that_ignore_sigterm",
-            "run/test_stop.py::test_abort_gives_threads_up_that_nothing_can_interrupt",
+            "run/test_stop.py::test_abort_abandons_threads_that_cannot_be_interrupted",
         ),
     ),
     25: (
         "killing a whole tree killed the daemon and itself",
         (
-            "run/test_every_way_out.py::test_a_worker_that_dies_after_its_forkserver_is_replaced_or_the_run_says_why",
+            "run/test_program_exits.py::test_worker_that_dies_after_its_forkserver_is_replaced_or_reported",
             "contract/test_fork.py::test_a_fork_while_a_run_is_going_on_leaves_it_to_the_parent",
         ),
     ),
     26: (
         "forkserver as the default breaks closures",
         (
-            "run/test_start_methods.py::test_everything_of_main_works_in_a_script",
-            "run/test_start_methods.py::test_lambdas_and_closures",
+            "run/test_start_methods.py::test_objects_of_main_work_in_a_script",
+            "run/test_start_methods.py::test_lambdas_and_closures_work",
         ),
     ),
     27: (
         "functions of a notebook can't be found by spawned workers",
         (
-            "run/test_start_methods.py::test_everything_of_main_works_when_the_program_comes_by_exec",
-            "run/test_every_way_out.py::test_a_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing",
+            "run/test_start_methods.py::test_objects_of_main_work_in_an_executed_program",
+            "run/test_program_exits.py::test_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing",
         ),
     ),
     28: (
         "a child killed for lack of memory: the parent hangs silently",
-        ("run/test_death.py::test_a_worker_that_is_killed_is_reported_with_the_signal",),
+        ("run/test_death.py::test_killed_worker_is_reported_with_its_signal",),
     ),
     29: (
         "a hang at exit; a killed worker is noticed after minutes",
         (
-            "run/test_death.py::test_a_worker_that_is_killed_while_it_waits_for_an_item_is_reported",
-            "run/test_residue.py::test_the_workers_of_a_program_that_ends_without_waiting_are_gone",
+            "run/test_death.py::test_worker_killed_while_waiting_for_an_item_is_reported",
+            "run/test_residue.py::test_workers_of_a_program_that_does_not_wait_end",
         ),
     ),
     30: (
@@ -223,8 +223,8 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "pipelines hang at their start, in a deadlock, or at exit",
         (
             "check/test_check.py::test_a_cycle_is_reported_as_its_loop",
-            "run/test_explain.py::test_general_stages_that_wait_for_each_other_are_recognised",
-            "run/test_every_way_out.py::test_every_way_out_leaves_nothing",
+            "run/test_explain.py::test_general_stages_that_wait_for_each_other_are_detected",
+            "run/test_program_exits.py::test_every_exit_leaves_nothing",
         ),
     ),
     34: (

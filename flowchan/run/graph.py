@@ -1,4 +1,4 @@
-"""The graph that users write: a declaration that can be checked and run."""
+"""Graph that users write: a declaration that can be checked and run."""
 
 from __future__ import annotations
 
@@ -12,25 +12,33 @@ from flowchan.run.worker_pool import WorkerPool
 
 
 class Graph(Blueprint, Runnable):
-    """Stages joined by channels. Declare with :meth:`source`, :meth:`input`, :meth:`stage` and the operators
-    of
-    the streams they return; then :meth:`run` it, or :meth:`start` it and take part while it runs."""
+    """Stages joined by channels.
+
+    Declare the graph with :meth:`source`, :meth:`input`, :meth:`stage` and the operators of the streams that
+    they return. Then call :meth:`run`, or :meth:`start` to interact with it while it runs.
+    """
 
     def _repr_svg_(self) -> str | None:
-        """The picture that a notebook shows; nothing where no picture can be drawn."""
+        """Return the picture for a notebook, or ``None`` if none can be drawn."""
         try:
             return pkgutil.resolve_name("flowchan.viz:svg")(self)  # type: ignore[no-any-return]
         except FlowchanError:
             return None
 
     def check(self) -> tuple[Problem, ...]:
-        """Everything that is wrong with the declaration, with the lines it stands on; empty when nothing is.
-        Runs nothing."""
+        """Check the declaration without running anything.
+
+        Returns:
+            All problems, each with the lines of its declaration; empty for a valid graph.
+        """
         return check(self)
 
     def pool(self) -> WorkerPool:
-        """Keeps the worker processes from one run to the next: ``with graph.pool() as pool`` run it by
-        ``pool.run()`` or ``pool.start()``, as often as you like."""
+        """Create a pool that keeps the worker processes from one run to the next.
+
+        Enter it with ``with graph.pool() as pool``, then call ``pool.run()`` or ``pool.start()`` any number
+        of times.
+        """
         return WorkerPool(self)
 
     def _blueprint(self) -> Blueprint:

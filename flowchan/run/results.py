@@ -57,11 +57,12 @@ class ResultGathering:
         self._plan = plan = ports.plan
         self._ports, self._local = ports, local
         self._supervisor = supervisor
-        self._may_be_asked = {worker.id.stage for worker in plan.workers if worker.stage.asked}
+        self._with_requests = {worker.id.stage for worker in plan.workers if worker.stage.asked}
         self._all = [worker.id for worker in plan.workers if worker.gathers]
-        self._iterated: dict[str, int | None] = {}  # the thread that last asked for an item, while it may
-        self._kept: set[str] = set()  # those that were being iterated over when Ctrl-C came
-        self._taken_in: dict[str, _TakenIn] = {}  # those that were full before anybody read them
+        # the last thread that asked for an item; None: its loop has ended
+        self._loops: dict[str, int | None] = {}
+        self._kept_loops: set[str] = set()  # results whose loop a Ctrl-C interrupted
+        self._gathered: dict[str, _GatheredResult] = {}  # results that were full before the program read them
         self._begun = False
         self._lock = threading.Lock()
 
@@ -70,7 +71,7 @@ class ResultGathering:
     def claim(self, stage: str) -> bool:
         """Let the calling thread iterate over this result. False if another reader takes it already."""
         with self._lock:
-            if self._begun or stage in self._iterated:
+            if self._begun or stage in self._loops:
                 return False
             self.asked(stage)
             return True
@@ -82,7 +83,7 @@ class ResultGathering:
     def items(self, stage: str) -> Iterable[Any]:
         """Give the items, without those that answer questions."""
         coming = self.coming(stage)
-        return self._unasked(coming) if stage in self._may_be_asked else coming
+        return self._unasked(coming) if stage in self._with_requests else coming
 
     def coming(self, stage: str) -> Any:
         """Give the items with the answers to questions. ``async for`` takes them too."""
@@ -132,7 +133,7 @@ class ResultGathering:
         """Leave what was kept: the program has caught the Ctrl-C that ended its loop, and goes on."""
         for stage in list(self._kept):  # another thread's loop may be interrupted now
             self._end(stage)
-        self._kept.clear()
+        self._kept_loops.clear()
 
     def _break(self, stage: str) -> None:
         """Break a result. An early end would make other results look whole."""
@@ -151,21 +152,21 @@ class ResultGathering:
         """Take in results that are full while the program waits for something else."""
         with self._lock:
             for id in ids:
-                if not self._begun and id.stage not in self._iterated and id.stage not in self._taken_in:
+                if not self._begun and id.stage not in self._loops and id.stage not in self._gathered:
                     self._take_in(id)
 
     def _take_in(self, id: WorkerId) -> None:
         def left() -> bool:
-            return self._iterated.get(id.stage, 0) is None
+            return self._loops.get(id.stage, 0) is None
 
         self._taken_in[id.stage] = _TakenIn(self._ports, self._local, self._supervisor, id, left)
 
     def take_in_the_rest(self) -> None:
         """Take in the results over which the calling thread iterated when it was interrupted."""
         for id in self._all:
-            if self._iterated.get(id.stage) == threading.get_ident():
-                self._kept.add(id.stage)
-                if id.stage not in self._taken_in:
+            if self._loops.get(id.stage) == threading.get_ident():
+                self._kept_loops.add(id.stage)
+                if id.stage not in self._gathered:
                     self._take_in(id)
 
     def begin(self) -> None:
@@ -177,9 +178,9 @@ class ResultGathering:
                 if self._begun:
                     return
                 self._begun = True
-                waiting = [id for id in self._all if id.stage not in {*self._iterated, *self._taken_in}]
+                waiting = [id for id in self._all if id.stage not in {*self._loops, *self._gathered}]
                 while waiting:
-                    if waiting[0].stage in self._may_be_asked:
+                    if waiting[0].stage in self._with_requests:
                         self._take_in(waiting[0])
                     else:
                         self._local.start_thread(waiting[0])
@@ -197,10 +198,10 @@ class ResultGathering:
         values = self._supervisor.results
         for name, taken_in in list(self._taken_in.items()):
             taken_in.thread.join()
-            if name in self._kept or (name not in self._iterated and taken_in.broken is None):
+            if name in self._kept_loops or (name not in self._loops and taken_in.broken is None):
                 values.setdefault(name, list(taken_in.items))
         graph = self._plan.graph
-        taken = self._iterated.keys() - self._kept
+        taken = self._loops.keys() - self._kept_loops
         names = [stage.name for stage in graph.stages if stage.name in values and stage.name not in taken]
         streams: dict[Stream[Any], Any] = {Stream(graph, name, "out", name): values[name] for name in names}
         return Results(graph.name, streams)

@@ -1,4 +1,4 @@
-"""What can be run: a graph, and a pool for one."""
+"""Base of the objects that can be run: a graph, and a pool for a graph."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from flowchan.transport.interrupts import (
 )
 
 SHOWN_EVERY_S = 0.1
-"""Seconds between two looks at a run whose progress is shown."""
+"""Seconds between two updates of the progress display."""
 
 
 class Runnable(ABC):
-    """Has a graph that can be started and run."""
+    """Object with a graph that can be started and run."""
 
     @abstractmethod
     def _blueprint(self) -> Blueprint: ...
@@ -38,17 +38,27 @@ class Runnable(ABC):
         return Run(plan)
 
     def _watching(self) -> contextlib.AbstractContextManager[Any]:
-        """What shows how far a run is. It is built upon runs, so it is found when it is needed."""
+        """Return the progress display, found when needed because it builds on runs."""
         watching = pkgutil.resolve_name("flowchan.viz.live:watching")
         return watching(self._blueprint())  # type: ignore[no-any-return]
 
     @refuses_misspelt("start")
     def start(self, *, seed: int | None = None, memory: int | None = None) -> Run:
-        """Checks the graph and starts it. Raises ``GraphError`` with everything that is wrong with it, and
-        ``OSError`` when there is no memory for its channels. With the same ``seed`` the workers draw the same
-        random numbers again; a run without one chooses its own, which its report names. ``memory``: how many
-        bytes may be inside its channels together, each of which gets the same share; the default is half of
-        what the machine or the control group has."""
+        """Check the graph and start it.
+
+        Args:
+            seed: Random seed for all workers, at least 0. An equal seed gives the workers equal random
+                numbers. The run chooses one by default and shows it in its report.
+            memory: Maximum number of bytes inside all channels together, with the same share for each. The
+                default is half of the memory of the machine or the control group.
+
+        Returns:
+            The running graph.
+
+        Raises:
+            GraphError: The graph is not valid; the error lists all problems.
+            OSError: There is not enough memory for the channels.
+        """
         graph = self._blueprint()
         chosen = int.from_bytes(os.urandom(6)) if seed is None else whole("run", "seed", seed, 0)
         leave_if_unguarded(graph)
@@ -67,15 +77,35 @@ class Runnable(ABC):
 
     @refuses_misspelt("run")
     def run(self, *, seed: int | None = None, memory: int | None = None, progress: bool = False) -> Results:
-        """Runs the graph to its end and gives the results by stream; ``seed`` and ``memory`` as for
-        :meth:`start`. With ``progress`` it shows how far it is: on a terminal, in a notebook or by plain
-        lines, with totals and the remaining time where the source has a length. Raises ``GraphError`` before
-        anything starts, and ``RunError`` when a stage failed. The first Ctrl-C or SIGTERM stops the sources
-        and lets what is in flight finish, the second breaks off; then ``Interrupted`` is raised, a
-        ``KeyboardInterrupt`` that holds what was finished."""
+        """Run the graph to its end.
+
+        The first Ctrl-C or SIGTERM stops the sources and lets the items in flight finish. The second aborts
+        the run.
+
+        Args:
+            seed: Random seed for all workers, as for :meth:`start`.
+            memory: Maximum number of bytes inside all channels, as for :meth:`start`.
+            progress: Show the progress on a terminal, in a notebook or as plain lines. If the source has a
+                length, this includes totals and the remaining time.
+
+        Returns:
+            The results by stream.
+
+        Raises:
+            GraphError: The graph is not valid; nothing has started.
+            RunError: A stage failed.
+            Interrupted: Ctrl-C or SIGTERM ended the run; the error is a ``KeyboardInterrupt`` with the
+                finished results.
+
+        Example:
+            >>> graph = Graph("squares")
+            >>> squares = graph.source(range(3)).map(lambda n: n * n).collect()
+            >>> graph.run()[squares]
+            [0, 1, 4]
+        """
         flag("run", "progress", progress)
         graph = self._blueprint()
-        leave_if_unguarded(graph)  # before anything is drawn
+        leave_if_unguarded(graph)  # before the progress is drawn
         with (
             terminate_as_interrupt(),
             self._watching() if progress else contextlib.nullcontext() as view,

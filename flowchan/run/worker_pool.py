@@ -1,4 +1,4 @@
-"""Runs of one graph whose worker processes last from one to the next."""
+"""Pool that keeps the worker processes of one graph over several runs."""
 
 from __future__ import annotations
 
@@ -28,36 +28,48 @@ from flowchan.transport.descriptors import CHANNELS_IN_AN_ITEM
 from flowchan.transport.interrupts import interrupts_deferred
 
 MOST_PORTS = CHANNELS_IN_AN_ITEM - 1
-"""A worker's ports come as one item, and with them the channel by which it tells. One of an elastic gang
-gets a channel more, by which its groups come."""
+"""Maximum number of ports of a worker.
+
+They arrive as one item, together with the channel for its events. A worker of an elastic gang gets one more
+channel, which delivers its groups."""
 
 
 class WorkerPool(Runnable):
-    """What ``graph.pool()`` gives. Within its ``with`` block, :meth:`run` and :meth:`start` do what those of
-    the graph do, one run after the other, and the graph's worker processes last over all of them, with what
-    they have loaded: a callable class is built once for each worker, in its first run, and closed when the
-    block is left. A process that has died, or whose worker has failed, is replaced in the next run. Workers
-    on threads begin anew in each run.
+    """Pool of the worker processes of one graph; ``graph.pool()`` creates it.
 
-    Raises ``RunError`` when the block is left and closing a callable fails.
+    Within its ``with`` block, :meth:`run` and :meth:`start` work like those of the graph, for one run at a
+    time. The worker processes last over all runs and keep what they have loaded. A callable class is built
+    once for each worker, in its first run, and closed at the end of the block. A process that died, or whose
+    worker failed, is replaced in the next run. Workers on threads are new in each run.
+
+    Raises:
+        RunError: At the end of the block, if closing a callable fails.
+
+    Example:
+        >>> graph = Graph("squares")
+        >>> squares = graph.source(range(3)).map(lambda n: n * n, on="process").collect()
+        >>> with graph.pool() as pool:
+        ...     results = [pool.run()[squares] for _ in range(2)]
+        >>> results
+        [[0, 1, 4], [0, 1, 4]]
     """
 
     def __init__(self, graph: Blueprint) -> None:
         self._graph = graph
         self._lock = threading.Lock()
         self._pid = 0
-        self._lasting: LastingProcesses | None = None  # while the block is not left
+        self._lasting: LastingProcesses | None = None  # set inside the block
         self._leaving = False
         self._stages: tuple[Stage, ...] = ()
         self._supervisor: weakref.ref[Supervisor] | None = None  # of the last run
-        self._unheard: list[Run] = []  # that, while it goes on or nobody was told that it has failed
+        self._unreported: list[Run] = []  # the last run, until it has ended and its failure was raised
 
     def _blueprint(self) -> Blueprint:
         return self._graph
 
     def __enter__(self) -> Self:
         if self._lasting is not None:
-            raise RuntimeError(f"{self!r} is entered already")
+            raise RuntimeError(f"{self!r} is entered already; use another pool for another block")
         self._pid = os.getpid()
         self._lasting = LastingProcesses(self._graph.name)
         self._leaving, self._stages = False, ()
@@ -66,27 +78,27 @@ class WorkerPool(Runnable):
         return self
 
     def _begin(self, plan: Plan) -> Run:
-        self._refuse_strangers()
+        self._refuse_forked_child()
         with self._lock:
-            run = Run(plan, self._made_ready(plan))
-            self._supervisor, self._unheard = weakref.ref(run._supervisor), run._supervisor.unheard
+            run = Run(plan, self._prepared(plan))
+            self._supervisor, self._unreported = weakref.ref(run._supervisor), run._supervisor.unheard
             return run
 
     def _watching(self) -> AbstractContextManager[Any]:
-        """Processes that last would keep the terminal of this run's progress."""
-        self._refuse_strangers()
+        """Start the processes before the progress display, or they would inherit its terminal."""
+        self._refuse_forked_child()
         raise_for(self._graph)
         with interrupts_deferred(), self._lock:
-            self._made_ready(plan(self._graph, seed=0, memory=1))
+            self._prepared(plan(self._graph, seed=0, memory=1))
         return super()._watching()
 
-    def _refuse_strangers(self) -> None:
-        """In a forked child the lock may be another's for ever."""
+    def _refuse_forked_child(self) -> None:
+        """Raise in a forked child, where the lock may stay locked forever."""
         if self._pid != os.getpid():
-            raise self._outside()
+            raise self._outside_error()
 
-    def _outside(self) -> RuntimeError:
-        return RuntimeError(f"{self!r} runs within its block: with graph.pool() as pool: pool.run()")
+    def _outside_error(self) -> RuntimeError:
+        return RuntimeError(f"{self!r} must be used in its block: with graph.pool() as pool: pool.run()")
 
     def _made_ready(self, plan: Plan) -> LastingProcesses:
         """With a process for each worker that needs one."""
@@ -94,20 +106,20 @@ class WorkerPool(Runnable):
         lasting.make_ready(self._graph, plan.workers)
         return lasting
 
-    def _ready_for(self, plan: Plan) -> LastingProcesses:
-        """Refuses what this pool can't run now."""
+    def _checked_processes(self, plan: Plan) -> LastingProcesses:
+        """Raise if the pool cannot run the plan now; otherwise return its processes."""
         if self._lasting is None or self._leaving:
-            raise self._outside()
-        if self._going_on() is not None:
+            raise self._outside_error()
+        if self._active_supervisor() is not None:
             raise RuntimeError(
-                f"{self!r} has one run at a time, and that before still goes on: wait for it by run.wait(), "
-                "or take another pool"
+                f"{self!r} allows one run at a time, and the previous run has not ended; call run.wait(), "
+                "or use another pool"
             )
         stages = tuple(self._graph.stages)
         if self._stages and stages != self._stages:
             raise RuntimeError(
-                f"{self!r} has workers for what was declared at its first run, and the graph was changed "
-                "since: declare all before, or take another pool"
+                f"{self!r}: the graph was changed since the first run of its pool; declare all stages before "
+                "the first run, or use another pool"
             )
         _refuse_hosts(self._graph)
         _refuse_ports(plan)
@@ -117,7 +129,7 @@ class WorkerPool(Runnable):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if os.getpid() != self._pid:  # a forked child: they are not its own
+        if os.getpid() != self._pid:  # a forked child does not own the processes
             return
         self._leaving = True
         try:
@@ -133,15 +145,15 @@ class WorkerPool(Runnable):
                 [_not_closed(id, raised) for id, raised in failed],
             )
 
-    def _going_on(self) -> Supervisor | None:
-        """That of the run that has not ended."""
+    def _active_supervisor(self) -> Supervisor | None:
+        """Return the supervisor of the current run, or ``None`` if it has ended."""
         supervisor = None if self._supervisor is None else self._supervisor()
         return supervisor if supervisor is not None and not supervisor.ended.is_set() else None
 
     def _last_run(self) -> Run | None:
-        """That of which something is still to be heard."""
+        """Return the run whose end or failure was not reported yet."""
         with self._lock:  # another thread may be starting one
-            return next(iter(self._unheard), None)
+            return next(iter(self._unreported), None)
 
     def _finish_run(self) -> None:
         if (run := self._last_run()) is not None:
@@ -157,8 +169,10 @@ class WorkerPool(Runnable):
             run._finish()
 
     def _end(self, at_once: bool = False) -> list[tuple[WorkerId, BaseException]]:
-        """No process is left. Gives what closing their callables raised; ``at_once``, these are not
-        closed."""
+        """End all processes, and return the errors of closing their callables.
+
+        With ``at_once``, the processes are killed without closing the callables.
+        """
         lasting = self._lasting
         if lasting is None:
             return []
@@ -184,13 +198,13 @@ class WorkerPool(Runnable):
 
 
 def _refuse_hosts(graph: Blueprint) -> None:
-    far = [stage for stage in graph.stages if stage.placement.is_remote]
-    if far:
+    remote = [stage for stage in graph.stages if stage.placement.is_remote]
+    if remote:
         message = (
-            "it runs on hosts, where workers end with each run, so a pool can't keep them; run the graph by "
-            "graph.run(), or place the stage on='process'"
+            "a pool can't keep workers on hosts, which end with each run; run the graph with graph.run(), or "
+            "place the stage on='process'"
         )
-        raise GraphError(graph.name, [Problem("pool", stage.name, stage.where, message) for stage in far])
+        raise GraphError(graph.name, [Problem("pool", stage.name, stage.where, message) for stage in remote])
 
 
 def _refuse_ports(plan: Plan) -> None:
@@ -199,8 +213,8 @@ def _refuse_ports(plan: Plan) -> None:
             "pool",
             worker.stage.name,
             worker.stage.where,
-            f"each of its workers has {ports} ports, and those of a pool at most {most}; run the graph "
-            "by graph.run(), or place the stage on='thread'",
+            f"a worker of a pool must have at most {most} ports, got {ports}; run the graph with "
+            "graph.run(), or place the stage on='thread'",
         )
         for worker in plan.workers
         if worker.stage.placement.apart
@@ -228,7 +242,7 @@ _open: set[weakref.ref[WorkerPool]] = set()
 
 @atexit.register
 def _close_all() -> None:
-    """The interpreter exits: nothing of a pool may outlive it, and Python would wait for its processes."""
+    """End all pools when the interpreter exits; otherwise Python would wait for their processes."""
     interrupt: KeyboardInterrupt | None = None
     pools = [pool for reference in list(_open) if (pool := reference()) is not None]
     for pool in [pool for pool in pools if pool._pid == os.getpid()]:
@@ -239,7 +253,7 @@ def _close_all() -> None:
                         pool._break_off(None)
             finally:
                 pool._end(at_once=interrupt is not None)
-        except KeyboardInterrupt as error:  # nobody waits for the others any longer
+        except KeyboardInterrupt as error:  # kill the other pools without waiting
             interrupt = error
     if interrupt is not None:
         raise interrupt

@@ -26,16 +26,16 @@ def processes() -> Iterator[TaskPool]:
 
 @pytest.fixture
 def gate() -> Iterator[Gate]:
-    """Is opened at the end, whatever the test does."""
+    """Provide a gate that is opened at the end of the test in any case."""
     made = Gate()
     yield made
     made.open()
-    del made.channel  # pytest keeps the gate until after the look for what is left
+    del made.channel  # pytest keeps the gate until after the check for leftovers
 
 
 @pytest.fixture
 def go() -> Iterator[Callable[..., Future[Any]]]:
-    """``go(function, *args)`` calls it on a thread; all have ended well at the end."""
+    """Provide ``go(function, *args)``, which calls the function on a thread; all must succeed."""
     started: list[tuple[threading.Thread, Future[Any]]] = []
 
     def begin(function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -50,7 +50,7 @@ def go() -> Iterator[Callable[..., Future[Any]]]:
         thread, future = started.pop()
         future.result()
         thread.join()
-        del thread, future  # pytest keeps this frame until after the look for what is left
+        del thread, future  # pytest keeps this frame until after the check for leftovers
 
 
 def _ends(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of executors share."""
+"""Provide helpers for the tests of executors."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from concurrent.futures import Future
 from typing import Any
 
 WORKERS = 3
-"""Of the pool that most tests use."""
+"""Number of workers of the pool that most tests use."""
 
 
 class Thing:
-    """Can be referred to weakly."""
+    """Object that supports weak references."""
 
     def method(self) -> None: ...
 
 
 def cancelled(told: bool) -> Future[Any]:
-    """``told``: whether its executor has said so to those who wait."""
+    """Return a cancelled future; ``told`` tells its waiters about the cancellation."""
     future: Future[Any] = Future()
     future.cancel()
     if told:

@@ -1,24 +1,25 @@
-"""What CPython 3.11 tests of ``concurrent.futures``, asked of ``TaskPool`` on threads and on processes.
-Tasks that crash, exit or can't be pickled, and ``wait`` and ``as_completed``, have files of their own.
+"""Test ``TaskPool`` with the cases of CPython 3.11's tests of ``concurrent.futures``.
 
-Each test has the name it has there, and none of its code. What has no counterpart, or another answer:
+They run on threads and on processes. Tasks that crash, exit or cannot be pickled, and ``wait`` and
+``as_completed``, have their own files. Each test has the name of the original but none of its code. These
+tests have no counterpart or another result:
 
 ``test_max_workers_too_large``
-    It is about Windows.
+    The test is only for Windows.
 ``test_threads_terminate``, ``test_processes_terminate``
-    They count private threads and processes. Every test here ends with a look for what is left over.
+    They count private threads and processes. Each test here ends with a check for leftovers.
 ``test_thread_names_default``
     Threads have the name of the pool, ``name=``, which has a default.
 ``test_idle_thread_reuse``, ``test_idle_process_reuse_*``
     All workers start with the pool.
 ``test_max_tasks_per_child_defaults_to_spawn_context``
-    Worker processes start by the method that multiprocessing has.
+    Worker processes use the start method of multiprocessing.
 ``test_killed_child``
-    The task whose worker died fails with ``WorkerDied``; the pool goes on, where theirs is broken.
+    A task fails with ``WorkerDied`` if its worker died; the pool continues, while CPython's is broken.
 ``test_traceback``
-    The worker's traceback is a note of the exception, not its cause.
+    The worker's traceback is a note of the exception instead of its cause.
 ``FutureTests``
-    They are about ``Future``, which is Python's own here.
+    They test ``Future``, which is Python's own class here.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from flowchan.pipelines import TaskPool
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 
-# A task that goes on until the program's own lines are over.
+# Defines a task that lasts until the program's own lines are over.
 LATE = """
 import threading
 from flowchan import Channel
@@ -63,7 +64,7 @@ def python(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
 
 
-# ExecutorShutdownTest
+# --- ExecutorShutdownTest ---
 
 
 def test_run_after_shutdown(pool: TaskPool) -> None:
@@ -118,7 +119,7 @@ def test_cancel_futures(pool: TaskPool, gate: Gate) -> None:
     gate.open()
     pool.shutdown()
     left = [future for future in asked if not future.cancelled()]
-    assert WORKERS <= len(left) <= WORKERS + 2  # on processes two more are on their way to a worker
+    assert WORKERS <= len(left) <= WORKERS + 2  # on processes, two more are on the way to a worker
     assert all(future.done() and future.exception() is None for future in left)
 
 
@@ -138,14 +139,14 @@ pool.shutdown(wait=False, cancel_futures=True)
 
 @everywhere
 def test_hang_gh94440(on: Any) -> None:
-    """A task that is cancelled right before the shutdown."""
+    """A task is cancelled right before the shutdown."""
     pool = TaskPool(1, on=on)
     pool.submit(int).result()
     pool.submit(int).cancel()
     pool.shutdown(wait=True)
 
 
-# ThreadPoolShutdownTest, ProcessPoolShutdownTest
+# --- ThreadPoolShutdownTest, ProcessPoolShutdownTest ---
 
 
 @everywhere
@@ -179,7 +180,7 @@ def initialised(channel: Channel[Any], *words: str) -> None:
 
 @everywhere
 def test_initializer(on: Any) -> None:
-    """Once in each worker, before its first task."""
+    """Each worker calls it once, before its first task."""
     calls: Channel[Any] = Channel(9, across="processes")
     with TaskPool(2, on=on, initializer=initialised, initargs=(calls, "a", "b")) as pool:
         assert list(pool.map(abs, range(-20, 0))) == list(range(20, 0, -1))
@@ -204,7 +205,7 @@ def test_failing_initializer(on: Any) -> None:
             pool.submit(abs, -3)
 
 
-def test_initializer_is_called_by_a_workers_replacement_too() -> None:
+def test_initializer_also_runs_in_a_replacement_worker() -> None:
     calls: Channel[Any] = Channel(9, across="processes")
     with TaskPool(1, on="process", initializer=initialised, initargs=(calls,)) as pool:
         dead = pool.submit(os.kill, pool.submit(os.getpid).result(), signal.SIGKILL)
@@ -215,7 +216,7 @@ def test_initializer_is_called_by_a_workers_replacement_too() -> None:
 
 
 def test_default_workers() -> None:
-    """All of them meet, and one more would not find a worker."""
+    """All workers meet at a barrier; one more task would not find a worker."""
     workers = min(32, len(os.sched_getaffinity(0)) + 4)
     meeting = threading.Barrier(workers)
     with TaskPool() as pool:
@@ -226,7 +227,7 @@ def test_default_workers() -> None:
 
 
 @pytest.mark.parametrize("initializer", [7, "word"])
-def test_initializer_that_cant_be_called(initializer: Any) -> None:
+def test_initializer_that_cannot_be_called(initializer: Any) -> None:
     with pytest.raises(TypeError, match="initializer must be callable, or None, not"):
         TaskPool(1, initializer=initializer)
 
@@ -236,7 +237,7 @@ def test_thread_names_assigned() -> None:
         assert "special" in pool.submit(lambda: threading.current_thread().name).result()
 
 
-# ExecutorTest
+# --- ExecutorTest ---
 
 
 def test_submit(pool: TaskPool) -> None:
@@ -275,7 +276,7 @@ def test_map_timeout(pool: TaskPool, gate: Gate) -> None:
     passed = Channel[None](8, across="processes")
     results = pool.map(held, [False, False, True], timeout=0.5)
     passed.get(), passed.get()
-    wait_until(lambda: pool._tasks.keys() == {3})  # both results are there, and may be asked for later
+    wait_until(lambda: pool._tasks.keys() == {3})  # both results have arrived before the iterator asks
     assert [next(results), next(results)] == [None, None]
     with pytest.raises(futures.TimeoutError):
         next(results)
@@ -283,7 +284,7 @@ def test_map_timeout(pool: TaskPool, gate: Gate) -> None:
 
 @everywhere
 def test_executor_map_current_future_cancel(on: Any, gate: Gate) -> None:
-    """When the iterator gives up, what has not begun is cancelled."""
+    """When the iterator times out, tasks that have not begun are cancelled."""
     called = Channel[int](64, across="processes")
 
     def held(number: int) -> None:
@@ -296,7 +297,7 @@ def test_executor_map_current_future_cancel(on: Any, gate: Gate) -> None:
         with pytest.raises(futures.TimeoutError):
             next(results)
         gate.open()
-    # on processes two more are on their way to a worker
+    # On processes, two more are on the way to a worker.
     assert called.get_many(64) in ([0], [0, 1], [0, 1, 2])
 
 
@@ -308,7 +309,7 @@ def test_shutdown_race_issue12456(on: Any) -> None:
 
 
 def test_no_stale_references(pool: TaskPool) -> None:
-    """Of a task that nobody waits for."""
+    """No caller waits for the task."""
     thing = Thing()
     gone = weakref.ref(thing)
     pool.submit(thing.method)
@@ -333,7 +334,7 @@ def test_free_reference(pool: TaskPool) -> None:
         wait_freed(gone)
 
 
-# ThreadPoolExecutorTest, ProcessPoolExecutorTest
+# --- ThreadPoolExecutorTest, ProcessPoolExecutorTest ---
 
 
 def test_map_submits_without_iteration() -> None:
@@ -381,7 +382,7 @@ def test_traceback(pool: TaskPool) -> None:
 
 
 class Told:
-    """Says when it is collected in another process than its maker's."""
+    """Object that reports its collection in a process other than its maker's."""
 
     def __init__(self, told: Channel[int]) -> None:
         self.told, self.home = told, os.getpid()
@@ -398,7 +399,7 @@ def test_ressources_gced_in_workers(processes: TaskPool) -> None:
 
 
 def test_max_tasks_per_child() -> None:
-    """Theirs makes room once it has done as many; here it does when the next task comes."""
+    """CPython replaces a worker after its last task; TaskPool replaces it when the next task arrives."""
     with TaskPool(1, on="process", max_tasks_per_child=3) as pool:
         first = [pool.submit(os.getpid).result() for _ in range(3)]
         assert len(set(first)) == 1
@@ -414,10 +415,10 @@ def test_max_tasks_early_shutdown() -> None:
     assert [future.result() for future in asked] == [number**2 for number in range(6)]
 
 
-# FutureTests
+# --- FutureTests ---
 
 
-def test_a_future_is_python_s_own(pool: TaskPool, gate: Gate) -> None:
+def test_future_is_pythons_own(pool: TaskPool, gate: Gate) -> None:
     held = [pool.submit(gate.wait) for _ in range(20)]
     assert {type(future) for future in held} == {Future}
     assert held[-1].cancel()
@@ -425,7 +426,7 @@ def test_a_future_is_python_s_own(pool: TaskPool, gate: Gate) -> None:
         held[-1].result(timeout=0)
 
 
-# Beyond what CPython asks
+# --- additional tests ---
 
 
 @pytest.mark.parametrize(("on", "pools"), [("thread", 60), ("process", 12)])

@@ -1,15 +1,15 @@
-"""CPython 3.11's ``ExecutorDeadlockTest``, asked of ``TaskPool`` on processes: tasks that crash their worker,
-exit, or can't be pickled or unpickled.
+"""Test ``TaskPool`` on processes with the cases of CPython 3.11's ``ExecutorDeadlockTest``.
 
-Each test has the name it has there, and none of its code. Their pools are broken afterwards, or fail other
-tasks; ours goes on. What our answers are:
+Tasks crash their worker, exit, or cannot be pickled or unpickled. Each test has the name of the original but
+none of its code. CPython's pools are broken afterwards, or fail other tasks; a TaskPool continues. The
+results are:
 
 the worker dies
     ``WorkerDied``.
-unpickling raises, of a task or of a result
-    What was raised there.
-pickling raises, of a task or of a result
-    A ``TypeError`` that names the part and says why.
+unpickling a task or a result raises
+    The same exception.
+pickling a task or a result raises
+    A ``TypeError`` with the part and the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flowchan.pipelines import TaskPool
 
 
 class Bad:
-    """Calls ``there`` when it is pickled and ``here`` when it is unpickled."""
+    """Object that calls ``there`` when it is pickled and ``here`` when it is unpickled."""
 
     def __init__(self, there: Callable[[], object] = int, here: Callable[[], object] = int) -> None:
         self.there, self.here = there, here
@@ -42,7 +42,7 @@ class Bad:
 
 
 def crash() -> None:
-    faulthandler.disable()  # says nothing
+    faulthandler.disable()  # prints nothing
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
@@ -86,7 +86,7 @@ DEADLOCKS: dict[str, tuple[Callable[[TaskPool], Future[Any]], type[BaseException
 
 @pytest.mark.parametrize("name", DEADLOCKS)
 def test_deadlock(processes: TaskPool, name: str) -> None:
-    """The tests that are named there one by one."""
+    """Run each original test, chosen by its name."""
     submit, error = DEADLOCKS[name]
     with pytest.raises(error):
         submit(processes).result()

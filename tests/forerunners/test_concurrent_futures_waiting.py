@@ -1,5 +1,7 @@
-"""What CPython 3.11 tests of ``wait`` and ``as_completed``, asked of the futures of ``TaskPool``. Each test
-has the name it has there, and none of its code."""
+"""Test futures of ``TaskPool`` with the cases of CPython 3.11's tests of ``wait`` and ``as_completed``.
+
+Each test has the name of the original but none of its code.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from support.worker_latch import Gate
 
 from flowchan.pipelines import TaskPool
 
-# WaitTests
+# --- WaitTests ---
 
 
 def test_20369(pool: TaskPool) -> None:
-    """The same future twice."""
+    """Wait for the same future twice."""
     future = pool.submit(abs, -1)
     done, left = futures.wait([future, future], return_when=futures.ALL_COMPLETED)
     assert (done, left) == ({future}, set())
@@ -77,7 +79,7 @@ def test_timeout(pool: TaskPool, gate: Gate) -> None:
 
 
 def test_pending_calls_race() -> None:
-    """Many threads are switched between very often while all wait for all."""
+    """The interpreter switches between many threads very often while each waits for all futures."""
     interval, event = sys.getswitchinterval(), threading.Event()
     with TaskPool(5) as pool:
         sys.setswitchinterval(1e-6)
@@ -89,7 +91,7 @@ def test_pending_calls_race() -> None:
             sys.setswitchinterval(interval)
 
 
-# AsCompletedTests
+# --- AsCompletedTests ---
 
 
 def test_no_timeout(pool: TaskPool) -> None:

@@ -1,28 +1,30 @@
-"""What crossbeam-channel tests of its channels, asked of ``Channel``: the last sender that is dropped is the
-last ``writer()`` that is closed. Each test has the name it has there, and none of its code. Files:
-``array.rs``, ``list.rs``, ``iter.rs``; ``select.rs`` and ``ready.rs`` are in ``test_crossbeam_select.py``.
+"""Test ``Channel`` with the cases of crossbeam-channel's tests of its channels.
 
-Spelled differently, as the test says:
+Dropping the last sender corresponds to closing the last ``writer()``. Each test has the name of the original
+but none of its code. The original files are ``array.rs``, ``list.rs`` and ``iter.rs``; ``select.rs`` and
+``ready.rs`` are in ``test_crossbeam_select.py``.
+
+These cases are spelled differently:
 
 ``list.rs``
     An unbounded channel is ``capacity=None``, between threads.
 ``send_after_disconnect``, ``recv_after_disconnect``
-    ``Closed`` and ``Drained``.
+    The errors are ``Closed`` and ``Drained``.
 ``recv_in_send``, ``drop_unreceived``
-    What is in a channel goes with it; no put runs code of the items between threads.
+    A freed channel frees its items; between threads, no put runs code of the items.
 
-Left out:
+These cases are left out:
 
-``zero.rs``, and what begins with ``zero`` elsewhere
-    There is no rendezvous: ``docs/channels.md`` says why.
+``zero.rs``, and names that begin with ``zero`` elsewhere
+    flowchan has no rendezvous channels; ``docs/channels.md`` gives the reason.
 ``after.rs``, ``tick.rs``, ``never.rs``
-    ``timeout=`` takes the place of a channel that gives after a while; one that gives nothing is a channel.
+    ``timeout=`` replaces a channel that yields after a while; a channel without writers never yields.
 ``same_channel.rs``
-    Python's ``is`` says it.
+    Python's ``is`` does this.
 ``mpsc.rs``, ``golang.rs``
-    The same by the names of the standard library, and by Go's, which have a file of their own.
+    They repeat the tests with the names of the standard library and of Go, which has its own file here.
 ``panic_on_drop``, ``stack_overflow``
-    Are about Rust.
+    They are specific to Rust.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def made(kind: str, capacity: int = 64) -> Channel[Any]:
     return Channel(capacity if kind == "array" else None)
 
 
-# array.rs, list.rs
+# --- array.rs, list.rs ---
 
 
 @kinds
@@ -135,7 +137,7 @@ def test_try_send_send_and_send_timeout(across: Any, go: Any) -> None:
 
 @across
 def test_send_after_disconnect(across: Any) -> None:
-    """When the last receiver is gone."""
+    """The last receiver has closed."""
     ch = Channel[int](across=across)
     first, second = ch.reader(), ch.reader()
     ch.put(1)
@@ -201,7 +203,7 @@ def test_stress_oneshot(go: Any) -> None:
 
 @kinds
 def test_stress_iter(kind: str, go: Any) -> None:
-    """Requests and answers: what is there is taken without waiting."""
+    """The answers already in the channel are taken without waiting."""
     requests, answers = made(kind, 100), made(kind, 100)
 
     def serve() -> None:
@@ -243,7 +245,7 @@ def test_stress_timeout_two_threads(go: Any) -> None:
 
 @kinds
 def test_drops(kind: str) -> None:
-    """``drop_unreceived`` too."""
+    """This includes ``drop_unreceived``."""
     ch, things = made(kind), [Thing() for _ in range(20)]
     ch.put_many(things)
     gone = [weakref.ref(thing) for thing in things]
@@ -258,7 +260,7 @@ def test_drops(kind: str) -> None:
 
 @kinds
 def test_linearizable(kind: str, go: Any) -> None:
-    """Who has put one finds one."""
+    """A thread that has put an item finds one."""
     ch = made(kind, 4)
 
     def both() -> None:
@@ -273,7 +275,7 @@ def test_linearizable(kind: str, go: Any) -> None:
 
 @across
 def test_fairness(across: Any) -> None:
-    """Within eight standard deviations."""
+    """The bounds are eight standard deviations apart from the mean."""
     first, second = Channel[int](1_000, across=across), Channel[int](1_000, across=across)
     for ch in (first, second):
         ch.put_many(range(600))
@@ -307,7 +309,7 @@ def test_channel_through_channel(across: Any, go: Any) -> None:
     assert (links, list(last)) == (20, [])
 
 
-# iter.rs
+# --- iter.rs ---
 
 
 def test_nested_recv_iter_and_recv_iter_break(go: Any) -> None:
@@ -336,7 +338,7 @@ def test_recv_try_iter(go: Any) -> None:
 
 
 def test_recv_into_iter() -> None:
-    """Owned and borrowed are the same."""
+    """Owned and borrowed iterators are the same in Python."""
     ch = Channel[int]()
     iterator = iter(ch)
     ch.put_many([1, 2])

@@ -1,21 +1,23 @@
-"""What crossbeam-channel tests of its ``Select``, asked of ``select``. Each test has the name it has there,
-and none of its code. Files: ``select.rs``, ``ready.rs``; its channels are in ``test_crossbeam.py``.
+"""Test ``select`` with the cases of crossbeam-channel's tests of its ``Select``.
 
-Spelled differently, as the test says:
+Each test has the name of the original but none of its code. The original files are ``select.rs`` and
+``ready.rs``; the channels are in ``test_crossbeam.py``.
+
+These cases are spelled differently:
 
 ``ready.rs``
-    ``select(ready=…)`` says when a get would not wait; whether a put would, ``put_nowait`` says and does.
+    ``select(ready=…)`` reports a channel whose get would not wait. For a put, ``put_nowait`` tests and puts.
 ``disconnected``
-    ``Closed`` and ``Drained``.
+    The errors are ``Closed`` and ``Drained``.
 ``default``, ``timeout``
     ``timeout=0`` and ``timeout=`` raise ``NothingReady``.
 
-Left out:
+These cases are left out:
 
 ``select_macro.rs``
-    The same with a macro.
+    It repeats the tests with a macro.
 ``forget_select_*``, ``uncompleted_select_zero``
-    Are about Rust.
+    They are specific to Rust.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from test_crossbeam import across
 
 from flowchan import Channel, Closed, Drained, Empty, NothingReady, Selected, select
 
-# select.rs
+# --- select.rs ---
 
 
 @across
@@ -43,7 +45,7 @@ def test_smoke1_and_smoke2(across: Any) -> None:
 
 @across
 def test_disconnected(across: Any, go: Any) -> None:
-    """A channel that was closed is told by ``ready=``, and else left out."""
+    """A closed channel is reported through ``ready=`` and skipped otherwise."""
     first, second = Channel[int](across=across), Channel[int](across=across)
     first.close()
     second.put(2)
@@ -115,7 +117,7 @@ def test_loop_try(go: Any) -> None:
 
 
 def test_cloning_and_preflight(go: Any) -> None:
-    """A port more or less changes nothing for those who wait; what was put before is there."""
+    """Opening and closing a port does not affect waiters; items put before the last close arrive."""
     ch, done = Channel[int](1), Channel[int](1)
     with ch.writer() as writer:
         waiting = go(lambda: select([ch, done]).item)
@@ -164,7 +166,7 @@ def test_send_recv_same_channel_and_matching(across: Any, go: Any) -> None:
 
 @pytest.mark.parametrize("timeout", [0, 0.01], ids=["try", "timeout"])
 def test_linearizable_try_and_linearizable_timeout(timeout: float, go: Any) -> None:
-    """A select finds what its own thread has put, whatever others take."""
+    """A select finds the item that its thread has put, even if other threads take items."""
     ch = Channel[int](4)
 
     def both() -> None:
@@ -176,7 +178,7 @@ def test_linearizable_try_and_linearizable_timeout(timeout: float, go: Any) -> N
         peer.result()
 
 
-# ready.rs
+# --- ready.rs ---
 
 
 @across
@@ -199,7 +201,7 @@ def test_ready_default_when_disconnected_and_disconnected(across: Any) -> None:
 
 @across
 def test_ready_unblocks_and_stress_recv(across: Any, go: Any) -> None:
-    """Those who wait until it is ready take what is there as long as it lasts, and lose nothing."""
+    """Threads that wait until the channel is ready take all its items and lose none."""
     ch = Channel[int](3, across=across)
 
     def take() -> Counter[int]:
@@ -211,7 +213,7 @@ def test_ready_unblocks_and_stress_recv(across: Any, go: Any) -> None:
             except Drained:
                 return found
             except Empty:
-                continue  # another was quicker
+                continue  # another thread was faster
 
     takers = [go(take) for _ in range(3)]
     wait_blocked(ch, readers=3)
@@ -222,7 +224,7 @@ def test_ready_unblocks_and_stress_recv(across: Any, go: Any) -> None:
 
 @across
 def test_ready_fairness1(across: Any) -> None:
-    """Within eight standard deviations."""
+    """The bounds are eight standard deviations apart from the mean."""
     first, second = Channel[int](1, across=across), Channel[int](1, across=across)
     first.put(1)
     second.put(2)

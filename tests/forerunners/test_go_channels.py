@@ -1,31 +1,33 @@
-"""What Go tests of channels and ``select`` (``runtime/chan_test.go`` and ``test/chan``), asked of ``Channel``
-and ``select``. Each test has the name it has there, and none of its code.
+"""Test ``Channel`` and ``select`` with the cases of Go's tests of channels and ``select``.
 
-Spelled differently, as the test says:
+The original files are ``runtime/chan_test.go`` and ``test/chan``. Each test has the name of the original but
+none of its code.
+
+These cases are spelled differently:
 
 ``TestChan``
-    A closed channel gives ``Drained``, and no zeros; a capacity is at least 1.
+    A closed channel raises ``Drained`` instead of yielding zeros; a capacity is at least 1.
 ``TestNonblockSelectRace2``, ``TestSelectStackAdjust``
-    That a channel was closed is chosen by ``ready=``.
+    ``ready=`` selects on the close of a channel.
 ``TestSelfSelect``
-    Without rendezvous a select may get what it has put itself.
+    Without rendezvous, a select may get the item that it has put.
 ``doubleselect``
-    A select is over before the next one begins.
+    A select ends before the next one begins.
 ``fifo``, ``select3``
     Synchronous channels have capacity 1 here.
 ``nonblock``
-    ``put_nowait`` and ``get_nowait``; nobody waits in them.
+    ``put_nowait`` and ``get_nowait`` never wait.
 ``select2``, ``select4``, ``select6``, ``select7``
-    What a select leaves behind is asked by ``stats()``.
+    ``stats()`` shows whether a select leaves waiters.
 
-Left out:
+These cases are left out:
 
 ``perm``, ``zerosize``, ``select5``, ``sendstmt``, ``TestChanSendInterface``
-    Are about the compiler and its types; a port reads or writes.
+    They test the compiler and its types; a port here either reads or writes.
 ``TestShrinkStackDuringBlockedSend``, ``TestNoShrinkStackWhileParking``
-    Are about stacks of goroutines.
+    They test stacks of goroutines.
 ``powser1``, ``powser2``, ``select8``
-    Are programs, of which ``sieve1`` is one too; a ``break`` leaves Python's ``for`` as always.
+    They are whole programs, like ``sieve1``; a ``break`` leaves Python's ``for`` in the usual way.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def idle(*channels: Channel[Any]) -> bool:
     )
 
 
-# chan_test.go
+# --- chan_test.go ---
 
 
 @across
@@ -86,7 +88,7 @@ def test_chan(across: Any, capacity: int, go: Any) -> None:
 
 @across
 def test_chan_of_many(across: Any, go: Any) -> None:
-    """The last part of ``TestChan``: what four put, four get, each item once."""
+    """The last part of ``TestChan``: four readers get the items of four writers, each item once."""
     ch = Channel[int](3, across=across)
     readers = [go(lambda: Counter(ch.get() for _ in range(200))) for _ in range(4)]
     for _ in range(4):
@@ -103,7 +105,7 @@ def test_nonblock_recv_race(go: Any) -> None:
             try:
                 ch.get_nowait()
             except Drained:
-                pass  # and never Empty
+                pass  # but never Empty
 
         looking = go(look)
         ch.close()
@@ -115,7 +117,7 @@ def test_nonblock_recv_race(go: Any) -> None:
 
 
 def test_nonblock_select_race(go: Any) -> None:
-    """At every moment one of both is ready, so a select that does not wait finds it."""
+    """One of the two channels is ready at every moment, so a select that does not wait finds it."""
     for _ in range(200):
         first, second = Channel[int](1), Channel[int](1)
         first.put(1)
@@ -124,7 +126,7 @@ def test_nonblock_select_race(go: Any) -> None:
         try:
             first.get_nowait()
         except Empty:
-            pass  # that is what it found
+            pass  # the select took it
         looking.result()
 
 
@@ -185,7 +187,7 @@ def _count(left: dict[int, int], number: int) -> None:
 
 @across
 def test_select_fairness(across: Any) -> None:
-    """Within eight standard deviations."""
+    """The bounds are eight standard deviations apart from the mean."""
     first, second = Channel[int](1_000, across=across), Channel[int](1_000, across=across)
     first.put_many(range(600))
     second.put_many(range(600))
@@ -234,7 +236,7 @@ def test_select_duplicate_channel(across: Any, go: Any) -> None:
     assert idle(c, d, e)
 
 
-# test/chan
+# --- test/chan ---
 
 
 def test_doubleselect(go: Any) -> None:
@@ -289,7 +291,7 @@ def test_nonblock(across: Any) -> None:
 
 @across
 def test_select(across: Any) -> None:
-    """``select.go``: what is to be put is put only where that was chosen."""
+    """``select.go``: an item is put only into the chosen channel."""
     full, free = Channel[int](1, across=across), Channel[int](1, across=across)
     full.put(0)
     assert select(puts=[(full, 1), (free, 2)]).channel is free
@@ -300,7 +302,7 @@ def test_select(across: Any) -> None:
 
 @across
 def test_select2(across: Any, go: Any) -> None:
-    """Nothing is left of those that were not chosen."""
+    """The operations that were not chosen leave no waiters."""
     used, other = Channel[int](across=across), Channel[int](across=across)
     reader = go(lambda: [select([used, other]).item for _ in range(300)])
     used.put_many(range(300))
@@ -310,7 +312,7 @@ def test_select2(across: Any, go: Any) -> None:
 
 @across
 def test_select3(across: Any) -> None:
-    """What waits for ever, what does not wait, and what raises."""
+    """Some selects wait forever, some do not wait, and some raise."""
     empty, full, closed = (Channel[int](1, across=across) for _ in range(3))
     full.put(1)
     closed.close()
@@ -331,7 +333,7 @@ def test_select3(across: Any) -> None:
 
 
 def test_select6(go: Any) -> None:
-    """A select that leaves lets those wait on that came before and after it."""
+    """A select that ends does not disturb waiters before and after it."""
     first, second, leave = (Channel[bool](1) for _ in range(3))
     before = go(first.get)
     wait_blocked(first, readers=1)
@@ -348,7 +350,7 @@ def test_select6(go: Any) -> None:
 
 
 def test_select4_and_select7(go: Any) -> None:
-    """Each way to put meets each way to get."""
+    """Each way to put is combined with each way to get."""
     ways_to_get: list[Callable[[Channel[int]], int]] = [
         lambda ch: ch.get(),
         lambda ch: select([ch]).item,
@@ -371,7 +373,7 @@ def test_select4_and_select7(go: Any) -> None:
 
 @pytest.mark.parametrize("primes", [[2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31]])
 def test_sieve1_and_sieve2(primes: list[int], go: Any) -> None:
-    """Each prime filters what comes after it, until all of them hear of the end at once."""
+    """Each prime filters the following numbers, until one close ends all filters at once."""
     stop = Channel[int](1)
 
     def count(out: Channel[int]) -> None:
@@ -395,8 +397,8 @@ def test_sieve1_and_sieve2(primes: list[int], go: Any) -> None:
     assert found == primes
 
 
-def test_close_is_heard_by_all(go: Any) -> None:
-    """``TestSelectStackAdjust``: a closed channel ends those that wait in a select for it and others."""
+def test_close_wakes_all_selects(go: Any) -> None:
+    """``TestSelectStackAdjust``: closing a channel ends every select that waits for it."""
     ready, work = Channel[int](1), Channel[int](1)
     waiting = [go(lambda: select([work], ready=[ready]).channel) for _ in range(3)]
     wait_blocked(ready, readers=3)

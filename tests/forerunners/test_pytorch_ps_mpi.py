@@ -1,13 +1,13 @@
-"""What pytorch_ps_mpi tests, asked of groups and of ``Gradients``. Each test has the name it has there, and
-none of its code. The members are threads; there they were two processes.
+"""Test groups and ``Gradients`` with the cases of pytorch_ps_mpi's tests.
 
-What has no counterpart, or another answer:
+Each test has the name of the original but none of its code. The members are threads; the original has two
+processes. These tests have no counterpart or another result:
 
 ``Igatherv`` with oversized slots, padding, ``trim_msg``
-    They are about buffers that have to be as large as the largest message will be. Here sizes may differ by
-    any factor: one member gives thousands of times as much as another one.
+    They test buffers that must be as large as the largest message. Here sizes may differ by any factor: one
+    member contributes thousands of times as much as another.
 ``async_send_bytearray``
-    Sending to one member: tests/collective/test_messages.py.
+    Sending to one member is in tests/collective/test_messages.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_gather() -> None:
 
 
 def test_bcast() -> None:
-    """Nobody else has to give anything of the same size."""
+    """The other members need no value of the same size."""
 
     def body(g: Any) -> None:
         for root in range(g.size):
@@ -63,8 +63,8 @@ def test_iallgather_and_async_diff_sizes_and_sync_same_size() -> None:
     raised(in_threads(SIZE, body))
 
 
-def test_a_code_decodes_what_all_have_encoded() -> None:
-    """``MPI_PS(…, code=…)`` has no test there. Codes of any size, and the mean in place of the sum."""
+def test_code_decodes_the_gradients_of_all_members() -> None:
+    """``MPI_PS(…, code=…)`` has no original test. The codes have any size, and the mean replaces the sum."""
     torch = pytest.importorskip("torch")
     from flowchan.collective.training.gradients import Gradients
 

@@ -1,21 +1,21 @@
-"""What PyTorch's first ``torch.distributed``, THD, tested of its process groups, asked of groups: 33 cases in
-Python, and those of its channels in C++ that are about more. The members are threads.
+"""Test groups with the cases of the tests of THD, PyTorch's first ``torch.distributed``.
 
-Each test has the name it has there without ``_sum``, ``_product``, ``_min``, ``_max``, and none of its code;
-``_group`` is each case once more in a part of the members. What has no counterpart, or another answer:
+There are 33 cases from Python, and some of the C++ tests of its channels. The members are threads. Each test
+has the name of the original without ``_sum``, ``_product``, ``_min`` and ``_max``, but none of its code.
+``_group`` repeats each case in a part of the members. These tests have no counterpart or another result:
 
 ``*_cuda``, ``*_multigpu``
-    CUDA tensors go to NCCL: tests/collective/test_torch_ways.py.
+    CUDA tensors use NCCL: tests/collective/test_torch_ways.py.
 ``irecv``
-    There is no receive that goes on while its caller does something else.
+    flowchan has no asynchronous receive.
 ``DistributedDataParallel``, ``DistributedDataParallelCPU``
     They run on the backend ``flowchan``: tests/collective/test_torch_backend.py.
 ``tensors_are_not_the_same``
-    What members gather may differ; only what is to be filled has to fit.
+    Gathered values may differ in size; only an output that is given must fit.
 ``command_channel_smoke``, ``rpc_serialization``, ``tensor_smoke``
-    There are no remote tensors.
+    flowchan has no remote tensors.
 slow master, accept timeout
-    tests/collective/test_group_meeting.py and test_linked_groups.py.
+    They are in tests/collective/test_group_meeting.py and test_linked_groups.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Run = Callable[[Body], list[Any]]
 
 @pytest.fixture(params=["world", "group"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a body as all members, or as all but rank 1, in a group of their own."""
+    """Return a function that runs a body as all members, or as all but rank 1 in their own group."""
 
     def in_group(body: Body, g: Any) -> Any:
         part = g.split(None if g.rank == 1 else "the others")
@@ -54,7 +54,8 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def each_root(g: Any) -> Iterator[tuple[int, Any]]:
-    """With a tensor whose side grows with the root, filled with this member's rank plus one."""
+    """Yield each root with a tensor whose side grows with the root, filled with this member's rank plus
+    one."""
     for root in range(g.size):
         yield root, np.full((root + 1, root + 1), g.rank + 1.0)
 
@@ -64,7 +65,7 @@ def test_get_rank() -> None:
 
 
 def test_send_recv_and_isend(run: Run) -> None:
-    """Of all pairs. Nobody has to receive for a send to be done."""
+    """Each member sends to each other; a send needs no waiting receiver."""
 
     def body(g: Any) -> None:
         for to in range(g.size):
@@ -99,7 +100,7 @@ def test_broadcast(run: Run) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_reduce(run: Run, op: str) -> None:
-    """Who is not the root keeps what it has: there it could get parts of the result."""
+    """Only the root's tensor changes; in THD, others could get parts of the result."""
 
     def body(g: Any) -> None:
         for root, x in each_root(g):
@@ -149,7 +150,7 @@ def test_all_gather(run: Run) -> None:
 
 
 def test_barrier(run: Run) -> None:
-    """Nobody passes before the last has come. There the last one slept."""
+    """No member passes before the last one arrives. In THD, the last one slept."""
     came: list[int] = []
 
     def body(g: Any) -> None:
@@ -162,11 +163,11 @@ def test_barrier(run: Run) -> None:
     run(body)
 
 
-# in C++
+# --- tests from C++ ---
 
 
 def test_process_not_in_group_and_empty_group() -> None:
-    """None, where calls there did nothing and said nothing."""
+    """The group is None for members outside it; in THD, their calls silently did nothing."""
 
     def body(g: Any) -> Any:
         assert g.split(None) is None
@@ -201,7 +202,7 @@ def test_tensors_do_not_match_group_size_or_are_not_the_same() -> None:
 
 
 def test_gloo_cache() -> None:
-    """Many rounds of broadcasts from all roots to 11 members take nothing that is not given back."""
+    """Many rounds of broadcasts from all roots to 11 members leak nothing."""
 
     def body(g: Any) -> None:
         for number in range(20):

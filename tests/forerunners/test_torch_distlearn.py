@@ -1,9 +1,9 @@
-"""What torch-distlearn tests, asked of ``flowchan.collective.training.gradients``. The members are threads,
-as there.
+"""Test ``flowchan.collective.training.gradients`` with the cases of torch-distlearn's tests.
 
-Each test has the name it has there, and none of its code. ``synchronizeParameters`` and ``synchronizeCenter``
-are ``rest`` here: who has run out of steps makes those of the others. So nothing has to be spread from who
-has made the most, and the centres of elastic averaging, a millionth apart there, have the same bits.
+The members are threads, like in the original. Each test has the name of the original but none of its code.
+``synchronizeParameters`` and ``synchronizeCenter`` are ``join`` here: a member without steps left takes part
+in the steps of the others. So no member has to send out its state. The centres of elastic averaging have the
+same bits; in the original they differ by a millionth.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def bits(module: Any) -> bytes:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_all_reduce_sgd(size: int) -> None:
-    """In each epoch members make different numbers of steps; after it all have the same parameters."""
+    """The members make different numbers of steps in each epoch and then have equal parameters."""
 
     def body(g: Any) -> Any:
         chance, (module, optimizer) = random.Random(g.rank), replica()
@@ -56,7 +56,7 @@ def test_all_reduce_sgd(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_all_reduce_ea(size: int) -> None:
-    """Each walks by itself, in ever smaller steps, and every third brings it nearer to the centre."""
+    """Each member walks on its own in ever smaller steps; every third step moves it towards the centre."""
 
     def body(g: Any) -> Any:
         chance, (module, _) = random.Random(g.rank), replica()

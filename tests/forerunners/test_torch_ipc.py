@@ -1,31 +1,32 @@
-"""What torch-ipc tests of ``map``, ``workqueue``, ``channel``, ``mutex``, ``sharedtable``, ``marshal`` and
-background tasks, asked of ``flowchan.pipelines``. Each test has the name it has there, and none of its code.
-Tensors are in ``test_torch_ipc_tensors.py``, trees in ``test_torch_ipc_trees.py``, clients and servers in
-``tests/pipelines/test_client_server.py``.
+"""Test ``flowchan.pipelines`` with the cases of torch-ipc's tests.
 
-Spelled differently, as the test says:
+They cover ``map``, ``workqueue``, ``channel``, ``mutex``, ``sharedtable``, ``marshal`` and background tasks.
+Each test has the name of the original but none of its code. Tensors are in ``test_torch_ipc_tensors.py``,
+trees in ``test_torch_ipc_trees.py``, clients and servers in ``tests/pipelines/test_client_server.py``.
+
+These cases are spelled differently:
 
 ``map``: ``testMultiple``, ``testMultipleWithN``
-    A worker returns one value, a tuple for instance; ``join()`` gives a list of them.
+    A worker returns one value, for example a tuple; ``join()`` returns a list of them.
 ``map``: ``testUpvalueError``, ``workqueue``: ``testClosures``, ``marshal``: ``testClosure``
-    Closures cross by themselves.
+    Closures are sent like other functions.
 ``channel``: ``statusEnumsSet``, ``flagsOnClosedChannel``
     The states are ``closed`` and ``drained``, and the exceptions ``Closed`` and ``Drained``.
 ``mutex``: ``testLockingAndBarrier``
-    A ``Lock`` and a ``Barrier``.
+    A ``Lock`` and a ``Barrier`` replace the mutex.
 ``sharedtable``: ``testMove``, ``testPairs``
-    The source stays; ``items()``.
+    The source keeps its entries; ``items()`` yields the pairs.
 Tensors
-    Between threads the same, between processes after ``share_memory_()``.
+    They are shared between threads, and between processes after ``share_memory_()``.
 
-Left out:
+These cases are left out:
 
 ``flock``, ``spawn``
-    Are the standard library's: ``docs/patterns.md``.
+    The standard library has them: ``docs/patterns.md``.
 ``sharedtable``: ``testSize``
-    There is no counterpart of ``sharedtable_size``.
+    ``sharedtable_size`` has no counterpart.
 ``marshal``: ``testSize``
-    Buffers have no size that somebody says.
+    Buffers have no given size.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def across(on: str) -> Any:
     return "threads" if on == "thread" else "processes"
 
 
-# test_map.lua
+# --- test_map.lua ---
 
 
 @everywhere
@@ -129,7 +130,7 @@ def test_map_big_arguments_and_big_returns(on: Any) -> None:
     assert map(1, lambda table, worker: table, table, on=on).join() == [table]
 
 
-# test_workqueue.lua
+# --- test_workqueue.lua ---
 
 
 class Kind:
@@ -187,7 +188,7 @@ def test_workqueue_drain_and_multi_write(on: Any) -> None:
 
 @everywhere
 def test_workqueue_dual_stalls(on: Any) -> None:
-    """The owner puts all before it gets any, and so does nobody stand still."""
+    """The owner puts all items before it gets any, and no worker is stuck."""
     queue = workqueue(across=across(on), capacity=2)
     worker = map(1, echo, queue, on=on)
     queue.put_many(range(100))
@@ -210,7 +211,7 @@ def test_workqueue_anon_and_check_creator() -> None:
     first.close()
 
 
-# test_channel.lua
+# --- test_channel.lua ---
 
 
 def test_status_enums_set_and_flags_on_closed_channel() -> None:
@@ -260,7 +261,7 @@ def test_send_channel_in_channel(on: Any) -> None:
 
 @everywhere
 def test_channel_closed_while_producers_waiting(on: Any) -> None:
-    """They are readers there, too."""
+    """In the original, the waiting threads are readers too."""
     number = 10 if on == "thread" else 3
     ch = Channel[Any](across=across(on))
     readers = map(number, lambda ch, worker: list(ch), ch, on=on)
@@ -294,7 +295,7 @@ def test_ping_pong(on: Any) -> None:
     echoing.join()
 
 
-# test_sharedtable.lua
+# --- test_sharedtable.lua ---
 
 
 def test_sharedtable_count_move_empty_read_and_pairs() -> None:
@@ -331,7 +332,7 @@ def test_sharedtable_multiple_writes_and_table_increment(on: Any) -> None:
     assert table["inner"]["n"] == 30
 
 
-# test_marshal.lua
+# --- test_marshal.lua ---
 
 
 @everywhere
@@ -357,12 +358,13 @@ def test_marshal_workqueue(on: Any) -> None:
     handle.close()
 
 
-# test_BackgroundTask.lua, test_BackgroundTaskPool.lua
+# --- test_BackgroundTask.lua, test_BackgroundTaskPool.lua ---
 
 
 @everywhere
 def test_background_task(on: Any) -> None:
-    """``testSimple``, ``testPolling``, ``testNoReturns``, ``testError``, ``testErrorPolling``."""
+    """It combines ``testSimple``, ``testPolling``, ``testNoReturns``, ``testError`` and
+    ``testErrorPolling``."""
     gate = Channel[None](1, across="processes")
     task = BackgroundTask(lambda: (list(gate), 42)[1], on=on)
     assert not task.done()
@@ -381,7 +383,7 @@ def test_background_task(on: Any) -> None:
 
 @everywhere
 def test_background_task_pool(on: Any) -> None:
-    """``testSimple``, ``testPolling``, ``testError``, ``testErrorPolling``."""
+    """It combines ``testSimple``, ``testPolling``, ``testError`` and ``testErrorPolling``."""
     with TaskPool(2, on=on) as pool:
         tasks = [pool.submit(divmod, 10, number) for number in range(5)]
         wait_until(lambda: all(task.done() for task in tasks))

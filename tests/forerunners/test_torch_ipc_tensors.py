@@ -1,4 +1,4 @@
-"""What torch-ipc tests with tensors that are shared; ``test_torch_ipc.py`` says how the names are chosen."""
+"""Test shared tensors with the cases of torch-ipc's tests; ``test_torch_ipc.py`` explains the names."""
 
 from __future__ import annotations
 

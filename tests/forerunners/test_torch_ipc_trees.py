@@ -1,17 +1,19 @@
-"""What torch-ipc tests of its ``Tree``, asked of groups: ``allreduce_with``, ``join`` and ``broadcast``. The
-members are threads, as there.
+"""Test groups with the cases of torch-ipc's tests of its ``Tree``.
 
-Each test has the name it has there, and none of its code. What has no counterpart, or another answer:
+They use ``allreduce_with``, ``join`` and ``broadcast``. The members are threads, like in the original. Each
+test has the name of the original but none of its code. These tests have no counterpart or another result:
 
 ``base``, ``buildTree``
-    There is no tree to shape: on one host members read each other's values in shared memory, between hosts
-    one member of each does. So the sizes here go beyond those at which a base of 4 and of 8 lost nodes there.
+    A group needs no shape of a tree. On one host, members read each other's values in shared memory; between
+    hosts, one member of each host does. The original lost nodes with bases 4 and 8; the
+    sizes here are larger than that.
 results in place
-    ``allreduce_with`` leaves what it is given as it is, and returns the result.
+    ``allreduce_with`` leaves its arguments unchanged and returns the result.
 ``zero``
-    The function gets contributed values only. Who has run out gets the results, which it did not there.
+    The function gets contributed values only. A member without steps left gets the results; in the original
+    it did not.
 ``tree.netStats``
-    ``stats`` says what the connections between hosts have carried: tests/collective/test_linked_groups.py.
+    ``stats`` reports the traffic between hosts: tests/collective/test_linked_groups.py.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def test_tree_multiple_tensors(run: Run) -> None:
 
 
 def test_uneven_number_of_steps(run: Run) -> None:
-    """The k-th of them has k steps, and then follows the others."""
+    """The k-th member has k steps and then joins the steps of the others."""
     size = 6
 
     def body(g: Any) -> Any:
@@ -82,7 +84,8 @@ def test_uneven_number_of_steps(run: Run) -> None:
 
 
 def test_scatter(run: Run) -> None:
-    """Everybody gets the root's. Here that is ``broadcast``; ``scatter`` gives each a part of its own."""
+    """All members get the root's value; here that is ``broadcast``. ``scatter`` gives each member another
+    part."""
 
     def body(g: Any) -> Any:
         x = np.full(10, g.rank + 1)
@@ -93,8 +96,8 @@ def test_scatter(run: Run) -> None:
 
 
 def test_walk_table(run: Run) -> None:
-    """It has no test there, and what it was for holds: leaves are paired by their place in nested tables,
-    whatever the order of the keys."""
+    """The original has no test. Leaves are paired by their place in nested tables, whatever the order of the
+    keys."""
 
     def body(g: Any) -> Any:
         items = [("w", [g.rank, (g.rank, {"deep": g.rank})]), ("b", str(g.rank)), (3, {})]
@@ -104,9 +107,9 @@ def test_walk_table(run: Run) -> None:
     assert run(3, body) == [right] * 3
 
 
-def test_the_constructors() -> None:
-    """``NullTree``, ``LocalhostTree`` and ``StaticTree``; ``DiscoveredTree`` when an address is found in any
-    other way. That of Slurm is in tests/collective/test_group_meeting.py."""
+def test_constructors() -> None:
+    """These are ``NullTree``, ``LocalhostTree`` and ``StaticTree``; ``DiscoveredTree`` corresponds to any
+    other way to find an address. The way of Slurm is in tests/collective/test_group_meeting.py."""
     with collective.group() as alone:
         assert (alone.allreduce_with("x", add), alone.broadcast("x"), alone.rank) == (("x", 1), "x", 0)
 

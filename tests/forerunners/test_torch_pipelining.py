@@ -1,40 +1,41 @@
-"""What torch 2.13 tests of ``torch.distributed.pipelining``, asked of ``Sequential``: ``pipeline`` with its
-split points, ``PipelineStage`` and a ``Schedule`` are one ``Sequential`` and its ``trainer(schedule=…)``.
-Each test has the name it has there, and none of its code.
+"""Test ``Sequential`` with the cases of torch 2.13's tests of ``torch.distributed.pipelining``.
 
-Spelled differently, as the test says:
+``pipeline`` with its split points, ``PipelineStage`` and a ``Schedule`` correspond to one ``Sequential`` and
+its ``trainer(schedule=…)``. Each test has the name of the original but none of its code.
+
+These cases are spelled differently:
 
 ``test_grad_with_manual``, ``test_manual``
     Modules that were cut by hand are the layers of an ``nn.Sequential``.
 ``test_tracer_kwargs``, ``test_kwargs_with_tracer``, ``test_zero_bubble_with_model_kwargs``
-    A training by steps takes one value; a loss of ``pipe(x, y=y)`` takes any.
+    A trainer's step takes one value; a loss of ``pipe(x, y=y)`` takes several.
 ``test_forward_only``, ``test_eval_inference_mode``
-    ``pipe(x)`` without a graph, or ``training.evaluate(x)``.
+    They use ``pipe(x)`` without a graph, or ``training.evaluate(x)``.
 ``test_merge_bw``
-    A schedule says ``B`` itself where both halves follow each other.
+    A schedule contains ``B`` where both halves are adjacent.
 ``test_send_recv``
-    Who sends to whom follows from the schedule; the simulator finds what can't be done.
+    The transfers follow from the schedule; the simulator finds impossible ones.
 ``test_csv``, ``test_action_parse``
     A schedule is read and written as lines of steps.
 ``test_shape_prop_mismatch``
-    Batches may have any shape that the layers take; what they refuse names part and micro-batch.
+    Batches may have any shape that the layers accept; errors name part and micro-batch.
 ``test_composability.py``
     Wrappers are around the pipe: ``tests/sequential/test_wrappers.py``.
 
-Left out:
+These cases are left out:
 
 ``test_unshard_reshard``, ``test_reduce_grad``
-    A training by steps refuses sharded parameters.
+    A trainer refuses sharded parameters.
 ``test_custom_dw_with_fb_schedule``, ``test_custom_dw_errors``, ``test_schedule_with_weight_update_mlp_e2e``
-    The two halves of a backward step come of autograd's graph, not of functions of the user's.
+    The two halves of a backward step come from autograd's graph instead of user functions.
 ``test_zero_bubble_schedule_errors_with_compile``
-    ``tests/sequential/test_module.py`` has what becomes of a compiled pipe.
+    Compiled pipes are in ``tests/sequential/test_module.py``.
 ``test_split_block_mask``
     Batches are tensors in tuples, lists and dictionaries.
 ``test_csv_compare``
     ``tests/sequential/test_schedule.py`` compares the schedules with those of their papers.
 ``test_output_chunks_memory_usage``, ``test_unflatten``, ``test_ir``
-    Inner parts of theirs.
+    They test internals of torch.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """One of the layers of their model."""
+    """Layer of the original model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ def blocks(number: int) -> nn.Sequential:
 
 
 class Example(nn.Module):
-    """With a forward of its own, and a skip over the cut."""
+    """Module with its own forward and a skip connection across the cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ def assert_same_gradients(module: nn.Module, twin: nn.Module) -> None:
 
 
 def assert_trained(module: nn.Sequential, parts: int, steps: int = 1, **options: Any) -> None:
-    """A training with a schedule gives the loss and the gradients of the plain module, added up."""
+    """Check that training with a schedule gives the plain module's loss and accumulated gradients."""
     twin, (x, target) = copy.deepcopy(module), batch()
     chunks = options.pop("chunks", 4)
     with Sequential(module, parts, chunks=chunks).trainer(loss=mse_loss, **options) as training:
@@ -128,7 +129,7 @@ def assert_trained(module: nn.Sequential, parts: int, steps: int = 1, **options:
     assert_same_gradients(module, twin)
 
 
-# test_schedule.py: ScheduleTest
+# --- test_schedule.py: ScheduleTest ---
 
 ALONE = [name for name in SCHEDULES if name not in ("zbv", "dualpipev")]
 
@@ -156,7 +157,7 @@ def test_schedule_eval_then_train(schedule: Any) -> None:
             training.step(x, target)
 
 
-# test_schedule.py: TestSchedulePlan
+# --- test_schedule.py: TestSchedulePlan ---
 
 SHAPES = [
     (2, 2, 2),
@@ -184,7 +185,7 @@ def test_pipeline_order_and_flex_and_zero_bubble(each: int, chunks: int, workers
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
 @pytest.mark.parametrize(("each", "chunks", "workers"), SHAPES)
 def test_pipeline_order_for_v_schedules(schedule: Any, each: int, chunks: int, workers: int) -> None:
-    """Theirs needs as many micro-batches as there are stages."""
+    """The original needs as many micro-batches as stages."""
     if each != 2:
         with pytest.raises(ValueError, match="parts"):
             plan(schedule, workers, each * workers, chunks)
@@ -192,7 +193,7 @@ def test_pipeline_order_for_v_schedules(schedule: Any, each: int, chunks: int, w
         simulate(plan(schedule, workers, each * workers, chunks))
 
 
-# test_schedule.py: TestScheduleLowering
+# --- test_schedule.py: TestScheduleLowering ---
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def test_csv() -> None:
 
 
 def test_grad_with_v_schedule() -> None:
-    """One worker has both parts, and nothing is sent."""
+    """One worker has both parts, so nothing is sent."""
     assert_trained(blocks(2), 2, steps=2, schedule="zbv", workers=1, chunks=2)
 
 
@@ -273,7 +274,7 @@ def test_generate_stage_to_rank_mapping(schedule: Any, workers: int, parts: int,
     ] == expected
 
 
-# test_schedule_multiproc.py
+# --- test_schedule_multiproc.py ---
 
 
 def test_forward_only() -> None:
@@ -371,7 +372,7 @@ def test_non_symmetric_stage_ids(schedule: Any) -> None:
 
 
 def test_zero_bubble_with_model_kwargs() -> None:
-    """By a loss of what the pipe gives; the backward pass through it has no schedule of its own."""
+    """The loss is computed from the output of the pipe, whose backward pass uses no schedule."""
     module, (x, y) = nn.Sequential(BlockWithKwargs(), Block()), batch()
     twin = copy.deepcopy(module)
     with Sequential(module, [1, 1], chunks=4) as pipe:
@@ -380,7 +381,7 @@ def test_zero_bubble_with_model_kwargs() -> None:
     assert_same_gradients(module, twin)
 
 
-# test_stage.py, test_pipe.py, test_microbatch.py, test_backward.py
+# --- test_stage.py, test_pipe.py, test_microbatch.py, test_backward.py ---
 
 
 def test_tracer_and_model_split() -> None:
@@ -421,6 +422,6 @@ def test_split_and_merge_and_chunk_spec() -> None:
 
 
 def test_stage_backward_and_its_two_halves() -> None:
-    """``test_stage_backward``, ``_input``, ``_weight`` and ``_weight_multiple_iters``."""
+    """It combines ``test_stage_backward``, ``_input``, ``_weight`` and ``_weight_multiple_iters``."""
     assert_trained(blocks(1), 1, steps=3, schedule=["F0 F1 I0 W0 I1 W1"], chunks=2)
     assert_trained(blocks(2), 2, steps=3, schedule=["F0 F1 B0 I1 W1", "F0 B0 F1 I1 W1"], chunks=2)

@@ -1,39 +1,40 @@
-"""What torchgpipe 0.0.7 tests, asked of ``Sequential``: ``GPipe(module, balance, chunks=n)`` is
-``Sequential(module, parts=balance, chunks=n)``. Each test has the name it has there, and none of its code.
-This is ``test_gpipe.py``; what a pipe computes is in ``test_torchgpipe_results.py``, balance and skips are in
-``test_torchgpipe_balance.py``.
+"""Test ``Sequential`` with the cases of torchgpipe 0.0.7's tests in ``test_gpipe.py``.
 
-Spelled differently, as the test says:
+``GPipe(module, balance, chunks=n)`` corresponds to ``Sequential(module, parts=balance, chunks=n)``. Each test
+has the name of the original but none of its code. Results of a pipe are in ``test_torchgpipe_results.py``;
+balance and skips are in ``test_torchgpipe_balance.py``.
+
+These cases are spelled differently:
 
 ``test_public_attrs``
-    ``balance`` and ``devices`` are in ``parts``; numbers are no texts, and checked.
+    ``balance`` and ``devices`` are in ``parts``; numbers are not given as text and are checked.
 ``test_too_few_devices``, ``test_devices``
-    As many devices as parts, else a ``ValueError``.
+    ``devices`` must be as many as parts, or ``ValueError`` is raised.
 ``test_checkpoint_mode``, ``test_checkpoint_mode_when_chunks_1``
-    ``recompute=``, always or never.
+    ``recompute=`` is always or never.
 ``test_checkpoint_eval``
-    What is kept does not depend on the mode: without a graph nothing is.
+    The stored activations do not depend on the mode; without a graph, nothing is stored.
 ``test_exception``, ``test_exception_no_hang``
-    A ``StageError`` names part and micro-batch; theirs is its cause.
+    A ``StageError`` names part and micro-batch; the original exception is its cause.
 ``test_input_varargs``
-    Several arguments are the first layer's, which may refuse them.
+    Several arguments go to the first layer, which may refuse them.
 ``test_deny_moving``
-    The parts' tensors are the module's: types and values may change, not devices.
+    The parts share the module's tensors: their types and values may change, but not their devices.
 ``test_named_children``
     Layers keep their names.
 ``test_verify_module_non_sequential``, ``test_verify_module_duplicate_*``
-    Are no errors.
+    These modules are valid.
 
-Left out:
+These cases are left out:
 
 ``test_exception_early_stop_asap``
-    How much the other parts have done when one fails is not promised.
+    The progress of other parts at a failure is not specified.
 ``test_recommend_auto_balance``
-    Where to cut is measured if it is not said.
+    The cut is measured by default.
 ``test_tuple_wait``, ``test_copy``, ``test_stream``
-    Are about streams of CUDA; a part has one.
+    They test CUDA streams; a part has one stream.
 ``test_phony``, ``test_dependency``, ``test_pipeline``, ``test_worker``, ``test_microbatch``
-    Test inner parts of theirs.
+    They test internals of torchgpipe.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
 
 
 def assert_like(module: nn.Module, twin: nn.Module, *inputs: Tensor, **options: Any) -> None:
-    """A pipe of the module and its twin give the same, with the same gradients."""
+    """Check that a pipe of the module and its twin give equal outputs and gradients."""
     theirs = [one.detach().clone().requires_grad_() for one in inputs]
     with Sequential(module, **options) as pipe:
         y = pipe(*inputs) if len(inputs) == 1 else pipe(inputs)
@@ -97,7 +98,7 @@ def assert_like(module: nn.Module, twin: nn.Module, *inputs: Tensor, **options: 
         assert not one.requires_grad or torch.allclose(one.grad, other.grad)  # type: ignore[arg-type]
 
 
-# test_gpipe.py
+# --- test_gpipe.py ---
 
 
 def test_parameters() -> None:
@@ -155,7 +156,7 @@ def test_batch_size_indivisible_and_small(size: int) -> None:
 
 
 class Counts(nn.Module):
-    """How often it goes forward."""
+    """Layer that counts its forward calls."""
 
     calls = 0
 

@@ -1,34 +1,35 @@
-"""What torchgpipe 0.0.7 tests of balance and of skip connections, asked of ``Sequential``, where
-``balance_by_time`` and ``balance_by_size`` are ``balance="time"`` and ``"memory"`` with ``sample=``. Each
-test has the name it has there, and none of its code.
+"""Test ``Sequential`` with the cases of torchgpipe 0.0.7's tests of balance and skip connections.
 
-Spelled differently, as the test says:
+``balance_by_time`` and ``balance_by_size`` correspond to ``balance="time"`` and ``"memory"`` with
+``sample=``. Each test has the name of the original but none of its code.
+
+These cases are spelled differently:
 
 ``test_blockpartition_non_positive_partitions``, ``_short_sequence``
-    Raise where a pipe is made.
+    They raise when the pipe is created.
 ``test_balance_by_time``
-    The processor's time counts, so a layer works instead of sleeping.
+    CPU time counts, so a layer computes instead of sleeping.
 ``test_layerwise_sandbox``, ``test_not_training``
-    Layers are measured in the mode that they have.
+    Layers are measured in their current mode.
 ``test_already_has_grad``
-    Gradients are left as they are.
+    Gradients are left unchanged.
 ``test_stash``, ``test_pop``, ``test_matching``
     ``Stash`` and ``Pop`` are layers with a name.
 ``test_stash_not_pop``, ``_again``, ``test_pop_unknown``, ``_again``, ``_not_stashed``
-    Raise where a pipe is made.
+    They raise when the pipe is created.
 
-Left out:
+These cases are left out:
 
 ``test_balance_by_size_param_scale``
-    ``tests/sequential/test_balance.py`` has it, with layers of its own.
+    ``tests/sequential/test_balance.py`` has it with other layers.
 ``test_deprecated_torchgpipe_balancing``
-    There is no older name.
+    flowchan has no older name.
 ``test_namespace*``, ``test_*_different_names``, ``test_double_stash_pop_but_isolated``
-    Take other names.
+    The program uses other names instead.
 ``test_declare_but_not_use``, ``test_stash_not_declared``, ``test_pop_not_declared``
-    Nothing is declared.
+    Skips need no declaration.
 ``skip/test_portal``, ``test_tracker``, ``test_leak``, ``test_inspect_skip_layout``, ``test_api``
-    Inner parts of theirs.
+    They test internals of torchgpipe.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ pytestmark = [
 
 
 def cut(pipe: Sequential) -> list[int]:
-    """How many layers each part has."""
+    """Return the number of layers of each part."""
     return [len(part.module) for part in pipe.parts]
 
 
@@ -59,7 +60,7 @@ class Pass(nn.Module):
         return x
 
 
-# test_balance.py
+# --- test_balance.py ---
 
 
 def test_blockpartition() -> None:
@@ -79,7 +80,7 @@ def test_blockpartition_wrong(parts: int) -> None:
 
 
 class Works(nn.Module):
-    """So many times as long as others of its kind."""
+    """Layer that takes ``times`` as long as one with ``times`` of 1."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -93,8 +94,8 @@ class Works(nn.Module):
 
 
 def test_balance_by_time() -> None:
-    """The processor's time counts, so a layer that sleeps is quick. Any other cut takes nearly twice as long,
-    for what is measured on a busy machine is not exact."""
+    """CPU time counts, so a sleeping layer would be fast. Any other cut takes nearly twice as long, because
+    measurements on a busy machine are not exact."""
     module = nn.Sequential(*[Works(times) for times in (6, 5, 1)])
     pipe = Sequential(module, 2, balance="time", sample=torch.rand(64, 64), chunks=1)
     assert cut(pipe) == [1, 2]
@@ -171,7 +172,7 @@ def test_balance_by_time_tuple_and_by_size_tuple(balance: Any) -> None:
     assert cut(pipe) == [1, 1]
 
 
-# skip/
+# --- skip/ ---
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["never", "always"])
@@ -233,7 +234,7 @@ def test_skippables(name: str, layers: list[nn.Module]) -> None:
 
 
 def test_double_stash_pop() -> None:
-    """A name may be used again once it was popped."""
+    """A name may be used again after its pop."""
     x, layers = torch.rand(4), [Stash("foo"), Pop("foo"), Stash("foo"), Pop("foo")]
     with Sequential(layers, [2, 2]) as pipe:
         torch.testing.assert_close(pipe(x), 4 * x)

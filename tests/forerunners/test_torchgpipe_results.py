@@ -1,18 +1,19 @@
-"""What torchgpipe 0.0.7 tests of the numbers that come out, asked of ``Sequential``: transparency,
-checkpoints, changes in place, deferred batch norm, and what once were bugs. Each test has the name it has
-there, and none of its code.
+"""Test ``Sequential`` with the cases of torchgpipe 0.0.7's tests of results.
 
-Spelled differently, as the test says:
+They cover transparency, checkpoints, in-place changes, deferred batch norm and former bugs. Each test has the
+name of the original but none of its code.
+
+These cases are spelled differently:
 
 ``test_inplace_*``
-    What comes in is not changed, so all three give what the plain module gives.
+    Inputs are not changed, so all three give the results of the plain module.
 
-Left out:
+These cases are left out:
 
 ``test_convert_deferred_batch_norm``, ``test_optimize``
     No layer is replaced by another kind.
 ``test_detect_checkpointing_recomputing*``
-    A layer is not told that it is called again.
+    A layer cannot detect that it is called again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ pytestmark = [
 ]
 
 
-# test_bugs.py
+# --- test_bugs.py ---
 
 
 class Identity(torch.autograd.Function):
@@ -61,7 +62,7 @@ def test_python_autograd_function() -> None:
 
 
 def test_parallel_randoms() -> None:
-    """What is dropped going back is what was dropped going forward."""
+    """The backward pass drops the same elements as the forward pass."""
     torch.manual_seed(0)
     x = torch.ones(100, 10, requires_grad=True)
     with Sequential([nn.Dropout(), nn.Dropout()], [1, 1], chunks=10, recompute=True) as pipe:
@@ -71,7 +72,7 @@ def test_parallel_randoms() -> None:
     assert torch.equal(y == 0, x.grad == 0)
 
 
-# test_inplace.py
+# --- test_inplace.py ---
 
 
 @pytest.mark.parametrize("name", ["on_requires_grad", "on_not_requires_grad"])
@@ -94,7 +95,7 @@ class AddsInPlace(nn.Module):
 
 
 def test_inplace_incorrect_grad() -> None:
-    """There it is 3, as the addition is done again."""
+    """In torchgpipe the gradient is 3, because the addition is repeated."""
     first, second = torch.tensor([1.0], requires_grad=True), torch.tensor([1.0])
     with Sequential([AddsInPlace()], [1], recompute=True) as pipe:
         pipe((first, second)).backward()
@@ -102,7 +103,7 @@ def test_inplace_incorrect_grad() -> None:
     assert (first.grad.item(), second.item()) == (2, 1)
 
 
-# test_transparency.py, test_checkpoint.py
+# --- test_transparency.py, test_checkpoint.py ---
 
 
 @recomputing
@@ -141,7 +142,7 @@ def test_serial_checkpoints() -> None:
     layers = [LogsItself("a", log), LogsItself("b", log)]
     with Sequential(layers, [1, 1], chunks=1, recompute=True) as pipe:
         pipe(torch.rand(1, requires_grad=True)).backward()
-    # the last part goes back at once, and keeps what it has
+    # The last part may run backward at once with its stored activations.
     assert log in (
         ["a:forward", "b:forward", "b:forward", "b:backward", "a:forward", "a:backward"],
         ["a:forward", "b:forward", "b:backward", "a:forward", "a:backward"],
@@ -167,7 +168,7 @@ def test_random_in_checkpoint(recompute: bool) -> None:
     assert torch.equal(y == 0, x.grad == 0)
 
 
-# test_deferred_batch_norm.py
+# --- test_deferred_batch_norm.py ---
 
 
 def tilted() -> Tensor:

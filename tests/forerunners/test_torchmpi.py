@@ -1,21 +1,22 @@
-"""What TorchMPI's scripts ``startstop``, ``hierarchical_communicators``, ``collectives_all`` and
-``mnist_modelparallel`` check, asked of groups. The members are threads, but for one case of each operation.
+"""Test groups with the cases of TorchMPI's scripts.
 
-Each test has the name it has there, and none of its code. What has no counterpart, or another answer:
+The scripts are ``startstop``, ``hierarchical_communicators``, ``collectives_all`` and
+``mnist_modelparallel``. The members are threads, except for one case of each operation. Each test has the
+name of the original but none of its code. These tests have no counterpart or another result:
 
 ``customBarrier``
-    It was switched off there, as it hung. ``mpiBarrier`` stands for both.
-``selector``, ``allselector``, and each case once more by ``p2p``, ``nccl``, ``gloo``
-    The way of doing it is chosen by size, type and place; ``explain`` says which, and every size here is on
-    another side of its limits; ``select`` chooses another one: tests/collective/test_torch_ways.py.
+    It was disabled because it hung. ``mpiBarrier`` replaces both.
+``selector``, ``allselector``, and each case repeated with ``p2p``, ``nccl``, ``gloo``
+    The algorithm depends on size, type and placement. ``explain`` reports it, and each size here is on
+    another side of its limits. ``set_algorithm`` chooses another one: tests/collective/test_torch_ways.py.
 async ``reduce``, ``sendreceivenext`` and ``allgather``
-    There they were synchronous under another name. Here ``wait=False`` is an argument of ``allreduce``,
+    In TorchMPI they were synchronous under another name. Here ``wait=False`` is an argument of ``allreduce``,
     ``broadcast``, ``barrier``, ``allgather`` and ``gather``.
 ``parameterserver``
-    There is no parameter server.
+    flowchan has no parameter server.
 ``async``, ``blockSequential``
     The first only prints times. The second cuts a module's parameters into blocks to overlap their allreduce
-    with the backward pass, as the buckets of torch's DistributedDataParallel do, which runs on a group:
+    with the backward pass. The buckets of torch's DistributedDataParallel do this on a group:
     tests/collective/test_torch_backend.py.
 """
 
@@ -41,22 +42,24 @@ def run(request: pytest.FixtureRequest) -> Run:
     return lambda size, body: raised(request.param(size, body))
 
 
-# startstop
+# --- startstop ---
 
 
 def test_startstop() -> None:
-    """32 members, and again: unlike there, a group may be made after another one has ended."""
+    """32 members meet twice; unlike in TorchMPI, a second group may follow the first."""
     for _ in range(2):
         found = raised(in_threads(32, lambda g: (g.barrier(), g.rank, g.size)[1:]))
         assert found == [(rank, 32) for rank in range(32)]
 
 
-# hierarchical_communicators
+# --- hierarchical_communicators ---
 
 
 def by_levels(x: Any, *groups: Any) -> Any:
-    """The sum over all members: to the first of the innermost group, from there outwards, and back. None
-    stands for groups that this member is not in."""
+    """Return the sum over all members, reduced level by level from the innermost group and broadcast back.
+
+    None replaces groups without this member.
+    """
     if groups and groups[0] is not None:
         groups[0].reduce(x)
         by_levels(x, *groups[1:])
@@ -66,8 +69,8 @@ def by_levels(x: Any, *groups: Any) -> Any:
 
 @pytest.mark.parametrize("size", range(1, 38))
 def test_hierarchical_communicators(size: int) -> None:
-    """Groups by the key rank mod 3, and within each two more, mostly uneven. They have the members and the
-    leaders that they should, and a sum by levels is the flat one."""
+    """Groups have the key rank mod 3, and two uneven groups within each. They have the expected members and
+    leaders, and a sum by levels equals the flat sum."""
 
     def body(g: Any) -> None:
         of_third = range(g.rank % 3, g.size, 3)
@@ -100,7 +103,7 @@ def test_hierarchical_communicators(size: int) -> None:
 
 
 def test_hierarchical_communicators_over_hosts() -> None:
-    """Keys that cut across the hosts."""
+    """The keys cut across the hosts."""
 
     def body(g: Any) -> Any:
         with g.split(g.rank // 3) as third:
@@ -113,7 +116,7 @@ def test_hierarchical_communicators_over_hosts() -> None:
     ]
 
 
-# collectives_all
+# --- collectives_all ---
 
 
 def cases() -> list[tuple[str, int]]:
@@ -122,7 +125,7 @@ def cases() -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("starts", [False, True], ids=["sync", "async"])
 def test_broadcast(run: Run, starts: bool) -> None:
-    """From the last one."""
+    """The last rank is the root."""
 
     def body(g: Any) -> None:
         root = g.size - 1
@@ -164,8 +167,8 @@ def test_allreduce(run: Run, starts: bool, apart: bool) -> None:
 
 
 def test_allreduce_of_scalars(run: Run) -> None:
-    """``allreduce_double``, ``broadcast_long`` and their kin, with ``reduce`` and ``sendreceive``, which did
-    not work there."""
+    """These are ``allreduce_double``, ``broadcast_long`` and similar calls, with ``reduce`` and
+    ``sendreceive``, which did not work in TorchMPI."""
 
     def body(g: Any) -> Any:
         around = {"to": (g.rank + 1) % g.size, "source": (g.rank - 1) % g.size}
@@ -182,7 +185,7 @@ def test_allreduce_of_scalars(run: Run) -> None:
 
 
 def test_sendreceivenext(run: Run) -> None:
-    """A shift along the ring."""
+    """The values shift along a ring of ranks."""
 
     def body(g: Any) -> None:
         for dtype, length in cases():
@@ -194,8 +197,7 @@ def test_sendreceivenext(run: Run) -> None:
 
 
 def test_allgather(run: Run) -> None:
-    """Of inputs that grow with the rank, into a table that has their size, and without one: there is no
-    output that must grow."""
+    """The inputs grow with the rank. They go into a table of their total size, and into a new result."""
 
     def body(g: Any) -> None:
         for dtype, length in cases():
@@ -212,7 +214,7 @@ def test_allgather(run: Run) -> None:
 
 
 def test_mpi_barrier(run: Run) -> None:
-    """Nobody passes before all have come, again and again."""
+    """In many rounds, no member passes before all have arrived."""
 
     def body(g: Any) -> None:
         for number in range(50):
@@ -227,12 +229,12 @@ def test_mpi_barrier(run: Run) -> None:
     run(MEMBERS, body)
 
 
-# mnist_modelparallel
+# --- mnist_modelparallel ---
 
 
 def test_mnist_modelparallel() -> None:
-    """Two linear layers, of each of which a member has the weights of its share of the inputs. Outputs and
-    gradients are those of the whole layers, with one bias: there it was added once by each member."""
+    """Each member has the weights of its share of the inputs of two linear layers. Outputs and gradients
+    equal those of the whole layers with one bias; in TorchMPI, each member added the bias once."""
     chance = np.random.default_rng(0)
     x, weights = chance.integers(-9, 9, (5, 12)).astype(float), []
     for rows, columns in ((12, 8), (8, 4)):

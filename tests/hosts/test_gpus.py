@@ -75,7 +75,7 @@ def test_a_successor_has_the_devices_of_the_one_that_died(on: Any, tmp_path: Pat
 def test_a_machine_that_has_too_few_is_one_clear_line() -> None:
     graph = Graph("gpus")
     graph.source(range(8)).map(seen, on="process", workers=2, gpus=2, name="far").sink(print)
-    with pytest.raises(HostError, match=r"worker far 2 needs 2 GPUs of its own, but of the 3 here 1 is free"):
+    with pytest.raises(HostError, match=r"worker far 2 needs 2 GPUs, but this host has only 1 of 3 free"):
         graph.run()
 
 
@@ -86,7 +86,7 @@ def test_a_host_that_has_too_few_is_named() -> None:
         graph.run()
     (error,) = caught.value.exceptions
     assert "host 'local-1'" in str(error)
-    assert "worker far 7 needs 1 GPU of its own, but of the 3 here 0 are free" in str(error)
+    assert "worker far 7 needs 1 GPU, but this host has only 0 of 3 free" in str(error)
 
 
 def test_threads_share_the_devices_of_the_program() -> None:

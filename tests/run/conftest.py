@@ -1,4 +1,4 @@
-"""Fixtures of the tests of runs."""
+"""Provide fixtures for the tests of runs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from flowchan.run.supervisor import Supervisor
 
 @pytest.fixture(params=["fork", "forkserver", "spawn"])
 def _method(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test under each start method."""
+    """Run the test under each start method."""
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method(request.param, force=True)
     yield request.param
     multiprocessing.set_start_method(before, force=True)
-    # Python's own helpers would stay until the end of pytest.
+    # Otherwise Python's helper processes would stay until the end of pytest.
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How often supervisors have looked for a deadlock. They look without a pause here."""
+    """Count how often supervisors look for a deadlock, and let them look without a pause."""
     count = itertools.count()
     seen = [0]
     real = Supervisor._look_for_deadlock
@@ -45,5 +45,5 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who does not end by itself is ended soon, where a test is bound to come to that."""
+    """Shorten the grace for tests with workers that do not end on their own."""
     monkeypatch.setattr(decisions, "GRACE", 0.2)

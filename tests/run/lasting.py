@@ -1,4 +1,4 @@
-"""What the tests of pools share: a stage that tells of itself, and looks at the processes of a pool."""
+"""Provide stages and functions for the tests of pools."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flowchan.run.crew.pool_processes import LastingProcess
 
 
 class Square:
-    """Counts its calls, and tells ``life`` of itself."""
+    """Stage function that counts its calls and reports its start and end to ``life``."""
 
     def __init__(self, life: Channel[str]) -> None:
         self.life, self.calls = life, 0
@@ -37,7 +37,7 @@ def told(life: Channel[str]) -> list[str]:
 
 
 def halve(number: int) -> float:
-    """Fails at 0, and dies at -1."""
+    """Halve the number; fail at 0 and die at -1."""
     if number == 0:
         raise ZeroDivisionError
     if number == -1:
@@ -46,7 +46,7 @@ def halve(number: int) -> float:
 
 
 def halves() -> tuple[Graph, Callable[[WorkerPool, list[int]], list[float]]]:
-    """A graph, and what runs it for these numbers."""
+    """Return a graph and a function that runs it with the given numbers."""
     graph = Graph("halves")
     numbers = graph.input("numbers")
     given = numbers.map(halve, on="process", workers=2, max_deaths=1, name="halve")
@@ -62,18 +62,18 @@ def halves() -> tuple[Graph, Callable[[WorkerPool, list[int]], list[float]]]:
 
 
 def lasting_of(pool: WorkerPool) -> dict[str, LastingProcess]:
-    """Those that last, by the names of their workers."""
+    """Return the lasting processes by the names of their workers."""
     assert pool._lasting is not None
     return {str(id): lasting for id, lasting in list(pool._lasting._known.items())}
 
 
 def workers_of(pool: WorkerPool) -> dict[str, int]:
-    """Their pids."""
+    """Return the pids of the lasting processes."""
     return {name: lasting.process.pid for name, lasting in lasting_of(pool).items()}
 
 
 def kill(pool: WorkerPool, name: str) -> None:
-    """Returns once that worker's process is gone."""
+    """Kill the process of a worker and return once it is gone."""
     process = lasting_of(pool)[name].process
     process.kill()
     wait_until(process.ended)

@@ -1,5 +1,4 @@
-"""What the tests of runs share: gates that hold workers up wherever they run, scripts as users start them,
-and looks at what a run does."""
+"""Provide gates that block workers anywhere, user scripts, and views of a run for the tests."""
 
 from __future__ import annotations
 
@@ -17,16 +16,16 @@ from support.worker_latch import Gate as Gate
 from flowchan import Graph, In, Out, Run, StageStats
 
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
-"""For tests of what holds on both placements."""
+"""Parameter for tests that run on both placements."""
 
 
 def stage_of(run: Run, name: str) -> StageStats:
-    """The statistics of one stage now."""
+    """Return the current statistics of one stage."""
     return next(stage for stage in run.stats().stages if stage.name == name)
 
 
 def waits(run: Run, channel: str, readers: int = 0, writers: int = 0) -> None:
-    """Returns once exactly so many wait at a channel of the run."""
+    """Return once exactly this many workers wait at a channel of the run."""
 
     def reached() -> bool:
         stats = run._ports.channels[channel].stats()
@@ -36,7 +35,7 @@ def waits(run: Run, channel: str, readers: int = 0, writers: int = 0) -> None:
 
 
 def feedback(first: Callable[..., Any]) -> Graph:
-    """A loop in which each waits for what the other puts."""
+    """Return a loop in which each stage waits for the items of the other."""
 
     async def second(numbers: In[int], back: Out[int]) -> None:
         async for number in numbers:
@@ -49,7 +48,7 @@ def feedback(first: Callable[..., Any]) -> Graph:
     return graph
 
 
-# --- what asyncio makes of several that are awaited ---
+# --- ways in which asyncio awaits several awaitables ---
 
 
 async def one_after_the_other(*waits: Awaitable[Any]) -> None:
@@ -84,4 +83,4 @@ together = pytest.mark.parametrize(
     "together",
     [one_after_the_other, as_a_group, all_of_them, the_first_of_them, shielded, as_they_come, asyncio.gather],
 )
-"""For tests of what holds however a coroutine awaits several."""
+"""Parameter for tests that run with each way to await several awaitables."""

@@ -1,5 +1,7 @@
-"""R8 Account: ``run.stats()`` at any time and ``run.report()`` at the end: items in = items out + items
-failed."""
+"""Test R8 (Account): ``run.stats()`` at any time, ``run.report()`` at the end.
+
+Items in equal items out plus items failed.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def balance(stage: StageStats) -> int:
 
 
 @everywhere
-def test_items_in_are_items_out_and_items_failed(on: Any) -> None:
+def test_items_in_equal_items_out_plus_failed(on: Any) -> None:
     graph = Graph("r8")
     mapped = graph.source(range(100)).map(fail_odd, on=on, workers=2, name="map")
     mapped.sink(same, on=on, name="sink")
@@ -54,7 +56,7 @@ def test_items_in_are_items_out_and_items_failed(on: Any) -> None:
 
 
 @everywhere
-def test_an_item_that_ended_the_run_counts_as_failed(on: Any) -> None:
+def test_item_that_ended_the_run_counts_as_failed(on: Any) -> None:
     graph = Graph("r8")
     graph.source([1]).map(fail_odd, on=on, name="map").sink(id)
     run = graph.start()
@@ -67,7 +69,7 @@ def test_an_item_that_ended_the_run_counts_as_failed(on: Any) -> None:
 
 @everywhere
 @pytest.mark.parametrize("workers", [1, 3])
-def test_items_that_nobody_wanted_any_more_are_accounted_for(workers: int, on: Any) -> None:
+def test_account_includes_unwanted_items(workers: int, on: Any) -> None:
     graph = Graph("r8")
     graph.source(itertools.count).map(same, on=on, workers=workers, name="map").take(7).collect()
     run = finished(graph)
@@ -77,7 +79,7 @@ def test_items_that_nobody_wanted_any_more_are_accounted_for(workers: int, on: A
     assert "MISSING" not in run.report()
 
 
-def test_items_of_a_branch_that_has_ended_are_accounted_for() -> None:
+def test_account_includes_items_of_an_ended_branch() -> None:
     graph = Graph("r8")
     even, odd = graph.source(range(1000)).partition(same, 2, name="partition", capacity=1)
     even.take(1).collect()
@@ -89,7 +91,7 @@ def test_items_of_a_branch_that_has_ended_are_accounted_for() -> None:
 
 
 @everywhere
-def test_a_filter_accounts_for_what_it_dropped(on: Any) -> None:
+def test_filter_account_includes_dropped_items(on: Any) -> None:
     graph = Graph("r8")
     graph.source(range(20)).filter(is_small, on=on, name="filter").collect()
     run = finished(graph)
@@ -97,7 +99,7 @@ def test_a_filter_accounts_for_what_it_dropped(on: Any) -> None:
 
 
 @everywhere
-def test_tries_are_counted(on: Any) -> None:
+def test_retries_are_counted(on: Any) -> None:
     graph = Graph("r8")
     mapped = graph.source(range(4)).map(fail_odd, on=on, retries=2, name="map")
     mapped.sink(id)
@@ -107,7 +109,7 @@ def test_tries_are_counted(on: Any) -> None:
 
 
 @everywhere
-def test_the_statistics_of_a_run_that_goes_on_show_what_is_in_hand(on: Any) -> None:
+def test_stats_of_a_running_graph_show_items_in_hand(on: Any) -> None:
     gate = Gate()
 
     def hold(item: int) -> int:
@@ -127,7 +129,7 @@ def test_the_statistics_of_a_run_that_goes_on_show_what_is_in_hand(on: Any) -> N
     assert (stage_of(run, "hold").items_out, stage_of(run, "hold").in_hand) == (10, 0)
 
 
-def test_the_statistics_show_the_fill_of_a_channel() -> None:
+def test_stats_show_the_fill_of_a_channel() -> None:
     gate = Gate()
     graph = Graph("r8")
     graph.source(range(100), name="numbers", capacity=5).sink(lambda _: gate.wait())
@@ -142,8 +144,8 @@ def test_the_statistics_show_the_fill_of_a_channel() -> None:
 
 
 @everywhere
-def test_shares_of_time_are_shares_of_what_workers_worked(on: Any) -> None:
-    """Also of a source that has ended at once."""
+def test_time_shares_refer_to_working_time(on: Any) -> None:
+    """This includes a source that ends at once."""
     graph = Graph("r8")
     graph.source(range(20), on=on, name="quick").map(slow, on=on, workers=2, name="slow").sink(same, on=on)
     run = finished(graph)
@@ -156,7 +158,7 @@ def test_shares_of_time_are_shares_of_what_workers_worked(on: Any) -> None:
 
 
 def slow(item: int) -> int:
-    """50 ms of work, as a system call that lets the others go on."""
+    """Work for 50 ms in a system call that lets other threads run."""
     select.select([], [], [], 0.05)
     return item
 
@@ -167,7 +169,7 @@ def slow_elements() -> Iterator[int]:
 
 
 class SlowToBegin:
-    """Takes longer to build than its items take."""
+    """Stage function that takes longer to build than to process its items."""
 
     def __init__(self) -> None:
         select.select([], [], [], 1.0)
@@ -178,8 +180,8 @@ class SlowToBegin:
 
 @everywhere
 @pytest.mark.parametrize("items", [10, 60])
-def test_the_bottleneck_is_named_after_few_items(items: int, on: Any) -> None:
-    """Whoever was fed by a source that is over at once."""
+def test_bottleneck_is_named_after_few_items(items: int, on: Any) -> None:
+    """The source ends at once, before the slow stage."""
     graph = Graph("r8")
     graph.source(range(items), on=on).map(same, on=on).map(slow, name="slow", on=on).map(
         same, on=on
@@ -190,27 +192,27 @@ def test_the_bottleneck_is_named_after_few_items(items: int, on: Any) -> None:
 
 
 @everywhere
-def test_a_source_whose_iterator_is_slow_is_the_bottleneck(on: Any) -> None:
+def test_source_with_slow_iterator_is_the_bottleneck(on: Any) -> None:
     graph = Graph("r8")
     graph.source(slow_elements, name="elements", on=on).map(same, on=on).collect()
     assert finished(graph).stats().bottleneck == "elements"
 
 
-def test_more_workers_make_a_stage_less_of_a_bottleneck() -> None:
-    """20 items of 50 ms each take four workers a quarter of a second, and the next stage a whole one."""
+def test_more_workers_reduce_the_load_of_a_stage() -> None:
+    """Four workers need 0.25 s for 20 items of 50 ms each; the single worker of the next stage needs 1 s."""
     graph = Graph("r8")
     graph.source(range(20)).map(slow, workers=4, name="wide").map(slow, name="narrow").collect()
     assert finished(graph).stats().bottleneck == "narrow"
 
 
 @everywhere
-def test_what_a_stage_takes_to_begin_is_not_busy(on: Any) -> None:
+def test_time_to_build_a_worker_does_not_count_as_busy(on: Any) -> None:
     graph = Graph("r8")
     graph.source(range(10)).map(SlowToBegin, name="begins", on=on).map(slow, name="slow").collect()
     assert finished(graph).stats().bottleneck == "slow"
 
 
-def test_a_program_that_reads_slowly_is_the_bottleneck() -> None:
+def test_program_that_reads_slowly_is_the_bottleneck() -> None:
     graph = Graph("r8")
     result = graph.source(range(20)).map(same).collect()
     with graph.start() as run:
@@ -219,16 +221,16 @@ def test_a_program_that_reads_slowly_is_the_bottleneck() -> None:
     assert run.stats().bottleneck == result.stage
 
 
-def test_where_nobody_works_there_is_no_bottleneck() -> None:
+def test_idle_graph_has_no_bottleneck() -> None:
     graph = Graph("r8")
     graph.input(name="numbers").map(same, name="idle").sink(same)
     with graph.start() as run:
         wait_until(lambda: run.stats().elapsed > 0.3 and stage_of(run, "idle").busy < 0.005)
         wait_until(lambda: run.stats().bottleneck is None)
-        assert "bottleneck: none to be seen" in run.report()
+        assert "bottleneck: none found" in run.report()
 
 
-def test_the_bottleneck_is_named() -> None:
+def test_bottleneck_is_named() -> None:
     gate = Gate()
 
     def held(item: int) -> int:
@@ -246,7 +248,7 @@ def test_the_bottleneck_is_named() -> None:
 
 
 @pytest.mark.parametrize("ending", ["done", "stopped", "aborted", "failed"])
-def test_the_statistics_say_how_the_run_ended(ending: str) -> None:
+def test_stats_state_how_the_run_ended(ending: str) -> None:
     graph = Graph("r8")
     numbers = graph.input()
     numbers.map(fail_odd).sink(id)
@@ -265,7 +267,7 @@ def test_the_statistics_say_how_the_run_ended(ending: str) -> None:
     assert ending in run.report()
 
 
-def test_a_general_stage_is_counted() -> None:
+def test_general_stage_is_counted() -> None:
     def pair(items: In[int], out: Out[tuple[int, int]]) -> None:
         for item in items:
             out.put((item, items.get()))
@@ -276,7 +278,7 @@ def test_a_general_stage_is_counted() -> None:
     assert (found.items_in, found.items_out) == (10, 5)
 
 
-def test_a_merge_a_tee_and_a_zip_are_counted() -> None:
+def test_merge_tee_and_zip_are_counted() -> None:
     graph = Graph("r8")
     merged = graph.merge(graph.source(range(5)), graph.source(range(5)))
     one, other = merged.tee(2)

@@ -1,5 +1,4 @@
-"""``allreduce``: round k combines the k-th item of every worker of the stage before that still has one, and
-gives it once."""
+"""Test ``allreduce``: round k combines the k-th item of every worker that still has one."""
 
 from __future__ import annotations
 
@@ -21,21 +20,21 @@ def rounds(stream: Stream) -> list[Reduced]:
 
 
 def some(numbers: Out[int]) -> None:
-    """Worker 1 gives one number, worker 2 two, and so on."""
+    """Put one number as worker 1, two as worker 2, and so on."""
     me = worker().number
     for k in range(me):
         numbers.put(10 * me + k)
 
 
 @everywhere
-def test_each_round_has_an_item_of_every_worker_that_still_has_one(on: Any) -> None:
+def test_round_combines_one_item_of_each_remaining_worker(on: Any) -> None:
     graph = Graph("rounds")
     numbers = graph.stage(some, on=on, workers=3)
     assert rounds(numbers.allreduce("sum")) == [(10 + 20 + 30, 3, 0), (21 + 31, 2, 1), (32, 1, 2)]
 
 
 @everywhere
-def test_a_worker_that_gives_nothing_is_not_waited_for_when_it_has_ended(on: Any) -> None:
+def test_round_skips_a_worker_that_ended_without_items(on: Any) -> None:
     def none_of_the_first(out: Out[int]) -> None:
         if worker().number > 1:
             out.put(worker().number)
@@ -45,7 +44,7 @@ def test_a_worker_that_gives_nothing_is_not_waited_for_when_it_has_ended(on: Any
 
 
 @everywhere
-def test_what_workers_share_is_all_combined_whatever_the_order_of_the_stage(on: Any) -> None:
+def test_rounds_combine_all_items_of_an_ordered_stage(on: Any) -> None:
     graph = Graph("shares")
     halves = graph.source(range(1, 301)).map(abs, on=on, workers=3, capacity=2)
     found = rounds(halves.allreduce(capacity=1))
@@ -54,7 +53,7 @@ def test_what_workers_share_is_all_combined_whatever_the_order_of_the_stage(on: 
     assert sum(one.contributors for one in found) == 300
 
 
-def test_workers_that_are_coroutines_are_told_apart_too() -> None:
+def test_coroutine_workers_contribute_separately() -> None:
     async def late(number: int) -> int:
         return number
 
@@ -63,24 +62,24 @@ def test_workers_that_are_coroutines_are_told_apart_too() -> None:
     assert sum(one.value for one in found) == sum(range(100))
 
 
-def test_the_workers_of_a_merge_have_one_stream_each() -> None:
+def test_each_worker_of_a_merge_has_its_own_stream() -> None:
     graph = Graph("streams")
     streams = [graph.source([number] * number, name=f"s{number}") for number in (1, 2, 3)]
     assert rounds(graph.merge(*streams).allreduce("sum")) == [(6, 3, 0), (5, 2, 1), (3, 1, 2)]
 
 
-def test_a_single_worker_gives_rounds_of_one() -> None:
+def test_single_worker_forms_rounds_of_one() -> None:
     assert rounds(Graph("one").source([7, 8]).allreduce("mean")) == [(7.0, 1, 0), (8.0, 1, 1)]
 
 
-def test_any_function_of_two_combines_in_the_order_of_the_workers() -> None:
+def test_function_of_two_combines_in_order_of_workers() -> None:
     graph = Graph("function")
     streams = [graph.source([letter], name=letter) for letter in "abcd"]
     found = rounds(graph.merge(*streams).allreduce(lambda a, b: f"({a}{b})"))
     assert [one.value for one in found] == ["(((ab)c)d)"]
 
 
-def test_what_an_operation_raises_ends_the_run_and_names_the_round() -> None:
+def test_failing_operation_ends_the_run_and_names_the_round() -> None:
     graph = Graph("raises")
     streams = [graph.source([{"a": 1}, {key: 2}], name=key) for key in "ab"]
     graph.merge(*streams).allreduce().collect()
@@ -94,7 +93,7 @@ def test_what_an_operation_raises_ends_the_run_and_names_the_round() -> None:
 
 
 @everywhere
-def test_when_nobody_wants_more_rounds_the_workers_stop(on: Any) -> None:
+def test_workers_stop_when_no_more_rounds_are_wanted(on: Any) -> None:
     def endless(out: Out[int]) -> None:
         out.put_many(itertools.repeat(1))
 
@@ -106,8 +105,8 @@ def test_when_nobody_wants_more_rounds_the_workers_stop(on: Any) -> None:
 
 
 @everywhere
-def test_several_outputs_and_their_errors_are_told_apart_one_by_one(on: Any) -> None:
-    """Only the output that an allreduce reads: the other one is still shared."""
+def test_allreduce_of_one_output_leaves_the_other_shared(on: Any) -> None:
+    """Only the output that allreduce reads has a channel for each worker."""
 
     def both(numbers: In[int], sums: Out[int], log: Out[int]) -> None:
         for number in numbers:
@@ -122,7 +121,7 @@ def test_several_outputs_and_their_errors_are_told_apart_one_by_one(on: Any) -> 
     assert Counter(results[logged]) == Counter(range(50))
 
 
-def test_the_account_and_the_channels_are_those_of_each_worker() -> None:
+def test_account_and_channels_are_kept_per_worker() -> None:
     graph = Graph("account")
     graph.stage(some, workers=3, capacity=5).allreduce().collect()
     run = graph.start()
@@ -135,7 +134,7 @@ def test_the_account_and_the_channels_are_those_of_each_worker() -> None:
     assert "6 in, 3 out" in run.report()
 
 
-def test_one_arrow_stands_for_the_channels_of_all_workers() -> None:
+def test_drawing_shows_one_arrow_for_all_workers() -> None:
     graph = Graph("drawn")
     graph.stage(some, workers=3, capacity=5).allreduce("max").collect()
     for text in (to_dot(graph), to_mermaid(graph)):
@@ -143,7 +142,7 @@ def test_one_arrow_stands_for_the_channels_of_all_workers() -> None:
         assert "Reduced" in text
 
 
-def test_wrong_arguments_say_what_is_allowed() -> None:
+def test_wrong_arguments_are_refused_with_the_allowed_values() -> None:
     numbers = Graph("wrong").source([1])
     with pytest.raises(ValueError, match=r"op must be one of 'sum', 'mean'.* or a function"):
         numbers.allreduce("add")
@@ -153,7 +152,7 @@ def test_wrong_arguments_say_what_is_allowed() -> None:
         numbers.allreduce("sum", capacty=3)  # type: ignore[call-arg]
 
 
-def test_it_is_checked() -> None:
+def test_allreduce_is_checked() -> None:
     graph = Graph("checked")
     numbers = graph.stage(some, workers=2, name="some")
     numbers.allreduce(lambda a: a).collect()

@@ -1,4 +1,4 @@
-"""``allreduce`` over items that have arrays and tensors in them; the rest of it needs no torch."""
+"""Test ``allreduce`` over items with arrays and tensors; its other tests need no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ torch = optional("torch")
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 
-def test_every_operation_works_leaf_by_leaf_on_numbers_arrays_and_tensors() -> None:
+def test_operations_combine_numbers_arrays_and_tensors_leaf_by_leaf() -> None:
     values = {"sum": 9, "mean": 4.5, "prod": 18, "min": 3, "max": 6, "and": 2, "or": 7, "xor": 5}
     for op, expected in values.items():
         graph = Graph(op)
@@ -35,7 +35,7 @@ def test_every_operation_works_leaf_by_leaf_on_numbers_arrays_and_tensors() -> N
 @pytest.mark.parametrize(
     "other", [np.ones(3), np.ones(1), torch and torch.ones(3)], ids=["row", "one", "tensor"]
 )
-def test_arrays_of_two_shapes_are_not_stretched_to_one(op: Any, other: Any) -> None:
+def test_arrays_of_different_shapes_are_not_broadcast(op: Any, other: Any) -> None:
     graph = Graph("shapes")
     column = np.ones((3, 1)) if isinstance(other, np.ndarray) else torch.ones(3, 1)
     streams = [graph.source([{"w": x}], name=name) for name, x in (("a", column), ("b", other))]
@@ -47,7 +47,7 @@ def test_arrays_of_two_shapes_are_not_stretched_to_one(op: Any, other: Any) -> N
     assert said in str(failed)
 
 
-def test_a_number_is_added_to_each_element() -> None:
+def test_number_is_added_to_each_element() -> None:
     graph = Graph("number")
     total = (
         graph.merge(graph.source([np.ones(3)]), graph.source([0], name="other")).allreduce("sum").collect()

@@ -1,4 +1,4 @@
-"""Requests a running graph: each answer comes to who asked, however items travel."""
+"""Test requests to a running graph: each answer reaches its caller, whichever way the items travel."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ WAYS = [by_threads, by_processes, by_coroutines, in_batches, in_batches_to_the_e
 
 
 def asked(declare: Callable[[Stream[int]], Stream[Any]], use: Callable[[Run, Any], Awaitable[Any]]) -> Any:
-    """What ``use(run, questions)`` gives, of a graph between an input and a collect."""
+    """Return the result of ``use(run, questions)`` for a graph between an input and a collect."""
 
     async def main() -> Any:
         graph = Graph("asked")
@@ -76,7 +76,7 @@ def asked(declare: Callable[[Stream[int]], Stream[Any]], use: Callable[[Run, Any
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_200_at_a_time_get_each_its_own_answer_or_failure(way: Any) -> None:
+def test_two_hundred_concurrent_requests_get_their_own_answers(way: Any) -> None:
     async def use(run: Run, questions: Any) -> None:
         answers = [run.ask(questions, number) for number in (*range(13), 13, *range(15, 201))]
         found = await asyncio.gather(*answers, return_exceptions=True)
@@ -87,7 +87,7 @@ def test_200_at_a_time_get_each_its_own_answer_or_failure(way: Any) -> None:
     asked(way, use)
 
 
-def test_items_that_nobody_asks_go_on_to_the_results() -> None:
+def test_items_without_requests_reach_the_results() -> None:
     async def main() -> None:
         graph = Graph("asked")
         questions: Any = graph.input("questions")
@@ -101,7 +101,7 @@ def test_items_that_nobody_asks_go_on_to_the_results() -> None:
     asyncio.run(main())
 
 
-def test_an_item_that_kills_its_worker_is_told_to_who_asked() -> None:
+def test_caller_learns_that_its_item_killed_the_worker() -> None:
     async def use(run: Run, questions: Any) -> None:
         with pytest.raises(WorkerDied, match="exited with code 7"):
             await run.ask(questions, 14)
@@ -111,7 +111,7 @@ def test_an_item_that_kills_its_worker_is_told_to_who_asked() -> None:
 
 
 class Bomb:
-    """Ends the process of a worker that unpickles it."""
+    """Item that ends the process of a worker that unpickles it."""
 
     def __reduce__(self) -> Any:
         return explode, (os.getpid(),)
@@ -123,8 +123,8 @@ def explode(maker: int) -> Any:
 
 
 @pytest.mark.parametrize("in_batches", [False, True])
-def test_an_item_that_kills_who_unpickles_it_is_told_to_who_asked(in_batches: bool) -> None:
-    """Alone, or together with those who share its batch; and the run goes on."""
+def test_caller_learns_that_unpickling_its_item_killed_the_worker(in_batches: bool) -> None:
+    """The item travels alone or in a batch with others, and the run continues."""
 
     def declare(stream: Stream[Any]) -> Stream[Any]:
         batches = stream.batch(2, timeout=0.001) if in_batches else stream
@@ -140,7 +140,7 @@ def test_an_item_that_kills_who_unpickles_it_is_told_to_who_asked(in_batches: bo
     asked(declare, use)
 
 
-def test_a_failed_item_that_was_asked_is_counted_and_ends_nothing() -> None:
+def test_failed_request_is_counted_and_does_not_end_the_run() -> None:
     async def main() -> str:
         graph = Graph("asked")
         questions: Any = graph.input("questions")
@@ -155,7 +155,7 @@ def test_a_failed_item_that_was_asked_is_counted_and_ends_nothing() -> None:
     assert "double     4 = 1 out + 3 failed" in asyncio.run(main()).splitlines()
 
 
-def test_a_sink_answers_with_what_its_function_returns() -> None:
+def test_sink_answers_with_the_return_value() -> None:
     async def main() -> None:
         graph = Graph("asked")
         questions: Any = graph.input("questions")
@@ -167,7 +167,7 @@ def test_a_sink_answers_with_what_its_function_returns() -> None:
 
 
 def test_all_members_of_a_batch_are_answered_wherever_it_ends() -> None:
-    """Also by a second function over the batch, a filter that lets it go, and a sink."""
+    """The batch ends in a second function, in a filter that drops it, or in a sink."""
 
     async def main() -> None:
         graph = Graph("asked")
@@ -193,16 +193,16 @@ def test_all_members_of_a_batch_are_answered_wherever_it_ends() -> None:
     asyncio.run(main())
 
 
-def test_an_item_that_a_filter_lets_go_has_no_answer() -> None:
+def test_item_dropped_by_a_filter_has_no_answer() -> None:
     async def use(run: Run, questions: Any) -> None:
-        with pytest.raises(LookupError, match="'sieve' let the item go, so it has no answer"):
+        with pytest.raises(LookupError, match="stage 'sieve' dropped the item, so it has no answer"):
             await run.ask(questions, 3)
 
     asked(lambda stream: stream.filter(lambda number: number != 3, name="sieve"), use)
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_what_nobody_waits_for_any_more_is_dropped_at_the_next_stage(on: Any) -> None:
+def test_cancelled_request_is_dropped_at_the_next_stage(on: Any) -> None:
     gate = Gate()
 
     def hold(number: int) -> int:
@@ -234,7 +234,7 @@ def test_what_nobody_waits_for_any_more_is_dropped_at_the_next_stage(on: Any) ->
     assert "MISSING" not in run.report()
 
 
-def test_a_question_that_is_forgotten_late_crosses_off_nobody_elses() -> None:
+def test_late_cancellation_does_not_cancel_another_request() -> None:
     async def main() -> None:
         seeds.enter(seeds.Worker("stage", 1, 1, 0, 0))
         told: list[int] = []
@@ -255,8 +255,8 @@ def test_a_question_that_is_forgotten_late_crosses_off_nobody_elses() -> None:
     asyncio.run(main())
 
 
-def test_an_item_that_goes_nowhere_has_no_answer() -> None:
-    """Whoever lets it go: a take that has what it wants, and those before it."""
+def test_item_of_an_ended_branch_has_no_answer() -> None:
+    """A take that has enough items drops it, or a stage before that take."""
 
     async def main() -> None:
         graph = Graph("asked")
@@ -294,8 +294,8 @@ def unreadable(number: int) -> Any:
         (lambda stream: stream.map(unreadable, on="process"), 0),
     ],
 )
-def test_an_item_that_can_not_be_unpickled_is_told_to_who_asked(way: Any, item: Any) -> None:
-    """Wherever on its way that happens."""
+def test_caller_learns_that_its_item_cannot_be_unpickled(way: Any, item: Any) -> None:
+    """Unpickling fails in a worker, in a batch, or at the end of the graph."""
 
     async def use(run: Run, questions: Any) -> None:
         answers = [run.ask(questions, one, timeout=60) for one in (1, item, 2)]
@@ -306,8 +306,8 @@ def test_an_item_that_can_not_be_unpickled_is_told_to_who_asked(way: Any, item: 
 
 
 @pytest.mark.parametrize("item", [5, "five", [5]], ids=str)
-def test_who_shares_a_batch_that_can_not_be_unpickled_is_told(item: Any) -> None:
-    """Also if nobody asked for what can't be, and the plain item alone would have come."""
+def test_caller_learns_that_its_batch_cannot_be_unpickled(item: Any) -> None:
+    """The unreadable item has no caller, and the plain item alone would arrive."""
 
     async def main() -> None:
         graph = Graph("asked")
@@ -326,7 +326,7 @@ def test_who_shares_a_batch_that_can_not_be_unpickled_is_told(item: Any) -> None
     asyncio.run(main())
 
 
-def test_a_run_that_ends_by_an_asked_item_names_the_item_alone() -> None:
+def test_run_error_of_a_request_names_only_the_item() -> None:
     async def use(run: Run, questions: Any) -> None:
         with pytest.raises(RunError):
             await run.ask(questions, 3)
@@ -336,7 +336,7 @@ def test_a_run_that_ends_by_an_asked_item_names_the_item_alone() -> None:
     assert caught.value.exceptions[0].item == "3"
 
 
-def test_what_is_asked_counts_as_failed_once_and_not_when_it_is_let_go() -> None:
+def test_requests_of_a_failed_batch_count_as_failed_once() -> None:
     async def main() -> Run:
         graph = Graph("asked")
         sieved, batches = (graph.input(name) for name in ("sieved", "batches"))
@@ -356,8 +356,8 @@ def fail_all(numbers: list[int]) -> list[int]:
     raise ValueError(numbers)
 
 
-def test_a_batch_in_two_branches_is_not_changed_in_one_by_the_other() -> None:
-    """A member that is dropped in one of them is still in the hands of the other's function."""
+def test_batch_in_one_branch_is_unchanged_by_another_branch() -> None:
+    """One branch drops a member while a function of the other branch still uses it."""
     here, there = Gate(), Gate()
 
     def hold(numbers: list[int]) -> list[int]:
@@ -385,7 +385,7 @@ def test_a_batch_in_two_branches_is_not_changed_in_one_by_the_other() -> None:
     assert stage_of(asyncio.run(main()), "hold").failed == 0
 
 
-def test_when_the_run_fails_all_who_wait_hear_of_it() -> None:
+def test_all_callers_learn_that_the_run_failed() -> None:
     gate = Gate()
     found: list[Any] = []
 
@@ -402,7 +402,7 @@ def test_when_the_run_fails_all_who_wait_hear_of_it() -> None:
     assert [type(one) for one in found] == [RunError] * 5
 
 
-def test_a_run_that_has_ended_answers_no_more() -> None:
+def test_ask_after_the_end_of_the_run_raises() -> None:
     async def main() -> None:
         graph = Graph("asked")
         questions: Any = graph.input("questions")
@@ -415,7 +415,7 @@ def test_a_run_that_has_ended_answers_no_more() -> None:
     asyncio.run(main())
 
 
-def test_a_run_has_not_ended_before_it_takes_no_more_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_ends_only_after_it_refuses_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     had_ended: list[bool] = []
     usual = requests.Requests.end
 
@@ -436,16 +436,16 @@ def test_a_run_has_not_ended_before_it_takes_no_more_questions(monkeypatch: pyte
     [
         (
             lambda s: s.flat_map(lambda n: [n]).collect(),
-            "come to 'flat_map', and flat_map does not work item by item",
+            "reach 'flat_map', and flat_map does not work item by item",
         ),
         (
             lambda s: s.reduce(max, 0).batch(3).sink(print),
-            "come to 'max', and reduce does not work item by item",
+            "reach 'max', and reduce does not work item by item",
         ),
-        (lambda s: s.collect().sink(print), "come to 'collect', and collect does not work item by item"),
+        (lambda s: s.collect().sink(print), "reach 'collect', and collect does not work item by item"),
     ],
 )
-def test_what_can_not_be_asked_is_told(declare: Any, message: str) -> None:
+def test_ask_refuses_streams_without_an_answer(declare: Any, message: str) -> None:
     async def main() -> None:
         graph = Graph("asked")
         questions: Any = graph.input("questions")

@@ -1,5 +1,8 @@
-"""Stages whose function is ``async def``: their workers are tasks of one event loop on one thread, with the
-order, errors, retries and ends of any other stage."""
+"""Test ``async def`` stages on threads.
+
+Their workers are tasks of one event loop on one thread, with the order, errors, retries and ends of any other
+stage.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,11 @@ async def same(item: Any) -> Any:
     return item
 
 
-# tasks of one loop
+# --- tasks of one loop ---
 
 
-def test_the_workers_of_a_stage_overlap() -> None:
-    """Nobody goes on before three are inside."""
+def test_workers_of_a_stage_overlap() -> None:
+    """Each call waits until three calls run concurrently."""
     meeting = asyncio.Barrier(3)
 
     async def meet(item: int) -> int:
@@ -50,7 +53,7 @@ def test_the_workers_of_a_stage_overlap() -> None:
     assert result_of(graph, met) == list(range(9))
 
 
-def test_all_workers_of_a_stage_are_on_one_thread() -> None:
+def test_workers_of_a_stage_share_one_thread() -> None:
     async def where(_: int) -> int:
         await asyncio.sleep(0)
         return threading.get_ident()
@@ -62,7 +65,7 @@ def test_all_workers_of_a_stage_are_on_one_thread() -> None:
     assert threading.get_ident() not in found
 
 
-def test_a_hundred_workers_start_no_thread_each() -> None:
+def test_a_hundred_workers_do_not_start_a_hundred_threads() -> None:
     inside = asyncio.Barrier(100)
     most = 0
 
@@ -79,7 +82,7 @@ def test_a_hundred_workers_start_no_thread_each() -> None:
     assert most - before < 10
 
 
-def test_two_async_stages_work_at_once() -> None:
+def test_two_async_stages_work_concurrently() -> None:
     meeting = asyncio.Event()
 
     async def first(item: int) -> int:
@@ -97,7 +100,7 @@ def test_two_async_stages_work_at_once() -> None:
 
 
 def overtaking(ordered: bool) -> list[int]:
-    """What comes out when item 0 finishes only after item 1 has."""
+    """Return the outputs if item 0 finishes only after item 1."""
     passed = asyncio.Event()
 
     async def overtake(item: int) -> int:
@@ -113,18 +116,18 @@ def overtaking(ordered: bool) -> list[int]:
     return found
 
 
-def test_outputs_keep_the_order_of_the_items() -> None:
+def test_ordered_outputs_keep_the_order_of_items() -> None:
     assert overtaking(ordered=True) == [0, 1]
 
 
-def test_outputs_come_as_they_are_done_where_order_is_not_wanted() -> None:
+def test_unordered_outputs_arrive_when_done() -> None:
     assert overtaking(ordered=False) == [1, 0]
 
 
-# the operators
+# --- operators ---
 
 
-def test_filter() -> None:
+def test_async_filter_keeps_wanted_items() -> None:
     async def even(item: int) -> bool:
         await asyncio.sleep(0)
         return item % 2 == 0
@@ -134,7 +137,7 @@ def test_filter() -> None:
     assert result_of(graph, evens) == list(range(0, 30, 2))
 
 
-def test_flat_map_takes_an_async_generator_or_a_coroutine() -> None:
+def test_flat_map_accepts_an_async_generator_or_a_coroutine() -> None:
     async def generate(item: int) -> AsyncIterator[int]:
         for number in range(item):
             await asyncio.sleep(0)
@@ -148,7 +151,7 @@ def test_flat_map_takes_an_async_generator_or_a_coroutine() -> None:
     assert result_of(graph, out) == [0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 2, 2]
 
 
-def test_sink() -> None:
+def test_async_sink_gets_all_items() -> None:
     seen: list[int] = []
 
     async def keep(item: int) -> None:
@@ -161,7 +164,7 @@ def test_sink() -> None:
     assert sorted(seen) == list(range(50))
 
 
-def test_partials_and_bound_methods() -> None:
+def test_partials_and_bound_methods_of_coroutines_work() -> None:
     class Scale:
         async def by(self, factor: int, item: int) -> int:
             return factor * item
@@ -172,7 +175,7 @@ def test_partials_and_bound_methods() -> None:
 
 
 @pytest.mark.parametrize("awaits", [False, True])
-def test_a_callable_class_is_built_once_per_worker_and_closed(awaits: bool) -> None:
+def test_callable_class_is_built_once_per_worker_and_closed(awaits: bool) -> None:
     events: Counter[str] = Counter()
     meeting = asyncio.Barrier(3)
 
@@ -198,7 +201,7 @@ def test_a_callable_class_is_built_once_per_worker_and_closed(awaits: bool) -> N
     assert events == {"built": 3, "closed": 3}
 
 
-def test_a_general_stage_awaits_its_ports() -> None:
+def test_general_stage_awaits_its_ports() -> None:
     async def split(numbers: In[int], even: Out[int], odd: Out[int]) -> None:
         async for number in numbers:
             await (odd if number % 2 else even).aput(number)
@@ -211,7 +214,7 @@ def test_a_general_stage_awaits_its_ports() -> None:
     assert results[odds] == [1, 3, 5, 7, 9]
 
 
-def test_a_general_stage_may_be_a_source_and_wait_for_several_inputs_at_once() -> None:
+def test_general_stage_may_be_a_source_or_await_several_inputs() -> None:
     async def count(out: Out[int], start: int) -> None:
         for number in range(start, start + 3):
             await out.aput(number)
@@ -234,7 +237,7 @@ def test_neighbours_may_be_threads_or_processes(on: Any) -> None:
     assert result_of(graph, out) == list(range(200))
 
 
-# failures
+# --- failures ---
 
 
 async def fail(item: int) -> int:
@@ -244,7 +247,7 @@ async def fail(item: int) -> int:
     return item
 
 
-def test_a_failure_ends_the_run_and_names_stage_item_and_worker() -> None:
+def test_failure_ends_the_run_and_names_stage_item_and_worker() -> None:
     graph = Graph("async")
     graph.source(range(3)).map(fail, name="failing").sink(same)
     error = failure_of(graph)
@@ -252,9 +255,8 @@ def test_a_failure_ends_the_run_and_names_stage_item_and_worker() -> None:
     assert isinstance(error.__cause__, LookupError)
 
 
-def test_the_other_tasks_are_cancelled_when_one_fails() -> None:
-    """They await something that never comes, and still nothing is left and nobody is blamed but the one that
-    failed."""
+def test_failure_of_one_task_cancels_the_others() -> None:
+    """The cancelled tasks await events that never come; only the failed task is blamed."""
     cancelled: list[int] = []
     together = asyncio.Barrier(3)
 
@@ -287,7 +289,7 @@ def test_failed_items_go_to_the_errors_stream() -> None:
 
 
 @pytest.mark.parametrize("operator", ["map", "filter", "sink"])
-def test_retries(operator: str) -> None:
+def test_failed_items_are_retried(operator: str) -> None:
     tries: Counter[int] = Counter()
 
     async def second_time(item: int) -> int:
@@ -307,7 +309,7 @@ def test_retries(operator: str) -> None:
     assert stage_of(run, "tried").retried == 9
 
 
-def test_a_retry_of_flat_map_repeats_nothing_that_is_out() -> None:
+def test_retry_of_flat_map_does_not_repeat_outputs() -> None:
     tries: Counter[int] = Counter()
 
     async def twice(item: int) -> AsyncIterator[int]:
@@ -322,7 +324,7 @@ def test_a_retry_of_flat_map_repeats_nothing_that_is_out() -> None:
     assert result_of(graph, out) == [1, -1, 2, -2]
 
 
-def test_an_item_that_cannot_be_sent_fails_by_itself() -> None:
+def test_item_that_cannot_be_sent_fails_alone() -> None:
     async def unsendable(item: int) -> Any:
         return threading.Lock() if item == 1 else item
 
@@ -337,7 +339,7 @@ def test_an_item_that_cannot_be_sent_fails_by_itself() -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
-def test_what_is_no_exception_of_the_item_ends_the_run(error: type[BaseException]) -> None:
+def test_base_exception_ends_the_run(error: type[BaseException]) -> None:
     async def leave(item: int) -> int:
         raise error
 
@@ -348,7 +350,7 @@ def test_what_is_no_exception_of_the_item_ends_the_run(error: type[BaseException
     assert isinstance(failure_of(graph).__cause__, error)
 
 
-def test_a_class_that_cannot_be_built_ends_the_run() -> None:
+def test_class_that_cannot_be_built_ends_the_run() -> None:
     class Client:
         def __init__(self) -> None:
             raise ConnectionError
@@ -361,16 +363,16 @@ def test_a_class_that_cannot_be_built_ends_the_run() -> None:
     assert isinstance(failure_of(graph).__cause__, ConnectionError)
 
 
-# ends
+# --- ends ---
 
 
-def test_take_stops_the_stages_before_it() -> None:
+def test_take_stops_earlier_stages() -> None:
     graph = Graph("async")
     out = graph.source(itertools.count).map(same, workers=3).take(4).collect()
     assert result_of(graph, out) == [0, 1, 2, 3]
 
 
-def test_stop_finishes_what_is_in_flight() -> None:
+def test_stop_finishes_items_in_flight() -> None:
     gate = asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 
@@ -392,8 +394,8 @@ def test_stop_finishes_what_is_in_flight() -> None:
     assert run.stats().state == "stopped"
 
 
-def test_abort_ends_tasks_that_await_for_ever() -> None:
-    """Unlike a thread, a task can be ended: no warning says that something still runs."""
+def test_abort_ends_tasks_that_await_forever() -> None:
+    """Unlike a thread, a task can be cancelled, so no warning says that code still runs."""
     inside: list[int] = []
     cleaned: list[int] = []
 
@@ -402,7 +404,7 @@ def test_abort_ends_tasks_that_await_for_ever() -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0)  # cleaning up may await
+            await asyncio.sleep(0)  # cleanup may await
             cleaned.append(item)
         return item
 
@@ -418,7 +420,7 @@ def test_abort_ends_tasks_that_await_for_ever() -> None:
     assert run.stats().state == "aborted"
 
 
-def test_a_source_that_awaits_for_ever_does_not_hold_up_a_run_whose_end_is_reached() -> None:
+def test_source_that_awaits_forever_does_not_delay_a_finished_run() -> None:
     async def device(out: Out[int]) -> None:
         await out.aput(1)
         await asyncio.Event().wait()
@@ -430,7 +432,7 @@ def test_a_source_that_awaits_for_ever_does_not_hold_up_a_run_whose_end_is_reach
         assert result_of(graph, out) == [1]
 
 
-def test_an_open_input_feeds_an_async_stage() -> None:
+def test_open_input_feeds_an_async_stage() -> None:
     graph = Graph("async")
     numbers = graph.input()
     out = numbers.map(same, workers=3).collect()
@@ -440,7 +442,7 @@ def test_an_open_input_feeds_an_async_stage() -> None:
     assert run.wait()[out] == list(range(20))
 
 
-def test_items_are_iterated_over_while_tasks_work() -> None:
+def test_results_are_iterated_while_tasks_work() -> None:
     gate = Gate()
     graph = Graph("async")
     out = graph.source(range(5)).map(same, workers=2).collect()
@@ -449,7 +451,7 @@ def test_items_are_iterated_over_while_tasks_work() -> None:
     gate.open()
 
 
-# what is found before anything runs
+# --- checks before the run ---
 
 
 def problems_of(graph: Graph) -> list[tuple[str, str]]:
@@ -468,7 +470,7 @@ async def add(left: int, right: int) -> int:
     return left + right
 
 
-def test_operator_that_take_no_async_function_say_so() -> None:
+def test_operators_without_async_support_report_it() -> None:
     graph = Graph("async")
     source = graph.source(numbers)
     for branch in source.partition(key, 2, name="parts"):

@@ -1,4 +1,4 @@
-"""Awaiting a run, and its items one by one, while the event loop goes on."""
+"""Test awaiting a run, and its items one by one, while the event loop runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from flowchan import Graph, Run, RunError
 
 
-def test_a_run_can_be_awaited_while_the_event_loop_goes_on() -> None:
+def test_run_can_be_awaited_while_the_event_loop_runs() -> None:
     async def main() -> Any:
         graph = Graph("awaited")
         numbers: Any = graph.input("numbers")
@@ -30,7 +30,7 @@ def test_a_run_can_be_awaited_while_the_event_loop_goes_on() -> None:
     assert asyncio.run(main()) == (10, 10)
 
 
-def test_awaiting_a_run_that_fails_raises_why() -> None:
+def test_awaiting_a_failed_run_raises_its_error() -> None:
     async def main() -> None:
         graph = Graph("awaited")
         graph.source([0]).map(lambda n: 1 // n).sink(abs)
@@ -40,7 +40,7 @@ def test_awaiting_a_run_that_fails_raises_why() -> None:
         asyncio.run(main())
 
 
-def test_items_come_one_by_one_while_the_event_loop_goes_on() -> None:
+def test_items_arrive_one_by_one_while_the_event_loop_runs() -> None:
     async def main() -> list[int]:
         graph = Graph("iterated")
         numbers: Any = graph.input("numbers")
@@ -59,8 +59,8 @@ def test_items_come_one_by_one_while_the_event_loop_goes_on() -> None:
     assert asyncio.run(main()) == [0, 2, 4, 6, 8]
 
 
-def test_after_a_loop_that_is_left_early_the_end_can_be_waited_for_at_once() -> None:
-    """Though the event loop, which would end the iterator, does not go on before that."""
+def test_wait_returns_at_once_after_leaving_an_async_loop() -> None:
+    """The event loop, which would close the iterator, does not run before the wait."""
 
     async def main() -> Run:
         graph = Graph("iterated")
@@ -74,7 +74,7 @@ def test_after_a_loop_that_is_left_early_the_end_can_be_waited_for_at_once() -> 
     assert asyncio.run(main()).state == "done"
 
 
-def test_a_loop_that_is_left_early_stops_the_stages_before_it() -> None:
+def test_leaving_an_async_loop_stops_earlier_stages() -> None:
     async def main() -> Run:
         graph = Graph("iterated")
         numbers = graph.source(iter(int, 1)).collect()

@@ -1,4 +1,4 @@
-"""R10, with ``max_deaths=1``: an item is never begun a second time, wherever in between its worker dies."""
+"""Test R10 with ``max_deaths=1``: no item is started twice, whenever its worker dies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def calls(folder: Path) -> dict[int, int]:
     return {int(path.name): len(path.read_text().split()) for path in folder.iterdir()}
 
 
-def test_who_dies_while_its_output_waits_for_a_place_has_died_over_the_item(tmp_path: Path) -> None:
+def test_death_while_an_output_waits_fails_the_item(tmp_path: Path) -> None:
     gate = Gate()
 
     def passes(items: In[int], out: Out[int]) -> None:
@@ -65,7 +65,7 @@ def test_item_that_killed_one_worker_is_blamed_in_the_singular() -> None:
 
 
 class KillsBehind:
-    """A number to whoever receives it. Where it was made, the process dies once nobody has it any more."""
+    """Number for its receiver; the process that made it dies when it drops the number."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -77,7 +77,7 @@ class KillsBehind:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_who_dies_behind_its_output_has_done_the_item(tmp_path: Path) -> None:
+def test_death_after_the_output_left_does_not_fail_the_item(tmp_path: Path) -> None:
     def work(item: int) -> Any:
         noted(tmp_path, item)
         return KillsBehind(item) if item == 2 else item
@@ -91,8 +91,8 @@ def test_who_dies_behind_its_output_has_done_the_item(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_task_of_a_pool_is_never_done_twice(tmp_path: Path, workers: int) -> None:
-    """Its future has a result, or the death."""
+def test_task_of_a_pool_never_runs_twice(tmp_path: Path, workers: int) -> None:
+    """Its future gets a result or the death."""
     with TaskPool(workers, on="process") as pool:
         tasks = [pool.submit(noted, tmp_path, number) for number in range(300)]
         for number in range(0, 300, 30):
@@ -101,4 +101,4 @@ def test_a_task_of_a_pool_is_never_done_twice(tmp_path: Path, workers: int) -> N
                 psutil.Process().children()[0].kill()
     ended = [task.exception() or task.result() for task in tasks]
     assert all(end == number or isinstance(end, WorkerDied) for number, end in enumerate(ended))
-    assert max(calls(tmp_path).values()) == 1  # who dies in the call may not have written it
+    assert max(calls(tmp_path).values()) == 1  # a worker may die before it writes

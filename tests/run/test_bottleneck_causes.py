@@ -1,6 +1,9 @@
-"""What limits a run, in the nine cases in which shares of the whole run named the wrong thing, and in the
-simple ones. Each case is a real graph of which only the named cause is asserted. The pure rule is also asked
-with snapshots by hand, for what a loaded machine could hide."""
+"""Test the cause that limits a run.
+
+There are nine cases in which shares of the whole run named the wrong cause, and simple cases. Each case runs
+a real graph and asserts only the named cause. Other tests give the pure rule snapshots, because a loaded
+machine could hide some effects.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def counting() -> Iterator[int]:
 
 
 def burn(item: Any) -> Any:
-    """About 2 ms of computing that holds the interpreter lock."""
+    """Compute for about 2 ms while holding the interpreter lock."""
     ends = time.thread_time() + 2 * MS
     while time.thread_time() < ends:
         pass
@@ -47,7 +50,7 @@ def burn(item: Any) -> Any:
 
 
 def cause_in(run: Run, window: float, is_it: Callable[[Cause], bool]) -> Cause:
-    """The cause in some window, as soon as it is the one that is meant."""
+    """Return the cause of a window as soon as it is the expected one."""
     found: list[Cause | None] = [None]
 
     def named() -> bool:
@@ -69,14 +72,14 @@ def is_kind(kind: str) -> Callable[[Cause], bool]:
     return lambda cause: cause.kind == kind
 
 
-# --- by hand ---
+# --- given snapshots ---
 
 
 def load(
     name: str, work: float = 0.0, waits: float = 0.0, place: float = 0.0, turn: float = 0.0,
     cpu: float | None = 0.0, ready: float = 0.0, **values: Any,
 ) -> tuple[StageStats, WorkSeconds]:  # fmt: skip
-    """A stage that has worked so many seconds of a window of one."""
+    """Return a stage that worked for the given seconds in a window of one second."""
     worked = WorkSeconds(work + waits + place + turn, waits, place, turn, cpu, None if cpu is None else ready)
     whole = worked.working or 1.0
     known = {
@@ -89,8 +92,10 @@ def load(
 
 
 def chain(*loads: tuple[StageStats, WorkSeconds], **edges: dict[str, Any]) -> Cause | None:
-    """The cause of stages one behind the other; ``edges`` are values of the channel behind the stage of that
-    name."""
+    """Return the cause for a chain of stages.
+
+    ``edges`` sets values of the channel after the stage with that name.
+    """
     stages = tuple(stage for stage, _ in loads)
     between_two = itertools.pairwise(stages)
     edges = tuple(
@@ -112,14 +117,14 @@ def test_busy_stage_is_the_bottleneck() -> None:
     assert kind_of(found) == ("bottleneck", "b")
 
 
-def test_ties_are_decided_by_what_each_stage_could_do() -> None:
-    """Both are busy while the channel between them fills; b does 6 ms for each of a's 5 ms."""
+def test_tie_is_decided_by_the_lower_bound() -> None:
+    """Both stages are busy while the channel between them fills; b needs 6 ms for each 5 ms of a."""
     found = chain(load("a", 1.0, rate=200.0), load("b", 1.0, rate=166.0), load("c", 0.1, waits=0.9))
     assert kind_of(found) == ("bottleneck", "b")
 
 
-def test_items_that_a_stage_adds_count_for_those_behind() -> None:
-    """b takes 10 items for each of a's, of 1 ms each: less than a's 5 ms would allow."""
+def test_added_items_count_for_later_stages() -> None:
+    """b takes 10 items of 1 ms for each item of a: less than the 5 ms of a would allow."""
     found = chain(
         load("source", 0.1, place=0.9, kind="source", items_in=0),
         load("a", 1.0, rate=200.0, items_out=1000),
@@ -129,19 +134,19 @@ def test_items_that_a_stage_adds_count_for_those_behind() -> None:
     assert kind_of(found) == ("bottleneck", "b")
 
 
-def test_threads_that_share_the_lock_are_named_and_not_their_stage() -> None:
+def test_threads_that_share_the_lock_are_named_without_a_stage() -> None:
     burning = load("burn", 2.4, place=1.6, cpu=0.95, workers=4, working=4)
     assert kind_of(chain(burning, load("nap", 0.98, waits=0.02, cpu=0.01))) == ("gil", None)
     crowded = load("burn", 2.4, place=1.6, cpu=0.4, ready=0.5, workers=4, working=4)
     assert kind_of(chain(crowded, load("nap", 0.98, waits=0.02, cpu=0.01))) == ("gil", None)
 
 
-def test_one_thread_that_computes_alone_is_the_bottleneck() -> None:
+def test_single_computing_thread_is_the_bottleneck() -> None:
     found = chain(load("burn", 0.98, waits=0.02, cpu=0.97), load("nap", 0.3, waits=0.7, cpu=0.01))
     assert kind_of(found) == ("bottleneck", "burn")
 
 
-def test_used_up_cores_are_named() -> None:
+def test_exhausted_cores_are_named() -> None:
     burning = load("burn", 7.9, waits=0.1, cpu=7.8, on="process", workers=8, working=8)
     assert kind_of(chain(burning, load("end", 0.1, waits=0.9))) == ("cores", None)
 
@@ -161,7 +166,7 @@ def test_stage_without_a_working_worker_is_starting() -> None:
     assert kind_of(found) == ("starting", "b")
 
 
-def test_run_in_which_nothing_moves_has_no_cause() -> None:
+def test_idle_run_has_no_cause() -> None:
     found = chain(load("in", kind="input", working=0, rate=0.0), load("b", 0.0, waits=1.0, rate=0.0))
     assert found is None
 
@@ -174,8 +179,8 @@ def test_order_is_named_if_workers_wait_for_turns() -> None:
 # --- the nine cases ---
 
 
-def test_stage_that_became_slow_is_named_though_another_was_slower_before() -> None:
-    """Case 1, a change of phase."""
+def test_stage_that_became_slow_is_named_after_another_slow_stage() -> None:
+    """Case 1: the run changes its phase."""
     phase = threading.Event()
 
     def first(item: int) -> int:
@@ -198,8 +203,8 @@ def test_stage_that_became_slow_is_named_though_another_was_slower_before() -> N
         run.abort()
 
 
-def test_stage_is_named_while_most_of_its_workers_still_start() -> None:
-    """Case 2, three of four workers load a model."""
+def test_stage_is_named_while_most_of_its_workers_start() -> None:
+    """Case 2: three of four workers load a model."""
     loaded, turns = threading.Event(), iter([True])
 
     class Model:
@@ -221,8 +226,8 @@ def test_stage_is_named_while_most_of_its_workers_still_start() -> None:
         run.abort()
 
 
-def test_slowest_stage_is_named_while_channels_still_fill() -> None:
-    """Case 3, ten stages: all before the slowest are as busy as that."""
+def test_slowest_stage_is_named_while_channels_fill() -> None:
+    """Case 3: of ten stages, all before the slowest are as busy as the slowest."""
     graph = Graph("filling")
     stream = graph.source(counting)
     for number in range(10):
@@ -234,8 +239,8 @@ def test_slowest_stage_is_named_while_channels_still_fill() -> None:
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_order_is_named_if_items_vary_and_places_are_few(on: Any) -> None:
-    """Case 4."""
+def test_order_is_named_if_items_vary_and_channels_are_small(on: Any) -> None:
+    """Case 4: the items take different times."""
     graph = Graph("ordered")
     numbers = graph.source(counting, capacity=16)
     numbers.map(varied, workers=8, name="s0", capacity=2, on=on).sink(abs)
@@ -254,7 +259,7 @@ def varied(item: int) -> int:
 
 @pytest.mark.parametrize("nap", [True, False])
 def test_lock_is_named_if_threads_compute(nap: bool) -> None:
-    """Cases 5 and 6, with a stage that sleeps behind them and without."""
+    """Cases 5 and 6: with and without a sleeping stage after the computing one."""
     graph = Graph("burning")
     stream = graph.source(counting, capacity=4).map(burn, workers=4, name="burn", capacity=4)
     (stream.map(naps(1), name="nap") if nap else stream).sink(abs)
@@ -264,7 +269,7 @@ def test_lock_is_named_if_threads_compute(nap: bool) -> None:
 
 
 def test_input_is_named_if_the_program_puts_slowly() -> None:
-    """Case 7."""
+    """Case 7: the program is slower than the stage."""
     graph = Graph("input")
     numbers = graph.input(name="numbers")
     numbers.map(naps(1), name="work").sink(abs)
@@ -284,7 +289,7 @@ def test_input_is_named_if_the_program_puts_slowly() -> None:
 
 
 def test_program_is_named_if_it_reads_slowly() -> None:
-    """Case 8."""
+    """Case 8: the program is slower than the graph."""
     graph = Graph("consumer")
     result = graph.source(counting, capacity=4).map(naps(1), name="work", capacity=4).collect()
     with graph.start() as run:
@@ -300,8 +305,8 @@ def test_program_is_named_if_it_reads_slowly() -> None:
     assert "the program" in found[0].cause.why
 
 
-def test_loop_is_named_if_it_lets_few_items_in() -> None:
-    """Case 9, two items at a time for 4 + 4 workers."""
+def test_loop_is_named_if_it_admits_few_items() -> None:
+    """Case 9: the loop admits two items at a time for 4 + 4 workers."""
 
     def steer(fresh: In[int], again: In[int], work: Out[int], done: Out[int]) -> None:
         under_way = 0

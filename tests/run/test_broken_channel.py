@@ -1,5 +1,8 @@
-"""R3 for channels: whoever breaks a channel of a run, a stage or the program, ends the run with that cause,
-as one failure that says which channel it was and who broke it."""
+"""Test R3 for broken channels.
+
+A stage or the program that breaks a channel ends the run with that cause. The run reports one failure with
+the channel and the worker that broke it.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from support.waiting import wait_until
 from flowchan import Broken, Graph, In, Out, RunError, StageError
 
 TIMES = 10
-"""How often: which worker's end is heard first is a matter of chance."""
+"""Number of repetitions, because the order in which ends are reported is random."""
 
 
 class Lost(Exception):
-    """What a stage breaks its channel with."""
+    """Exception with which a stage breaks its channel."""
 
 
 def same(item: Any) -> Any:
@@ -81,7 +84,7 @@ def failure_of(graph: Graph) -> StageError:
     ],
 )
 @pytest.mark.parametrize("neighbours", ["thread", "process"])
-def test_a_stage_that_breaks_a_channel_ends_the_run_with_its_cause(
+def test_stage_that_breaks_a_channel_fails_the_run(
     breaker: Any, channel: str, neighbours: Any, on: Any
 ) -> None:
     for _ in range(TIMES if neighbours == on == "thread" else 2):
@@ -96,7 +99,7 @@ def test_a_stage_that_breaks_a_channel_ends_the_run_with_its_cause(
         assert "Lost: the disk is gone" in str(error)
 
 
-def test_between_threads_the_cause_is_the_exception_itself() -> None:
+def test_cause_between_threads_is_the_same_exception_object() -> None:
     cause = Lost("itself")
 
     def breaks(out: Out[int]) -> None:
@@ -107,7 +110,7 @@ def test_between_threads_the_cause_is_the_exception_itself() -> None:
     assert failure_of(graph).__cause__ is cause
 
 
-def test_an_async_stage_may_break_its_channel_too() -> None:
+def test_async_stage_may_break_its_channel() -> None:
     graph = Graph("r3")
     graph.stage(break_awaiting, graph.source(itertools.count()), name="guilty").sink(same)
     error = failure_of(graph)
@@ -115,8 +118,8 @@ def test_an_async_stage_may_break_its_channel_too() -> None:
 
 
 @everywhere
-def test_a_stage_that_passes_the_break_on_is_not_named(on: Any) -> None:
-    """Its word may overtake that of the stage that broke first, where one of them is a process."""
+def test_stage_that_forwards_a_break_is_not_blamed(on: Any) -> None:
+    """If one stage is a process, its report may overtake that of the stage that broke first."""
     for _ in range(TIMES if on == "thread" else 3):
         graph = Graph("r3")
         numbers = graph.stage(break_the_output, graph.source(itertools.count()), on=on, name="guilty")
@@ -125,7 +128,7 @@ def test_a_stage_that_passes_the_break_on_is_not_named(on: Any) -> None:
         assert failure_of(graph).stage == "guilty"
 
 
-def test_a_break_without_a_cause_ends_the_run_with_broken() -> None:
+def test_break_without_a_cause_ends_the_run_with_broken() -> None:
     def breaks(out: Out[int]) -> None:
         out.channel.abort()
 
@@ -136,8 +139,8 @@ def test_a_break_without_a_cause_ends_the_run_with_broken() -> None:
     assert "channel 'guilty' (from 'guilty' to 'same') was aborted by worker guilty 1" in str(error)
 
 
-def test_a_break_is_heard_while_nobody_ends() -> None:
-    """The stage that breaks the channel does not return, and nobody waits for the channel."""
+def test_break_is_noticed_while_no_worker_ends() -> None:
+    """The stage that breaks the channel does not return, and no worker waits for the channel."""
     held = threading.Event()
 
     def breaks(out: Out[int]) -> None:
@@ -158,14 +161,14 @@ def test_a_break_is_heard_while_nobody_ends() -> None:
 
 
 @everywhere
-def test_a_break_by_the_program_ends_the_run_with_its_cause(on: Any) -> None:
+def test_break_by_the_program_ends_the_run_with_its_cause(on: Any) -> None:
     gate = Gate()
     graph = Graph("r3")
     numbers = graph.input("numbers")
     numbers.map(lambda _: gate.wait(), on=on, name="double").sink(same)
     run = graph.start()
     run[numbers].put(1)
-    gate.wait_held()  # no worker ends before the break is heard
+    gate.wait_held()  # no worker ends before the break is reported
     run[numbers].channel.abort(Lost("the program's"))
     wait_until(lambda: run.stats().state == "failed")
     gate.open()
@@ -177,7 +180,7 @@ def test_a_break_by_the_program_ends_the_run_with_its_cause(on: Any) -> None:
     assert "channel 'numbers' (from 'numbers' to 'double') was aborted: Lost: the program's" in str(error)
 
 
-def test_a_break_in_a_thread_of_the_users_own_is_found() -> None:
+def test_break_in_a_thread_of_user_code_is_found() -> None:
     def breaks(out: Out[int]) -> None:
         thread = threading.Thread(target=out.channel.abort, args=[Lost("elsewhere")])
         thread.start()
@@ -189,7 +192,7 @@ def test_a_break_in_a_thread_of_the_users_own_is_found() -> None:
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_a_break_in_a_forked_child_of_a_stage_is_found(on: Any) -> None:
+def test_break_in_a_forked_child_of_a_stage_is_found(on: Any) -> None:
     def breaks(out: Out[int]) -> None:
         child = multiprocessing.get_context("fork").Process(
             target=out.channel.abort, args=[Lost("in the child")]
@@ -202,7 +205,7 @@ def test_a_break_in_a_forked_child_of_a_stage_is_found(on: Any) -> None:
     assert str(failure_of(graph).__cause__) == "in the child"
 
 
-def test_the_body_of_a_run_that_meets_the_break_raises_its_cause() -> None:
+def test_block_that_meets_the_break_raises_its_cause() -> None:
     graph = Graph("r3")
     numbers = graph.stage(break_the_output, graph.source(itertools.count()), name="guilty").collect()
     with pytest.raises(RunError) as caught, graph.start() as run:
@@ -212,7 +215,7 @@ def test_the_body_of_a_run_that_meets_the_break_raises_its_cause() -> None:
     assert (error.stage, str(error.__cause__)) == ("guilty", "the disk is gone")
 
 
-def test_a_break_while_the_run_stops_is_told() -> None:
+def test_break_while_the_run_stops_is_reported() -> None:
     gate = Gate()
 
     def breaks(numbers: In[int], out: Out[int]) -> None:
@@ -230,7 +233,7 @@ def test_a_break_while_the_run_stops_is_told() -> None:
     assert [str(error.__cause__) for error in caught.value.exceptions] == ["while stopping"]
 
 
-def test_a_stage_that_breaks_its_channels_after_an_abort_is_no_failure() -> None:
+def test_break_after_an_abort_is_not_a_failure() -> None:
     gate = Gate()
     graph = Graph("r5")
     graph.stage(pass_a_break_on, graph.source(itertools.count()), name="second").sink(lambda _: gate.wait())
@@ -242,7 +245,7 @@ def test_a_stage_that_breaks_its_channels_after_an_abort_is_no_failure() -> None
     assert run.stats().state == "aborted"
 
 
-def test_a_failure_beside_a_break_is_told_too() -> None:
+def test_failure_after_a_break_is_also_reported() -> None:
     def breaks(out: Out[int]) -> None:
         out.channel.abort(Lost("first"))
         raise KeyError("second")
@@ -256,7 +259,7 @@ def test_a_failure_beside_a_break_is_told_too() -> None:
         assert causes == [Lost, KeyError]
 
 
-def test_abort_takes_an_exception_or_nothing() -> None:
+def test_abort_accepts_an_exception_or_nothing() -> None:
     def breaks(out: Out[int]) -> None:
         out.channel.abort("gone")  # type: ignore[arg-type]
 

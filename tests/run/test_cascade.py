@@ -1,5 +1,8 @@
-"""R1 Cascade: when a source ends, its channel closes; each stage drains its inputs, finishes, and closes its
-outputs; the run ends when all sinks have."""
+"""Test R1 (Cascade).
+
+When a source ends, its channel closes. Each stage drains its inputs, finishes, and closes its outputs. The
+run ends after all sinks.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ def twice(item: int) -> list[int]:
 
 
 @everywhere
-def test_the_end_of_the_source_ends_the_run_after_every_item(on: Any) -> None:
+def test_end_of_the_source_ends_the_run_after_every_item(on: Any) -> None:
     graph = Graph("r1")
     doubled = graph.source(range(1000), on=on).map(double, on=on, workers=2).collect()
     assert graph.run()[doubled] == [2 * item for item in range(1000)]
 
 
 @everywhere
-def test_an_empty_source_ends_the_run(on: Any) -> None:
+def test_empty_source_ends_the_run(on: Any) -> None:
     graph = Graph("r1")
     doubled = graph.source([], on=on).map(double, on=on).collect()
     assert graph.run()[doubled] == []
@@ -51,7 +54,7 @@ def test_every_operator_drains_and_closes(on: Any) -> None:
     assert len(graph.run()[pairs]) == 100
 
 
-def test_a_stage_closes_its_output_only_when_its_input_is_drained() -> None:
+def test_stage_closes_its_output_after_its_input_is_drained() -> None:
     order: list[str] = []
 
     def first(items: In[int], out: Out[int]) -> None:
@@ -75,7 +78,7 @@ def test_a_stage_closes_its_output_only_when_its_input_is_drained() -> None:
 
 
 @everywhere
-def test_the_output_stays_open_until_the_last_worker_has_finished(on: Any) -> None:
+def test_output_stays_open_until_the_last_worker_has_finished(on: Any) -> None:
     gate = Gate()
 
     def hold_the_first(item: int) -> int:
@@ -96,7 +99,7 @@ def test_the_output_stays_open_until_the_last_worker_has_finished(on: Any) -> No
     assert sorted(others) == list(range(1, 20))
 
 
-def test_the_run_ends_when_all_sinks_have() -> None:
+def test_run_ends_after_all_sinks() -> None:
     gate = Gate()
     done: list[str] = []
 
@@ -119,7 +122,7 @@ def test_the_run_ends_when_all_sinks_have() -> None:
 
 
 @everywhere
-def test_a_callable_class_is_closed_before_its_output(on: Any) -> None:
+def test_callable_class_is_closed_before_its_output(on: Any) -> None:
     gate = Gate()
 
     class Model:
@@ -142,7 +145,7 @@ def test_a_callable_class_is_closed_before_its_output(on: Any) -> None:
     assert run.wait()[items] == [1, 2]
 
 
-def test_an_input_that_is_closed_ends_the_run() -> None:
+def test_closed_input_ends_the_run() -> None:
     graph = Graph("r1")
     numbers = graph.input()
     doubled = numbers.map(double).collect()
@@ -152,7 +155,7 @@ def test_an_input_that_is_closed_ends_the_run() -> None:
     assert run.wait()[doubled] == [8]
 
 
-def test_a_general_stage_without_inputs_is_a_source() -> None:
+def test_general_stage_without_inputs_is_a_source() -> None:
     def count(out: Out[int]) -> None:
         for number in range(5):
             out.put(number)
@@ -162,7 +165,7 @@ def test_a_general_stage_without_inputs_is_a_source() -> None:
     assert graph.run()[numbers] == [0, 1, 2, 3, 4]
 
 
-def test_a_merge_ends_with_the_last_of_its_streams() -> None:
+def test_merge_ends_with_its_last_stream() -> None:
     late = threading.Event()
 
     def late_source() -> Iterator[str]:
@@ -180,13 +183,13 @@ def test_a_merge_ends_with_the_last_of_its_streams() -> None:
         assert list(items) == ["late"]
 
 
-def test_a_graph_runs_again_from_the_start() -> None:
+def test_graph_runs_again_from_the_start() -> None:
     graph = Graph("r1")
     doubled = graph.source(range(3)).map(double).collect()
     assert [graph.run()[doubled] for _ in range(3)] == [[0, 2, 4]] * 3
 
 
-def test_two_runs_of_a_graph_at_once_do_not_meet() -> None:
+def test_concurrent_runs_of_a_graph_are_independent() -> None:
     graph = Graph("r1")
     numbers = graph.input()
     doubled = numbers.map(double).collect()

@@ -1,4 +1,4 @@
-"""R4 Death: a worker that dies is noticed and reported with signal and exit code."""
+"""Test R4 (Death): the death of a worker is noticed and reported with signal and exit code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def failure_of(run: Run) -> StageError:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_a_worker_that_is_killed_is_reported_with_the_signal(signum: signal.Signals) -> None:
+def test_killed_worker_is_reported_with_its_signal(signum: signal.Signals) -> None:
     gate = Gate()
     graph = Graph("r4")
     graph.source(itertools.count).map(lambda _: gate.wait(), on="process", name="victim", restarts=0).sink(id)
@@ -46,7 +46,7 @@ def test_a_worker_that_is_killed_is_reported_with_the_signal(signum: signal.Sign
 
 
 @pytest.mark.parametrize("code", [0, 1, 77])
-def test_a_worker_that_exits_by_itself_is_reported_with_its_code(code: int) -> None:
+def test_worker_that_exits_is_reported_with_its_code(code: int) -> None:
     graph = Graph("r4")
     graph.source([1]).map(lambda _: os._exit(code), on="process", name="victim", restarts=0).sink(id)
     error = failure_of(graph.start())
@@ -54,7 +54,7 @@ def test_a_worker_that_exits_by_itself_is_reported_with_its_code(code: int) -> N
     assert f"exited with code {code}" in str(error)
 
 
-def test_a_source_that_is_killed_is_reported() -> None:
+def test_killed_source_is_reported() -> None:
     def source() -> Any:
         yield 1
         os.kill(os.getpid(), signal.SIGKILL)
@@ -66,7 +66,7 @@ def test_a_source_that_is_killed_is_reported() -> None:
     assert "killed by SIGKILL" in str(error)
 
 
-def test_a_general_stage_that_is_killed_is_reported() -> None:
+def test_killed_general_stage_is_reported() -> None:
     def stage(items: In[int], out: Out[int]) -> None:
         for item in items:
             out.put(item)
@@ -77,7 +77,7 @@ def test_a_general_stage_that_is_killed_is_reported() -> None:
     assert "killed by SIGKILL" in str(failure_of(graph.start()))
 
 
-def test_a_worker_that_is_killed_while_it_waits_for_an_item_is_reported() -> None:
+def test_worker_killed_while_waiting_for_an_item_is_reported() -> None:
     graph = Graph("r4")
     numbers = graph.input()
     numbers.map(abs, on="process", restarts=0).sink(id)
@@ -87,7 +87,7 @@ def test_a_worker_that_is_killed_while_it_waits_for_an_item_is_reported() -> Non
     assert "killed by SIGKILL" in str(failure_of(run))
 
 
-def test_a_death_ends_the_other_workers() -> None:
+def test_death_ends_the_other_workers() -> None:
     gate = Gate()
     graph = Graph("r4")
     held = graph.source(itertools.count, on="process").map(
@@ -105,7 +105,7 @@ def test_a_death_ends_the_other_workers() -> None:
     assert not any(process.is_running() for process in processes)
 
 
-def test_a_process_that_dies_at_its_birth_is_reported() -> None:
+def test_process_that_dies_during_its_start_is_reported() -> None:
     class Deadly:
         def __init__(self) -> None:
             os._exit(9)
@@ -119,8 +119,8 @@ def test_a_process_that_dies_at_its_birth_is_reported() -> None:
     assert "exited with code 9" in str(error)
 
 
-def test_a_death_announces_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing looks for it: whatever is looked at now and then is not looked at here."""
+def test_death_is_noticed_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All polling is disabled here."""
     for module, name in (
         (watch, "POLL_INTERVAL_S"),
         (supervisor, "POLL_INTERVAL_S"),
@@ -181,8 +181,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_a_death_is_noticed_in_a_program_that_collects_its_children(how: str, tmp_path: Path) -> None:
-    """Then nobody knows how the worker died, but that it has is certain."""
+def test_death_is_noticed_in_a_program_that_reaps_its_children(how: str, tmp_path: Path) -> None:
+    """The run knows that the worker died, even if it cannot know how."""
     out = run_python(script(tmp_path, COLLECTED.replace("HOW", WAYS[how])))
     assert out.startswith("True\n")
     assert "SIGKILL" in out or "ignores SIGCHLD or collects its children" in out

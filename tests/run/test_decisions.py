@@ -57,21 +57,21 @@ def at(phase: Phase, **values: Any) -> PolicyState:
 
 
 @pytest.mark.parametrize("phase", GOING_ON)
-def test_the_end_of_a_worker_releases_its_ports_in_every_phase(phase: Phase) -> None:
+def test_end_of_a_worker_releases_its_ports_in_every_phase(phase: Phase) -> None:
     state, actions = decide(at(phase), Ended(MAP), 0.0)
     assert MAP not in state.alive
     assert actions == (ReleasePorts(MAP),)
     assert state.phase == phase
 
 
-def test_a_run_that_was_stopped_is_stopping_until_it_has_ended() -> None:
+def test_stopped_run_is_stopping_until_it_has_ended() -> None:
     assert measure.state_of(at("running")) == measure.state_of(at("finishing")) == "running"
     for phase in ("stopping", "finishing"):
         assert measure.state_of(at(phase, stopped=True)) == "stopping"
 
 
 @pytest.mark.parametrize("phase", GOING_ON)
-def test_the_end_of_the_last_worker_ends_the_run_in_every_phase(phase: Phase) -> None:
+def test_end_of_the_last_worker_ends_the_run(phase: Phase) -> None:
     state, actions = decide(at(phase, alive=frozenset({SINK})), Ended(SINK), 0.0)
     assert (state.phase, actions) == ("ended", (ReleasePorts(SINK),))
 
@@ -79,19 +79,19 @@ def test_the_end_of_the_last_worker_ends_the_run_in_every_phase(phase: Phase) ->
 @pytest.mark.parametrize(
     "happening", [Ended(MAP), failure(MAP), died(MAP), StopAsked(), AbortAsked(), Tick()]
 )
-def test_nothing_happens_after_the_end(happening: Any) -> None:
+def test_events_after_the_end_change_nothing(happening: Any) -> None:
     state = at("ended", alive=frozenset())
     assert decide(state, happening, 1e9) == (state, ())
 
 
 @pytest.mark.parametrize("phase", ["running", "stopping"])
-def test_the_end_of_the_last_end_leaves_the_rest_to_finish(phase: Phase) -> None:
+def test_end_of_the_last_sink_makes_the_run_finish(phase: Phase) -> None:
     state, _ = decide(at(phase), Ended(SINK), 7.0)
     assert (state.phase, state.since) == ("finishing", 7.0)
 
 
 @pytest.mark.parametrize("phase", ["running", "stopping", "finishing"])
-def test_a_failure_breaks_the_channels(phase: Phase) -> None:
+def test_failure_breaks_the_channels(phase: Phase) -> None:
     state, actions = decide(at(phase), failure(MAP), 7.0)
     assert actions == (BreakChannels(), ReleasePorts(MAP))
     assert (state.phase, state.since, state.failures) == ("failing", 7.0, (failure_in(state),))
@@ -103,27 +103,27 @@ def failure_in(state: PolicyState) -> Failure:
 
 
 @pytest.mark.parametrize("phase", ["failing", "aborting"])
-def test_a_later_failure_is_kept_behind_the_first(phase: Phase) -> None:
+def test_later_failure_is_kept_after_the_first(phase: Phase) -> None:
     first, second = failure(SOURCE, "first"), failure(MAP, "second")
     state, actions = decide(at(phase, failures=(first,)), second, 7.0)
     assert state.failures == (first, second)
     assert actions == (ReleasePorts(MAP),)
 
 
-def test_the_failure_of_the_only_worker_ends_the_run() -> None:
+def test_failure_of_the_only_worker_ends_the_run() -> None:
     state, actions = decide(at("running", alive=frozenset({SINK})), failure(SINK), 0.0)
     assert (state.phase, len(state.failures)) == ("ended", 1)
     assert actions == (BreakChannels(), ReleasePorts(SINK))
 
 
 @pytest.mark.parametrize("phase", ["running", "stopping"])
-def test_a_death_without_restarts_left_is_a_failure(phase: Phase) -> None:
+def test_death_without_restarts_left_is_a_failure(phase: Phase) -> None:
     state, actions = decide(at(phase), died(MAP), 0.0)
     assert (state.phase, len(state.failures)) == ("failing", 1)
     assert actions == (BreakChannels(), ReleasePorts(MAP))
 
 
-def test_the_death_of_a_host_takes_no_restart_of_a_stage() -> None:
+def test_death_of_a_host_uses_no_restart_of_a_stage() -> None:
     """But a stage that can't be replaced, ends the run all the same."""
     lost = dataclasses.replace(died(MAP), counts=False)
     state, actions = decide(at("running", limits={"map": 2}, restarts={"map": 2}), lost, 0.0)
@@ -134,14 +134,14 @@ def test_the_death_of_a_host_takes_no_restart_of_a_stage() -> None:
 
 
 @pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])
-def test_the_death_of_a_worker_that_we_ended_is_no_failure(phase: Phase) -> None:
+def test_death_of_a_terminated_worker_is_not_a_failure(phase: Phase) -> None:
     state, actions = decide(at(phase, terminated=True), died(MAP), 0.0)
     assert (state.phase, state.failures) == (phase, ())
     assert actions == (ReleasePorts(MAP),)
 
 
 @pytest.mark.parametrize("phase", ["failing", "aborting"])
-def test_a_run_that_ends_anyway_has_not_failed_by_a_death_that_it_would_have_gone_on_after(
+def test_death_with_restarts_left_does_not_fail_an_ending_run(
     phase: Phase,
 ) -> None:
     state, actions = decide(at(phase, limits={"map": 2}, restarts={"map": 1}), died(MAP), 0.0)
@@ -158,7 +158,7 @@ GANG_AT_WORK = PolicyState(
 )  # fmt: skip
 
 
-def test_a_gang_begins_again_once_all_that_are_left_of_it_are_gone() -> None:
+def test_gang_restarts_after_all_its_workers_have_ended() -> None:
     first, second, third = GANG
     state, actions = decide(GANG_AT_WORK, missing(third), 0.0)
     assert (state.failures, actions) == ((), ())
@@ -172,13 +172,13 @@ def test_a_gang_begins_again_once_all_that_are_left_of_it_are_gone() -> None:
     assert state == dataclasses.replace(GANG_AT_WORK, restarts={"gang": 1})
 
 
-def test_who_is_missing_in_a_gang_of_a_run_that_was_aborted_is_no_failure() -> None:
+def test_missing_member_in_an_aborted_run_is_not_a_failure() -> None:
     state = dataclasses.replace(GANG_AT_WORK, phase="aborting", processes=frozenset())  # on threads
     state, actions = decide(state, missing(GANG[0]), 0.0)
     assert (state.failures, actions) == ((), (ReleasePorts(GANG[0]),))
 
 
-def test_of_a_gang_only_those_begin_again_that_have_not_ended() -> None:
+def test_only_unfinished_workers_of_a_gang_restart() -> None:
     first, second, third = GANG
     state, _ = decide(GANG_AT_WORK, died(first), 0.0)
     state, _ = decide(state, Gone(third), 0.0)
@@ -186,7 +186,7 @@ def test_of_a_gang_only_those_begin_again_that_have_not_ended() -> None:
     assert actions == (ReleasePorts(second), RestartGang((first, third), 0.0, first))
 
 
-def test_a_gang_in_which_somebody_is_missing_but_nobody_died_begins_again_as_often_as_it_may() -> None:
+def test_gang_that_loses_members_without_deaths_uses_its_restarts() -> None:
     state = GANG_AT_WORK
     for restart in (1, 2, 3):
         for worker in GANG:
@@ -202,7 +202,7 @@ def test_a_gang_in_which_somebody_is_missing_but_nobody_died_begins_again_as_oft
     assert BreakChannels() in actions
 
 
-def test_what_its_mates_missed_is_not_told_when_the_failure_of_one_is_heard_later() -> None:
+def test_missing_member_is_not_reported_next_to_a_later_failure() -> None:
     """On other hosts they may have missed it before."""
     first, second, _ = GANG
     left = dataclasses.replace(missing(second), error=MemberLeft("rank 0 has left"))
@@ -214,7 +214,7 @@ def test_what_its_mates_missed_is_not_told_when_the_failure_of_one_is_heard_late
 
 
 @pytest.mark.parametrize("heard", [0, 1, 2], ids=["first", "before its process is gone", "last"])
-def test_where_one_ends_because_nobody_reads_what_they_put_its_mates_end_too(heard: int) -> None:
+def test_gang_ends_when_one_worker_ends_without_readers(heard: int) -> None:
     """On other hosts they may have missed it before that is heard. The third waits for an item."""
     first, second, third = GANG
     happenings = [missing(second), *([Gone(second)] if heard else [])]
@@ -229,12 +229,12 @@ def test_where_one_ends_because_nobody_reads_what_they_put_its_mates_end_too(hea
     assert actions == (RestartGang((third,), 0.0, third),)
 
 
-def test_whom_nobody_needs_any_more_may_miss_another() -> None:
+def test_worker_of_a_finishing_run_may_lose_a_member() -> None:
     state, actions = decide(dataclasses.replace(GANG_AT_WORK, phase="finishing"), missing(GANG[0]), 0.0)
     assert (state.phase, state.failures, actions) == ("finishing", (), (ReleasePorts(GANG[0]),))
 
 
-def test_a_run_that_fails_waits_for_no_gang() -> None:
+def test_failing_run_does_not_wait_for_a_gang() -> None:
     first, second, third = GANG
     state = dataclasses.replace(GANG_AT_WORK, limits={})
     state, _ = decide(state, missing(third), 0.0)
@@ -246,7 +246,7 @@ def test_a_run_that_fails_waits_for_no_gang() -> None:
     assert (state.phase, [one.worker for one in state.failures]) == ("ended", [first])
 
 
-def test_when_a_gang_breaks_the_run_off_the_gangs_before_it_wait_for_nobody_either() -> None:
+def test_failing_gang_releases_earlier_gangs() -> None:
     left, here, *others = (WorkerId(stage, number) for stage in ("a", "b") for number in (1, 2))
     workers = frozenset({left, here, *others})
     state = PolicyState(workers, workers, frozenset(), workers, gangs=frozenset({"a", "b"}))
@@ -261,7 +261,7 @@ def test_when_a_gang_breaks_the_run_off_the_gangs_before_it_wait_for_nobody_eith
 ELASTIC = dataclasses.replace(GANG_AT_WORK, elastic=frozenset({"gang"}))
 
 
-def test_of_an_elastic_gang_the_others_meet_and_meet_again_when_another_has_come() -> None:
+def test_elastic_gang_regroups_after_a_death_and_a_replacement() -> None:
     first, second, third = GANG
     state, actions = decide(ELASTIC, died(first), 0.0)
     assert actions == (Replace(first, 0.0),)
@@ -279,7 +279,7 @@ def test_of_an_elastic_gang_the_others_meet_and_meet_again_when_another_has_come
     assert not state.joining
 
 
-def test_who_dies_before_it_has_a_group_is_not_waited_for() -> None:
+def test_worker_that_dies_before_it_has_a_group_is_skipped() -> None:
     first, second, third = GANG
     state, _ = decide(ELASTIC, died(first), 0.0)
     state, _ = decide(state, GroupLost(third, missing(third)), 0.0)
@@ -288,7 +288,7 @@ def test_who_dies_before_it_has_a_group_is_not_waited_for() -> None:
     assert actions == (EndGroup("gang"), FormGroup((second,)))
 
 
-def test_an_elastic_gang_in_which_nobody_died_meets_as_often_as_it_may() -> None:
+def test_elastic_gang_without_deaths_regroups_within_its_restarts() -> None:
     state = ELASTIC
     for meeting in (1, 2, 3):
         for worker in GANG:
@@ -299,27 +299,27 @@ def test_an_elastic_gang_in_which_nobody_died_meets_as_often_as_it_may() -> None
     assert [one.worker for one in state.failures] == [GANG[0]]
 
 
-def test_a_stop_stops_the_sources() -> None:
+def test_stop_stops_the_sources() -> None:
     state, actions = decide(START, StopAsked(), 7.0)
     assert (state.phase, state.since, state.stopped) == ("stopping", 7.0, True)
     assert actions == (StopSources(),)
 
 
 @pytest.mark.parametrize("phase", [phase for phase in GOING_ON if phase != "running"])
-def test_a_stop_of_a_run_that_ends_anyway_changes_nothing_but_the_word(phase: Phase) -> None:
+def test_stop_of_an_ending_run_changes_only_its_state(phase: Phase) -> None:
     state, actions = decide(at(phase), StopAsked(), 7.0)
     assert (state, actions) == (at(phase, stopped=True), ())
 
 
 @pytest.mark.parametrize("phase", ["running", "stopping", "finishing"])
-def test_an_abort_breaks_the_channels(phase: Phase) -> None:
+def test_abort_breaks_the_channels(phase: Phase) -> None:
     state, actions = decide(at(phase), AbortAsked(), 7.0)
     assert (state.phase, state.since, state.aborted) == ("aborting", 7.0, True)
     assert actions == (BreakChannels(),)
 
 
 @pytest.mark.parametrize("phase", ["failing", "aborting"])
-def test_an_abort_of_a_broken_run_changes_nothing(phase: Phase) -> None:
+def test_abort_of_a_broken_run_changes_nothing(phase: Phase) -> None:
     assert decide(at(phase), AbortAsked(), 7.0) == (at(phase), ())
 
 
@@ -328,7 +328,7 @@ def test_time_within_the_grace_changes_nothing(phase: Phase) -> None:
     assert decide(at(phase), Tick(), GRACE) == (at(phase), ())
 
 
-def test_who_waits_for_the_grace_reads_it_when_it_waits() -> None:
+def test_grace_is_read_at_the_time_of_use() -> None:
     """Nobody has it under a name of its own, so who shortens it, as ``short_grace`` does, shortens it for
     all."""
     folder = Path(decisions.__file__).parents[1]
@@ -338,22 +338,22 @@ def test_who_waits_for_the_grace_reads_it_when_it_waits() -> None:
     assert [path for path, names in found.items() if re.search(r"\bGRACE\b", names)] == []
 
 
-def test_a_run_may_take_its_time() -> None:
+def test_running_graph_has_no_time_limit() -> None:
     assert decide(START, Tick(), 1e9) == (START, ())
 
 
-def test_a_stopped_run_whose_rest_has_drained_waits_no_longer_for_its_sources() -> None:
+def test_stopped_run_finishes_once_only_its_sources_are_left() -> None:
     state, actions = decide(at("stopping", alive=frozenset({SOURCE})), Tick(), GRACE + 1)
     assert (state.phase, state.since, actions) == ("finishing", GRACE + 1, ())
 
 
-def test_a_stopped_run_in_which_nothing_moves_is_aborted() -> None:
+def test_stopped_run_without_moving_items_is_aborted() -> None:
     assert decide(at("stopping"), Tick(), STOP_SECONDS) == (at("stopping"), ())
     state, actions = decide(at("stopping"), Tick(), STOP_SECONDS + 1)
     assert (state.phase, actions) == ("aborting", (BreakChannels(),))
 
 
-def test_a_stopped_run_in_which_items_move_has_its_time_again() -> None:
+def test_moving_items_extend_the_time_of_a_stopped_run() -> None:
     state, actions = decide(at("stopping"), Moved(), STOP_SECONDS + 1)
     assert (state, actions) == (dataclasses.replace(at("stopping"), since=STOP_SECONDS + 1), ())
     assert decide(state, Tick(), 2 * STOP_SECONDS) == (state, ())
@@ -362,7 +362,7 @@ def test_a_stopped_run_in_which_items_move_has_its_time_again() -> None:
 
 
 @pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])
-def test_after_the_grace_processes_are_terminated_then_killed(phase: Phase) -> None:
+def test_processes_are_terminated_then_killed_after_the_grace(phase: Phase) -> None:
     state, actions = decide(at(phase), Tick(), GRACE + 1)
     assert actions == (Terminate(MAP, force=False),)
     assert decide(state, Tick(), 2 * GRACE) == (state, ())
@@ -372,7 +372,7 @@ def test_after_the_grace_processes_are_terminated_then_killed(phase: Phase) -> N
 
 
 @pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])
-def test_after_the_grace_threads_are_given_up(phase: Phase) -> None:
+def test_threads_are_abandoned_after_the_grace(phase: Phase) -> None:
     state, actions = decide(at(phase, alive=frozenset({SOURCE, SINK})), Tick(), GRACE + 1)
     assert (state.phase, state.alive, state.abandoned) == ("ended", frozenset(), frozenset({SOURCE, SINK}))
     assert actions == ()

@@ -1,4 +1,4 @@
-"""R2 Early end: when a reader wants no more, writers upstream are stopped the same way, without an error."""
+"""Test R2 (Early end): a reader that wants no more items stops the stages before it without an error."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_take_stops_an_endless_source(on: Any) -> None:
 
 
 @everywhere
-def test_take_stops_several_workers_before_it(on: Any) -> None:
+def test_take_stops_several_earlier_workers(on: Any) -> None:
     graph = Graph("r2")
     first = graph.source(forever, on=on, capacity=2).map(same, on=on, workers=3, capacity=1).take(5).collect()
     assert graph.run()[first] == [0, 1, 2, 3, 4]
 
 
-def test_a_sink_that_returns_stops_the_stages_before_it() -> None:
+def test_sink_that_returns_stops_earlier_stages() -> None:
     seen: list[int] = []
 
     def until_three(items: In[int]) -> None:
@@ -51,7 +51,7 @@ def test_a_sink_that_returns_stops_the_stages_before_it() -> None:
     assert seen == [0, 1, 2, 3]
 
 
-def test_a_source_that_is_stopped_is_cleaned_up() -> None:
+def test_stopped_source_is_cleaned_up() -> None:
     cleaned = threading.Event()
 
     def source() -> Iterator[int]:
@@ -68,7 +68,7 @@ def test_a_source_that_is_stopped_is_cleaned_up() -> None:
 
 
 @everywhere
-def test_a_callable_class_that_is_stopped_is_closed(on: Any) -> None:
+def test_stopped_callable_class_is_closed(on: Any) -> None:
     closed = Gate()
 
     class Model:
@@ -87,13 +87,13 @@ def test_a_callable_class_that_is_stopped_is_closed(on: Any) -> None:
     closed.wait()
 
 
-def test_the_shortest_stream_of_a_zip_stops_the_others() -> None:
+def test_shortest_stream_of_a_zip_stops_the_others() -> None:
     graph = Graph("r2")
     pairs = graph.source(forever).zip(graph.source("ab")).collect()
     assert graph.run()[pairs] == [(0, "a"), (1, "b")]
 
 
-def test_a_branch_of_a_tee_that_ends_leaves_the_others_alone() -> None:
+def test_ended_branch_of_a_tee_does_not_affect_the_others() -> None:
     graph = Graph("r2")
     short, long = graph.source(range(1000)).tee(2, capacity=1)
     few, all_of_them = short.take(3).collect(), long.collect()
@@ -102,7 +102,7 @@ def test_a_branch_of_a_tee_that_ends_leaves_the_others_alone() -> None:
     assert results[all_of_them] == list(range(1000))
 
 
-def test_a_tee_whose_branches_have_all_ended_stops_its_source() -> None:
+def test_tee_without_branches_stops_its_source() -> None:
     graph = Graph("r2")
     one, other = graph.source(forever).tee(2)
     first, second = one.take(3).collect(), other.take(30).collect()
@@ -110,7 +110,7 @@ def test_a_tee_whose_branches_have_all_ended_stops_its_source() -> None:
     assert (len(results[first]), len(results[second])) == (3, 30)
 
 
-def test_a_branch_of_a_partition_that_ends_leaves_the_others_alone() -> None:
+def test_ended_branch_of_a_partition_does_not_affect_the_others() -> None:
     graph = Graph("r2")
     even, odd = graph.source(range(1000)).partition(lambda item: item, 2, capacity=1)
     few, rest = even.take(1).collect(), odd.collect()
@@ -119,14 +119,14 @@ def test_a_branch_of_a_partition_that_ends_leaves_the_others_alone() -> None:
     assert results[rest] == list(range(1, 1000, 2))
 
 
-def test_a_merge_stops_all_its_streams() -> None:
+def test_merge_stops_all_its_streams() -> None:
     graph = Graph("r2")
     some = graph.merge(graph.source(forever), graph.source(forever), graph.source([])).take(100).collect()
     assert len(graph.run()[some]) == 100
 
 
 @everywhere
-def test_an_early_end_passes_through_a_stage_that_waits_while_another_branch_runs(on: Any) -> None:
+def test_early_end_passes_a_waiting_stage_while_another_branch_runs(on: Any) -> None:
     ended = threading.Event()
 
     def ticks_once(out: Out[int]) -> None:
@@ -152,14 +152,14 @@ def test_leaving_the_loop_over_the_items_stops_the_source() -> None:
     assert run.stats().state == "done"
 
 
-def test_take_of_nothing_ends_at_once() -> None:
+def test_take_of_zero_items_ends_at_once() -> None:
     graph = Graph("r2")
     none = graph.source(forever).take(0).collect()
     assert graph.run()[none] == []
 
 
 @pytest.mark.parametrize("restricted", ["map", "filter", "flat_map"])
-def test_an_errors_stream_whose_reader_has_left_receives_nothing_so_the_failure_ends_the_run(
+def test_failure_ends_the_run_after_the_errors_reader_left(
     restricted: str,
 ) -> None:
     left = threading.Event()
@@ -184,7 +184,7 @@ def test_an_errors_stream_whose_reader_has_left_receives_nothing_so_the_failure_
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_a_source_that_waits_for_its_device_is_given_up_with_a_warning_that_names_it() -> None:
+def test_source_blocked_on_a_device_is_abandoned_with_a_warning() -> None:
     device = threading.Event()
 
     def camera() -> Iterator[int]:
@@ -203,7 +203,7 @@ def test_a_source_that_waits_for_its_device_is_given_up_with_a_warning_that_name
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_a_source_process_that_waits_for_its_device_is_ended() -> None:
+def test_source_process_blocked_on_a_device_is_ended() -> None:
     device = Gate()
 
     def camera() -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""R13: a stage that works item by item gets more workers, or fewer, while the graph runs."""
+"""Test R13: a stage that works item by item gets more or fewer workers while the graph runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from flowchan.run.policy.transitions import (
 
 
 def alive(run: Run, stage: str, number: int) -> None:
-    """Returns once the stage has so many workers."""
+    """Return once the stage has this many workers."""
     wait_until(lambda: stage_of(run, stage).alive == number, what=run.report)
 
 
 class Feeder(threading.Thread):
-    """Puts items into an input until it is told to end."""
+    """Thread that puts items into an input until its end is requested."""
 
     def __init__(self, run: Run, stream: Any) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Feeder(threading.Thread):
 
 @everywhere
 @pytest.mark.parametrize("workers", [1, 3])
-def test_map_keeps_order_while_workers_come_and_go(on: Any, workers: int) -> None:
+def test_map_keeps_order_while_workers_are_added_and_removed(on: Any, workers: int) -> None:
     graph = Graph("scaled")
     numbers = graph.input("numbers", capacity=8)
     out = numbers.map(lambda item: item + 1, on=on, workers=workers, capacity=8, name="work").collect()
@@ -71,7 +71,7 @@ def test_map_keeps_order_while_workers_come_and_go(on: Any, workers: int) -> Non
 
 @everywhere
 @pytest.mark.parametrize("ordered", [True, False])
-def test_every_elastic_operator_loses_and_repeats_nothing(on: Any, ordered: bool) -> None:
+def test_elastic_operators_neither_lose_nor_repeat_items(on: Any, ordered: bool) -> None:
     seen: Channel[int] = Channel(10**6, across="processes")
     graph = Graph("scaled")
     numbers = graph.input("numbers", capacity=8)
@@ -98,8 +98,8 @@ def test_every_elastic_operator_loses_and_repeats_nothing(on: Any, ordered: bool
 
 
 @everywhere
-def test_new_worker_goes_to_work_while_the_first_is_held_up(on: Any) -> None:
-    """The output of the item that the first has in hand still comes first."""
+def test_new_worker_works_while_the_first_is_blocked(on: Any) -> None:
+    """The output of the first worker's current item still comes first."""
     gate = Gate()
 
     def work(item: int) -> tuple[int, int]:
@@ -173,7 +173,7 @@ def test_idle_first_worker_gets_a_second_one_that_keeps_order(on: Any) -> None:
 
 @everywhere
 def test_one_item_at_a_time_passes_after_scaling(on: Any) -> None:
-    """The next item is put only when the answer to the last one is there: no output may wait for a turn."""
+    """The next item is put only after the last answer, so no output may wait for its turn."""
     graph = Graph("scaled")
     numbers = graph.input("numbers")
     out = numbers.filter(lambda item: item % 2 == 0, on=on, name="work").collect()
@@ -191,7 +191,7 @@ def test_one_item_at_a_time_passes_after_scaling(on: Any) -> None:
 
 
 @everywhere
-def test_numbers_of_workers_are_not_used_again(on: Any) -> None:
+def test_worker_numbers_are_not_reused(on: Any) -> None:
     graph = Graph("scaled")
     numbers = graph.input("numbers")
     out = numbers.map(lambda item: worker().number, on=on, name="work").collect()
@@ -208,7 +208,7 @@ def test_numbers_of_workers_are_not_used_again(on: Any) -> None:
 
 
 @everywhere
-def test_removed_workers_leave_nothing_while_the_run_goes_on(on: Any) -> None:
+def test_removed_workers_leave_nothing_while_the_run_continues(on: Any) -> None:
     graph = Graph("scaled")
     numbers = graph.input("numbers")
     numbers.map(lambda item: item, on=on, name="work").collect()
@@ -244,7 +244,7 @@ def test_callable_class_is_closed_when_its_worker_is_removed() -> None:
 
 
 @everywhere
-def test_worker_with_asked_items_is_removed_without_closing_its_input(on: Any) -> None:
+def test_worker_with_requests_is_removed_without_closing_its_input(on: Any) -> None:
     async def main() -> list[int]:
         graph = Graph("scaled")
         numbers = graph.input("numbers")
@@ -290,7 +290,7 @@ def test_scaling_of_an_ended_stage_or_run_does_nothing() -> None:
     assert stage_of(run, "first").workers == 1
 
 
-def test_stopped_run_still_gets_workers_for_what_is_in_flight() -> None:
+def test_stopped_run_gets_workers_for_items_in_flight() -> None:
     gate = Gate()
     graph = Graph("scaled")
     out = graph.source(iter(int, 1)).map(gate.wait, name="work").collect()
@@ -303,7 +303,7 @@ def test_stopped_run_still_gets_workers_for_what_is_in_flight() -> None:
         assert set(run.wait()[out]) == {0}
 
 
-def test_worker_that_cannot_be_started_leaves_the_others_at_work(monkeypatch: Any) -> None:
+def test_worker_that_cannot_be_started_does_not_affect_the_others(monkeypatch: Any) -> None:
     graph = Graph("scaled")
     numbers = graph.input("numbers")
     out = numbers.map(lambda item: item, on="process", name="work").collect()
@@ -384,7 +384,7 @@ def test_scale_refuses_processes_of_a_pool() -> None:
         run.scale("it", 2)
 
 
-def test_scale_names_what_is_wrong_with_its_arguments() -> None:
+def test_scale_reports_wrong_arguments() -> None:
     graph = Graph("fixed")
     squares = graph.source(range(3)).map(abs, name="it")
     squares.collect()
@@ -397,7 +397,7 @@ def test_scale_names_what_is_wrong_with_its_arguments() -> None:
             run.scale(squares, 0)
 
 
-# --- the decision ---
+# --- decisions ---
 
 ONE, TWO, THREE = (WorkerId("work", number) for number in (1, 2, 3))
 SINK = WorkerId("sink", 1)

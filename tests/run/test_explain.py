@@ -1,5 +1,7 @@
-"""``run.explain()``: which stage waits on which channel, and on whom that depends. A run in which nobody can
-ever move again ends with that explanation; one that only looks like it for a while goes on."""
+"""Test ``run.explain()``: which stage waits on which channel, and which stage can end the wait.
+
+A deadlocked run ends with that explanation. A run that only looks deadlocked for a while continues.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,15 @@ def same(item: Any) -> Any:
 
 
 def line_of(run: Run, stage: str) -> str:
-    """The line that explains one stage."""
+    """Return the line that explains one stage."""
     return next((line for line in run.explain().splitlines() if line.startswith(f"  '{stage}'")), "")
 
 
-# the text
+# --- text ---
 
 
 @everywhere
-def test_a_blocked_graph_is_explained(on: Any) -> None:
+def test_blocked_graph_is_explained(on: Any) -> None:
     gate = Gate()
     graph = Graph("photos")
     resized = graph.source(itertools.count, on=on, name="photos", capacity=3)
@@ -53,7 +55,7 @@ def test_a_blocked_graph_is_explained(on: Any) -> None:
     run.wait()
 
 
-def test_a_reader_names_the_writer_that_it_waits_for() -> None:
+def test_explanation_of_a_reader_names_its_writer() -> None:
     gate = Gate()
     graph = Graph("explain")
     held = graph.source(range(3)).map(lambda _: gate.wait(), name="slow")
@@ -69,7 +71,7 @@ def test_a_reader_names_the_writer_that_it_waits_for() -> None:
     run.wait()
 
 
-def test_an_open_input_is_named_as_filled_from_outside() -> None:
+def test_open_input_is_described_as_filled_from_outside() -> None:
     graph = Graph("explain")
     graph.input(name="orders").map(same, name="work").sink(same)
     with graph.start() as run:
@@ -77,7 +79,7 @@ def test_an_open_input_is_named_as_filled_from_outside() -> None:
         assert line_of(run, "work").endswith("whose writer 'orders' is filled from outside")
 
 
-def test_stages_that_have_ended_are_left_out() -> None:
+def test_ended_stages_are_omitted() -> None:
     gate = Gate()
     graph = Graph("explain")
     graph.source([1], name="short").sink(lambda _: gate.wait(), name="last")
@@ -90,7 +92,7 @@ def test_stages_that_have_ended_are_left_out() -> None:
     assert run.explain() == f"graph 'explain' (done for {run.stats().elapsed:.1f} s):"
 
 
-def test_sigquit_shows_it_while_the_command_runs(tmp_path: Path) -> None:
+def test_sigquit_shows_the_explanation_while_the_command_runs(tmp_path: Path) -> None:
     text = """
         import itertools, os
         from flowchan import Graph
@@ -119,12 +121,14 @@ def test_sigquit_shows_it_while_the_command_runs(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-# a run that can never move again
+# --- deadlocked runs ---
 
 
 def stuck_graph(capacity: int, on: Any = "thread") -> Graph:
-    """A tee whose branches come together again: the zip waits for a whole batch, the tee for the other
-    branch."""
+    """Return a graph with a tee whose branches meet again.
+
+    The zip waits for a whole batch, and the tee waits for the other branch.
+    """
     graph = Graph("stuck")
     left, right = graph.source(range(12), on=on).tee(2, name="tee", capacity=capacity)
     left.batch(4, name="fours").zip(right, name="pairs").sink(same, on=on)
@@ -142,7 +146,7 @@ def deadlock_of(run: Run) -> tuple[StageError, Deadlock]:
 
 @pytest.mark.usefixtures("looks")
 @everywhere
-def test_a_tee_whose_branches_wait_for_each_other_is_recognised(on: Any) -> None:
+def test_tee_with_branches_that_wait_for_each_other_is_detected(on: Any) -> None:
     error, cause = deadlock_of(stuck_graph(1, on).start())
     text = str(cause)
     assert error.stage == "tee"
@@ -153,12 +157,12 @@ def test_a_tee_whose_branches_wait_for_each_other_is_recognised(on: Any) -> None
     assert "'pairs' waits for an item from 'fours' (0 of 64)" in text
 
 
-def test_more_places_make_the_same_graph_run() -> None:
+def test_larger_capacity_makes_the_same_graph_run() -> None:
     stuck_graph(12).run()
 
 
 @pytest.mark.usefixtures("looks")
-def test_general_stages_that_wait_for_each_other_are_recognised() -> None:
+def test_general_stages_that_wait_for_each_other_are_detected() -> None:
     def give_left_only(left: Out[int], right: Out[int]) -> None:
         for number in itertools.count():
             left.put(number)
@@ -175,14 +179,14 @@ def test_general_stages_that_wait_for_each_other_are_recognised() -> None:
 
 
 @pytest.mark.usefixtures("looks")
-def test_a_result_that_is_waited_for_does_not_hide_a_deadlock() -> None:
+def test_awaited_result_does_not_hide_a_deadlock() -> None:
     graph = Graph("stuck")
     left, right = graph.source(range(12)).tee(2, capacity=1)
     left.batch(4).zip(right).collect()
     deadlock_of(graph.start())
 
 
-def test_a_deadlock_while_stopping_is_recognised(looks: Callable[[], int]) -> None:
+def test_deadlock_while_stopping_is_detected(looks: Callable[[], int]) -> None:
     gate = Gate()
 
     def held() -> Iterator[int]:
@@ -205,7 +209,7 @@ async def async_same(item: Any) -> Any:
 
 @pytest.mark.usefixtures("looks")
 @pytest.mark.parametrize("where", ["before", "left", "right", "behind"])
-def test_a_deadlock_is_recognised_beside_async_stages(where: str) -> None:
+def test_deadlock_is_detected_next_to_async_stages(where: str) -> None:
     graph = Graph("stuck")
     numbers = graph.source(range(12))
     left, right = (numbers.map(async_same, workers=3) if where == "before" else numbers).tee(
@@ -222,7 +226,7 @@ def test_a_deadlock_is_recognised_beside_async_stages(where: str) -> None:
 
 
 @pytest.mark.usefixtures("looks")
-def test_when_everybody_waits_to_get_the_remedy_is_to_put() -> None:
+def test_remedy_is_to_put_if_all_workers_wait_to_get() -> None:
     def first(back: In[int], out: Out[int]) -> None:
         for number in back:
             out.put(number)
@@ -232,13 +236,13 @@ def test_when_everybody_waits_to_get_the_remedy_is_to_put() -> None:
     assert "stream.buffer" not in str(cause)
 
 
-def test_the_time_that_an_async_stage_waits_is_told() -> None:
+def test_waiting_time_of_an_async_stage_is_reported() -> None:
     graph = Graph("waiting")
     numbers = graph.input(name="numbers")
     numbers.map(async_same, name="same").sink(same)
     with graph.start() as run:
         waits(run, "numbers", readers=1)
-        # the watching thread has looked again
+        # The supervisor has looked again.
         wait_until(lambda: run.stats().edges[0].readers_waiting_for > 0.3)
         found = re.search(r"for (\d+\.\d) s", line_of(run, "same"))
         assert found is not None

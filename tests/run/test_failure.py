@@ -1,6 +1,9 @@
-"""R3 Failure: an exception that no ``errors`` stream receives ends the run: sources stop, channels break,
-workers end, and ``run()`` raises one RunError whose members are StageErrors with stage, item, worker and the
-original traceback. The first failure is first. No error is lost, BaseException in a worker included."""
+"""Test R3 (Failure): an exception that no ``errors`` stream receives ends the run.
+
+Sources stop, channels break, and workers end. ``run()`` raises one RunError whose members are StageErrors
+with stage, item, worker and the original traceback. The first failure comes first. No error is lost, not even
+a BaseException in a worker.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from flowchan.run.policy.failures import LostError
 
 
 class UsersError(Exception):
-    """A user's exception with state of its own."""
+    """User exception with its own state."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message, code)
@@ -30,7 +33,7 @@ class UsersError(Exception):
 
 
 class UnpicklableError(Exception):
-    """A lock can't be sent."""
+    """Exception with a lock, which cannot be pickled."""
 
     def __init__(self) -> None:
         super().__init__("holds a lock")
@@ -38,7 +41,7 @@ class UnpicklableError(Exception):
 
 
 class NotRebuiltError(Exception):
-    """Pickles, but its constructor wants two arguments where pickle has one."""
+    """Exception that can be pickled, but whose constructor needs two arguments where pickle has one."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
@@ -79,12 +82,12 @@ def raises(error: BaseException | type[BaseException]) -> Callable[[Any], Any]:
 
 
 def text_of(error: BaseException) -> str:
-    """All that a user sees of it."""
+    """Return the whole text that a user sees."""
     return "".join(traceback.format_exception(error))
 
 
 @everywhere
-def test_a_failure_names_stage_item_and_worker_and_keeps_the_exception(on: Any) -> None:
+def test_failure_names_stage_item_and_worker_and_keeps_the_exception(on: Any) -> None:
     graph = Graph("r3")
     graph.source(range(10)).map(fail_at_three, on=on, name="decode").sink(print)
     error = fails_once(graph)
@@ -96,7 +99,7 @@ def test_a_failure_names_stage_item_and_worker_and_keeps_the_exception(on: Any) 
 
 
 @everywhere
-def test_a_failure_shows_the_original_traceback(on: Any) -> None:
+def test_failure_shows_the_original_traceback(on: Any) -> None:
     graph = Graph("r3")
     graph.source(range(10)).map(fail_at_three, on=on).sink(print)
     shown = text_of(fails_once(graph))
@@ -105,7 +108,7 @@ def test_a_failure_shows_the_original_traceback(on: Any) -> None:
 
 
 @everywhere
-def test_the_causes_of_an_exception_are_shown(on: Any) -> None:
+def test_causes_of_an_exception_are_shown(on: Any) -> None:
     def chained(item: int) -> None:
         try:
             raise KeyError("the root")
@@ -121,7 +124,7 @@ def test_the_causes_of_an_exception_are_shown(on: Any) -> None:
 
 @everywhere
 @pytest.mark.parametrize("operator", ["map", "filter", "flat_map", "sink"])
-def test_a_function_that_raises_fails_the_run(operator: str, on: Any) -> None:
+def test_function_that_raises_fails_the_run(operator: str, on: Any) -> None:
     graph = Graph("r3")
     stream = getattr(graph.source(itertools.count), operator)(fail_at_three, on=on, name="bad")
     if stream is not None:
@@ -131,14 +134,14 @@ def test_a_function_that_raises_fails_the_run(operator: str, on: Any) -> None:
 
 
 @everywhere
-def test_a_partition_key_that_raises_fails_the_run(on: Any) -> None:
+def test_partition_key_that_raises_fails_the_run(on: Any) -> None:
     graph = Graph("r3")
     for branch in graph.source(itertools.count).partition(fail_at_three, 2, on=on, name="bad"):
         branch.sink(id)
     assert fails_once(graph).stage == "bad"
 
 
-def test_a_reduce_that_raises_fails_the_run() -> None:
+def test_reduce_that_raises_fails_the_run() -> None:
     graph = Graph("r3")
     graph.source(range(10)).reduce(lambda so_far, item: so_far + fail_at_three(item), 0, name="bad")
     error = fails_once(graph)
@@ -146,7 +149,7 @@ def test_a_reduce_that_raises_fails_the_run() -> None:
 
 
 @everywhere
-def test_a_source_that_raises_half_way_fails_the_run(on: Any) -> None:
+def test_source_that_raises_midway_fails_the_run(on: Any) -> None:
     def half_way() -> Iterator[int]:
         yield from range(5)
         raise UsersError("half way", 5)
@@ -158,14 +161,14 @@ def test_a_source_that_raises_half_way_fails_the_run(on: Any) -> None:
 
 
 @everywhere
-def test_a_source_that_can_not_be_called_fails_the_run(on: Any) -> None:
+def test_source_that_cannot_be_called_fails_the_run(on: Any) -> None:
     graph = Graph("r3")
     graph.source(fail_at_three, 3, on=on).sink(id)
     assert isinstance(fails_once(graph).__cause__, UsersError)
 
 
 @everywhere
-def test_a_generator_that_raises_half_way_fails_the_run_with_its_item(on: Any) -> None:
+def test_generator_that_raises_midway_fails_the_run_with_its_item(on: Any) -> None:
     def half_way(item: int) -> Iterator[int]:
         yield item
         raise UsersError("half way", item)
@@ -177,13 +180,13 @@ def test_a_generator_that_raises_half_way_fails_the_run_with_its_item(on: Any) -
 
 
 @everywhere
-def test_a_flat_map_that_gives_no_iterable_fails_the_run(on: Any) -> None:
+def test_flat_map_without_an_iterable_fails_the_run(on: Any) -> None:
     graph = Graph("r3")
     graph.source([7]).flat_map(abs, on=on).sink(id)
-    assert "must return an iterable, not 7" in str(fails_once(graph))
+    assert "must return an iterable, got 7" in str(fails_once(graph))
 
 
-def test_an_element_that_is_no_iterable_fails_unbatch() -> None:
+def test_element_that_is_not_iterable_fails_unbatch() -> None:
     graph = Graph("r3")
     graph.source([[1], 2]).unbatch(name="bad").sink(id)
     error = fails_once(graph)
@@ -191,7 +194,7 @@ def test_an_element_that_is_no_iterable_fails_unbatch() -> None:
 
 
 @everywhere
-def test_a_general_stage_that_raises_fails_the_run(on: Any) -> None:
+def test_general_stage_that_raises_fails_the_run(on: Any) -> None:
     def bad(items: In[int], out: Out[int]) -> None:
         for item in items:
             out.put(fail_at_three(item))
@@ -203,7 +206,7 @@ def test_a_general_stage_that_raises_fails_the_run(on: Any) -> None:
 
 
 @everywhere
-def test_a_constructor_that_raises_fails_the_run(on: Any) -> None:
+def test_constructor_that_raises_fails_the_run(on: Any) -> None:
     class Model:
         def __init__(self) -> None:
             raise UsersError("no weights", 404)
@@ -218,7 +221,7 @@ def test_a_constructor_that_raises_fails_the_run(on: Any) -> None:
 
 
 @everywhere
-def test_a_close_that_raises_fails_the_run(on: Any) -> None:
+def test_close_that_raises_fails_the_run(on: Any) -> None:
     class Model:
         def __call__(self, item: int) -> int:
             return item
@@ -232,7 +235,7 @@ def test_a_close_that_raises_fails_the_run(on: Any) -> None:
 
 
 @everywhere
-def test_a_close_that_raises_hides_no_earlier_failure(on: Any) -> None:
+def test_close_that_raises_does_not_hide_an_earlier_failure(on: Any) -> None:
     class Model:
         def __call__(self, item: int) -> int:
             raise UsersError("first", 1)
@@ -251,7 +254,7 @@ def test_a_close_that_raises_hides_no_earlier_failure(on: Any) -> None:
 @pytest.mark.parametrize(
     "error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), BaseException("base")]
 )
-def test_a_base_exception_in_a_worker_fails_the_run(error: BaseException, on: Any) -> None:
+def test_base_exception_in_a_worker_fails_the_run(error: BaseException, on: Any) -> None:
     graph = Graph("r3")
     graph.source(itertools.count).map(raises(error), on=on, name="bad", retries=3).sink(id)
     failed = fails_once(graph)
@@ -266,7 +269,7 @@ def test_sys_exit_in_a_source_fails_the_run(on: Any) -> None:
 
 
 @everywhere
-def test_a_base_exception_does_not_go_to_the_errors_stream(on: Any) -> None:
+def test_base_exception_does_not_go_to_the_errors_stream(on: Any) -> None:
     graph = Graph("r3")
     mapped = graph.source([1]).map(raises(SystemExit), on=on)
     mapped.sink(id)
@@ -275,13 +278,13 @@ def test_a_base_exception_does_not_go_to_the_errors_stream(on: Any) -> None:
 
 
 @everywhere
-def test_channel_errors_of_the_users_own_channels_are_failures(on: Any) -> None:
+def test_errors_of_user_channels_are_failures(on: Any) -> None:
     graph = Graph("r3")
     graph.source([1]).map(raises(Broken("a channel of the user's")), on=on).sink(id)
     assert isinstance(fails_once(graph).__cause__, Broken)
 
 
-def test_an_exception_that_can_not_be_pickled_is_told_from_a_process_with_its_text() -> None:
+def test_unpicklable_exception_arrives_as_text() -> None:
     graph = Graph("r3")
     graph.source([1]).map(lambda _: raises(UnpicklableError())(1), on="process").sink(id)
     error = fails_once(graph)
@@ -290,20 +293,20 @@ def test_an_exception_that_can_not_be_pickled_is_told_from_a_process_with_its_te
     assert re.search(r"in the worker \S+ 1:", text_of(error))
 
 
-def test_an_exception_that_can_not_be_pickled_passes_between_threads_as_it_is() -> None:
+def test_unpicklable_exception_passes_unchanged_between_threads() -> None:
     graph = Graph("r3")
     graph.source([1]).map(raises(UnpicklableError())).sink(id)
     assert isinstance(fails_once(graph).__cause__, UnpicklableError)
 
 
-def test_an_exception_that_can_not_be_rebuilt_is_told_from_a_process_with_its_text() -> None:
+def test_exception_that_cannot_be_rebuilt_arrives_as_text() -> None:
     graph = Graph("r3")
     graph.source([1]).map(lambda _: raises(NotRebuiltError("this", "that"))(1), on="process").sink(id)
     error = fails_once(graph)
     assert "NotRebuiltError: this and that" in str(error)
 
 
-def test_an_exception_whose_reduce_leaves_its_notes_out_keeps_its_traceback() -> None:
+def test_exception_with_reduce_without_notes_keeps_its_traceback() -> None:
     graph = Graph("r3")
     graph.source(["{"]).map(json.loads, on="process").sink(id)
     error = fails_once(graph)
@@ -312,21 +315,21 @@ def test_an_exception_whose_reduce_leaves_its_notes_out_keeps_its_traceback() ->
 
 
 @everywhere
-def test_an_exception_without_a_text_is_told(on: Any) -> None:
+def test_exception_with_failing_str_is_reported(on: Any) -> None:
     graph = Graph("r3")
     graph.source([1]).map(lambda _: raises(MuteError())(1), on=on).sink(id)
     assert "MuteError" in str(fails_once(graph))
 
 
 @everywhere
-def test_an_item_without_a_repr_is_told(on: Any) -> None:
+def test_item_with_failing_repr_is_reported(on: Any) -> None:
     graph = Graph("r3")
     graph.source([BrokenItem()]).map(raises(UsersError("x", 1)), on=on).sink(id)
     assert fails_once(graph).item == "<BrokenItem whose repr raises SystemExit>"
 
 
 @pytest.mark.parametrize("operator", ["map", "flat_map"])
-def test_a_result_that_can_not_be_sent_fails_with_its_item(operator: str) -> None:
+def test_result_that_cannot_be_sent_fails_with_its_item(operator: str) -> None:
     def locks(item: int) -> Any:
         return [threading.Lock()]
 
@@ -338,7 +341,7 @@ def test_a_result_that_can_not_be_sent_fails_with_its_item(operator: str) -> Non
 
 
 @everywhere
-def test_the_first_failure_is_first(on: Any) -> None:
+def test_first_failure_is_listed_first(on: Any) -> None:
     entered, first_is_told = Gate(), Gate()
 
     def second(item: int) -> None:
@@ -363,8 +366,8 @@ def test_the_first_failure_is_first(on: Any) -> None:
 
 
 @everywhere
-def test_a_failure_ends_workers_that_wait_for_their_channels(on: Any) -> None:
-    """Each stage here waits to put or to get when the failure comes."""
+def test_failure_ends_workers_that_wait_for_their_channels(on: Any) -> None:
+    """Each stage waits to put or to get when the failure comes."""
     gate = Gate()
 
     def hold(item: int) -> int:
@@ -384,7 +387,7 @@ def test_a_failure_ends_workers_that_wait_for_their_channels(on: Any) -> None:
 
 
 @everywhere
-def test_failures_that_an_errors_stream_receives_do_not_end_the_run(on: Any) -> None:
+def test_failures_in_an_errors_stream_do_not_end_the_run(on: Any) -> None:
     graph = Graph("r3")
     mapped = graph.source(range(6)).map(fail_at_three, on=on, workers=2)
     good, bad = mapped.collect(), mapped.errors.collect()
@@ -398,7 +401,7 @@ def test_failures_that_an_errors_stream_receives_do_not_end_the_run(on: Any) -> 
 @pytest.mark.parametrize(
     ("on", "reader"), [("thread", "process"), ("process", "thread"), ("process", "process")]
 )
-def test_an_errors_stream_between_places_carries_any_exception(on: Any, reader: Any) -> None:
+def test_errors_stream_between_placements_carries_any_exception(on: Any, reader: Any) -> None:
     def fail(item: int) -> None:
         raise (UnpicklableError(), NotRebuiltError("a", "b"), json.JSONDecodeError("bad", "{", 1))[item]
 
@@ -416,17 +419,17 @@ def test_an_errors_stream_between_places_carries_any_exception(on: Any, reader: 
     assert all("in the worker fail 1:" in text and "in fail" in text for text in (lost, not_rebuilt, decode))
 
 
-def test_an_item_that_the_errors_stream_can_not_carry_fails_the_run() -> None:
+def test_item_that_the_errors_stream_cannot_carry_fails_the_run() -> None:
     graph = Graph("r3")
     mapped = graph.source([threading.Lock()]).map(raises(UsersError("x", 1)))
     mapped.sink(id)
     mapped.errors.sink(id, on="process")
     error = fails_once(graph)
     assert isinstance(error.__cause__, UsersError)
-    assert "the errors stream did not take it" in text_of(error)
+    assert "the errors stream did not accept the item" in text_of(error)
 
 
-def test_a_run_error_is_an_exception_group() -> None:
+def test_run_error_is_an_exception_group() -> None:
     graph = Graph("r3")
     graph.source([1]).map(raises(UsersError("x", 1))).sink(id)
     caught = None
@@ -439,7 +442,7 @@ def test_a_run_error_is_an_exception_group() -> None:
 
 
 @everywhere
-def test_the_graph_runs_again_after_a_failure(on: Any) -> None:
+def test_graph_runs_again_after_a_failure(on: Any) -> None:
     graph = Graph("r3")
     numbers = graph.input()
     mapped = numbers.map(fail_at_three, on=on).collect()
@@ -455,9 +458,9 @@ def test_the_graph_runs_again_after_a_failure(on: Any) -> None:
 
 @everywhere
 @pytest.mark.parametrize("culprit", ["source", "map", "stage"])
-def test_the_stages_behind_a_failure_see_no_clean_end(culprit: str, on: Any) -> None:
+def test_stages_after_a_failure_see_no_clean_end(culprit: str, on: Any) -> None:
     """A stage that saves at the end of its input must not save half of it."""
-    gate = Gate()  # opened by a clean end only
+    gate = Gate()  # opened only by a clean end
 
     def half(out: Out[int]) -> None:
         out.put(1)
@@ -484,7 +487,7 @@ def test_the_stages_behind_a_failure_see_no_clean_end(culprit: str, on: Any) -> 
 
 
 @everywhere
-def test_a_failed_item_is_not_done_again_by_another_worker(on: Any) -> None:
+def test_failed_item_is_not_repeated_by_another_worker(on: Any) -> None:
     graph = Graph("r3")
     graph.source(range(10)).map(fail_at_three, on=on, workers=3, name="map").sink(id)
     run = graph.start()

@@ -1,4 +1,4 @@
-"""Subscribers of a run's feed: what they get, when, and what becomes of those that fail or leave."""
+"""Test subscribers of a run's feed: the values, their times, and subscribers that fail or leave."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def feed_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.endswith(" feed")]
 
 
-def test_subscriber_gets_a_look_at_once_and_one_after_the_end() -> None:
+def test_subscriber_gets_stats_at_once_and_after_the_end() -> None:
     seen: list[RunStats] = []
     came = threading.Event()
 
@@ -45,7 +45,7 @@ def test_subscriber_gets_a_look_at_once_and_one_after_the_end() -> None:
         assert seen[-1] == run.stats()
 
 
-def test_subscriber_of_a_run_that_has_ended_gets_one_look() -> None:
+def test_subscriber_of_an_ended_run_gets_stats_once() -> None:
     run = fed().start()
     run.wait()
     seen: list[RunStats] = []
@@ -67,7 +67,7 @@ def test_run_without_subscribers_has_no_feed_thread() -> None:
         run.wait()
 
 
-def test_events_tell_of_each_worker_in_order() -> None:
+def test_events_of_each_worker_arrive_in_order() -> None:
     seen: list[Any] = []
     graph, gate = Graph("fed"), Gate()
     graph.source([1], name="held").map(lambda _: gate.wait() or 1, name="work").sink(abs, name="last")
@@ -78,10 +78,10 @@ def test_events_tell_of_each_worker_in_order() -> None:
         mine = [event for event in seen if getattr(event, "worker", None) == WorkerId(stage, 1)]
         kinds = [type(event) for event in mine]
         assert kinds[-1:] == [Ended]
-        assert kinds in ([Began, Ended], [Ended])  # it may have begun before anybody subscribed
+        assert kinds in ([Began, Ended], [Ended])  # it may have begun before the subscription
 
 
-def test_events_tell_of_retries_and_stops() -> None:
+def test_events_include_retries_and_stops() -> None:
     seen: list[Any] = []
     graph, gate, failed = Graph("fed"), Gate(), []
 
@@ -101,7 +101,7 @@ def test_events_tell_of_retries_and_stops() -> None:
     assert any(isinstance(event, StopAsked) for event in seen)
 
 
-def test_subscriber_that_fails_gets_no_more_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_subscriber_is_removed_without_affecting_others(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[RunStats] = []
     looks = threading.Semaphore(0)
 
@@ -122,11 +122,11 @@ def test_subscriber_that_fails_gets_no_more_and_harms_nobody(caplog: pytest.LogC
         assert run.wait()[end] == [1, 2]
     assert len(calls) == 1
     assert [record.getMessage() for record in caplog.records if "subscriber" in record.getMessage()] == [
-        "a subscriber of a run's feed failed, and gets no more: OSError: nobody reads this"
+        "a subscriber of a run's feed failed and was removed: OSError: nobody reads this"
     ]
 
 
-def test_subscriber_that_left_gets_no_more() -> None:
+def test_closed_subscription_gets_nothing() -> None:
     seen: list[RunStats] = []
     came = threading.Event()
     graph, gate = Graph("fed"), Gate()
@@ -141,7 +141,7 @@ def test_subscriber_that_left_gets_no_more() -> None:
 
 
 def test_subscribers_share_one_thread_and_have_their_own_context() -> None:
-    """A notebook knows by its context in which cell it shows."""
+    """A notebook uses the context to find the cell of its output."""
     cell: contextvars.ContextVar[str] = contextvars.ContextVar("cell")
     seen: set[tuple[str, str]] = set()
     run = fed().start()

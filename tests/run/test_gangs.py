@@ -1,5 +1,7 @@
-"""R11: a stage whose function has a parameter ``group: Group`` is a gang: its workers start together, each
-with its member of a group."""
+"""Test R11 for gangs: stages whose function has a parameter ``group: Group``.
+
+The workers of a gang start together, each as a member of one group.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def add(a: int, b: int) -> int:
 
 
 def summed(numbers: In[int], group: Group, out: Out[tuple[int, int]]) -> None:
-    """What each gives out is the sum of what all have, until none has anything."""
+    """Put the sum of one item from each worker until all workers are out of items."""
     for number in numbers:
         _, n = group.allreduce_with(number, add)
         out.put((number, n))
@@ -52,7 +54,7 @@ def lonely(numbers: In[int]) -> None: ...
 
 
 @everywhere
-def test_each_worker_has_its_member_of_one_group(on: Any) -> None:
+def test_each_worker_is_a_member_of_one_group(on: Any) -> None:
     def tell(group: Group, out: Out[tuple[Any, ...]]) -> None:
         out.put((worker().number, group.rank, group.size, group.name, group.allreduce(group.rank)))
 
@@ -62,7 +64,7 @@ def test_each_worker_has_its_member_of_one_group(on: Any) -> None:
 
 
 @pytest.mark.usefixtures("_method")
-def test_a_gang_starts_under_every_start_method() -> None:
+def test_gang_starts_under_every_start_method() -> None:
     graph = Graph("gang")
     result = graph.stage(summed, graph.source(range(5)), on="process", workers=2).collect()
     assert sorted(number for number, _ in graph.run()[result]) == list(range(5))
@@ -77,8 +79,8 @@ def test_workers_that_share_a_stream_end_together(on: Any) -> None:
 
 @everywhere
 @pytest.mark.parametrize("numbers", [functools.partial(range, 20), itertools.count], ids=["", "endless"])
-def test_they_end_when_nobody_reads_what_they_put(on: Any, numbers: Callable[[], Iterable[int]]) -> None:
-    """Not all see it in the same round."""
+def test_gang_ends_when_its_outputs_have_no_reader(on: Any, numbers: Callable[[], Iterable[int]]) -> None:
+    """The workers may notice the end in different rounds."""
     for _ in range(5):
         graph = Graph("gang")
         graph.stage(few, graph.stage(in_step, graph.source(numbers), on=on, workers=3))
@@ -86,7 +88,7 @@ def test_they_end_when_nobody_reads_what_they_put(on: Any, numbers: Callable[[],
 
 
 @everywhere
-def test_the_failure_of_one_is_the_only_one_that_is_reported(on: Any) -> None:
+def test_only_the_failure_of_one_worker_is_reported(on: Any) -> None:
     def fail(group: Group, out: Out[int]) -> None:
         if group.rank == 1:
             raise ValueError("mine")
@@ -99,8 +101,8 @@ def test_the_failure_of_one_is_the_only_one_that_is_reported(on: Any) -> None:
     assert [type(error.__cause__) for error in caught.value.exceptions] == [ValueError]
 
 
-def test_who_ends_because_nobody_reads_what_it_puts_is_gone_for_its_mates() -> None:
-    """It may be that its agent has died, with all who read: then that is a death, and no farewell."""
+def test_worker_without_readers_counts_as_dead_for_its_group() -> None:
+    """Its agent may have died together with all readers. So it counts as a death instead of a clean end."""
     channel: Channel[int] = Channel(1)
     ports = Ports({}, {"out": channel.writer()}, None)
     channel.close()
@@ -118,7 +120,7 @@ def test_who_ends_because_nobody_reads_what_it_puts_is_gone_for_its_mates() -> N
     assert not isinstance(missed.value, MemberLeft)
 
 
-def test_a_death_ends_the_run_when_the_stage_keeps_state_of_its_own() -> None:
+def test_death_ends_the_run_of_a_stage_with_state() -> None:
     def die(group: Group, out: Out[int]) -> None:
         if group.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -133,7 +135,7 @@ def test_a_death_ends_the_run_when_the_stage_keeps_state_of_its_own() -> None:
     assert "not declared restartable" in str(error)
 
 
-def test_wrong_declarations_say_what_is_allowed() -> None:
+def test_wrong_declarations_are_refused_with_the_allowed_values() -> None:
     async def late(numbers: In[int], group: Group) -> None: ...
 
     graph = Graph("wrong")

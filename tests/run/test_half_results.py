@@ -1,5 +1,7 @@
-"""R3 and R5 for what is gathered: of a run that breaks off nobody takes a part for the whole, in whatever
-order its channels come to break, and however the stages leave their ports."""
+"""Test R3 and R5 for results: a run that breaks off never shows a part of a result as the whole.
+
+This holds in whatever order its channels break, and however the stages leave their ports.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def before_the_break(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sup
 
 
 class Lost(Exception):
-    """What stages and programs break and fail with."""
+    """Exception with which stages and programs break channels and fail."""
 
 
 def same(item: Any) -> Any:
@@ -73,14 +75,12 @@ def endless(gate: Gate) -> Iterator[int]:
     gate.wait()
 
 
-# --- the run is aborted: its channels break one after the other ---
+# --- the run is aborted, and its channels break one after the other ---
 
 
 @WHERE
 @pytest.mark.parametrize("first", ["numbers", "one", "two"])
-def test_what_is_behind_a_stage_that_meets_the_abort_sees_no_clean_end(
-    first: str, on: Any, before_the_break: Any
-) -> None:
+def test_stages_after_an_aborted_stage_see_no_clean_end(first: str, on: Any, before_the_break: Any) -> None:
     gate = Gate()
     graph = Graph("r5")
     numbers = graph.source(endless, gate, name="numbers")
@@ -100,7 +100,7 @@ def test_what_is_behind_a_stage_that_meets_the_abort_sees_no_clean_end(
 
 
 def gather(run: Run, result: Any, number: int) -> None:
-    """Has the run take in its results, and returns once it has so many of one."""
+    """Let the run gather its results, and return once it has ``number`` items of one."""
     run._gathering.begin()
     (name,) = [edge.name for edge in run._plan.edges if edge.reader == result.stage]
     wait_until(lambda: run._ports.channels[name].stats().items_out >= number)
@@ -116,7 +116,7 @@ def round_and_round(again: In[int], work: Out[int], done: Out[int]) -> None:
 
 @WHERE
 @pytest.mark.parametrize("first", ["step", "round_and_round.work"])
-def test_what_leaves_a_loop_sees_no_clean_end(first: str, on: Any, before_the_break: Any) -> None:
+def test_output_of_a_loop_sees_no_clean_end(first: str, on: Any, before_the_break: Any) -> None:
     graph = Graph("loop")
     again = graph.feedback("again")
     work, done = graph.stage(round_and_round, again, on=on)
@@ -142,10 +142,8 @@ def both(left: Out[int], right: Out[int]) -> None:
 
 
 @everywhere
-def test_a_branch_sees_no_clean_end_when_the_other_one_meets_the_abort(
-    on: Any, before_the_break: Any
-) -> None:
-    """The stage before both only hears that nobody reads its left output any more."""
+def test_branch_sees_no_clean_end_when_another_meets_the_abort(on: Any, before_the_break: Any) -> None:
+    """The stage before both branches only learns that its left output has no reader left."""
     gate = Gate()
     graph = Graph("branches")
     left, right = graph.stage(both, on=on)
@@ -166,9 +164,7 @@ def test_a_branch_sees_no_clean_end_when_the_other_one_meets_the_abort(
 
 
 @everywhere
-def test_a_branch_sees_no_clean_end_when_an_error_ends_the_block_that_reads_the_other_one(
-    on: Any, before_the_break: Any
-) -> None:
+def test_branch_sees_no_clean_end_when_the_block_raises(on: Any, before_the_break: Any) -> None:
     seen: list[Any] = []
     graph = Graph("branches")
     left, right = graph.stage(both, on=on)
@@ -184,7 +180,7 @@ def test_a_branch_sees_no_clean_end_when_an_error_ends_the_block_that_reads_the_
     assert run.state == "aborted"
 
 
-# --- a stage breaks a channel of its own, or fails ---
+# --- a stage breaks its own channel, or fails ---
 
 
 def break_the_input(numbers: In[int], out: Out[int]) -> None:
@@ -239,9 +235,7 @@ def fail(numbers: In[int], out: Out[int]) -> None:
     ],
 )  # fmt: skip
 @WHERE
-def test_what_is_behind_a_stage_that_does_harm_gets_nothing(
-    harm: Any, on: Any, before_the_break: Any
-) -> None:
+def test_stages_after_a_failing_stage_get_nothing(harm: Any, on: Any, before_the_break: Any) -> None:
     seen: list[Any] = []
     early: list[bool] = []
     graph = Graph("r3")
@@ -266,7 +260,7 @@ def test_what_is_behind_a_stage_that_does_harm_gets_nothing(
 @pytest.mark.each_value
 @pytest.mark.usefixtures("_method")
 @pytest.mark.parametrize("lasting", [False, True])
-def test_a_process_that_fails_ends_nothing_by_its_own_end(lasting: bool, before_the_break: Any) -> None:
+def test_failed_process_closes_no_channel_by_its_exit(lasting: bool, before_the_break: Any) -> None:
     seen: list[Any] = []
     early: list[bool] = []
     graph = Graph("r3")

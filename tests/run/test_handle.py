@@ -1,4 +1,4 @@
-"""The handle of a run: start, put, iterate, wait, results, and leaving the block in every way."""
+"""Test the handle of a run: start, put, iterate, wait, results, and each exit of its block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fail(item: int) -> int:
 
 
 @everywhere
-def test_items_that_are_put_come_out_of_iter_as_they_come(on: Any) -> None:
+def test_put_items_come_out_of_iter_one_by_one(on: Any) -> None:
     graph = Graph("handle")
     numbers = graph.input()
     doubled = numbers.map(double, on=on).collect()
@@ -50,7 +50,7 @@ def test_leaving_the_block_closes_the_inputs_and_waits() -> None:
     assert run.stats().state == "done"
 
 
-def test_putting_through_an_input_that_was_closed_is_misuse() -> None:
+def test_put_into_a_closed_input_raises_value_error() -> None:
     graph = Graph("handle")
     numbers = graph.input()
     numbers.sink(id)
@@ -60,7 +60,7 @@ def test_putting_through_an_input_that_was_closed_is_misuse() -> None:
             run[numbers].put(1)
 
 
-def test_putting_what_nobody_wants_any_more_raises_closed() -> None:
+def test_put_without_readers_raises_closed() -> None:
     graph = Graph("handle")
     numbers = graph.input()
     numbers.take(1).sink(id)
@@ -69,7 +69,7 @@ def test_putting_what_nobody_wants_any_more_raises_closed() -> None:
             run[numbers].put(1)
 
 
-def test_putting_waits_while_the_graph_is_full_and_raises_closed_when_it_is_stopped() -> None:
+def test_blocked_put_raises_closed_when_the_run_stops() -> None:
     gate = Gate()
     outcome: list[str] = []
     graph = Graph("handle")
@@ -96,7 +96,7 @@ def test_putting_waits_while_the_graph_is_full_and_raises_closed_when_it_is_stop
 
 
 @everywhere
-def test_results_are_given_by_stream(on: Any) -> None:
+def test_results_are_indexed_by_stream(on: Any) -> None:
     graph = Graph("handle")
     left, right = graph.source(range(4), on=on).tee(2)
     total, squares = left.reduce(int.__add__, 0), right.map(double, on=on).collect()
@@ -107,7 +107,7 @@ def test_results_are_given_by_stream(on: Any) -> None:
     assert total in results
 
 
-def test_a_stream_that_is_no_result_is_named_with_those_that_are() -> None:
+def test_error_for_a_stream_without_a_result_lists_the_results() -> None:
     graph = Graph("handle")
     numbers = graph.source([1], name="numbers")
     numbers.collect(name="all")
@@ -115,16 +115,16 @@ def test_a_stream_that_is_no_result_is_named_with_those_that_are() -> None:
         graph.run()[numbers]
 
 
-def test_what_was_iterated_over_is_no_result() -> None:
+def test_iterated_stream_is_not_a_result() -> None:
     graph = Graph("handle")
     numbers = graph.source([1]).collect()
     run = graph.start()
     assert list(run.iter(numbers)) == [1]
-    with pytest.raises(KeyError, match="here: none"):
+    with pytest.raises(KeyError, match="taken: none"):
         run.wait()[numbers]
 
 
-def test_a_stream_that_is_no_input_is_named() -> None:
+def test_stream_that_is_not_an_input_is_named() -> None:
     graph, other = Graph("handle"), Graph("other")
     numbers, foreign = graph.input(name="numbers"), other.input(name="numbers")
     doubled = numbers.map(double)
@@ -136,7 +136,7 @@ def test_a_stream_that_is_no_input_is_named() -> None:
                 run[wrong]  # type: ignore[index]
 
 
-def test_iter_takes_only_collect_streams_of_this_graph() -> None:
+def test_iter_accepts_only_collect_streams_of_this_graph() -> None:
     graph, other = Graph("handle"), Graph("other")
     numbers = graph.source([1], name="numbers")
     total = numbers.reduce(int.__add__)
@@ -148,7 +148,7 @@ def test_iter_takes_only_collect_streams_of_this_graph() -> None:
             run.iter(foreign)
 
 
-def test_the_items_of_a_stream_are_taken_once() -> None:
+def test_items_of_a_stream_are_taken_once() -> None:
     graph = Graph("handle")
     numbers = graph.source([1]).collect()
     with graph.start() as run:
@@ -169,7 +169,7 @@ def test_iter_after_wait_is_refused() -> None:
         run.iter(numbers)
 
 
-def test_two_results_are_iterated_side_by_side() -> None:
+def test_two_results_are_iterated_together() -> None:
     graph = Graph("handle")
     left, right = graph.source(range(1000)).tee(2)
     one, other = left.collect(), right.map(double).collect()
@@ -189,7 +189,7 @@ def test_leaving_the_loop_early_ends_the_run_without_an_error(on: Any) -> None:
     assert run.stats().state == "done"
 
 
-def test_leaving_the_block_with_an_iterator_half_used_ends_the_run() -> None:
+def test_leaving_the_block_with_a_used_iterator_ends_the_run() -> None:
     graph = Graph("handle")
     numbers = graph.source(itertools.count).collect()
     with graph.start() as run:
@@ -198,7 +198,7 @@ def test_leaving_the_block_with_an_iterator_half_used_ends_the_run() -> None:
     assert run.stats().state == "done"
 
 
-def test_leaving_the_block_with_an_iterator_never_used_ends_the_run() -> None:
+def test_leaving_the_block_with_an_unused_iterator_ends_the_run() -> None:
     graph = Graph("handle")
     numbers = graph.source(itertools.count).collect()
     with graph.start() as run:
@@ -207,7 +207,7 @@ def test_leaving_the_block_with_an_iterator_never_used_ends_the_run() -> None:
     del items
 
 
-def test_what_another_thread_iterates_over_goes_on_after_the_block() -> None:
+def test_iteration_in_another_thread_continues_after_the_block() -> None:
     graph = Graph("handle")
     numbers = graph.input(capacity=1)
     doubled = numbers.map(double, capacity=1).collect()
@@ -222,7 +222,7 @@ def test_what_another_thread_iterates_over_goes_on_after_the_block() -> None:
     assert seen == [2 * number for number in range(50)]
 
 
-def test_an_exception_in_the_block_aborts_the_run_and_is_not_hidden() -> None:
+def test_exception_in_the_block_aborts_the_run_and_propagates() -> None:
     graph = Graph("handle")
     graph.source(itertools.count).sink(id)
     with pytest.raises(LookupError, match="mine"), graph.start() as run:
@@ -232,7 +232,7 @@ def test_an_exception_in_the_block_aborts_the_run_and_is_not_hidden() -> None:
 
 @pytest.mark.parametrize("held", [True, False])
 @everywhere
-def test_an_exception_in_the_loop_aborts_the_run_and_is_not_hidden(on: Any, held: bool) -> None:
+def test_exception_in_the_loop_aborts_the_run_and_propagates(on: Any, held: bool) -> None:
     graph = Graph("handle")
     numbers = graph.source(itertools.count, on=on).collect()
     with pytest.raises(LookupError, match="mine"), graph.start() as run:  # noqa: PT012
@@ -241,13 +241,13 @@ def test_an_exception_in_the_loop_aborts_the_run_and_is_not_hidden(on: Any, held
             raise LookupError("mine")
     states = {"aborted"}
     if not held and sysconfig.get_config_var("Py_GIL_DISABLED"):
-        # The loop drops its iterator before the block is left, so nobody wants any more of the source. With
-        # a GIL the run hears both at a time.
+        # The loop drops its iterator before the block ends, so the source has no reader left. With a GIL, the
+        # run notices both events together.
         states.add("done")
     assert run.stats().state in states
 
 
-def test_an_exception_in_the_block_after_the_run_has_ended_is_not_hidden() -> None:
+def test_exception_in_the_block_of_an_ended_run_propagates() -> None:
     graph = Graph("handle")
     numbers = graph.source([1]).collect()
     with pytest.raises(LookupError, match="mine"), graph.start() as run:  # noqa: PT012
@@ -257,7 +257,7 @@ def test_an_exception_in_the_block_after_the_run_has_ended_is_not_hidden() -> No
 
 
 @everywhere
-def test_a_failure_ends_the_loop_with_the_run_error(on: Any) -> None:
+def test_failure_ends_the_loop_with_the_run_error(on: Any) -> None:
     graph = Graph("handle")
     numbers = graph.source([1]).map(fail, on=on).collect()
     with pytest.raises(RunError) as caught, graph.start() as run:
@@ -268,7 +268,7 @@ def test_a_failure_ends_the_loop_with_the_run_error(on: Any) -> None:
 
 
 @everywhere
-def test_a_failure_ends_a_block_that_puts_with_the_run_error(on: Any) -> None:
+def test_failure_ends_a_block_that_puts_with_the_run_error(on: Any) -> None:
     graph = Graph("handle")
     numbers = graph.input(capacity=1)
     numbers.map(fail, on=on).sink(id)
@@ -278,14 +278,14 @@ def test_a_failure_ends_a_block_that_puts_with_the_run_error(on: Any) -> None:
     assert str(caught.value.exceptions[0].__cause__) == "item 1"
 
 
-def test_a_failure_ends_a_block_that_does_nothing_with_the_run_error() -> None:
+def test_failure_ends_an_empty_block_with_the_run_error() -> None:
     graph = Graph("handle")
     graph.source([1]).map(fail).sink(id)
     with pytest.raises(RunError), graph.start():
         pass
 
 
-def test_aborting_ends_the_loop_with_broken() -> None:
+def test_abort_ends_the_loop_with_broken() -> None:
     graph = Graph("handle")
     numbers = graph.source(itertools.count).collect()
     run = graph.start()
@@ -298,7 +298,7 @@ def test_aborting_ends_the_loop_with_broken() -> None:
     assert run.stats().state == "aborted"
 
 
-def test_waiting_no_longer_than_the_timeout_raises_and_the_run_goes_on() -> None:
+def test_wait_with_timeout_raises_and_the_run_continues() -> None:
     graph = Graph("handle")
     numbers = graph.input()
     doubled = numbers.map(double).collect()
@@ -311,7 +311,7 @@ def test_waiting_no_longer_than_the_timeout_raises_and_the_run_goes_on() -> None
     assert run.wait(timeout=60)[doubled] == [2]
 
 
-def test_waiting_again_gives_the_same() -> None:
+def test_second_wait_has_the_same_outcome() -> None:
     graph = Graph("handle")
     numbers = graph.source([1]).collect()
     run = graph.start()
@@ -325,7 +325,7 @@ def test_waiting_again_gives_the_same() -> None:
 
 
 def test_several_threads_may_wait() -> None:
-    """Again and again: where the run ends while one of them still begins to wait, all have the results."""
+    """The repetitions cover a run that ends while a thread begins to wait; all threads get the results."""
     for _ in range(50):
         graph = Graph("handle")
         numbers = graph.input()
@@ -337,7 +337,7 @@ def test_several_threads_may_wait() -> None:
             assert [one.result()[doubled] for one in found] == [[2]] * 4
 
 
-def test_a_run_is_started_in_one_thread_and_ended_in_another() -> None:
+def test_run_may_start_in_one_thread_and_end_in_another() -> None:
     graph = Graph("handle")
     numbers = graph.input()
     doubled = numbers.map(double, on="process").collect()
@@ -351,7 +351,7 @@ def test_a_run_is_started_in_one_thread_and_ended_in_another() -> None:
     assert run.wait()[doubled] == [2]
 
 
-def test_a_wrong_graph_does_not_start() -> None:
+def test_invalid_graph_does_not_start() -> None:
     graph = Graph("handle")
     graph.source([1])
     with pytest.raises(GraphError, match="nobody reads"):
@@ -364,7 +364,7 @@ def test_run_closes_the_inputs() -> None:
     assert graph.run()[total] == 0
 
 
-def test_a_run_shows_its_state() -> None:
+def test_run_shows_its_state() -> None:
     graph = Graph("handle")
     numbers = graph.input()
     numbers.sink(id)
@@ -375,7 +375,7 @@ def test_a_run_shows_its_state() -> None:
     assert repr(run) == "<Run of 'handle': done>"
 
 
-def test_stages_begin_before_anybody_waits() -> None:
+def test_stages_begin_before_the_program_waits() -> None:
     seen = threading.Event()
     graph = Graph("handle")
     graph.source([1]).sink(lambda _: seen.set())
@@ -384,7 +384,7 @@ def test_stages_begin_before_anybody_waits() -> None:
     run.wait()
 
 
-def test_a_slow_reader_holds_the_graph_back() -> None:
+def test_slow_reader_holds_the_graph_back() -> None:
     graph = Graph("handle")
 
     def source() -> Iterator[int]:
@@ -399,7 +399,7 @@ def test_a_slow_reader_holds_the_graph_back() -> None:
         items.close()  # type: ignore[attr-defined]
 
 
-def test_a_run_inside_a_stage_of_another_run() -> None:
+def test_stage_may_run_another_graph() -> None:
     def inner(item: int) -> int:
         graph = Graph("inner")
         total = graph.source(range(item)).map(double).reduce(int.__add__, 0)
@@ -410,7 +410,7 @@ def test_a_run_inside_a_stage_of_another_run() -> None:
     assert graph.run()[totals] == [6, 12]
 
 
-def test_a_general_stage_gets_its_keyword_arguments() -> None:
+def test_general_stage_gets_its_keyword_arguments() -> None:
     def scale(items: In[int], factor: int = 1, *, total: list[int]) -> None:
         total.extend(item * factor for item in items)
 
@@ -422,15 +422,15 @@ def test_a_general_stage_gets_its_keyword_arguments() -> None:
 
 
 def service() -> tuple[Graph, Stream, Stream]:
-    """A graph that is asked from outside: it, its input and its answers."""
+    """Return a graph with an outside input, the input and its answers."""
     graph = Graph("service")
     questions = graph.input()
     return graph, questions, questions.map(str).collect()
 
 
 @pytest.mark.usefixtures("looks")
-def test_more_can_be_put_than_the_channels_hold_before_anybody_reads() -> None:
-    """The program waits in its put, so a result that nobody reads yet is taken in."""
+def test_program_may_put_more_than_the_channels_hold_before_reading() -> None:
+    """The program waits in its put, so the run gathers the unread result."""
     graph, questions, answers = service()
     with graph.start() as run:
         for number in range(1000):
@@ -439,7 +439,7 @@ def test_more_can_be_put_than_the_channels_hold_before_anybody_reads() -> None:
 
 
 @pytest.mark.usefixtures("looks")
-def test_what_was_taken_in_can_still_be_iterated_over() -> None:
+def test_gathered_result_can_still_be_iterated() -> None:
     graph, questions, answers = service()
     with graph.start() as run:
         for number in range(500):
@@ -453,7 +453,7 @@ def test_what_was_taken_in_can_still_be_iterated_over() -> None:
 
 
 @pytest.mark.usefixtures("looks")
-def test_a_loop_over_one_branch_waits_for_no_reader_of_the_other() -> None:
+def test_loop_over_one_branch_needs_no_reader_of_another() -> None:
     graph = Graph("branches")
     left, right = (branch.collect() for branch in graph.source(range(500)).tee(2))
     with graph.start() as run:
@@ -462,7 +462,7 @@ def test_a_loop_over_one_branch_waits_for_no_reader_of_the_other() -> None:
 
 
 @pytest.mark.usefixtures("looks")
-def test_leaving_what_was_taken_in_early_stops_the_stages_before() -> None:
+def test_leaving_a_gathered_result_early_stops_earlier_stages() -> None:
     graph, questions, answers = service()
     with graph.start() as run:
         for number in range(500):

@@ -1,5 +1,4 @@
-"""R5 Stop: after a Ctrl-C what was finished is in the user's hands, wherever it came: ``Interrupted`` holds
-the results and the report."""
+"""Test R5 (Stop) after a Ctrl-C: ``Interrupted`` holds the finished results and the report."""
 
 from __future__ import annotations
 
@@ -107,7 +106,7 @@ WAYS = [
 def interrupted(
     process: subprocess.Popen[str], signum: signal.Signals = signal.SIGINT
 ) -> tuple[int, str, str]:
-    """How a program ends that gets a signal once it says that it is going."""
+    """Send a signal to a program once it is running, and return its exit code and output."""
     assert process.stdout is not None
     assert process.stdout.readline() == "going\n", process.communicate()
     process.send_signal(signum)
@@ -116,8 +115,8 @@ def interrupted(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ctrl_c_gives_what_was_finished(way: str, tmp_path: Path) -> None:
-    # nobody reads in that block
+def test_ctrl_c_returns_the_finished_results(way: str, tmp_path: Path) -> None:
+    # that block has no reader
     text = SUM.replace("WAY", way).replace("ENOUGH", "20" if "body" in way else "500")
     with start(script(tmp_path, text)) as process:
         code, out, err = interrupted(process)
@@ -126,7 +125,7 @@ def test_ctrl_c_gives_what_was_finished(way: str, tmp_path: Path) -> None:
     assert "flowchan.Interrupted: the run of graph 'sum' was interrupted" in err
 
 
-def test_ctrl_c_while_a_loop_without_a_block_waits_for_an_item(tmp_path: Path) -> None:
+def test_ctrl_c_interrupts_a_waiting_loop_without_a_block(tmp_path: Path) -> None:
     text = """
         import os, threading
         from flowchan import Graph, Interrupted
@@ -155,7 +154,7 @@ def test_ctrl_c_while_a_loop_without_a_block_waits_for_an_item(tmp_path: Path) -
     assert (code, out) == (0, "[1, 2, 3] [] stopped\n"), err
 
 
-def test_sigterm_in_run_does_the_same(tmp_path: Path) -> None:
+def test_sigterm_in_run_returns_the_finished_results(tmp_path: Path) -> None:
     with start(script(tmp_path, SUM.replace("WAY", "graph.run()").replace("ENOUGH", "500"))) as process:
         code, out, err = interrupted(process, signal.SIGTERM)
     assert (code, out) == (-signal.SIGTERM, "results\n"), err
@@ -163,7 +162,7 @@ def test_sigterm_in_run_does_the_same(tmp_path: Path) -> None:
     assert "flowchan.Interrupted: the run of graph 'sum' was ended by SIGTERM" in err
 
 
-def test_the_second_ctrl_c_gives_what_there_is_and_says_that_the_rest_is_gone(tmp_path: Path) -> None:
+def test_second_ctrl_c_returns_partial_results_and_reports_the_loss(tmp_path: Path) -> None:
     text = """
         import threading
         from flowchan import Graph, Interrupted
@@ -198,7 +197,7 @@ def test_the_second_ctrl_c_gives_what_there_is_and_says_that_the_rest_is_gone(tm
         assert (process.returncode, out) == (0, "3 aborted\n"), err
 
 
-def test_a_failure_meanwhile_is_the_cause() -> None:
+def test_failure_during_an_interrupt_is_its_cause() -> None:
     def fail_when_interrupted(item: int) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         raise ValueError(item)
@@ -217,7 +216,7 @@ def test_a_failure_meanwhile_is_the_cause() -> None:
     assert isinstance(inner.__cause__.exceptions[0].__cause__, ValueError)
 
 
-def test_who_catches_the_ctrl_c_in_the_block_goes_on() -> None:
+def test_caught_ctrl_c_in_the_block_lets_the_program_continue() -> None:
     graph = Graph("r5")
     numbers = graph.source(iter(int, 1)).collect()
     with graph.start() as run:
@@ -228,7 +227,7 @@ def test_who_catches_the_ctrl_c_in_the_block_goes_on() -> None:
     assert run.stats().state == "done"
 
 
-def test_who_catches_the_ctrl_c_in_the_body_of_a_loop_without_a_block_goes_on() -> None:
+def test_caught_ctrl_c_in_a_loop_lets_the_program_continue() -> None:
     graph = Graph("r5")
     numbers = graph.source(range(100)).collect()
     run = graph.start()
@@ -242,7 +241,7 @@ def test_who_catches_the_ctrl_c_in_the_body_of_a_loop_without_a_block_goes_on() 
     assert run.stats().state == "done"
 
 
-def test_who_breaks_out_of_a_loop_after_a_ctrl_c_wants_no_more() -> None:
+def test_break_after_a_ctrl_c_ends_the_run_without_error() -> None:
     before = signal.getsignal(signal.SIGINT)
     graph = Graph("r5")
     numbers = graph.source(iter(int, 1)).collect()
@@ -257,7 +256,7 @@ def test_who_breaks_out_of_a_loop_after_a_ctrl_c_wants_no_more() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_ctrl_c_in_two_loops_ends_both_runs() -> None:
+def test_ctrl_c_in_nested_loops_ends_both_runs() -> None:
     graph = Graph("r5")
     numbers = graph.source(itertools.count).collect()
     outer, inner = graph.start(), graph.start()
@@ -269,7 +268,7 @@ def test_a_ctrl_c_in_two_loops_ends_both_runs() -> None:
     assert [run.stats().state for run in (outer, inner)] == ["stopped", "stopped"]
 
 
-def test_ctrl_c_is_what_it_was_once_a_loop_has_ended() -> None:
+def test_ctrl_c_handler_is_restored_after_a_loop() -> None:
     before = signal.getsignal(signal.SIGINT)
     graph = Graph("r5")
     numbers = graph.source(range(3)).collect()
@@ -279,8 +278,8 @@ def test_ctrl_c_is_what_it_was_once_a_loop_has_ended() -> None:
     run.wait()
 
 
-def test_ctrl_c_is_what_it_was_after_loops_in_turn_without_number() -> None:
-    """As ``zip`` of two datasets has them: each begins its next epoch while the other goes on."""
+def test_ctrl_c_handler_is_restored_after_many_overlapping_loops() -> None:
+    """``zip`` of two datasets works like this: each begins its next epoch while the other continues."""
     before = signal.getsignal(signal.SIGINT)
     one, other = InterruptWatch(lambda: None), InterruptWatch(lambda: None)
     one.open()
@@ -295,7 +294,7 @@ def test_ctrl_c_is_what_it_was_after_loops_in_turn_without_number() -> None:
 
 
 @pytest.mark.parametrize("way", ["loop", "wait"])
-def test_ctrl_c_on_an_event_loop_finishes_what_is_in_flight(way: str, tmp_path: Path) -> None:
+def test_ctrl_c_on_an_event_loop_finishes_items_in_flight(way: str, tmp_path: Path) -> None:
     text = """
         import asyncio, itertools
         from flowchan import Graph
@@ -332,7 +331,7 @@ def test_ctrl_c_on_an_event_loop_finishes_what_is_in_flight(way: str, tmp_path: 
     assert err.count("flowchan: stopping") == 1
 
 
-def test_breaking_out_of_a_loop_stops_the_stages_before_it_as_ever() -> None:
+def test_break_without_a_ctrl_c_stops_earlier_stages() -> None:
     before = signal.getsignal(signal.SIGINT)
     graph = Graph("r5")
     numbers = graph.source(iter(int, 1)).collect()
@@ -343,7 +342,7 @@ def test_breaking_out_of_a_loop_stops_the_stages_before_it_as_ever() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_after_an_interrupt_the_results_can_be_asked_for_again() -> None:
+def test_results_of_an_interrupted_run_can_be_read_again() -> None:
     graph = Graph("r5")
     numbers = graph.source(iter(int, 1)).collect()
     with pytest.raises(Interrupted) as caught, graph.start() as run:  # noqa: PT012
@@ -353,6 +352,6 @@ def test_after_an_interrupt_the_results_can_be_asked_for_again() -> None:
     assert run.stats().state == "stopped"
 
 
-def test_it_is_a_keyboard_interrupt_and_no_exception() -> None:
+def test_interrupted_is_a_keyboard_interrupt_and_not_an_exception() -> None:
     assert issubclass(flowchan.Interrupted, KeyboardInterrupt)
     assert not issubclass(flowchan.Interrupted, Exception)

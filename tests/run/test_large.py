@@ -1,4 +1,4 @@
-"""Long and wide graphs."""
+"""Test long and wide graphs."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ def chain(graph: Graph, stages: int) -> Stream:
     return stream
 
 
-def test_a_chain_of_a_hundred_thread_stages_runs() -> None:
+def test_chain_of_a_hundred_thread_stages_runs() -> None:
     graph = Graph("long")
     items = chain(graph, 100).collect()
     assert graph.run()[items] == [100 + item for item in range(50)]
 
 
-def test_a_hundred_branches_run() -> None:
+def test_hundred_branches_run() -> None:
     graph = Graph("wide")
     branches = graph.source(range(50)).tee(100)
     total = graph.merge(*(branch.map(plus_one) for branch in branches)).reduce(int.__add__, 0)
     assert graph.run()[total] == 100 * sum(range(1, 51))
 
 
-def test_a_graph_of_a_thousand_stages_checks() -> None:
+def test_graph_of_a_thousand_stages_is_checked() -> None:
     graph = Graph("long")
     chain(graph, 998).sink(id)
     assert len(graph.stages) == 1000
     assert graph.check() == ()
 
 
-def test_a_chain_through_processes_runs() -> None:
+def test_chain_through_processes_runs() -> None:
     graph = Graph("long")
     stream = graph.source(range(50))
     for place in ("process", "thread") * 4:
@@ -48,20 +48,21 @@ def test_a_chain_through_processes_runs() -> None:
 
 
 @pytest.mark.parametrize("workers", [50, 300])
-def test_an_ordered_map_with_many_workers_does_not_crawl(workers: int) -> None:
-    """C8: whose turn it is goes on, however many wait for theirs. At an item per 0.1 s this would not end."""
+def test_ordered_map_with_many_workers_is_not_slow(workers: int) -> None:
+    """Test C8: turns advance quickly even with many waiting workers. At 0.1 s per item, the test would time
+    out."""
     graph = Graph("many")
     items = graph.source(range(20_000)).map(plus_one, workers=workers).collect()
     assert graph.run()[items] == list(range(1, 20_001))
 
 
-def test_an_ordered_map_with_many_worker_processes_does_not_crawl() -> None:
+def test_ordered_map_with_many_worker_processes_is_not_slow() -> None:
     graph = Graph("many")
     items = graph.source(range(5_000)).map(plus_one, workers=12, on="process", capacity=4).collect()
     assert graph.run()[items] == list(range(1, 5_001))
 
 
-def test_a_thousand_branches_run() -> None:
+def test_thousand_branches_run() -> None:
     graph = Graph("very wide")
     branches = graph.source(range(20)).tee(1_000)
     total = graph.merge(*(branch.map(plus_one) for branch in branches)).reduce(int.__add__, 0)

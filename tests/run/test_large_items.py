@@ -1,5 +1,7 @@
-"""Arrays and tensors through a whole run: read in place, whole after a death, and valid when the run is
-over."""
+"""Test arrays and tensors in a whole run.
+
+Workers read them in place. They are intact after a death and valid after the run.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def numbered(count: int):
         yield np.full(LARGE, number)
 
 
-def test_r8_results_that_outlive_the_run_stay_valid() -> None:
+def test_r8_results_stay_valid_after_the_run() -> None:
     graph = Graph("kept")
     negatives = graph.source(numbered, 20, on="process").map(np.negative, on="process", workers=2).collect()
     kept = graph.run()[negatives]
@@ -38,7 +40,7 @@ def test_r8_results_that_outlive_the_run_stay_valid() -> None:
 
 
 class SpoilsAndDies:
-    """Changes the tensor that it got, and is killed the first time."""
+    """Stage function that changes its tensor, and is killed the first time."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -52,7 +54,7 @@ class SpoilsAndDies:
         return found
 
 
-def test_c11_an_item_that_a_killed_worker_had_changed_comes_back_whole(tmp_path: Path) -> None:
+def test_c11_item_changed_by_a_killed_worker_is_restored(tmp_path: Path) -> None:
     graph = Graph("spoiled")
     ones = graph.source([torch.ones(LARGE)] * 3)
     sums = ones.map(SpoilsAndDies(tmp_path / "died"), on="process").collect()
@@ -60,7 +62,7 @@ def test_c11_an_item_that_a_killed_worker_had_changed_comes_back_whole(tmp_path:
 
 
 class Keeper:
-    """Keeps every item that it ever saw, and looks at all of them each time."""
+    """Stage function that keeps every item and checks all of them each time."""
 
     def __init__(self) -> None:
         self.kept: list[np.ndarray] = []
@@ -71,14 +73,14 @@ class Keeper:
         return len(self.kept)
 
 
-def test_c11_what_a_worker_keeps_past_its_lease_stays_what_it_was() -> None:
+def test_c11_item_kept_past_its_lease_stays_unchanged() -> None:
     graph = Graph("keeping")
     counts = graph.source(numbered, 30).map(Keeper, on="process").collect()
     assert graph.run()[counts] == list(range(1, 31))
 
 
-def test_the_explanation_names_who_holds_memory() -> None:
-    """Pressure is visible: a writer that waits for memory is told who keeps it."""
+def test_explanation_names_the_process_that_holds_memory() -> None:
+    """A writer that waits for memory learns which process holds it."""
     stage = StageStats("resize", "map", "process", 1, 1, 5, 5, 0, 0, 0, 0, 0, 1.0, 0.1, 0.0, 0.9)
     held = (Holder(7, 2, 3_200_000),)
     edge = EdgeStats(

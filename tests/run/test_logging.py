@@ -1,5 +1,4 @@
-"""What worker processes log is handled by the program's loggers, and the run itself tells of its workers by
-``logging``."""
+"""Test that the program's loggers handle records of worker processes, and that the run logs its workers."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ def names(caplog: pytest.LogCaptureFixture, logger: str, level: int) -> list[str
 
 
 @pytest.mark.usefixtures("_method")
-def test_records_of_worker_processes_are_the_programs(caplog: pytest.LogCaptureFixture) -> None:
-    """Each of them once, under every start method, with its stage and number."""
+def test_program_gets_the_records_of_worker_processes(caplog: pytest.LogCaptureFixture) -> None:
+    """Each record arrives once, under every start method, with its stage and number."""
     caplog.set_level(logging.INFO)
     graph = Graph("logged")
     graph.source(range(4)).map(talk, on="process", workers=2, name="loud").sink(abs)
@@ -52,8 +51,8 @@ def test_records_of_worker_processes_are_the_programs(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.usefixtures("_method")
-def test_levels_and_handlers_are_those_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
-    """Of each logger: one that wants more than the root does, and keeps it to itself."""
+def test_levels_and_handlers_of_the_program_apply(caplog: pytest.LogCaptureFixture) -> None:
+    """One logger wants more records than the root and does not propagate them."""
     mine, kept = logging.getLogger("mine.parts"), Kept()
     before = mine.level, mine.propagate
     mine.setLevel(logging.DEBUG)
@@ -81,13 +80,14 @@ class Kept(logging.Handler):
         self.heard.append(record.getMessage())
 
 
-def test_what_a_filter_of_the_program_raises_does_not_end_the_run(
+def test_failing_filter_of_the_program_does_not_end_the_run(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(record: logging.LogRecord) -> bool:
         raise LookupError("a filter")
 
-    monkeypatch.setattr(logging, "raiseExceptions", False)  # else it is printed, as what handlers raise
+    # otherwise it is printed like an error of a handler
+    monkeypatch.setattr(logging, "raiseExceptions", False)
     monkeypatch.setattr(logging.getLogger("mine.parts"), "filters", [refuse])
     monkeypatch.setattr(logging.getLogger("flowchan.run"), "filters", [refuse])
     caplog.set_level(logging.DEBUG)
@@ -118,10 +118,10 @@ def test_deaths_restarts_and_blame_are_logged(caplog: pytest.LogCaptureFixture) 
     )
     assert "restart 2 of 10" in second
     (blame,) = names(caplog, "flowchan.run", logging.ERROR)
-    assert blame.startswith("stage 'crack' gives item 2 up: 2 workers died while they worked on this item")
+    assert blame.startswith("stage 'crack' gave up item 2: 2 workers died while they worked on this item")
 
 
-def test_a_run_logs_its_beginning_and_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_run_logs_its_start_and_its_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="flowchan.run")
     graph = Graph("quick")
     graph.source(range(4)).sink(abs)
@@ -132,7 +132,7 @@ def test_a_run_logs_its_beginning_and_its_end(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_who_does_not_end_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_worker_that_does_not_end_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def stuck(number: int) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         held.wait()
@@ -150,7 +150,7 @@ def test_who_does_not_end_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert all(text.startswith("worker slow 1 has not ended ") for text in told)
 
 
-def test_a_program_that_asks_for_nothing_sees_nothing(tmp_path: Path) -> None:
+def test_program_without_logging_setup_shows_nothing(tmp_path: Path) -> None:
     program = """
         import os
         from flowchan import Graph
@@ -166,7 +166,7 @@ def test_a_program_that_asks_for_nothing_sees_nothing(tmp_path: Path) -> None:
         assert process.communicate() == ("", "")
 
 
-def test_stats_tell_the_pids_of_worker_processes() -> None:
+def test_stats_list_the_pids_of_worker_processes() -> None:
     gate = Gate()
     graph = Graph("pids")
     held = graph.source(range(2)).map(lambda _: gate.wait(os.getpid()), on="process", workers=2, name="held")
@@ -198,7 +198,7 @@ class Leaves(logging.Handler):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_handler_that_leaves_the_thread_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+def test_handler_that_raises_system_exit_blocks_no_thread(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="flowchan.run")
     graph, handler = Graph("left"), Leaves()
     total = graph.source([1, 2]).reduce(int.__add__)

@@ -1,5 +1,7 @@
-"""Graphs that lead back by a declared feedback: they end by themselves, lose nothing, and stop, fail and are
-watched like any other run."""
+"""Test graphs with a declared feedback.
+
+They end on their own, lose nothing, and stop, fail and show progress like any other run.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from support.waiting import wait_until
 from flowchan import Deadlock, Drained, Graph, In, Out, RunError, Stream, select
 
 MOST = 16
-"""So many numbers are under way at once: fewer than the channels of the loop hold."""
+"""Maximum number of numbers in the loop at once, which its channels can hold."""
 
 
 def steer(fresh: In[Any], again: In[Any], work: Out[Any], done: Out[Any]) -> None:
-    """Sends (start, number, steps) round until the number is 1."""
+    """Send (start, number, steps) through the loop until the number is 1."""
     under_way = 0
     while True:
         try:
@@ -63,12 +65,12 @@ def declare(
 
 
 @everywhere
-def test_a_loop_ends_by_itself_with_everything_that_went_round(on: Any) -> None:
+def test_loop_ends_after_all_its_items(on: Any) -> None:
     graph, done = declare(range(1, 101), on)
     assert sorted(graph.run()[done]) == [(number, steps_of(number)) for number in range(1, 101)]
 
 
-def test_a_loop_crosses_between_threads_and_processes() -> None:
+def test_loop_crosses_between_threads_and_processes() -> None:
     graph = Graph("both")
     again = graph.feedback()
     work, done = graph.stage(steer, graph.source(fresh, range(1, 50)), again)
@@ -78,7 +80,7 @@ def test_a_loop_crosses_between_threads_and_processes() -> None:
 
 
 @everywhere
-def test_who_wants_no_more_ends_a_loop(on: Any) -> None:
+def test_reader_that_stops_ends_a_loop(on: Any) -> None:
     graph = Graph("early")
     again = graph.feedback()
     work, done = graph.stage(steer, graph.source(fresh, itertools.count(1)), again, on=on)
@@ -87,8 +89,8 @@ def test_who_wants_no_more_ends_a_loop(on: Any) -> None:
     assert all(steps == steps_of(start) for start, steps in graph.run()[result])
 
 
-def test_a_stage_feeds_itself() -> None:
-    """Its only input is its own output: it begins the graph, and ends it."""
+def test_stage_feeds_itself() -> None:
+    """Its only input is its own output; it begins and ends the graph."""
 
     def doubled(mine: In[int], out: Out[int], told: Out[int]) -> None:
         out.put(1)
@@ -107,7 +109,7 @@ def test_a_stage_feeds_itself() -> None:
 
 
 @everywhere
-def test_stop_finishes_what_goes_round(on: Any) -> None:
+def test_stop_finishes_the_items_of_a_loop(on: Any) -> None:
     graph, done = declare(itertools.count(1), on)  # type: ignore[arg-type]
     run = graph.start()
     wait_until(lambda: stage_of(run, "collect").items_in >= 100 or stage_of(run, "step").items_in > 1000)
@@ -117,7 +119,7 @@ def test_stop_finishes_what_goes_round(on: Any) -> None:
 
 
 @everywhere
-def test_abort_breaks_a_loop_off(on: Any) -> None:
+def test_abort_breaks_a_loop(on: Any) -> None:
     graph, _ = declare(itertools.count(1), on)  # type: ignore[arg-type]
     run = graph.start()
     wait_until(lambda: stage_of(run, "step").items_in > 100)
@@ -127,7 +129,7 @@ def test_abort_breaks_a_loop_off(on: Any) -> None:
 
 
 @everywhere
-def test_a_failure_in_a_loop_ends_the_run(on: Any) -> None:
+def test_failure_in_a_loop_ends_the_run(on: Any) -> None:
     def fail_at_52(item: tuple[int, int, int]) -> tuple[int, int, int]:
         if item[1] == 52:
             raise ValueError("no 52")
@@ -140,7 +142,7 @@ def test_a_failure_in_a_loop_ends_the_run(on: Any) -> None:
     assert repr(raised.value.exceptions[0].__cause__) == "ValueError('no 52')"
 
 
-def test_nothing_is_lost_when_a_worker_in_the_loop_is_killed(tmp_path: Path) -> None:
+def test_killed_worker_in_a_loop_loses_nothing(tmp_path: Path) -> None:
     def fragile(item: tuple[int, int, int]) -> tuple[int, int, int]:
         if item[0] in (7, 9, 11) and item[1] == 52:
             try:
@@ -158,8 +160,8 @@ def test_nothing_is_lost_when_a_worker_in_the_loop_is_killed(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("looks")
 @everywhere
-def test_a_loop_in_which_everybody_waits_is_a_deadlock(on: Any) -> None:
-    """It asks for what comes back before it has sent anything."""
+def test_loop_in_which_all_stages_wait_is_a_deadlock(on: Any) -> None:
+    """The stage waits for the feedback before it has sent anything."""
 
     def too_patient(again: In[int], fresh: In[int], work: Out[int]) -> None:
         work.put(again.get() + fresh.get())
@@ -175,7 +177,7 @@ def test_a_loop_in_which_everybody_waits_is_a_deadlock(on: Any) -> None:
     assert "'patient' waits for an item from 'step'" in str(cause)
 
 
-def test_a_loop_that_moves_slowly_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_loop_is_not_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowchan.run.policy.deadlock.STILL", 0.0)
     monkeypatch.setattr("flowchan.run.supervisor.POLL_INTERVAL_S", 0.0001)
 
@@ -196,7 +198,7 @@ def test_a_loop_that_moves_slowly_is_no_deadlock(monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def test_the_account_of_a_loop_is_balanced() -> None:
+def test_account_of_a_loop_is_balanced() -> None:
     graph, _ = declare(range(1, 40), "thread")
     with graph.start() as run:
         run.wait()

@@ -1,5 +1,7 @@
-"""The memory budget of a run: its channels are bounded by bytes too and share alike; an item larger than its
-channel's share passes alone."""
+"""Test the memory budget of a run.
+
+Its channels are also bounded by bytes, in equal shares. An item larger than the share passes alone.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ KB, MB = 1000, 1_000_000
 
 
 def rows(number: int) -> list[bytes]:
-    """A thousand rows of 1 KB."""
+    """Return a thousand rows of 1 KB."""
     return [number.to_bytes(8, "big") * 125 for _ in range(1000)]
 
 
@@ -47,7 +49,7 @@ def test_channels_share_the_budget_of_a_run(on: Any) -> None:
         lambda: all(edge.inside == 2 and edge.short_of_bytes for edge in run.stats().edges[1:]),
         what=run.explain,
     )
-    stats = run.stats()  # a third item would be more than 3 MB, with what a list of rows costs
+    stats = run.stats()  # a third item and the overhead of its list would exceed 3 MB
     assert stats.memory == 9 * MB
     assert {edge.share for edge in stats.edges} == {3 * MB}
     assert all(edge.bytes <= edge.share for edge in stats.edges)
@@ -61,7 +63,7 @@ def test_channels_share_the_budget_of_a_run(on: Any) -> None:
 
 
 @everywhere
-def test_an_item_larger_than_its_share_passes_alone(on: Any) -> None:
+def test_item_larger_than_its_share_passes_alone(on: Any) -> None:
     graph = Graph("large")
     found = graph.source(range(8), on=on).map(rows, on=on).map(len, on=on, workers=2).collect()
     assert graph.run(memory=3 * MB)[found] == [1000] * 8
@@ -78,7 +80,7 @@ def test_small_items_fill_all_places(on: Any) -> None:
     graph.source(range(1000), on=on, capacity=64).sink(hold, on=on)
     run = graph.start(memory=10 * MB)
     gate.wait_held()
-    # a stage wakes its writer when a quarter of the places is free
+    # A stage wakes its writer when a quarter of the places is free.
     wait_until(lambda: run.stats().edges[0].inside >= 48)
     assert not run.stats().edges[0].short_of_bytes
     gate.open()
@@ -86,8 +88,8 @@ def test_small_items_fill_all_places(on: Any) -> None:
 
 
 @pytest.mark.usefixtures("looks")
-def test_a_deadlock_for_lack_of_bytes_says_so() -> None:
-    """The zip wants a batch of 20 from one branch; the other branch may not hold 20 of such items."""
+def test_deadlock_for_lack_of_bytes_is_described() -> None:
+    """The zip needs a batch of 20 from one branch; the other branch cannot hold 20 of these items."""
     graph = Graph("stuck")
     left, right = graph.source(range(60)).map(rows).tee(2, name="tee")
     left.batch(20).zip(right).sink(same)
@@ -101,17 +103,17 @@ def test_a_deadlock_for_lack_of_bytes_says_so() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "4 GiB", True])
-def test_a_budget_is_a_number_of_bytes(wrong: Any) -> None:
+def test_budget_must_be_a_number_of_bytes(wrong: Any) -> None:
     graph = Graph("wrong")
     graph.source([1]).sink(same)
     with pytest.raises((TypeError, ValueError), match="memory must be"):
         graph.run(memory=wrong)
 
 
-# where the default comes from
+# --- the default ---
 
 
-def test_the_default_is_half_of_what_there_is() -> None:
+def test_default_budget_is_half_of_the_available_memory() -> None:
     graph = Graph("default")
     graph.source([1]).sink(same)
     run = graph.start()
@@ -130,7 +132,7 @@ def test_the_default_is_half_of_what_there_is() -> None:
         ("0::/../outside", {"memory.max": "max"}, None),
     ],
 )
-def test_the_limits_of_control_groups_count(
+def test_limits_of_control_groups_count(
     line: str, files: dict[str, str], limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in files.items():
@@ -153,7 +155,7 @@ def test_the_limits_of_control_groups_count(
         ("0::/", {}, 0),
     ],
 )
-def test_the_kernels_kills_for_lack_of_memory_are_counted(
+def test_out_of_memory_kills_of_the_kernel_are_counted(
     line: str, files: dict[str, str], kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in {**files, "mine_": line}.items():
@@ -166,10 +168,10 @@ def test_the_kernels_kills_for_lack_of_memory_are_counted(
 
 
 @pytest.mark.parametrize("kills", [0, 1])
-def test_a_worker_that_the_kernel_killed_for_lack_of_memory_is_reported_so(
+def test_worker_killed_for_lack_of_memory_is_reported(
     kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once for each that it killed: the second death has another reason."""
+    """The kernel killed only the first process; the second death has another reason."""
     counted = tmp_path / "vmstat"
     counted.write_text("oom_kill 5\n")
     monkeypatch.setattr(memory, "_files", lambda *_: [])
@@ -188,7 +190,7 @@ def test_a_worker_that_the_kernel_killed_for_lack_of_memory_is_reported_so(
     assert "killed by SIGKILL" in str(failure.error)
 
 
-# what an item counts
+# --- the size of an item ---
 
 
 @dataclass
@@ -232,11 +234,11 @@ class Told:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_the_size_of_an_item_is_estimated(item: Any, least: float, most: float) -> None:
+def test_size_of_an_item_is_estimated(item: Any, least: float, most: float) -> None:
     assert least <= _core._size_of(item) <= most
 
 
-def test_an_item_that_holds_itself_has_a_size() -> None:
+def test_item_that_contains_itself_has_a_size() -> None:
     item: list[Any] = [bytes(KB)]
     item.append(item)
     assert _core._size_of(item) >= KB

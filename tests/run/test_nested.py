@@ -1,5 +1,7 @@
-"""A graph that is run inside a worker process of another graph (R6, R7): it works like any other, its
-failures are the item's, and it ends with the worker."""
+"""Test graphs that run inside a worker process of another graph (R6, R7).
+
+Such a graph works like any other. Its failures are failures of the item, and it ends with the worker.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ PROGRAM = """
 
 
 @METHODS
-def test_a_worker_process_runs_graphs_of_its_own(method: str, tmp_path: Path) -> None:
+def test_worker_process_runs_its_own_graphs(method: str, tmp_path: Path) -> None:
     out = run_python(script(tmp_path, PROGRAM), method)
     assert out.splitlines()[0] == "[5, 285, 40425]"
     assert re.fullmatch(r"0 \S+ ZeroDivisionError", out.splitlines()[-1])
@@ -80,7 +82,7 @@ HOLDING = """
 
 @METHODS
 @pytest.mark.parametrize("victim", ["outer", "program"])
-def test_what_runs_inside_a_killed_worker_ends_with_it(method: str, victim: str, tmp_path: Path) -> None:
+def test_graph_inside_a_killed_worker_ends_with_it(method: str, victim: str, tmp_path: Path) -> None:
     with start(script(tmp_path, HOLDING), method) as process:
         assert process.stdout is not None
         pids = dict(process.stdout.readline().split() for _ in range(2))

@@ -1,4 +1,4 @@
-"""What only looks like a run in which nobody can ever move again: it goes on."""
+"""Test runs that only look deadlocked and must continue."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ def same(item: Any) -> Any:
 
 
 def goes_on(run: Run, looks: Callable[[], int]) -> bool:
-    """Whether the run is still running after its supervisor has looked at it often enough to call it
-    stuck."""
+    """Return whether the run still runs after its supervisor has checked it often enough to call it stuck."""
     after = looks() + 10
     wait_until(lambda: looks() > after or run._supervisor.ended.is_set())
     return run.stats().state == "running"
 
 
-def test_a_slow_stage_is_no_deadlock(looks: Callable[[], int]) -> None:
-    """Everybody waits but one, which works on its item without moving any count."""
+def test_slow_stage_is_not_a_deadlock(looks: Callable[[], int]) -> None:
+    """All workers wait except one, which works on its item without changing a count."""
     gate = Gate()
     graph = Graph("slow")
     out = graph.source(range(5), capacity=1).map(lambda _: gate.wait(), capacity=1).map(same)
@@ -49,8 +48,8 @@ def test_a_slow_stage_is_no_deadlock(looks: Callable[[], int]) -> None:
     assert run.wait()[result] == [None] * 5
 
 
-def test_a_worker_that_waits_in_a_channel_of_its_own_is_no_deadlock(looks: Callable[[], int]) -> None:
-    """Somebody outside may fill it."""
+def test_worker_waiting_in_its_own_channel_is_not_a_deadlock(looks: Callable[[], int]) -> None:
+    """A thread outside the graph may fill that channel."""
     mine: Channel[int] = Channel()
     graph = Graph("outside")
     result = graph.source(range(3)).map(lambda item: item + mine.get()).collect()
@@ -64,8 +63,8 @@ def test_a_worker_that_waits_in_a_channel_of_its_own_is_no_deadlock(looks: Calla
     assert run.wait()[result] == [10, 21, 32]
 
 
-def test_a_batch_whose_time_will_be_over_is_no_deadlock(looks: Callable[[], int]) -> None:
-    """It goes out as it is then, and everybody moves on."""
+def test_batch_with_a_timeout_is_not_a_deadlock(looks: Callable[[], int]) -> None:
+    """The batch is sent after its timeout, and all workers continue."""
     graph = Graph("patient")
     left, right = graph.source(range(2)).tee(2, capacity=1)
     result = left.batch(4, timeout=1).zip(right).collect()
@@ -82,7 +81,7 @@ def test_a_batch_whose_time_will_be_over_is_no_deadlock(looks: Callable[[], int]
 
 
 async def a_timer(items: In[int]) -> list[int]:
-    """Looks into its channel from time to time."""
+    """Wait for an item with a repeated time limit."""
     while True:
         try:
             return [await asyncio.wait_for(items.aget(), 0.2)]
@@ -92,7 +91,7 @@ async def a_timer(items: In[int]) -> list[int]:
 
 
 async def a_sleeping_task(items: In[int]) -> list[int]:
-    """Another task of the same loop goes on by itself."""
+    """Wait for an item while another task of the loop continues."""
     waiting = asyncio.create_task(items.aget())
 
     async def tick() -> None:
@@ -105,7 +104,7 @@ async def a_sleeping_task(items: In[int]) -> list[int]:
 
 
 async def a_thread(items: In[int]) -> list[int]:
-    """A callback will come from a helping thread."""
+    """Wait for an item until a callback comes from a helper thread."""
     waiting = asyncio.create_task(items.aget())
     helping = asyncio.get_running_loop().run_in_executor(None, over[0].wait)
     helping.add_done_callback(lambda _: waiting.cancel())
@@ -114,7 +113,7 @@ async def a_thread(items: In[int]) -> list[int]:
 
 
 async def a_socket(items: In[int]) -> list[int]:
-    """A callback will come when somebody writes."""
+    """Wait for an item until a callback comes from a socket."""
     waiting = asyncio.create_task(items.aget())
     here, there = socket.socketpair()
     with here, there:
@@ -126,7 +125,7 @@ async def a_socket(items: In[int]) -> list[int]:
 
 
 async def an_event(items: In[int]) -> list[int]:
-    """One of its two tasks waits for what no channel brings."""
+    """Wait for an event that no channel sets."""
     rings = asyncio.Event()
     loop = asyncio.get_running_loop()
     threading.Thread(target=lambda: (over[0].wait(), loop.call_soon_threadsafe(rings.set))).start()
@@ -136,12 +135,12 @@ async def an_event(items: In[int]) -> list[int]:
     return []
 
 
-over: list[threading.Event] = []  # of a test, for the functions above
+over: list[threading.Event] = []  # set by each test for the functions above
 
 
 @pytest.mark.parametrize("works", [a_timer, a_sleeping_task, a_thread, a_socket, an_event])
-def test_a_loop_that_has_other_work_is_no_deadlock(works: Any, looks: Callable[[], int]) -> None:
-    """Everybody waits for an item, but the async stage may go on by itself."""
+def test_event_loop_with_other_work_is_not_a_deadlock(works: Any, looks: Callable[[], int]) -> None:
+    """All workers wait for an item, but the async stage has other work."""
     over[:] = [threading.Event()]
 
     async def first(back: In[int], out: Out[int]) -> None:
@@ -157,7 +156,7 @@ def test_a_loop_that_has_other_work_is_no_deadlock(works: Any, looks: Callable[[
 
 
 def test_worker_that_awaits_another_task_counts_as_working(looks: Callable[[], int]) -> None:
-    """Even if that task awaits a channel: only a worker's own waits are seen."""
+    """This holds even if that task awaits a channel, because only the worker's own waits are visible."""
 
     async def first(back: In[int], out: Out[int]) -> None:
         waiting = asyncio.create_task(back.aget())
@@ -171,8 +170,8 @@ def test_worker_that_awaits_another_task_counts_as_working(looks: Callable[[], i
     run.wait()
 
 
-def test_coroutine_with_a_time_limit_is_no_deadlock(looks: Callable[[], int]) -> None:
-    """The task itself awaits the channel, and only its event loop knows of the limit."""
+def test_coroutine_with_a_time_limit_is_not_a_deadlock(looks: Callable[[], int]) -> None:
+    """The task itself awaits the channel, and only its event loop knows the limit."""
     over = threading.Event()
 
     async def first(back: In[int], out: Out[int]) -> None:
@@ -189,10 +188,10 @@ def test_coroutine_with_a_time_limit_is_no_deadlock(looks: Callable[[], int]) ->
 
 
 @together
-def test_a_loop_that_waits_for_a_future_from_outside_is_no_deadlock(
+def test_loop_that_awaits_an_outside_future_is_not_a_deadlock(
     together: Callable[..., Any], looks: Callable[[], int]
 ) -> None:
-    """However it does: among others that wait for the channel."""
+    """The future is awaited in different ways together with waits for the channel."""
     over = threading.Event()
 
     async def first(back: In[int], out: Out[int]) -> None:
@@ -213,7 +212,7 @@ def test_a_loop_that_waits_for_a_future_from_outside_is_no_deadlock(
     run.wait()
 
 
-def test_coroutines_that_wait_in_a_channel_of_their_own_are_no_deadlock(looks: Callable[[], int]) -> None:
+def test_coroutines_that_await_their_own_channel_are_not_a_deadlock(looks: Callable[[], int]) -> None:
     mine: Channel[int] = Channel()
 
     async def add(item: int) -> int:
@@ -231,8 +230,8 @@ def test_coroutines_that_wait_in_a_channel_of_their_own_are_no_deadlock(looks: C
     assert run.wait()[result] == [10, 21, 32]
 
 
-def test_a_stopped_process_is_no_deadlock(looks: Callable[[], int]) -> None:
-    """It has been woken and can't look: the others wait for it, and it goes on when it is continued."""
+def test_stopped_process_is_not_a_deadlock(looks: Callable[[], int]) -> None:
+    """The process was woken but cannot run. The other workers wait for it, and it continues after SIGCONT."""
     graph = Graph("stopped")
     numbers = graph.input(capacity=1)
     result = numbers.map(same, on="process", restarts=0).collect()
@@ -251,7 +250,7 @@ def test_a_stopped_process_is_no_deadlock(looks: Callable[[], int]) -> None:
     assert run.wait()[result] == [1]
 
 
-def test_an_open_input_is_no_deadlock(looks: Callable[[], int]) -> None:
+def test_open_input_is_not_a_deadlock(looks: Callable[[], int]) -> None:
     graph = Graph("open")
     numbers = graph.input()
     total = numbers.map(same, workers=3).reduce(int.__add__, 0)
@@ -262,7 +261,7 @@ def test_an_open_input_is_no_deadlock(looks: Callable[[], int]) -> None:
     assert run.wait()[total] == 5
 
 
-def test_results_that_nobody_takes_yet_are_no_deadlock(looks: Callable[[], int]) -> None:
+def test_unread_results_are_not_a_deadlock(looks: Callable[[], int]) -> None:
     graph = Graph("later")
     result = graph.source(range(100), capacity=1).map(same, capacity=1).collect()
     run = graph.start()
@@ -271,7 +270,7 @@ def test_results_that_nobody_takes_yet_are_no_deadlock(looks: Callable[[], int])
     assert run.wait()[result] == list(range(100))
 
 
-def test_a_user_who_pauses_between_two_results_is_no_deadlock(looks: Callable[[], int]) -> None:
+def test_user_pausing_between_results_is_not_a_deadlock(looks: Callable[[], int]) -> None:
     graph = Graph("paused")
     result = graph.source(range(100), capacity=1).map(same, capacity=1).collect()
     with graph.start() as run:
@@ -282,8 +281,8 @@ def test_a_user_who_pauses_between_two_results_is_no_deadlock(looks: Callable[[]
         assert list(items) == list(range(1, 100))
 
 
-def test_a_selecting_stage_is_no_deadlock(looks: Callable[[], int]) -> None:
-    """It waits at two channels, one of them its own: the other stages must not be counted twice by that."""
+def test_selecting_stage_is_not_a_deadlock(looks: Callable[[], int]) -> None:
+    """It waits at two channels, one of them its own; its waits must not hide that another stage works."""
     mine: Channel[int] = Channel()
 
     def choose(items: In[int], out: Out[int]) -> None:
@@ -308,8 +307,8 @@ def test_a_selecting_stage_is_no_deadlock(looks: Callable[[], int]) -> None:
     assert run.wait()[result] == [7]
 
 
-def test_a_stage_that_waits_with_several_threads_does_not_stand_for_another(looks: Callable[[], int]) -> None:
-    """One worker waits in two ports at once while another one works: two waits, two workers, and no
+def test_stage_waiting_with_several_threads_counts_as_one_worker(looks: Callable[[], int]) -> None:
+    """One worker waits at two ports at once while another works: two waits and two workers, but no
     deadlock."""
     gate = Gate()
 
@@ -335,9 +334,8 @@ def test_a_stage_that_waits_with_several_threads_does_not_stand_for_another(look
     run.wait()
 
 
-def test_a_run_that_waits_costs_its_supervisor_one_look_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However large it is: the statistics of all stages are not gathered for that, and nothing else wakes it
-    up."""
+def test_waiting_run_costs_its_supervisor_few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check does not gather the statistics of all stages, and nothing else wakes the supervisor."""
     counts: Counter[str] = Counter()
 
     def count(owner: Any, name: str) -> None:
@@ -372,8 +370,8 @@ def test_a_run_that_waits_costs_its_supervisor_one_look_now_and_then(monkeypatch
     assert seen["cancel_tasks"] <= seen["_look_at"] + 2, "turns of its loop"
 
 
-def test_a_moving_run_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny channels, everybody waits nearly all the time, and the supervisor never stops looking."""
+def test_moving_run_is_not_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The channels are tiny, all workers wait most of the time, and the supervisor checks all the time."""
     monkeypatch.setattr(deadlock, "STILL", 0.0)
     monkeypatch.setattr(supervisor, "POLL_INTERVAL_S", 0.0001)
     graph = Graph("moving")

@@ -1,5 +1,4 @@
-"""Each operator does what a Python user expects of the word, on threads and on processes where it has
-``on=``."""
+"""Test each operator on threads, and on processes if it has ``on=``."""
 
 from __future__ import annotations
 
@@ -9,23 +8,23 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from operator_cases import collected, numbers, same
 from runs import Gate, everywhere
 from support.waiting import wait_until
-from verb_cases import collected, numbers, same
 
 from flowchan import Graph, In, Out, RunError
 
-# source
+# --- source ---
 
 
 @everywhere
 @pytest.mark.parametrize("items", [[1, 2, 3], (1, 2, 3), range(1, 4), {1: "a", 2: "b", 3: "c"}])
-def test_a_source_gives_the_elements_of_an_iterable(items: Any, on: Any) -> None:
+def test_source_yields_the_elements_of_an_iterable(items: Any, on: Any) -> None:
     assert collected(Graph("operators").source(items, on=on)) == [1, 2, 3]
 
 
 @everywhere
-def test_a_source_calls_a_callable_with_its_arguments_inside_the_run(on: Any) -> None:
+def test_source_calls_a_callable_with_arguments_inside_the_run(on: Any) -> None:
     called = Gate()
 
     def source(first: int, *, last: int) -> Iterator[int]:
@@ -39,7 +38,7 @@ def test_a_source_calls_a_callable_with_its_arguments_inside_the_run(on: Any) ->
 
 
 @everywhere
-def test_none_is_an_item_like_any_other(on: Any) -> None:
+def test_none_is_an_ordinary_item(on: Any) -> None:
     assert collected(Graph("operators").source([None, 0, None, ""], on=on).map(same, on=on)) == [
         None,
         0,
@@ -48,7 +47,7 @@ def test_none_is_an_item_like_any_other(on: Any) -> None:
     ]
 
 
-def test_a_source_takes_an_old_style_sequence() -> None:
+def test_source_accepts_an_old_style_sequence() -> None:
     class Old:
         def __getitem__(self, place: int) -> int:
             return [5, 6][place]
@@ -56,24 +55,24 @@ def test_a_source_takes_an_old_style_sequence() -> None:
     assert collected(Graph("operators").source(Old())) == [5, 6]
 
 
-# batch, unbatch, buffer
+# --- batch, unbatch, buffer ---
 
 
-def test_batch_gives_lists_of_its_size_and_a_shorter_last_one() -> None:
+def test_batch_makes_lists_of_its_size_and_a_shorter_rest() -> None:
     assert collected(numbers(7).batch(3)) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-def test_batch_of_nothing_gives_nothing() -> None:
+def test_batch_of_an_empty_stream_is_empty() -> None:
     assert collected(numbers(0).batch(3)) == []
 
 
-def test_a_batch_larger_than_the_channel_before_it_is_filled() -> None:
+def test_batch_larger_than_its_input_channel_is_filled() -> None:
     assert collected(numbers(250, capacity=4).batch(100, timeout=600)) == [
         list(range(100)), list(range(100, 200)), list(range(200, 250)),
     ]  # fmt: skip
 
 
-def test_a_batch_that_is_not_full_goes_out_after_the_timeout() -> None:
+def test_partial_batch_is_sent_after_the_timeout() -> None:
     graph = Graph("operators")
     stream = graph.input()
     batches = stream.batch(3, timeout=0.01).collect()
@@ -87,12 +86,12 @@ def test_a_batch_that_is_not_full_goes_out_after_the_timeout() -> None:
         assert list(itertools.chain.from_iterable(items)) == [2, 3, 4, 5]
 
 
-def test_unbatch_gives_the_elements_again() -> None:
+def test_unbatch_yields_the_elements_again() -> None:
     assert collected(numbers(10).batch(4).unbatch()) == list(range(10))
     assert collected(Graph("operators").source([[], (1, 2), "ab"]).unbatch()) == [1, 2, "a", "b"]
 
 
-def test_buffer_is_the_capacity_of_the_channel() -> None:
+def test_buffer_sets_the_capacity_of_the_channel() -> None:
     gate = Gate()
     stream = numbers(100).buffer(7)
     stream.sink(lambda _: gate.wait())
@@ -104,17 +103,17 @@ def test_buffer_is_the_capacity_of_the_channel() -> None:
     run.wait()
 
 
-# take, tee, partition, zip, merge
+# --- take, tee, partition, zip, merge ---
 
 
 @pytest.mark.parametrize(
     ("n", "expected"), [(0, []), (1, [0]), (5, [0, 1, 2, 3, 4]), (9, [0, 1, 2, 3, 4, 5])]
 )
-def test_take_gives_the_first_items(n: int, expected: list[int]) -> None:
+def test_take_yields_the_first_items(n: int, expected: list[int]) -> None:
     assert collected(numbers(6).take(n)) == expected
 
 
-def test_take_does_not_wait_for_an_item_behind_the_last() -> None:
+def test_take_does_not_wait_for_an_item_after_the_last() -> None:
     graph = Graph("operators")
     stream = graph.input()
     two = stream.take(2).collect()
@@ -124,7 +123,7 @@ def test_take_does_not_wait_for_an_item_behind_the_last() -> None:
     assert run.wait()[two] == ["a", "b"]
 
 
-def test_tee_gives_every_branch_every_item() -> None:
+def test_tee_copies_every_item_to_every_branch() -> None:
     branches = numbers(100).tee(3)
     results = [branch.collect() for branch in branches]
     found = branches[0].graph.run()
@@ -146,31 +145,31 @@ def test_equal_keys_go_to_the_same_branch(key: Any, on: Any) -> None:
     assert not any(one & other for one, other in itertools.combinations(keys, 2))
 
 
-def test_whole_numbers_go_round_the_branches() -> None:
+def test_integer_keys_rotate_over_the_branches() -> None:
     graph = Graph("operators")
     results = [branch.collect() for branch in graph.source(range(9)).partition(same, 3)]
     found = graph.run()
     assert [found[result] for result in results] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
 
 
-def test_zip_pairs_item_by_item_until_the_shortest_ends() -> None:
+def test_zip_pairs_items_until_the_shortest_stream_ends() -> None:
     graph = Graph("operators")
     first, second, third = graph.source("abc"), graph.source(range(2)), graph.source(itertools.count)
     assert collected(first.zip(second, third)) == [("a", 0, 0), ("b", 1, 1)]
 
 
-def test_zip_of_one_stream_gives_single_tuples() -> None:
+def test_zip_of_one_stream_yields_single_tuples() -> None:
     assert collected(numbers(2).zip()) == [(0,), (1,)]
 
 
-def test_merge_gives_all_items_of_all_streams_each_in_its_order() -> None:
+def test_merge_keeps_the_order_of_each_stream() -> None:
     graph = Graph("operators")
     merged = collected(graph.merge(*(graph.source([(name, n) for n in range(50)]) for name in "abc")))
     for name in "abc":
         assert [item for item in merged if item[0] == name] == [(name, n) for n in range(50)]
 
 
-def test_merge_does_not_wait_for_a_stream_that_gives_nothing() -> None:
+def test_merge_does_not_wait_for_a_silent_stream() -> None:
     graph = Graph("operators")
     silent, lively = graph.input(), graph.source([1, 2])
     merged = graph.merge(silent, lively).collect()
@@ -181,7 +180,7 @@ def test_merge_does_not_wait_for_a_stream_that_gives_nothing() -> None:
         assert list(items) == []
 
 
-# reduce
+# --- reduce ---
 
 
 def test_reduce_folds_from_the_left() -> None:
@@ -196,13 +195,13 @@ def test_reduce_without_an_initial_value_begins_with_the_first_item() -> None:
     assert graph.run()[product] == 24
 
 
-def test_reduce_of_nothing_gives_the_initial_value() -> None:
+def test_reduce_of_an_empty_stream_returns_the_initial_value() -> None:
     graph = Graph("operators")
     total = graph.source([]).reduce(int.__add__, 5)
     assert graph.run()[total] == 5
 
 
-def test_reduce_of_nothing_without_an_initial_value_fails_as_functools_does() -> None:
+def test_reduce_of_an_empty_stream_without_initial_value_fails() -> None:
     graph = Graph("operators")
     graph.source([]).reduce(int.__add__)
     with pytest.raises(RunError) as caught:
@@ -210,13 +209,13 @@ def test_reduce_of_nothing_without_an_initial_value_fails_as_functools_does() ->
     assert isinstance(caught.value.exceptions[0].__cause__, TypeError)
 
 
-def test_an_initial_value_of_none_is_a_value() -> None:
+def test_reduce_accepts_none_as_initial_value() -> None:
     graph = Graph("operators")
     last = graph.source([1, 2]).reduce(lambda so_far, item: (so_far, item), None)
     assert graph.run()[last] == ((None, 1), 2)
 
 
-def test_a_mutable_initial_value_is_not_shared_between_runs() -> None:
+def test_mutable_initial_value_is_not_shared_between_runs() -> None:
     def count(so_far: Counter[str], item: str) -> Counter[str]:
         so_far[item] += 1
         return so_far
@@ -228,7 +227,7 @@ def test_a_mutable_initial_value_is_not_shared_between_runs() -> None:
     assert initial == Counter()
 
 
-def test_what_reduce_gives_can_be_read_on() -> None:
+def test_stream_of_a_reduce_can_be_read() -> None:
     graph = Graph("operators")
     total = graph.source(range(4)).reduce(int.__add__, 0)
     texts = total.map(str).collect()
@@ -236,7 +235,7 @@ def test_what_reduce_gives_can_be_read_on() -> None:
     assert (results[total], results[texts]) == (6, ["6"])
 
 
-# sink, stage
+# --- sink, stage ---
 
 
 @everywhere
@@ -254,7 +253,7 @@ def test_sink_is_called_for_each_item(on: Any) -> None:
 
 
 @everywhere
-def test_a_general_stage_has_its_ports_by_name(on: Any) -> None:
+def test_general_stage_has_its_ports_by_name(on: Any) -> None:
     def split(numbers: In[int], even: Out[int], odd: Out[int]) -> None:
         for number in numbers:
             (odd if number % 2 else even).put(number)
@@ -267,7 +266,7 @@ def test_a_general_stage_has_its_ports_by_name(on: Any) -> None:
 
 
 @everywhere
-def test_a_general_stage_may_read_several_streams(on: Any) -> None:
+def test_general_stage_may_read_several_streams(on: Any) -> None:
     def interleave(left: In[int], right: In[int], out: Out[int]) -> None:
         for first in left:
             out.put(first)
@@ -279,7 +278,7 @@ def test_a_general_stage_may_read_several_streams(on: Any) -> None:
 
 
 @everywhere
-def test_the_workers_of_a_general_stage_share_its_ports(on: Any) -> None:
+def test_workers_of_a_general_stage_share_its_ports(on: Any) -> None:
     def work(items: In[int], out: Out[int]) -> None:
         for item in items:
             out.put(item)

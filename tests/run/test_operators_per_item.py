@@ -1,6 +1,7 @@
-"""The operators that call a function for each item, on threads and on processes: order, retries, errors
-streams,
-callable classes."""
+"""Test the operators that call a function for each item, on threads and processes.
+
+The tests cover order, retries, errors streams and callable classes.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from operator_cases import collected, fail_odd, is_even, numbers, repeated, same, words
 from runs import Gate, everywhere, stage_of
 from support.waiting import wait_until
-from verb_cases import collected, fail_odd, is_even, numbers, repeated, same, words
 
 from flowchan import Failed, Graph
 
-# map, filter, flat_map: order
+# --- map, filter, flat_map: order ---
 
 
 def held_first(gate: Gate, function: Any) -> Any:
-    """``function``, but item 0 takes until the gate is opened."""
+    """Return ``function`` with item 0 held until the gate opens."""
 
     def held(item: int) -> Any:
         if item == 0:
@@ -44,7 +45,7 @@ def held_first(gate: Gate, function: Any) -> Any:
 def test_several_workers_keep_the_order_of_the_input(
     operator: str, function: Any, expected: Any, on: Any
 ) -> None:
-    """The other workers run ahead while the first item takes its time."""
+    """The other workers run ahead while the first item is held."""
     gate = Gate()
     stream = getattr(numbers(40), operator)(held_first(gate, function), on=on, workers=3, name="work")
     result = stream.collect()
@@ -72,7 +73,7 @@ def test_unordered_workers_do_not_wait_for_each_other(operator: str, function: A
 
 
 @everywhere
-def test_workers_work_at_the_same_time(on: Any) -> None:
+def test_workers_work_concurrently(on: Any) -> None:
     gate = Gate()
 
     def hold(item: int) -> int:
@@ -88,7 +89,7 @@ def test_workers_work_at_the_same_time(on: Any) -> None:
 
 
 @everywhere
-def test_order_is_kept_past_failed_items(on: Any) -> None:
+def test_order_is_kept_across_failed_items(on: Any) -> None:
     stream = numbers(50).map(fail_odd, on=on, workers=3)
     good, bad = stream.collect(), stream.errors.collect()
     results = stream.graph.run()
@@ -97,19 +98,19 @@ def test_order_is_kept_past_failed_items(on: Any) -> None:
 
 
 @everywhere
-def test_many_items_through_several_workers_arrive_once_and_in_order(on: Any) -> None:
+def test_many_items_arrive_once_and_in_order(on: Any) -> None:
     assert collected(
         numbers(20_000, on=on).map(same, on=on, workers=3).filter(is_even, on=on, workers=2)
     ) == list(range(0, 20_000, 2))
 
 
 @everywhere
-def test_flat_map_gives_the_elements_of_generators(on: Any) -> None:
+def test_flat_map_yields_the_elements_of_generators(on: Any) -> None:
     stream = Graph("operators").source(["to be or", "", "not to be"]).flat_map(words, on=on)
     assert collected(stream) == ["to", "be", "or", "not", "to", "be"]
 
 
-def test_flat_map_passes_elements_on_as_they_come() -> None:
+def test_flat_map_passes_elements_on_at_once() -> None:
     seen = threading.Event()
 
     def slow(item: int) -> Iterator[int]:
@@ -127,16 +128,16 @@ def test_flat_map_passes_elements_on_as_they_come() -> None:
 
 
 @everywhere
-def test_a_class_without_call_is_applied_to_each_item(on: Any) -> None:
+def test_class_without_call_is_applied_to_each_item(on: Any) -> None:
     assert collected(Graph("operators").source(["1", "2"]).map(int, on=on)) == [1, 2]
 
 
-# retries and errors
+# --- retries and errors ---
 
 
 @everywhere
 @pytest.mark.parametrize("operator", ["map", "filter"])
-def test_an_item_is_tried_again_up_to_retries_times(operator: str, on: Any) -> None:
+def test_item_is_retried_up_to_the_limit(operator: str, on: Any) -> None:
     class Flaky:
         def __init__(self) -> None:
             self.tries: Counter[int] = Counter()
@@ -158,7 +159,7 @@ def test_an_item_is_tried_again_up_to_retries_times(operator: str, on: Any) -> N
 
 
 @everywhere
-def test_a_retry_of_flat_map_does_not_repeat_what_is_out(on: Any) -> None:
+def test_retry_of_flat_map_does_not_repeat_outputs(on: Any) -> None:
     class Flaky:
         def __init__(self) -> None:
             self.failed = False
@@ -173,7 +174,7 @@ def test_a_retry_of_flat_map_does_not_repeat_what_is_out(on: Any) -> None:
     assert collected(Graph("operators").source([3]).flat_map(Flaky, on=on, retries=1)) == [0, 1, 2, 3]
 
 
-def test_a_sink_is_tried_again() -> None:
+def test_sink_is_retried() -> None:
     tried: list[int] = []
 
     def flaky(item: int) -> None:
@@ -187,7 +188,7 @@ def test_a_sink_is_tried_again() -> None:
     assert tried == [7, 7, 7]
 
 
-def test_a_reduce_goes_on_behind_a_failed_item() -> None:
+def test_reduce_continues_after_a_failed_item() -> None:
     def add(so_far: int, item: int) -> int:
         return so_far + fail_odd(item)
 
@@ -199,7 +200,7 @@ def test_a_reduce_goes_on_behind_a_failed_item() -> None:
 
 
 @everywhere
-def test_a_partition_key_that_fails_goes_to_the_errors(on: Any) -> None:
+def test_failed_partition_key_goes_to_the_errors_stream(on: Any) -> None:
     graph = Graph("operators")
     one, other = graph.source(range(6)).partition(fail_odd, 2, on=on)
     good = graph.merge(one, other).collect()
@@ -209,11 +210,11 @@ def test_a_partition_key_that_fails_goes_to_the_errors(on: Any) -> None:
     assert all(isinstance(failed, Failed) for failed in results[bad])
 
 
-# callable classes
+# --- callable classes ---
 
 
 class Counting:
-    """Says how many items this very instance has seen."""
+    """Stage function that returns the number of items this instance has seen."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -224,12 +225,12 @@ class Counting:
 
 
 @everywhere
-def test_a_callable_class_is_built_once_per_worker(on: Any) -> None:
+def test_callable_class_is_built_once_per_worker(on: Any) -> None:
     assert collected(numbers(10).map(Counting, on=on)) == list(range(1, 11))
 
 
 @everywhere
-def test_every_worker_has_an_instance_of_its_own(on: Any) -> None:
+def test_each_worker_has_its_own_instance(on: Any) -> None:
     gate = Gate()
 
     class Held(Counting):
@@ -249,12 +250,12 @@ def test_every_worker_has_an_instance_of_its_own(on: Any) -> None:
     assert run.wait()[result] == [1, 1]
 
 
-def test_an_instance_is_shared_by_the_threads_of_a_stage() -> None:
+def test_given_instance_is_shared_by_the_threads_of_a_stage() -> None:
     assert sorted(collected(numbers(10).map(Counting(), workers=1))) == list(range(1, 11))
 
 
 @pytest.mark.parametrize("operator", ["map", "filter", "flat_map", "sink"])
-def test_a_callable_class_is_closed_at_the_end(operator: str) -> None:
+def test_callable_class_is_closed_at_the_end(operator: str) -> None:
     life: list[str] = []
 
     class Model:
@@ -275,7 +276,7 @@ def test_a_callable_class_is_closed_at_the_end(operator: str) -> None:
     assert sorted(life) == ["built", "built", "closed", "closed"]
 
 
-# What is kept
+# --- references to items ---
 
 
 class Thing:
@@ -283,7 +284,7 @@ class Thing:
 
 
 class Remember:
-    """Remembers what it was called with, and keeps none of it."""
+    """Stage function that keeps only weak references to its items."""
 
     def __init__(self) -> None:
         self.seen: list[weakref.ref[Any]] = []
@@ -298,7 +299,7 @@ class Remember:
 
 @pytest.mark.parametrize("kind", ["plain", "async"])
 @pytest.mark.parametrize("operator", ["map", "filter", "flat_map", "sink"])
-def test_a_stage_that_waits_keeps_nothing_of_the_last_item_of_a_process(operator: str, kind: str) -> None:
+def test_waiting_stage_does_not_keep_its_last_item(operator: str, kind: str) -> None:
     remember = Remember()
     plain = remember.elements if operator == "flat_map" else remember.of_none
 

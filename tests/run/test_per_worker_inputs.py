@@ -1,4 +1,4 @@
-"""An input whose items go to the worker that the sender names."""
+"""Test inputs whose items go to the worker that the sender names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def addressed(graph: Graph, orders: Any, on: Any, function: Any = work, **option
 
 @everywhere
 @pytest.mark.parametrize("source", ["thread", "process"])
-def test_each_worker_gets_the_items_for_it_in_order(on: Any, source: Any) -> None:
+def test_each_worker_gets_its_items_in_order(on: Any, source: Any) -> None:
     graph = Graph("addressed")
     out = addressed(graph, graph.source(pairs(), on=source), on)
     found = graph.run()[out]
@@ -49,13 +49,13 @@ def test_each_worker_gets_the_items_for_it_in_order(on: Any, source: Any) -> Non
         assert of_one == sorted(of_one)
 
 
-def test_coroutines_get_the_items_for_them() -> None:
+def test_coroutines_get_their_items() -> None:
     graph = Graph("addressed")
     out = addressed(graph, graph.source(pairs()), "thread", work_async)
     assert sorted(graph.run()[out]) == sorted(pairs())
 
 
-def test_workers_on_hosts_get_the_items_for_them() -> None:
+def test_workers_on_hosts_get_their_items() -> None:
     graph = Graph("addressed")
     pool = hosts.local(2)
     orders = graph.source(pairs(), on=pool).map(lambda pair: pair, on=pool, workers=2)
@@ -108,7 +108,7 @@ async def deal_async(items: In[int], orders: Out[tuple[int, int]], rest: Out[int
 
 
 @pytest.mark.parametrize(("function", "on"), [(deal, "thread"), (deal, "process"), (deal_async, "thread")])
-def test_stage_with_ports_addresses_workers_by_one_of_its_outputs(function: Any, on: Any) -> None:
+def test_general_stage_addresses_workers_through_one_output(function: Any, on: Any) -> None:
     graph = Graph("addressed")
     orders, rest = graph.stage(function, graph.source(range(60)), on=on)
     out, others = addressed(graph, orders, on), rest.collect()
@@ -118,7 +118,7 @@ def test_stage_with_ports_addresses_workers_by_one_of_its_outputs(function: Any,
 
 
 @everywhere
-def test_full_channel_of_one_worker_leaves_the_others_at_work(on: Any) -> None:
+def test_full_channel_of_one_worker_does_not_block_the_others(on: Any) -> None:
     gate = Gate()
 
     def held(orders: In[int], out: Out[int]) -> None:
@@ -144,7 +144,7 @@ def test_full_channel_of_one_worker_leaves_the_others_at_work(on: Any) -> None:
 
 @everywhere
 def test_feedback_is_addressed_to_the_worker_that_asked(on: Any) -> None:
-    """Each worker sends requests to one server, which answers the one that asked."""
+    """Each worker sends requests to one server, which answers the worker that asked."""
 
     def ask(answers: In[int], requests: Out[tuple[int, int]], out: Out[tuple[int, int]]) -> None:
         for number in range(5):
@@ -172,7 +172,7 @@ def first_only(orders: In[int], out: Out[int]) -> None:
 
 
 @everywhere
-def test_items_for_a_worker_that_has_ended_count_as_unwanted(on: Any) -> None:
+def test_items_for_an_ended_worker_count_as_unwanted(on: Any) -> None:
     graph = Graph("addressed")
     numbers = graph.input("numbers")
     orders = numbers.map(lambda pair: pair, on=on, name="send")
@@ -186,7 +186,7 @@ def test_items_for_a_worker_that_has_ended_count_as_unwanted(on: Any) -> None:
     assert stage_of(run, "send").unwanted == 10
 
 
-def test_sender_of_its_own_hears_of_a_worker_that_has_ended() -> None:
+def test_program_that_puts_for_an_ended_worker_gets_closed() -> None:
     graph = Graph("addressed")
     orders = graph.input("orders")
     addressed(graph, orders, "thread", first_only)
@@ -199,7 +199,7 @@ def test_sender_of_its_own_hears_of_a_worker_that_has_ended() -> None:
 
 
 @everywhere
-def test_sender_ends_early_when_all_workers_want_no_more(on: Any) -> None:
+def test_sender_ends_early_when_all_workers_have_ended(on: Any) -> None:
     def endless() -> Iterator[tuple[int, int]]:
         item = 0
         while True:
@@ -265,7 +265,7 @@ def test_check_refuses_an_errors_stream_that_names_no_worker() -> None:
         graph.run()
 
 
-def test_picture_has_one_arrow_to_the_worker_named() -> None:
+def test_picture_has_one_arrow_to_the_named_worker() -> None:
     graph = Graph("addressed")
     addressed(graph, graph.source(pairs(), name="send"), "thread")
     assert to_mermaid(graph).count("to the worker named") == 1
@@ -276,7 +276,7 @@ def test_picture_has_one_arrow_to_the_worker_named() -> None:
     ]
 
 
-def test_workers_told_apart_by_allreduce_are_addressed_too() -> None:
+def test_workers_with_separate_outputs_are_also_addressed() -> None:
     graph = Graph("addressed")
     stream = graph.stage(work_one, graph.source(pairs()), workers=WORKERS, per_worker="orders")
     out = stream.allreduce("sum").collect()
@@ -288,7 +288,7 @@ def work_one(orders: In[int], out: Out[int]) -> None:
         out.put(order)
 
 
-def test_await_in_program_puts_to_the_worker_named() -> None:
+def test_await_in_the_program_puts_to_the_named_worker() -> None:
     async def main() -> list[tuple[int, int]]:
         graph = Graph("addressed")
         orders = graph.input("orders")

@@ -1,4 +1,4 @@
-"""A plan is data: what there will be is known before anything is opened, and each machine opens its part."""
+"""Test plans: a plan is data about a run before anything is opened, and each machine opens its part."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_planning_opens_nothing() -> None:
     assert {worker.id for worker in made.workers} == {SOURCE, WORK, WorkerId("work", 2), SINK}
 
 
-def test_a_plan_says_which_port_belongs_to_which_channel() -> None:
+def test_plan_maps_ports_to_channels() -> None:
     source, work, _, sink = planned().workers
     assert (source.inputs, source.outputs) == ({}, {"out": "source"})
     assert (work.inputs, work.outputs) == ({"items": "source"}, {"out": "work"})
     assert (sink.inputs, sink.outputs) == ({"items": "work"}, {})
 
 
-def test_a_graph_with_an_input_plans_the_channel_that_the_user_fills() -> None:
+def test_plan_includes_the_channel_of_an_input() -> None:
     graph = Graph("planned")
     graph.input(name="mine").sink(same, name="sink")
     made = plan(graph, seed=1, memory=1 << 20)
@@ -54,8 +54,8 @@ def test_a_graph_with_an_input_plans_the_channel_that_the_user_fills() -> None:
     assert opened.ports[SINK].inputs["items"].get() == 1
 
 
-def test_only_the_ports_of_the_workers_of_this_machine_are_opened() -> None:
-    """Another machine's end theirs there: here the writers of a channel are those that run here."""
+def test_only_ports_of_workers_on_this_machine_are_opened() -> None:
+    """Another machine closes its own ports there; here, a channel's writers are the local workers."""
     made = planned()
     here = [worker for worker in made.workers if worker.stage.name != "sink"]
     opened = open_plan(made, here)
@@ -66,7 +66,7 @@ def test_only_the_ports_of_the_workers_of_this_machine_are_opened() -> None:
     assert not opened.channels["source"].closed
 
 
-def test_the_ports_of_a_successor_keep_a_channel_open() -> None:
+def test_ports_of_a_replacement_keep_a_channel_open() -> None:
     made = planned()
     opened = open_plan(made, made.workers)
     (source,) = (worker for worker in made.workers if worker.id == SOURCE)

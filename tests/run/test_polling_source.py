@@ -1,5 +1,8 @@
-"""R2 and R5 for sources that wait for something: an async generator is cancelled where it awaits, and a stage
-that only writes sees in ``out.closed`` that nobody wants more."""
+"""Test R2 and R5 for sources that wait.
+
+An async generator is cancelled where it awaits. A stage that only writes sees in ``out.closed`` that its
+readers have left.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ def same(item: Any) -> Any:
 
 
 class Log:
-    """A file that nobody writes to any more. ``cancels``: each time that a stage's tasks are to be
-    cancelled."""
+    """Log file to which no process writes any more.
+
+    ``cancels`` records each request to cancel a stage's tasks.
+    """
 
     def __init__(self, cancels: list[Tasks]) -> None:
         self.cancels = cancels
@@ -36,7 +41,7 @@ class Log:
                 yield line
             await asyncio.Event().wait()
         finally:
-            # though it is asked for again: what cleans up is not cancelled again
+            # A later request does not cancel a task during its cleanup.
             asked = len(self.cancels)
             await asyncio.to_thread(wait_until, lambda: len(self.cancels) >= asked + 2)
             self.cleaned.append("tail")
@@ -55,10 +60,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     return Log(cancels)
 
 
-# an async generator is a source
+# --- async generators as sources ---
 
 
-def test_an_async_generator_is_a_source() -> None:
+def test_async_generator_is_a_source() -> None:
     async def count(first: int, *, last: int) -> AsyncIterator[int]:
         for number in range(first, last):
             await asyncio.sleep(0)
@@ -69,7 +74,7 @@ def test_an_async_generator_is_a_source() -> None:
     assert graph.run()[numbers] == [3, 4, 5]
 
 
-def test_a_coroutine_that_gives_an_iterable_is_a_source() -> None:
+def test_coroutine_that_returns_an_iterable_is_a_source() -> None:
     async def ask(number: int) -> list[int]:
         await asyncio.sleep(0)
         return [number, number]
@@ -79,7 +84,7 @@ def test_a_coroutine_that_gives_an_iterable_is_a_source() -> None:
     assert graph.run()[numbers] == [7, 7]
 
 
-def test_stop_cancels_an_async_generator_and_it_cleans_up(log: Log) -> None:
+def test_stop_cancels_an_async_generator_that_cleans_up(log: Log) -> None:
     graph = Graph("polls")
     lines = graph.source(log.tail, 3).map(same).collect()
     run = graph.start()
@@ -90,7 +95,7 @@ def test_stop_cancels_an_async_generator_and_it_cleans_up(log: Log) -> None:
     assert log.cleaned == ["tail"]
 
 
-def test_abort_cancels_an_async_generator_and_it_cleans_up(log: Log) -> None:
+def test_abort_cancels_an_async_generator_that_cleans_up(log: Log) -> None:
     graph = Graph("polls")
     graph.source(log.tail, 0).sink(same)
     run = graph.start()
@@ -100,7 +105,7 @@ def test_abort_cancels_an_async_generator_and_it_cleans_up(log: Log) -> None:
 
 
 @pytest.mark.parametrize("lines", [2, 1_000])
-def test_an_early_end_cancels_an_async_generator_and_it_cleans_up(log: Log, lines: int) -> None:
+def test_early_end_cancels_an_async_generator_that_cleans_up(log: Log, lines: int) -> None:
     graph = Graph("polls")
     taken = graph.source(log.tail, lines).take(2).collect()
     with warnings.catch_warnings():
@@ -109,7 +114,7 @@ def test_an_early_end_cancels_an_async_generator_and_it_cleans_up(log: Log, line
     assert log.cleaned == ["tail"]
 
 
-def test_an_early_end_cancels_it_while_the_rest_of_the_run_goes_on(log: Log) -> None:
+def test_early_end_cancels_a_source_while_the_run_continues(log: Log) -> None:
     gate = Gate()
     graph = Graph("polls")
     graph.source(log.tail, 3).take(2).sink(same)
@@ -121,7 +126,7 @@ def test_an_early_end_cancels_it_while_the_rest_of_the_run_goes_on(log: Log) -> 
     run.wait()
 
 
-def test_an_async_generator_that_raises_fails_the_run() -> None:
+def test_async_generator_that_raises_fails_the_run() -> None:
     async def bad() -> AsyncIterator[int]:
         yield 1
         raise ValueError("no more")
@@ -135,7 +140,7 @@ def test_an_async_generator_that_raises_fails_the_run() -> None:
 
 
 @pytest.mark.parametrize("annotation", [AsyncIterator[int], AsyncGenerator[int, None]])
-def test_its_annotation_gives_the_type_of_the_items(annotation: Any) -> None:
+def test_annotation_of_an_async_generator_gives_the_item_type(annotation: Any) -> None:
     async def numbers() -> Any:
         yield 1
 
@@ -151,7 +156,7 @@ def test_its_annotation_gives_the_type_of_the_items(annotation: Any) -> None:
     assert (problem.rule, problem.stage) == ("type", "shout")
 
 
-def test_an_async_generator_must_not_be_called_already(log: Log) -> None:
+def test_source_refuses_an_async_generator_that_was_called(log: Log) -> None:
     graph = Graph("polls")
     with pytest.raises(
         TypeError, match=r"give the function, to be called inside the run, .*graph.source\(tail, path\)"
@@ -159,11 +164,11 @@ def test_an_async_generator_must_not_be_called_already(log: Log) -> None:
         graph.source(log.tail(1))  # type: ignore[arg-type]
 
 
-# out.closed
+# --- out.closed ---
 
 
 def poll(out: Out[int], started: Channel[int], ended: Channel[str]) -> None:
-    """Writes once, and then has nothing to write."""
+    """Write once, and then poll until the port is closed."""
     out.put(0)
     started.close()
     wait_until(lambda: out.closed)
@@ -171,7 +176,7 @@ def poll(out: Out[int], started: Channel[int], ended: Channel[str]) -> None:
 
 
 class Polls:
-    """A stage that polls, wherever it runs, and what is heard of it."""
+    """Stage that polls on any placement, with channels for its reports."""
 
     def __init__(self) -> None:
         self.started: Channel[int] = Channel(1, across="processes")
@@ -185,7 +190,7 @@ class Polls:
 
 
 @everywhere
-def test_a_stage_that_only_writes_sees_a_stop(on: Any) -> None:
+def test_stage_that_only_writes_sees_a_stop(on: Any) -> None:
     polls = Polls()
     graph = Graph("polls")
     polls.declare(graph, on).sink(same)
@@ -197,7 +202,7 @@ def test_a_stage_that_only_writes_sees_a_stop(on: Any) -> None:
 
 
 @everywhere
-def test_a_stage_that_only_writes_sees_an_abort(on: Any) -> None:
+def test_stage_that_only_writes_sees_an_abort(on: Any) -> None:
     polls = Polls()
     graph = Graph("polls")
     polls.declare(graph, on).sink(same)
@@ -209,7 +214,7 @@ def test_a_stage_that_only_writes_sees_an_abort(on: Any) -> None:
 
 
 @everywhere
-def test_a_stage_that_only_writes_sees_that_its_readers_have_left_and_no_warning_is_given(on: Any) -> None:
+def test_stage_that_only_writes_sees_its_readers_leave(on: Any) -> None:
     polls = Polls()
     graph = Graph("polls")
     items = polls.declare(graph, on).map(same, on=on).collect()
@@ -224,7 +229,7 @@ def test_a_stage_that_only_writes_sees_that_its_readers_have_left_and_no_warning
 
 
 @pytest.mark.parametrize("across", ["threads", "processes"])
-def test_a_port_is_closed_when_nothing_more_can_come_or_go(across: Any) -> None:
+def test_port_is_closed_when_no_more_items_can_pass(across: Any) -> None:
     channel: Channel[int] = Channel(across=across)
     out, items = channel.writer(), channel.reader()
     assert (out.closed, items.closed) == (False, False)
@@ -232,7 +237,7 @@ def test_a_port_is_closed_when_nothing_more_can_come_or_go(across: Any) -> None:
     channel.close()
     assert (out.closed, items.closed) == (True, False)
     assert items.get() == 1
-    assert not items.closed  # it is in hand, and may come back
+    assert not items.closed  # the item has been taken and may come back
     items.close()
     assert items.closed
     broken: Channel[int] = Channel(across=across)
@@ -249,10 +254,10 @@ def test_a_port_is_closed_when_nothing_more_can_come_or_go(across: Any) -> None:
     assert (out.closed, items.closed) == (True, True)
 
 
-# who needs a moment
+# --- sources that end soon ---
 
 
-def test_a_source_that_ends_a_moment_after_it_was_given_up_is_not_warned_of(
+def test_abandoned_source_that_ends_soon_causes_no_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("flowchan.run.policy.decisions.GRACE", 0.5)

@@ -1,4 +1,4 @@
-"""``graph.pool()``: whatever befalls a worker or a run, the next run is whole."""
+"""Test ``graph.pool()`` after failures: whatever happens to a worker or a run, the next run is complete."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flowchan import (
 from flowchan.collective import Group
 
 
-def test_a_worker_killed_between_two_runs_is_replaced() -> None:
+def test_worker_killed_between_two_runs_is_replaced() -> None:
     graph, run = halves()
     with graph.pool() as pool:
         run(pool, [1, 2])
@@ -43,7 +43,7 @@ def test_a_worker_killed_between_two_runs_is_replaced() -> None:
 
 
 @pytest.mark.usefixtures("_method")
-def test_a_worker_killed_in_a_run_is_replaced_and_so_the_next_run_is_whole() -> None:
+def test_worker_killed_in_a_run_is_replaced_for_the_next() -> None:
     graph = Graph("halves")
     numbers = graph.input("numbers")
     given = numbers.map(halve, on="process", workers=2, max_deaths=1)
@@ -61,8 +61,8 @@ def test_a_worker_killed_in_a_run_is_replaced_and_so_the_next_run_is_whole() -> 
 
 
 @pytest.mark.usefixtures("_method")
-def test_after_a_run_that_failed_the_next_is_whole() -> None:
-    """Who failed is replaced, the others stay."""
+def test_run_after_a_failed_run_is_complete() -> None:
+    """The failed worker is replaced; the others stay."""
     graph, run = halves()
     with graph.pool() as pool:
         run(pool, [1, 2])
@@ -78,7 +78,7 @@ def test_after_a_run_that_failed_the_next_is_whole() -> None:
             before = after
 
 
-def test_one_that_failed_closes_its_callable_and_the_next_is_built_anew() -> None:
+def test_failed_worker_closes_its_callable_and_the_next_builds_another() -> None:
     class Fragile(Square):
         def __call__(self, number: int) -> tuple[int, int, int]:
             if number == 0:
@@ -101,7 +101,7 @@ def test_one_that_failed_closes_its_callable_and_the_next_is_built_anew() -> Non
     assert told(life) == ["closed"]
 
 
-def test_one_whose_callable_can_t_be_built_tries_again_in_the_next_run(tmp_path: Path) -> None:
+def test_worker_that_cannot_build_its_callable_retries_next_run(tmp_path: Path) -> None:
     class Model:
         def __init__(self) -> None:
             self.text = (tmp_path / "model").read_text()
@@ -119,8 +119,8 @@ def test_one_whose_callable_can_t_be_built_tries_again_in_the_next_run(tmp_path:
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_after_a_run_that_was_aborted_the_next_is_whole() -> None:
-    """One that was stuck in the user's code is replaced, one that waited stays."""
+def test_run_after_an_aborted_run_is_complete() -> None:
+    """A worker stuck in user code is replaced; a waiting one stays."""
     gate = Gate()
     graph = Graph("stuck")
     numbers = graph.input("numbers")
@@ -142,7 +142,7 @@ def test_after_a_run_that_was_aborted_the_next_is_whole() -> None:
     assert after["text 1"] == before["text 1"]
 
 
-def test_after_ctrl_c_the_next_run_is_whole() -> None:
+def test_run_after_ctrl_c_is_complete() -> None:
     pressed = []
 
     def press(number: int) -> int:
@@ -163,7 +163,7 @@ def test_after_ctrl_c_the_next_run_is_whole() -> None:
         assert workers_of(pool) == before
 
 
-def test_a_run_that_is_left_early_is_no_harm() -> None:
+def test_run_left_early_does_not_affect_the_next() -> None:
     graph = Graph("early")
     numbers = graph.source(itertools.count).map(abs, on="process", workers=2).collect()
     with graph.pool() as pool:
@@ -180,13 +180,13 @@ def test_a_run_that_is_left_early_is_no_harm() -> None:
         assert workers_of(pool) == pids
 
 
-def test_a_waiting_worker_keeps_nothing_of_a_run() -> None:
-    """Neither memory nor descriptors of its channels."""
+def test_idle_worker_keeps_nothing_of_a_run() -> None:
+    """It keeps neither memory nor descriptors of its channels."""
 
     def held(pid: int) -> tuple[int, int]:
         maps = Path(f"/proc/{pid}/maps").read_text().count("memfd:flowchan")
         descriptors = [os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir()]
-        # who has waited for long enough knows by one more that the program lives
+        # After a long wait, it has one more pidfd to watch the program.
         return maps, len([one for one in descriptors if "pidfd" not in one])
 
     graph = Graph("held")
@@ -200,8 +200,8 @@ def test_a_waiting_worker_keeps_nothing_of_a_run() -> None:
             wait_until(lambda: held(pid)[0] <= maps and held(pid)[1] <= descriptors)
 
 
-def test_a_run_is_forgotten_when_nobody_holds_it() -> None:
-    """With its results: the pool wants none of them."""
+def test_pool_frees_a_run_without_references() -> None:
+    """This includes its results, to which the pool holds no reference."""
     graph, run = halves()
     with graph.pool() as pool:
         with pool.start() as running:
@@ -213,7 +213,7 @@ def test_a_run_is_forgotten_when_nobody_holds_it() -> None:
         assert run(pool, [1]) == [0.5]
 
 
-def test_a_start_that_fails_leaves_the_pool_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_leaves_the_pool_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, run = halves()
     starts = itertools.count()
     real = BaseProcess.start
@@ -231,7 +231,7 @@ def test_a_start_that_fails_leaves_the_pool_usable(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("_method")
-def test_after_a_gang_that_began_again_the_next_run_is_whole() -> None:
+def test_run_after_a_gang_restart_is_complete() -> None:
     deaths: Channel[int] = Channel(2, across="processes")
 
     def add(numbers: In[int], group: Group, out: Out[int]) -> None:
@@ -255,7 +255,7 @@ def test_after_a_gang_that_began_again_the_next_run_is_whole() -> None:
 
 @pytest.mark.usefixtures("_method")
 @pytest.mark.parametrize("runs", [4, pytest.param(30, marks=pytest.mark.long)])
-def test_whoever_is_killed_and_whenever_each_run_gives_everything_once(runs: int) -> None:
+def test_each_run_is_complete_while_workers_are_killed(runs: int) -> None:
     draw = random.Random(runs)
     graph = Graph("killed")
     numbers = graph.source(range(100)).map(abs, on="process", workers=2, restarts=100).collect()

@@ -1,4 +1,4 @@
-"""How the block of a ``graph.pool()`` is left: what goes on is finished, and what went wrong is told."""
+"""Test the end of a ``graph.pool()`` block: active runs are finished, and failures are raised."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flowchan import Channel, Graph, RunError, Stream, WorkerPool
 from flowchan.channel.latch import Latch
 
 
-def test_a_run_whose_handle_nobody_holds_is_finished_first() -> None:
+def test_end_of_the_block_finishes_a_run_without_a_handle() -> None:
     seen: list[int] = []
     graph = Graph("dropped")
     numbers = graph.input("numbers")
@@ -42,7 +42,7 @@ def epoch(pool: WorkerPool, found: Stream[list[int]]) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("begin", [epoch, lambda pool, found: pool.start().iter(found)])
-def test_a_loop_over_items_that_was_not_gone_through_keeps_nobody_waiting(
+def test_end_of_the_block_stops_an_unfinished_loop(
     begin: Callable[[WorkerPool, Stream[list[int]]], Iterator[int]],
 ) -> None:
     graph = Graph("endless")
@@ -56,7 +56,7 @@ def test_a_loop_over_items_that_was_not_gone_through_keeps_nobody_waiting(
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_the_block_raises_what_a_run_failed_by_that_nobody_waited_for(ended: bool) -> None:
+def test_block_raises_the_failure_of_a_run_without_a_wait(ended: bool) -> None:
     graph = Graph("unheard")
     graph.source([0]).map(lambda number: 1 // number, on="process").sink(abs)
 
@@ -70,15 +70,15 @@ def test_the_block_raises_what_a_run_failed_by_that_nobody_waited_for(ended: boo
     with pytest.raises(RunError) as caught, graph.pool() as pool:
         use(pool)
     assert isinstance(caught.value.exceptions[0].__cause__, ZeroDivisionError)
-    with graph.pool() as pool, pytest.raises(RunError):  # once only
+    with graph.pool() as pool, pytest.raises(RunError):  # raised only once
         pool.run()
 
 
 @pytest.mark.parametrize("error", [None, LookupError, KeyboardInterrupt])
-def test_a_run_that_has_succeeded_is_no_reason_to_kill_while_its_end_is_logged(
+def test_block_closes_callables_while_the_end_is_logged(
     error: type[BaseException] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However the block is left, it closes the callables."""
+    """The block closes the callables, whichever way it ends."""
     caplog.set_level(logging.INFO)
     gate, life = Gate(), Channel[str](10, across="processes")
 
@@ -118,7 +118,7 @@ def test_a_run_that_has_succeeded_is_no_reason_to_kill_while_its_end_is_logged(
     assert told(life) == ["built", "closed"]
 
 
-def test_ctrl_c_while_a_run_is_broken_off_ends_it_before_its_processes_go() -> None:
+def test_ctrl_c_during_an_abort_ends_run_before_processes() -> None:
     graph = Graph("pressed")
     numbers = graph.input("numbers")
     gate = Gate()
@@ -146,7 +146,7 @@ def test_ctrl_c_while_a_run_is_broken_off_ends_it_before_its_processes_go() -> N
     assert all(map(ends, pids))
 
 
-def test_a_run_that_ctrl_c_leaves_behind_at_last_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_left_by_a_last_ctrl_c_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(pool: WorkerPool) -> None:
         raise KeyboardInterrupt
 
@@ -165,7 +165,7 @@ def test_a_run_that_ctrl_c_leaves_behind_at_last_is_killed(monkeypatch: pytest.M
     assert runs[0]._supervisor.crashed is None
 
 
-def test_a_forked_child_is_refused_whatever_its_parent_s_threads_were_at() -> None:
+def test_forked_child_is_refused_even_if_the_lock_is_held() -> None:
     graph, _ = halves()
     with graph.pool() as pool:
         with pool._lock:
@@ -181,7 +181,7 @@ def test_a_forked_child_is_refused_whatever_its_parent_s_threads_were_at() -> No
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_pool_that_is_dropped_ends_its_processes_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+def test_dropped_pool_ends_its_processes_silently(capfd: pytest.CaptureFixture[str]) -> None:
     graph, run = halves()
     pool = graph.pool().__enter__()
     assert run(pool, [1]) == [0.5]
@@ -216,15 +216,17 @@ TWO = """
 """
 
 
-def test_ctrl_c_at_the_end_of_one_pool_of_a_program_ends_the_others_too(tmp_path: Path) -> None:
-    """At once: nobody has to press again for these."""
+def test_ctrl_c_while_one_pool_ends_ends_the_others(tmp_path: Path) -> None:
+    """They end at once, without another Ctrl-C."""
     assert run_python(script(tmp_path, TWO)) == "closes\n"
 
 
 @pytest.mark.usefixtures("by_fork")
-def test_a_replacement_may_take_its_time_to_close_its_callable() -> None:
-    """It has begun within a run, so it is dismissed at that one's end, which does not wait for it. One that
-    a forkserver starts stays: it has nothing of the run."""
+def test_replacement_may_close_its_callable_slowly() -> None:
+    """It started during a run, so it is dismissed at the end of that run, which does not wait for it.
+
+    A replacement from a forkserver stays, because it holds nothing of the run.
+    """
     gate, life = Gate(), Channel[str](10, across="processes")
 
     class Slow:

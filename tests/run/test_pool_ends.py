@@ -1,4 +1,4 @@
-"""``graph.pool()`` ends its workers, and leaves nothing behind."""
+"""Test that ``graph.pool()`` ends its workers and leaves nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flowchan import (
 )
 
 
-def test_leaving_the_block_by_an_exception_ends_all() -> None:
+def test_leaving_the_block_by_an_exception_ends_all_processes() -> None:
     gate = Gate()
     graph = Graph("left")
     numbers = graph.input("numbers")
@@ -41,8 +41,8 @@ def test_leaving_the_block_by_an_exception_ends_all() -> None:
     assert all(map(ends, pids))
 
 
-def test_a_worker_process_of_a_pool_takes_seven_descriptors() -> None:
-    """As docs/limits.md says."""
+def test_worker_process_of_a_pool_takes_seven_descriptors() -> None:
+    """docs/limits.md states this number."""
     had = []
     for workers in (1, 4):
         graph = Graph("counted")
@@ -53,7 +53,7 @@ def test_a_worker_process_of_a_pool_takes_seven_descriptors() -> None:
     assert had[1] - had[0] == 3 * 7
 
 
-def test_leaving_the_block_while_a_run_goes_on_finishes_it() -> None:
+def test_leaving_the_block_during_a_run_finishes_it() -> None:
     graph = Graph("finished")
     numbers = graph.input("numbers")
     found = numbers.map(abs, on="process").collect()
@@ -63,7 +63,7 @@ def test_leaving_the_block_while_a_run_goes_on_finishes_it() -> None:
     assert run.wait()[found] == [1]
 
 
-def test_what_closing_a_callable_raises_is_raised_by_the_block() -> None:
+def test_block_raises_the_error_of_closing_a_callable() -> None:
     class Bad:
         def __call__(self, number: int) -> int:
             return number
@@ -81,7 +81,7 @@ def test_what_closing_a_callable_raises_is_raised_by_the_block() -> None:
 
 
 class Talking:
-    """Logs more when it is closed than what its pool has room for."""
+    """Stage function that logs more at its close than its pool has room for."""
 
     def __call__(self, number: int) -> int:
         return number
@@ -92,7 +92,7 @@ class Talking:
 
 
 @pytest.mark.usefixtures("_method")
-def test_what_is_logged_while_callables_are_closed_at_the_end_is_the_programs(
+def test_program_gets_records_from_closing_callables(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -107,10 +107,8 @@ def test_what_is_logged_while_callables_are_closed_at_the_end_is_the_programs(
         assert {record.processName for record in mine} == {f"flowchan talk/last {number}"}
 
 
-def test_a_pool_that_is_dropped_waits_for_nobody_who_logs_at_the_end(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    """Nobody listens to them, and they close their callables all the same."""
+def test_dropped_pool_does_not_wait_for_log_records(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """The records have no reader, and the workers still close their callables."""
 
     class Writing(Talking):
         def close(self) -> None:
@@ -147,13 +145,13 @@ PROGRAM = """
 """
 
 
-def test_a_pool_that_is_never_left_ends_with_the_program(tmp_path: Path) -> None:
+def test_pool_that_is_never_left_ends_with_the_program(tmp_path: Path) -> None:
     pids = run_python(script(tmp_path, PROGRAM), "end").split()
     assert len(pids) == 2
     assert all(ends(int(pid)) for pid in pids)
 
 
-def test_the_workers_of_a_pool_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
+def test_workers_of_a_pool_end_with_a_killed_program(tmp_path: Path) -> None:
     with start(script(tmp_path, PROGRAM), "wait") as program:
         assert program.stdout is not None
         pids = [int(pid) for pid in program.stdout.readline().split()]
@@ -163,12 +161,12 @@ def test_the_workers_of_a_pool_end_with_a_program_that_is_killed(tmp_path: Path)
 
 
 @pytest.mark.parametrize("runs", [10, pytest.param(100, marks=pytest.mark.long)])
-def test_many_runs_of_a_pool_leave_the_process_as_it_was(runs: int) -> None:
-    """One may be killed now and then."""
+def test_many_runs_of_a_pool_leak_nothing(runs: int) -> None:
+    """Some workers are killed between runs."""
     graph, run = halves()
 
     def held() -> tuple[int, int]:
-        """Descriptors: pidfds, and others."""
+        """Return the number of pidfds and of other descriptors."""
         gc.collect()
         edges = []
         for number in os.listdir("/proc/self/fd"):
@@ -188,6 +186,6 @@ def test_many_runs_of_a_pool_leave_the_process_as_it_was(runs: int) -> None:
                 kill(pool, "halve 1")
         run(pool, [1])
         wait_until(lambda: held()[1] <= before[1], what=held)
-        # One to watch each that lives, and perhaps one with which channels look at it.
+        # Each live process has one to be watched, and perhaps one for its channels.
         assert held()[0] <= at_first + 2 * len(workers_of(pool))
     assert held()[0] <= at_first

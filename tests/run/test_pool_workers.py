@@ -1,5 +1,8 @@
-"""``graph.pool()``: worker processes last from one run to the next, with what they have loaded. Each run is a
-whole one, and one that goes wrong does not spoil the next."""
+"""Test the workers of ``graph.pool()``.
+
+Worker processes and their loaded state last from one run to the next. Each run is complete, and a failed run
+does not affect the next.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +50,8 @@ def test_processes_and_their_callables_last_over_runs() -> None:
     assert all(map(ends, pids))
 
 
-def test_each_run_is_whole() -> None:
-    """With its own inputs, handle, statistics, end and chance."""
+def test_each_run_is_complete() -> None:
+    """Each run has its own inputs, handle, statistics, end and seeds."""
 
     def drawn(number: int) -> float:
         import random
@@ -67,7 +70,7 @@ def test_each_run_is_whole() -> None:
     assert first == graph.run(seed=1)[noise]
 
 
-def test_who_takes_part_knows_its_place_in_each_run() -> None:
+def test_worker_knows_its_seed_and_incarnation_in_each_run() -> None:
     def tell(_: int) -> tuple[int, int]:
         return worker().seed, worker().incarnation
 
@@ -101,7 +104,7 @@ def test_all_kinds_of_stages_run_again() -> None:
     assert len(pids[0]) == 3
 
 
-def test_a_gang_is_a_group_anew_in_each_run() -> None:
+def test_gang_forms_a_new_group_in_each_run() -> None:
     def add(numbers: In[int], group: Group, out: Out[tuple[int, int]]) -> None:
         for _ in numbers:
             pass
@@ -115,7 +118,7 @@ def test_a_gang_is_a_group_anew_in_each_run() -> None:
     assert {pid for _, pid in runs[0]} == {pid for _, pid in runs[1]}
 
 
-def test_what_is_logged_in_a_later_run_is_the_programs_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_program_gets_records_of_a_later_run_once(caplog: pytest.LogCaptureFixture) -> None:
     def talk(number: int) -> int:
         logging.getLogger("lasting").info("item %d", number)
         return number
@@ -129,8 +132,8 @@ def test_what_is_logged_in_a_later_run_is_the_programs_once(caplog: pytest.LogCa
     assert [one.getMessage() for one in caplog.records if one.name == "lasting"] == 2 * ["item 0", "item 1"]
 
 
-def test_a_question_of_an_earlier_run_crosses_off_none_of_a_later_one() -> None:
-    """Numbers and the place of the board come again."""
+def test_cancelled_request_does_not_cancel_one_of_a_later_run() -> None:
+    """The numbers of requests and the path of the board repeat."""
 
     async def main() -> None:
         graph = Graph("asked")
@@ -151,8 +154,8 @@ def test_a_question_of_an_earlier_run_crosses_off_none_of_a_later_one() -> None:
     asyncio.run(main())
 
 
-def test_a_worker_keeps_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that takes another's place gets those of that one."""
+def test_worker_keeps_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replacement gets the GPUs of the worker that it replaces."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
 
     def seen(_: int) -> tuple[int, str]:
@@ -168,7 +171,7 @@ def test_a_worker_keeps_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Countdown:
-    """Its own iterator."""
+    """Iterator that can be used once."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -184,8 +187,8 @@ class Countdown:
 
 
 @pytest.mark.usefixtures("_method")
-def test_what_a_run_uses_up_is_there_again_in_the_next() -> None:
-    """What a source iterates over, and arguments. What a function holds lasts."""
+def test_iterables_and_arguments_are_new_in_each_run() -> None:
+    """The iterable of a source and arguments are new in each run. The state of a function lasts."""
     calls: list[int] = []
 
     def add(numbers: In[int], out: Out[int], more: Countdown, told: Channel[int]) -> None:
@@ -206,24 +209,24 @@ def test_what_a_run_uses_up_is_there_again_in_the_next() -> None:
 # --- what is refused ---
 
 
-def test_a_pool_runs_within_its_block_only() -> None:
+def test_pool_outside_its_block_is_refused() -> None:
     graph, _ = halves()
     pool = graph.pool()
-    with pytest.raises(RuntimeError, match=r"runs within its block: with graph\.pool\(\) as pool"):
+    with pytest.raises(RuntimeError, match=r"must be used in its block: with graph\.pool\(\) as pool"):
         pool.run()
     with pool, pytest.raises(RuntimeError, match="entered already"):
         pool.__enter__()
-    with pytest.raises(RuntimeError, match="within its block"):
+    with pytest.raises(RuntimeError, match="in its block"):
         pool.start()
 
 
-def test_a_pool_has_one_run_at_a_time() -> None:
+def test_second_concurrent_run_is_refused() -> None:
     graph, _ = halves()
     with graph.pool() as pool, pool.start(), pytest.raises(RuntimeError, match="one run at a time"):
         pool.start()
 
 
-def test_a_graph_that_has_changed_since_the_first_run_is_refused() -> None:
+def test_graph_changed_after_the_first_run_is_refused() -> None:
     graph = Graph("changed")
     numbers = graph.source(range(3)).map(abs, on="process").collect()
     with graph.pool() as pool:
@@ -233,7 +236,7 @@ def test_a_graph_that_has_changed_since_the_first_run_is_refused() -> None:
             pool.run()
 
 
-def test_a_worker_with_more_ports_than_a_pool_can_hand_over_is_refused() -> None:
+def test_worker_with_excess_ports_for_a_pool_is_refused() -> None:
     def parted(parts: int) -> Graph:
         graph = Graph("parted")
         for part in graph.source(range(3)).partition(abs, parts, on="process", name="part"):
@@ -243,12 +246,15 @@ def test_a_worker_with_more_ports_than_a_pool_can_hand_over_is_refused() -> None
     with parted(124).pool() as pool:
         pool.run()
     graph = parted(125)
-    with graph.pool() as pool, pytest.raises(GraphError, match=r"'part'.* 126 ports.*125.*graph\.run\(\)"):
+    with (
+        graph.pool() as pool,
+        pytest.raises(GraphError, match=r"'part'.*at most 125 ports, got 126.*graph\.run\(\)"),
+    ):
         pool.run()
 
 
 @pytest.mark.parametrize(("elastic", "most"), [(False, 125), (True, 124)])
-def test_a_gang_with_as_many_ports_as_a_pool_can_hand_over_runs(elastic: bool, most: int) -> None:
+def test_gang_with_the_maximum_number_of_ports_runs(elastic: bool, most: int) -> None:
     def gang(outs: int) -> Graph:
         names = ", ".join(f"out{number}: Out[int]" for number in range(outs))
         space: dict[str, Any] = {"Out": Out, "Group": Group}
@@ -260,7 +266,7 @@ def test_a_gang_with_as_many_ports_as_a_pool_can_hand_over_runs(elastic: bool, m
 
     with gang(most).pool() as pool:
         pool.run()
-    with gang(most + 1).pool() as pool, pytest.raises(GraphError, match=rf"at most {most};"):
+    with gang(most + 1).pool() as pool, pytest.raises(GraphError, match=rf"at most {most} ports"):
         pool.run()
 
 
@@ -272,7 +278,7 @@ def test_stages_on_hosts_are_refused_with_the_remedy() -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_script_without_a_main_guard_is_told(method: str, tmp_path: Path) -> None:
+def test_script_without_a_main_guard_gets_the_remedy(method: str, tmp_path: Path) -> None:
     text = f"""
         import multiprocessing
         from flowchan import Graph

@@ -1,4 +1,4 @@
-"""R3 and R5 over random graphs that break off at a random point: what is gathered is whole, or not given."""
+"""Test R3 and R5 with random graphs that break off at a random point: each result is whole or missing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ WAYS = ("raise", "break the input", "break the output")
 
 
 class Fault(Exception):
-    """What stages fail with."""
+    """Exception with which stages fail."""
 
 
 class Harm:
-    """Does it in one way when called for the item of this number; never, if that is 0."""
+    """Function that does harm in one way at the item with this number; 0 means never."""
 
     def __init__(self, way: str = "raise", number: int = 0) -> None:
         self.way, self.left = way, number
@@ -31,7 +31,7 @@ class Harm:
 
 
 def splitting(harm: Harm, how: str) -> Callable[..., None]:
-    """A stage that deals its items to two outputs."""
+    """Return a stage that distributes its items to two outputs."""
 
     def split(items: In[Any], even: Out[Any], odd: Out[Any]) -> None:
         for item in items:
@@ -51,7 +51,7 @@ def splitting(harm: Harm, how: str) -> Callable[..., None]:
 
 
 def steering(harm: Harm) -> Callable[..., None]:
-    """A stage that sends each item round three times."""
+    """Return a stage that sends each item through a loop three times."""
 
     def steer(fresh: In[Any], again: In[Any], work: Out[Any], done: Out[Any]) -> None:
         under_way = 0
@@ -73,7 +73,10 @@ def steering(harm: Harm) -> Callable[..., None]:
 
 
 def grown(seed: int, harmed: bool, seen: dict[str, Any]) -> Graph:
-    """The same graph for each seed; what comes to its ends is ``seen``. One stage does harm, or none."""
+    """Return the same graph for each seed, and record its results in ``seen``.
+
+    One stage does harm if ``harmed`` is true.
+    """
     chance = random.Random(seed)
     graph = Graph(f"random {seed}")
     streams: list[Stream[Any]] = [
@@ -97,7 +100,7 @@ def grown(seed: int, harmed: bool, seen: dict[str, Any]) -> Graph:
 
 
 def added(chance: random.Random, graph: Any, one: Any, harm: Harm, on: Any) -> Iterator[Stream[Any]]:
-    """What comes out of one more stage."""
+    """Yield the outputs of one more stage."""
     kind = chance.choice(["map", "batch", "tee", "split", "loop"])
     if kind == "map":
         yield one.map(harm, on=on, workers=chance.choice([1, 2]), ordered=False)
@@ -114,7 +117,7 @@ def added(chance: random.Random, graph: Any, one: Any, harm: Harm, on: Any) -> I
         yield done
 
 
-def test_what_random_graphs_give_is_whole_when_they_break_off(long_walk: bool) -> None:
+def test_random_graphs_that_break_show_only_whole_results(long_walk: bool) -> None:
     broken = 0
     for seed in range(400 if long_walk else 25):
         whole: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The report shows what a run has done, and that nothing was lost."""
+"""Test that the report shows the work of a run, and that nothing was lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def row(report: str, first: str) -> str:
     return next(line for line in report.splitlines() if line.startswith(first))
 
 
-def test_the_head_tells_graph_outcome_time_seed_and_the_bottleneck_by_name() -> None:
+def test_head_names_graph_outcome_time_seed_and_bottleneck() -> None:
     head, bottleneck = render(stats(FILES, COUNTS, bottleneck="counts")).splitlines()[:2]
     assert head == "graph 'wordcount': done after 3.21 s, seed 41"
     assert bottleneck.startswith("bottleneck: counts (busy 97 % of the time, 2 workers")
@@ -59,7 +59,7 @@ def test_columns_are_aligned() -> None:
     assert len(set(ends)) == 1
 
 
-def test_a_narrow_report_leaves_out_what_the_account_says_too_and_cuts_names() -> None:
+def test_narrow_report_omits_redundant_columns_and_cuts_names() -> None:
     long = dataclasses.replace(COUNTS, name="counts_the_words_of_each_of_the_files_that_came_in")
     edge = EdgeStats(long.name, long.name, long.name, "processes", 12, 64, 1204, 340.0)
     of_long = dataclasses.replace(stats(FILES, long, TOTAL), edges=(edge,), memory=10**9, seed=10**14)
@@ -70,12 +70,12 @@ def test_a_narrow_report_leaves_out_what_the_account_says_too_and_cuts_names() -
     assert render(stats(FILES, COUNTS, TOTAL), 200) == render(stats(FILES, COUNTS, TOTAL))
 
 
-def test_the_account_says_items_in_are_items_out_and_items_failed() -> None:
+def test_account_states_items_in_out_and_failed() -> None:
     assert account_text(COUNTS, "done") == "1,204 = 1,200 out + 4 failed"
 
 
-def test_the_account_stands_for_each_stage_and_for_nothing_else() -> None:
-    """A sum over stages tells nobody anything."""
+def test_account_has_one_line_per_stage_and_no_sum() -> None:
+    """A sum over stages would have no meaning."""
     assert render(stats(FILES, COUNTS, TOTAL)).splitlines()[-3:] == [
         "files   1,204 out",
         "counts  1,204 = 1,200 out + 4 failed",
@@ -83,36 +83,36 @@ def test_the_account_stands_for_each_stage_and_for_nothing_else() -> None:
     ]
 
 
-def test_the_account_counts_what_a_stage_has_in_hand() -> None:
+def test_account_includes_items_in_hand() -> None:
     assert (
         account_text(stage("counts", items_in=10, items_out=7, in_hand=3), "running")
         == "10 = 7 out + 3 in hand"
     )
 
 
-def test_items_missing_after_a_clean_end_are_said_loudly() -> None:
+def test_items_missing_after_a_clean_end_are_marked() -> None:
     lost = stage("counts", items_in=10, items_out=7)
     assert "counts  10 ≠ 7 out: 3 MISSING" in render(stats(lost)).splitlines()
     assert account_text(stage("counts", items_in=7, items_out=10), "done") == "7 ≠ 10 out: 3 TOO MANY"
 
 
-def test_items_missing_after_an_abort_were_discarded() -> None:
+def test_items_missing_after_an_abort_count_as_discarded() -> None:
     lost = stage("counts", items_in=10, items_out=7)
     assert account_text(lost, "aborted") == "10 ≠ 7 out: 3 discarded"
     assert account_text(lost, "running") == "10 ≠ 7 out: 3 moving"
 
 
-def test_a_filter_accounts_for_what_it_dropped() -> None:
+def test_filter_account_includes_dropped_items() -> None:
     report = render(stats(stage("odd", "filter", items_in=10, items_out=6, failed=1)))
     assert "odd    10 = 6 out + 3 dropped + 1 failed" in report.splitlines()
 
 
-def test_a_run_without_stages_or_bottleneck_has_a_report() -> None:
+def test_run_without_stages_or_bottleneck_has_a_report() -> None:
     report = render(RunStats("empty", "done", 0.0, (), (), None))
-    assert "bottleneck: none to be seen" in report
+    assert "bottleneck: none found" in report
 
 
-def test_elsewhere_than_on_a_terminal_the_live_view_is_one_line_every_few_seconds() -> None:
+def test_live_view_without_a_terminal_prints_few_lines() -> None:
     now = 0.0
     stream = io.StringIO()
     with LiveView(stream, clock=lambda: now) as view:
@@ -127,7 +127,7 @@ def test_elsewhere_than_on_a_terminal_the_live_view_is_one_line_every_few_second
     )
 
 
-def test_the_plain_line_of_many_stages_keeps_the_bottleneck_and_the_busiest() -> None:
+def test_plain_line_of_many_stages_keeps_bottleneck_and_busiest() -> None:
     many = [stage(f"s{number}", busy=number / 100) for number in range(100)]
     line = plain_line(stats(*many, bottleneck="s0"))
     assert "s0 (bottleneck)" in line
@@ -140,7 +140,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_the_live_view_is_a_table() -> None:
+def test_live_view_on_a_terminal_is_a_table() -> None:
     stream = Terminal()
     with LiveView(stream) as view:
         view.show(stats(FILES, COUNTS, state="running", bottleneck="counts"))

@@ -1,4 +1,4 @@
-"""R6 No residue: after any ending no process, thread, segment or descriptor of the run is left."""
+"""Test R6 (No residue): after any ending, no process, thread, segment or descriptor of the run is left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def die(item: int) -> None:
 
 
 def residue() -> set[str]:
-    """What a run consists of, as far as this process holds it."""
+    """Return the resources of runs that this process holds."""
     found = {f"process {child.pid}" for child in psutil.Process().children(recursive=True)}
     found |= {
         f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("flowchan")
@@ -53,7 +53,7 @@ def residue() -> set[str]:
 
 @pytest.fixture
 def _nothing_left() -> Iterator[None]:
-    """What was not there before is gone as soon as nobody holds the run any more."""
+    """Check that the test leaves nothing once the run has no references."""
     gc.collect()
     before = residue()
     yield
@@ -173,7 +173,7 @@ def test_nothing_is_left_after(ending: Callable[[str], None], on: str) -> None:
 
 
 @pytest.mark.usefixtures("_nothing_left")
-def test_a_start_that_fails_leaves_nothing() -> None:
+def test_failed_start_leaves_nothing() -> None:
     graph = Graph("r6")
     graph.source(itertools.count, on="process").map(same, on="process").sink(same)
     real = BaseProcess.start
@@ -191,14 +191,14 @@ def test_a_start_that_fails_leaves_nothing() -> None:
 
 
 @pytest.mark.usefixtures("_nothing_left")
-def test_a_plan_that_fails_leaves_nothing() -> None:
+def test_failed_plan_leaves_nothing() -> None:
     graph = Graph("r6")
     graph.source(itertools.count).map(same, on="process", capacity=10**15).sink(same)
     with pytest.raises(Exception):  # noqa: B017, PT011 - GraphError or OSError, by the machine
         graph.start()
 
 
-def test_a_run_is_forgotten_when_nobody_holds_it() -> None:
+def test_run_without_references_is_freed() -> None:
     graph = Graph("r6")
     graph.source([1]).map(same, on="process").collect()
     run = graph.start()
@@ -213,7 +213,7 @@ def test_a_run_is_forgotten_when_nobody_holds_it() -> None:
     not getattr(sys, "_is_gil_enabled", lambda: True)(), reason="its counts are merged by the collector"
 )
 @pytest.mark.parametrize("end", [done, failed, exited, killed])
-def test_what_a_run_of_processes_held_goes_without_the_collector(end: Callable[[str], None]) -> None:
+def test_resources_of_a_process_run_are_freed_without_the_collector(end: Callable[[str], None]) -> None:
     end("process")
     gc.collect()
     before = residue()
@@ -226,7 +226,7 @@ def test_what_a_run_of_processes_held_goes_without_the_collector(end: Callable[[
 
 
 many = pytest.mark.parametrize("runs", [50, pytest.param(200, marks=pytest.mark.long)])
-"""Of which not one may leave anything; what may add up unseen in a few is looked for in more."""
+"""Parameter for the number of runs; more runs show leaks that are invisible in a few."""
 
 
 def memory() -> int:
@@ -235,7 +235,7 @@ def memory() -> int:
 
 
 @many
-def test_many_runs_leave_the_process_as_it_was(runs: int) -> None:
+def test_many_runs_leak_nothing(runs: int) -> None:
     def once() -> None:
         graph = Graph("r6")
         total = graph.source(range(50)).map(same, workers=2).map(same, on="process").reduce(int.__add__, 0)
@@ -252,7 +252,7 @@ def test_many_runs_leave_the_process_as_it_was(runs: int) -> None:
 
 
 @many
-def test_many_failed_runs_leave_the_process_as_it_was(runs: int) -> None:
+def test_many_failed_runs_leak_nothing(runs: int) -> None:
     for _ in range(10):
         failed("thread")
     before, size = residue(), memory()
@@ -264,7 +264,7 @@ def test_many_failed_runs_leave_the_process_as_it_was(runs: int) -> None:
 
 
 @pytest.mark.parametrize("across", ["threads", "processes"])
-def test_a_thousand_channels_leave_the_process_as_it_was(across: Any) -> None:
+def test_thousand_channels_leak_nothing(across: Any) -> None:
     def once() -> None:
         channel: Channel[bytes] = Channel(8, across=across)
         channel.put(b"x" * 10_000)
@@ -281,7 +281,7 @@ def test_a_thousand_channels_leave_the_process_as_it_was(across: Any) -> None:
     assert memory() - size < 16 << 20
 
 
-# the program itself ends
+# --- the program itself ends ---
 
 PROGRAM = """
     import itertools, os, sys
@@ -317,7 +317,7 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_the_workers_of_a_program_that_was_killed_are_gone(method: str, tmp_path: Path) -> None:
+def test_workers_of_a_killed_program_end(method: str, tmp_path: Path) -> None:
     with start(script(tmp_path, PROGRAM.replace("END", "run.wait()")), method) as process:
         assert process.stdout is not None
         try:
@@ -331,7 +331,7 @@ def test_the_workers_of_a_program_that_was_killed_are_gone(method: str, tmp_path
 
 
 @pytest.mark.parametrize("end", ["sys.exit(0)", "raise SystemExit", "pass", "del run", "os._exit(0)"])
-def test_the_workers_of_a_program_that_ends_without_waiting_are_gone(end: str, tmp_path: Path) -> None:
+def test_workers_of_a_program_that_does_not_wait_end(end: str, tmp_path: Path) -> None:
     end = "for _ in range(100): run.stats().stages\n        " + end
     with start(script(tmp_path, PROGRAM.replace("END", end)), "fork") as process:
         family = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
@@ -340,7 +340,7 @@ def test_the_workers_of_a_program_that_ends_without_waiting_are_gone(end: str, t
     wait_until(lambda: all(map(gone, {*map(int, out.split()), *family})))
 
 
-def test_a_run_whose_handle_was_dropped_does_not_hold_the_program_up(tmp_path: Path) -> None:
+def test_run_with_a_dropped_handle_does_not_delay_the_program(tmp_path: Path) -> None:
     text = """
         import itertools
         from flowchan import Graph
@@ -368,8 +368,9 @@ def test_ports_kept_by_a_stage_do_not_keep_the_run() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("flowchan")]
 
 
-def test_who_has_waited_for_a_run_finds_no_thread_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long that needs to end once it has told that the run has: it holds channels of the run."""
+def test_no_thread_of_a_run_is_left_after_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may end late, after it has reported the end of the run, while it holds channels of the
+    run."""
     us, looked = threading.get_ident(), threading.Event()
 
     def we_join() -> bool:

@@ -1,5 +1,8 @@
-"""What is done for an item that fails: it is tried again, after a while and for some errors only, or given up
-after a time; and single members of a batch fail."""
+"""Test retries and timeouts of failed items.
+
+An item is retried after a delay and for some errors only, or given up after a time. Single members of a batch
+may fail.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ from flowchan import Graph, RunError, Stream
 
 
 def failed(stream: Stream) -> Stream:
-    """The failed items with the type and text of their errors, and how often they were tried."""
+    """Return the failed items with the type and text of their errors and the number of attempts."""
     return stream.errors.map(
         lambda one: (one.item, type(one.error).__name__, str(one.error), one.attempts)
     ).collect()
 
 
 class Fails:
-    """Raises so often for each item, and notes when."""
+    """Function that raises for the first ``times`` calls and records the time of each call."""
 
     def __init__(self, times: int, error: type[Exception] = ValueError) -> None:
         self.times, self.error = times, error
@@ -43,7 +46,7 @@ class Fails:
 
 
 @pytest.mark.parametrize("how", ["thread", "async"])
-def test_an_item_is_tried_again_after_the_delay(how: str) -> None:
+def test_item_is_retried_after_the_delay(how: str) -> None:
     fails = Fails(2)
     graph = Graph("delayed")
     function: Any = fails if how == "thread" else fails.later
@@ -55,19 +58,19 @@ def test_an_item_is_tried_again_after_the_delay(how: str) -> None:
 
 
 @pytest.mark.parametrize("none", [0, 0.0, None])
-def test_a_delay_of_nothing_is_none(none: float | None) -> None:
+def test_zero_delay_retries_at_once(none: float | None) -> None:
     graph = Graph("at once")
     result = graph.source([7]).map(Fails(2), retries=2, retry_delay=none).collect()
     assert graph.run()[result] == [7]
 
 
 @pytest.mark.parametrize("wrong", [-1, float("nan")])
-def test_a_delay_is_not_negative(wrong: float) -> None:
+def test_negative_delay_is_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match=rf"^map: retry_delay must be at least 0 seconds, not {wrong}$"):
         Graph().source([7]).map(abs, retries=1, retry_delay=wrong)
 
 
-def test_a_run_that_breaks_off_does_not_wait_for_the_next_try() -> None:
+def test_aborted_run_does_not_wait_for_the_next_retry() -> None:
     fails = Fails(10)
     graph = Graph("delayed")
     graph.source([7]).map(fails, retries=9, retry_delay=1e6, name="slow").sink(abs)
@@ -80,7 +83,7 @@ def test_a_run_that_breaks_off_does_not_wait_for_the_next_try() -> None:
 
 @pytest.mark.parametrize("how", ["thread", "async"])
 @pytest.mark.parametrize("retry_on", [KeyError, (OSError, LookupError)])
-def test_only_the_errors_that_are_named_are_tried_again(how: str, retry_on: Any) -> None:
+def test_only_named_errors_are_retried(how: str, retry_on: Any) -> None:
     tried: list[int] = []
 
     def call(number: int) -> int:
@@ -101,12 +104,12 @@ def test_only_the_errors_that_are_named_are_tried_again(how: str, retry_on: Any)
 
 def slow_at_two(number: int) -> int:
     if number == 2:
-        re.match("(a*)*b", "a" * 40)  # years, with the GIL held
+        re.match("(a*)*b", "a" * 40)  # takes years, with the GIL held
     return number
 
 
 @pytest.mark.usefixtures("_method")
-def test_an_item_that_takes_a_process_too_long_fails_and_the_worker_is_replaced() -> None:
+def test_item_that_exceeds_the_timeout_fails_and_replaces_the_worker() -> None:
     graph = Graph("late")
     numbers = graph.source(range(5)).map(slow_at_two, on="process", timeout=0.2, name="slow", max_deaths=1)
     good, bad = numbers.collect(), failed(numbers)
@@ -115,10 +118,10 @@ def test_an_item_that_takes_a_process_too_long_fails_and_the_worker_is_replaced(
     assert results[good] == [0, 1, 3, 4]
     assert results[bad] == [(2, "TimeoutError", "the worker took longer than timeout=0.2 s", 1)]
     stage = stage_of(run, "slow")
-    assert (stage.failed, stage.restarts) == (1, 0)  # it did not die by itself
+    assert (stage.failed, stage.restarts) == (1, 0)  # the run ended it, so it does not count as a death
 
 
-def test_an_item_that_takes_too_long_is_tried_again_as_one_that_raises(tmp_path: Path) -> None:
+def test_item_that_exceeds_the_timeout_is_retried(tmp_path: Path) -> None:
     tries = tmp_path / "tries"
 
     def call(number: int) -> int:
@@ -137,7 +140,7 @@ def test_an_item_that_takes_too_long_is_tried_again_as_one_that_raises(tmp_path:
     assert tries.read_text().split() == ["0", "0", "0", "1", "1", "1"]
 
 
-def test_many_items_that_take_too_long_use_up_no_restarts() -> None:
+def test_timeouts_use_no_restarts() -> None:
     graph = Graph("late")
     numbers = graph.source(range(6)).map(lambda n: signal.pause(), on="process", timeout=0.02, restarts=0)
     numbers.sink(lambda item: None)
@@ -145,7 +148,7 @@ def test_many_items_that_take_too_long_use_up_no_restarts() -> None:
     assert [item for item, *_ in graph.run()[bad]] == list(range(6))
 
 
-def test_without_a_reader_of_errors_a_timeout_ends_the_run() -> None:
+def test_timeout_without_an_errors_reader_ends_the_run() -> None:
     graph = Graph("late")
     graph.source([1]).sink(lambda number: signal.pause(), on="process", timeout=0.02, name="slow")
     with pytest.raises(RunError) as caught:
@@ -155,8 +158,8 @@ def test_without_a_reader_of_errors_a_timeout_ends_the_run() -> None:
     assert isinstance(error.__cause__, TimeoutError)
 
 
-def test_waiting_for_room_is_no_time_for_an_item() -> None:
-    """Nor is the time between two elements of one."""
+def test_waiting_for_room_does_not_count_towards_the_timeout() -> None:
+    """The time between two elements of an item does not count either."""
 
     def pour(number: int) -> Iterator[int]:
         yield from range(10)
@@ -170,7 +173,7 @@ def test_waiting_for_room_is_no_time_for_an_item() -> None:
     assert stage_of(run, "pour").restarts == 0
 
 
-def test_a_coroutine_that_takes_too_long_is_cancelled() -> None:
+def test_coroutine_that_exceeds_the_timeout_is_cancelled() -> None:
     cancelled = []
 
     async def call(number: int) -> int:
@@ -200,7 +203,7 @@ def test_a_coroutine_that_takes_too_long_is_cancelled() -> None:
     assert cancelled == [2, 2]
 
 
-def test_a_timeout_on_a_thread_is_refused_with_the_remedy() -> None:
+def test_timeout_on_a_thread_is_refused_with_the_remedy() -> None:
     message = (
         r"map: timeout=3 needs on='process', a pool of flowchan.hosts or an async def function: nothing can"
     )
@@ -209,7 +212,7 @@ def test_a_timeout_on_a_thread_is_refused_with_the_remedy() -> None:
 
 
 @pytest.mark.parametrize("retry_on", [3, KeyboardInterrupt, (KeyError, "x"), KeyError("x")])
-def test_what_is_no_error_to_try_again_for_is_refused(retry_on: Any) -> None:
+def test_retry_on_must_name_exceptions(retry_on: Any) -> None:
     with pytest.raises(TypeError, match="map: retry_on must be a subclass of Exception, or a tuple of them"):
         Graph("named").source([1]).map(abs, retry_on=retry_on)
 
@@ -236,7 +239,7 @@ def test_single_members_of_a_batch_fail(function: Any, on: Any) -> None:
     assert "halve      3 = 3 out, 3 members failed" in run.report().splitlines()
 
 
-def test_a_member_that_failed_ends_the_run_when_nobody_reads_the_errors() -> None:
+def test_failed_member_without_an_errors_reader_ends_the_run() -> None:
     graph = Graph("members")
     graph.source([1, 0]).batch(2).map(halve, name="halve").sink(lambda item: None)
     with pytest.raises(RunError) as caught:
@@ -266,9 +269,7 @@ async def halve_shorter_later(numbers: list[int]) -> list[Any]:
         (halve_shorter_later, "thread", "list of 1"),
     ],
 )
-def test_exceptions_of_which_nobody_can_say_whose_they_are_fail_the_batch(
-    function: Any, on: Any, kind: str
-) -> None:
+def test_exceptions_that_match_no_members_fail_the_batch(function: Any, on: Any, kind: str) -> None:
     graph = Graph("members")
     halves = graph.source([1, 0, 2, 4]).batch(2).map(function, on=on, name="halve")
     good, bad = halves.collect(), failed(halves)
@@ -282,7 +283,7 @@ def test_exceptions_of_which_nobody_can_say_whose_they_are_fail_the_batch(
     assert (stage.items_in, stage.items_out, stage.failed, stage.members_failed) == (2, 1, 1, 0)
 
 
-def test_exceptions_in_lists_that_are_no_batches_are_values() -> None:
+def test_exceptions_in_ordinary_lists_are_values() -> None:
     graph = Graph("values")
     given = graph.source([[1, 0]]).map(halve).collect()
     ((first, second),) = graph.run()[given]

@@ -1,5 +1,8 @@
-"""R9 Chance: every worker has its own seed, derived from the run's, its stage, its number and its
-incarnation, and what its process draws begins there."""
+"""Test R9 (Chance): each worker has its own seed.
+
+The seed derives from the run's seed, the stage, the number and the incarnation. The process draws its random
+numbers from that seed.
+"""
 
 from __future__ import annotations
 
@@ -28,33 +31,33 @@ def ask(_: Any) -> Worker:
 
 
 def each(items: In[int], out: Out[Any]) -> None:
-    """Every worker puts one thing, whichever items come to it."""
+    """Put one value from each worker, whichever items it gets."""
     out.put((flowchan.worker(), random.random(), float(np.random.rand())))
     for _ in items:
         pass
 
 
 def drawn(seed: int | None) -> dict[int, tuple[float, ...]]:
-    """What two workers of a run drew, by their numbers."""
+    """Return the numbers that two workers of a run drew, by worker number."""
     graph = Graph("r9")
     found = graph.stage(each, graph.source([]), workers=2, on="process").collect()
     return {here.number: tuple(numbers) for here, *numbers in graph.run(seed=seed)[found]}
 
 
 @pytest.mark.usefixtures("_method")
-def test_every_worker_draws_its_own_numbers_and_equal_seeds_draw_them_again() -> None:
-    random.random(), np.random.rand()  # a fork copies generators that have been used
+def test_workers_draw_different_numbers_and_equal_seeds_repeat_them() -> None:
+    random.random(), np.random.rand()  # a fork copies generators that were used
     first, again, other = drawn(7), drawn(7), drawn(8)
     assert first == again
     assert len(all_of(first, other)) == 2 * 2 * 2
 
 
-def test_runs_without_a_seed_draw_other_numbers_each() -> None:
+def test_runs_without_a_seed_draw_different_numbers() -> None:
     assert len(all_of(drawn(None), drawn(None))) == 2 * 2 * 2
 
 
 def all_of(*runs: dict[int, tuple[float, ...]]) -> set[float]:
-    """All different numbers that were drawn in some runs."""
+    """Return all different numbers drawn in several runs."""
     return {number for run in runs for numbers in run.values() for number in numbers}
 
 
@@ -78,7 +81,7 @@ LAZY = """
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_a_library_that_only_the_worker_imports_is_seeded(method: str, tmp_path: Path) -> None:
+def test_library_imported_only_by_the_worker_is_seeded(method: str, tmp_path: Path) -> None:
     text = LAZY.replace("METHOD", method).replace("NAME", "numpy.random")
     assert run_python(script(tmp_path, text)) == "True True\n"
 
@@ -109,12 +112,12 @@ TORCH = """
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed: pip install torch")
-def test_torch_is_seeded_whether_it_is_forked_or_imported_by_the_worker(tmp_path: Path) -> None:
+def test_torch_is_seeded_after_a_fork_or_import(tmp_path: Path) -> None:
     assert run_python(script(tmp_path, TORCH)) == "[True] [True]\n"
 
 
 @everywhere
-def test_a_worker_knows_who_it_is(on: Any) -> None:
+def test_worker_knows_its_stage_and_number(on: Any) -> None:
     graph = Graph("r9")
     results = graph.source(range(100)).map(ask, on=on, workers=2, ordered=False).collect()
     run = graph.start(seed=5)
@@ -136,7 +139,7 @@ def test_seeds_differ_by_run_stage_number_and_incarnation() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_a_fresh_seed_is_told_and_gives_the_same_numbers_again() -> None:
+def test_chosen_seed_is_reported_and_reproduces_the_numbers() -> None:
     graph = Graph("r9")
     found = graph.stage(each, graph.source([]), on="process").collect()
     run = graph.start()
@@ -145,7 +148,7 @@ def test_a_fresh_seed_is_told_and_gives_the_same_numbers_again() -> None:
 
 
 @everywhere
-def test_a_class_knows_its_worker_while_it_is_built(on: Any) -> None:
+def test_class_knows_its_worker_while_it_is_built(on: Any) -> None:
     class Knows:
         def __init__(self) -> None:
             self.here = flowchan.worker()
@@ -158,7 +161,7 @@ def test_a_class_knows_its_worker_while_it_is_built(on: Any) -> None:
     assert graph.run()[results] == [True, True]
 
 
-def test_tasks_of_an_async_stage_are_told_apart() -> None:
+def test_tasks_of_an_async_stage_have_different_seeds() -> None:
     async def ask(_: int) -> Worker:
         await asyncio.sleep(0)
         return flowchan.worker()
@@ -170,7 +173,7 @@ def test_tasks_of_an_async_stage_are_told_apart() -> None:
     assert len(found) == len({here.number for here in found}) == len({here.seed for here in found}) > 1
 
 
-def test_a_source_a_merge_and_a_reduce_are_workers_too() -> None:
+def test_source_merge_and_reduce_have_seeds() -> None:
     def number() -> Iterator[Worker]:
         yield flowchan.worker()
 
@@ -185,7 +188,7 @@ def ask_too(before: Worker) -> set[Worker]:
     return {before, flowchan.worker()}
 
 
-def test_a_thread_of_a_workers_process_belongs_to_the_worker() -> None:
+def test_thread_in_a_workers_process_belongs_to_the_worker() -> None:
     def ask_on_a_thread(_: int) -> bool:
         found: list[Worker] = []
         thread = threading.Thread(target=lambda: found.append(flowchan.worker()))
@@ -198,13 +201,13 @@ def test_a_thread_of_a_workers_process_belongs_to_the_worker() -> None:
     assert graph.run()[results] == [True]
 
 
-def test_outside_of_a_worker_nobody_is_there() -> None:
+def test_worker_outside_of_a_stage_raises() -> None:
     with pytest.raises(RuntimeError, match=r"flowchan.worker\(\): no worker runs here"):
         flowchan.worker()
 
 
 @pytest.mark.usefixtures("_method")
-def test_a_replacement_does_not_repeat_its_predecessor(tmp_path: Path) -> None:
+def test_replacement_does_not_repeat_the_numbers_of_a_dead_worker(tmp_path: Path) -> None:
     (log := tmp_path / "drawn").touch()
 
     class Dies:
@@ -232,7 +235,7 @@ def test_a_replacement_does_not_repeat_its_predecessor(tmp_path: Path) -> None:
     assert lines() == first
 
 
-def test_a_run_in_a_worker_has_seeds_of_its_own() -> None:
+def test_run_in_a_worker_has_its_own_seeds() -> None:
     def inner(_: int) -> list[Any]:
         graph = Graph("inner")
         found = graph.stage(each, graph.source([]), on="process", workers=2).collect()
@@ -249,14 +252,14 @@ def test_a_run_in_a_worker_has_seeds_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, "7", True])
-def test_a_seed_is_a_whole_number(seed: Any) -> None:
+def test_seed_must_be_an_integer(seed: Any) -> None:
     graph = Graph("r9")
     graph.source([1]).collect()
     with pytest.raises((TypeError, ValueError), match="run: seed must be"):
         graph.run(seed=seed)
 
 
-def test_the_command_takes_a_seed_and_its_report_names_it(tmp_path: Path) -> None:
+def test_command_takes_a_seed_and_reports_it(tmp_path: Path) -> None:
     text = """
         import random
         from flowchan import Graph

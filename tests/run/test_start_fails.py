@@ -1,4 +1,4 @@
-"""R6 for a start that fails, at whatever point: everything is undone, and the reason comes first."""
+"""Test R6 for a start that fails at any point: everything is undone, and the reason comes first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flowchan.run.crew import local_part
 pytestmark = pytest.mark.usefixtures("by_fork")
 
 MOST = 40
-"""More than any start here takes of anything."""
+"""More calls than any start in this file makes."""
 
 
 async def same(item: Any) -> Any:
@@ -41,7 +41,7 @@ async def for_ever(item: Any) -> Any:
 
 
 def mixed() -> Graph:
-    """Workers of every kind: threads, processes, tasks, and one that gathers."""
+    """Return a graph with workers of every kind: threads, processes, tasks, and one that gathers."""
     graph = Graph("starts")
     numbers = graph.source(itertools.count).map(identity, on="process", workers=2)
     numbers.map(same, workers=2).map(for_ever).collect()
@@ -49,7 +49,7 @@ def mixed() -> Graph:
 
 
 class Refused:
-    """Lets a function raise at its n-th call by the main thread."""
+    """Wrapper that makes a function raise at its n-th call by the main thread."""
 
     def __init__(self, usual: Callable[..., Any], n: int, error: BaseException) -> None:
         self.usual, self.left, self.error = usual, n, error
@@ -58,11 +58,12 @@ class Refused:
         if threading.current_thread() is threading.main_thread():
             self.left -= 1
             if self.left == 0:
-                raise type(self.error)(*self.error.args)  # another one, for it keeps what its traceback holds
+                # a new one, because an error keeps the objects of its traceback
+                raise type(self.error)(*self.error.args)
         return self.usual(*arguments, **named)
 
     def __get__(self, instance: object, owner: type) -> Any:
-        """As a method."""
+        """Bind the wrapper like a method."""
         return lambda *arguments, **named: self(instance, *arguments, **named)
 
 
@@ -94,7 +95,7 @@ def holdings() -> set[str]:
 
 
 def start_of(graph: Graph) -> str:
-    """How the start failed, or ``started``."""
+    """Return the error of the start, or ``started``."""
     try:
         run = graph.start()
         run.abort()
@@ -105,10 +106,8 @@ def start_of(graph: Graph) -> str:
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_a_start_that_fails_leaves_nothing_whatever_is_refused(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_of(mixed())  # what the first start of all leaves for good
+def test_failed_start_leaves_nothing_at_any_refused_call(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_of(mixed())  # the first start of a process leaves some objects for good
     before = holdings()
     owner, name, error = REFUSALS[what]
     for n in range(1, MOST):
@@ -180,15 +179,13 @@ PROGRAM = """
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_the_program_ends_and_leaks_no_descriptor_under_every_start_method(
-    method: str, tmp_path: Path
-) -> None:
+def test_failed_starts_leak_no_descriptor_under_every_start_method(method: str, tmp_path: Path) -> None:
     out = run_python(script(tmp_path, PROGRAM), method)
     assert out == 5 * 'RuntimeError("can\'t start new thread")\n'
 
 
-def test_a_thread_that_is_refused_for_a_result_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is started when somebody waits."""
+def test_refused_thread_for_a_result_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread is started when the program waits for the result."""
     graph = Graph("starts")
     numbers = graph.source(itertools.count)
     left, right = numbers.tee(2)
@@ -203,7 +200,7 @@ def test_a_thread_that_is_refused_for_a_result_ends_the_run(monkeypatch: pytest.
     assert run.stats().state == "aborted"
 
 
-def test_an_event_loop_that_is_refused_is_a_failure_of_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_event_loop_is_a_failure_of_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise no_more(errno.EMFILE)
 
@@ -216,7 +213,7 @@ def test_an_event_loop_that_is_refused_is_a_failure_of_its_stage(monkeypatch: py
     assert [type(error.__cause__) for error in caught.value.exceptions] == [OSError, OSError]
 
 
-def test_a_thread_that_is_refused_for_the_waits_of_coroutines_is_named(
+def test_refused_thread_for_coroutine_waits_raises_its_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def get(channel: Channel[int]) -> None:
@@ -235,7 +232,7 @@ def test_a_thread_that_is_refused_for_the_waits_of_coroutines_is_named(
     asyncio.run(get(Channel()))
 
 
-def test_a_worker_that_can_not_be_started_again_fails_the_run_with_the_reason(
+def test_worker_that_cannot_be_restarted_fails_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def die(item: int) -> None:

@@ -1,5 +1,7 @@
-"""R7 Same everywhere: the same under fork, forkserver and spawn, in scripts, ``python -c`` and pytest;
-lambdas, closures, functions and classes of ``__main__`` included."""
+"""Test R7 (Same everywhere) under fork, forkserver and spawn, in scripts, ``python -c`` and pytest.
+
+This includes lambdas, closures, and functions and classes of ``__main__``.
+"""
 
 from __future__ import annotations
 
@@ -114,32 +116,32 @@ def program(method: str) -> str:
 
 
 @METHODS
-def test_everything_of_main_works_in_a_script(method: str, tmp_path: Path) -> None:
+def test_objects_of_main_work_in_a_script(method: str, tmp_path: Path) -> None:
     assert run_python(script(tmp_path, program(method))) == "fine\n"
 
 
 @METHODS
-def test_everything_of_main_works_in_a_module_run_by_name(method: str, tmp_path: Path) -> None:
+def test_objects_of_main_work_in_a_module_run_by_name(method: str, tmp_path: Path) -> None:
     script(tmp_path, program(method), "everything.py")
     assert run_python("-m", "everything", cwd=tmp_path) == "fine\n"
 
 
 @METHODS
-def test_everything_of_main_works_in_python_c(method: str, tmp_path: Path) -> None:
+def test_objects_of_main_work_in_python_c(method: str, tmp_path: Path) -> None:
     text = script(tmp_path, program(method)).read_text()
     assert run_python("-c", text) == "fine\n"
 
 
 @METHODS
-def test_everything_of_main_works_when_the_program_comes_by_exec(method: str, tmp_path: Path) -> None:
-    """As a notebook's cells do: the functions have no file to import."""
+def test_objects_of_main_work_in_an_executed_program(method: str, tmp_path: Path) -> None:
+    """The cells of a notebook work like this: their functions have no file to import."""
     text = script(tmp_path, program(method)).read_text()
     assert run_python("-c", f"exec(compile({text!r}, '<cell>', 'exec'), globals())") == "fine\n"
 
 
 @METHODS
-def test_a_script_without_a_main_guard_ends(method: str, tmp_path: Path) -> None:
-    """Under spawn and forkserver Python itself asks for the guard. Without it there is one error with the
+def test_script_without_a_main_guard_ends(method: str, tmp_path: Path) -> None:
+    """Under spawn and forkserver, Python itself requires the guard. Without it there is one error with the
     remedy."""
     text = f"""
         import multiprocessing
@@ -161,10 +163,8 @@ def test_a_script_without_a_main_guard_ends(method: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_script_that_sets_the_start_method_without_a_main_guard_is_told_where_to(
-    method: str, tmp_path: Path
-) -> None:
-    """Python forbids to set it a second time, so the worker ends before it comes to anything of ours."""
+def test_script_that_sets_the_start_method_unguarded_gets_the_remedy(method: str, tmp_path: Path) -> None:
+    """Python does not allow a second call, so the worker ends before it runs any code of flowchan."""
     text = f"""
         import multiprocessing
         multiprocessing.set_start_method("{method}")
@@ -181,9 +181,7 @@ def test_a_script_that_sets_the_start_method_without_a_main_guard_is_told_where_
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_script_that_fails_when_a_worker_imports_it_shows_where_and_the_remedy(
-    method: str, tmp_path: Path
-) -> None:
+def test_script_that_fails_on_import_shows_the_line_and_remedy(method: str, tmp_path: Path) -> None:
     text = f"""
         import multiprocessing
         from flowchan import Graph
@@ -203,9 +201,7 @@ def test_a_script_that_fails_when_a_worker_imports_it_shows_where_and_the_remedy
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_process_of_the_program_that_runs_the_graph_on_import_says_why_it_ends(
-    method: str, tmp_path: Path
-) -> None:
+def test_process_that_runs_the_graph_on_import_reports_its_end(method: str, tmp_path: Path) -> None:
     text = f"""
         import multiprocessing
         from flowchan import Graph
@@ -236,10 +232,10 @@ def test_a_process_of_the_program_that_runs_the_graph_on_import_says_why_it_ends
         ("import numpy; multiprocessing.set_forkserver_preload(['json'])", "False False"),
     ],
 )
-def test_the_forkserver_imports_what_workers_need_unless_the_program_says_what(
+def test_forkserver_preloads_modules_unless_the_program_chooses_them(
     before: str, found: str, tmp_path: Path
 ) -> None:
-    """Our native module, and NumPy's where the program has it."""
+    """These are the native module, and NumPy's if the program has imported it."""
     text = f"""
         import multiprocessing, os
         from pathlib import Path
@@ -259,7 +255,7 @@ def test_the_forkserver_imports_what_workers_need_unless_the_program_says_what(
 
 
 @METHODS
-def test_a_daemonic_process_is_told_that_it_can_start_none(method: str, tmp_path: Path) -> None:
+def test_daemonic_process_cannot_start_workers(method: str, tmp_path: Path) -> None:
     text = f"""
         import multiprocessing
         from flowchan import Graph, GraphError
@@ -285,14 +281,14 @@ def test_a_daemonic_process_is_told_that_it_can_start_none(method: str, tmp_path
 
 
 @pytest.mark.usefixtures("_method")
-def test_functions_of_an_imported_module() -> None:
+def test_functions_of_an_imported_module_work() -> None:
     graph = Graph("r7")
     scaled = graph.source(range(50), on="process").map(Scaled, on="process", workers=2).collect()
     assert graph.run()[scaled] == [10 * item for item in range(50)]
 
 
 @pytest.mark.usefixtures("_method")
-def test_lambdas_and_closures() -> None:
+def test_lambdas_and_closures_work() -> None:
     offset = 5
 
     def plus_offset(item: int) -> int:
@@ -309,7 +305,7 @@ def test_lambdas_and_closures() -> None:
 
 
 @pytest.mark.usefixtures("_method")
-def test_general_stages() -> None:
+def test_general_stages_work() -> None:
     def double(items: In[int], out: Out[int], factor: int = 2) -> None:
         for item in items:
             out.put(factor * item)
@@ -320,7 +316,7 @@ def test_general_stages() -> None:
 
 
 @pytest.mark.usefixtures("_method")
-def test_failures() -> None:
+def test_failures_are_reported() -> None:
     graph = Graph("r7")
     graph.source([1]).map(fail, on="process").sink(id)
     with pytest.raises(RunError) as caught:
@@ -331,7 +327,7 @@ def test_failures() -> None:
 
 
 @pytest.mark.usefixtures("_method")
-def test_an_early_end_and_a_stop() -> None:
+def test_early_end_and_stop_work() -> None:
     graph = Graph("r7")
     first = graph.source(range(10**9), on="process").map(abs, on="process", workers=2).take(3).collect()
     assert graph.run()[first] == [0, 1, 2]
@@ -348,7 +344,7 @@ def test_an_early_end_and_a_stop() -> None:
 @pytest.mark.parametrize(
     "key", [str, lambda item: (str(item), item % 2), lambda item: str(item) if item else None]
 )
-def test_equal_keys_go_to_the_same_branch_whichever_process_computes_them(key: Any) -> None:
+def test_equal_keys_go_to_one_branch_from_any_process(key: Any) -> None:
     graph = Graph("r7")
     items = graph.source([number % 10 for number in range(100)])
     branches = items.partition(key, 3, on="process", workers=3)
@@ -370,7 +366,7 @@ def test_recursion_and_module_names_survive() -> None:
 
 
 @METHODS
-def test_a_graph_runs_inside_pytest(method: str, tmp_path: Path) -> None:
+def test_graph_runs_inside_pytest(method: str, tmp_path: Path) -> None:
     text = f"""
         import multiprocessing
         from flowchan import Graph
@@ -390,10 +386,8 @@ def test_a_graph_runs_inside_pytest(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_process_that_returns_with_a_run_under_way_ends_and_takes_it_along(
-    method: str, tmp_path: Path
-) -> None:
-    """A process of multiprocessing waits for its children at its end, and knows nothing of atexit."""
+def test_process_that_returns_during_a_run_ends_the_run(method: str, tmp_path: Path) -> None:
+    """A process of multiprocessing waits for its children at its end and does not run atexit functions."""
     program = """
         import itertools, multiprocessing, sys
         from flowchan import Graph
@@ -414,10 +408,10 @@ def test_a_process_that_returns_with_a_run_under_way_ends_and_takes_it_along(
     run_python(script(tmp_path, program), method)
 
 
-def test_one_thread_at_a_time_of_such_a_child_gives_up_its_parents_server(
+def test_one_thread_at_a_time_leaves_the_parents_forkserver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two would close its descriptor twice, and the second time it may be another file."""
+    """Two threads would close its descriptor twice, and the second time it may be another file."""
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     reader, writer = os.pipe()
     for name, value in {"pid": os.getppid(), "alive_fd": writer, "address": ""}.items():
@@ -438,8 +432,8 @@ def test_one_thread_at_a_time_of_such_a_child_gives_up_its_parents_server(
     os.close(reader)
 
 
-def test_a_child_that_the_program_forked_has_a_forkserver_of_its_own(tmp_path: Path) -> None:
-    """Python would take its parent's, and fails."""
+def test_forked_child_of_the_program_has_its_own_forkserver(tmp_path: Path) -> None:
+    """Python would use the forkserver of its parent and fail."""
     program = """
         import multiprocessing, os
         from flowchan import Graph

@@ -1,4 +1,4 @@
-"""Counters of workers, and rates and shares of a part of a run."""
+"""Test the counters of workers, and the rates and shares of a part of a run."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def burn(item: int) -> int:
 
 
 def counted(elapsed: float, items: int, seconds: WorkSeconds) -> RunStats:
-    """A run of one stage."""
+    """Return the statistics of a run with one stage."""
     stage = StageStats(
         "work", "map", "thread", 2, 2, items, items, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, seconds=seconds
     )
     return RunStats("graph", "running", elapsed, (stage,), (), None)
 
 
-def test_window_is_the_difference_of_two_looks() -> None:
+def test_window_is_the_difference_of_two_snapshots() -> None:
     before = counted(10.0, 1000, WorkSeconds(20.0, 5.0, 5.0, 0.0, 3.0, 0.0))
     now = between(before, counted(12.0, 1100, WorkSeconds(24.0, 6.0, 5.0, 1.0, 4.0, 0.0)))
     (stage,) = now.stages
@@ -54,7 +54,7 @@ def test_window_is_the_difference_of_two_looks() -> None:
         0.25,
         0.25,
     )
-    assert stage.seconds == WorkSeconds(24.0, 6.0, 5.0, 1.0, 4.0, 0.0)  # counters count from the start
+    assert stage.seconds == WorkSeconds(24.0, 6.0, 5.0, 1.0, 4.0, 0.0)  # counters start with the run
 
 
 def test_whole_run_is_a_window_from_its_start() -> None:
@@ -97,7 +97,7 @@ def test_cpu_seconds_are_those_of_the_worker(on: Any) -> None:
     assert waited < burnt
 
 
-def test_cpu_seconds_of_the_stages_of_an_async_loop_count_once() -> None:
+def test_cpu_seconds_of_async_stages_count_once() -> None:
     async def work(item: int) -> int:
         return burn(item)
 
@@ -109,7 +109,7 @@ def test_cpu_seconds_of_the_stages_of_an_async_loop_count_once() -> None:
     assert burnt == pytest.approx(0.2, abs=0.15)
 
 
-def test_waits_for_input_place_and_turn_are_told_apart() -> None:
+def test_waits_for_input_place_and_turn_are_distinguished() -> None:
     gate = Gate()
     graph = Graph("waits")
     graph.source(range(10), capacity=1, name="puts").map(gate.wait, name="holds").sink(same, name="gets")
@@ -125,7 +125,7 @@ def test_waits_for_input_place_and_turn_are_told_apart() -> None:
 
 
 @everywhere
-def test_ordered_workers_wait_for_their_turn_and_not_for_a_place(on: Any) -> None:
+def test_ordered_workers_wait_for_turns_instead_of_places(on: Any) -> None:
     graph, gate = Graph("turns"), Gate()
     numbers = graph.source(range(10))
     numbers.map(FirstWaits(gate.channel), workers=3, capacity=1, on=on, name="work").sink(same)
@@ -141,7 +141,7 @@ def test_ordered_workers_wait_for_their_turn_and_not_for_a_place(on: Any) -> Non
 
 
 class FirstWaits:
-    """Holds up whoever has item 0."""
+    """Function that blocks at item 0."""
 
     def __init__(self, gate: Channel[Any]) -> None:
         self.gate = gate
@@ -153,7 +153,7 @@ class FirstWaits:
         return item
 
 
-def test_writers_that_wait_behind_a_slow_reader_wait_for_a_place() -> None:
+def test_writers_before_a_slow_reader_wait_for_a_place() -> None:
     graph, gate = Graph("places"), Gate()
     graph.source(range(20)).map(same, workers=3, capacity=1, name="work").sink(gate.wait)
     with graph.start() as run:
@@ -164,7 +164,7 @@ def test_writers_that_wait_behind_a_slow_reader_wait_for_a_place() -> None:
         run.wait()
 
 
-def test_worker_that_is_replaced_counts_in_its_stage() -> None:
+def test_replaced_worker_counts_in_its_stage() -> None:
     graph, gate = Graph("replaced"), Gate()
     graph.source(range(3)).map(gate.wait, on="process", restarts=1, name="work").sink(same)
     with graph.start() as run:
@@ -180,7 +180,7 @@ def test_worker_that_is_replaced_counts_in_its_stage() -> None:
         run.wait()
 
 
-def test_worker_that_is_still_built_does_not_work_yet() -> None:
+def test_worker_being_built_does_not_work_yet() -> None:
     gate = Gate()
 
     class Built:
@@ -228,7 +228,7 @@ def test_window_must_be_a_number_of_seconds(window: Any) -> None:
     run.wait()
 
 
-def test_history_keeps_old_looks_with_wider_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_keeps_old_statistics_with_wider_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     history = History()

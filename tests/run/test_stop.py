@@ -1,6 +1,8 @@
-"""R5 Stop: the first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources and everything in flight is
-finished; the second, or ``run.abort()``, breaks at once. Both end, and an interrupted program prints one
-line."""
+"""Test R5 (Stop).
+
+The first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources, and all items in flight are finished. The
+second, or ``run.abort()``, breaks the run at once. Both end, and an interrupted program prints one line.
+"""
 
 from __future__ import annotations
 
@@ -105,11 +107,11 @@ def same(item: Any) -> Any:
     return item
 
 
-# stop and abort by the program
+# --- stop and abort by the program ---
 
 
 @everywhere
-def test_stop_finishes_what_is_in_flight(on: Any) -> None:
+def test_stop_finishes_items_in_flight(on: Any) -> None:
     gate = Gate()
 
     def hold_the_first(item: int) -> int:
@@ -131,7 +133,7 @@ def test_stop_finishes_what_is_in_flight(on: Any) -> None:
     assert run.stats().state == "stopped"
 
 
-def test_stop_ends_a_reduce_with_what_has_come() -> None:
+def test_stop_ends_a_reduce_with_the_items_so_far() -> None:
     graph = Graph("r5")
     numbers = graph.input()
     total = numbers.reduce(int.__add__, 0)
@@ -156,7 +158,7 @@ def test_stop_stops_general_stages_without_inputs() -> None:
 
 
 @everywhere
-def test_abort_discards_what_is_in_flight(on: Any) -> None:
+def test_abort_discards_items_in_flight(on: Any) -> None:
     gate = Gate()
 
     def hold(item: int) -> int:
@@ -203,7 +205,7 @@ def test_abort_ends_workers_that_ignore_sigterm() -> None:
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_abort_gives_threads_up_that_nothing_can_interrupt() -> None:
+def test_abort_abandons_threads_that_cannot_be_interrupted() -> None:
     held = threading.Event()
     entered = threading.Event()
 
@@ -224,7 +226,7 @@ def test_abort_gives_threads_up_that_nothing_can_interrupt() -> None:
     held.set()
 
 
-def test_a_thread_that_is_given_up_ends_the_run_where_warnings_are_errors_too(tmp_path: Path) -> None:
+def test_abandoned_thread_ends_the_run_if_warnings_are_errors(tmp_path: Path) -> None:
     text = """
         import threading
         from flowchan import Graph
@@ -252,7 +254,7 @@ def test_a_thread_that_is_given_up_ends_the_run_where_warnings_are_errors_too(tm
 
 @pytest.mark.usefixtures("short_grace")
 @everywhere
-def test_stop_does_not_wait_for_a_source_that_is_blocked_in_its_own_iterator(on: Any) -> None:
+def test_stop_does_not_wait_for_a_blocked_source(on: Any) -> None:
     device = Gate()
 
     def camera() -> Iterator[int]:
@@ -276,7 +278,7 @@ def test_stop_does_not_wait_for_a_source_that_is_blocked_in_its_own_iterator(on:
         thread.join()
 
 
-def test_stopping_a_run_that_has_ended_does_nothing() -> None:
+def test_stop_of_an_ended_run_does_nothing() -> None:
     graph = Graph("r5")
     result = graph.source([1]).collect()
     run = graph.start()
@@ -288,7 +290,7 @@ def test_stopping_a_run_that_has_ended_does_nothing() -> None:
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_an_abort_after_a_stop_breaks_at_once() -> None:
+def test_abort_after_a_stop_breaks_at_once() -> None:
     gate = Gate()
     graph = Graph("r5")
     graph.source(itertools.count).map(lambda _: gate.wait(), on="process").sink(id)
@@ -301,7 +303,7 @@ def test_an_abort_after_a_stop_breaks_at_once() -> None:
     assert run.stats().state == "aborted"
 
 
-def test_a_failure_after_a_stop_is_told() -> None:
+def test_failure_after_a_stop_is_reported() -> None:
     gate = Gate()
 
     def fail(item: int) -> None:
@@ -318,7 +320,7 @@ def test_a_failure_after_a_stop_is_told() -> None:
         run.wait()
 
 
-def test_stop_closes_the_inputs_for_those_who_put() -> None:
+def test_stop_closes_the_inputs_for_the_program() -> None:
     graph = Graph("r5")
     numbers = graph.input()
     numbers.sink(id)
@@ -329,11 +331,11 @@ def test_stop_closes_the_inputs_for_those_who_put() -> None:
         run[numbers].put(1)
 
 
-# signals to a program
+# --- signals to a program ---
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_finishes_what_is_in_flight(signum: signal.Signals, tmp_path: Path) -> None:
+def test_first_signal_finishes_items_in_flight(signum: signal.Signals, tmp_path: Path) -> None:
     with start(script(tmp_path, PROGRAM)) as process:
         going(process)
         process.send_signal(signum)
@@ -343,7 +345,7 @@ def test_the_first_signal_finishes_what_is_in_flight(signum: signal.Signals, tmp
     assert err.count("flowchan: stopping, what is in flight is being finished") == 1
 
 
-def test_ctrl_c_at_a_terminal_reaches_the_workers_too_and_does_not_kill_them(tmp_path: Path) -> None:
+def test_ctrl_c_at_a_terminal_does_not_kill_the_workers(tmp_path: Path) -> None:
     with start(script(tmp_path, PROGRAM)) as process:
         going(process)
         os.killpg(process.pid, signal.SIGINT)
@@ -352,7 +354,7 @@ def test_ctrl_c_at_a_terminal_reaches_the_workers_too_and_does_not_kill_them(tmp
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_signal_breaks_off(signum: signal.Signals, tmp_path: Path) -> None:
+def test_second_signal_aborts(signum: signal.Signals, tmp_path: Path) -> None:
     with start(script(tmp_path, STUBBORN)) as process:
         going(process)
         process.send_signal(signum)
@@ -365,7 +367,7 @@ def test_the_second_signal_breaks_off(signum: signal.Signals, tmp_path: Path) ->
 
 
 @everywhere
-def test_a_signal_ends_a_program_whose_source_is_blocked(on: str, tmp_path: Path) -> None:
+def test_signal_ends_a_program_with_a_blocked_source(on: str, tmp_path: Path) -> None:
     with start(script(tmp_path, BLOCKED_SOURCE.replace("PLACE", on))) as process:
         going(process)
         process.send_signal(signal.SIGINT)
@@ -373,7 +375,7 @@ def test_a_signal_ends_a_program_whose_source_is_blocked(on: str, tmp_path: Path
     assert code == -signal.SIGINT, err
 
 
-def test_ctrl_c_at_the_end_of_a_block_finishes_what_is_in_flight(tmp_path: Path) -> None:
+def test_ctrl_c_after_a_block_finishes_items_in_flight(tmp_path: Path) -> None:
     text = """
         import itertools, os, threading
         from flowchan import Graph
@@ -495,7 +497,7 @@ def test_ctrl_c_in_a_block_that_iterates_stops_the_run(tmp_path: Path) -> None:
     assert err.count("flowchan: stopping") == 1
 
 
-def test_a_program_with_its_own_handler_of_sigterm_keeps_it(tmp_path: Path) -> None:
+def test_program_keeps_its_own_sigterm_handler(tmp_path: Path) -> None:
     text = """
         import os, signal
         from flowchan import Graph
@@ -510,7 +512,7 @@ def test_a_program_with_its_own_handler_of_sigterm_keeps_it(tmp_path: Path) -> N
     assert (code, out) == (0, "mine\n"), err
 
 
-def test_sigterm_means_after_the_run_what_it_meant_before() -> None:
+def test_sigterm_handler_is_restored_after_the_run() -> None:
     graph = Graph("r5")
     graph.source([1]).sink(id)
     before = signal.getsignal(signal.SIGTERM)

@@ -199,7 +199,7 @@ def test_what_is_in_flight_may_take_its_time_while_it_moves(
 
 
 @pytest.mark.parametrize(("host", "told"), [("", 0), ("far", 1024)])
-def test_who_gives_questions_up_never_waits_for_the_supervisor(host: str, told: int) -> None:
+def test_cancelling_requests_never_waits_for_the_supervisor(host: str, told: int) -> None:
     """Its queue is full here, and only other hosts have to be told."""
     here = planned()
     there = tuple(dataclasses.replace(worker, host=host) for worker in here.workers)
@@ -264,7 +264,7 @@ def test_a_run_in_which_nobody_can_move_fails_with_the_reason(
     assert isinstance(supervisor.state.failures[0].error, Deadlock)
 
 
-def test_a_full_result_that_nobody_reads_is_taken_in_when_the_program_waits(
+def test_full_unread_result_is_gathered_when_the_program_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = ScriptedRun(planned("input"))

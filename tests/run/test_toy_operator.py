@@ -1,6 +1,7 @@
-"""A new operator is one row of the table and one body; the checks, the run on both transports, the report,
-the live
-view and the pictures know it then."""
+"""Test a new operator, which is one row of the table and one body.
+
+The checks, the run on both transports, the report, the live view and the pictures support it without changes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from flowchan.viz.live.model import plain_line
 
 
 def every_other(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """The body: what the function gives for the items at even places."""
+    """Run the body of the operator: put the results for the items at even places."""
     for place, item in enumerate(items):
         if place % 2 == 0:
             try:
@@ -65,7 +66,7 @@ def half(number: int) -> float:
 
 
 @pytest.mark.parametrize("on", [name for name, place in PLACEMENTS.items() if not place.nowhere])
-def test_it_runs_and_is_reported(on: Placement) -> None:
+def test_toy_operator_runs_and_is_reported(on: Placement) -> None:
     graph = Graph("toy")
     halves = declare(graph.source([1, 2, 3, 4, 0, 6]), half, on=on)
     kept, failed = halves.collect(), halves.errors.collect()
@@ -77,13 +78,13 @@ def test_it_runs_and_is_reported(on: Placement) -> None:
     assert re.search(r"half (\(bottleneck\) )?6 ", plain_line(run.stats()))
 
 
-def test_its_workers_on_threads_are_several() -> None:
+def test_toy_operator_has_several_workers_on_threads() -> None:
     graph = Graph("toy")
     kept = declare(graph.source(range(1, 100)), half, workers=3).collect()
     assert len(graph.run()[kept]) in range(49, 52)
 
 
-def test_it_is_checked() -> None:
+def test_toy_operator_is_checked() -> None:
     graph = Graph("toy")
     declare(graph.source([1]), lambda one, two: one).collect()
     (problem,) = graph.check()
@@ -91,7 +92,7 @@ def test_it_is_checked() -> None:
     assert problem.message.startswith("every_other calls '<lambda>' with one argument, the item")
 
 
-def test_it_takes_no_async_function_without_a_body_for_it() -> None:
+def test_toy_operator_refuses_async_functions_without_an_async_body() -> None:
     async def late(number: int) -> int:
         return number
 
@@ -104,7 +105,7 @@ def test_it_takes_no_async_function_without_a_body_for_it() -> None:
     )
 
 
-def test_it_is_drawn() -> None:
+def test_toy_operator_is_drawn() -> None:
     graph = Graph("toy")
     declare(graph.source([1], name="numbers"), half).collect()
     for text in (to_dot(graph), to_mermaid(graph)):

@@ -1,4 +1,4 @@
-"""R10: an item that can't be received is a failed item like any other, and its neighbours are spared."""
+"""Test R10: an item that cannot be unpickled is an ordinary failed item, and its neighbours are spared."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def is_failure(failed):
 @pytest.mark.parametrize(
     ("function", "on"), [(double, "thread"), (double, "process"), (double_async, "thread")]
 )
-def test_an_item_that_cannot_be_unpickled_goes_to_the_errors(function, on):
-    """R10: before and behind it all goes on, in order."""
+def test_item_that_cannot_be_unpickled_goes_to_the_errors(function, on):
+    """Test R10: the items before and after it pass in order."""
     graph = Graph("unreadable")
     made = graph.source(range(8)).map(items, on="process")
     doubled = made.map(function, on=on, workers=2)
@@ -53,8 +53,8 @@ def test_an_item_that_cannot_be_unpickled_goes_to_the_errors(function, on):
     assert [is_failure(failed) for failed in results[bad]] == [True, True]
 
 
-def test_without_errors_read_it_ends_the_run_and_is_named():
-    """R10: and never with the item None."""
+def test_unreadable_item_without_an_errors_reader_ends_the_run():
+    """Test R10: the failure names the unreadable item instead of None."""
     graph = Graph("unreadable")
     graph.source(range(8)).map(items, on="process").sink(id, name="last")
     with pytest.raises(RunError) as caught:
@@ -78,8 +78,8 @@ def raise_it(kind):
 
 
 @pytest.mark.parametrize("kind", [ArithmeticError, ValueError, Broken])
-def test_behind_an_input_a_stage_that_gathers_ends_the_run_by_it_too(kind):
-    """R3, R10: whoever gathers, and whatever the item raises."""
+def test_unreadable_item_ends_a_gathering_run_with_an_input(kind):
+    """Test R3 and R10 for each kind of error that the item raises."""
     graph = Graph("unreadable")
     kinds = graph.input()
     result = kinds.map(FailsBy, on="process").collect(name="last")
@@ -93,8 +93,8 @@ def test_behind_an_input_a_stage_that_gathers_ends_the_run_by_it_too(kind):
     assert type(error.__cause__) is kind
 
 
-def test_a_stage_that_gathers_ends_the_run_by_it_too():
-    """R10: collect takes many at once."""
+def test_unreadable_item_ends_a_gathering_run():
+    """Test R10: collect takes many items at once."""
     graph = Graph("unreadable")
     graph.source(range(8)).map(items, on="process").collect()
     with pytest.raises(RunError) as caught:

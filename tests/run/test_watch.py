@@ -1,5 +1,5 @@
-"""Worker processes, as the crew holds them: the end of each is told once, for certain, however the system
-lets us know of it."""
+"""Test the watch over worker processes: it reports the end of each exactly once, however it learns of the
+end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refuse(pid: int, flags: int = 0) -> int:
 
 @pytest.fixture(params=["announced", "no pidfd_open", "no pidfd_send_signal"])
 def _pidfds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pidfds, and where the system refuses what belongs to them."""
+    """Run the test with pidfds, and with a system that refuses a part of them."""
     if request.param == "no pidfd_open":
         monkeypatch.setattr(os, "pidfd_open", refuse)
     if request.param == "no pidfd_send_signal":
@@ -54,7 +54,7 @@ def started(function: Callable[[], object]) -> WorkerProcess:
 
 
 @pytest.mark.usefixtures("_pidfds")
-def test_the_end_of_a_process_is_told_once() -> None:
+def test_end_of_a_process_is_reported_once() -> None:
     gate = Gate()
     first, second = started(gate.wait), started(gate.wait)
     with watching() as (watch, told):
@@ -75,7 +75,7 @@ def test_the_end_of_a_process_is_told_once() -> None:
 
 
 @pytest.mark.usefixtures("_pidfds")
-def test_a_process_that_ended_before_it_was_watched_is_told() -> None:
+def test_process_that_ended_before_the_watch_is_reported() -> None:
     process = started(int)
     assert process.ended(60)
     with watching() as (watch, told):
@@ -84,8 +84,8 @@ def test_a_process_that_ended_before_it_was_watched_is_told() -> None:
     process.close()
 
 
-def test_a_process_that_was_collected_before_it_was_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its number may be another's by now."""
+def test_process_that_was_already_reaped_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pid may belong to another process by now."""
 
     def gone(pid: int, flags: int = 0) -> int:
         raise ProcessLookupError(errno.ESRCH, "no such process")
@@ -98,13 +98,13 @@ def test_a_process_that_was_collected_before_it_was_found_is_told(monkeypatch: p
     process.close()
 
 
-def test_a_process_is_ended_for_good_before_it_is_closed() -> None:
-    """A child that inherited its pidfd keeps the pidfd from leaving the watch by being closed."""
+def test_process_leaves_the_watch_before_it_is_closed() -> None:
+    """If a child has inherited its pidfd, closing the pidfd does not remove it from the watch."""
     gate = Gate()
     first = started(gate.wait)
     with watching() as (watch, told):
         watch.add(ONE, first)
-        second = started(gate.wait)  # has a copy of the first one's pidfd
+        second = started(gate.wait)  # has a copy of the first pidfd
         watch.add(TWO, second)
         gate.wait_held(2)
         first.kill()
@@ -118,7 +118,7 @@ def test_a_process_is_ended_for_good_before_it_is_closed() -> None:
 
 
 @pytest.mark.parametrize("whose", [(Watch, "_ended"), (DeathLog, "began")], ids=["watch", "mail"])
-def test_a_mistake_of_ours_in_a_helping_thread_ends_the_run(
+def test_internal_error_in_a_helper_thread_ends_the_run(
     whose: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:

@@ -1,2 +1,1 @@
-"""What can be seen of a run while it goes on: clocks of its workers, windows of statistics, causes, and a
-feed."""
+"""Observe a run: clocks of its workers, windows of statistics, causes, reports and a feed."""

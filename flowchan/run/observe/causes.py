@@ -1,15 +1,16 @@
-"""Decides what limits a run: a pure function of two moments of it.
+"""Decide what limits a run, as a pure function of the statistics of a window.
 
-Algorithm. The utilisation of a stage is the share of the time of its *working* workers (begun and not ended)
-in which they neither wait for an item nor for a place nor for their turn. A stage with a utilisation of at
-least ``BUSY`` is a bottleneck. Of several, the one with the smallest bound W / (s · v) is: W working workers,
-s busy seconds an item, v items for each item of the sources. v is the product of what each stage on the way
-puts for each item that it takes; rates would mislead while channels still fill. Stages before the bottleneck
-are busy too while their channels have places, so a tie is common.
+Algorithm. The utilisation of a stage is the share of time in which its *working* workers (begun and not
+ended) do not wait. They may wait for an item, for a place in a channel or for their turn. A stage with a
+utilisation of at least ``BUSY`` is a bottleneck. If there are several, the one with the smallest bound
+W / (s · v) counts. W is the number of working workers, and s is the busy seconds per item. The number v of
+items per item of the sources is the product of the outputs per input of all earlier stages. Rates would
+mislead while channels still fill. Stages before the bottleneck are busy too while their channels have places,
+so ties are common.
 
-If threads of this process use a whole core together, they share one interpreter lock: their stages look busy
-and are not. If the kernel leaves workers without a core, more of them would not help. Both are looked for
-first. If no stage is a bottleneck, everybody waits, and the causes for that are tried in turn.
+If threads of this process together use a whole core, they compete for one interpreter lock: their stages look
+busy but are not. If the kernel leaves workers without a core, more workers would not help. Both causes are
+tried first. If no stage is a bottleneck, all workers wait, and the causes for that are tried in turn.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from flowchan.declare.placements import PLACEMENTS
 from flowchan.run.policy.stats import Cause, EdgeStats, RunStats, StageStats, WorkSeconds
 
 BUSY = 0.85
-"""From this utilisation on a stage is a bottleneck, and a core or a lock is used up."""
+"""Utilisation from which a stage is a bottleneck, and a core or lock is fully used."""
 SLOWEST = 0.25
-"""From this utilisation on a stage is named if there is no other cause. No stage is named that was busy for a
-smaller part of the window."""
+"""Utilisation from which a stage is named without another cause.
+
+It is also the smallest busy share of the window for a stage to be named."""
 SEEN = 0.1
-"""The smallest share of the time that counts as a cause."""
+"""Smallest share of the time that counts as a cause."""
 ONE_CORE = 1.15
-"""Threads that share a lock use no more cores than this."""
+"""Maximum number of cores that threads with one shared lock use."""
 CROWDED = 4.0
-"""At most this many times its CPU time may a thread have waited for a core for the lock's sake."""
+"""Maximum time that a thread waits for a core because of the lock, as a multiple of its CPU time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """One stage in the window, with the seconds of its workers in it."""
+    """One stage in the window, with the seconds of its workers."""
 
     stage: StageStats
     worked: WorkSeconds
@@ -44,12 +46,12 @@ class _Load:
 
     @property
     def workers(self) -> int:
-        """How many work, or how many did, if all have ended."""
+        """Return the number of working workers, or of all workers if all have ended."""
         return self.stage.working or self.stage.workers
 
     @property
-    def is_here(self) -> bool:
-        """Whether its workers are threads of this process."""
+    def is_local(self) -> bool:
+        """Return whether its workers are threads of this process."""
         place = PLACEMENTS.get(self.stage.on)
         return place is not None and not place.apart and not self.stage.hosts
 
@@ -59,11 +61,14 @@ class _Load:
 
     @property
     def occupied(self) -> float:
-        """The share of the window in which it was busy. A source that is over at once was so for a moment."""
+        """Return the share of the window in which the stage was busy.
+
+        It is small for a source that ended soon after its start.
+        """
         return self.worked.work / (self.workers * self.window)
 
     def bound(self, visits: float) -> float:
-        """Items of the sources a second that it can do."""
+        """Return the highest possible rate of the sources, in items per second."""
         items = self.stage.rate * self.window
         each = self.worked.work / items if items else self.worked.work
         return self.workers / max(each * visits, 1e-12)
@@ -71,10 +76,10 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What the causes are read off."""
+    """Statistics of the window from which the causes are found."""
 
     stats: RunStats
-    loads: dict[str, _Load]  # of stages that have worked in the window
+    loads: dict[str, _Load]  # stages that worked in the window
     cores: int
     gil: bool
 
@@ -90,9 +95,9 @@ def cause_of(stats: RunStats, worked: Mapping[str, WorkSeconds], cores: int, gil
     """Find what has limited a run in a window.
 
     Args:
-        stats: The run at the end of the window, with rates and shares of it.
-        worked: By stage, what its workers have spent in it.
-        cores: How many cores the run may use.
+        stats: The run at the end of the window, with the window's rates and shares.
+        worked: Seconds that the workers of each stage spent in the window, by stage.
+        cores: Number of cores that the run may use.
         gil: Whether the threads of this process share one interpreter lock.
     """
     loads = {
@@ -108,16 +113,16 @@ def cause_of(stats: RunStats, worked: Mapping[str, WorkSeconds], cores: int, gil
 
 
 def _gil(view: _View) -> Cause | None:
-    here = [load for load in view.loads.values() if load.is_here and load.worked.cpu is not None]
-    if not view.gil or not here:
+    local = [load for load in view.loads.values() if load.is_local and load.worked.cpu is not None]
+    if not view.gil or not local:
         return None
-    cpu = {load.stage.name: (load.worked.cpu or 0.0) / view.window for load in here}
+    cpu = {load.stage.name: (load.worked.cpu or 0.0) / view.window for load in local}
     used = sum(cpu.values())
-    # who holds the lock may have waited for a core meanwhile
+    # A thread with the lock may have waited for a core.
     held = used + sum(
-        min((load.worked.ready or 0.0) / view.window, CROWDED * cpu[load.stage.name]) for load in here
+        min((load.worked.ready or 0.0) / view.window, CROWDED * cpu[load.stage.name]) for load in local
     )
-    most = max(here, key=lambda load: cpu[load.stage.name] / load.workers)
+    most = max(local, key=lambda load: cpu[load.stage.name] / load.workers)
     alone = cpu[most.stage.name] / most.workers >= BUSY * used
     if held < BUSY or used > ONE_CORE or used < SEEN or alone:
         return None
@@ -156,7 +161,7 @@ def _stage(view: _View, least: float = BUSY) -> Cause | None:
     slow = min(busy, key=lambda load: load.bound(visits.get(load.stage.name) or 1.0))
     name = slow.stage.name
     if slow.is_read_by_program:
-        return Cause("consumer", name, f"the program is busy with what it reads from {name!r}")
+        return Cause("consumer", name, f"the program is busy with the items that it reads from {name!r}")
     why = f"its workers are busy {_percent(slow.stage.busy)} of the time"
     if missing := slow.stage.alive - slow.stage.working:
         why += f"; {missing} of {slow.stage.workers} have not begun"
@@ -164,8 +169,10 @@ def _stage(view: _View, least: float = BUSY) -> Cause | None:
 
 
 def _visits(stats: RunStats) -> dict[str, float]:
-    """Items that each stage takes for each item of the sources. In a loop: of so many rounds as it has
-    stages."""
+    """Return the number of items that each stage takes per item of the sources.
+
+    In a loop, the number of rounds is limited to the number of stages.
+    """
     taken = {stage.name: stage.items_in for stage in stats.stages}
     first = taken.keys() - {edge.reader for edge in stats.edges}
     visits = {name: float(name in first) for name in taken}
@@ -183,7 +190,7 @@ def _visits(stats: RunStats) -> dict[str, float]:
 
 
 def _consumer(view: _View) -> Cause | None:
-    """The program does not read a result, or slowly, and writers have no place."""
+    """Find a result that the program reads too slowly, so that its writers wait."""
     for stage in view.stats.stages:
         if OPERATORS[stage.kind].gathers and stage.alive:
             full = [
@@ -218,7 +225,7 @@ def _memory(view: _View) -> Cause | None:
 
 
 def _in_flight(view: _View) -> Cause | None:
-    """A loop whose stages wait for items, though there is something to do before it."""
+    """Find a loop whose stages wait for items although stages before it have some."""
     loop = _loop(view.stats)
     waiting = [view.loads[name].stage for name in loop if name in view.loads]
     if not waiting or not all(stage.waiting_input >= stage.waiting_output for stage in waiting):
@@ -227,11 +234,11 @@ def _in_flight(view: _View) -> Cause | None:
     if before and not any(edge.inside or edge.waiting_writers for edge in before):
         return None
     names = ", ".join(repr(name) for name in loop)
-    return Cause("in_flight", None, f"the loop of {names} lets too few items in at a time")
+    return Cause("in_flight", None, f"the loop of {names} admits too few items at a time")
 
 
 def _loop(stats: RunStats) -> list[str]:
-    """The stages that items come back to."""
+    """Return the stages to which their own items come back."""
     behind: dict[str, set[str]] = {}
     for edge in stats.edges:
         if edge.reader is not None:
@@ -258,7 +265,7 @@ def _starting(view: _View) -> Cause | None:
 
 
 def _input(view: _View) -> Cause | None:
-    """The program fills an input, and whoever reads that waits."""
+    """Find an input that the program fills too slowly for its readers."""
     for stage in view.stats.stages:
         if OPERATORS[stage.kind].outside:
             edges = [edge for edge in view.stats.edges if edge.writer == stage.name]
@@ -273,7 +280,10 @@ def _input(view: _View) -> Cause | None:
 
 
 def _slowest(view: _View) -> Cause | None:
-    """Nothing else is to be seen. In a short run start and end take a large part."""
+    """Name the busiest stage if no other cause was found.
+
+    In a short run, start and end take a large part of the time.
+    """
     return _stage(view, SLOWEST)
 
 

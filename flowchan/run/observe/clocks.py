@@ -1,9 +1,9 @@
-"""Measures for how long each worker has worked, and how much CPU time it has used.
+"""Measure how long each worker has worked and how much CPU time it has used.
 
-Both are counted from the moment at which the worker has built what the user declared (``Began``). The kernel
-is asked by clock number, which costs about a microsecond and is safe for threads and processes that are gone:
-``clock_gettime`` then fails, and the last value stands. (``time.pthread_getcpuclockid`` is not safe for
-them.)
+Both measurements start when the worker has built the user's callable (``Began``). The kernel is asked by
+clock number, which costs about a microsecond and is safe after a thread or process has ended.
+``clock_gettime`` fails then, and the last value stays. (``time.pthread_getcpuclockid`` is not safe for an
+ended thread.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowchan.run.policy.stats import WorkerStats, WorkSeconds
 
 @dataclass(slots=True)
 class CpuClock:
-    """The CPU time of a process, or of a thread of this one, since the first look at it."""
+    """CPU time of a process, or of a thread of this process, since its first reading."""
 
     pid: int = 0
     thread: int = 0
@@ -32,8 +32,8 @@ class CpuClock:
         self._first = self._last
 
     def look(self) -> None:
-        """Reads the clock, if the process or thread is still there."""
-        # how the kernel numbers the clocks of others: CPUCLOCK_SCHED, and 4 for one thread
+        """Read the clock if the process or thread still exists."""
+        # The kernel's numbers for the clocks of others: CPUCLOCK_SCHED, plus 4 for a single thread.
         clock = (~self.thread << 3) | 6 if self.thread else (~self.pid << 3) | 2
         place = f"self/task/{self.thread}" if self.thread else str(self.pid)
         try:
@@ -55,8 +55,11 @@ class CpuClock:
 
 @dataclass(slots=True)
 class _Working:
-    """One worker that has begun. Without a ``clock`` its CPU time is unknown, or that of another worker on
-    the same thread (``shares``)."""
+    """Clock of a worker that has begun.
+
+    Without a ``clock``, its CPU time is unknown, or counted for another worker on the same thread
+    (``shares``).
+    """
 
     began: float
     clock: CpuClock | None
@@ -72,7 +75,7 @@ class _Working:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """What the workers of one stage have worked: all that have ever begun, and those that work now."""
+    """Work of the workers of a stage: the ``total`` of all that ever began, and those that work ``now``."""
 
     total: WorkSeconds = field(default_factory=WorkSeconds)
     now: tuple[WorkerStats, ...] = ()
@@ -80,7 +83,10 @@ class Worked:
 
 @dataclass
 class WorkerClocks:
-    """The clocks of all workers of a run. Workers begin on their own threads, and end on the supervisor's."""
+    """Clocks of all workers of a run.
+
+    Workers begin on their own threads and end on the supervisor's thread.
+    """
 
     _pids: dict[WorkerId, int] = field(default_factory=dict)  # 0: on another host
     _working: dict[WorkerId, _Working] = field(default_factory=dict)
@@ -90,12 +96,12 @@ class WorkerClocks:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def started(self, event: Started) -> None:
-        """A worker's process has been started."""
+        """Record that a worker's process has been started."""
         with self._lock:
             self._pids[event.worker] = 0 if event.host else event.pid
 
     def begin(self, worker: WorkerId) -> None:
-        """A worker works from now on. One without a process calls this on its own thread."""
+        """Start the clock of a worker; without its own process, the worker's thread must call this."""
         now = time.monotonic()
         with self._lock:
             self._end(worker, now)
@@ -108,14 +114,14 @@ class WorkerClocks:
             self._working[worker] = _Working(now, clock, shares)
 
     def look(self, worker: WorkerId) -> None:
-        """A worker is about to end: after that its clock may be gone."""
+        """Read the clock of a worker that is about to end, because the clock may vanish."""
         with self._lock:
             working = self._working.get(worker)
             if working is not None and working.clock is not None:
                 working.clock.look()
 
     def end(self, worker: WorkerId) -> None:
-        """A worker has ended."""
+        """Stop the clock of a worker that has ended."""
         with self._lock:
             self._end(worker, time.monotonic())
             self._pids.pop(worker, None)
@@ -126,7 +132,7 @@ class WorkerClocks:
             self._ended[worker.stage] = added(self._ended[worker.stage], working.seconds(now))
 
     def until(self, now: float) -> dict[str, Worked]:
-        """What the workers of each stage have worked."""
+        """Return the work of each stage until ``now``."""
         with self._lock:
             totals = dict(self._ended)
             working: dict[str, list[WorkerStats]] = {}
@@ -141,7 +147,7 @@ class WorkerClocks:
 
 
 def added(one: WorkSeconds, other: WorkSeconds) -> WorkSeconds:
-    """The sum of the times that :class:`WorkerClocks` measures. What is unknown of one is unknown of both."""
+    """Return the sum of two measurements; a value unknown in one is unknown in the sum."""
     cpu = None if one.cpu is None or other.cpu is None else one.cpu + other.cpu
     ready = None if one.ready is None or other.ready is None else one.ready + other.ready
     return WorkSeconds(one.working + other.working, cpu=cpu, ready=ready)

@@ -1,11 +1,11 @@
-"""The feed of a run: it tells subscribers what happens and how the run goes, so that no view looks into the
+"""Feed of a run: it passes events and statistics to subscribers, so that views need no access to the
 supervisor.
 
-Algorithm. One thread serves all subscribers. It starts with the first one and ends with the last one or with
-the run, so a run that nobody watches pays one test of a flag for an event. It takes statistics only when one
-is due, and the same value goes to all who are due. Events are collected in between, so a slow subscriber
-holds up other subscribers and never a worker. At the end each subscriber gets the events that are left and
-one last look at the run.
+Algorithm. One thread serves all subscribers. It starts with the first subscriber and ends with the last one
+or with the run. So without subscribers, each event costs one test of a flag. The thread computes statistics
+only when they are due, and all subscribers that are due get the same value. Events are collected in between.
+So a slow subscriber delays other subscribers but never a worker. At the end, each subscriber gets the
+remaining events and the final statistics.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ log = logging.getLogger("flowchan.run")
 EVENTS_EVERY_S = 0.1
 """Seconds between two deliveries of events."""
 MOST_EVENTS = 10_000
-"""How many events are kept for a subscriber that is slow; then the oldest are dropped."""
+"""Maximum number of events kept for a slow subscriber; beyond it, the oldest are dropped."""
 
 
 class Subscription:
-    """One subscriber, until it is closed. Use it as a context manager."""
+    """Subscription to a run's feed, open until it is closed.
+
+    Use it as a context manager.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,7 @@ class Subscription:
         self._feed, self._stats, self._events = feed, stats, events
         self._every = every
         self._kept: deque[Any] = deque(maxlen=MOST_EVENTS)
-        self._context = contextvars.copy_context()  # a notebook knows by it which cell is meant
+        self._context = contextvars.copy_context()  # identifies the current cell in a notebook
         self.due = 0.0 if stats is not None else float("inf")
 
     def keep(self, event: Any) -> None:
@@ -59,7 +62,7 @@ class Subscription:
         return self._events is not None
 
     def serve(self, now: float, stats: Callable[[], RunStats], last: bool = False) -> None:
-        """Passes on what there is: events, and statistics if they are due."""
+        """Deliver the collected events, and the statistics if they are due."""
         while self._kept:
             self._call(self._events, self._kept.popleft())
         if self._stats is not None and (last or now >= self.due):
@@ -67,7 +70,7 @@ class Subscription:
             self._call(self._stats, stats())
 
     def _call(self, subscriber: Callable[[Any], object] | None, value: Any) -> None:
-        """A subscriber that fails gets no more; the run goes on."""
+        """Call the subscriber; if it raises, end its subscription without affecting the run."""
         if subscriber is None:
             return
         try:
@@ -75,10 +78,13 @@ class Subscription:
         except Exception as error:
             self._stats = self._events = None
             self.due = float("inf")
-            log.warning("a subscriber of a run's feed failed, and gets no more: %s", text_of(error))
+            log.warning("a subscriber of a run's feed failed and was removed: %s", text_of(error))
 
     def close(self) -> None:
-        """Leaves. If the run has ended, the subscriber has had its last look when this returns."""
+        """End the subscription.
+
+        After the end of the run, this returns once the subscriber has the final statistics.
+        """
         self._feed._leave(self)
 
     def __enter__(self) -> Subscription:
@@ -92,8 +98,11 @@ class Subscription:
 
 
 class Feed:
-    """The feed of one run. ``stats`` refers to what takes a look at it: the run must not need a garbage
-    collector to go."""
+    """Feed of one run.
+
+    ``stats`` is a weak reference to the function that computes statistics. So the run is freed without a
+    garbage collector.
+    """
 
     def __init__(self, name: str, stats: weakref.ref[Callable[[], RunStats]]) -> None:
         self._name, self._ref = name, stats
@@ -110,15 +119,17 @@ class Feed:
         events: Callable[[Any], object] | None = None,
         every: float = 1.0,
     ) -> Subscription:
-        """Tell a subscriber how the run goes, on the feed's own thread.
+        """Call a subscriber with statistics and events on the feed's own thread.
 
         Args:
-            stats: Gets the statistics of the whole run, at once, every so often, and once after the run has
-                ended.
-            events: Gets what the supervisor hears of workers and decides on
-            (``flowchan.run.policy.events``), in
-                order and not later than the statistics that follow it.
-            every: Seconds between two statistics.
+            stats: Gets the statistics of the whole run, as :class:`~flowchan.RunStats`: at once, then at each
+                interval, and once after the run has ended.
+            events: Gets the events of workers and the supervisor's decisions in order, not later than the
+                statistics that include them (``flowchan.run.policy.events``).
+            every: Interval between two statistics, in seconds (default: 1).
+
+        Returns:
+            The subscription; close it to end the calls.
         """
         new = Subscription(self, stats, events, every)
         with self._changed:
@@ -137,7 +148,7 @@ class Feed:
 
     def _stats(self) -> RunStats:
         look = self._ref()
-        assert look is not None  # whoever subscribes, or supervises, has the run
+        assert look is not None  # subscribers and the supervisor keep the run alive
         return look()
 
     def listen(self, listener: Callable[[Any], object]) -> None:
@@ -161,7 +172,7 @@ class Feed:
                 subscription.keep(decided.event)
 
     def end(self) -> None:
-        """The run has ended. Returns when all subscribers have had their last look."""
+        """End the feed; return when all subscribers have the final statistics."""
         with self._changed:
             self._over = True
             thread = self._thread
@@ -199,7 +210,7 @@ class Feed:
             self._subscriptions = ()
 
     def _next(self, served: tuple[Subscription, ...]) -> float:
-        """When to look again."""
+        """Return the time at which something is due again."""
         listen = any(one.listens for one in served)
         soon = time.monotonic() + (EVENTS_EVERY_S if listen else 60.0)
         return min([soon, *(one.due for one in served)])

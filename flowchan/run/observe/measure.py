@@ -1,5 +1,7 @@
-"""From the counts of the channels to the statistics of a run (R8). The channels count natively, so watching
-costs the workers nothing."""
+"""Compute the statistics of a run from the counters of its channels (R8).
+
+The channels count natively, so statistics cost the workers nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,11 @@ from flowchan.run.worker.opening import Channels, Ports
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One edge with the counts of its channel, and how many seconds each worker has waited at its port: to
-    read, and to write, in all and for its turn."""
+    """Counters of one edge's channel.
+
+    They include the seconds that each worker has waited at its port: to read; and to write, in total and for
+    its turn.
+    """
 
     edge: Edge
     stats: ChannelStats
@@ -40,10 +45,18 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What is known of a run besides the counts of its channels: its state, its seconds so far, and by stage
-    the items tried again, those that nobody wanted, and what its workers have worked. ``pids``
-    are those of worker processes, by worker; ``last_error`` is that of :class:`RunStats`. ``refused``
-    items failed and were asked."""
+    """State of a run besides the counters of its channels.
+
+    Attributes:
+        state: State of the policy.
+        elapsed: Seconds since the start of the run.
+        retried: Retried items by stage.
+        unwanted: Items without a receiver, by stage.
+        worked: Work of the workers by stage.
+        pids: Process ids by worker.
+        last_error: As in :class:`RunStats`.
+        refused: Failed items of ``ask`` by stage.
+    """
 
     state: PolicyState
     elapsed: float
@@ -56,13 +69,13 @@ class Account:
 
 
 def measure(plan: Plan, channels: Channels, ports: Mapping[WorkerId, Ports]) -> tuple[Snapshot, ...]:
-    """The counts of all channels now, and the waits at all ``ports``."""
+    """Return the current counters of all channels and the waits at all ``ports``."""
     read: dict[str, dict[int, float]] = {}
     written: dict[str, dict[int, tuple[float, float]]] = {}
-    for id, mine in list(ports.items()):  # workers come and go meanwhile
-        for reader in mine.inputs.values():
+    for id, own_ports in list(ports.items()):  # workers come and go concurrently
+        for reader in own_ports.inputs.values():
             read.setdefault(reader.channel._name, {})[id.number] = reader._waited()[0]
-        for writer in mine.writers():
+        for writer in own_ports.writers():
             written.setdefault(writer.channel._name, {})[id.number] = writer._waited()
     return tuple(
         Snapshot(edge, channels[edge.name].stats(), read.get(edge.name, {}), written.get(edge.name, {}))
@@ -73,7 +86,7 @@ def measure(plan: Plan, channels: Channels, ports: Mapping[WorkerId, Ports]) -> 
 def summarise(
     plan: Plan, account: Account, snapshots: tuple[Snapshot, ...], hosts: tuple[HostStats, ...] = ()
 ) -> RunStats:
-    """The statistics of a run: counters, without rates and shares, which :func:`between` gives."""
+    """Return the counters of a run without rates and shares; :func:`between` adds those."""
     state, elapsed = account.state, account.elapsed
     reading: dict[str | None, list[Snapshot]] = {}
     writing: dict[str, list[Snapshot]] = {}
@@ -87,7 +100,7 @@ def summarise(
     broken = Counter(failure.worker.stage for failure in state.failures if failure.item is not None)
     stages = []
     for stage in plan.graph.stages:
-        about = _About(
+        about = _StageInput(
             stage=stage,
             reads=reading.get(stage.name, []),
             writes=writing.get(stage.name, []),
@@ -129,9 +142,12 @@ def _edge(snapshot: Snapshot, share: int) -> EdgeStats:
 
 
 @dataclass(frozen=True, slots=True)
-class _About:
-    """What is known of one stage. ``broken`` items failed and ended the run, or were asked;
-    ``worked`` is what the clocks of its workers say."""
+class _StageInput:
+    """State of one stage.
+
+    ``broken`` items failed and ended the run, or came from ``ask``. ``worked`` comes from the clocks of the
+    workers.
+    """
 
     stage: Stage
     reads: list[Snapshot]
@@ -146,20 +162,20 @@ class _About:
     size: Size | None = None
 
 
-def _stage(about: _About) -> StageStats:
+def _stage(about: _StageInput) -> StageStats:
     stage, reads, writes = about.stage, about.reads, about.writes
     workers = stage.worker_count if about.size is None else about.size.workers
     items_in = sum(s.stats.items_out for s in reads)
     in_hand = sum(s.stats.leased for s in reads)
     failed = about.broken + sum(s.stats.items_in for s in writes if s.edge.errors)
     outs = [s for s in writes if not s.edge.errors]
-    # A tee puts each item into every branch; a stage that nobody reads has finished what it took.
+    # A tee puts each item into every branch. A stage without readers has finished each item it took.
     given = [s.stats.items_in for s in outs]
     unwanted = about.unwanted
     finished = max(0, items_in - in_hand - failed - unwanted)
     items_out = (max if stage.operator.repeats else sum)(given) if given else finished
     if stage.placement.hosts and stage.operator.owes and _readers_left(about, outs):
-        # Of what was on its way to a host or back then, no worker knows.
+        # No worker counts the items that were on the way to or from a host then.
         unwanted = max(unwanted, items_in - items_out - failed - in_hand)
     members = 0
     if "members" in stage.options:  # a batch that failed as a whole has no output
@@ -176,8 +192,8 @@ def _stage(about: _About) -> StageStats:
     )  # fmt: skip
 
 
-def _seconds(about: _About) -> WorkSeconds:
-    """The waits of all workers that the stage has had, by what its channels say."""
+def _seconds(about: _StageInput) -> WorkSeconds:
+    """Return the seconds of all workers that the stage has had, with the waits at its channels."""
     return _with_waits(
         about.worked.total,
         sum(snapshot.stats.read_wait for snapshot in about.reads),
@@ -186,8 +202,8 @@ def _seconds(about: _About) -> WorkSeconds:
     )
 
 
-def _worker(worker: WorkerStats, about: _About) -> WorkerStats:
-    """The same of one worker, by what its ports say."""
+def _worker(worker: WorkerStats, about: _StageInput) -> WorkerStats:
+    """Return the seconds of one worker, with the waits at its ports."""
     reads = sum(snapshot.read_waits.get(worker.number, 0.0) for snapshot in about.reads)
     writes = [snapshot.write_waits.get(worker.number, (0.0, 0.0)) for snapshot in about.writes]
     seconds = _with_waits(
@@ -197,17 +213,19 @@ def _worker(worker: WorkerStats, about: _About) -> WorkerStats:
 
 
 def _with_waits(worked: WorkSeconds, reads: float, writes: float, turns: float) -> WorkSeconds:
-    """Waits of a worker that waits at several channels at once count several times: never more than it has
-    worked. The end of one that just waits is known before the end of its wait, so neither are they
-    negative."""
+    """Add waits to the seconds of work, within their bounds.
+
+    A worker that waits at several channels counts each wait, so their sum is limited to the seconds worked. A
+    worker's end may be known before the end of its wait, so waits are at least zero.
+    """
     reads = min(max(0.0, reads), worked.working)
     writes = min(max(0.0, writes), worked.working - reads)
     turn = min(max(0.0, turns), writes)
     return dataclasses.replace(worked, input=reads, place=writes - turn, turn=turn)
 
 
-def _readers_left(about: _About, outs: list[Snapshot]) -> bool:
-    """Whether the stage has ended because nobody wanted its items any more."""
+def _readers_left(about: _StageInput, outs: list[Snapshot]) -> bool:
+    """Return whether the stage has ended because its outputs had no reader left."""
     left = any(s.stats.inside and not s.stats.readers for s in outs)
     return not about.alive and (about.unwanted > 0 or left)
 

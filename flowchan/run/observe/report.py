@@ -1,5 +1,7 @@
-"""The report of a run as text: the bottleneck, a table of stages, one of channels, and the account of each
-stage (R8)."""
+"""Render the report of a run as text (R8).
+
+It has the bottleneck, tables of stages and channels, and the account of each stage.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,11 @@ from flowchan.run.policy.stats import CauseKind, EdgeStats, HostStats, RunState,
 
 
 def render(stats: RunStats, width: int = 10**6) -> str:
-    """The report of ``stats``, of a run that has ended or of one that still goes on. A narrow ``width``
-    leaves out what other columns or the account say too, and then cuts names."""
+    """Render the report of a run that has ended or still runs.
+
+    A narrow ``width`` first drops columns whose content is also in other columns or the account, then cuts
+    names.
+    """
     first = f"graph {stats.graph!r}: {stats.state} {_after(stats)} {stats.elapsed:.2f} s, seed {stats.seed}"
     if stats.memory:
         memory = f"channels hold up to {amount(stats.memory)}"
@@ -29,13 +34,13 @@ def render(stats: RunStats, width: int = 10**6) -> str:
 
 
 def bottleneck_text(stats: RunStats) -> str:
-    """Name what limits the run, and why: the stage that holds the others up, or another cause."""
+    """Name what limits the run and why: a stage or another cause."""
     cause = stats.cause
     if cause is not None and cause.kind != "bottleneck":
         return f"bottleneck: {_CAUSES[cause.kind]} ({cause.why})"
     slow = next((stage for stage in stats.stages if stage.name == stats.bottleneck), None)
     if slow is None:
-        return "bottleneck: none to be seen"
+        return "bottleneck: none found"
     workers = "1 worker" if slow.workers == 1 else f"{slow.workers} workers"
     return (
         f"bottleneck: {slow.name} (busy {share(slow.busy)} of the time, {workers} "
@@ -56,17 +61,17 @@ _CAUSES: dict[CauseKind, str] = {
 
 
 def count(number: int) -> str:
-    """A number of items."""
+    """Format a number of items."""
     return f"{number:,}"
 
 
 def rate(number: float) -> str:
-    """Items a second."""
+    """Format a rate in items per second."""
     return f"{number:,.0f}/s" if number >= 10 or number == 0 else f"{number:.2g}/s"
 
 
 def share(part: float) -> str:
-    """A part of 1 as percent."""
+    """Format a fraction as a percentage."""
     return f"{100 * part:.0f} %"
 
 
@@ -75,15 +80,17 @@ def _after(stats: RunStats) -> str:
 
 
 def account_text(stage: StageStats, state: RunState) -> str:
-    """What has become of the items that a stage took in, and how many members of batches failed."""
+    """Describe the fate of the items that a stage took, and the number of failed batch members."""
     members = f", {count(stage.members_failed)} members failed" if stage.members_failed else ""
     return _account(stage, state) + members
 
 
 def _account(stage: StageStats, state: RunState) -> str:
-    """Where items out and failed don't make up for the items in although the operator owes that, it says
-    what the
-    difference is: still moving, discarded with the run, or missing."""
+    """Describe the fate of the items that a stage took.
+
+    An operator may owe one output per item. If its outputs and failures do not add up then, the text names
+    the difference: still moving, discarded with the run, or missing.
+    """
     rest = [("failed", stage.failed), ("in hand", stage.in_hand), ("unwanted", stage.unwanted)]
     missing = stage.items_in - stage.items_out - sum(number for _, number in rest)
     operator = OPERATORS[stage.kind]
@@ -181,7 +188,7 @@ def _host_table(hosts: Sequence[HostStats], width: int) -> str:
 
 
 GAP, LEAST = 2, 8
-"""Between two columns, and of what a text that is cut keeps."""
+"""Characters between two columns, and minimum length of a shortened text."""
 
 
 def table(
@@ -191,9 +198,11 @@ def table(
     width: int = 10**6,
     spare: Sequence[str] = (),
 ) -> str:
-    """Aligned columns, those numbered in ``left`` to the left and the others to the right. Empty without
-    rows. What is wider than ``width`` loses the ``spare`` columns, as many as it takes, and then the ends of
-    long texts to the left."""
+    """Format aligned columns, or return an empty string without rows.
+
+    Columns numbered in ``left`` are left-aligned, the others right-aligned. A table wider than ``width``
+    loses as many ``spare`` columns as necessary. Then the ends of long left-aligned texts are cut.
+    """
     if not rows:
         return ""
     columns = {titles[n]: (n in left, [titles[n], *(row[n] for row in rows)]) for n in range(len(titles))}
@@ -213,7 +222,7 @@ def table(
 
 
 Columns = dict[str, tuple[bool, list[str]]]
-"""By title: whether its cells stand to the left, and these, the title first."""
+"""Columns by title: whether the cells are left-aligned, and the cells, beginning with the title."""
 
 
 def _longest(cells: list[str]) -> int:
@@ -225,7 +234,7 @@ def _wide(columns: Columns) -> int:
 
 
 def _cut(columns: Columns, width: int) -> None:
-    """Cuts the widest of the texts to the left, letter by letter, to no less than a few."""
+    """Shorten the longest left-aligned texts, down to LEAST characters."""
     names = [cells for is_left, cells in columns.values() if is_left]
     while _wide(columns) > width and (most := max(map(_longest, names)) - 1) >= LEAST:
         widest = max(names, key=_longest)

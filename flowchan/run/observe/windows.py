@@ -1,10 +1,9 @@
-"""Windows of statistics: rates and shares between two moments of a run, and the moments that are kept for
-that.
+"""Compute rates and shares of a window of time, and keep past statistics for that.
 
-Algorithm. Counters in :class:`RunStats` only grow, so what happened in a window is the difference of two of
-them. A run takes a look at itself every half second, on the supervisor's thread, which is awake then anyway;
-less often if a look is so expensive that it would cost more than a thousandth of a core. Old looks are
-thinned out, so that any window has a look near its beginning.
+Algorithm. Counters in :class:`RunStats` only grow, so the difference of two gives the events of the window.
+The supervisor's thread, which is awake then anyway, takes statistics every half second. It does so less often
+if that would cost more than a thousandth of a core. Old statistics are thinned out, so that any window has
+some near its beginning.
 """
 
 from __future__ import annotations
@@ -21,31 +20,30 @@ from flowchan.run.observe.causes import cause_of
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats, WorkSeconds
 
 EVERY_S = 0.5
-"""Seconds between two looks at a run."""
+"""Seconds between two statistics of a run."""
 COST = 1000
-"""A look may take this part of the time between two of them."""
+"""Minimum ratio of the time between two statistics to the time that one takes."""
 FINENESS = 8
-"""A look is dropped if those next to it are not farther apart than their age divided by this."""
+"""Statistics are dropped if their neighbours are no farther apart than their age divided by this."""
 
 
 def cores_here() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def has_gil() -> bool:
-    """Whether the threads of this process share one lock of the interpreter."""
+    """Return whether the threads of this process share one interpreter lock."""
     return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
 def between(earlier: RunStats | None, later: RunStats) -> RunStats:
-    """``later``, with rates, shares and cause of the time since ``earlier``, or since the start of the
-    run."""
+    """Return ``later`` with rates, shares and cause since ``earlier``, or since the start of the run."""
     window = max(later.elapsed - (0.0 if earlier is None else earlier.elapsed), 1e-9)
     stages_before = {} if earlier is None else {stage.name: stage for stage in earlier.stages}
-    links_before = {} if earlier is None else {edge.name: edge for edge in earlier.edges}
+    edges_before = {} if earlier is None else {edge.name: edge for edge in earlier.edges}
     stages = tuple(_stage(stages_before.get(stage.name), stage, window) for stage in later.stages)
-    edges = tuple(_edge(links_before.get(edge.name), edge, window) for edge in later.edges)
+    edges = tuple(_edge(edges_before.get(edge.name), edge, window) for edge in later.edges)
     now = dataclasses.replace(later, stages=stages, edges=edges, window=window)
     worked = {
         stage.name: stage.seconds.since(stages_before[stage.name].seconds if stages_before else WorkSeconds())
@@ -79,14 +77,14 @@ def _edge(before: EdgeStats | None, now: EdgeStats, window: float) -> EdgeStats:
 
 
 class History:
-    """What a run looked like at moments in the past."""
+    """Past statistics of a run."""
 
     def __init__(self) -> None:
         self._looks: list[RunStats] = []
         self._next_at = time.monotonic() + EVERY_S
 
     def look(self, take: Callable[[], RunStats]) -> None:
-        """Keeps what ``take`` returns, if a look is due."""
+        """Keep what ``take`` returns, if statistics are due."""
         began = time.monotonic()
         if began < self._next_at:
             return
@@ -96,11 +94,14 @@ class History:
             if looks[-1].elapsed - older.elapsed > (newest.elapsed - older.elapsed) / FINENESS:
                 looks.append(look)
         looks += old[-1:]
-        self._looks = looks[::-1]  # replaced as a whole: other threads read it
+        self._looks = looks[::-1]  # replaced as a whole, because other threads read it
         now = time.monotonic()
         self._next_at = now + max(EVERY_S, COST * (now - began))
 
     def before(self, now: RunStats, window: float) -> RunStats | None:
-        """The last look that was at least ``window`` seconds before ``now``; ``None``: the run is younger."""
+        """Return the last statistics at least ``window`` seconds before ``now``.
+
+        Return ``None`` if the run is younger than that.
+        """
         old = [look for look in self._looks if now.elapsed - look.elapsed >= window]
         return old[-1] if old else None

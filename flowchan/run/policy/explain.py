@@ -1,5 +1,4 @@
-"""Who waits for whom, in words; and whether anybody can ever move again. Both are read off the statistics of
-a run."""
+"""Explain which worker waits for which, and detect that all wait, from the statistics of a run."""
 
 from __future__ import annotations
 
@@ -8,8 +7,10 @@ from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 
 def explain(stats: RunStats) -> str:
-    """One line for each stage that has workers left: what it waits for, for how long, and on whom that
-    depends."""
+    """Describe each stage with live workers: its wait, the duration, and the stage that can end the wait.
+
+    The text has one line for each stage.
+    """
     stages = {stage.name: stage for stage in stats.stages}
     lines = [f"graph {stats.graph!r} ({stats.state} for {stats.elapsed:.1f} s):"]
     for stage in stats.stages:
@@ -19,11 +20,14 @@ def explain(stats: RunStats) -> str:
 
 
 def all_wait(stats: RunStats) -> bool:
-    """Whether every worker that is alive waits for a channel of this graph: then nobody can move unless
-    somebody from outside does. The channels are looked at one after the other, so one look proves nothing.
-    One that selects waits at several channels and can't be told from several that wait, one with a timeout
-    will go on, one that has been woken may go on: then the answer is no. Coroutines count as waiting; whether
-    their event loops go on by themselves is for ``async_worker.only_wait_for`` to say."""
+    """Return whether every live worker waits for a channel of this graph.
+
+    If so, only something outside the graph can wake one. The channels are read one after the other, so a
+    single call proves nothing. The result is false if a worker selects, which looks like several waiting
+    workers. It is also false if a wait has a timeout and will end, or if a woken worker may continue.
+    Coroutines count as waiting; ``async_worker.only_wait_for`` checks whether their event loops have other
+    work.
+    """
     if any(edge.selecting > edge.awaiting or edge.woken for edge in stats.edges):
         return False
     alive = [stage for stage in stats.stages if stage.alive]
@@ -79,7 +83,7 @@ def _fill(edge: EdgeStats) -> str:
 
 
 def amount(number: int) -> str:
-    """A number of bytes."""
+    """Format a number of bytes."""
     if number < 10**6:
         return f"{number / 1e3:,.1f} KB"
     return f"{number / 1e6:,.1f} MB" if number < 10**9 else f"{number / 1e9:,.1f} GB"

@@ -1,4 +1,4 @@
-"""How an item's failure ends a worker, and how an exception reaches another process whole."""
+"""Failures of items, and exceptions that cross to another process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from flowchan.errors import FlowchanError
 from flowchan.run.policy import seeds
 
 RETIRED = 79
-"""The exit code of a worker's process that another is to replace, without having died (Retires)."""
+"""Exit code of a worker's process that asks to be replaced and does not count as dead (Retires)."""
 
 
 class ItemFailed(FlowchanError):
-    """Inside a worker: the function raised for ``item`` and nobody reads its errors, so the worker ends."""
+    """Signal inside a worker that the function failed for ``item`` and no errors stream receives the
+    failure."""
 
     def __init__(self, item: Any) -> None:
         super().__init__(item)
@@ -22,25 +23,29 @@ class ItemFailed(FlowchanError):
 
 
 class Retires(BaseException):
-    """What the function of a stage on processes raises in place of working on an item: its process ends, and
-    the one that takes its place begins with that item. That is no death: it counts neither against the item
-    nor as a restart."""
+    """Signal that a process should end and be replaced instead of working on an item.
+
+    The function of a stage on processes raises it, and the replacement begins with the same item. That counts
+    neither as a death of the item nor as a restart.
+    """
 
 
 class LostError(FlowchanError):
-    """Stands for an exception that can't be sent to another process; its text and traceback are kept."""
+    """Replacement for an exception that cannot be sent to another process, with its text and traceback."""
 
 
 class Portable:
-    """An exception on its way to another process. It arrives there as the exception itself, with its worker
-    and traceback as a note; or as a :class:`LostError` with the same text, where it can't be pickled here or
-    not rebuilt there."""
+    """Exception on its way to another process.
+
+    It arrives as the exception itself, with worker and traceback in a note. If it cannot be pickled here or
+    rebuilt there, it arrives as a :class:`LostError` with the same text.
+    """
 
     def __init__(self, error: BaseException, where: str = "") -> None:
         whole = "".join(traceback.format_exception(error)).rstrip()
         self._text = text_of(error)
-        # Beside the pickle, because an exception's own __reduce__ may leave its notes out (json's does).
-        where = where or f"in {seeds.told()}"
+        # Kept outside the pickle, because an exception's own __reduce__ may omit its notes (json's does).
+        where = where or f"in {seeds.worker_text()}"
         self._notes = [*getattr(error, "__notes__", ()), f"{where}:\n{whole}"]
         self._data: bytes | None
         import cloudpickle  # slow to import
@@ -59,7 +64,7 @@ def _arrive(data: bytes | None, text: str, notes: list[str]) -> BaseException:
     if data is not None:
         try:
             error = pickle.loads(data)
-        # the user's class decides what this raises, and the failure must not be lost by it
+        # The user's class decides what this raises; the failure must not get lost.
         except BaseException:
             error = None
     if not isinstance(error, BaseException):
@@ -70,7 +75,7 @@ def _arrive(data: bytes | None, text: str, notes: list[str]) -> BaseException:
 
 
 def text_of(error: BaseException) -> str:
-    """Type and message of an exception, whatever its ``__str__`` does."""
+    """Return the type and message of an exception, even if its ``__str__`` raises."""
     try:
         text = str(error)
     except BaseException as bad:

@@ -1,9 +1,10 @@
 """Logs a run by the standard ``logging``, as the logger ``flowchan.run``: its beginning and end, which worker
 processes start, die and are replaced, which items are blamed, and which workers do not end when they should.
 
-Beginnings and ends are INFO, starts of processes DEBUG, what goes wrong WARNING, and an item that is blamed
-ERROR. Records about a worker have its ``stage`` and ``number``. Nothing is shown unless the program asks for
-it; what the run raises at its end is not logged too.
+The log covers the start and end of the run, and worker processes that start, die or are replaced. It also
+covers blamed items and workers that do not end in time. Start and end are INFO, starts of processes DEBUG,
+problems WARNING, and blamed items ERROR. Records about a worker have its ``stage`` and ``number``. Nothing is
+shown unless the program configures logging. Exceptions that the run raises at its end are not logged.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""From a declared graph to what one run consists of, as data: which channels there will be, and which workers
-with which ports. Nothing is opened here; ``opening`` does that, for one machine."""
+"""Plan a run: turn a declared graph into data about channels, workers and their ports.
+
+Nothing is opened here; ``opening`` opens the plan on one machine.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,16 @@ from flowchan.declare.values import UNLIMITED_RESTARTS, DefaultNumber, Edge, Sta
 from flowchan.run.policy.events import WorkerId
 
 Taken = Counter[tuple[Any, str]]
-"""How many workers each host has so far: of all, and of those dealt by the same shares."""
+"""Number of workers assigned to each host so far: all of them, and those of placements with equal shares."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
-    """One worker to start: of which stage, with which ports. ``inputs`` and ``outputs`` say which channel
-    each port belongs to, ``errors`` to which one its failed items go. ``host`` is the name of the host on
-    which it runs, empty for this machine."""
+    """One worker to start.
+
+    ``inputs``, ``outputs`` and ``errors`` map its ports to channel names. ``host`` is the host on which it
+    runs, empty for this machine.
+    """
 
     id: WorkerId
     stage: Stage
@@ -35,16 +39,19 @@ class PlannedWorker:
 
     @property
     def is_task(self) -> bool:
-        """Whether it is a task of its stage's event loop, beside the stage's other workers on one thread."""
+        """Return whether it runs as a task of its stage's event loop, next to the other workers."""
         return is_async(self.stage.function) and not self.stage.placement.apart
 
     @property
     def gathers(self) -> bool:
-        """Whether it collects for the program alone: it starts when the program waits for the results."""
+        """Return whether it collects results only for the program.
+
+        Such a worker starts when the program waits for the results.
+        """
         return self.stage.operator.gathers and not self.outputs
 
     def channels(self) -> Iterator[str]:
-        """The names of all channels that it has a port of."""
+        """Yield the names of all channels of its ports."""
         yield from self.inputs.values()
         yield from self.outputs.values()
         if self.errors is not None:
@@ -53,10 +60,12 @@ class PlannedWorker:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that one run consists of. Its channels, one for each of ``edges``, share ``memory`` bytes.
-    ``inputs`` are the channels that the user fills, by stage name: one, or one for each worker of its reader;
-    all that its workers draw at random begins
-    with ``seed``."""
+    """Plan of one run.
+
+    Its channels, one for each of ``edges``, share ``memory`` bytes. ``inputs`` are the channels that the user
+    fills, by stage name: one, or one for each worker of the reader. All random numbers of the workers derive
+    from ``seed``.
+    """
 
     graph: Blueprint
     edges: tuple[Edge, ...]
@@ -67,12 +76,15 @@ class Plan:
 
     @property
     def share(self) -> int:
-        """How many bytes of the run's memory each channel may take."""
+        """Return the number of bytes that each channel may take."""
         return max(1, self.memory // max(1, len(self.edges)))
 
     def limits(self) -> dict[str, int]:
-        """How many dead workers of each stage may be replaced: a stage with state of its own can't be, unless
-        it says so; a thread does not die."""
+        """Return how many dead workers of each stage may be replaced.
+
+        Workers of a stage with its own state are replaced only if the stage is restartable. Threads do not
+        die.
+        """
         return {
             stage.name: stage.restarts if stage.restartable or stage.operator.per_item else 0
             for stage in self.graph.stages
@@ -89,13 +101,18 @@ class Plan:
         )
 
     def worker(self, id: WorkerId) -> PlannedWorker:
-        """The worker of that name. One that its stage has got in addition has the same channels as the
-        others."""
+        """Return the planned worker with this id.
+
+        A worker added to an elastic stage has the same channels as the others.
+        """
         first = next(worker for worker in self.workers if worker.id.stage == id.stage)
         return next((one for one in self.workers if one.id == id), dataclasses.replace(first, id=id))
 
     def is_fixed(self, stage: Stage) -> str:
-        """Why the number of a stage's workers can't change while the graph runs; empty: it can."""
+        """Explain why the number of the stage's workers cannot change during the run.
+
+        Returns an empty string if it can change.
+        """
         if not stage.operator.per_item:
             return f"a {stage.kind}"
         if is_async(stage.function):
@@ -108,13 +125,15 @@ class Plan:
 
     @property
     def elastic(self) -> frozenset[str]:
-        """The names of the gangs that go on while a worker is replaced. A thread does not die."""
+        """Return the gangs that continue while a worker is replaced; threads do not die."""
         stages = (stage for stage in self.graph.stages if stage.placement.apart)
         return frozenset(stage.name for stage in stages if stage.gang is not None and stage.gang.elastic)
 
     def between(self) -> Iterator[tuple[set[str], set[str]]]:
-        """The channels into and out of each stage that only passes on what it gets: it has no use for its
-        inputs when nobody wants its outputs. What a stage with ports of its own does is its own affair."""
+        """Yield the channels into and out of each stage that only passes items on.
+
+        Such a stage needs no inputs once its outputs have no reader. A general stage decides for itself.
+        """
         into: dict[str, set[str]] = {}
         out: dict[str, set[str]] = {}
         for worker in self.workers:
@@ -125,18 +144,18 @@ class Plan:
 
     @property
     def sources(self) -> frozenset[str]:
-        """The names of the stages that begin the graph."""
+        """Return the names of the stages that begin the graph."""
         return frozenset(stage.name for stage in self.graph.stages if stage.begins)
 
     @property
     def ends(self) -> frozenset[str]:
-        """The names of the stages whose output nobody reads: what the user waits for."""
+        """Return the names of the stages without readers, whose end the user waits for."""
         read = {edge.writer for edge in self.edges if edge.reader is not None}
         return frozenset(stage.name for stage in self.graph.stages if stage.name not in read)
 
 
 def plan(graph: Blueprint, seed: int, memory: int) -> Plan:
-    """What a run of ``graph`` will consist of."""
+    """Plan a run of ``graph``."""
     edges = tuple(edge for edge in graph.edges if edge.reader is not None)
     workers: list[PlannedWorker] = []
     inputs: dict[str, tuple[str, ...]] = {}
@@ -145,13 +164,17 @@ def plan(graph: Blueprint, seed: int, memory: int) -> Plan:
         if stage.operator.outside:
             inputs[stage.name] = tuple(edge.name for edge in edges if edge.writer == stage.name)
         else:
-            workers += _hosted(_workers(stage, edges), stage.placement, taken)
+            workers += _on_hosts(_workers(stage, edges), stage.placement, taken)
     return Plan(graph, edges, tuple(workers), inputs, seed, memory)
 
 
-def _hosted(workers: Iterator[PlannedWorker], placement: Placement, taken: Taken) -> Iterator[PlannedWorker]:
-    """Gives each worker of a stage to that of its hosts which has the fewest, the first of several. With
-    shares the workers of such a placement count alone, so that others' change nothing of its shares."""
+def _on_hosts(
+    workers: Iterator[PlannedWorker], placement: Placement, taken: Taken
+) -> Iterator[PlannedWorker]:
+    """Assign each worker of a stage to the host with the fewest workers, the first of several.
+
+    A placement with shares counts only its own workers, so that other placements do not affect them.
+    """
     counted = (placement.hosts, placement.shares) if placement.shares else None
     shares = dict(zip(placement.hosts, placement.shares, strict=True)) if placement.shares else {}
     for worker in workers:
@@ -166,20 +189,23 @@ def _hosted(workers: Iterator[PlannedWorker], placement: Placement, taken: Taken
 
 def _workers(stage: Stage, edges: tuple[Edge, ...]) -> Iterator[PlannedWorker]:
     for number in range(1, stage.worker_count + 1):
-        mine = [edge for edge in edges if edge.writer == stage.name and edge.worker in (0, number)]
+        own = [edge for edge in edges if edge.writer == stage.name and edge.worker in (0, number)]
         outputs = {
             edge.writing_end: edge.name
             for output in stage.outputs
-            for edge in mine
+            for edge in own
             if edge.writer_port == output.port
         }
-        errors = next((edge.name for edge in mine if edge.errors), None)
+        errors = next((edge.name for edge in own if edge.errors), None)
         inputs = _inputs(stage, number, edges)
         yield PlannedWorker(WorkerId(stage.name, number), stage, inputs, outputs, errors)
 
 
 def _inputs(stage: Stage, number: int, edges: tuple[Edge, ...]) -> dict[str, str]:
-    """The channels of a worker's input ports: of all that its stage has, or of one where each has its own."""
-    mine = stage.input_ports[number - 1 : number] if stage.operator.worker_per_input else stage.input_ports
+    """Return the channels of a worker's input ports.
+
+    An operator with one worker per input gives each worker one of the stage's ports.
+    """
+    own = stage.input_ports[number - 1 : number] if stage.operator.worker_per_input else stage.input_ports
     read = [edge for edge in edges if edge.reader == stage.name and edge.to_worker in (0, number)]
-    return {edge.reading_end: edge.name for port in mine for edge in read if edge.reader_port == port}
+    return {edge.reading_end: edge.name for port in own for edge in read if edge.reader_port == port}

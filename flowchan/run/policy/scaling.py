@@ -1,7 +1,7 @@
 """Decides how the number of a stage's workers changes while its graph runs (R13).
 
-New workers get numbers that no worker of the stage has had. The workers with the highest numbers are removed;
-each finishes its item first. Workers that are about to leave count no more.
+New workers get numbers that no worker of the stage has had. The workers with the highest numbers are removed,
+each after its current item. Workers that are about to leave do not count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Size:
     spent: float = 0.0
 
     def seconds(self, now: float) -> float:
-        """The worker time until ``now``, in seconds: with two workers two for each second."""
+        """Return the worker time until ``now``, in seconds; two workers take two seconds per second."""
         return self.spent + self.workers * (now - self.since)
 
 

@@ -1,10 +1,13 @@
-"""Chance (R9): every worker has its own seed, and a worker's process draws its random numbers from it.
+"""Random seeds of workers (R9).
 
-The seed is a hash of the run's seed, the stage, the worker's number and its incarnation: a run with an equal
-seed draws the same numbers, and a replacement draws others than the worker that died. :func:`begin` seeds
-what a process shares, the generators of ``random``, ``numpy.random`` and torch: those that are imported
-already (a fork inherits them in the state of its parent) at once, the others when they are imported. Workers
-on threads share them with the whole program, so there they are left alone.
+Each worker has its own seed, and its process draws random numbers from that seed. The seed is a hash of the
+run's seed, the stage, the worker's number and its incarnation. So a run with an equal seed draws the same
+numbers, and a replacement draws other numbers than the dead worker.
+
+:func:`begin` seeds the global generators of ``random``, ``numpy.random`` and torch in a worker's process.
+Modules that are already imported are seeded at once, because a fork inherits the state of its parent. The
+others are seeded on import. Worker threads share the generators with the whole program, so their generators
+are left alone.
 """
 
 from __future__ import annotations
@@ -22,10 +25,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker as the code inside it sees itself: ``number`` (from 1) of the ``workers`` of ``stage``.
-    ``incarnation`` is how many processes have done its work before this one. ``seed`` (below 2 ** 63) is
-    different for each of them, and the same again in a run with the same seed. ``host`` is the name of the
-    host, empty on the program's own machine."""
+    """Information about the current worker.
+
+    Attributes:
+        stage: Name of its stage.
+        number: Number of the worker in the stage, from 1.
+        workers: Number of workers of the stage.
+        seed: Random seed below 2 ** 63, different for each worker and incarnation, and reproducible with the
+            run's seed.
+        incarnation: Number of processes that had this worker's work before.
+        host: Name of the host; empty on the program's machine.
+    """
 
     stage: str
     number: int
@@ -35,13 +45,23 @@ class Worker:
     host: str = ""
 
 
-_here: ContextVar[Worker] = ContextVar("flowchan worker")
-_of_process: Worker | None = None  # for the threads that the user's code starts in a worker's process
+_current: ContextVar[Worker] = ContextVar("flowchan worker")
+_of_process: Worker | None = None  # for threads that user code starts in a worker's process
 
 
 def worker() -> Worker:
-    """The worker whose code is running. ``RuntimeError`` outside of one."""
-    found = _here.get(_of_process)
+    """Return the worker whose code is running.
+
+    Raises:
+        RuntimeError: The caller does not run in a worker.
+
+    Example:
+        >>> graph = Graph("numbers")
+        >>> numbers = graph.source(range(2)).map(lambda _: worker().number).collect()
+        >>> graph.run()[numbers]
+        [1, 1]
+    """
+    found = _current.get(_of_process)
     if found is None:
         raise RuntimeError(
             "flowchan.worker(): no worker runs here; call it in the function or class of a stage"
@@ -49,59 +69,59 @@ def worker() -> Worker:
     return found
 
 
-def told() -> str:
-    """Who runs here, for messages: ``the worker map 2 on host 'gpu1'``."""
-    here = _here.get(_of_process)
-    if here is None:
+def worker_text() -> str:
+    """Name the current worker for messages, such as ``the worker map 2 on host 'gpu1'``."""
+    info = _current.get(_of_process)
+    if info is None:
         return "the worker"
-    return f"the worker {here.stage} {here.number}" + (f" on host {here.host!r}" if here.host else "")
+    return f"the worker {info.stage} {info.number}" + (f" on host {info.host!r}" if info.host else "")
 
 
 def seed_of(run: int, stage: str, number: int, incarnation: int) -> int:
-    """The seed of one worker in a run with the seed ``run``."""
+    """Return the seed of one worker in a run with the seed ``run``."""
     parts = repr((run, stage, number, incarnation)).encode("utf-8", "surrogatepass")
-    # it fits into a signed 64-bit number
+    # It must fit into a signed 64-bit number.
     return int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest()) >> 1
 
 
-def enter(here: Worker) -> None:
-    """From now on this thread, or this task, is the worker's."""
-    _here.set(here)
+def enter(info: Worker) -> None:
+    """Set the worker of this thread or task."""
+    _current.set(info)
 
 
-def begin(here: Worker) -> None:
-    """From now on this process is the worker's. Comes before any code of the user's is loaded."""
+def begin(info: Worker) -> None:
+    """Set the worker of this process, before any user code is loaded."""
     global _of_process
-    _of_process = here
-    # a fork has copied its parent's
+    _of_process = info
+    # A fork has copied the finder of its parent.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _SeedOnImport)]
-    sys.meta_path.insert(0, _SeedOnImport(here.seed))
+    sys.meta_path.insert(0, _SeedOnImport(info.seed))
     for name in SEEDED:
         if (module := sys.modules.get(name)) is not None:
-            _seed(module, here.seed)
+            _seed(module, info.seed)
 
 
 def _seed_numpy(module: Any, seed: int) -> None:
-    # A new bit generator and not numpy.random.seed(): a thread that drew during the fork left the old one
-    # locked.
+    # Set a new bit generator instead of calling numpy.random.seed(): another thread may have held the lock of
+    # the old one during the fork.
     module.set_bit_generator(module.MT19937(seed))
 
 
 SEEDED: dict[str, Callable[[Any, int], object]] = {
     "random": lambda module, seed: module.seed(seed),
     "numpy.random": _seed_numpy,
-    # leaves CUDA alone where the parent of a fork used it
+    # Leaves CUDA alone if the parent of a fork used it.
     "torch": lambda module, seed: module.manual_seed(seed),
 }
 
 
 def _seed(module: ModuleType, seed: int) -> None:
-    with contextlib.suppress(AttributeError):  # half imported, or the user's own module of that name
+    with contextlib.suppress(AttributeError):  # partly imported, or the user's own module of that name
         SEEDED[module.__name__](module, seed)
 
 
 class _SeedOnImport:
-    """A finder of modules, which has the other finders look, and seeds the module once that is executed."""
+    """Module finder that delegates to the other finders and seeds the module after its execution."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

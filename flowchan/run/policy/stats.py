@@ -1,5 +1,7 @@
-"""What a run looks like at one moment, as frozen values (R8). :meth:`Run.stats` makes them, the live view,
-the report and the tests read them."""
+"""Statistics of a run at one moment, as frozen values (R8).
+
+:meth:`Run.stats` creates them. The live view, the report and the tests read them.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ CauseKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class WorkSeconds:
-    """Counters of one worker, or of all workers of a stage, in seconds since the run began.
+    """Time spent by one worker, or by all workers of a stage, in seconds since the start of the run.
 
-    ``working``: since the worker had built what the user declared, until it ended or until now. Parts of it
-    are ``input`` (waiting for an item), ``place`` (waiting for a place behind) and ``turn`` (waiting until
-    the items before its own are out, while nothing is inside for a reader); the rest is ``work``. ``cpu``:
-    CPU time, and ``ready``: time in which the kernel had no core for it; ``None`` where nobody can say, as
-    for workers that run on other hosts.
+    Attributes:
+        working: Time since the worker built its callable, until its end or until now.
+        input: Part of ``working`` spent waiting for an item.
+        place: Part of ``working`` spent waiting for room in an output channel.
+        turn: Part of ``working`` spent waiting until earlier items are out, while the channel has nothing for
+            a reader.
+        cpu: CPU time; ``None`` if unknown, for example for workers on other hosts.
+        ready: Time spent waiting for a core; ``None`` if unknown.
     """
 
     working: float = 0.0
@@ -36,11 +41,11 @@ class WorkSeconds:
 
     @property
     def work(self) -> float:
-        """Seconds in which it did not wait."""
+        """Return the part of ``working`` in which it did not wait, in seconds."""
         return max(0.0, self.working - self.input - self.place - self.turn)
 
     def since(self, earlier: WorkSeconds) -> WorkSeconds:
-        """What was added after ``earlier``."""
+        """Return the time added after ``earlier``."""
         return WorkSeconds(
             max(0.0, self.working - earlier.working),
             max(0.0, self.input - earlier.input),
@@ -53,8 +58,15 @@ class WorkSeconds:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """The worker that has this ``number`` now, in its stage: whether it is ``working`` (has begun and not
-    ended), and its counters. Those of workers that it has replaced count in the stage only."""
+    """One current worker of a stage.
+
+    Time of workers that it has replaced counts only for the stage.
+
+    Attributes:
+        number: Number of the worker in its stage.
+        working: Whether it has begun and not ended.
+        seconds: Time that it has spent.
+    """
 
     number: int
     working: bool
@@ -63,10 +75,23 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What limits a run, and why. ``kind`` is "bottleneck" (``stage`` is it), "input" (the program
-    puts slowly), "consumer" (it reads slowly), "order" (the workers of ``stage`` wait for their turns),
-    "gil" (threads share one interpreter lock), "cores", "memory" (a channel is short of bytes), "in_flight"
-    (a loop has too few items under way) or "starting" (``stage`` has no worker that works yet)."""
+    """Cause that limits a run.
+
+    Attributes:
+        kind: One of
+
+            - "bottleneck": ``stage`` is the slowest;
+            - "input": the program puts items slowly;
+            - "consumer": the program reads results slowly;
+            - "order": the workers of ``stage`` wait for their turns;
+            - "gil": threads share one interpreter lock;
+            - "cores": the workers use all cores;
+            - "memory": a channel is short of bytes;
+            - "in_flight": a loop admits too few items at a time;
+            - "starting": no worker of ``stage`` has begun yet.
+        stage: Name of the stage, if the cause is one.
+        why: Explanation in words.
+    """
 
     kind: CauseKind
     stage: str | None
@@ -75,14 +100,37 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class StageStats:
-    """One stage. ``busy``, ``waiting_input`` and ``waiting_output`` are shares (0 to 1) of the time in which
-    its workers worked, of those that had begun and not ended; ``waiting_turn`` is the part of
-    ``waiting_output`` in which an ordered stage waited for items before. ``rate`` is items finished per
-    second. All four, and ``cores``, the CPU seconds per second, refer to the window of :class:`RunStats`;
-    everything else counts from the start of the run. ``working`` workers have begun and not ended.
-    ``unwanted`` items were in hand when the readers of the stage left (R2). ``hosts`` are those on which its
-    workers may run. ``pids`` are those of its worker processes that are alive, in the order of their numbers.
-    ``members_failed`` are those of batches that went on without them."""
+    """Statistics of one stage.
+
+    The rate and the shares (0 to 1) refer to the window of :class:`RunStats`. Shares are fractions of the
+    time of the working workers. All counts start at the start of the run.
+
+    Attributes:
+        name: Name of the stage.
+        kind: Name of the operator.
+        on: Placement of the workers, such as "thread" or "process".
+        workers: Number of workers the stage should have.
+        alive: Number of workers that have not ended.
+        items_in: Items taken from the inputs.
+        items_out: Items put into the outputs.
+        failed: Items that failed.
+        retried: Retries of items.
+        restarts: Replaced workers.
+        unwanted: Items taken whose output had no reader left (R2).
+        in_hand: Items that workers have taken and not finished.
+        rate: Items finished per second.
+        busy: Share of the time spent working.
+        waiting_input: Share of the time spent waiting for an item.
+        waiting_output: Share of the time spent waiting to put, including ``waiting_turn``.
+        hosts: Hosts on which its workers may run.
+        pids: Process ids of its live workers, in the order of their numbers.
+        members_failed: Failed members of batches that continued without them.
+        waiting_turn: Share of the time in which an ordered stage waited for earlier items.
+        cores: CPU seconds per second; ``None`` if unknown.
+        working: Number of workers that have begun and not ended.
+        seconds: Time spent by all workers.
+        per_worker: Statistics of each working worker.
+    """
 
     name: str
     kind: str
@@ -112,13 +160,29 @@ class StageStats:
 
 @dataclass(frozen=True, slots=True)
 class EdgeStats:
-    """One channel: ``inside`` of ``capacity`` items are in it now, ``passed`` went through, ``rate`` of them
-    a second of the window. ``waiting_readers`` workers wait for an item, and somebody has for
-    ``readers_waiting_for`` seconds; the same for writers. ``selecting``: waiters that something else may
-    release, ``awaiting`` of them coroutines of this process; ``woken``: signalled, not yet running.
-    ``bytes`` are inside of the ``share`` that the channel has of the run's memory; ``short_of_bytes``: a
-    writer waits for those and not for a place. ``holders`` are the processes that keep blocks of its
-    memory."""
+    """Statistics of one channel of a graph.
+
+    Attributes:
+        name: Name of the channel.
+        writer: Stage that puts items.
+        reader: Stage that takes items, or ``None``.
+        transport: Name of the transport.
+        inside: Items in the channel now.
+        capacity: Maximum number of items.
+        passed: Items taken since the start of the run.
+        rate: Items taken per second in the window of :class:`RunStats`.
+        waiting_readers: Workers that wait for an item.
+        waiting_writers: Workers that wait to put.
+        readers_waiting_for: Longest current wait of a reader, in seconds.
+        writers_waiting_for: Longest current wait of a writer, in seconds.
+        selecting: Waiters that something else may also wake.
+        woken: Waiters that were woken and do not run yet.
+        awaiting: Those of ``selecting`` that are coroutines of this process.
+        bytes: Bytes in the channel now.
+        share: The channel's share of the run's memory, in bytes.
+        short_of_bytes: Whether a writer waits for bytes instead of a place.
+        holders: Processes that keep blocks of the channel's memory.
+    """
 
     name: str
     writer: str
@@ -143,10 +207,19 @@ class EdgeStats:
 
 @dataclass(frozen=True, slots=True)
 class HostStats:
-    """Another host on which workers of the run are. ``state`` is "connected", "waiting" for its agent, or why
-    there is none. ``agents`` have been started so far; ``deaths`` says how those ended that died, and
-    ``breaks`` is how often the connection to one broke and was made again. ``received`` and ``sent`` count
-    bytes here, ``round_trip`` is in seconds."""
+    """Statistics of another host with workers of the run.
+
+    Attributes:
+        name: Name of the host.
+        state: "connected", "waiting" for its agent, or why the agent is missing.
+        workers: Number of workers on the host.
+        agents: Number of agents started so far.
+        deaths: Descriptions of how agents died.
+        breaks: Number of broken connections to an agent that were made again.
+        sent: Bytes sent to the host.
+        received: Bytes received from the host.
+        round_trip: Round-trip time in seconds; 0 if unknown.
+    """
 
     name: str
     state: str
@@ -161,12 +234,22 @@ class HostStats:
 
 @dataclass(frozen=True, slots=True)
 class RunStats:
-    """A whole run: ``elapsed`` seconds since its start (until its end, once it has ended). Rates
-    and shares are those of its last ``window`` seconds. ``cause`` says what limited it in these, ``None`` if
-    nothing can be said; ``bottleneck`` is the name of the stage that holds the others up, if a stage does.
-    With the same ``seed`` another run's workers draw the same random numbers (R9). Its channels share
-    ``memory`` bytes. ``hosts`` are the others on which it has workers. ``last_error`` tells in a line of the
-    last item that failed or worker that died."""
+    """Statistics of a whole run.
+
+    Attributes:
+        graph: Name of the graph.
+        state: "running", "stopping", "done", "failed", "stopped" or "aborted".
+        elapsed: Seconds since the start of the run, until now or its end.
+        stages: Statistics of each stage.
+        edges: Statistics of each channel.
+        bottleneck: Name of the stage that limits the run, if a stage does.
+        seed: Random seed; with an equal seed, workers draw equal random numbers (R9).
+        memory: Bytes that its channels share.
+        hosts: Statistics of the other hosts with workers of the run.
+        last_error: One line about the last failed item or dead worker.
+        window: Length of the window of rates and shares, in seconds.
+        cause: Cause that limited the run in the window; ``None`` if unknown.
+    """
 
     graph: str
     state: RunState

@@ -1,1 +1,1 @@
-"""Runs one worker: its callable, the loop of its operator, its requests and logs."""
+"""Run one worker: its callable, the loop of its operator, its requests and its logs."""

@@ -1,5 +1,7 @@
-"""An ``async def`` function as the worker of a process calls it: there it has an event loop of its own, which
-runs while the function does."""
+"""Call ``async def`` functions in worker processes.
+
+A worker in its own process has its own event loop, which runs only while the function runs.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,17 @@ _END = object()
 
 
 class Driven:
-    """The functions of one worker."""
+    """Runner of the async functions of one worker."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
         self._begun: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Gives what is awaited in ``function``; of an async generator, an iterator over its elements."""
+        """Return a plain function that runs ``function`` and returns its result.
+
+        For an async generator, the plain function returns an iterator over the elements.
+        """
 
         def call(*args: Any, **kwargs: Any) -> Any:
             called = function(*args, **kwargs)
@@ -42,7 +47,7 @@ class Driven:
 
     def _next(self, elements: AsyncIterator[Any]) -> Any:
         async def wait() -> Any:
-            return await anext(elements, _END)  # within the loop, for a generator belongs to that
+            return await anext(elements, _END)  # must run in the loop, which then owns the generator
 
         return self._runner.run(wait())
 
@@ -56,8 +61,7 @@ class Driven:
                 self._result(elements.aclose())
 
     def close(self, close: Callable[[], Any]) -> None:
-        """Closes what was called, which may be async too, and what is not wanted to its end; and ends the
-        loop."""
+        """Run ``close``, which may be async, close unfinished generators and end the event loop."""
 
         async def end() -> None:
             try:

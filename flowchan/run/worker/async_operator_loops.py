@@ -1,8 +1,8 @@
-"""The operators for an ``async def`` function: the loops of ``operator_loops.py``, with ``await`` where
-they wait.
+"""Loops of the operators for an ``async def`` function.
 
-The ``workers=n`` of such a stage are n tasks of one event loop, each with ports of its own; so order, errors,
-retries and the ends are those of n threads.
+They match the loops of ``operator_loops.py``, with ``await`` at each wait. The ``workers=n`` of such a stage
+are n tasks of one event loop. Each task has its own ports, so order, errors, retries and ends match those of
+n threads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob, OwnEnd, is_
 
 
 async def _call(job: OperatorJob, item: Any) -> Any:
-    """The result for ``item``, after as many tries as the stage has, or SKIPPED when it went to the errors
-    stream."""
+    """Call the function with ``item``, and again for each retry that the stage allows.
+
+    Return the result, or SKIPPED if the item was given up.
+    """
     for attempt in range(1, job.retries + 2):
         try:
             async with asyncio.timeout(job.timeout) as limit:
@@ -72,7 +74,7 @@ async def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
     async for item in items:
-        given = 0  # a retry does not repeat what is out already
+        emitted = 0  # a retry does not repeat earlier outputs
         for attempt in range(1, job.retries + 2):
             try:
                 async with (
@@ -81,10 +83,10 @@ async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
                 ):
                     number = 0
                     async for output in elements:
-                        if number == given:
+                        if number == emitted:
                             async with _does_not_count(limit):
                                 await _put_or_end(out, output)
-                            given += 1
+                            emitted += 1
                         number += 1
                 break
             except OwnEnd as end:
@@ -101,7 +103,7 @@ async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def _does_not_count(limit: asyncio.Timeout) -> AsyncIterator[None]:
-    """While a worker waits for room, its time for the item stands still."""
+    """Pause the time limit of the item while the worker waits for room."""
     until, clock = limit.when(), asyncio.get_running_loop().time
     left = None if until is None else until - clock()
     limit.reschedule(None)
@@ -119,8 +121,10 @@ async def _put_or_end(out: Out[Any], output: Any) -> None:
 
 
 async def _elements(called: Any) -> AsyncGenerator[Any, None]:
-    """The elements of an async iterator, or of the iterable that a coroutine returns. An async generator is
-    cleaned up when its elements are not wanted any more."""
+    """Yield the elements of an async iterator, or of the iterable that a coroutine returns.
+
+    An async generator is closed as soon as the consumer stops.
+    """
     if not isinstance(called, AsyncIterable):
         for element in await called:
             yield element

@@ -1,10 +1,9 @@
-"""The workers of an ``async def`` stage: tasks of one event loop on one thread of this process.
+"""Run the workers of an ``async def`` stage as tasks of one event loop on one thread.
 
-The supervisor asks whether they can still move. A loop that waits without a time limit, for nothing but its
-channels, has no timer, no socket and no callback that is due: asyncio tells its selector so. If besides each
-of its tasks itself awaits a channel of the graph, then only a channel can move it. All else counts as work: a
-task that awaits another one, an event or a future, and whatever awaits a channel in an event loop of the
-user's.
+For its deadlock check, the supervisor asks whether these tasks can still make progress. The selector gets no
+timeout if the loop has no timer, no socket and no callback that is due. If, in addition, each task awaits a
+channel of the graph, only a channel can wake the loop. Everything else counts as work: a task that awaits
+another task, an event or a future. Waits for a channel in the user's own event loop also count as work.
 """
 
 from __future__ import annotations
@@ -28,26 +27,28 @@ from flowchan.run.policy.seeds import Worker
 from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.operator_loops import OperatorJob
 from flowchan.run.worker.port_release import PortRelease
-from flowchan.run.worker.worker import end, ends_of, job_of, join_ports, let_go, tell_aborts
+from flowchan.run.worker.worker import end, ends_of, job_of, join_ports, tell_aborts, without_traceback
 from flowchan.run.worker.worker_callable import built_async, nothing
 
 ANSWER_WITHIN_S = 0.05
-"""An event loop that does not answer in this time has work."""
+"""Time limit in seconds; an event loop that does not answer in this time has work."""
 
 
 class _Selector(selectors.DefaultSelector):
-    """Notes whether the event loop has nothing to wait for but calls from other threads."""
+    """Selector that records whether only calls from other threads can wake the event loop."""
 
     is_idle = False
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self.is_idle = timeout is None and len(self.get_map()) == 1  # the loop's own, which wakes it up
+        self.is_idle = timeout is None and len(self.get_map()) == 1  # the loop's own socket for wakeups
         return super().select(timeout)
 
 
 class StageLoop(asyncio.SelectorEventLoop):
-    """An event loop that can tell whether only channels can move it. ``starter``: the task that waits for the
-    workers."""
+    """Event loop that can report whether only channels can wake it.
+
+    ``starter`` is the task that waits for the workers.
+    """
 
     def __init__(self) -> None:
         self._waiting = _Selector()
@@ -55,21 +56,21 @@ class StageLoop(asyncio.SelectorEventLoop):
         self.starter: asyncio.Task[Any] | None = None
 
     def has_only(self, tasks: Collection[asyncio.Task[Any] | None]) -> bool:
-        """Tell another thread whether the loop waits, and has no other tasks."""
+        """Return whether the loop waits and has only these tasks; call it on another thread."""
         answer: concurrent.futures.Future[bool] = concurrent.futures.Future()
 
-        def look() -> None:  # in the loop: without a GIL no other thread may read its tasks
+        def look() -> None:  # runs in the loop: without a GIL, no other thread may read its tasks
             answer.set_result(self._waiting.is_idle and asyncio.all_tasks() <= {*tasks, self.starter})
 
         try:
             self.call_soon_threadsafe(look)
             return answer.result(ANSWER_WITHIN_S)
-        except (TimeoutError, RuntimeError):  # it works, or has ended
+        except (TimeoutError, RuntimeError):  # the loop is busy or closed
             return False
 
 
 def _stage_loop() -> asyncio.AbstractEventLoop:
-    """A loop of the program's kind, and a :class:`StageLoop` if that is asyncio's own."""
+    """Return a loop of the program's event loop policy; instead of asyncio's own, a :class:`StageLoop`."""
     loop = asyncio.new_event_loop()
     if type(loop) is not asyncio.SelectorEventLoop:
         return loop
@@ -78,7 +79,7 @@ def _stage_loop() -> asyncio.AbstractEventLoop:
 
 
 def only_wait_for(channels: Collection[Channel[Any]]) -> bool:
-    """Tell whether every event loop that awaits one of the channels can be moved by them alone."""
+    """Return whether only these channels can wake each event loop that awaits one of them."""
     known = {id(channel) for channel in channels}
     for loop, waits in waits_of_loops():
         tasks = {task for task, channel in waits if id(channel) in known}
@@ -88,8 +89,11 @@ def only_wait_for(channels: Collection[Channel[Any]]) -> bool:
 
 
 class Tasks:
-    """The tasks of one async stage, as another thread sees them. Unlike a thread, a task that awaits can be
-    ended. ``into``: the channel without which they have nothing to do."""
+    """Tasks of one async stage, for use by other threads.
+
+    Unlike a thread, a task can be cancelled while it awaits. ``into`` is the input channel, without which the
+    tasks have no work.
+    """
 
     def __init__(self, into: Channel[Any] | None = None) -> None:
         self.into = into
@@ -99,15 +103,15 @@ class Tasks:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Cancels them, once: what they do then to clean up is left alone."""
+        """Cancel the tasks once; later calls do not disturb their cleanup."""
         with self._lock:
-            loop, again, self._cancelled = self._loop, self._cancelled, True
-        if loop is not None and not again:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: they have ended
+            loop, repeated, self._cancelled = self._loop, self._cancelled, True
+        if loop is not None and not repeated:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so the tasks have ended
                 loop.call_soon_threadsafe(self._cancel)
 
     def leave_alone(self) -> None:
-        """The current task is not cancelled any more: it is cleaning up."""
+        """Exclude the current task, which is cleaning up, from cancellation."""
         self._tasks = [task for task in self._tasks if task is not asyncio.current_task()]
 
     def _cancel(self) -> None:
@@ -118,15 +122,15 @@ class Tasks:
         loop = asyncio.get_running_loop()
         if isinstance(loop, StageLoop):
             loop.starter = asyncio.current_task()
-        everybody = [asyncio.ensure_future(worker) for worker in workers]
-        self._tasks = everybody
+        running = [asyncio.ensure_future(worker) for worker in workers]
+        self._tasks = running
         with self._lock:
             self._loop = loop
             cancelled = self._cancelled
-        await asyncio.sleep(0)  # a task that is cancelled before it began would never say how it ended
+        await asyncio.sleep(0)  # a task cancelled before its first step would not report its end
         if cancelled:
             self._cancel()
-        await asyncio.gather(*everybody)
+        await asyncio.gather(*running)
         with self._lock:
             self._loop = None
         self._tasks = []
@@ -136,14 +140,14 @@ class Tasks:
 def work_together(
     workers: dict[Worker, Ports], stage: Stage, tell: Callable[[Event], None], tasks: Tasks
 ) -> None:
-    """Runs the workers of an ``async def`` stage, each as a task of one event loop on this thread."""
+    """Run the workers of an ``async def`` stage as tasks of one event loop on this thread."""
 
-    async def one(here: Worker, ports: Ports) -> None:
-        worker = WorkerId(here.stage, here.number)
-        seeds.enter(here)
+    async def run_worker(info: Worker, ports: Ports) -> None:
+        worker = WorkerId(info.stage, info.number)
+        seeds.enter(info)
         job = OperatorJob(kind=stage.kind, function=nothing)
         ended_by: BaseException | None = None
-        leaving = PortRelease(worker, ports, tell)
+        release = PortRelease(worker, ports, tell)
         tell_aborts(worker, ports, tell, sends=False)
         try:
             join_ports(ports, stage)
@@ -154,18 +158,18 @@ def work_together(
                 tell(Began(worker))
                 await stage.operator.run_async()(job, **ends_of(job, stage, ports))
         except BaseException as error:
-            ended_by = let_go(error, ports)
-        silent.discard(worker)
-        end(worker, job, ports, leaving, ended_by, tell, sends=False)
-        leaving.done()
+            ended_by = without_traceback(error, ports)
+        unreported.discard(worker)
+        end(worker, job, ports, release, ended_by, tell, sends=False)
+        release.done()
 
-    silent = {WorkerId(here.stage, here.number) for here in workers}
-    together = tasks.run(one(here, ports) for here, ports in workers.items())
+    unreported = {WorkerId(info.stage, info.number) for info in workers}
+    work = tasks.run(run_worker(info, ports) for info, ports in workers.items())
     try:
         with asyncio.Runner(loop_factory=_stage_loop) as runner:
-            runner.run(together)
-    except BaseException as error:  # no event loop was to be had: all must say so, or the run waits for ever
-        together.close()
-        for worker in sorted(silent, key=str):
+            runner.run(work)
+    except BaseException as error:  # the loop failed: each worker must report, or the run waits forever
+        work.close()
+        for worker in sorted(unreported, key=str):
             with contextlib.suppress(Closed):
                 tell(Failure(worker, error, None, os.getpid()))

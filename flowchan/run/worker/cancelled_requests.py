@@ -1,8 +1,10 @@
-"""Boards on which questions are crossed off for whose answers nobody waits any more: memory that the
-processes of a machine find by its path. A question's place is its number modulo ``PLACES``, and holds the
-number once it is crossed off. So nobody need be told, and who takes an item up looks at one word.
+"""Boards that mark cancelled requests in shared memory.
 
-The program has a board for each run, and each agent one for the workers of its host.
+The processes of a machine find a board by its path. The slot of a request is its number modulo ``PLACES``,
+and holds that number once the request is cancelled. So cancelling sends no message, and a worker that takes
+an item reads one word.
+
+The program has one board for each run. Each agent has one for the workers of its host.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _PLACE = struct.Struct("Q")
 
 
 class CancelledRequests:
-    """A new one. ``path``: where others find it."""
+    """Board of cancelled requests; other processes open it by its ``path``."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("flowchan questions")
@@ -37,7 +39,7 @@ class CancelledRequests:
 
 
 def use_board(path: str) -> None:
-    """In an agent: the board for the workers of its host, which it starts."""
+    """Set the board for the workers of this host; called in the agent that starts them."""
     global _of_host
     _of_host = path
 
@@ -46,13 +48,14 @@ _of_host = ""
 
 
 def is_crossed_off(question: int, path: str) -> bool:
-    """For a worker. ``path``: of the program's board."""
+    """Return whether the request is cancelled; called in a worker, with the ``path`` of the program's
+    board."""
     memory = _memory(_of_host if seeds.worker().host else path)
     return memory is not None and bool(_PLACE.unpack_from(memory, _place(question))[0] == question)
 
 
 def _place(question: int) -> int:
-    """In bytes."""
+    """Return the offset of the request's slot in bytes."""
     return question % PLACES * _PLACE.size
 
 
@@ -66,5 +69,5 @@ def _memory(path: str) -> mmap.mmap | None:
 
 
 def forget_boards() -> None:
-    """Another run has another board, perhaps by the same path."""
+    """Drop the open boards: the board of the next run may have the same path."""
     _memory.cache_clear()

@@ -1,4 +1,4 @@
-"""What the worker of a gang does with its membership of the gang's group."""
+"""Membership of one gang worker in the group of its gang."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from flowchan.run.policy.failures import Portable
 from flowchan.run.worker.opening import Ports
 
 POLL_INTERVAL_S = 0.05
-"""Seconds until who waits for a seat looks whether the run is over."""
+"""Seconds between two checks of a waiting worker whether the run has broken off."""
 
 
 class GangMembership:
-    """A worker's own in the group of its gang, in an elastic one of the moment. ``next_seats``: by which that
-    gets the others; ``member``: the first one, none where it takes the place of another worker."""
+    """Membership of a worker in the current group of its gang.
+
+    ``member`` is its first membership, or ``None`` for a replacement worker. ``next_seats`` delivers the
+    memberships of later groups, for an elastic gang only.
+    """
 
     def __init__(
         self,
@@ -34,45 +37,51 @@ class GangMembership:
         self._group: Any = None
 
     def enter(self) -> None:
-        """Takes its first seat."""
+        """Join the first group."""
         if self._member is None:
-            self._await_seat(None)
-        self._sit_down()
+            self._await_membership(None)
+        self._join_group()
 
     def work(self, call: Callable[[Any], None]) -> None:
-        """Calls it with its group, and again with the next one when that is over."""
-        while (over := self._worked(call)) is not None:
+        """Call ``call`` with the group, and again with the next group each time a group ends."""
+        while (over := self._run_in_group(call)) is not None:
             self._member._abandon()
             for reader in self._ports.inputs.values():
                 reader._begin_again()
-            self._await_seat(over)
-            self._sit_down()
+            self._await_membership(over)
+            self._join_group()
 
-    def _worked(self, call: Callable[[Any], None]) -> Failure | None:
-        """What has ended the group, if something has. Nothing that the call has made outlives it here."""
+    def _run_in_group(self, call: Callable[[Any], None]) -> Failure | None:
+        """Run ``call`` and return the failure that ended the group, or ``None``.
+
+        The frame of ``call`` does not outlive this method.
+        """
         try:
             call(self._group)
         except MemberDied as error:
-            return self._over(error)
+            return self._failure_of(error)
         return None
 
-    def _sit_down(self) -> None:
-        """In the first group for which all come."""
+    def _join_group(self) -> None:
+        """Join the first group that all members join."""
         while True:
             try:
                 self._group = self._member.__enter__()
                 return
             except MemberDied as error:
-                self._await_seat(self._over(error))
+                self._await_membership(self._failure_of(error))
 
-    def _over(self, error: MemberDied) -> Failure:
-        """Raises it where there is no other group."""
+    def _failure_of(self, error: MemberDied) -> Failure:
+        """Return the failure to report; raise ``error`` if no other group follows."""
         if self._next is None:
             raise error
         return Failure(self._worker, Portable(error), None, os.getpid())
 
-    def _await_seat(self, over: Failure | None) -> None:
-        """Raises :class:`Broken` when the run is over."""
+    def _await_membership(self, over: Failure | None) -> None:
+        """Report the lost group and wait for the next membership.
+
+        Raises :class:`Broken` if the run has broken off.
+        """
         assert self._next is not None
         self._member = None
         self._tell(GroupLost(self._worker, over))
@@ -80,12 +89,15 @@ class GangMembership:
             with contextlib.suppress(Empty):
                 self._member = self._next.get(POLL_INTERVAL_S)
             if any(port.channel.broken for port in self._ports.everything()):
-                raise Broken("no group follows in a run that is over")
+                raise Broken("the run has broken off, so the worker gets no new group")
 
     def close(self, ended_by: BaseException | None) -> None:
-        """The others hear that it has left; that it is gone, if it misses a mate itself, if nobody reads what
-        it puts, or if its channels broke under it. In both these cases its agent may have died: then all
-        begin again."""
+        """Leave the group, and let the other members know how.
+
+        The worker leaves cleanly unless it lost a member, its outputs have no reader, or one of its channels
+        is broken. In these cases it abandons the group: its agent may have died, and then the whole gang
+        starts again.
+        """
         if self._member is None:
             return
         misses = isinstance(ended_by, MemberDied) and not isinstance(ended_by, MemberLeft)

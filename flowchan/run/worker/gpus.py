@@ -1,4 +1,4 @@
-"""Which worker of this machine has which GPUs: of a stage with ``gpus=n`` each has n of its own."""
+"""Assign the GPUs of this machine to workers: each worker of a stage with ``gpus=n`` gets n GPUs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Gpus:
-    """Those that this process may use. A worker keeps its own over the deaths of its processes."""
+    """Pool of the GPUs that this process may use.
+
+    A worker keeps its GPUs when its process dies and is replaced.
+    """
 
     def __init__(self) -> None:
-        self._free: list[str] | None = None  # not looked for yet
+        self._free: list[str] | None = None  # ``None`` until the first request
         self._held: dict[WorkerId, list[str]] = {}
 
     def take(self, id: WorkerId, number: int) -> str | None:
-        """What the worker is to see as ``CUDA_VISIBLE_DEVICES``; ``None``: whatever this process sees. Raises
-        :class:`flowchan.HostError` when there are too few."""
+        """Return the worker's ``CUDA_VISIBLE_DEVICES``, or ``None`` to leave it unchanged.
+
+        Raises :class:`flowchan.HostError` if too few GPUs are free.
+        """
         if not number:
             return None
         if self._free is None:
@@ -30,35 +35,36 @@ class Gpus:
             if len(self._free) < number:
                 held = sum(map(len, self._held.values()))
                 raise HostError(
-                    f"worker {id} needs {number} GPU{'s' * (number > 1)} of its own, but of the "
-                    f"{held + len(self._free)} here {len(self._free)} "
-                    f"{'is' if len(self._free) == 1 else 'are'} free: take fewer workers, or more hosts"
+                    f"worker {id} needs {number} GPU{'s' * (number > 1)}, but this host has only "
+                    f"{len(self._free)} of {held + len(self._free)} free; use fewer workers or more hosts"
                 )
             self._held[id], self._free = self._free[:number], self._free[number:]
         return ",".join(self._held[id])
 
     def give_back(self, id: WorkerId) -> None:
-        """The worker has ended, or runs elsewhere from now on."""
+        """Free the GPUs of a worker that has ended or moved to another host."""
         if self._free is not None:
             self._free += self._held.pop(id, [])
 
 
 def present() -> list[str]:
-    """The GPUs that a process here may use, as ``CUDA_VISIBLE_DEVICES`` names them: what that says or, where
-    it is not set, all that the driver knows."""
-    told = os.environ.get(VISIBLE)
-    if told is not None:
-        words = [word.strip() for word in told.split(",")]
+    """Return the GPUs that a process on this machine may use, as ``CUDA_VISIBLE_DEVICES`` names them.
+
+    Without that variable, these are all GPUs that the driver lists.
+    """
+    visible = os.environ.get(VISIBLE)
+    if visible is not None:
+        words = [word.strip() for word in visible.split(",")]
         return [word for word in itertools.takewhile(lambda word: word != "-1", words) if word]
     command = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return []
-    return asked.stdout.split()
+    return listed.stdout.split()
 
 
 def see_only(devices: str | None) -> None:
-    """In a worker's process, before any code of the user's is loaded."""
+    """Set ``CUDA_VISIBLE_DEVICES`` in a worker's process, before any user code is loaded."""
     if devices is not None:
         os.environ[VISIBLE] = devices

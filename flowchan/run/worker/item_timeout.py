@@ -1,8 +1,8 @@
-"""How long a worker's process may take for an item: ``timeout=``.
+"""Time limit for one item in a worker process: ``timeout=``.
 
-A timer of the kernel ends the process, whatever it does just then, in C with the GIL held too. So an item
-that takes too long is a death over that item: the worker is replaced, and its successor gives the item up, or
-tries it again if the stage has retries left for it.
+A kernel timer ends the process, even inside C code that holds the GIL. So a timeout is a death over that
+item. The supervisor replaces the worker, and the replacement gives the item up, or tries it again if the
+stage has retries left.
 """
 
 from __future__ import annotations
@@ -17,28 +17,31 @@ from flowchan.declare.values import Stage
 if TYPE_CHECKING:
     import asyncio
 
-LEAST = 1e-6
-"""Seconds; zero would stop the timer."""
+MIN_TIMEOUT_S = 1e-6
+"""Shortest time limit in seconds; zero would stop the timer."""
 
 
 def exceeded(stage: Stage) -> str:
-    """How a worker died, in words, that took too long."""
+    """Describe the end of a worker that exceeded the time limit."""
     return f"took longer than timeout={stage.timeout:g} s"
 
 
 def say(words: str, error: BaseException, limit: asyncio.Timeout) -> None:
-    """If the error is what ``limit`` raised, which says nothing, it says these words."""
+    """Set ``words`` as the message if ``limit`` raised the error without one."""
     if limit.expired() and isinstance(error, TimeoutError) and not error.args:
         error.args = (words,)
 
 
 def has_exceeded(stage: Stage, exitcode: int | None) -> bool:
-    """Whether a worker's process with this exit code took too long."""
+    """Return whether the exit code shows that the worker exceeded the time limit."""
     return stage.timeout is not None and exitcode == -signal.SIGALRM
 
 
 def gives_up(stage: Stage, predecessors: tuple[str, ...]) -> bool:
-    """Whether the item with which these died took too long more often than it may be tried again."""
+    """Return whether the item has timed out more often than its retries allow.
+
+    ``predecessors`` describes how the workers that had this item ended.
+    """
     if stage.timeout is None:
         return False
     tries = 1 + (stage.retries if issubclass(TimeoutError, stage.retry_on) else 0)
@@ -46,7 +49,7 @@ def gives_up(stage: Stage, predecessors: tuple[str, ...]) -> bool:
 
 
 def limited(function: Callable[..., Any], stage: Stage) -> Callable[..., Any]:
-    """The function of a stage with a timeout, as its process calls it."""
+    """Return ``function`` with the time limit of the stage, for a worker's process."""
     assert stage.timeout is not None
     seconds = stage.timeout
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a fork has copied the program's handler
@@ -66,12 +69,14 @@ def limited(function: Callable[..., Any], stage: Stage) -> Callable[..., Any]:
 
 
 def _steps(elements: Iterable[Any], left: float) -> Iterator[Any]:
-    """The elements, which together may take so many seconds. What comes between two of them does not
-    count: there the worker waits for room."""
+    """Yield the elements, whose computation may take ``left`` seconds in total.
+
+    The time between two elements does not count, because the worker may wait for room then.
+    """
     iterator = iter(elements)
     while True:
         began = time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, max(left, LEAST))
+        signal.setitimer(signal.ITIMER_REAL, max(left, MIN_TIMEOUT_S))
         try:
             element = next(iterator)
         except StopIteration:

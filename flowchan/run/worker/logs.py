@@ -1,8 +1,9 @@
-"""What worker processes log, on this machine and on hosts. Their records go to the program, whose loggers
-handle them as their own: there is one configuration, that of the program, under every start method.
+"""Forward log records from worker processes, local and remote, to the program.
 
-Such a record has the attributes ``stage``, ``number`` and ``host`` of its worker, and ``processName`` says
-the same in words."""
+The program's loggers handle these records like their own. So the program's logging configuration applies
+under every start method. Each record has the attributes ``stage``, ``number`` and ``host`` of its worker;
+``processName`` contains the same in words.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +20,22 @@ _PLAIN = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """A worker has logged something: the attributes of the record."""
+    """Log record of a worker, as the mapping of its attributes."""
 
     attributes: Mapping[str, Any]
 
 
 def levels() -> dict[str, int]:
-    """From which level on loggers of this process want records, by name, of those that have a level of their
-    own; the root's name is empty."""
+    """Return the level of each logger in this process that has its own level, by name.
+
+    The name of the root logger is the empty string.
+    """
     own = {logger.name: logger.level for logger in _loggers() if logger.level}
     return {**own, "": logging.root.level}
 
 
 def set_levels(levels: Mapping[str, int]) -> None:
-    """Gives loggers of this process the levels that another's have."""
+    """Set the levels of loggers in this process by name."""
     for name, level in levels.items():
         logging.getLogger(name or None).setLevel(level)
 
@@ -43,56 +46,59 @@ def _loggers() -> Iterator[logging.Logger]:
 
 
 class Sending(logging.Handler):
-    """In a worker's process: sends what is logged here to the program, while there is a run, and at the end
-    of a process that lasts over runs."""
+    """Handler that sends the records of a worker's process to the program.
+
+    It sends during a run and, in a process that lasts over several runs, at the end of the process.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._here: dict[str, Any] = {}
+        self._worker_attributes: dict[str, Any] = {}
         self._put: Callable[[Logged], None] | None = None
-        self._alone = False
+        self._installed = False
 
-    def begin(self, here: Worker, levels: Mapping[str, int], put: Callable[[Logged], None]) -> None:
-        """From now on ``put`` gets what is logged, from the program's ``levels`` on."""
-        self._here = {"stage": here.stage, "number": here.number, "host": here.host}
+    def begin(self, info: Worker, levels: Mapping[str, int], put: Callable[[Logged], None]) -> None:
+        """Send records to ``put`` from now on, starting at the program's ``levels``."""
+        self._worker_attributes = {"stage": info.stage, "number": info.number, "host": info.host}
         self._put = put
-        if not self._alone:
+        if not self._installed:
             self._take_over()
         set_levels(levels)
 
     def _take_over(self) -> None:
-        """What a fork has copied of the program's handlers and filters, or a main script has set up that was
-        imported once more, goes: else a record would be handled twice."""
+        """Remove the handlers and filters that a fork copied or a re-imported main script set up.
+
+        Otherwise each record would be handled twice.
+        """
         for logger in [logging.root, *_loggers()]:
             logger.handlers.clear()
             logger.filters.clear()
             logger.propagate = True
         logging.root.addHandler(self)
-        self._alone = True
+        self._installed = True
 
     def rest(self) -> None:
-        """The run is over."""
+        """Stop sending records at the end of a run."""
         self._put = None
 
     def end(self, put: Callable[[Logged], None]) -> None:
-        """No other run follows. ``put`` gets what is logged until the process has ended."""
+        """Send records to ``put`` until the process ends; no run follows."""
         self._put = put
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Never raises, as of any handler."""
+        """Send the record; like any handler, this one never raises."""
         put = self._put
         try:
             if put is not None:
-                put(Logged({**self._here, **_plain(record)}))
+                put(Logged({**self._worker_attributes, **_plain(record)}))
         except (Closed, Broken):
-            pass  # the run is over
+            pass  # the run has ended
         except Exception:
             self.handleError(record)
 
 
 def _plain(record: logging.LogRecord) -> dict[str, Any]:
-    """The record as it can be sent: with its message and its traceback as text, and without what else is not
-    plain."""
+    """Return the record's plain attributes, with message and traceback as text."""
     found = {name: value for name, value in vars(record).items() if isinstance(value, _PLAIN)}
     if record.exc_info and not record.exc_text:
         found["exc_text"] = logging.Formatter().formatException(record.exc_info)
@@ -100,8 +106,10 @@ def _plain(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def log_here(logged: Logged) -> None:
-    """In the program: does with it what is done with records of this process. Never raises: what a filter of
-    the program's raises is shown as what a handler raises."""
+    """Handle a worker's record in the program like a local one.
+
+    An exception from a filter is shown like one from a handler; this function never raises.
+    """
     record = logging.makeLogRecord(dict(logged.attributes))
     if host := vars(record).get("host"):
         record.processName = f"{record.processName} on {host}"

@@ -1,6 +1,8 @@
-"""Opens what is planned, for one machine: the channels, the ports of the workers that it runs, and the
-writing ends of the inputs. All of it comes before anything starts, so that a channel knows all its writers
-and readers from the beginning and can't close too early."""
+"""Open the channels of a plan, the ports of this machine's workers and the ends of the inputs.
+
+All of them are open before any worker starts. So a channel knows all its writers and readers from the
+beginning and cannot close too early.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,23 @@ Channels = Mapping[str, Channel[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The ports of one worker, by the names in the stage's declaration."""
+    """Ports of one worker, by their names in the stage's declaration."""
 
     inputs: dict[str, In[Any]]
     outputs: dict[str, Out[Any]]
     errors: Out[Any] | None
 
     def everything(self) -> Iterator[In[Any] | Out[Any]]:
-        """Readers first: what they had in hand is finished before the outputs end."""
+        """Yield all ports, readers first, so that taken items are finished before the outputs end."""
         yield from self.inputs.values()
         yield from self.writers()
 
     def by_parameter(self, unwanted: Callable[[], None] | None = None) -> dict[str, Any]:
-        """What an operator's body is called with. Ports to the workers of one reader are one end;
-        ``unwanted``
-        hears of items for those of them that have ended."""
+        """Return the arguments for the operator's body.
+
+        Ports to the workers of one reader form one end. That end calls ``unwanted`` for each item to a worker
+        that has ended.
+        """
         ends: dict[str, Any] = dict(self.inputs)
         addressed: dict[str, list[Out[Any]]] = {}
         for name, port in self.outputs.items():
@@ -51,7 +55,7 @@ class Ports:
 
 
 class PortNames(Protocol):
-    """Which channel each port of a worker belongs to, as a ``PlannedWorker`` says it."""
+    """Channel names of a worker's ports, like those of a ``PlannedWorker``."""
 
     @property
     def inputs(self) -> Mapping[str, str]: ...
@@ -65,7 +69,7 @@ class PortNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenedPlan:
-    """What was opened: ``ports`` by worker, ``inputs`` by stage name."""
+    """Opened channels, ``ports`` by worker and ``inputs`` by stage name."""
 
     channels: dict[str, Channel[Any]]
     ports: dict[WorkerId, Ports]
@@ -73,9 +77,10 @@ class OpenedPlan:
 
 
 def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
-    """Opens the channels of ``plan``, the ports of ``workers`` (those that run on this machine), and the
-    inputs. Each channel gets the same share of the run's memory. Raises ``OSError`` when there is no
-    memory."""
+    """Open the channels of ``plan``, the ports of this machine's ``workers`` and the inputs.
+
+    Each channel gets the same share of the run's memory. Raises ``OSError`` if memory runs out.
+    """
     channels = {edge.name: _open_channel(edge, plan) for edge in plan.edges}
     for name in {name for worker in plan.workers if worker.host for name in worker.inputs.values()}:
         channels[name]._leaves_host()
@@ -84,15 +89,18 @@ def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
 
 
 def _open_input(plan: Plan, names: tuple[str, ...], channels: Channels) -> Out[Any] | Addressed:
-    """The end into which the user puts."""
+    """Open the end into which the user puts items."""
     ports = [channels[name].writer() for name in names]
     addressed = any(edge.to_worker for edge in plan.edges if edge.name in names)
     return Addressed(ports) if addressed else ports[0]
 
 
 def open_ports(worker: PortNames, channels: Channels) -> Ports:
-    """The ports of one worker. Those of a successor are opened before its predecessor's are closed: then no
-    channel believes that its last writer or reader has gone."""
+    """Open the ports of one worker.
+
+    Open the ports of a replacement before the old ports are closed. Otherwise a channel may conclude that
+    its last writer or reader has gone.
+    """
 
     def supervised(port: Any) -> Any:
         port._supervise()

@@ -1,9 +1,8 @@
-"""What each operator does while it runs: a loop over ports, exactly as a user would write a general stage.
+"""Loops of the operators: each runs over ports, like a general stage that a user writes.
 
-Each function here is the body of one operator. It gets a :class:`OperatorJob` and its ports, and returns
-when its input
-is drained, or lets ``Closed`` out when nobody reads its output any more; both are a clean end. The next item
-is asked for only when everything for the item in hand is done: that is what finishes it.
+Each function is the body of one operator and gets an :class:`OperatorJob` and its ports. It returns when its
+input is drained, or raises ``Closed`` when its output has no reader left; both are clean ends. A body takes
+the next item only after all work for the current one is done. Taking the next item finishes the current one.
 """
 
 from __future__ import annotations
@@ -26,19 +25,18 @@ from flowchan.items.failed import Failed
 from flowchan.items.text import short
 from flowchan.run.policy import journal
 from flowchan.run.policy.failures import ItemFailed, Portable, text_of
-from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare, has_asked
+from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare, has_requests
 
 SKIPPED: Any = object()
 POLL_INTERVAL_S = 0.05
-"""Seconds between two looks at whether the run has broken off."""
-TROUBLE_EVERY = 0.5
-"""Seconds between two items that a worker tells of because they failed."""
+"""Seconds between two checks whether the run has broken off."""
+TROUBLE_INTERVAL_S = 0.5
+"""Minimum number of seconds between two reports of failed items by a worker."""
 
 
 @dataclass
 class OperatorJob:
-    """What a body needs besides its ports: the user's function, the operator's options, and what to do with a
-    failure."""
+    """Inputs of an operator's body besides its ports: the user's function, options and failure handling."""
 
     kind: str
     function: Callable[..., Any]
@@ -48,21 +46,21 @@ class OperatorJob:
     retries: int = 0
     retry_delay: float | None = None
     retry_on: tuple[type[Exception], ...] = (Exception,)
-    timeout: float | None = None  # of an async function; that of a process is in the function
+    timeout: float | None = None  # of an async function; in a process, the function has its own timer
     errors: Out[Failed[Any]] | None = None
-    answering: Answering | None = None  # where items may be asked
+    answering: Answering | None = None  # set if items may come from ask()
     on_retry: Callable[[], None] = lambda: None
     on_result: Callable[[Any], None] = lambda _: None
     on_trouble: Callable[[str], None] = lambda _: None
-    trouble_told_at: float = -TROUBLE_EVERY
-    on_clean_up: Callable[[], None] = lambda: None  # from now on a task only cleans up
-    unwanted: int = 0  # items whose reader had left (partition), or that nobody waits for any more
-    predecessors: tuple[str, ...] = ()  # how the workers died with whose item this one began
-    too_late: bool = False  # they took too long for it
-    is_over: Callable[[], bool] = lambda: False  # the run has broken off
+    last_trouble_at: float = -TROUBLE_INTERVAL_S
+    on_clean_up: Callable[[], None] = lambda: None  # called when a task starts its cleanup
+    unwanted: int = 0  # items without a reader (partition), or of cancelled requests
+    predecessors: tuple[str, ...] = ()  # how earlier workers with the first item died
+    too_late: bool = False  # the first item has timed out too often
+    is_over: Callable[[], bool] = lambda: False  # True once the run has broken off
 
     def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:
-        """After ``call(item)`` raised: tries again, then gives the item up and answers SKIPPED."""
+        """Retry ``call(item)`` after ``error``; without a result, give the item up and return SKIPPED."""
         attempts = 1
         while isinstance(error, self.retry_on) and attempts <= self.retries:
             self.on_retry()
@@ -76,25 +74,27 @@ class OperatorJob:
         return SKIPPED
 
     def _pause(self) -> None:
-        """Before an item is tried again. Raises ``Broken`` when the run breaks off meanwhile."""
+        """Wait before a retry; raise ``Broken`` if the run breaks off during the wait."""
         until = time.monotonic() + (self.retry_delay or 0.0)
         while (left := until - time.monotonic()) > 0:
             if self.is_over():
-                raise Broken("the run has broken off while an item waited to be tried again")
+                raise Broken("the run broke off while an item waited for its retry")
             time.sleep(min(left, POLL_INTERVAL_S))
 
     def without_failed(self, items: Any, results: Any) -> Any:
-        """Of what a function gave for a batch, the results: where it has put an exception, that member
-        failed. Where nobody can say which member that is, the batch failed."""
+        """Return the results of a batch without the members that failed.
+
+        An exception in the place of a member is the failure of that member. The whole batch fails if
+        exceptions cannot be matched to members.
+        """
         if not (isinstance(items, list) and isinstance(results, list | tuple)):
             return results
         if not any(isinstance(result, Exception) for result in results):
             return results
         if not isinstance(results, list) or len(results) != len(items):
             error = TypeError(
-                f"the function returned exceptions in a {type(results).__name__} of {len(results)} for a "
-                f"batch of {len(items)}; in the place of members that failed they stand in a list that is as "
-                "long as the batch"
+                "the function must return the exceptions of failed members in a list as long as the batch, "
+                f"got exceptions in a {type(results).__name__} of {len(results)} for a batch of {len(items)}"
             )
             self.give_up(items, error)
             return SKIPPED
@@ -104,9 +104,11 @@ class OperatorJob:
         return [result for result in results if not isinstance(result, Exception)]
 
     def give_up(self, item: Any, error: BaseException, attempts: int = 1) -> None:
-        """Sends the failure of ``item`` to the errors stream. Raises :class:`ItemFailed` when that stream
-        does not receive it (nobody reads it, or no more), or the error is none to go on after. Who asked the
-        item hears of it instead."""
+        """Send the failure of ``item`` to the errors stream, or to the caller of ``ask``.
+
+        Raises :class:`ItemFailed` if no errors stream receives the failure, or if ``error`` is not an
+        ``Exception``.
+        """
         if isinstance(error, Dropped):
             self.unwanted += 1
             return
@@ -118,63 +120,69 @@ class OperatorJob:
             raise ItemFailed(bare(item)) from error
         crosses = self.errors.channel.transport.copies
         carried: Any = Portable(error) if crosses else error
-        if time.monotonic() > self.trouble_told_at + TROUBLE_EVERY:
-            self.trouble_told_at = time.monotonic()
+        if time.monotonic() > self.last_trouble_at + TROUBLE_INTERVAL_S:
+            self.last_trouble_at = time.monotonic()
             self.on_trouble(f"item {short(item, 60)}: {text_of(error)}")
         try:
             self.errors.put(Failed(item, carried, attempts))
         except Broken:
             raise
         except Exception as refused:
-            error.add_note(f"the errors stream did not take it: {text_of(refused)}")
+            error.add_note(f"the errors stream did not accept the item: {text_of(refused)}")
             raise ItemFailed(item) from error
 
     def not_sent(self, out: Out[Any], item: Any, error: Exception) -> None:
-        """After putting what came of ``item`` raised: lets the end of ``out`` through; anything else is about
-        the item."""
+        """Handle an error from putting the output for ``item``.
+
+        The end of ``out`` is raised; any other error counts as a failure of the item.
+        """
         if is_end_of(out, error):
             if isinstance(error, Closed):
-                self.let_go(item)
+                self.drop_item(item)
             raise error
         self.give_up(item, error)
 
     def pass_on(self, out: Out[Any], item: Any) -> None:
-        """Puts ``item`` as it is."""
+        """Put ``item`` unchanged."""
         try:
             out.put(item)
         except Closed:
-            self.let_go(item)
+            self.drop_item(item)
             raise
 
-    def let_go(self, item: Any) -> None:
-        """Nobody gets ``item``: who asked it hears of that."""
+    def drop_item(self, item: Any) -> None:
+        """Drop ``item``, and report that to the caller of ``ask``."""
         if self.answering is not None:
-            self.answering.let_go(item)
+            self.answering.drop_item(item)
 
-    def let_go_of_the_rest(self, items: In[Any]) -> int:
-        """At the worker's end, when nobody wants what it would give: who asked what is still inside hears of
-        that. Gives the number of these items."""
+    def drop_remaining(self, items: In[Any]) -> int:
+        """Drop the remaining items when their outputs have no reader, and return their number.
+
+        Each caller of ``ask`` whose item was dropped gets an error.
+        """
         number = 0
         if self.answering is not None:
             items.channel.close()
             items._on_poison(1, lambda *_: None)
             with contextlib.suppress(
                 ChannelError, ValueError
-            ):  # the end, or the port was closed from outside
+            ):  # drained, or the port was closed from outside
                 while True:
                     item = items.get_nowait()
                     number += 1
-                    self.let_go(item)
+                    self.drop_item(item)
         return number
 
     def count_unwanted(self) -> None:
-        """Nobody gets an item."""
+        """Count one item that had no receiver."""
         self.unwanted += 1
 
     def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
-        """Takes an item that can't be used: by ``error`` it can't be unpickled (then an :class:`Unreadable`
-        stands for it), or ``deaths`` workers have died with it. It counts as failed, and its neighbours are
-        spared."""
+        """Give up an item that cannot be used, so that the items around it are spared.
+
+        Either ``error`` says why it cannot be unpickled, and ``item`` is an :class:`Unreadable`. Or
+        ``deaths`` workers have died while they had it.
+        """
         if error is None and self.too_late:
             error = TimeoutError(f"the worker {self.predecessors[-1]}")
         if error is None:
@@ -188,8 +196,10 @@ class OperatorJob:
 
 
 def is_end_of(out: Out[Any], error: BaseException) -> bool:
-    """Whether ``error``, which a put into ``out`` raised, is the end of that channel, clean or broken. What
-    pickles an item may raise the same about a channel of the user's own."""
+    """Return whether ``error`` from a put into ``out`` is the end of that channel.
+
+    Code that pickles an item may raise the same exceptions for a channel of the user's.
+    """
     return isinstance(error, Closed | Broken) and bool(out.channel.closed)
 
 
@@ -212,7 +222,7 @@ def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
                 put(result)
             except Exception as error:
                 job.not_sent(out, item, error)
-        del item, result  # who waits for the next one keeps nothing alive
+        del item, result  # free both before waiting for the next item
 
 
 def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
@@ -233,42 +243,44 @@ def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
     function = job.function
     for item in items:
-        given = 0  # a retry does not repeat what is out already
+        emitted = 0  # a retry does not repeat earlier outputs
 
-        def pour(item: Any) -> None:
-            nonlocal given
+        def emit(item: Any) -> None:
+            nonlocal emitted
             for number, output in enumerate(_elements(function, item)):
-                if number == given:
+                if number == emitted:
                     put_or_end(out, output)
-                    given += 1
+                    emitted += 1
 
-        _pour(job, pour, item)
+        _emit_outputs(job, emit, item)
         del item
 
 
 def unbatch(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
     for item in items:
 
-        def pour(item: Any) -> None:
+        def emit(item: Any) -> None:
             for place, element in enumerate(item):
                 try:
                     put_or_end(out, element)
                 except OwnEnd:
-                    if has_asked(item):
-                        job.let_go(item[place:])
+                    if has_requests(item):
+                        job.drop_item(item[place:])
                     raise
 
-        _pour(job, pour, item)
+        _emit_outputs(job, emit, item)
         del item
 
 
 class OwnEnd(BaseException):
-    """The worker's own output has ended, closed or broken: the cause. Told apart from what the user's code
-    raises while it gives outputs, which may be the end of a channel of its own."""
+    """Signal that the worker's own output has closed or broken; the cause has the details.
+
+    It differs from exceptions of the user's code, which may report the end of another channel.
+    """
 
 
 def put_or_end(out: Out[Any], output: Any) -> None:
-    """Puts an output while the user's iterator runs. Raises OwnEnd when ``out`` has ended."""
+    """Put an output while the user's iterator runs; raise OwnEnd if ``out`` has ended."""
     try:
         out.put(output)
     except Exception as error:
@@ -280,19 +292,19 @@ def put_or_end(out: Out[Any], output: Any) -> None:
 def _elements(function: Callable[[Any], Iterable[Any]], item: Any) -> Iterable[Any]:
     elements = function(item)
     if not isinstance(elements, Iterable):
-        raise TypeError(f"flat_map's function must return an iterable, not {elements!r}")
+        raise TypeError(f"flat_map: function must return an iterable, got {elements!r}")
     return elements
 
 
-def _pour(job: OperatorJob, pour: Callable[[Any], Any], item: Any) -> None:
-    """Calls ``pour(item)``, which puts outputs while the user's iterator runs."""
+def _emit_outputs(job: OperatorJob, emit: Callable[[Any], Any], item: Any) -> None:
+    """Call ``emit(item)``, which puts outputs while the user's iterator runs."""
     try:
-        pour(item)
+        emit(item)
     except OwnEnd as end:
         raise end.__cause__ or Closed from None
     except BaseException as error:
         try:
-            job.recover(pour, item, error)
+            job.recover(emit, item, error)
         except ItemFailed as failed:
             if isinstance(failed.__cause__, OwnEnd):
                 raise failed.__cause__.__cause__ or Closed from None
@@ -336,7 +348,7 @@ def reduce(job: OperatorJob, *, items: In[Any], out: Out[Any] | None = None) -> 
             result = job.recover(fold, item, error)
             total = so_far if result is SKIPPED else result
     if total is SKIPPED:
-        raise TypeError("reduce of a stream without items needs an initial value")
+        raise TypeError("reduce: initial must be given for a stream without items")
     job.on_result(total)
     if out is not None:
         out.put(total)
@@ -375,13 +387,13 @@ def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
     branches = list(outs.values())
     for item in items:
         for out in list(branches):
-            own = job.answering is not None and has_asked(item)  # each branch drops members of its own
+            own = job.answering is not None and has_requests(item)  # each branch drops its own members
             try:
                 out.put(list(item) if own else item)
-            except Closed:  # that branch wants no more; the others do
+            except Closed:  # this branch has no reader left; others do
                 branches.remove(out)
         if not branches:
-            job.let_go(item)
+            job.drop_item(item)
             return
 
 
@@ -398,15 +410,15 @@ def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
                 continue
         if branch not in branches:
             job.unwanted += 1
-            job.let_go(item)
+            job.drop_item(item)
             continue
         try:
             branches[branch].put(item)
         except Exception as error:
-            # that branch wants no more; others do
+            # this branch has no reader left; others do
             if isinstance(error, Closed) and is_end_of(branches[branch], error):
                 job.unwanted += 1
-                job.let_go(item)
+                job.drop_item(item)
                 del branches[branch]
             else:
                 job.not_sent(branches[branch], item, error)
@@ -415,8 +427,10 @@ def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
 
 
 def bucket_of(key: Any) -> int:
-    """A whole number for ``key``, the same in every process for the built-in kinds of key (``hash`` of a text
-    differs from process to process), equal for equal keys."""
+    """Return an integer for ``key``, equal for equal keys.
+
+    It is the same in every process for built-in types of keys, unlike ``hash`` of a string.
+    """
     if isinstance(key, str):
         return zlib.crc32(key.encode("utf-8", "surrogatepass"))
     if isinstance(key, bytes):
@@ -439,10 +453,10 @@ def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> N
     ports = list(inputs.values())
     while True:
         try:
-            together = tuple([port.get() for port in ports])
+            items = tuple([port.get() for port in ports])
         except Drained:
             return
-        out.put(together)
+        out.put(items)
 
 
 def allreduce(job: OperatorJob, *, out: Out[Reduced[Any]], **inputs: In[Any]) -> None:
@@ -467,7 +481,7 @@ def allreduce(job: OperatorJob, *, out: Out[Reduced[Any]], **inputs: In[Any]) ->
 
 
 def merge(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
-    """One worker per input runs this, so each has one input."""
+    """Pass on the items of one input; each input has its own worker."""
     (items,) = inputs.values()
     for item in items:
         job.pass_on(out, item)

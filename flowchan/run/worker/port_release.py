@@ -1,10 +1,10 @@
-"""How a worker leaves its ports (R3): nobody who reads what it wrote takes a part for the whole.
+"""Release the ports of a worker so that no reader takes a part of the output for the whole (R3).
 
-To close a writing end is to say that all is there. So only a worker that came to its end in order does that.
-Where one of a worker's channels is broken, the run is broken off, and the worker breaks its other channels
-before it leaves any. The ports of a worker that failed are left to the supervisor, which ends them once it
-has broken the channels. Both hold however the user's code leaves them, too: an error that ends a `with` block
-closes nothing there.
+A closed writing end means that the output is complete, so only a worker that ended cleanly closes it. If one
+channel of a worker is broken, the run has broken off. The worker then breaks its other channels before it
+leaves any. The supervisor ends the ports of a failed worker after it has broken the channels. These rules
+also hold for ports that the user's code closes. An error that ends a ``with`` block closes no port of the
+worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from flowchan.run.worker.opening import Ports
 
 
 class PortRelease:
-    """That of one worker. Its ports ask this before they are closed, until it is ``done``."""
+    """Release of one worker's ports.
+
+    Until ``done``, the ports ask it before they close.
+    """
 
     def __init__(self, worker: WorkerId, ports: Ports, tell: Callable[[Event], None]) -> None:
         self._worker, self._ports, self._tell = worker, ports, tell
@@ -32,42 +35,42 @@ class PortRelease:
             port._may_close = self._may_close
 
     def _may_close(self, _: Any, error: BaseException | None) -> bool:
-        if os.getpid() != self._pid:  # forked by the user's code, and nothing of ours reaches that child
+        if os.getpid() != self._pid:  # a child forked by user code, without the supervisor's channel
             return True
         self.break_off()
         return error is None or isinstance(error, Closed)
 
     def break_off(self) -> None:
-        """Breaks all channels of the worker if one is broken. The supervisor hears before which were."""
+        """Report the broken channels to the supervisor, then break the worker's other channels."""
         broken = [port.channel for port in self._ports.everything() if port.channel.broken]
         if self._over or not broken:
             return
         self._over = True
-        with contextlib.suppress(Closed, Broken):  # a run that is over hears nobody any more
+        with contextlib.suppress(Closed, Broken):  # the run has ended
             self._tell(Met(self._worker, tuple(channel._name for channel in broken)))
         cause = broken_by(broken[0]).__cause__
         for port in self._ports.everything():
             _core.Channel.abort(port.channel, cause)
 
     def close(self) -> None:
-        """At the end of a worker that did not fail."""
+        """Close the ports of a worker that did not fail."""
         self.break_off()
         for port in self._ports.everything():
             port.close()
 
     def leave_open(self) -> None:
-        """At the end of a process whose ports another one ends, which has them too."""
+        """Leave the ports open at the end of a process; another process that has them ends them."""
         for port in self._ports.everything():
             port._leave_open()
 
     def done(self) -> None:
-        """The worker has ended; whoever closes its ports now knows why."""
+        """Stop checking closes: the worker has ended and its end is reported."""
         for port in self._ports.everything():
             port._may_close = None
 
 
 def broken_by(channel: Channel[Any]) -> Broken:
-    """What a call on a broken channel raises."""
+    """Return the exception that a call on a broken channel raises."""
     try:
         channel.get_nowait()
     except Broken as error:

@@ -1,4 +1,4 @@
-"""What a worker's own process runs: one run, or one after the other for a pool."""
+"""Main functions of a worker's process, for one run or for the runs of a pool."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ from flowchan.transport.device import transfer
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a process is to do in one run: to be ``here``, with these ports. ``mail`` gets what it tells.
-    ``predecessors``: how those died with whose item it begins. ``member``: of a group, if its stage is a
-    gang; ``next_seats``: by which those of later groups come. ``levels``: from which on the program's loggers
-    want records. ``terminals``: where it prints meanwhile, if it lasts longer than the run."""
+    """Order to a process to work as ``here`` in one run, with these ports.
+
+    The process reports to ``mail``. ``predecessors`` describes how earlier workers with its first item died.
+    ``member`` is the membership of a gang's worker, and ``next_seats`` delivers those of later groups.
+    ``levels`` are the log levels of the program. ``terminals`` are the terminals to print to during the run,
+    for a process that outlasts it.
+    """
 
     here: seeds.Worker
     ports: Ports
@@ -50,17 +53,19 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The last word of a process that lasts over runs: by which ``error`` closing its callable failed, if it
-    did."""
+    """Last message of a pool process, with the ``error`` of closing its callable."""
 
-    error: Any = None  # as that of a Failure
+    error: Any = None  # in the form of Failure.error
 
 
 def process_main(
     id: WorkerId, stage: bytes, order: Order, parent: int, devices: str | None, streams: Streams
 ) -> None:
-    """Works in one run. ``stage``: what it does, pickled. ``parent``: whose end is its own. ``devices``: the
-    GPUs that it is to see, if these were given to it. ``streams``: by which it prints."""
+    """Work in one run.
+
+    ``stage`` is pickled. The process ends with the process ``parent``. ``devices`` are the GPUs it may see,
+    and ``streams`` its standard output and error.
+    """
     streams.take()
     _prepare(id, parent, devices)
     if _Work(stage, built).do(order) == "retired":
@@ -75,8 +80,11 @@ def lasting_main(
     parent: int,
     devices: str | None,
 ) -> None:
-    """Works in a run for each of its orders. It ``says`` ``None`` when it waits for another one; when there
-    are no more, or it has failed, it leaves. What it logs after its last run it says, too."""
+    """Work in one run for each order.
+
+    The process sends ``None`` through ``says`` when it is ready for another order. It ends after the last
+    order or after a failure. After its last run, ``says`` also carries its log records.
+    """
     _prepare(id, parent, devices)
     lasting = Lasting()
     runs = _Work(stage, lasting.built)
@@ -84,11 +92,11 @@ def lasting_main(
     for order in orders:
         with printing_to(order.terminals):
             outcome = runs.do(order)
-        del order  # and with it all that there is of the run
+        del order  # free all that belongs to the run
         if outcome != "done":
             break
         runs.rest()
-        with contextlib.suppress(Closed, Broken):  # nobody has the pool any more, so there are no more orders
+        with contextlib.suppress(Closed, Broken):  # the pool is gone, so no order follows
             says.put(None)
     else:
         runs.end(says.put)
@@ -104,31 +112,36 @@ def lasting_main(
 
 
 def _prepare(id: WorkerId, parent: int, devices: str | None) -> None:
-    """Makes the process that of the worker, before any code of the user's is loaded."""
+    """Set up the process for its worker, before any user code is loaded."""
     _core._die_with(parent)
     show_name(id.stage, f" {id.number}")
     see_only(devices)
-    # The terminal sends Ctrl-C to the whole group; what it means is the supervisor's decision.
+    # The terminal sends Ctrl-C to the whole process group; the supervisor decides about it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-    # OpenMP's threads did not come along with a fork, and torch would wait for them for ever.
+    # A fork does not copy OpenMP's threads, and torch would wait for them forever.
     if (torch := sys.modules.get("torch")) and multiprocessing.get_start_method() == "fork":
         torch.set_num_threads(1)
 
 
 def show_name(name: str, end: str = "") -> None:
-    """What ``ps``, ``top`` and debuggers call this process, of a worker its stage and number. By the name
-    that the kernel keeps, of 15 bytes, of which ``end`` is not cut off: the command line stays the program's,
-    by which people find and end it."""
+    """Set the name of this process in ``ps``, ``top`` and debuggers: for a worker, its stage and number.
+
+    The kernel keeps 15 bytes, of which ``end`` is never cut off. The command line stays that of the program,
+    by which users find and end it.
+    """
     name = name.encode()[: 15 - len(end)].decode(errors="ignore")
-    with contextlib.suppress(OSError):  # no /proc here
+    with contextlib.suppress(OSError):  # no /proc on this system
         Path("/proc/self/comm").write_text(name + end)
 
 
 class _Work:
-    """What the process does in a run. The stage is loaded in the first; in each, if it has a part that a run
-    may use up: what its source iterates over, or arguments."""
+    """Work of the process in its runs.
+
+    The stage is unpickled in the first run. It is unpickled in every run if a run may use up a part of it:
+    the iterable of a source, or arguments.
+    """
 
     def __init__(
         self, stage: bytes, build: Callable[[Function | None], AbstractContextManager[Function]]
@@ -159,9 +172,9 @@ class _Work:
         return outcome
 
     def rest(self) -> None:
-        """Keeps nothing of the run that is over."""
+        """Keep nothing of the run that has ended."""
         self._logs.rest()
 
     def end(self, tell: Callable[[logs.Logged], None]) -> None:
-        """No other run follows."""
+        """Send later log records to ``tell``; no run follows."""
         self._logs.end(tell)

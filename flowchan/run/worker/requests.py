@@ -1,10 +1,10 @@
-"""Requests a running graph: ``await run.ask(stream, item)``.
+"""Send requests through a running graph: ``await run.ask(stream, item)``.
 
-An item that somebody asks goes through the channels in an :class:`Request`, with the number of the question.
-What calls the user's functions unwraps it and wraps what they give; the end of the graph hands the answer on
-by its number, and an item that fails is told to who asked, by the way on which workers tell everything.
+An item from ``ask`` travels in a :class:`Request` with its number. The wrapper around the user's functions
+unwraps the item and wraps the result. The end of the graph delivers the answer by its number. The failure of
+an item reaches the caller of ``ask`` on the channel for the workers' events.
 
-A question that nobody waits for any more is crossed off on a board; who takes the item up next drops it.
+A cancelled request is marked on a board. The next worker that takes its item drops it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from flowchan.declare.callables import is_async
 from flowchan.declare.values import Stage
 from flowchan.items.codec import Packed, Unreadable, pack, unpack
+from flowchan.items.text import short
 from flowchan.run.policy.events import Answered, Event, WorkerId
 from flowchan.run.policy.failures import Portable, text_of
 from flowchan.run.policy.plan import Plan
@@ -37,14 +38,15 @@ _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """An item on its way, with the ``question`` that it belongs to. ``board``: the path of the program's."""
+    """Item of a request with its number, ``question``, and the path of the program's ``board``."""
 
     question: int
     item: Any
     board: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The item crosses packed: whose it is is known though it can't be unpickled."""
+        """Pack the item separately, so that the receiver knows the request even if it cannot unpickle the
+        item."""
         if type(self.item) in _PLAIN:
             return Request, (self.question, self.item, self.board)
         return _arrived, (self.question, pack(self.item), self.board)
@@ -56,13 +58,13 @@ def _arrived(question: int, packed: Packed, board: str) -> Request:
         item = unpack(packed)
     except Exception as error:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and shortage("the item", error)):
-            raise  # it may be received later
+            raise  # a later attempt may succeed
         item = NotRead(error)
     return Request(question, item, board)
 
 
 class _Unknown:
-    """Stands for whatever else is in a pickle that is looked through for questions."""
+    """Placeholder for any other object in a pickle that is searched for requests."""
 
     def __new__(cls, *_: Any, **__: Any) -> _Unknown:
         return object.__new__(cls)
@@ -73,7 +75,7 @@ class _Unknown:
 
 
 class _Questions(pickle.Unpickler):
-    """Makes nothing of a pickle but its questions, so that it is safe to look where unpickling is not."""
+    """Unpickler that builds only the requests in a pickle, so that searching it is safe."""
 
     def find_class(self, module: str, name: str) -> Any:
         asked = module == __name__ and name in (Request.__name__, _arrived.__name__)
@@ -85,7 +87,7 @@ def _question(number: int, _: Any, board: str) -> Request:
 
 
 def _questions_in(item: Unreadable) -> Any:
-    """What can't be unpickled, with its questions; ``None`` where it can't even be looked through."""
+    """Return the content of an unreadable item with its requests, or ``None`` if it cannot be searched."""
     try:
         return _Questions(io.BytesIO(item.data), buffers=itertools.repeat(b"")).load()
     except Exception:
@@ -93,7 +95,7 @@ def _questions_in(item: Unreadable) -> Any:
 
 
 class NotRead:
-    """Stands for an item that could not be unpickled, by ``error``."""
+    """Placeholder for an item whose unpickling raised ``error``."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -106,15 +108,17 @@ class NotRead:
 
 
 class Dropped(BaseException):
-    """Nobody waits any more for what would come of an item."""
+    """Signal that no caller waits for the result of an item."""
 
 
 # --- in the workers ---
 
 
 class Answering:
-    """What a worker whose items may be asked does about them. ``sends``: what is told crosses to another
-    process."""
+    """Answer the requests among the items of one worker.
+
+    ``sends`` is true if events cross to another process.
+    """
 
     def __init__(self, stage: Stage, worker: WorkerId, tell: Callable[[Event], None], sends: bool) -> None:
         self._stage = stage
@@ -123,43 +127,45 @@ class Answering:
         self._sends = sends
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The user's function, which gets items and never questions."""
+        """Return the user's function with a wrapper, so that it receives plain items."""
         if self._stage.operator.calls != "item":
             return function
 
         async def call_later(item: Any) -> Any:
-            wanted = self._wanted(item)
-            return self._given(wanted, await function(bare(wanted)))
+            wanted = self._wanted_part(item)
+            return self._forwarded(wanted, await function(bare(wanted)))
 
         def call(item: Any) -> Any:
-            wanted = self._wanted(item)
-            return self._given(wanted, function(bare(wanted)))
+            wanted = self._wanted_part(item)
+            return self._forwarded(wanted, function(bare(wanted)))
 
         return call_later if is_async(function) else call
 
-    def _wanted(self, item: Any) -> Any:
-        """The item, of a batch what is left of it. Raises ``Dropped`` when nobody waits for it, and what its
-        unpickling raised."""
+    def _wanted_part(self, item: Any) -> Any:
+        """Return the item, or the members of a batch that are still wanted.
+
+        Raises ``Dropped`` if no caller waits for it, or the error of its unpickling.
+        """
         if type(item) is Request:
             if is_crossed_off(item.question, item.board):
                 raise Dropped
             if type(item.item) is NotRead:
                 raise item.item.error
-        elif has_asked(item):
-            item[:] = [one for one in item if type(one) is not Request or self._can_be_used(one)]
+        elif has_requests(item):
+            item[:] = [one for one in item if type(one) is not Request or self._is_usable(one)]
             if not item:
                 raise Dropped
         return item
 
-    def _can_be_used(self, member: Request) -> bool:
-        """Of a batch. What could not be unpickled is refused."""
+    def _is_usable(self, member: Request) -> bool:
+        """Return whether a member of a batch is readable and wanted; refuse an unreadable one."""
         if type(member.item) is NotRead:
             self.refuse(member, member.item.error)
         return type(member.item) is not NotRead and not is_crossed_off(member.question, member.board)
 
-    def _given(self, item: Any, result: Any) -> Any:
-        """What came of an item, for who comes next."""
-        operator, batch = self._stage.operator, has_asked(item)
+    def _forwarded(self, item: Any, result: Any) -> Any:
+        """Return the result for the next stage, and answer requests that end in this stage."""
+        operator, batch = self._stage.operator, has_requests(item)
         members = [item] if type(item) is Request else item if batch else []
         if operator.one_output:
             return self._wrapped(item, result)
@@ -168,66 +174,71 @@ class Answering:
             if type(one) is Request and operator.ends:
                 self.answer(one, given)
             elif type(one) is Request and operator.lets_go and not result:
-                self.let_go(one)
+                self.drop_item(one)
         return result
 
     def _wrapped(self, item: Any, result: Any) -> Any:
-        """The same, of an operator that gives one item for each: with the question, or with those of the
-        members
-        of a batch. Of these, an exception is for who asked."""
+        """Return the result of an operator with one output per item, wrapped in the request.
+
+        For a batch, each member's result is wrapped; an exception goes to the caller of that member.
+        """
         if type(item) is Request:
             return Request(item.question, result, item.board)
-        if not has_asked(item):
+        if not has_requests(item):
             return result
         if not _fits(result, item, True):
             raise TypeError(
-                f"stage {self._stage.name!r} got a batch with items that were asked, so its function must "
-                f"return a list of as many, {len(item)}"
+                f"stage {self._stage.name!r}: the function must return a list of {len(item)} results for a "
+                f"batch with items from ask(), got {short(result, 60)}"
             )
         given = []
-        for one, its in zip(item, result, strict=True):
+        for one, part in zip(item, result, strict=True):
             if type(one) is not Request:
-                given.append(its)
-            elif not isinstance(its, Exception):
-                given.append(Request(one.question, its, one.board))
+                given.append(part)
+            elif not isinstance(part, Exception):
+                given.append(Request(one.question, part, one.board))
             elif "members" in self._stage.options:
-                given.append(its)  # whoever calls us tells
+                given.append(part)  # ``without_failed`` reports the failure
             else:
-                self.refuse(one, its)
+                self.refuse(one, part)
         return given
 
     def answer(self, item: Request, value: Any) -> None:
-        """Tells who asked."""
+        """Send ``value`` to the caller."""
         self._tell(Answered(self._worker, item.question, value, None))
 
     def refuse(self, item: Request, error: BaseException, failed: int = 0) -> None:
-        """Tells who asked by what the item failed, of which so many items of the stage count as failed."""
+        """Send ``error`` to the caller; ``failed`` items of the stage count as failed."""
         carried: Any = Portable(error) if self._sends else error
         self._tell(Answered(self._worker, item.question, None, carried, failed))
 
     def give_up(self, item: Any, error: BaseException) -> Any:
-        """Tells those who asked a failed item. Gives what is left of it: of a batch the members that nobody
-        has asked, or ``NOTHING``; then the whole counts as failed, once. Of what can't be unpickled all is
-        left, unless nobody but them has a part in it."""
+        """Report a failed item to its callers, and return what is left of it.
+
+        For a batch, the members without a caller are left. If none is left, the result is ``NOTHING`` and the
+        item counts as failed once. An unreadable item is left whole unless all its members have callers.
+        """
         asked: list[Request] = []
         if type(item) is Unreadable:
-            others = without_asked(_questions_in(item), asked.append)
+            others = without_requests(_questions_in(item), asked.append)
             left = NOTHING if others is NOTHING else item
         else:
-            left = without_asked(item, asked.append)
+            left = without_requests(item, asked.append)
         for index, one in enumerate(asked):
             self.refuse(one, error, failed=int(left is NOTHING and index == 0))
         return left
 
-    def let_go(self, item: Any) -> None:
-        """Tells those who asked an item that goes nowhere."""
-        error = LookupError(f"{self._stage.name!r} let the item go, so it has no answer")
-        without_asked(item, lambda one: self.refuse(one, error))
+    def drop_item(self, item: Any) -> None:
+        """Report an item without an answer to its callers."""
+        error = LookupError(f"stage {self._stage.name!r} dropped the item, so it has no answer")
+        without_requests(item, lambda one: self.refuse(one, error))
 
 
 def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], None]) -> Any:
-    """Hands on the answers that have come to an end of the graph. Gives what is left of the item: what nobody
-    has asked, or ``NOTHING``."""
+    """Deliver the answers that have reached an end of the graph.
+
+    Return what is left of the item: the members without a caller, or ``NOTHING``.
+    """
 
     def answer(one: Request) -> None:
         if type(one.item) is NotRead:
@@ -235,12 +246,12 @@ def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], Non
         else:
             settle(one.question, one.item, None)
 
-    return without_asked(item, answer)
+    return without_requests(item, answer)
 
 
-def without_asked(item: Any, found: Callable[[Request], object]) -> Any:
-    """What is left of an item without what was asked, all of which ``found`` gets; or ``NOTHING``."""
-    if not (type(item) is Request or has_asked(item)):
+def without_requests(item: Any, found: Callable[[Request], object]) -> Any:
+    """Call ``found`` with each request in an item, and return the rest or ``NOTHING``."""
+    if not (type(item) is Request or has_requests(item)):
         return item
     members = [item] if type(item) is Request else item
     for one in members:
@@ -249,35 +260,38 @@ def without_asked(item: Any, found: Callable[[Request], object]) -> Any:
     return [one for one in members if type(one) is not Request] or NOTHING
 
 
-def has_asked(item: Any) -> bool:
-    """Whether it is a batch with members that were asked."""
+def has_requests(item: Any) -> bool:
+    """Return whether the item is a batch with requests among its members."""
     return type(item) is list and any(type(one) is Request for one in item)
 
 
 def _fits(result: Any, item: Any, batch: bool) -> bool:
-    """Whether a result of a batch has a part for each member."""
+    """Return whether the result of a batch has one entry for each member."""
     return batch and isinstance(result, list) and len(result) == len(item)
 
 
 def bare(item: Any) -> Any:
-    """The item as the user knows it."""
+    """Return the item without its requests, as the user knows it."""
     if type(item) is Request:
         return item.item
-    return [one.item if type(one) is Request else one for one in item] if has_asked(item) else item
+    return [one.item if type(one) is Request else one for one in item] if has_requests(item) else item
 
 
 # --- in the program ---
 
 
 class Requests:
-    """The questions of one run. ``failure`` says why the run ended, if it failed. ``crossed_off`` hears of
-    each question for whose answer nobody waits any more."""
+    """Open requests of one run.
+
+    ``failure`` returns why the run failed, if it did. ``on_cancelled`` is called with the number of each
+    cancelled request.
+    """
 
     def __init__(
-        self, failure: Callable[[], BaseException | None], crossed_off: Callable[[int], None]
+        self, failure: Callable[[], BaseException | None], on_cancelled: Callable[[int], None]
     ) -> None:
         self._failure = failure
-        self._tell_crossed_off = crossed_off
+        self._on_cancelled = on_cancelled
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._lock = threading.Lock()
@@ -285,7 +299,7 @@ class Requests:
         self._over = False
 
     def begin(self, item: Any) -> tuple[Request, asyncio.Future[Any]]:
-        """A new question, and what its answer will be."""
+        """Open a request, and return it with the future of its answer."""
         import asyncio
 
         future = asyncio.get_running_loop().create_future()
@@ -298,15 +312,15 @@ class Requests:
             return Request(question, item, self._board.path), future
 
     def forget(self, question: int) -> None:
-        """Nobody waits for the answer any more."""
+        """Cancel a request whose caller has stopped waiting."""
         with self._lock:
             if self._open.pop(question, None) is None or self._board is None:
                 return
             self._board.cross_off(question)
-        self._tell_crossed_off(question)
+        self._on_cancelled(question)
 
     def settle(self, question: int, value: Any, error: BaseException | None) -> None:
-        """The answer has come. Of several the first counts. Called on any thread."""
+        """Deliver an answer, from any thread; the first of several counts."""
         with self._lock:
             future = self._open.pop(question, None)
         if future is not None:
@@ -314,7 +328,7 @@ class Requests:
                 future.get_loop().call_soon_threadsafe(_settle, future, value, error)
 
     def end(self) -> None:
-        """The run has: no answer comes any more."""
+        """Fail all open requests at the end of the run."""
         with self._lock:
             self._over = True
             left, board, self._board = list(self._open), self._board, None
@@ -332,15 +346,18 @@ def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None
         return
     if error is None:
         future.set_result(value)
-    elif isinstance(error, StopIteration):  # no future takes it
-        future.set_exception(RuntimeError(f"the item failed by {text_of(error)}"))
+    elif isinstance(error, StopIteration):  # a future does not accept it
+        future.set_exception(RuntimeError(f"the item failed with {text_of(error)}"))
     else:
         future.set_exception(error)
 
 
 def answering_ends(plan: Plan, stage: str) -> list[str]:
-    """The results at which answers to what is asked at an input arrive. Raises ``ValueError`` where an item
-    on its way comes to a stage that does not work item by item, or where no answer arrives."""
+    """Return the results that receive the answers to requests at input ``stage``.
+
+    Raises ``ValueError`` if such an item reaches a stage that does not work item by item, or if no answer
+    arrives.
+    """
     stages = {one.name: one for one in plan.graph.stages}
     found, now, seen = [], [stage], {stage}
     sinks = False
@@ -350,9 +367,8 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
         readers = [edge.reader for edge in plan.edges if edge.writer == name and not edge.errors]
         if not operator.answers or (operator.gathers and readers):
             raise ValueError(
-                f"ask: the items of input {stage!r} come to {name!r}, and {operator.name} does not work "
-                f"item by "
-                "item, so nobody knows which of its outputs is the answer"
+                f"ask: the items of input {stage!r} reach {name!r}, and {operator.name} does not work item "
+                "by item, so no output is the answer to one item"
             )
         if operator.gathers:
             found.append(name)
@@ -361,6 +377,6 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
         seen.update(now)
     if not found and not sinks:
         raise ValueError(
-            f"ask: the items of input {stage!r} come to no collect() and no sink(), which answer"
+            f"ask: the items of input {stage!r} must reach a collect() or sink(), which return the answers"
         )
     return found

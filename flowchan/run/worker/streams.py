@@ -1,4 +1,4 @@
-"""Where standard output and errors of a process lead, for the processes that it starts."""
+"""Pass standard output and error of a process to the processes that it starts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 
 
 class Streams:
-    """Where standard output and errors of this process lead, for a process that it starts. One that comes
-    from Python's forkserver begins with those of the server, which may have started when they led elsewhere;
-    all others have them from their start."""
+    """Standard output and error of this process, for a process that it starts.
+
+    A child of Python's forkserver inherits those of the server, which may have started with different ones.
+    All other children inherit them from this process.
+    """
 
     def __init__(self) -> None:
         self._sent: dict[int, Any] = {}
@@ -25,16 +27,16 @@ class Streams:
         return {"_sent": {fd: reduction.DupFd(fd) for fd in (1, 2) if _is_open(fd)}}
 
     def take(self) -> None:
-        """In the process that was started."""
+        """Install the streams in the process that was started."""
         while self._sent:
             fd, sent = self._sent.popitem()
-            came = sent.detach()
-            os.dup2(came, fd)
-            os.close(came)
+            received = sent.detach()
+            os.dup2(received, fd)
+            os.close(received)
 
 
 def terminals() -> dict[int, str]:
-    """The terminals to which standard output and errors lead, by their descriptors."""
+    """Return the terminals of standard output and error, by descriptor."""
     found = {}
     for fd in (1, 2):
         with contextlib.suppress(OSError):
@@ -44,28 +46,30 @@ def terminals() -> dict[int, str]:
 
 @contextlib.contextmanager
 def printing_to(wanted: Mapping[int, str]) -> Iterator[None]:
-    """Meanwhile what goes to a terminal goes to these: while a run's progress is drawn, another one stands in
-    for the user's."""
-    here = terminals()
-    with contextlib.ExitStack() as ends:
-        for fd in here.keys() & wanted.keys():
-            if here[fd] != wanted[fd]:
-                with contextlib.suppress(OSError):  # it is gone, or this process may not write there
-                    _lead(fd, wanted[fd], ends)
+    """Redirect terminal output to the ``wanted`` terminals.
+
+    While the progress of a run is drawn, another terminal replaces the user's.
+    """
+    current = terminals()
+    with contextlib.ExitStack() as restored:
+        for fd in current.keys() & wanted.keys():
+            if current[fd] != wanted[fd]:
+                with contextlib.suppress(OSError):  # it is gone, or this process may not write to it
+                    _redirect(fd, wanted[fd], restored)
         yield
 
 
-def _lead(fd: int, terminal: str, ends: contextlib.ExitStack) -> None:
+def _redirect(fd: int, terminal: str, restored: contextlib.ExitStack) -> None:
     new = os.open(terminal, os.O_WRONLY | os.O_NOCTTY)
     try:
         kept = os.dup(fd)
-        ends.callback(os.close, kept)
+        restored.callback(os.close, kept)
         _flush()
         os.dup2(new, fd)
-        ends.callback(os.dup2, kept, fd)
+        restored.callback(os.dup2, kept, fd)
     finally:
         os.close(new)
-    ends.callback(_flush)
+    restored.callback(_flush)
 
 
 def _flush() -> None:

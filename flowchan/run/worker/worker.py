@@ -1,9 +1,6 @@
-"""One worker: builds what the user declared, runs the operator's loop over its ports, and tells the
-supervisor
-how it ended.
+"""Run one worker: build its callable, run the operator's loop over its ports and report its end.
 
-The same :func:`work` runs on a thread of this process and in a process of its own (``worker_main``); what
-differs is how it gets there.
+The same :func:`work` runs on a thread of the program and in a worker's process (``process_main``).
 """
 
 from __future__ import annotations
@@ -43,14 +40,15 @@ from flowchan.run.worker.requests import Answering
 from flowchan.run.worker.worker_callable import Function, built, nothing
 
 Outcome = Literal["done", "failed", "retired"]
-"""How a worker ended: cleanly, by an error, or so that its process is to end without a word and be
-replaced."""
+"""End of a worker: clean, with an error, or with a process that is replaced without a report."""
 
 
 def join_ports(ports: Ports, stage: Stage) -> None:
-    """Lets the outputs belong to the items of the single input: that is what keeps order, and what
-    recovery needs to know which outputs of an item exist. All outputs of a restartable source belong to
-    one item."""
+    """Connect the outputs to the items of the single input.
+
+    This keeps order, and recovery knows which outputs of an item exist. All outputs of a restartable source
+    belong to one item.
+    """
     if not ports.inputs and stage.restartable:
         for out in ports.outputs.values():
             out._replay()
@@ -67,7 +65,7 @@ def join_ports(ports: Ports, stage: Stage) -> None:
 
 
 def work(
-    here: Worker,
+    info: Worker,
     stage: Stage,
     ports: Ports,
     tell: Callable[[Event], None],
@@ -77,16 +75,19 @@ def work(
     next_seats: Channel[Any] | None = None,
     build: Callable[[Function | None], AbstractContextManager[Function]] = built,
 ) -> Outcome:
-    """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are
-    closed. ``sends``: what is told crosses to another process. ``predecessors``: how those died with whose
-    item it begins. ``member``: its own of the group that the stage's workers form; ``next_seats``: by which
-    those of the groups after that come. ``build``: makes what it calls."""
-    worker = WorkerId(here.stage, here.number)
+    """Run one worker to its end and return how it ended.
+
+    It never raises: ``tell`` gets the event of any end before the ports close. ``sends`` is true if events
+    cross to another process. ``predecessors`` describes how earlier workers with the first item died.
+    ``member`` is the membership in the gang's group, and ``next_seats`` delivers those of later groups.
+    ``build`` makes the callable.
+    """
+    worker = WorkerId(info.stage, info.number)
     membership = None if stage.gang is None else GangMembership(worker, member, next_seats, tell, ports)
-    seeds.enter(here)
+    seeds.enter(info)
     job = OperatorJob(kind=stage.kind, function=nothing)
     ended_by: BaseException | None = None
-    leaving = PortRelease(worker, ports, tell)
+    release = PortRelease(worker, ports, tell)
     tell_aborts(worker, ports, tell, sends)
     try:
         join_ports(ports, stage)
@@ -103,27 +104,27 @@ def work(
             tell(Began(worker))
             run_body(job, stage, ports, membership)
     except BaseException as error:
-        ended_by = let_go(error, ports)
+        ended_by = without_traceback(error, ports)
     if sends and isinstance(ended_by, ItemFailed) and isinstance(ended_by.__cause__, Retires):
         for reader in ports.inputs.values():
             reader._leave_alone()
-        leaving.leave_open()
+        release.leave_open()
         return "retired"
     outcome: Outcome = "failed"
     try:
-        outcome = end(worker, job, ports, leaving, ended_by, tell, sends)
-    except BaseException as error:  # no worker may end without a word, or the run waits for it for ever
-        with contextlib.suppress(Closed, Broken):  # a run that is over hears nobody any more
+        outcome = end(worker, job, ports, release, ended_by, tell, sends)
+    except BaseException as error:  # each worker must report its end, or the run waits forever
+        with contextlib.suppress(Closed, Broken):  # the run has ended
             tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
-    hears_aborts.set(None)  # from Python 3.14 on a thread that has ended keeps its context
-    leaving.done()
-    if membership is not None:  # the others hear of it after the supervisor
+    hears_aborts.set(None)  # from Python 3.14 on, an ended thread keeps its context
+    release.done()
+    if membership is not None:  # the other members learn it after the supervisor
         membership.close(ended_by)
     return outcome
 
 
 def run_body(job: OperatorJob, stage: Stage, ports: Ports, membership: GangMembership | None) -> None:
-    """Does the worker's work."""
+    """Run the operator's body, for a gang in each of its groups."""
     body, ends = stage.operator.run(), ends_of(job, stage, ports)
     if membership is None:
         body(job, **ends)
@@ -139,23 +140,24 @@ def run_body(job: OperatorJob, stage: Stage, ports: Ports, membership: GangMembe
 
 
 def ends_of(job: OperatorJob, stage: Stage, ports: Ports) -> dict[str, Any]:
-    """What the operator's body is called with. Where the user's code puts, it hears itself of a worker that
-    takes
-    no more items."""
+    """Return the ports for the operator's body.
+
+    In a general stage, the user's code itself gets the error when a worker takes no more items.
+    """
     return ports.by_parameter(None if stage.operator.calls == "ports" else job.count_unwanted)
 
 
 def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
-    """From now on the supervisor hears when this thread or task aborts a channel of the worker, before
-    anybody meets it."""
+    """Report each abort of a worker's channel by this thread or task to the supervisor, before it takes
+    effect."""
 
     pid = os.getpid()
 
     def aborting(channel: Channel[Any], cause: BaseException | None) -> None:
-        forked = os.getpid() != pid  # by the user's code, and nothing of ours reaches that child
+        forked = os.getpid() != pid  # by user code; this child cannot reach the supervisor
         if not forked and any(port.channel is channel for port in ports.everything()):
             error = Portable(cause) if sends and cause is not None else cause
-            with contextlib.suppress(Closed, Broken):  # a run that is over hears nobody any more
+            with contextlib.suppress(Closed, Broken):  # the run has ended
                 tell(Aborted(worker, channel._name, error, pid, time.monotonic_ns()))
 
     hears_aborts.set(aborting)
@@ -177,7 +179,7 @@ def job_of(
     )  # fmt: skip
 
     def trouble(text: str) -> None:
-        with contextlib.suppress(Closed, Broken):  # a run that is over hears nobody any more
+        with contextlib.suppress(Closed, Broken):  # the run has ended
             tell(Troubled(worker, f"worker {worker}, {text}"))
 
     job.on_trouble = trouble
@@ -195,8 +197,10 @@ def job_of(
 
 
 def _try_again(job: OperatorJob, stage: Stage, ports: Ports) -> None:
-    """The item with which the worker begins is given up when it took too long too often; those times do not
-    count as deaths over it."""
+    """Decide whether to try the first item again, over which earlier workers died.
+
+    An item that timed out too often is given up. Its timeouts do not count as deaths.
+    """
     deaths = len(job.predecessors)
     died = (
         deaths - job.predecessors.count(item_timeout.exceeded(stage)) if stage.timeout is not None else deaths
@@ -210,42 +214,45 @@ def end(
     worker: WorkerId,
     job: OperatorJob,
     ports: Ports,
-    leaving: PortRelease,
+    release: PortRelease,
     error: BaseException | None,
     tell: Callable[[Event], None],
     sends: bool,
 ) -> Outcome:
-    """Tells how the worker ended, then closes its ports."""
+    """Report how the worker ended, then close its ports."""
     for reader in ports.inputs.values():
-        reader._on_poison(0, None)  # it holds the job, and so the run: without it no collector need end them
+        reader._on_poison(0, None)  # it refers to the job and so to the run; this breaks the cycle
     failed = error is not None and not _clean_end(error, ports)
     if not failed and not seeds.worker().host:
         left = [reader for reader in ports.inputs.values() if not reader._retired]
-        job.unwanted += sum(map(job.let_go_of_the_rest, left))
+        job.unwanted += sum(map(job.drop_remaining, left))
     last: Event = Ended(worker, job.unwanted)
     if error is not None and failed:
         cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
         item = short(error.item, 120) if isinstance(error, ItemFailed) else None
         last = Failure(worker, Portable(cause) if sends else cause, item, os.getpid())
-    elif isinstance(error, Closed):  # the readers have left, so nobody wants the item in hand
+    elif isinstance(error, Closed):  # no reader is left, so the current item is unwanted
         last = Ended(worker, job.unwanted + bool(ports.inputs), early=True)
-    heard = True
+    reported = True
     try:
         tell(last)
-    except (Closed, Broken):  # a run that is over hears nobody any more
-        heard = False
-    # The supervisor ends the ports of one that failed once it has broken the channels. Ended here, they would
-    # let the stages behind see a clean end of half the items, and another worker do the failed item again.
-    if not (failed and heard):
-        leaving.close()
+    except (Closed, Broken):  # the run has ended
+        reported = False
+    # The supervisor ends the ports of a failed worker after it has broken the channels. If they ended now,
+    # later stages would see a clean end after half of the items, and another worker would repeat the failed
+    # item.
+    if not (failed and reported):
+        release.close()
     elif sends:
-        leaving.leave_open()
+        release.leave_open()
     return "failed" if failed else "done"
 
 
-def let_go(error: BaseException, ports: Ports) -> BaseException:
-    """``error``, in a clean end without what its traceback holds: so a source's generator is cleaned up here
-    and now."""
+def without_traceback(error: BaseException, ports: Ports) -> BaseException:
+    """Return ``error``, after a clean end without its traceback.
+
+    Then the generator of a source is cleaned up at once.
+    """
     if _clean_end(error, ports):
         if isinstance(error, ItemFailed) and error.__cause__:
             error = error.__cause__
@@ -255,11 +262,14 @@ def let_go(error: BaseException, ports: Ports) -> BaseException:
 
 
 def _clean_end(error: BaseException, ports: Ports) -> bool:
-    """Whether the error only says that one of the worker's own channels has ended. A task whose channels have
-    ended is cancelled by us; tasks of the user's tell their ends together."""
+    """Return whether the error only reports the end of one of the worker's own channels.
+
+    flowchan cancels a task whose channels have ended. Tasks of the user's code report their ends in an
+    exception group.
+    """
     if isinstance(error, BaseExceptionGroup):
         return all(_clean_end(one, ports) for one in error.exceptions)
-    cancelled = getattr(sys.modules.get("asyncio"), "CancelledError", ())  # nothing without asyncio
+    cancelled = getattr(sys.modules.get("asyncio"), "CancelledError", ())  # empty without asyncio
     if isinstance(error, ItemFailed) and isinstance(error.__cause__, cancelled):
         error = error.__cause__
     if isinstance(error, cancelled):

@@ -1,5 +1,7 @@
-"""What a worker calls: the user's function or, of a callable class, an instance of its own, which is built
-once and closed at the end."""
+"""Build the callable of a worker: the user's function, or an instance of a callable class.
+
+An instance is built once for each worker and closed at its end.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def nothing() -> None: ...
 
 
 def _made(function: Function | None) -> tuple[Function, Callable[[], Any]]:
-    """What is to be called, and what closes it."""
+    """Return the callable and the function that closes it."""
     if function is None or not is_callable_class(function):
         return function or nothing, nothing
     instance = function()
@@ -28,7 +30,10 @@ def _made(function: Function | None) -> tuple[Function, Callable[[], Any]]:
 
 
 def _made_to_call(function: Function | None) -> tuple[Function, Callable[[], Any]]:
-    """The same for who waits for each call. Only in processes a worker of its own has an async function."""
+    """Return the same for a worker that calls synchronously.
+
+    Only a worker in its own process has an async function here.
+    """
     call, close = _made(function)
     if not is_async(call):
         return call, close
@@ -40,7 +45,7 @@ def _made_to_call(function: Function | None) -> tuple[Function, Callable[[], Any
 
 @contextlib.contextmanager
 def built(function: Function | None) -> Iterator[Function]:
-    """What a worker calls in one run."""
+    """Build the callable of a worker for one run."""
     call, close = _made_to_call(function)
     try:
         yield call
@@ -50,7 +55,7 @@ def built(function: Function | None) -> Iterator[Function]:
 
 @contextlib.asynccontextmanager
 async def built_async(function: Function | None) -> AsyncIterator[Function]:
-    """The same, of which ``close`` may be async too."""
+    """Build the callable of an async worker, whose ``close`` may be async."""
     call, close = _made(function)
     try:
         yield call
@@ -60,14 +65,17 @@ async def built_async(function: Function | None) -> AsyncIterator[Function]:
 
 
 class Lasting:
-    """What a worker calls in run after run: built in the first, closed after the last, or when it fails."""
+    """Callable of a worker for several runs, built in the first one.
+
+    It is closed after the last run or after a failure.
+    """
 
     def __init__(self) -> None:
         self._made: tuple[Function, Callable[[], Any]] | None = None
 
     @contextlib.contextmanager
     def built(self, function: Function | None) -> Iterator[Function]:
-        """For one run."""
+        """Provide the callable for one run."""
         if self._made is None:
             self._made = _made_to_call(function)
         try:

@@ -1,4 +1,4 @@
-"""Functions and streams that the tests of the operators share."""
+"""Provide functions and streams for the tests of the operators."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fail_odd(item: int) -> int:
 
 
 def collected(stream: Stream) -> Any:
-    """Runs the stream's graph and gives the stream's items."""
+    """Run the stream's graph and return the items of the stream."""
     result = stream.collect()
     return stream.graph.run()[result]
 

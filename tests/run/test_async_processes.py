@@ -1,5 +1,7 @@
-"""Stages whose function is ``async def``, in processes and on hosts: each worker has an event loop of its
-own, and everything else is as with a plain function."""
+"""Test ``async def`` stages in processes and on hosts.
+
+Each worker has its own event loop; everything else is like with a plain function.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ async def pass_on(items: In[int], out: Out[int]) -> None:
 
 
 class Adds:
-    """Its loop is the same from its first call to its end."""
+    """Stage function that requires the same event loop from its first call to its end."""
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -71,8 +73,8 @@ class Unclosable:
 
 
 @pytest.mark.parametrize("on", PLACEMENTS, ids=str)
-def test_each_operator_does_what_it_does_on_threads(on: object) -> None:
-    """Order, errors and retries included."""
+def test_operators_behave_like_those_on_threads(on: object) -> None:
+    """This includes order, errors and retries."""
     graph = Graph("async")
     mapped = graph.source(numbers, 10, on=on).map(ten_times, on=on, workers=3, retries=1)
     errors = mapped.errors.map(lambda failed: (failed.item, str(failed.error))).collect()
@@ -95,7 +97,7 @@ async def lasts(item: int) -> int:
 
 
 @pytest.mark.parametrize("on", PLACEMENTS, ids=str)
-def test_one_that_waits_for_ever_ends_with_an_abort(on: object) -> None:
+def test_abort_ends_a_worker_that_waits_forever(on: object) -> None:
     graph = Graph("async")
     graph.source(range(3)).map(lasts, on=on).sink(print)
     run = graph.start()
@@ -106,7 +108,7 @@ def test_one_that_waits_for_ever_ends_with_an_abort(on: object) -> None:
 
 
 @pytest.mark.parametrize("on", PLACEMENTS, ids=str)
-def test_an_item_that_takes_too_long_is_given_up(on: object) -> None:
+def test_item_that_exceeds_the_timeout_is_given_up(on: object) -> None:
     graph = Graph("async")
     mapped = graph.source(range(1)).map(lasts, on=on, timeout=0.2, max_deaths=1)
     errors, result = mapped.errors.collect(), mapped.collect()
@@ -122,14 +124,14 @@ async def dies_once(item: tuple[int, str]) -> int:
     return number
 
 
-def test_one_that_dies_is_replaced(tmp_path) -> None:
+def test_dead_worker_is_replaced(tmp_path) -> None:
     graph = Graph("async")
     given = graph.source([(n, str(tmp_path / "mark")) for n in range(5)])
     result = given.map(dies_once, on="process", workers=2).collect()
     assert graph.run()[result] == [0, 1, 2, 3, 4]
 
 
-def test_what_is_asked_is_answered() -> None:
+def test_requests_are_answered() -> None:
     graph = Graph("async")
     asked = graph.input("asked")
     answers = asked.map(Adds, on="process").collect()
@@ -144,7 +146,7 @@ def test_what_is_asked_is_answered() -> None:
     assert asyncio.run(ask()) == [1, 2, 3]
 
 
-def test_workers_of_a_pool_keep_their_loop() -> None:
+def test_pool_workers_keep_their_event_loop() -> None:
     graph = Graph("async")
     result = graph.source(range(3)).map(Adds, on="process").collect()
     with graph.pool() as pool:
@@ -152,7 +154,7 @@ def test_workers_of_a_pool_keep_their_loop() -> None:
 
 
 @pytest.mark.parametrize("on", PLACEMENTS, ids=str)
-def test_an_error_of_its_close_is_told(on: object) -> None:
+def test_error_in_close_is_reported(on: object) -> None:
     graph = Graph("async")
     graph.source(range(3)).map(Unclosable, on=on).sink(print)
     with pytest.raises(RunError) as caught:
@@ -160,7 +162,7 @@ def test_an_error_of_its_close_is_told(on: object) -> None:
     assert "can't be closed" in str(caught.value.exceptions[0])
 
 
-def test_a_source_that_nobody_wants_any_more_is_cleaned_up(tmp_path) -> None:
+def test_source_without_readers_is_cleaned_up(tmp_path) -> None:
     graph = Graph("async")
     first = graph.source(marked, str(tmp_path / "mark"), on="process").map(abs)
     result = graph.stage(take_one, first).collect()

@@ -1,5 +1,8 @@
-"""R3 and R5: the end of a stage's own channels, clean or broken, is never a failure of that stage, and what
-the user's code raises always is one, though it be of the same class."""
+"""Test R3 and R5 for channel errors in stages.
+
+The end of a stage's own channels, clean or broken, is never a failure of that stage. An exception of the
+user's code always is, even if it has the same class.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,7 @@ from support.waiting import wait_blocked
 from flowchan import Broken, Channel, ChannelError, Closed, Graph, In, Out, RunError, Stream
 
 TIMES = 5, 50
-"""How often a run is broken off, here and in the longest walks: which worker meets the break first is a
-matter of chance."""
+"""Numbers of repetitions, normal and long, because the worker that meets the break first is random."""
 
 
 def same(item: Any) -> Any:
@@ -72,7 +74,7 @@ busy = pytest.mark.parametrize("operator", OPERATORS)
 
 
 @busy
-def test_an_abort_is_no_failure_of_a_stage_that_waits_to_put(operator: str) -> None:
+def test_abort_is_not_a_failure_of_a_blocked_writer(operator: str) -> None:
     gate = Gate()
     graph = Graph("r5")
     OPERATORS[operator](graph, graph.source(itertools.count(1), name="numbers")).sink(
@@ -89,7 +91,7 @@ def test_an_abort_is_no_failure_of_a_stage_that_waits_to_put(operator: str) -> N
 
 
 @busy
-def test_only_the_guilty_stage_is_named_however_often(operator: str, long_walk: bool) -> None:
+def test_only_the_failing_stage_is_named(operator: str, long_walk: bool) -> None:
     def fail_at_three(item: Any) -> None:
         seen.append(item)
         if len(seen) == 3:
@@ -105,7 +107,7 @@ def test_only_the_guilty_stage_is_named_however_often(operator: str, long_walk: 
 
 
 @everywhere
-def test_an_early_end_is_no_failed_item_for_flat_map(on: Any) -> None:
+def test_early_end_fails_no_item_of_flat_map(on: Any) -> None:
     graph = Graph("r2")
     numbers = graph.source(itertools.count()).flat_map(endless, on=on, retries=1)
     failed = numbers.errors.collect()
@@ -114,7 +116,7 @@ def test_an_early_end_is_no_failed_item_for_flat_map(on: Any) -> None:
     assert (results[taken], results[failed]) == ([0, 0, 0], [])
 
 
-def test_an_early_end_is_no_failed_item_for_an_async_flat_map() -> None:
+def test_early_end_fails_no_item_of_async_flat_map() -> None:
     graph = Graph("r2")
     numbers = graph.source(itertools.count()).flat_map(endless_async, retries=1)
     failed = numbers.errors.collect()
@@ -123,7 +125,7 @@ def test_an_early_end_is_no_failed_item_for_an_async_flat_map() -> None:
     assert (results[taken], results[failed]) == ([0, 0, 0], [])
 
 
-def test_an_async_generator_is_cleaned_up_before_its_worker_ends() -> None:
+def test_async_generator_is_cleaned_up_before_its_worker_ends() -> None:
     cleaned = []
 
     async def numbers(item: int) -> AsyncIterator[int]:
@@ -166,7 +168,7 @@ def from_own_channel_async(error: type[ChannelError]) -> Callable[[int], AsyncIt
 
 @pytest.mark.parametrize("error", [Closed, Broken])
 @pytest.mark.parametrize("made", [from_own_channel, from_own_channel_async])
-def test_the_end_of_a_channel_of_the_users_own_is_a_failed_item(made: Any, error: Any) -> None:
+def test_end_of_a_user_channel_is_a_failed_item(made: Any, error: Any) -> None:
     graph = Graph("r3")
     numbers = graph.source([1, 2]).flat_map(made(error))
     failed = numbers.errors.map(lambda failed: (failed.item, type(failed.error))).collect()
@@ -176,7 +178,7 @@ def test_the_end_of_a_channel_of_the_users_own_is_a_failed_item(made: Any, error
 
 
 class Unsendable:
-    """Pickling it meets the end of some channel of its own."""
+    """Item whose pickling raises the end of an unrelated channel."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -187,9 +189,7 @@ class Unsendable:
 
 @pytest.mark.parametrize("operator", ["map", "flat_map"])
 @pytest.mark.parametrize("awaits", [False, True])
-def test_a_channel_error_of_what_pickles_an_item_is_a_failure_of_the_item(
-    operator: str, awaits: bool
-) -> None:
+def test_channel_error_while_pickling_is_a_failure_of_the_item(operator: str, awaits: bool) -> None:
     def bad(item: int) -> Any:
         return [Unsendable(item), item][item % 2]
 
@@ -206,8 +206,8 @@ def test_a_channel_error_of_what_pickles_an_item_is_a_failure_of_the_item(
 
 
 @everywhere
-def test_a_retry_of_flat_map_leaves_out_nothing_that_could_not_be_sent(on: Any) -> None:
-    """An element that can't be sent fails its item again, however often it is tried."""
+def test_retry_of_flat_map_fails_again_at_an_unpicklable_element(on: Any) -> None:
+    """An element that cannot be sent fails its item again at each retry."""
 
     def elements(item: int) -> list[Any]:
         return [item, lambda: (_ for _ in ()), (_ for _ in ())]
@@ -240,7 +240,7 @@ COMMAND = ("-c", "from flowchan.cli.commands import main; main()", "run")
 
 @pytest.mark.parametrize("operator", ["flat_map(itertools.repeat, ", "map(itertools.repeat).unbatch("])
 @pytest.mark.parametrize(("command", "code"), [((), -signal.SIGINT), (COMMAND, 130)])
-def test_the_second_ctrl_c_is_an_interrupt_and_no_failure(
+def test_second_ctrl_c_is_an_interrupt_and_not_a_failure(
     operator: str, command: tuple[str, ...], code: int, tmp_path: Path
 ) -> None:
     with start(*command, script(tmp_path, PROGRAM.replace("VERB(", operator))) as process:

@@ -1,11 +1,13 @@
-"""Every way out of a run (R5, R6, R7): a program that ends in each way, under each start method, as a script
-and as ``python -c``. Afterwards none of its processes is left, no temporary file, no word of Python's
-resource tracker; there is one readable message, and the right exit code.
+"""Test every exit of a program with a run (R5, R6, R7).
 
-The full product of endings, start methods and kinds of program would take minutes. Here every ending meets
-every start method, and the kind of program changes from one to the next, so that every two of the three meet
-somewhere. ``test_residue.py`` has the endings inside pytest itself, ``test_start_methods.py`` what crosses to
-the workers.
+The program ends in each way, under each start method, as a script and as ``python -c``. Afterwards no
+process, no temporary file and no message of Python's resource tracker is left. There is one readable error
+and the right exit code.
+
+The full product of exits, start methods and kinds of program would take minutes. So each exit meets each
+start method, and the kind of program alternates. Then each pair of the three occurs somewhere.
+``test_residue.py`` has the exits inside pytest itself. ``test_start_methods.py`` has the objects that cross
+to the workers.
 """
 
 from __future__ import annotations
@@ -116,8 +118,7 @@ PROGRAM = """
 
 @dataclass(frozen=True)
 class Ending:
-    """A way out: the signals sent once the program says that it is going, its exit code, and what it says
-    then."""
+    """Exit of a program: the signals it gets once it is running, its exit code, and its messages."""
 
     code: int
     says: str = ""
@@ -157,7 +158,7 @@ def cases() -> Iterator[Any]:
 
 
 def members(session: int) -> list[psutil.Process]:
-    """The processes that live in a session; it is named by the program that began it."""
+    """Return the live processes of a session, named by its first process."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -170,14 +171,14 @@ def members(session: int) -> list[psutil.Process]:
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a program puts its files; short, for it holds sockets, whose paths may have 107 bytes."""
+    """Set a short temporary folder for the program, because a socket's path may have at most 107 bytes."""
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield Path(folder)
 
 
 def run_to_its_end(command: list[Any], ending: Ending) -> tuple[subprocess.Popen[str], str, str]:
-    """The program after its end, with what it printed; its signals are sent when it says that it is going."""
+    """Run the program to its end and return it with its output; its signals are sent once it is running."""
     with start(*command) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -194,7 +195,7 @@ def run_to_its_end(command: list[Any], ending: Ending) -> tuple[subprocess.Popen
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("name", "method", "kind"), list(cases()))
-def test_every_way_out_leaves_nothing(
+def test_every_exit_leaves_nothing(
     name: str, method: str, kind: str, tmp_path: Path, temporary: Path
 ) -> None:
     ending = ENDINGS[name]
@@ -215,7 +216,7 @@ def test_every_way_out_leaves_nothing(
     ):
         assert unwanted not in err
     wait_until(lambda: not members(process.pid), 20, what=lambda: members(process.pid))
-    if name != "killed":  # nobody can clean up Python's own socket then
+    if name != "killed":  # a killed program cannot remove Python's own socket
         assert os.listdir(temporary) == []
 
 
@@ -260,8 +261,8 @@ FORKSERVER = """
 """
 
 
-def test_when_the_forkserver_is_killed_its_workers_go_on(tmp_path: Path) -> None:
-    """Python then says that all its children have ended, though they live."""
+def test_workers_continue_after_the_forkserver_is_killed(tmp_path: Path) -> None:
+    """Python then reports that all its children have ended, although they live."""
     with start(script(tmp_path, FORKSERVER), "alone", "5") as process:
         out, err = process.communicate()
     assert (process.returncode, out) == (0, "True 0\n"), err
@@ -270,10 +271,11 @@ def test_when_the_forkserver_is_killed_its_workers_go_on(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("then", ["killed", "pidfds are refused"])
 @pytest.mark.parametrize("restarts", [0, 5])
-def test_a_worker_that_dies_after_its_forkserver_is_replaced_or_the_run_says_why(
+def test_worker_that_dies_after_its_forkserver_is_replaced_or_reported(
     then: str, restarts: int, tmp_path: Path
 ) -> None:
-    """Each item still comes out once. Without a pidfd nothing is known of such workers, so all are ended."""
+    """Each item still comes out once. Without a pidfd, the state of such workers is unknown, so all are
+    ended."""
     with start(script(tmp_path, FORKSERVER), then, str(restarts)) as process:
         out, err = process.communicate()
     assert process.returncode == 0, err
@@ -282,7 +284,7 @@ def test_a_worker_that_dies_after_its_forkserver_is_replaced_or_the_run_says_why
     wait_until(lambda: not members(process.pid), 20, what=lambda: members(process.pid))
 
 
-# a notebook
+# --- notebook ---
 
 CELLS = (
     """
@@ -350,9 +352,8 @@ NOTEBOOK = """
 """
 
 
-def test_a_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing(tmp_path: Path) -> None:
-    """Cells in a real kernel: functions and classes of a cell, a failure, and the button that interrupts a
-    cell."""
+def test_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing(tmp_path: Path) -> None:
+    """Cells run in a real kernel: functions and classes of a cell, a failure, and the interrupt button."""
     for needed in ("nbclient", "ipykernel"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed: pip install {needed}")

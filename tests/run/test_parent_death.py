@@ -1,4 +1,4 @@
-"""A child that is to die with its parent."""
+"""Test children that die with their parent."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 from flowchan.run.crew.at_exit import die_with
 
 
-def test_a_child_whose_parent_has_died_already_ends() -> None:
-    """The kernel would not kill it any more."""
+def test_child_of_a_dead_parent_ends() -> None:
+    """The kernel sends no signal for a parent that has already died."""
     ended = []
     for parent in (os.getpid(), os.getpid() + 1):
         if (pid := os.fork()) == 0:

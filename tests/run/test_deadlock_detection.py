@@ -1,4 +1,4 @@
-"""Whether anybody can ever move again, as a function of two looks: values in, a value out."""
+"""Test the detection of a deadlock as a pure function of two views of a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def look(*edges: EdgeStats, stages: tuple[StageStats, ...] | None = None, **abou
 
 
 LOOP = look(edge("first", "second", readers=1), edge("second", "first", readers=1))
-"""Each waits for what the other puts."""
+"""View in which each stage waits for items of the other."""
 FULL = look(edge("first", "second", writers=1), edge("second", "first", writers=1))
 
 
@@ -58,12 +58,12 @@ def test_two_equal_looks_at_which_everybody_waits_are_a_deadlock() -> None:
     assert REMEDY in text_of(judge(FULL, FULL))
 
 
-def test_a_writer_who_waits_for_bytes_is_told_to_take_more_memory() -> None:
+def test_writer_that_waits_for_bytes_gets_the_memory_remedy() -> None:
     short = look(edge("first", "second", writers=1, short_of_bytes=True), edge("second", "first", writers=1))
     assert MORE_MEMORY in text_of(judge(short, short))
 
 
-def test_one_look_proves_nothing() -> None:
+def test_single_view_proves_nothing() -> None:
     assert judge(None, LOOP) is None
 
 
@@ -112,18 +112,18 @@ def results(writers: int, putting: int = 0, getting: int = 0) -> Observation:
 
 
 @pytest.mark.parametrize("waits", [{"putting": 1}, {"getting": 1}])
-def test_a_full_result_is_taken_in_when_the_program_waits_elsewhere(waits: dict[str, int]) -> None:
+def test_full_result_is_gathered_while_the_program_waits_elsewhere(waits: dict[str, int]) -> None:
     full = results(writers=1, **waits)
     assert judge(full, full) == {RESULT}
 
 
-def test_a_full_result_is_left_to_a_program_that_may_come_to_read_it() -> None:
+def test_full_result_is_left_to_a_possible_reader() -> None:
     assert judge(results(writers=1), results(writers=1)) is None
     assert judge(results(writers=1), results(writers=1, putting=1)) is None
     assert judge(results(writers=0, putting=1), results(writers=0, putting=1)) is None
 
 
-# when to look, and how closely
+# --- when to inspect a run ---
 
 
 def looked(glances: list[Activity]) -> tuple[int, list[object]]:
@@ -151,7 +151,7 @@ def test_nor_is_one_in_which_somebody_works_or_an_input_is_open(glance: Activity
     assert looked([glance] * 5) == (0, [None] * 5)
 
 
-def test_a_run_whose_results_nobody_reads_is_looked_at_closely_when_somebody_can_not_put() -> None:
+def test_run_with_unread_results_is_inspected_if_a_put_waits() -> None:
     unread = frozenset(TWO)
     assert looked([Activity(7, 2, 0, unread=unread)] * 3)[0] == 0
     assert looked([Activity(7, 0, 1, opened=True, unread=unread)] * 3)[0] == 2
@@ -180,7 +180,7 @@ def test_other_hosts_are_asked_until_they_have_answered() -> None:
     assert next(answers, "all") == "all"
 
 
-def test_workers_elsewhere_wait_for_what_they_say_and_not_what_their_links_ask_for() -> None:
+def test_remote_workers_count_by_their_own_reports() -> None:
     away = (stage("first"), dataclasses.replace(stage("second"), hosts=("far",)))
     stats = look(
         edge("first", "second", readers=5), edge("second", "first", readers=1, writers=1), stages=away
@@ -189,6 +189,6 @@ def test_workers_elsewhere_wait_for_what_they_say_and_not_what_their_links_ask_f
     assert (into.waiting_readers, out.waiting_readers, out.waiting_writers) == (1, 1, 2)
 
 
-def test_nothing_is_looked_at_before_it_is_due() -> None:
+def test_run_is_not_inspected_before_the_interval() -> None:
     deadlocks = Deadlocks(0.0)
     assert deadlocks.look(STILL / 2, TWO, pytest.fail, pytest.fail) is None
