@@ -207,8 +207,8 @@ def loan(self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout:
         >>> array = channel.loan((2, 3))
         >>> array[:] = 1
         >>> channel.put(array)
-        >>> channel.get().sum()
-        np.float64(6.0)
+        >>> float(channel.get().sum())
+        6.0
     """
     sizes = _checked((shape,) if isinstance(shape, int) else shape)
     torch = sys.modules.get("torch")

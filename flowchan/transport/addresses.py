@@ -1,5 +1,4 @@
-"""At which of its addresses the driver listens, so that all hosts of a provider reach it; and the addresses
-of channels."""
+"""Addresses of this machine that other hosts can reach, and addresses of channels."""
 
 from __future__ import annotations
 
@@ -12,8 +11,11 @@ from flowchan.transport.tcp import route_to
 
 
 def address_towards(call: str, peers: Mapping[str, str]) -> str:
-    """Our address on the kernel's route to all ``peers``, which are hosts' names and where each is to be
-    found. A host reached through loopback is this machine, and reaches all its addresses."""
+    """Return the address of this machine on the kernel's routes to all ``peers``.
+
+    ``peers`` maps the names of hosts to their addresses. A host that is reached over loopback is this
+    machine, and can reach any of its addresses.
+    """
     ours: dict[str, str] = {}
     for host, peer in peers.items():
         try:
@@ -42,12 +44,12 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
 
 
 def channel_address(place: str, number: int) -> str:
-    """``place``: where its home listens; ``number``: which of its home's it is."""
+    """Return the address of a channel: where its owner listens, and its number there."""
     return f"{place}/{number}"
 
 
 def place_in(address: str) -> str:
-    """Where the home of a channel listens."""
+    """Return where the owner of a channel listens."""
     place, slash, number = str(address).rpartition("/")
     if not (slash and place and number.isascii() and number.isdigit()):
         raise ValueError(
@@ -57,13 +59,15 @@ def place_in(address: str) -> str:
 
 
 def number_in(address: str) -> int:
-    """Which of its home's channels it is."""
+    """Return the number of a channel at its owner."""
     return int(address.rpartition("/")[2])
 
 
 def mark_of(home: str, number: int | str) -> str:
-    """Stands in an item for each channel that was sent in it: nothing else is so, for the id of a home is
-    random."""
+    """Return the mark that an item contains for each channel that was sent in it.
+
+    The id of an owner is random, so nothing else equals the mark.
+    """
     return f"sent by {home}/{number}"
 
 

@@ -1,8 +1,7 @@
-"""Who listens lets in whoever proves the secret, and is not held up by anybody else.
+"""Listener that accepts only peers that know the secret, and that no other peer can delay.
 
-One thread serves all who are still proving it, in :meth:`AuthenticatedListener.accept`. When too many are,
-the one that has
-taken longest is sent away: those who know the secret need a few round trips only.
+One thread serves all handshakes, in :meth:`AuthenticatedListener.accept`. If there are too many, the oldest
+one is refused, because a peer that knows the secret needs only a few round trips.
 """
 
 from __future__ import annotations
@@ -25,8 +24,10 @@ PAUSE = 0.1  # seconds without accepting when this process lacks descriptors
 
 
 class AuthenticatedListener:
-    """A listener and the secret that lets in. ``refused`` counts who was sent away, and ``last_refused`` says
-    of the last one why."""
+    """Accept connections whose peers prove the secret.
+
+    ``refused`` is the number of peers that were refused, and ``last_refused`` the reason for the last one.
+    """
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class AuthenticatedListener:
         handshake_timeout: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         if tls:
-            certificate()  # raises here what can't be done without
+            certificate()  # raises here if the package for TLS is missing
         self.address = listener.address
         self.refused = 0
         self.last_refused = ""
@@ -47,7 +48,7 @@ class AuthenticatedListener:
         self._hello = hello
         self._tls = tls
         self._handshake_timeout = handshake_timeout
-        self._guests: list[PendingHandshake] = []  # who has waited longest is first
+        self._guests: list[PendingHandshake] = []  # the oldest is first
         self._closed_until = 0.0
         self._ready = selectors.DefaultSelector()
         self._ready.register(listener, selectors.EVENT_READ)
@@ -55,11 +56,19 @@ class AuthenticatedListener:
     def accept(
         self, timeout: float | None = None, take: Callable[[socket.socket, Hello], object] | None = None
     ) -> tuple[socket.socket, Hello]:
-        """The next connection whose peer has proved the secret, and its hello. Raises ``TimeoutError``; the
-        handshakes that are going on then go on with the next call. Never raises because of a peer.
+        """Return the next connection whose peer has proved the secret, and its hello.
 
-        ``take`` is given the connection before it counts as handed over: where Ctrl-C comes first, the next
-        call gives it again, perhaps to who has it already."""
+        A peer cannot make this call raise. Handshakes that are not finished continue in the next call.
+
+        Args:
+            timeout: Seconds to wait. Default: no limit.
+            take: Called with the connection and the hello before this call returns. If Ctrl-C comes first,
+                the next
+                call returns the same connection, perhaps after ``take`` has had it.
+
+        Raises:
+            TimeoutError: No peer has proved the secret within ``timeout`` seconds.
+        """
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
             for guest in [guest for guest in self._guests if guest.has_proved()]:
@@ -77,7 +86,7 @@ class AuthenticatedListener:
                 raise TimeoutError(f"nobody has proved the secret at {self.address} within {timeout:g} s")
 
     def _next_event(self, now: float, give_up: float | None) -> float | None:
-        """How long there is nothing to do but for what comes."""
+        """Return the seconds until the next timer, or None if there is none."""
         times = [give_up] if give_up is not None else []
         times += [guest.give_up for guest in self._guests[:1]]
         if self._closed_until:
@@ -88,7 +97,7 @@ class AuthenticatedListener:
         return max(0.0, min(times) - now) if times else None
 
     def _let_wait(self) -> None:
-        """Takes one who has dialled among the guests."""
+        """Accept a connection and begin its handshake."""
         try:
             sock = self._listener.accept_now()
         except OSError as error:
@@ -115,22 +124,23 @@ class AuthenticatedListener:
             self._send_away(self._guests[0], f"more than {AT_ONCE} handshakes were going on at once")
 
     def _go_on(self, guest: PendingHandshake) -> bool:
-        """Whether it has proved the secret."""
+        """Continue a handshake, and return whether the peer has proved the secret."""
         sock = guest.sock
-        if guest not in self._guests:  # sent away since it was seen ready, or let wait while Ctrl-C came
+        if guest not in self._guests:  # refused since it became ready, or still registered because of Ctrl-C
             self._forget(guest, sock)
             guest.close()
             return False
         try:
-            self._unregister(sock)  # where TLS begins, another process has it, and we would still hear of it
+            # when TLS begins, another process has this socket, and it would still be reported
+            self._unregister(sock)
             guest.go_on()
             self._ready.register(guest.sock, selectors.EVENT_READ, guest)
         except BaseException as error:
             if guest.has_proved() and not isinstance(error, Exception):
-                raise  # it counts on being let in: the next call goes on
+                raise  # the peer counts on being accepted, so the next call continues
             self._forget(guest, guest.sock)
             guest.close()
-            if isinstance(error, OSError) and lacks(error):  # TLS needs descriptors of its own
+            if isinstance(error, OSError) and lacks(error):  # TLS needs more descriptors
                 self._note(f"{guest.peer} was refused: {error.strerror}")
             elif isinstance(error, Refused):
                 self._note(str(error))
@@ -142,7 +152,7 @@ class AuthenticatedListener:
     def _hand_over(
         self, guest: PendingHandshake, take: Callable[[socket.socket, Hello], object] | None
     ) -> tuple[socket.socket, Hello] | None:
-        """Of one that has proved the secret."""
+        """Return the connection and the hello of a peer that has proved the secret."""
         if guest.hello is None and not self._go_on(guest):
             return None
         met = guest.come_in()
@@ -157,7 +167,8 @@ class AuthenticatedListener:
             self._guests.remove(guest)
 
     def _unregister(self, sock: socket.socket) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # it has been: before Ctrl-C, or before it was closed
+        # unregistered before: by a call that Ctrl-C ended, or before it was closed
+        with contextlib.suppress(KeyError, ValueError):
             self._ready.unregister(sock)
 
     def _send_away_the_late(self, now: float) -> None:
@@ -174,22 +185,23 @@ class AuthenticatedListener:
         self.last_refused = reason
 
     def fileno(self) -> int:
-        """Is readable when ``accept`` has something to do, but for who :meth:`has_let_wait`."""
+        """Return a descriptor that is readable when ``accept`` has work, except that of
+        :meth:`has_let_wait`."""
         return self._ready.fileno()
 
     def has_let_wait(self) -> bool:
-        """Whether somebody has proved the secret and waits for an ``accept``, for Ctrl-C came in the last."""
+        """Return whether a peer has proved the secret and waits, because Ctrl-C ended the last ``accept``."""
         return any(guest.has_proved() for guest in self._guests)
 
     def close(self) -> None:
-        """Sends away who is still proving, and listens no more."""
+        """Refuse all peers that have not proved the secret yet, and stop listening."""
         for guest in list(self._guests):
             self._send_away(guest, "the door was closed")
         self._ready.close()
         self._listener.close()
 
     def drop(self) -> None:
-        """In a forked child: lets go of what its parent goes on using."""
+        """Release the descriptors in a forked child, without effect on its parent."""
         self._ready.close()
         self._listener.close()
 
