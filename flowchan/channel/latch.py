@@ -37,4 +37,4 @@ class Latch:
             return True
         except Empty:
             return False
-        raise AssertionError("nobody puts into a latch")
+        raise AssertionError("a latch's channel never holds an item")

@@ -118,8 +118,8 @@ def secret_bytes(call: str, secret: Any, advice: str = "secrets.token_bytes(16) 
         )
     if len(secret) < SECRET:
         raise ValueError(
-            f"{call}: secret must have at least {SECRET} bytes, not {len(secret)}, for who guesses it can "
-            f"join; {advice}"
+            f"{call}: secret must have at least {SECRET} bytes, not {len(secret)}, so that it can't be "
+            f"guessed; {advice}"
         )
     return secret
 

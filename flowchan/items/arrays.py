@@ -70,9 +70,8 @@ def _reduce_memoryview(view: memoryview) -> Any:
         code = code[1:]
     if len(code) != 1 or code not in _CODES or struct.calcsize(f"@{code}") != view.itemsize:
         raise TypeError(
-            f"a memoryview of format {view.format!r} can't be made of bytes again; allowed are "
-            f"{', '.join(_CODES)}; send "
-            "view.cast('B'), or an array of it"
+            f"a memoryview of format {view.format!r} can't be sent; allowed are "
+            f"{', '.join(_CODES)}. Send view.cast('B') or an array"
         )
     return _rebuild_memoryview, (
         PickleBuffer(view if view.c_contiguous else view.tobytes()),
@@ -219,12 +218,12 @@ def loan(self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout:
         dtype = numpy.dtype(dtype)
         if dtype.hasobject:
             raise TypeError(
-                f"loan: dtype must be of plain values, not {dtype!r}: objects can't lie in shared memory"
+                f"loan: dtype must be of plain values, not {dtype!r}: objects can't be in shared memory"
             )
     channel = getattr(self, "channel", self)
     if not channel.transport.copies:
         if channel.closed:
-            raise Closed(f"{channel!r}: nothing can be put into it any more, so nothing is lent")
+            raise Closed(f"{channel!r} is closed: nothing can be put into it any more")
         return torch.empty(sizes, dtype=dtype) if torch and as_torch else numpy.empty(sizes, dtype)
     view = self._loan(min(math.prod(sizes) * dtype.itemsize, MOST_LENT), timeout)
     if torch and as_torch:
@@ -241,5 +240,5 @@ def loan(self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout:
 def _checked(shape: Sequence[int]) -> tuple[int, ...]:
     for size in shape:
         if isinstance(size, bool) or not hasattr(size, "__index__") or size < 0:
-            raise ValueError(f"loan: shape must be whole numbers >= 0, not {shape!r}")
+            raise ValueError(f"loan: shape must be whole numbers of at least 0, not {shape!r}")
     return tuple(shape)

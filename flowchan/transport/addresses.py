@@ -23,14 +23,14 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise HostError(
-                    f"{call}: {host} can't be found from this machine ({error.strerror}): look at how it is "
-                    "written; where only a jump host knows it, say with address= at which address of this "
-                    "machine the hosts reach it",
+                    f"{call}: {host} can't be found from this machine ({error.strerror}); check how it is "
+                    "written. If only a jump host knows it, set address= to an address of this machine that "
+                    "the hosts can reach",
                     host,
                 ) from error
             raise HostError(
-                f"{call}: at which address {host} reaches this machine is not known ({error.strerror}): "
-                "say it with address=",
+                f"{call}: the address at which {host} reaches this machine is not known ({error.strerror}); "
+                "set address=",
                 host,
             ) from error
     outside = {address: host for address, host in ours.items() if not _is_loopback(address)}
@@ -38,7 +38,7 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
         routes = ", ".join(f"{host} from {address}" for address, host in outside.items())
         raise HostError(
             f"{call}: the hosts are reached from different addresses of this machine ({routes}); "
-            "say with address= at which one all of them reach it"
+            "set address= to one that all of them can reach"
         )
     return next(iter(outside or ours))
 
@@ -53,7 +53,7 @@ def place_in(address: str) -> str:
     place, slash, number = str(address).rpartition("/")
     if not (slash and place and number.isascii() and number.isdigit()):
         raise ValueError(
-            f"{address!r} is no address of a channel: it is what channel.address says, as '127.0.0.1:4711/1'"
+            f"{address!r} is not the address of a channel; use channel.address, such as '127.0.0.1:4711/1'"
         )
     return place
 

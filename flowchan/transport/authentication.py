@@ -64,8 +64,8 @@ class Last(bytes):
 
 
 Handshake = Generator[bytes | int | Encrypt, bytes, Hello]
-"""Yields bytes to send, the number of bytes to receive, or an :class:`Encrypt`. Returns the peer's hello. Raises
-:class:`Refused` with a reason that does not name the peer."""
+"""Yields bytes to send, the number of bytes to receive, or an :class:`Encrypt`. Returns the peer's hello.
+Raises :class:`Refused` with a reason that does not name the peer."""
 
 
 def meet(
@@ -161,7 +161,7 @@ class PendingHandshake:
             return f"the connection ended in the handshake ({error.strerror})"
         if self._wanted == GREETING and not self._came:
             return "it ended the connection and said nothing"
-        return "it ended the connection in the handshake. Perhaps its secret is another one than ours"
+        return "it ended the connection in the handshake. Perhaps its secret differs from ours"
 
     def come_in(self) -> tuple[socket.socket, Hello]:
         """Return the socket and the peer's hello, once the peer has proved the secret."""
@@ -220,7 +220,7 @@ class PendingHandshake:
         except OSError as error:
             self._refuse(self._why_it_ended(error))
         if sent[0] < len(message):
-            self._refuse("it does not take what is sent")
+            self._refuse("it does not read its messages")
 
     def _encrypt(self, step: Encrypt) -> None:
         left = max(0.1, self.give_up - time.monotonic())
@@ -237,7 +237,9 @@ def handshake(secret: bytes, hello: Hello, *, dialled: bool, tls: bool = False) 
     us, them = (DIALLED, LISTENS) if dialled else (LISTENS, DIALLED)
     said = written(hello)
     if len(secret) < SECRET:
-        raise ValueError(f"a secret has at least {SECRET} bytes, not {len(secret)}: secrets.token_bytes(32)")
+        raise ValueError(
+            f"secret must have at least {SECRET} bytes, got {len(secret)}; secrets.token_bytes(32) makes one"
+        )
     certified = certificate() if tls and not dialled else None
     mine = greeting(us, tls, certified.fingerprint if certified else NO_CERTIFICATE)
     yield mine
@@ -290,7 +292,7 @@ def written(hello: Hello) -> bytes:
     """Return the bytes of a hello, padded to their fixed size."""
     text = json.dumps(hello, allow_nan=False).encode()
     if len(text) > HELLO:
-        raise ValueError(f"a hello has at most {HELLO} bytes of JSON, not {len(text)}")
+        raise ValueError(f"hello must have at most {HELLO} bytes of JSON, got {len(text)}")
     return text.ljust(HELLO)
 
 
@@ -303,5 +305,5 @@ def read(message: bytes, key: bytes, role: bytes) -> Hello:
     except (ValueError, RecursionError):
         hello = None
     if not isinstance(hello, dict):
-        raise Refused("its hello is no JSON object")
+        raise Refused("its hello is not a JSON object")
     return hello

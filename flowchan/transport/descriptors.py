@@ -21,11 +21,11 @@ CHANNELS_IN_AN_ITEM = 253 // 2
 """The kernel passes 253 descriptors at once (SCM_MAX_FD), and a channel has two."""
 
 _REMEDIES = {
-    errno.EMFILE: "this process has as many descriptors open as it may. Close some, or "
+    errno.EMFILE: "this process has reached its limit of open descriptors. Close some, or "
     "allow more (ulimit -n)",
-    errno.ENFILE: "this machine has as many descriptors open as it may. Close some, or allow more "
+    errno.ENFILE: "this machine has reached its limit of open descriptors. Close some, or allow more "
     "(sysctl fs.file-max)",
-    errno.ENOMEM: "this process may not map so much memory. Free some, or allow more (ulimit -v)",
+    errno.ENOMEM: "this process has reached its limit of memory. Free some, or allow more (ulimit -v)",
 }
 SHORTAGES = {*_REMEDIES, errno.ENOBUFS}
 
@@ -202,12 +202,10 @@ def take_over(handle: Inherited | Sent | Borrowed) -> tuple[int, int]:
         return int(handle.memory.detach()), -1 if handle.socket is None else int(handle.socket.detach())
     if isinstance(handle, Sent):
         if now.opened is None:
-            raise OSError(
-                errno.EBADF, "it crosses within its item only, and not within bytes that an item carries"
-            )
+            raise OSError(errno.EBADF, "it crosses only in its item, and not in bytes that an item carries")
         return now.opened.take(handle)
     memory = os.open(f"/proc/{handle.pid}/fd/{handle.memory}", os.O_RDWR | os.O_CLOEXEC)
     if os.fstat(memory).st_ino != handle.inode:
         os.close(memory)
-        raise OSError(f"descriptor {handle.memory} of process {handle.pid} is another file by now")
+        raise OSError(f"descriptor {handle.memory} of process {handle.pid} is another file now")
     return memory, _core._descriptor_of(handle.pid, handle.socket) if handle.socket >= 0 else -1

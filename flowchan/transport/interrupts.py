@@ -8,7 +8,7 @@ Only this file knows how code stays correct then:
 - ``interrupts_allowed()``: a long wait within such a block, during which they take effect at once.
 - ``append_result(results, call, …)``: one native call whose result is never lost.
 - ``unless_interrupted(OSError)``: in an ``except`` clause, the errors of the call itself and not those of a
-  signal handler that ran during it; ``is_interrupt(error)`` is the same question as a function.
+  signal handler that ran during it. ``is_interrupt(error)`` is the same test as a function.
 - ``InterruptWatch``: notices a Ctrl-C, and may replace the exception that it raises.
 - ``terminate_as_interrupt()``: a block in which SIGTERM has the effect of Ctrl-C.
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 PEER_TIMEOUT_S = 10.0
-"""Seconds after which an agent ends if it receives nothing from the driver, and a process gives up the owner of
-a channel."""
+"""Seconds after which an agent ends if it receives nothing from the driver, and a process gives up the
+owner of a channel."""
 
 AHEAD, BEHIND = 1 << 16, 1024
-"""Capacities of an agent's rings for the inputs of a worker, which hold the items that the link has sent ahead,
-and for its outputs."""
+"""Capacities of an agent's rings for the inputs of a worker, which hold the items that the link has sent
+ahead, and for its outputs."""
 
 
 @dataclass(frozen=True, slots=True)

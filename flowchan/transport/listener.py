@@ -83,7 +83,7 @@ class AuthenticatedListener:
             now = time.monotonic()
             self._send_away_the_late(now)
             if give_up is not None and now >= give_up:
-                raise TimeoutError(f"nobody has proved the secret at {self.address} within {timeout:g} s")
+                raise TimeoutError(f"no peer has proved the secret at {self.address} within {timeout:g} s")
 
     def _next_event(self, now: float, give_up: float | None) -> float | None:
         """Return the seconds until the next timer, or None if there is none."""
@@ -196,7 +196,7 @@ class AuthenticatedListener:
     def close(self) -> None:
         """Refuse all peers that have not proved the secret yet, and stop listening."""
         for guest in list(self._guests):
-            self._send_away(guest, "the door was closed")
+            self._send_away(guest, "the listener was closed")
         self._ready.close()
         self._listener.close()
 

@@ -22,7 +22,7 @@ AT_ONCE = 1 << 16
 SETTLED = b'"settled"\n'
 """Last line of a participant that stays: all have met, and a participant that leaves no longer ends the
 rendezvous."""
-LATE = "not all of the other members have said something in time while they met"
+LATE = "some other members have sent nothing in time while the members met"
 Accept = Callable[[float], tuple[socket.socket, dict[str, Any]]]
 
 

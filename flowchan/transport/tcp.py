@@ -19,9 +19,9 @@ from flowchan.transport.interrupts import unless_interrupted
 UNSENT = 256 * 1024
 """Unsent bytes in a connection. More would leave the processor's cache, and delay small frames."""
 UNREAD = 128 * 1024
-"""Bytes of a loopback connection in the kernel: few, so that it reuses the memory that the reader has just freed.
-Sending 1 MB over a bare socket costs each end 100 µs of CPU time; with 256 KB, 190 and 120 µs. 32 KB is less
-than one segment, so each segment waits for a timer."""
+"""Bytes of a loopback connection in the kernel: few, so that it reuses the memory that the reader has just
+freed. Sending 1 MB over a bare socket costs each end 100 µs of CPU time; with 256 KB, 190 and 120 µs. 32 KB
+is less than one segment, so each segment waits for a timer."""
 UNHEARD = 15_000  # milliseconds until unacknowledged bytes end a connection
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3}
 BACKLOG = 256
@@ -35,11 +35,11 @@ def split(address: str) -> tuple[str, int]:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        raise ValueError(f"{address!r} is no address: write an IPv6 host in brackets, as in '[::1]:4711'")
+        raise ValueError(f"{address!r} is not an address: write an IPv6 host in brackets, as in '[::1]:4711'")
     if not (colon and host and port.isascii() and port.isdigit() and int(port) < 65536):
         raise ValueError(
-            f"{address!r} is no address: it takes a host, a colon and a port from 0 to 65535, "
-            "as in '127.0.0.1:4711'; port 0 is any free one"
+            f"{address!r} is not an address: it must be a host, a colon and a port up to 65535, "
+            "such as '127.0.0.1:4711'; port 0 is any free one"
         )
     return host, int(port)
 
@@ -66,7 +66,7 @@ class Listener:
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
             if not self.wait(None if give_up is None else max(0.0, give_up - time.monotonic())):
-                raise TimeoutError(f"nobody dialled {self.address} within {timeout:g} s")
+                raise TimeoutError(f"no peer dialled {self.address} within {timeout:g} s")
             if (sock := self.accept_now()) is not None:
                 return sock
 
@@ -187,7 +187,7 @@ def route_to(peer: str) -> str:
         try:
             sock.connect(name)
         except OSError as error:
-            raise OSError(error.errno, f"there is no route to {peer}: {error.strerror}") from None
+            raise OSError(error.errno, f"this host has no route to {peer}: {error.strerror}") from None
         return str(sock.getsockname()[0])
 
 
@@ -198,4 +198,4 @@ def resolve(host: str, port: int, asked: str) -> list[tuple[int, int, int, str, 
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         of_it = "" if asked == host else f"{asked}: "
-        raise OSError(errno.EADDRNOTAVAIL, f"{of_it}the host {host!r} is not known here ({reason})") from None
+        raise OSError(errno.EADDRNOTAVAIL, f"{of_it}the host {host!r} is not known ({reason})") from None

@@ -46,7 +46,7 @@ def certificate() -> Certificate:
         from cryptography.x509.oid import NameOID
     except ImportError as error:
         raise ImportError(
-            "tls=True needs the package cryptography where connections are listened for: "
+            "tls=True needs the package cryptography on the listening side: "
             f"pip install 'flowchan[tls]' ({error})"
         ) from None
     key = ec.generate_private_key(ec.SECP256R1())

@@ -134,7 +134,7 @@ def test_a_process_waits_at_its_exit_no_longer_than_it_is_told_and_says_what_is_
     )
     ended = _script(more, FLOWCHAN_CUDA_EXIT_WAIT="0.5")
     assert "contents of 1 items in <Channel(" in ended.stderr
-    assert "nobody has read for 0.5 s (FLOWCHAN_CUDA_EXIT_WAIT)" in ended.stderr
+    assert "no process has read for 0.5 s (FLOWCHAN_CUDA_EXIT_WAIT)" in ended.stderr
     assert ended.returncode == 0
 
 

@@ -52,7 +52,7 @@ def test_who_knows_the_secret_comes_in() -> None:
 def test_nobody_comes() -> None:
     with (
         opened() as door,
-        pytest.raises(TimeoutError, match=r"nobody has proved the secret at 127\.0\.0\.1:"),
+        pytest.raises(TimeoutError, match=r"no peer has proved the secret at 127\.0\.0\.1:"),
     ):
         door.accept(0.01)
 

@@ -141,7 +141,7 @@ def from_one_that_knows(chance: random.Random) -> int:
     said = absurd_hello(chance)[:HELLO].ljust(HELLO)
     end.hear(said + authentication.proof(key, DIALLED, b"hello", said))
     assert end.over
-    assert isinstance(end.heard, dict) or end.refused == "its hello is no JSON object"
+    assert isinstance(end.heard, dict) or end.refused == "its hello is not a JSON object"
     return 3
 
 

@@ -61,7 +61,7 @@ def test_what_the_peer_sends_next_is_left_in_the_socket() -> None:
 def test_a_wrong_secret_is_refused_on_both_sides() -> None:
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: refused(listens, dialled=False))
-        assert "Perhaps its secret is another one" in refused(dialled, secret=OTHER)
+        assert "Perhaps its secret differs" in refused(dialled, secret=OTHER)
         assert "it does not know the secret" in peer.result()
 
 
@@ -264,7 +264,7 @@ def test_a_hello_that_is_no_json_object_is_refused(said: bytes) -> None:
         receive(dialled, PROOF)
         hello = said.ljust(HELLO)
         dialled.sendall(hello + authentication.proof(key, authentication.DIALLED, b"hello", hello))
-        assert "its hello is no JSON object" in peer.result()
+        assert "its hello is not a JSON object" in peer.result()
 
 
 def test_what_cannot_be_a_hello_or_a_secret_is_told() -> None:

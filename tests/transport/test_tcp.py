@@ -31,7 +31,7 @@ def test_an_address_is_a_host_and_a_port(address: str, parts: tuple[str, int]) -
     "address", ["", "4711", ":4711", "host", "host:", "::1:4711", "a:65536", "a:-1", "a:²"]
 )
 def test_what_is_no_address_is_told(address: str) -> None:
-    with pytest.raises(ValueError, match="is no address: "):
+    with pytest.raises(ValueError, match="is not an address: "):
         tcp.split(address)
 
 
@@ -126,7 +126,7 @@ def test_a_call_that_nobody_takes_ends_in_time() -> None:
 def test_nobody_dials() -> None:
     with (
         tcp.listen("127.0.0.1:0") as listener,
-        pytest.raises(TimeoutError, match=r"nobody dialled 127\.0\.0\.1:"),
+        pytest.raises(TimeoutError, match=r"no peer dialled 127\.0\.0\.1:"),
     ):
         listener.accept(0.01)
 
@@ -213,5 +213,5 @@ def test_the_address_is_that_of_the_route_whatever_the_hostname_says(tmp_path: P
     assert done.stdout.splitlines()[1:] == [
         "127.0.1.1 10.11.0.1 10.12.0.1",
         "10.12.0.1",
-        "[Errno 101] there is no route to 10.13.0.7: Network is unreachable",
+        "[Errno 101] this host has no route to 10.13.0.7: Network is unreachable",
     ], done.stderr

@@ -166,7 +166,7 @@ def test_no_secret_is_to_be_seen_from_outside() -> None:
 def test_a_wrong_secret_is_refused_before_tls_begins() -> None:
     with connected() as (dialled, listens):
         peer = beside(listens, tls=True)
-        with pytest.raises(flowchan.Refused, match="Perhaps its secret is another one"):
+        with pytest.raises(flowchan.Refused, match="Perhaps its secret differs"):
             met(dialled, OTHER, tls=True)
         assert "does not know the secret" in refusal(peer)
         assert not relays()
@@ -232,7 +232,7 @@ def test_who_does_tls_in_between_is_found_out() -> None:
         to_dialled = tls.TlsProxy(his_listens, his, b"", 30)
         to_listens = tls.TlsProxy(his_dialled, None, right, 30)
         to_listens.end.sendall(bytes(9999))
-        assert "its certificate is not the one that it proved: somebody is in between" in refusal(one)
+        assert "its certificate is not the one that it proved: the connection is intercepted" in refusal(one)
         assert "it does not know the secret" in refusal(two)
         for mine in (to_dialled, to_listens):
             mine.forget()
@@ -248,7 +248,7 @@ def test_who_names_another_certificate_breaks_the_proofs() -> None:
         passed_on(his_listens, his_dialled, PROOF)
         assert "it does not know the secret" in refusal(two)
         his_listens.shutdown(socket.SHUT_WR)
-        assert "Perhaps its secret is another one" in refusal(one)
+        assert "Perhaps its secret differs" in refusal(one)
 
 
 def test_a_byte_changed_on_the_way_ends_the_connection() -> None:

@@ -17,8 +17,8 @@ ARENA = 64 << 20
 """Bytes of an arena. A larger tensor gets an arena of its size."""
 
 EVENTS = 512
-"""Most events that a process shares. CUDA allows some thousands on a machine. Without an event the writer waits
-for the device."""
+"""Most events that a process shares. CUDA allows some thousands on a machine. Without an event the writer
+waits for the device."""
 
 AT_ONCE = 16  # events made at a time: drivers before 460 may deadlock if one is made while others are in use
 

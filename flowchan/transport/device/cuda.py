@@ -1,6 +1,6 @@
 """CUDA tensors of torch, for ``transfer.py``.
 
-Copies, streams and events use torch; shared memory uses the driver. torch's own allocator may return memory
+Copies, streams and events use torch. Shared memory uses the driver. The allocator of torch may return memory
 without a handle (expandable segments, pools of other libraries). torch's sharing of storages keeps its own
 reference counts in files. So this file calls the driver directly, by calls that every driver since CUDA 9
 has. Each call is made in the device's primary context, which torch also uses.
@@ -148,7 +148,7 @@ class TorchDevice:
         if torch.version.hip is not None:
             raise OSError("torch was built for ROCm")
         if importlib.util.find_spec("numpy") is None:
-            raise OSError("torch takes up memory of others only with NumPy")
+            raise OSError("torch can use memory of other processes only with NumPy")
         return Driver()
 
     def visible(self) -> Sequence[str]:

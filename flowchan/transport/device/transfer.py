@@ -426,7 +426,7 @@ def _look() -> None:
 def _wait_at_exit() -> None:
     """Wait until other processes have read this process's memory, or until no process can read it.
 
-    During a run there is no time limit: the supervisor ends this process when the run is over.
+    During a run this has no time limit: the supervisor ends this process when the run is over.
     """
     limit, pause, next_look = float(os.environ.get(EXIT_WAIT, "60")), 0.0005, 0.02
     began = since = time.monotonic()
@@ -450,7 +450,7 @@ def _wait_at_exit() -> None:
     for kept in _state.kept.values():
         print(
             f"flowchan: process {os.getpid()} ends, and with it the contents of {len(kept.blocks)} items in "
-            f"{kept.channel!r}, tensors on a device that nobody has read for {limit:g} s "
+            f"{kept.channel!r}, tensors on a device that no process has read for {limit:g} s "
             f"({EXIT_WAIT}). With {SWITCH}=0 "
             "they go through host memory, and outlive it",
             file=sys.stderr,
