@@ -41,7 +41,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "keeping a returned array blocks the next run",
         (
             "run/test_large_items.py::test_r8_results_that_outlive_the_run_stay_valid",
-            "contract/test_arrays.py::test_views_stay_valid_while_a_port_goes_on_and_when_all_is_gone",
+            "contract/test_arrays.py::test_views_stay_valid_after_their_port_and_channel",
         ),
     ),
     4: (
@@ -62,7 +62,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "a consumer waits for ever after a retried generator",
         (
             "run/test_operators_per_item.py::test_a_retry_of_flat_map_does_not_repeat_what_is_out",
-            "deaths/test_exactly_once.py::test_c11_flat_map_between_any_two_of_its_outputs",
+            "deaths/test_exactly_once.py::test_c11_flat_map_killed_between_outputs_repeats_nothing",
             "run/test_explain.py::test_a_tee_whose_branches_wait_for_each_other_is_recognised",
         ),
     ),
@@ -73,7 +73,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         (
             "check/test_check.py::test_channels_that_do_not_fit_in_memory_are_reported_with_both_numbers",
             "test_complaints.py::test_memory_that_cannot_be_had_is_an_error_where_it_is_asked_for",
-            "channel/test_damage.py::test_the_memory_cannot_be_cut_off",
+            "channel/test_damage.py::test_channel_memory_cannot_be_truncated",
         ),
     ),
     10: (
@@ -122,7 +122,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     ),
     17: (
         "a killed worker dies with the lock of the queue",
-        ("native/test_fault_walk.py::test_c11_a_death_at_any_step_of_an_operation_harms_nobody",),
+        ("native/test_fault_walk.py::test_c11_death_at_any_step_leaves_the_ring_intact",),
     ),
     18: (
         "the same, found by an eight-day soak in the field",
@@ -138,7 +138,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     20: (
         "the tracker of one process unlinks another's segment",
         (
-            "channel/test_children.py::test_channels_outlive_the_script_that_forgets_them",
+            "channel/test_children.py::test_script_that_leaves_channels_open_exits_cleanly",
             "run/test_every_way_out.py::test_every_way_out_leaves_nothing",
         ),
     ),
@@ -150,14 +150,14 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "CUDA IPC memory is never freed",
         (
             "contract/test_device_tensors.py::test_blocks_are_kept_while_their_items_exist_and_used_again",
-            "contract/test_device_tensors.py::test_a_long_stream_opens_once_closes_never_and_waits_for_nothing",
-            "contract/test_device_tensors.py::test_c11_what_a_killed_receiver_held_returns",
+            "contract/test_device_tensors.py::test_long_stream_opens_the_memory_once_without_waiting",
+            "contract/test_device_tensors.py::test_c11_item_or_block_of_a_killed_receiver_returns",
         ),
     ),
     23: (
         "workers survive because they inherited both ends of a pipe",
         (
-            "contract/test_port_deaths.py::test_the_last_writer_killed_does_not_look_like_a_clean_end",
+            "contract/test_port_deaths.py::test_kill_of_the_last_writer_breaks_the_channel",
             "run/test_residue.py::test_the_workers_of_a_program_that_was_killed_are_gone",
             "run/test_nested.py::test_what_runs_inside_a_killed_worker_ends_with_it",
         ),
@@ -173,7 +173,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "killing a whole tree killed the daemon and itself",
         (
             "run/test_every_way_out.py::test_a_worker_that_dies_after_its_forkserver_is_replaced_or_the_run_says_why",
-            "contract/test_fork.py::test_a_fork_while_a_run_is_going_on_leaves_it_to_the_parent",
+            "contract/test_fork.py::test_fork_during_a_run_leaves_the_run_to_the_parent",
         ),
     ),
     26: (
@@ -238,8 +238,8 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     36: (
         "shared-memory allreduce: memory order, threads, groups",
         (
-            "native/test_group_walk.py::test_a_death_at_any_point_has_the_same_outcome_for_all",
-            "model/test_protocol_model.py::test_the_whole_model_holds",
+            "native/test_group_walk.py::test_death_at_any_point_has_one_outcome_for_all",
+            "model/test_protocol_model.py::test_model_holds_in_the_whole_search",
             "collective/test_group_failures.py::test_many_groups_leave_nothing_whatever_the_order_of_their_ends",
         ),
     ),

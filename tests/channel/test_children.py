@@ -91,7 +91,7 @@ def test_a_counted_end_in_a_child_closes(context):
     end(process)
 
 
-def test_a_child_that_waits_is_woken_from_here(context):
+def test_parent_wakes_a_waiting_child(context):
     """C8, whatever way the child was started."""
     ch, result = Channel(4, across="processes"), Channel(4, across="processes")
     process = context.Process(target=children.pass_one, args=(ch, result))
@@ -103,7 +103,7 @@ def test_a_child_that_waits_is_woken_from_here(context):
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])  # a forked child cannot use its parent's forkserver
-def test_a_grandchild_inherits_too(method):
+def test_grandchild_inherits_a_channel(method):
     """From hand to hand: this process, a forked child, and a child of that."""
     context = multiprocessing.get_context(method)
     there, back = Channel(4, across="processes"), Channel(4, across="processes")
@@ -132,7 +132,7 @@ def test_one_channel_pickled_twice_into_a_process_is_one_channel(context):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_channel_goes_with_an_executors_initialiser(method):
+def test_executor_initialiser_receives_a_channel(method):
     """As users of concurrent.futures pass what all workers share."""
     there, back = Channel(4, across="processes"), Channel(4, across="processes")
     context = multiprocessing.get_context(method)
@@ -145,7 +145,7 @@ def test_a_channel_goes_with_an_executors_initialiser(method):
         assert list(back) == [1, 2, 3]
 
 
-def test_a_forked_child_without_multiprocessing():
+def test_os_fork_child_uses_the_channel():
     """``os.fork`` is enough."""
     ch = Channel(4, across="processes")
     pid = os.fork()
@@ -158,7 +158,7 @@ def test_a_forked_child_without_multiprocessing():
     os.waitpid(pid, 0)
 
 
-def test_a_pickled_channel_is_the_same_channel_here():
+def test_unpickled_channel_is_the_same_object_in_its_process():
     """While it lives: a pickle names it, and makes no second one. So does a copy."""
     ch = Channel(across="processes")
     assert pickle.loads(pickle.dumps(ch)) is ch
@@ -166,7 +166,7 @@ def test_a_pickled_channel_is_the_same_channel_here():
     assert copy.deepcopy(ch) is ch
 
 
-def test_a_threads_channel_is_neither_pickled_nor_copied():
+def test_threads_channel_can_be_neither_pickled_nor_copied():
     """The error names the transport that can be."""
     ch = Channel(across="threads")
     for action in (pickle.dumps, copy.copy, copy.deepcopy):
@@ -206,7 +206,7 @@ def test_using_a_threads_channel_in_a_forked_child_is_refused(call):
     assert ch.get() == "in the parent"
 
 
-def test_a_fork_while_a_thread_waits_harms_neither_side(context):
+def test_fork_while_a_thread_waits_leaves_both_processes_working(context):
     """A child may be started at any time, and works in the channel at once."""
     ch, result = Channel(4, across="processes"), Channel(4, across="processes")
     waiting = ThreadPeer(ch.get)
@@ -219,7 +219,7 @@ def test_a_fork_while_a_thread_waits_harms_neither_side(context):
     end(process)
 
 
-def test_channels_outlive_the_script_that_forgets_them(tmp_path):
+def test_script_that_leaves_channels_open_exits_cleanly(tmp_path):
     """A program may end with channels open, filled and waited in by daemon threads: it ends, with exit code
     0."""
     script = tmp_path / "forgets.py"
@@ -236,7 +236,7 @@ def test_channels_outlive_the_script_that_forgets_them(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_c1_who_came_early_and_who_comes_late_see_all_that_a_channel_has_grown_to(context: Any) -> None:
+def test_c1_early_and_late_processes_map_a_grown_channel(context: Any) -> None:
     there: Channel[Any] = Channel(30_000, across="processes", max_bytes=256 << 20)
     back: Channel[int] = Channel(30_000, across="processes")
     processes = [context.Process(target=children.echo_sums, args=(there, back))]

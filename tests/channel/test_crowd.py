@@ -34,7 +34,7 @@ def work(into: Any, out: Any, go: threading.Event) -> None:
 
 @pytest.mark.parametrize("capacity", [1, 2, 8, 64])
 @pytest.mark.parametrize("single", [True, False])
-def test_few_workers_hold_outputs_that_have_no_place(capacity: int, single: bool) -> None:
+def test_few_workers_hold_outputs_while_the_channel_is_full(capacity: int, single: bool) -> None:
     before: Channel[int] = Channel(200)
     after: Channel[int] = Channel(capacity)
     ports = [(before.reader(), after.writer()) for _ in range(WORKERS)]
@@ -57,7 +57,7 @@ def test_few_workers_hold_outputs_that_have_no_place(capacity: int, single: bool
         thread.join()
 
 
-def test_a_worker_that_waits_for_a_place_hears_of_the_end() -> None:
+def test_worker_that_waits_for_room_learns_of_the_end() -> None:
     before: Channel[int] = Channel(200)
     after: Channel[int] = Channel(1)
     ports = [(before.reader(), after.writer()) for _ in range(WORKERS)]
@@ -90,7 +90,7 @@ def test_a_worker_that_waits_for_a_place_hears_of_the_end() -> None:
 
 @pytest.mark.parametrize("across", ["threads", "processes"])
 @pytest.mark.parametrize("stage", [True, False], ids=["stage", "plain"])
-def test_of_the_workers_of_a_stage_the_same_few_go_first(stage: bool, across: Any) -> None:
+def test_same_few_workers_of_a_stage_run_first(stage: bool, across: Any) -> None:
     """Where each item comes when all wait, one worker does everything, in a ring one of the lowest rank;
     plain readers take turns."""
     channel: Channel[int] = Channel(across=across)
@@ -121,7 +121,7 @@ def test_of_the_workers_of_a_stage_the_same_few_go_first(stage: bool, across: An
 
 
 @pytest.mark.skipif(sysconfig.get_config_var("Py_GIL_DISABLED") == 1, reason="needs the GIL")
-def test_no_more_readers_are_on_their_way_than_there_are_cores() -> None:
+def test_at_most_one_reader_per_core_is_woken_at_once() -> None:
     """Each of them that takes an item and leaves one calls the next. (While this thread has the GIL, none
     arrives.)"""
     cores = os.sysconf("SC_NPROCESSORS_ONLN")

@@ -291,7 +291,7 @@ def outcome(number: int, pid: int, answer: int) -> str:
         *(pytest.param(first, marks=pytest.mark.long) for first in range(FEW, CASES, BATCH)),
     ],
 )
-def test_damage_breaks_the_channel_and_never_its_users(first: int) -> None:
+def test_damage_breaks_the_channel_but_never_crashes_its_users(first: int) -> None:
     wrong, running = [], []
     for number in range(first, first + BATCH):
         running.append((number, *start_child(number)))
@@ -314,7 +314,7 @@ def damaged(change: Callable[[Memory], None]) -> Channel[Any]:
 
 
 @pytest.mark.parametrize("offset", [8, 2**63, 128 * 3])
-def test_a_first_item_that_is_no_slot_breaks_the_channel_and_says_why(offset: int) -> None:
+def test_first_item_outside_the_slots_breaks_the_channel(offset: int) -> None:
     ch = damaged(lambda memory: memory.set(COUNTS, offset))
     for call in (ch.get, lambda: ch.put(1), ch.get):
         with pytest.raises(Broken, match="shared memory is damaged"):
@@ -322,7 +322,7 @@ def test_a_first_item_that_is_no_slot_breaks_the_channel_and_says_why(offset: in
     assert ch.broken
 
 
-def test_a_list_that_runs_in_a_circle_breaks_the_channel() -> None:
+def test_circular_list_breaks_the_channel() -> None:
     ch = damaged(lambda memory: memory.set(memory.length - SLOT, memory.length - SLOT))
     assert ch.get() == 1
     with pytest.raises(Broken, match="damaged"):
@@ -330,7 +330,7 @@ def test_a_list_that_runs_in_a_circle_breaks_the_channel() -> None:
 
 
 @pytest.mark.parametrize(("word", "value"), [(2, 10**9), (4, 3 + (200 << 32)), (5, 64), (5, 2**62)])
-def test_a_payload_that_lies_elsewhere_breaks_the_channel(word: int, value: int) -> None:
+def test_payload_outside_the_memory_breaks_the_channel(word: int, value: int) -> None:
     ch = damaged(lambda memory: memory.set(memory.length - 3 * SLOT + 8 * word, value))
     assert [ch.get(), ch.get()] == [1, 2]
     with pytest.raises(Broken, match="damaged"):
@@ -338,7 +338,7 @@ def test_a_payload_that_lies_elsewhere_breaks_the_channel(word: int, value: int)
 
 
 @pytest.mark.parametrize(("word", "value"), [(4, 77), (4, 2**31), (6, 0xFF)])
-def test_content_of_no_known_kind_raises_at_its_reader(word: int, value: int) -> None:
+def test_item_of_unknown_kind_raises_at_its_reader(word: int, value: int) -> None:
     ch = damaged(lambda memory: memory.set(memory.length - SLOT + 8 * word, value))
     with pytest.raises(Broken):
         ch.get()
@@ -346,7 +346,7 @@ def test_content_of_no_known_kind_raises_at_its_reader(word: int, value: int) ->
 
 @pytest.mark.parametrize("record", [0, 7, 15])
 @pytest.mark.parametrize("length", [1, 25])
-def test_a_record_that_cannot_be_right_breaks_the_channel(record: int, length: int) -> None:
+def test_invalid_redo_record_breaks_the_channel(record: int, length: int) -> None:
     def change(memory: Memory) -> None:
         memory.set(RECORDS + RECORD * record, length)
         memory.set(RECORDS + RECORD * record + 8, 3)
@@ -357,7 +357,7 @@ def test_a_record_that_cannot_be_right_breaks_the_channel(record: int, length: i
         ch.get()
 
 
-def test_two_changes_at_once_break_the_channel() -> None:
+def test_two_open_redo_records_break_the_channel() -> None:
     def change(memory: Memory) -> None:
         for record in range(2):
             memory.set(RECORDS + RECORD * record, 1)
@@ -370,20 +370,20 @@ def test_two_changes_at_once_break_the_channel() -> None:
         ch.get()
 
 
-def test_a_lock_of_another_kind_breaks_the_channel() -> None:
+def test_lock_of_another_type_breaks_the_channel() -> None:
     ch = damaged(lambda memory: memory.set(MUTEX + 16, 5))
     with pytest.raises(Broken, match="damaged"):
         ch.get()
 
 
 @pytest.mark.parametrize("owner", [1, 2**22 + 1, threading.get_native_id()], ids=["1", "none", "mine"])
-def test_a_lock_whose_owner_has_never_had_it_breaks_the_channel(owner: int) -> None:
+def test_lock_with_a_false_owner_breaks_the_channel(owner: int) -> None:
     ch = damaged(lambda memory: memory.set(MUTEX, owner))
     with pytest.raises(Broken, match="damaged"):
         ch.put(1)
 
 
-def test_users_that_wait_are_told() -> None:
+def test_waiting_users_learn_of_the_damage() -> None:
     """One that sleeps in the channel while another one finds the damage."""
     ch: Channel[int] = Channel(1, across="processes")
     ch.put(1)
@@ -412,7 +412,7 @@ CONSTANTS = ("magic", "version", "capacity", "max_bytes", "length", "groups", "g
 
 
 @pytest.mark.parametrize("word", range(8), ids=CONSTANTS)
-def test_a_header_that_makes_no_sense_is_refused(word: int) -> None:
+def test_invalid_header_is_refused(word: int) -> None:
     ch = damaged(lambda memory: memory.set(8 * word, memory.word(8 * word) + 2**40))
     copy = os.dup(ch._fd)
     with pytest.raises(OSError, match="not the memory of a channel"):
@@ -421,7 +421,7 @@ def test_a_header_that_makes_no_sense_is_refused(word: int) -> None:
     assert ch.get() == 1  # who has it already goes on with what it knows
 
 
-def test_a_file_that_is_no_channel_is_refused() -> None:
+def test_file_of_another_type_is_refused() -> None:
     fd = os.memfd_create("other")
     os.ftruncate(fd, 1 << 20)
     with pytest.raises(OSError, match="not the memory of a channel"):
@@ -429,7 +429,7 @@ def test_a_file_that_is_no_channel_is_refused() -> None:
     os.close(fd)
 
 
-def test_the_memory_cannot_be_cut_off() -> None:
+def test_channel_memory_cannot_be_truncated() -> None:
     """It would be a SIGBUS for everybody."""
     ch: Channel[int] = Channel(4, across="processes")
     with pytest.raises(PermissionError):

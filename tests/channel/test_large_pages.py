@@ -28,7 +28,7 @@ class Writable:
         return methodcaller("private"), (PickleBuffer(bytes(self.size)),)
 
 
-def test_whatever_of_a_channel_is_mapped_begins_where_a_page_of_64_kb_does() -> None:
+def test_channel_mappings_begin_at_pages_of_64_kb() -> None:
     """Slots and blocks, when there are ever more of them, and what may be written to."""
     channel: Channel[Any] = Channel(5000, across="processes")
     for count in (100, 1000, 4000):

@@ -57,7 +57,7 @@ def pidfds() -> int:
     return sum(os.path.lexists(link) and "pidfd" in os.readlink(link) for link in links)
 
 
-def test_who_waits_reads_nothing_to_know_that_the_others_live() -> None:
+def test_waiter_checks_the_other_processes_without_system_reads() -> None:
     channel, leave, end = (Channel[Any](across="processes") for _ in range(3))
     process = ProcessPeer(take_part, [channel], leave, end)
     wait_until(lambda: channel.stats().writers == 1)
@@ -73,7 +73,7 @@ def test_who_waits_reads_nothing_to_know_that_the_others_live() -> None:
     process.result()
 
 
-def test_a_process_is_looked_for_by_one_descriptor_and_as_long_as_it_takes_part() -> None:
+def test_one_descriptor_watches_a_process_while_it_takes_part() -> None:
     channels = [Channel[Any](across="processes") for _ in range(2)]
     leave, end = Channel[Any](across="processes"), Channel[Any](across="processes")
     mine = [channel.writer() for channel in channels]
@@ -121,7 +121,7 @@ def looking_for_many(channel: Channel[Any], leave: Channel[Any], end: Channel[An
     return found, most
 
 
-def test_most_descriptors_are_left_for_the_program() -> None:
+def test_watching_many_processes_leaves_most_descriptors_free() -> None:
     found, most = ProcessPeer(
         looking_for_many, *(Channel[Any](across="processes") for _ in range(3))
     ).result()

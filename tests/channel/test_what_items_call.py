@@ -26,7 +26,7 @@ def numbers(ch):
     return [ch.get_nowait().number for _ in range(len(ch))]
 
 
-def test_a_port_that_is_closed_has_nothing_of_what_it_drops():
+def test_closing_port_releases_its_items_before_their_destructors_run():
     """A destructor may start the collector, which would find items there that are gone already."""
     found = []
 
@@ -51,7 +51,7 @@ class Stage:
         self.item.owner = self
 
 
-def test_an_item_in_hand_of_a_port_that_the_collector_finds_goes_back_whole():
+def test_leased_item_of_a_collected_port_returns_intact():
     """C4: it was not finished. The collector clears what it finds, and so an item that is still there."""
     ch = Channel(8)
     other = ch.reader()
@@ -72,7 +72,7 @@ def test_an_item_in_hand_of_a_port_that_the_collector_finds_goes_back_whole():
     other.close()
 
 
-def test_a_port_in_an_item_that_it_has_in_hand_is_freed():
+def test_port_inside_its_own_leased_item_is_freed():
     gc.collect()
     before = count(In)
     ch = Channel(8)
@@ -84,7 +84,7 @@ def test_a_port_in_an_item_that_it_has_in_hand_is_freed():
     assert count(In) == before
 
 
-def test_a_destructor_may_get_from_the_port_that_drops_its_object():
+def test_destructor_may_get_from_the_port_it_leaves():
     """It finishes what was got meanwhile, as each get does, and what it got itself is in hand."""
     got = []
 
@@ -110,7 +110,7 @@ def test_a_destructor_may_get_from_the_port_that_drops_its_object():
     other.close()
 
 
-def test_select_puts_what_it_was_given_though_the_pair_changes_meanwhile():
+def test_select_puts_the_original_item_of_a_changed_pair():
     """Lists as pairs, which their owner may change."""
     ch = Channel(1)
     ch.put("full")

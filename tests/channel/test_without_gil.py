@@ -84,7 +84,7 @@ def test_threads_that_share_ports_pass_every_item_once(across: str) -> None:
 
 
 @pytest.mark.parametrize("across", ["threads", "processes"])
-def test_a_port_that_many_close_at_once_is_closed_once(across: str) -> None:
+def test_port_closed_by_many_threads_closes_once(across: str) -> None:
     for _ in range(100):
         channel = Channel[int](across=across)
         closed, writer = channel.writer(), channel.writer()
@@ -94,7 +94,7 @@ def test_a_port_that_many_close_at_once_is_closed_once(across: str) -> None:
         writer.close()
 
 
-def test_a_port_that_is_closed_while_threads_read_takes_nothing_more() -> None:
+def test_port_closed_while_threads_read_takes_nothing_more() -> None:
     for _ in range(100):
         channel = Channel[int]()
         channel.put_many(range(20))
@@ -148,7 +148,7 @@ def test_an_item_may_be_changed_while_it_is_put() -> None:
         at_once(put, change)
 
 
-def test_loans_taken_and_put_by_many_threads_arrive_whole() -> None:
+def test_loans_put_by_many_threads_arrive_intact() -> None:
     channel = Channel[object](2, across="processes")
     got: list[object] = []
 
@@ -177,7 +177,7 @@ def test_a_graph_of_threads_keeps_its_order_and_counts() -> None:
     assert [text for batch in results[evens] for text in batch] == [str(n) for n in range(0, 3000, 2)]
 
 
-def test_an_event_loop_may_be_looked_at_while_it_goes_on() -> None:
+def test_running_event_loop_can_be_inspected() -> None:
     """As the supervisor of a run does, which looks for deadlocks."""
     channel, over = Channel[int](), threading.Event()
 

@@ -18,7 +18,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "torchtitan#1790, returnn#1484": (
         "a rank dies, and the others hang",
         (
-            "native/test_group_walk.py::test_a_death_at_any_point_has_the_same_outcome_for_all",
+            "native/test_group_walk.py::test_death_at_any_point_has_one_outcome_for_all",
             "collective/test_linked_groups.py::test_a_death_is_told_on_all_hosts",
         ),
     ),

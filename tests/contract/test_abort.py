@@ -85,7 +85,7 @@ def test_every_waiting_writer_raises_broken_from_the_cause(make, spawn_peer, cal
     assert [peer.result() for peer in peers] == [(ValueError, "bad wind")] * 3
 
 
-def test_a_put_many_cut_in_the_middle_raises_broken(make, spawn_peer):
+def test_put_many_interrupted_by_abort_raises_broken(make, spawn_peer):
     """C6: what it had put is discarded, so no number is worth telling."""
     ch = make(2)
     peer = spawn_peer(cause_seen, lambda ch: ch.put_many(range(5)), ch)
@@ -94,7 +94,7 @@ def test_a_put_many_cut_in_the_middle_raises_broken(make, spawn_peer):
     assert peer.result() == (ValueError, "bad wind")
 
 
-def test_abort_by_a_peer_breaks_the_channel_here(make, spawn_peer):
+def test_abort_by_a_peer_breaks_the_channel(make, spawn_peer):
     """C6."""
     ch = make()
     ch.put("discarded")
@@ -106,7 +106,7 @@ def test_abort_by_a_peer_breaks_the_channel_here(make, spawn_peer):
     assert "from the peer" in str(caught.value.__cause__)
 
 
-def test_abort_discards_what_is_inside(make):
+def test_abort_discards_the_items_inside(make):
     """C6."""
     ch = make()
     ch.put_many(range(10))
@@ -142,7 +142,7 @@ def test_a_cause_that_cannot_be_serialised_still_breaks_the_channel(make, spawn_
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("size", [100, 1 << 20, 17 << 20])
-def test_a_cause_is_told_of_however_large_it_is(make, spawn_peer, size):
+def test_large_cause_arrives_itself_or_as_text(make, spawn_peer, size):
     """C6: itself, or else its text, where it is too large for the channel's memory."""
     ch = make(max_bytes=1 << 16)
     peer = spawn_peer(beginning_of_cause_seen, ch)
@@ -175,7 +175,7 @@ def test_abort_after_close_breaks_a_channel_that_is_not_drained(make):
         ch.get()
 
 
-def test_an_abort_of_a_drained_channel_is_no_error_and_changes_nothing(make):
+def test_abort_of_a_drained_channel_has_no_effect(make):
     """C6: the end is final, so nothing is kept of what comes after it."""
     ch = make()
     ch.close()
@@ -191,7 +191,7 @@ def test_an_abort_of_a_drained_channel_is_no_error_and_changes_nothing(make):
     assert [one() for one in kept] == [None, None]
 
 
-def test_close_after_abort_is_no_error_and_changes_nothing(make):
+def test_close_after_abort_has_no_effect(make):
     """C3, C6."""
     ch = make()
     ch.abort(ValueError("bad wind"))
@@ -215,7 +215,7 @@ class Item:
     pass
 
 
-def test_abort_lets_go_of_the_items_of_this_process():
+def test_abort_frees_the_items_of_this_process():
     """C6, C12: discarded means freed."""
     ch = Channel(across="threads")
     item = Item()

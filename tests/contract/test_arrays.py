@@ -112,7 +112,7 @@ def test_nested_arrays_and_tensors_arrive(make):
 @pytest.mark.parametrize(
     "bytes_like", [b"x" * LARGE, bytearray(b"x" * LARGE), memoryview(b"x" * LARGE), memoryview(b"")]
 )
-def test_bytes_arrive_as_what_they_were(make, bytes_like):
+def test_bytes_like_objects_keep_their_type(make, bytes_like):
     """Bytes own their memory, so they are copied; a memory view of them is read in place."""
     ch = make(1)
     ch.put(bytes_like)
@@ -143,7 +143,7 @@ def test_memory_views_arrive_with_their_format(make, name):
 
 @pytest.mark.copying
 @pytest.mark.parametrize("dtype", [">i4", "f2", "c16", [("a", "i4")]])
-def test_c13_a_memory_view_that_could_not_arrive_is_refused(make, dtype):
+def test_c13_memory_view_of_unsupported_format_is_refused(make, dtype):
     ch = make(1)
     with pytest.raises(TypeError, match=r"memoryview of format .* send view\.cast\('B'\)"):
         ch.put(memoryview(np.zeros(3, dtype)))
@@ -170,7 +170,7 @@ def _freed() -> torch.Tensor:
 @pytest.mark.parametrize(
     "make_tensor", [_freed, lambda: torch._efficientzerotensor(LARGE)], ids=["freed", "never there"]
 )
-def test_a_tensor_without_memory_harms_nobody(make, make_tensor):
+def test_tensor_without_memory_arrives_or_is_refused(make, make_tensor):
     """It arrives as pickle makes it, or is refused."""
     ch = make(2)
     with contextlib.suppress(TypeError, NotImplementedError, RuntimeError):
@@ -190,7 +190,7 @@ def test_one_object_twice_in_an_item_arrives_as_one(make):
     assert third is fourth
 
 
-def test_an_in_place_change_is_seen_on_both_sides_between_threads():
+def test_threads_see_an_in_place_change_on_both_sides():
     ch = Channel(1)
     sent = [np.zeros(LARGE), torch.zeros(LARGE)]
     ch.put(sent)
@@ -203,7 +203,7 @@ def test_an_in_place_change_is_seen_on_both_sides_between_threads():
 
 
 @pytest.mark.copying
-def test_a_changed_tensor_is_the_receivers_own(make):
+def test_writes_to_a_received_tensor_stay_private(make):
     """C11: an item that was changed in hand and given back is read whole by the next."""
     ch = make(2)
     ch.put(torch.zeros(LARGE))
@@ -248,7 +248,7 @@ def test_blocks_are_used_again(make):
 
 
 @pytest.mark.copying
-def test_views_stay_valid_while_a_port_goes_on_and_when_all_is_gone(make):
+def test_views_stay_valid_after_their_port_and_channel(make):
     """An item that a stage's reader has finished stays as it is for whoever kept it."""
     ch = make(4)
     kept = []
@@ -264,7 +264,7 @@ def test_views_stay_valid_while_a_port_goes_on_and_when_all_is_gone(make):
 
 
 @pytest.mark.copying
-def test_who_keeps_everything_stops_nobody(make):
+def test_reader_that_keeps_all_arrays_blocks_no_writer(make):
     """Once what is kept would fill the memory, arrays arrive as copies."""
     ch = make(4, max_bytes=4 * 8 * LARGE)
     kept = []
@@ -278,7 +278,7 @@ def test_who_keeps_everything_stops_nobody(make):
 
 
 @pytest.mark.copying
-def test_items_of_other_sizes_find_memory_beside_what_is_kept(make):
+def test_items_of_other_sizes_fit_between_kept_blocks(make):
     """Free blocks are cut anew, although some between them are in use for ever, and room is kept for the
     largest item."""
     ch = make(64, max_bytes=2_000_000)
@@ -295,7 +295,7 @@ def test_items_of_other_sizes_find_memory_beside_what_is_kept(make):
 
 
 @pytest.mark.copying
-def test_pressure_names_who_holds_how_much(make):
+def test_error_without_room_names_the_holders(make):
     """The error of a put that finds no room says what fills the channel and who keeps blocks."""
     ch = make(2, max_bytes=10 * 8 * LARGE)
     ch.put(np.zeros(LARGE))
@@ -345,7 +345,7 @@ def _fork_and_end(ch: Channel, asked: Channel, answers: Channel) -> None:
 
 
 @pytest.mark.other_process
-def test_a_forked_child_sees_what_its_parent_had_when_that_has_ended(make, spawn_peer):
+def test_forked_child_keeps_views_after_its_parent_has_ended(make, spawn_peer):
     ch, asked, answers = make(1), make(1), make(1)
     before = psutil.Process().children(recursive=True)
     ch.put(np.full(LARGE, 5))
@@ -362,7 +362,7 @@ def test_a_forked_child_sees_what_its_parent_had_when_that_has_ended(make, spawn
 
 
 @pytest.mark.other_process
-def test_a_forked_child_sees_what_its_parent_had(make, spawn_peer):
+def test_forked_child_keeps_the_views_of_its_parent(make, spawn_peer):
     """The parent may let go and the channel go on; the child's view stays what it was."""
     ch, asked, answers = make(1), make(1), make(1)
     ch.put(np.full(LARGE, 5))
@@ -391,7 +391,7 @@ def _put_tensors(ch: Channel, count: int) -> None:
 
 
 @pytest.mark.other_process
-def test_c12_a_producer_that_exits_after_its_last_put_loses_nothing(make, spawn_peer):
+def test_c12_producer_that_exits_after_its_put_loses_nothing(make, spawn_peer):
     ch = make(4)
     peer = spawn_peer(_put_tensors, ch, 4)
     assert peer.join() == 0

@@ -49,7 +49,7 @@ async def blocked(channel, readers=0, writers=0):
 # what the calls do
 
 
-def test_items_go_in_and_out(make):
+def test_aput_and_aget_pass_items(make):
     """C1, C9: without waiting."""
 
     async def main():
@@ -105,7 +105,7 @@ def test_a_waiting_aput_is_woken_by_another_thread_or_process(make, spawn_peer):
     assert run(main()) == "new"
 
 
-def test_coroutines_hand_over_to_each_other(make):
+def test_coroutines_pass_items_through_a_full_channel(make):
     """C2, C9: both ends in one loop, through one place."""
 
     async def main():
@@ -148,7 +148,7 @@ def test_ports_wait_like_channels(make):
     assert run(main()) == list(range(50))
 
 
-def test_the_loop_goes_on_while_a_coroutine_waits(make):
+def test_loop_runs_while_a_coroutine_waits(make):
     """C9."""
 
     async def main():
@@ -166,7 +166,7 @@ def test_the_loop_goes_on_while_a_coroutine_waits(make):
 
 
 @pytest.mark.parametrize(("end", "raised"), [("close", Drained), ("abort", Broken)])
-def test_an_end_wakes_every_waiting_aget(make, end, raised):
+def test_close_or_abort_wakes_every_waiting_aget(make, end, raised):
     """C3, C6, C9."""
 
     async def main():
@@ -180,7 +180,7 @@ def test_an_end_wakes_every_waiting_aget(make, end, raised):
 
 
 @pytest.mark.parametrize(("end", "raised"), [("close", Closed), ("abort", Broken)])
-def test_an_end_wakes_every_waiting_aput(make, end, raised):
+def test_close_or_abort_wakes_every_waiting_aput(make, end, raised):
     """C3, C6, C9."""
 
     async def main():
@@ -194,7 +194,7 @@ def test_an_end_wakes_every_waiting_aput(make, end, raised):
     assert [type(error) for error in run(main())] == [raised] * 5
 
 
-def test_a_port_closed_while_a_coroutine_waits_in_it_ends_the_wait(make):
+def test_closing_a_port_ends_the_await_on_it(make):
     """C5, C9."""
 
     async def main():
@@ -292,7 +292,7 @@ def test_a_call_cancelled_after_its_wake_up_passes_it_on(make):
     run(main())
 
 
-def test_a_cancelled_call_leaves_its_wake_up_to_a_blocked_thread(make):
+def test_cancelled_call_passes_its_wake_up_to_a_thread(make):
     """C8, C9."""
 
     async def main():
@@ -311,7 +311,7 @@ def test_a_cancelled_call_leaves_its_wake_up_to_a_blocked_thread(make):
     run(main())
 
 
-def test_no_item_is_lost_by_many_cancelled_agets(make, spawn_peer):
+def test_many_cancelled_agets_lose_no_item(make, spawn_peer):
     """C9: readers that are cancelled again and again, racing with puts; every item arrives exactly once."""
     ch, writers, each = make(4), 2, 700
     taken = []
@@ -341,7 +341,7 @@ def test_no_item_is_lost_by_many_cancelled_agets(make, spawn_peer):
     assert Counter(taken) == dict.fromkeys(((number, i) for number in range(writers) for i in range(each)), 1)
 
 
-def test_no_item_is_lost_or_put_twice_by_many_cancelled_aputs(make):
+def test_many_cancelled_aputs_put_each_item_once(make):
     """C9: what a cancelled call reports is what happened."""
     ch, put = make(2), []
 
@@ -373,7 +373,7 @@ def test_no_item_is_lost_or_put_twice_by_many_cancelled_aputs(make):
 # threads and loops
 
 
-def test_500_waits_at_once_take_no_thread_each(make):
+def test_500_concurrent_waits_share_few_threads(make):
     """C9: on a hundred channels; each item then wakes one of the five that wait for it."""
 
     async def main():
@@ -429,7 +429,7 @@ def test_a_loop_may_be_closed_while_something_waits(make):
     assert ch.get() == "item"
 
 
-def test_a_closed_loop_is_forgotten(make):
+def test_closed_loop_is_freed(make):
     """C9, C12: nothing of flowchan's keeps a loop that is over, whatever waited in it."""
     ch = make()
 
@@ -449,7 +449,7 @@ def test_a_closed_loop_is_forgotten(make):
     wait_until(lambda: len(awaiting._watchers) == 0)
 
 
-def test_the_watching_thread_ends_when_nothing_has_been_waited_for(make, monkeypatch):
+def test_watcher_thread_ends_when_idle(make, monkeypatch):
     """C12: and a later wait starts it again."""
     monkeypatch.setattr(awaiting.Watcher, "IDLE", 0.0)
 
@@ -465,7 +465,7 @@ def test_the_watching_thread_ends_when_nothing_has_been_waited_for(make, monkeyp
     run(main())
 
 
-def test_a_forked_child_waits_in_a_loop_of_its_own():
+def test_forked_child_awaits_in_a_new_loop():
     """C9: its parent's loop is waiting at that moment."""
     ch, answer = Channel(across="processes"), Channel(across="processes")
 

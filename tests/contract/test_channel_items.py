@@ -47,7 +47,7 @@ def test_a_peer_answers_through_the_channel_it_was_sent(make, spawn_peer):
 
 
 @pytest.mark.not_hosts("its home ends as soon as it has what was put")
-def test_a_peer_makes_a_channel_and_sends_it_here(make, spawn_peer, transport):
+def test_channel_made_by_a_peer_works_after_it_was_sent(make, spawn_peer, transport):
     """C14: a channel that was made elsewhere works here, in both directions."""
     carrier = make(1)
 
@@ -62,7 +62,7 @@ def test_a_peer_makes_a_channel_and_sends_it_here(make, spawn_peer, transport):
     assert peer.result() == ["from", "here"]
 
 
-def test_a_channel_waited_in_here_is_closed_by_the_peer_it_was_sent_to(make, spawn_peer):
+def test_peer_closes_a_sent_channel_while_the_sender_waits(make, spawn_peer):
     """C14, C3."""
     carrier, sent = make(1), make(1)
     closer = spawn_peer(lambda: carrier.get().close())
@@ -94,7 +94,7 @@ def test_a_channel_sent_twice_arrives_twice(make):
     assert second.get() == 1
 
 
-def test_a_channel_goes_through_many_hands(make, spawn_peer):
+def test_channel_passes_through_many_processes(make, spawn_peer):
     """C14: from channel to channel to channel, and back to where it came from. Each hand is gone when the
     next one takes it."""
     hops = [make(1) for _ in range(4)]
@@ -143,7 +143,7 @@ class Item:
     pass
 
 
-def test_items_of_this_process_dropped_unread_are_freed():
+def test_dropped_items_of_this_process_are_freed():
     """Dropped unread: with the last handle go the items."""
     ch = Channel(across="threads")
     item = Item()
@@ -154,7 +154,7 @@ def test_items_of_this_process_dropped_unread_are_freed():
     assert gone() is None
 
 
-def test_an_item_that_was_got_is_held_by_nobody_else():
+def test_channel_keeps_no_reference_to_a_received_item():
     """Between threads the channel keeps no reference to what has left it."""
     ch = Channel(across="threads")
     item = Item()
@@ -176,7 +176,7 @@ def test_a_channel_that_holds_itself_is_collected():
     assert gone() is None
 
 
-def test_a_channel_that_is_held_by_the_cause_of_its_break_is_collected():
+def test_channel_referenced_by_its_abort_cause_is_collected():
     """As an exception holds whatever its traceback does."""
     ch = Channel(across="threads")
     cause = Cause(ch)

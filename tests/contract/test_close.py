@@ -60,7 +60,7 @@ def test_put_into_a_full_closed_channel_raises_closed_not_full(make, put):
         PUTS[put](ch)
 
 
-def test_close_by_a_peer_is_seen_here(make, spawn_peer):
+def test_close_by_a_peer_is_visible(make, spawn_peer):
     """C3: the caller of close may be anybody."""
     ch = make()
     ch.put(1)
@@ -85,7 +85,7 @@ def test_a_waiting_put_wakes_and_raises_closed(make, spawn_peer):
     assert list(ch) == ["before"]
 
 
-def test_a_waiting_put_many_tells_how_many_it_had_put_before_the_close(make, spawn_peer):
+def test_waiting_put_many_reports_its_count_at_the_close(make, spawn_peer):
     """C3: the error counts what was put, and that stays readable."""
     ch = make(2)
     peer = spawn_peer(ch.put_many, list(range(5)))
@@ -164,7 +164,7 @@ def test_close_wakes_both_sides(make, spawn_peer):
 
 
 @pytest.mark.parametrize("get", GETS)
-def test_get_on_a_drained_channel_raises_drained_at_once_and_always(make, get):
+def test_get_on_a_drained_channel_always_raises_at_once(make, get):
     """C4: Drained is a Closed, and never an Empty."""
     ch = make()
     ch.put(1)
@@ -190,7 +190,7 @@ def test_the_read_of_the_last_item_succeeds(make):
         ch.get()
 
 
-def test_get_many_gives_the_rest_first_and_the_end_after(make):
+def test_get_many_returns_the_rest_before_drained(make):
     """C4: it raises Drained only when it has nothing to give."""
     ch = make()
     ch.put_many([1, 2])
@@ -228,7 +228,7 @@ def test_an_open_empty_channel_is_not_drained(make):
     assert not ch.drained
 
 
-def test_every_item_is_given_once_when_readers_race_for_the_end(make, spawn_peer):
+def test_readers_that_race_for_the_end_get_each_item_once(make, spawn_peer):
     """C4: of many readers each ends, and together they have each item once."""
     ch = make(4)
     peers = [spawn_peer(list, ch) for _ in range(4)]

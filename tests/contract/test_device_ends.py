@@ -37,7 +37,7 @@ def _put_and_leave(ch: Channel, count: int) -> None:
 
 
 @pytest.mark.other_process
-def test_c12_a_producer_that_exits_after_its_last_put_loses_nothing(make, spawn_peer):
+def test_c12_producer_that_exits_after_its_put_loses_nothing(make, spawn_peer):
     ch = make(64)
     peer = spawn_peer(_put_and_return, ch, 20)
     assert ch.get().numpy()[0] == 0
@@ -47,7 +47,7 @@ def test_c12_a_producer_that_exits_after_its_last_put_loses_nothing(make, spawn_
 
 
 @pytest.mark.other_process
-def test_what_an_abrupt_producer_put_names_it_and_the_remedy(make, spawn_peer, monkeypatch):
+def test_error_names_the_abrupt_producer_and_the_remedy(make, spawn_peer, monkeypatch):
     """Whether or not its memory has been opened before."""
     ch = make(64)
     peer = spawn_peer(_put_and_leave, ch, 2)
@@ -69,7 +69,7 @@ def _put_one_by_one(ch: Channel, go: Channel) -> None:
 
 
 @pytest.mark.other_process
-def test_a_killed_producers_items_are_an_error_and_memory_of_the_dead_is_closed(make, spawn_peer):
+def test_items_of_a_killed_producer_raise_and_free_its_memory(make, spawn_peer):
     ch, go = make(64), make(1)
     peer = spawn_peer(_put_one_by_one, ch, go)
     wait_until(lambda: len(ch) == 2)
@@ -116,12 +116,12 @@ def _script(more: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_process_does_not_wait_at_its_exit_for_what_nobody_can_read():
+def test_exit_does_not_wait_for_tensors_without_readers():
     ended = _script("")
     assert (ended.stdout, ended.stderr, ended.returncode) == ("put\n", "", 0)
 
 
-def test_a_process_waits_at_its_exit_no_longer_than_it_is_told_and_says_what_is_lost():
+def test_exit_wait_ends_at_its_limit_and_reports_losses():
     """Somebody has the channel, and does not read."""
     more = (
         "import os, signal, threading, time\n"
@@ -173,7 +173,7 @@ def test_stages_in_processes_pass_tensors_on(tmp_path, monkeypatch):
     assert not marker.exists()
 
 
-def test_an_early_end_keeps_no_process_waiting(monkeypatch, capfd):
+def test_early_end_of_a_run_needs_no_exit_wait(monkeypatch, capfd):
     """What nobody will read any more needs no memory, although others have the channel."""
     monkeypatch.setenv("FLOWCHAN_CUDA_EXIT_WAIT", "1")
     graph = Graph("early")
@@ -203,9 +203,7 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])
-def test_a_killed_worker_takes_its_tensors_with_it_unless_they_go_through_the_host(
-    tmp_path, monkeypatch, switch
-):
+def test_killed_worker_loses_device_tensors_unless_in_host_memory(tmp_path, monkeypatch, switch):
     """Then the run says so; it never goes on without them."""
     monkeypatch.setenv("MARKER", str(tmp_path / "marker"))
     monkeypatch.setenv("FLOWCHAN_CUDA_IPC", switch)
@@ -268,9 +266,7 @@ def _check_and_spoil(ch: Channel, seen: Channel, dies_after: int) -> None:
 
 
 @pytest.mark.other_process
-def test_under_load_and_with_receivers_killed_every_tensor_arrives_as_it_was_put(
-    make, spawn_peer, monkeypatch
-):
+def test_tensors_arrive_intact_under_load_with_killed_receivers(make, spawn_peer, monkeypatch):
     monkeypatch.setattr(arenas, "ARENA", MB)
     ch, seen = make(16), make(10_000)
     receivers = [
@@ -294,7 +290,7 @@ def _use_and_return(ch: Channel, back: Channel) -> int:
 
 
 @pytest.mark.other_process
-def test_a_forked_child_has_memory_of_its_own_and_opens_its_parents(make, spawn_peer):
+def test_forked_child_has_separate_arenas_and_opens_its_parents(make, spawn_peer):
     ch, back = make(2), make(2)
     ch.put(FakeTensor(np.zeros(10)))
     peer = spawn_peer(_use_and_return, ch, back)  # the parent's arena is there already

@@ -29,7 +29,7 @@ def of_another_host(*devices):
     FAKE.seen = list(devices)
 
 
-def test_whoever_sees_the_device_gets_the_tensor_there():
+def test_tensor_arrives_on_its_device_if_visible():
     ch = Channel(across="hosts")
     ch.put([FakeTensor(np.arange(100_000), "fake-B"), "beside"])
     tensor, _ = ch.get()
@@ -40,7 +40,7 @@ def test_whoever_sees_the_device_gets_the_tensor_there():
 
 
 @pytest.mark.parametrize("ports", [False, True])
-def test_else_it_arrives_on_the_device_of_the_same_number(ports):
+def test_tensor_arrives_on_the_device_of_the_same_number(ports):
     there, back = Channel(across="hosts"), Channel(across="hosts")
 
     def move():
@@ -64,7 +64,7 @@ def test_else_it_arrives_on_the_device_of_the_same_number(ports):
     assert through_the_host() == (3, 3, 0)
 
 
-def test_who_has_fewer_devices_is_told_a_remedy():
+def test_receiver_with_fewer_devices_gets_a_remedy():
     ch = Channel(across="hosts")
 
     def take():
@@ -88,7 +88,7 @@ class Doubled:
         return FakeTensor(2 * tensor.numpy(), tensor.device)
 
 
-def test_stages_on_hosts_pass_them_on(monkeypatch):
+def test_stages_on_hosts_pass_device_tensors_on(monkeypatch):
     """To an agent, from one to another, and home."""
     monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if "/tests" in path))
     graph, pool = Graph("devices"), local(2)
@@ -125,7 +125,7 @@ def elsewhere(server, function):
     return HostPeer(work)
 
 
-def test_bytes_on_a_device_go_to_a_server_and_back():
+def test_device_bytes_go_to_a_server_and_back():
     """testCUDAStoragePingPong."""
 
     def echo(client):
@@ -146,7 +146,7 @@ def test_bytes_on_a_device_go_to_a_server_and_back():
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_tensors_on_a_device_go_to_a_server_and_to_all_its_clients(view):
+def test_device_tensors_go_to_a_server_and_its_clients(view):
     """testCUDATensor, testNoncontiguousCUDATensor; and a broadcast, which copies it to host memory once."""
     there = VIEWS[view]()
 

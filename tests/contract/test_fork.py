@@ -32,7 +32,7 @@ def in_child(function: Callable[[], object]) -> int:
 
 
 @pytest.mark.copying
-def test_a_fork_while_threads_use_the_channel_leaves_both_processes_working(make):
+def test_fork_while_threads_use_the_channel_keeps_it_working(make):
     """Parent threads put and get without a pause, so that locks are held at most forks. Nothing is lost or
     doubled."""
     ch, back, each = make(4), make(), 5
@@ -66,7 +66,7 @@ def test_a_fork_while_threads_use_the_channel_leaves_both_processes_working(make
     assert sorted(back.get_many(FORKS)) == list(range(FORKS))
 
 
-def test_a_channel_of_threads_says_at_once_that_it_does_not_reach_a_child():
+def test_threads_channel_raises_at_once_in_a_forked_child():
     """Its lock may be held by a thread that does not exist in the child: no call waits for that."""
     ch: Channel[int] = Channel(4)
     reader, writer = ch.reader(), ch.writer()
@@ -113,7 +113,7 @@ def test_a_channel_of_threads_says_at_once_that_it_does_not_reach_a_child():
         thread.result()
 
 
-def test_a_child_that_drops_what_it_inherited_disturbs_nobody(make):
+def test_child_that_drops_inherited_objects_does_not_disturb_its_parent(make):
     """Its exit runs every destructor, with locks that other threads held at the fork; ports and items stay
     the parent's."""
     ch = make(2)
@@ -150,7 +150,7 @@ def test_a_child_that_drops_what_it_inherited_disturbs_nobody(make):
 
 
 @pytest.mark.copying
-def test_a_child_waits_and_is_woken_like_anybody(make):
+def test_forked_child_waits_and_is_woken(make):
     """While the parent has waiters of its own at the moment of the fork."""
     ch, answer = make(), make()
     waiting = ThreadPeer(ch.get)
@@ -163,7 +163,7 @@ def test_a_child_waits_and_is_woken_like_anybody(make):
 
 
 @pytest.mark.copying
-def test_a_port_used_in_a_child_moves_there(make):
+def test_port_used_in_a_forked_child_moves_there(make):
     """It is the child's then: its death gives back what the child had in hand."""
     ch = make()
     ch.put("item")
@@ -177,7 +177,7 @@ def test_a_port_used_in_a_child_moves_there(make):
 
 
 @pytest.mark.copying
-def test_a_grandchild_uses_the_channel_too(make):
+def test_grandchild_uses_the_channel(make):
     ch = make()
 
     def child():
@@ -188,7 +188,7 @@ def test_a_grandchild_uses_the_channel_too(make):
     assert sorted(ch.get_many(2)) == ["child", "grandchild"]
 
 
-def test_a_fork_while_a_run_is_going_on_leaves_it_to_the_parent():
+def test_fork_during_a_run_leaves_the_run_to_the_parent():
     """The child neither holds the run up nor ends it, and can run graphs of its own."""
     numbers: Channel[int] = Channel(across="processes")
     graph = Graph("forked")

@@ -78,7 +78,7 @@ def handler(request):
 
 
 @pytest.mark.parametrize("port", [False, True])
-def test_a_get_takes_nothing(make, handler, port):
+def test_interrupted_get_takes_nothing(make, handler, port):
     ch = make()
     ch.put_many([Received("first"), "behind"])
     end = ch.reader() if port else ch
@@ -88,7 +88,7 @@ def test_a_get_takes_nothing(make, handler, port):
     assert end.get_many(2) == ["first", "behind"]
 
 
-def test_a_get_many_ends_with_what_came_before(make, handler):
+def test_interrupted_get_many_returns_the_items_so_far(make, handler):
     ch = make()
     ch.put_many([1, Received(2), 3])
     with pytest.raises(TimeIsUp) as caught:
@@ -97,7 +97,7 @@ def test_a_get_many_ends_with_what_came_before(make, handler):
     assert ch.get_many(3) == [2, 3]
 
 
-def test_a_put_puts_nothing(make, handler):
+def test_interrupted_put_puts_nothing(make, handler):
     """And pickles the item no second time, by value, as what plain pickle can't."""
     ch = make()
     with pytest.raises(TimeIsUp) as caught:
@@ -106,7 +106,7 @@ def test_a_put_puts_nothing(make, handler):
     assert ch.get_many(2) == [1]
 
 
-def test_an_error_of_the_item_is_none_of_a_handler(make, handler):
+def test_error_of_the_item_is_not_taken_for_a_handlers(make, handler):
     """Though it has the same type, and one is there."""
 
     def fails():

@@ -74,7 +74,7 @@ def test_ctrl_c_interrupts_a_waiting_writer(transport, call):
     assert answer_after(script, signal.SIGINT) == "interrupted 0 0 1\n[1]\n"
 
 
-def test_a_signal_whose_handler_returns_ends_no_call(transport):
+def test_signal_with_a_returning_handler_keeps_the_call_waiting(transport):
     """C9: the call goes on waiting after the handler has run, and here the handler itself brings the item."""
     prepare = "signal.signal(signal.SIGUSR1, lambda *_: ch.put_nowait('from the handler'))"
     script = run_until_blocked(
@@ -83,7 +83,7 @@ def test_a_signal_whose_handler_returns_ends_no_call(transport):
     assert answer_after(script, signal.SIGUSR1) == "ended with from the handler\n"
 
 
-def test_a_handler_may_close_the_channel_that_the_main_thread_waits_in(transport):
+def test_handler_may_close_the_channel_of_the_waiting_call(transport):
     """C9, C3: no lock is held while a handler runs."""
     prepare = "signal.signal(signal.SIGUSR1, lambda *_: ch.close())"
     script = run_until_blocked(
@@ -92,7 +92,7 @@ def test_a_handler_may_close_the_channel_that_the_main_thread_waits_in(transport
     assert answer_after(script, signal.SIGUSR1) == "ended with []\n"
 
 
-def test_an_exception_of_a_handler_comes_out_of_the_call(transport):
+def test_exception_of_a_handler_leaves_the_call(transport):
     """C9: as from any blocked call of Python."""
     prepare = "ch.put(1)\nsignal.signal(signal.SIGUSR1, lambda *_: 1 / 0)"
     call = "[error for error in [None] if catch(lambda: ch.put(2))]"

@@ -37,7 +37,7 @@ KINDS = {"small": (0, False), "large": (LARGE, False), "in view": (LARGE, True)}
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("port", [False, True])
-def test_get_many_gives_what_came_before_an_item_that_cannot_be_unpickled(make, kind, port):
+def test_get_many_returns_the_items_before_an_unreadable_one(make, kind, port):
     """C1: nothing good is lost; the next call tells of the bad one, and the one after goes on behind it."""
     ch = make(8)
     ch.put_many([1, "two", NeverArrives(*KINDS[kind]), [4]])
@@ -61,7 +61,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_whatever_is_called_next_tells_of_the_bad_item(make, call):
+def test_next_call_raises_the_error_of_the_unreadable_item(make, call):
     """C1: before anything that stands behind it, and before the end."""
     ch = make(8)
     ch.put_many([1, NeverArrives()])
@@ -116,7 +116,7 @@ def test_an_item_that_cannot_be_received_now_is_put_back(make, error, kind, port
     assert end.get_many(3) == ["behind", "last"]
 
 
-def test_an_item_put_back_stands_before_what_was_put_meanwhile(make, spawn_peer):
+def test_item_put_back_comes_before_later_items(make, spawn_peer):
     """C1, C2: over the capacity if need be; the writer that had its place waits no longer for that."""
     ch = make(1)
     ch.put(Once())
@@ -129,7 +129,7 @@ def test_an_item_put_back_stands_before_what_was_put_meanwhile(make, spawn_peer)
     writer.result()
 
 
-def test_only_the_item_taken_last_goes_back(make):
+def test_only_the_last_item_of_a_batch_goes_back(make):
     """C1: a batch that is being gathered keeps what it has."""
     ch = make(8)
     ch.put_many([1, 2, Once(), 4])
@@ -144,7 +144,7 @@ def test_only_the_item_taken_last_goes_back(make):
     assert ch.stats().leased == 0
 
 
-def test_ctrl_c_within_get_many_has_what_came_before_it(make):
+def test_ctrl_c_in_get_many_carries_the_items_so_far(make):
     """C9: the call is not ended later than that, and the items are in the user's hands."""
     ch = make(8)
     ch.put_many([1, Once(), 3])
@@ -187,7 +187,7 @@ def open_all():
 
 @pytest.mark.other_process
 @pytest.mark.not_hosts("it takes a connection there, which is tried again for a while")
-def test_a_channel_is_received_once_there_are_descriptors_again(make, spawn_peer, transport):
+def test_channel_is_received_after_a_shortage_of_descriptors(make, spawn_peer, transport):
     """C14: the error says what is short and what helps, and the item waits."""
     carrier = make()
 

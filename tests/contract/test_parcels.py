@@ -62,14 +62,14 @@ def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, tra
 
 
 @pytest.mark.other_process
-def test_any_later_receiver_gets_it(make, spawn_peer, transport):
+def test_any_later_receiver_gets_the_channel(make, spawn_peer, transport):
     """C14: one that was there before, and one that dies with it in hand first."""
     dies_with_it_in_hand(make, spawn_peer, transport, keeps=True)
 
 
 @pytest.mark.other_process
 @pytest.mark.not_hosts("home hears that a channel has come, and not that its item is finished")
-def test_any_later_receiver_gets_what_the_first_has_dropped(make, spawn_peer, transport):
+def test_later_receiver_gets_an_item_that_the_first_dropped(make, spawn_peer, transport):
     """C14: its item was not finished."""
     dies_with_it_in_hand(make, spawn_peer, transport, keeps=False)
 
@@ -106,7 +106,7 @@ def dies_with_it_in_hand(make, spawn_peer, transport, keeps):
 
 
 @pytest.mark.other_process
-def test_channels_in_channels_go_on_through_other_hands(make, spawn_peer, transport):
+def test_channels_in_channels_pass_through_several_receivers(make, spawn_peer, transport):
     """C14: whoever received it can send it on, and through what it has received."""
     hops = [make() for _ in range(3)]
     outer = transport.make(2)
@@ -135,7 +135,7 @@ def test_many_channels_in_one_item(make, transport):
 
 
 @pytest.mark.not_hosts("an item carries addresses, and no descriptors")
-def test_too_many_on_their_way_are_refused_and_then_taken_again(make, transport):
+def test_channels_beyond_the_kernel_limit_are_refused(make, transport):
     """C14: what the kernel keeps for a channel is bounded; the put says so, and the channel works on."""
     carrier, sent = make(100_000), transport.make(2)
     with pytest.raises(ChannelError, match="receive some first") as caught:
@@ -160,7 +160,7 @@ def parcels(channel):
 
 @pytest.mark.parametrize("port", [False, True])
 @pytest.mark.not_hosts("no descriptors travel")
-def test_what_was_received_is_kept_by_nobody_else(make, transport, port):
+def test_kernel_releases_descriptors_with_the_received_item(make, transport, port):
     """C12: the kernel's copies of its descriptors go with the item; of a port's last one, with the next that
     comes."""
     carrier = make()
@@ -180,7 +180,7 @@ def test_what_was_received_is_kept_by_nobody_else(make, transport, port):
 
 
 @pytest.mark.not_hosts("an item carries addresses, and no descriptors")
-def test_what_a_killed_sender_left_behind_goes_too(make, transport):
+def test_descriptors_of_an_unfinished_put_are_released(make, transport):
     """C12: a parcel without an item, sent just before a put that was never done."""
     carrier = make()
     with socket.socket(fileno=os.dup(carrier._socket)) as queue:
@@ -191,7 +191,7 @@ def test_what_a_killed_sender_left_behind_goes_too(make, transport):
     assert not parcels(carrier)
 
 
-def test_the_port_of_a_stage_gets_channels_too(make, transport):
+def test_stage_port_receives_channels(make, transport):
     """C14: one item on lease after the other, and a batch of them."""
     carrier = make()
     for _ in range(4):
@@ -223,7 +223,7 @@ def test_a_receiver_without_descriptors_leaves_the_item(make, transport):
     assert carrier.get().get_many(4) == ["inside", 2]
 
 
-def test_channels_in_what_was_packed_cross_while_they_are_held(make, transport):
+def test_channels_in_packed_bytes_cross_while_referenced(make, transport):
     """C14: bytes carry no descriptors."""
     carrier, sent = make(), transport.make(2)
     carrier.put([pack(sent), pickle.dumps(sent)])
@@ -234,7 +234,7 @@ def test_channels_in_what_was_packed_cross_while_they_are_held(make, transport):
 
 @pytest.mark.other_process
 @pytest.mark.not_hosts("its address is sent, and no descriptor")
-def test_a_channel_without_its_socket_says_what_it_needs(make, spawn_peer):
+def test_channel_without_a_socket_raises_with_the_reason(make, spawn_peer):
     """C14: where the system makes no such sockets, all else works."""
     carrier = make()
 

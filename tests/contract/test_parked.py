@@ -19,7 +19,7 @@ def workers(items, results):
 
 
 @pytest.mark.not_hosts("the workers of a graph have channels of their own there")
-def test_what_is_parked_can_be_read_when_the_channel_is_closed(make):
+def test_parked_items_can_be_read_after_close(make):
     """C3, C4: in its order, and then comes the end."""
     readers, writers = workers(make(), results := make())
     writers[2].put("two")
@@ -37,7 +37,7 @@ def test_what_is_parked_can_be_read_when_the_channel_is_closed(make):
 
 
 @pytest.mark.not_hosts("the workers of a graph have channels of their own there")
-def test_a_reader_that_waits_gets_what_is_parked_when_the_last_writer_leaves(make, spawn_peer):
+def test_waiting_reader_gets_parked_items_when_the_last_writer_leaves(make, spawn_peer):
     readers, writers = workers(make(), results := make())
     writers[1].put("one")
     peer = spawn_peer(list, results)
@@ -47,7 +47,7 @@ def test_a_reader_that_waits_gets_what_is_parked_when_the_last_writer_leaves(mak
 
 
 @pytest.mark.parametrize("place", ["thread", "process"])
-def test_a_stage_may_close_the_channel_that_an_ordered_one_puts_into(place):
+def test_stage_may_close_the_input_from_an_ordered_stage(place):
     """It gets what is inside, and the graph ends."""
     late, got = (Channel(8, across="processes") for _ in range(2))
 

@@ -56,7 +56,7 @@ def open_reader_and_stay(ch):
 
 
 @pytest.mark.other_process
-def test_a_process_that_ends_without_closing_its_writer_makes_no_clean_end(make, spawn_peer):
+def test_process_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
     """C5: an ordinary end of the process; what it had put can be read."""
     ch = make()
     kept = []
@@ -76,7 +76,7 @@ def test_a_process_that_ends_without_closing_its_writer_makes_no_clean_end(make,
 
 @pytest.mark.other_process
 @pytest.mark.one_machine("what a port has put and is under way is lost with its process")
-def test_a_process_that_ends_at_once_makes_no_clean_end(make, spawn_peer):
+def test_os_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
     """C5: ``os._exit``, which runs nothing on the way out."""
     ch = make()
 
@@ -94,7 +94,7 @@ def test_a_process_that_ends_at_once_makes_no_clean_end(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_the_last_writer_killed_does_not_look_like_a_clean_end(make, spawn_peer):
+def test_kill_of_the_last_writer_breaks_the_channel(make, spawn_peer):
     """C5: SIGKILL, though nobody has reaped the process yet; every later call says the same."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
@@ -121,7 +121,7 @@ def test_the_last_writer_killed_does_not_look_like_a_clean_end(make, spawn_peer)
 
 
 @pytest.mark.other_process
-def test_the_last_writer_killed_wakes_waiting_readers(make, spawn_peer):
+def test_kill_of_the_last_writer_wakes_waiting_readers(make, spawn_peer):
     """C5: the reader waits already when the writer dies."""
     ch = make()
     writer = spawn_peer(open_writer_and_stay, ch)
@@ -136,7 +136,7 @@ def test_the_last_writer_killed_wakes_waiting_readers(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_the_others_go_on_after_the_death_of_a_writer(make, spawn_peer):
+def test_other_writers_continue_after_the_death_of_one(make, spawn_peer):
     """C5: the count is right after a death, all that is put can be read, and the end tells of it."""
     ch = make()
     out = ch.writer()
@@ -158,7 +158,7 @@ def test_the_others_go_on_after_the_death_of_a_writer(make, spawn_peer):
 
 @pytest.mark.other_process
 @pytest.mark.one_machine("before the peer_timeout is over nobody knows of the death")
-def test_a_close_after_the_death_of_a_writer_does_not_make_it_clean(make, spawn_peer):
+def test_close_after_a_writers_death_still_ends_broken(make, spawn_peer):
     """C5: though nobody had looked for the dead in between."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
@@ -172,7 +172,7 @@ def test_a_close_after_the_death_of_a_writer_does_not_make_it_clean(make, spawn_
 
 
 @pytest.mark.other_process
-def test_a_writer_that_dies_after_the_close_cuts_nothing_off(make, spawn_peer):
+def test_writer_that_dies_after_the_close_leaves_a_clean_end(make, spawn_peer):
     """C5, C4: it could not have put anything more."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
@@ -186,7 +186,7 @@ def test_a_writer_that_dies_after_the_close_cuts_nothing_off(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_an_abort_after_such_an_end_does_not_change_its_cause(make, spawn_peer):
+def test_abort_after_a_writers_death_keeps_the_first_cause(make, spawn_peer):
     """C6: the first failure is final."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
@@ -201,7 +201,7 @@ def test_an_abort_after_such_an_end_does_not_change_its_cause(make, spawn_peer):
 
 @pytest.mark.other_process
 @pytest.mark.one_machine("a port is handed to processes of its machine only")
-def test_a_port_used_in_a_forked_child_belongs_to_the_child(make, spawn_peer):
+def test_port_used_in_a_child_belongs_to_it(make, spawn_peer):
     """C5: it is one port and not two, and the child's to close."""
     ch = make()
     out = ch.writer()
@@ -221,7 +221,7 @@ def test_a_port_used_in_a_forked_child_belongs_to_the_child(make, spawn_peer):
 
 @pytest.mark.other_process
 @pytest.mark.parametrize("poll", ["get_nowait", "get, timeout", "select", "aget", "broken", "closed"])
-def test_who_polls_learns_of_a_writers_death(make, spawn_peer, poll):
+def test_polling_reader_learns_of_a_writers_death(make, spawn_peer, poll):
     """C5: without ever waiting for long."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
@@ -253,7 +253,7 @@ def test_who_polls_learns_of_a_writers_death(make, spawn_peer, poll):
 
 
 @pytest.mark.other_process
-def test_a_wait_for_several_channels_of_which_one_is_busy_learns_of_a_writers_death(make, spawn_peer):
+def test_await_on_several_channels_learns_of_a_writers_death(make, spawn_peer):
     """C5, C9: coroutines share a thread that sleeps for all of them, and that something else wakes all the
     time."""
     ch, busy = make(), Channel()
@@ -286,7 +286,7 @@ def test_a_wait_for_several_channels_of_which_one_is_busy_learns_of_a_writers_de
 
 @pytest.mark.other_process
 @pytest.mark.one_machine("it polls for as long as the peer_timeout")
-def test_a_put_that_never_waits_learns_of_the_last_readers_death(make, spawn_peer):
+def test_nowait_put_learns_of_the_last_readers_death(make, spawn_peer):
     """C5: nobody would read what it puts."""
     ch = make(10**6)
     peer = spawn_peer(open_reader_and_stay, ch)
@@ -298,7 +298,7 @@ def test_a_put_that_never_waits_learns_of_the_last_readers_death(make, spawn_pee
 
 
 @pytest.mark.other_process
-def test_the_last_reader_killed_ends_it_for_writers(make, spawn_peer):
+def test_kill_of_the_last_reader_closes_the_channel(make, spawn_peer):
     """C5: a writer that fills the channel gets Closed and does not wait for ever."""
     ch = make(2)
     peer = spawn_peer(open_reader_and_stay, ch)
@@ -309,7 +309,7 @@ def test_the_last_reader_killed_ends_it_for_writers(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_the_last_reader_killed_wakes_waiting_writers(make, spawn_peer):
+def test_kill_of_the_last_reader_wakes_waiting_writers(make, spawn_peer):
     """C5."""
     ch = make(1)
     reader = spawn_peer(open_reader_and_stay, ch)
@@ -325,7 +325,7 @@ def test_the_last_reader_killed_wakes_waiting_writers(make, spawn_peer):
 
 @pytest.mark.other_process
 @pytest.mark.one_machine("elsewhere one item is in hand at first")
-def test_the_items_in_the_hand_of_a_killed_reader_come_back(make, spawn_peer):
+def test_items_of_a_killed_reader_return(make, spawn_peer):
     """C4, C5: to the front, in their order, so that the channel is as if the reader had never been there."""
     ch = make()
     ch.put_many(range(4))

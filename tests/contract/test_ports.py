@@ -57,7 +57,7 @@ def test_the_last_writer_closes(make):
     assert list(ch) == [1, 2]
 
 
-def test_the_last_reader_ends_it_for_writers(make):
+def test_last_reader_that_leaves_closes_the_channel(make):
     """C5: their put raises Closed; and not one before."""
     ch = make()
     first, second = ch.reader(), ch.reader()
@@ -82,7 +82,7 @@ def test_closing_a_port_twice_counts_once(make):
     assert ch.closed
 
 
-def test_a_closed_port_is_closed_though_the_channel_is_open(make):
+def test_closed_port_of_an_open_channel_refuses_calls(make):
     """C5: who has left cannot put or get any more; to try is misuse, and no outcome of the channel."""
     ch = make()
     out, other_out, into, other_in = ch.writer(), ch.writer(), ch.reader(), ch.reader()
@@ -132,7 +132,7 @@ def test_dropping_a_port_closes_it(make):
         ch.put(1)
 
 
-def test_a_channel_without_ports_counts_nobody(make):
+def test_channel_without_ports_does_not_close(make):
     """C5: plain put and get need no port and end nothing."""
     ch = make()
     ch.put(1)
@@ -224,7 +224,7 @@ def test_a_port_on_a_broken_channel_raises_broken(make):
     into.close()
 
 
-def test_an_item_in_hand_keeps_the_channel_from_being_drained(make, spawn_peer):
+def test_leased_item_keeps_the_channel_from_being_drained(make, spawn_peer):
     """C4: a reading port leases its item until it asks for the next one or leaves; the item might come
     back."""
     ch = make()
@@ -244,7 +244,7 @@ def test_an_item_in_hand_keeps_the_channel_from_being_drained(make, spawn_peer):
         peer.result()
 
 
-def test_leaving_finishes_the_item_in_hand(make):
+def test_closing_a_reading_port_finishes_its_item(make):
     """C4: a reader that closes its port is done with what it got."""
     ch = make()
     ch.put_many([1, 2, 3])
@@ -266,7 +266,7 @@ def test_iterating_a_reading_port(make):
         assert list(into) == [0, 1, 2, 3, 4]
 
 
-def test_a_reader_that_leaves_by_an_exception_gives_its_items_back(make):
+def test_reader_that_leaves_by_an_exception_returns_its_items(make):
     """C4, C5: it was not done with them."""
     ch = make()
     ch.put_many([1, 2, 3])
@@ -283,7 +283,7 @@ def test_a_reader_that_leaves_by_an_exception_gives_its_items_back(make):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)])
-def test_what_several_readers_give_back_comes_in_its_old_order(make, order):
+def test_items_returned_by_several_readers_keep_their_order(make, order):
     """C2, C4: whoever leaves first."""
     ch = make()
     ch.put_many(range(8))

@@ -88,7 +88,7 @@ def test_select_gets_from_the_channel_that_has_an_item(several):
     assert select([a, b, c]) == Selected(b, "item", put=False)
 
 
-def test_select_puts_into_the_channel_that_has_a_place(several):
+def test_select_puts_into_the_channel_with_room(several):
     """C10."""
     a, b = several(2, capacity=1)
     a.put("old")
@@ -137,7 +137,7 @@ def test_ports_are_selected_like_channels(several_here):
     assert b.closed
 
 
-def test_an_item_that_cannot_be_sent_raises_at_the_caller_and_puts_nothing():
+def test_select_raises_for_an_item_that_cannot_be_sent():
     """C10, C13."""
     ch = Channel(across="processes")
     with pytest.raises(TypeError, match="can't be pickled"):
@@ -146,13 +146,13 @@ def test_an_item_that_cannot_be_sent_raises_at_the_caller_and_puts_nothing():
 
 
 @pytest.mark.parametrize("gets", [[3], [None], ["channel"]])
-def test_what_is_no_channel_is_named(gets):
+def test_select_names_an_argument_of_another_type(gets):
     """C10."""
     with pytest.raises(TypeError, match="select gets from channels and In ports"):
         select(gets)
 
 
-def test_a_channel_in_place_of_a_list_is_refused_and_keeps_its_items(several_here):
+def test_select_refuses_a_channel_in_place_of_a_list(several_here):
     """C10: iterating over it would take them."""
     (ch,) = several_here(1)
     check_that_no_list_is_refused(ch)
@@ -166,7 +166,7 @@ def check_that_no_list_is_refused(ch):
     assert len(ch) == 1
 
 
-def test_ends_are_not_mixed_up(several_here):
+def test_select_refuses_ports_of_the_wrong_side(several_here):
     """C10."""
     (ch,) = several_here(1)
     check_that_ends_are_not_mixed_up(ch)
@@ -186,7 +186,7 @@ def test_select_takes_1_to_128_operations(several_here, number):
         select(several_here(number), timeout=0)
 
 
-def test_128_channels_at_once(several_here):
+def test_select_waits_on_128_channels(several_here):
     """C10."""
     channels = several_here(128)
     with pytest.raises(NothingReady):
@@ -200,7 +200,7 @@ def test_128_channels_at_once(several_here):
 
 
 @pytest.mark.parametrize("timeout", [0, 0.02])
-def test_when_the_time_is_over_nothing_was_done(several, timeout):
+def test_select_that_times_out_does_nothing(several, timeout):
     """C7, C10: what it raises is an Empty and a Full, so both ways of catching it work."""
     a, b = several(2, capacity=1)
     b.put("old")
@@ -212,7 +212,7 @@ def test_when_the_time_is_over_nothing_was_done(several, timeout):
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "1", True])
-def test_a_timeout_that_is_none_is_refused(several, timeout):
+def test_invalid_select_timeout_is_refused(several, timeout):
     """C7, C10."""
     with pytest.raises(ValueError, match="timeout must be"):
         select(several(2), timeout=timeout)
@@ -260,7 +260,7 @@ def test_a_broken_channel_raises_broken_from_its_cause(several):
 
 
 @pytest.mark.parametrize(("end", "raised"), [("close", Drained), ("abort", Broken)])
-def test_an_end_wakes_a_waiting_select(several, end, raised):
+def test_close_or_abort_wakes_a_waiting_select(several, end, raised):
     """C3, C6, C10: close ends it when nothing else is left, abort at once."""
     a, b = several(2)
     a.close()
@@ -292,13 +292,13 @@ def check_that_a_closed_port_is_refused(ch):
     "check",
     [check_that_no_list_is_refused, check_that_ends_are_not_mixed_up, check_that_a_closed_port_is_refused],
 )
-def test_of_ports_to_elsewhere_the_same_are_refused(check):
+def test_select_refuses_the_same_mistakes_with_remote_ports(check):
     """C5, C10."""
     ch = Channel(across="hosts")
     HostPeer(check, ch).result()
 
 
-def test_a_port_closed_while_a_select_waits_in_it_ends_the_select(several_here):
+def test_closing_a_port_ends_a_select_that_waits_on_it(several_here):
     """C5, C10."""
     a, b = several_here(2)
     keep, reader = a.reader(), a.reader()
@@ -314,7 +314,7 @@ def test_a_port_closed_while_a_select_waits_in_it_ends_the_select(several_here):
 # waking
 
 
-def test_a_select_that_used_another_channel_passes_its_wake_up_on(several):
+def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
     """C8, C10: beside it a plain reader waits, which must not sleep beside the item that the select did not
     take."""
     for _ in range(100):
@@ -336,7 +336,7 @@ def test_a_select_that_used_another_channel_passes_its_wake_up_on(several):
 # fairness and totals
 
 
-def test_of_several_ready_channels_each_is_chosen_about_equally_often(several):
+def test_ready_channels_are_chosen_about_equally_often(several):
     """C10: 900 choices among three; each one's share is 300 within eight standard deviations."""
     channels = several(3, capacity=1_000)
     for ch in channels:
@@ -348,7 +348,7 @@ def test_of_several_ready_channels_each_is_chosen_about_equally_often(several):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("before", [2, 8])
-def test_channels_that_are_not_ready_favour_none_of_those_that_are(several, before):
+def test_empty_channels_do_not_bias_the_choice(several, before):
     """C10: each of two ready ones behind empty ones has half of 900 choices, within eight standard
     deviations."""
     channels = several(before + 2, capacity=1_000)
@@ -358,7 +358,7 @@ def test_channels_that_are_not_ready_favour_none_of_those_that_are(several, befo
     assert 330 < chosen[before] < 570, chosen
 
 
-def test_a_select_that_does_not_wait_misses_no_item_on_its_way(several, make_gate):
+def test_select_without_waiting_does_not_miss_a_moving_item(several, make_gate):
     """C10: one channel or the other has an item at every moment; looking at them one after the other must not
     miss it."""
     here, there = channels = several(2)
@@ -393,7 +393,7 @@ def test_gets_and_puts_are_chosen_about_equally_often(several):
     assert 200 < puts < 400
 
 
-def test_no_item_is_lost_or_taken_twice_by_many_selects_at_once(several, long_walk):
+def test_many_concurrent_selects_take_each_item_once(several, long_walk):
     """C8, C10: selecting readers and selecting writers over the same channels; every item is accounted
     for."""
     channels, each, parties = several(3, capacity=2), 600 if long_walk else 200, 4

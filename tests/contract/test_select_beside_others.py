@@ -21,7 +21,7 @@ from flowchan import Channel, Drained, NothingReady, Selected, select
 
 @pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])
 @pytest.mark.parametrize("chosen", [0, 1])
-def test_a_put_elsewhere_wakes_a_waiting_select(kind, chosen):
+def test_put_by_another_thread_or_process_wakes_a_select(kind, chosen):
     """C8, C10: from another thread for each transport, from another process for one that reaches it."""
     channels = [Channel(across="processes"), Channel(across="threads" if kind is ThreadPeer else "processes")]
     waiting = ThreadPeer(select, channels)
@@ -34,7 +34,7 @@ def test_a_put_elsewhere_wakes_a_waiting_select(kind, chosen):
 
 
 @pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])
-def test_a_get_elsewhere_wakes_a_select_that_waits_to_put(kind):
+def test_get_by_another_thread_wakes_a_select_to_put(kind):
     """C8, C10."""
     channels = [
         Channel(1, across="processes"),
@@ -84,7 +84,7 @@ except KeyboardInterrupt:
     assert script.returncode == 0
 
 
-def test_selects_beside_plain_calls_and_other_processes():
+def test_selects_share_items_with_plain_calls_and_processes():
     """C8, C10: selecting and plain readers share the items that processes and threads put; timeouts take
     part."""
     shared, local = Channel(3, across="processes"), Channel(3)
@@ -113,7 +113,7 @@ def test_selects_beside_plain_calls_and_other_processes():
     assert set(taken.values()) == {1}
 
 
-def test_a_process_killed_while_it_selects_is_forgotten():
+def test_process_killed_in_select_leaves_no_waiter():
     """C10, C11: it takes no wake-up with it, and it is no longer counted among those that wait."""
     a, b = Channel(across="processes"), Channel(across="processes")
     peer = ProcessPeer(select, [a, b])

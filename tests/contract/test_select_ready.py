@@ -15,7 +15,7 @@ def moved(channel):
     return stats.items_in, stats.items_out
 
 
-def test_a_channel_is_ready_when_an_item_is_inside_and_keeps_it(make):
+def test_ready_channel_keeps_its_item(make):
     """C10."""
     a, b = make(1), make(1)
     with pytest.raises(NothingReady, match="none of 2 operations"):
@@ -26,7 +26,7 @@ def test_a_channel_is_ready_when_an_item_is_inside_and_keeps_it(make):
     assert (b.get(), sum(moved(a))) == ("item", 0)
 
 
-def test_a_drained_channel_is_ready_and_one_whose_last_item_may_come_back_is_not(make):
+def test_drained_channel_is_ready_but_not_with_a_leased_item(make):
     """C4, C10: the item is out on lease."""
     ch = make(1)
     keep, reader = ch.reader(), ch.reader()
@@ -41,7 +41,7 @@ def test_a_drained_channel_is_ready_and_one_whose_last_item_may_come_back_is_not
 
 
 @pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])
-def test_closing_one_channel_ends_every_select_that_looks_at_it(kind):
+def test_closing_a_channel_ends_all_selects_on_ready(kind):
     """C3, C10: some wait for items, some for a place."""
     across = "threads" if kind is ThreadPeer else "processes"
     work, full, stop = Channel(across=across), Channel(1, across=across), Channel(1, across=across)
@@ -58,7 +58,7 @@ def test_closing_one_channel_ends_every_select_that_looks_at_it(kind):
     assert nobody_waits(work, full, stop)
 
 
-def test_who_only_looks_passes_an_item_on_to_who_takes_it(make):
+def test_select_on_ready_leaves_the_item_to_a_reader(make):
     """C8, C10: a plain reader does not sleep beside an item that others have looked at."""
     for _ in range(30):
         ch = make(1)
@@ -74,7 +74,7 @@ def test_who_only_looks_passes_an_item_on_to_who_takes_it(make):
         assert nobody_waits(ch)
 
 
-def test_looking_raises_what_the_channel_was_broken_with(make):
+def test_select_on_ready_raises_the_cause_of_a_break(make):
     """C6, C10."""
     ch = make(1)
     waiting = ThreadPeer(lambda: select(ready=[ch]))
@@ -85,7 +85,7 @@ def test_looking_raises_what_the_channel_was_broken_with(make):
     assert isinstance(caught.value.__cause__, LookupError)
 
 
-def test_who_looks_names_channels(make):
+def test_ready_accepts_only_a_list_of_channels(make):
     """C10: a port has an item in hand, which its next get finishes; a channel would be iterated over."""
     ch = make(1)
     with ch.reader() as reader:

@@ -197,7 +197,7 @@ def test_a_bool_is_not_an_int(make):
     assert [type(value) for value in ch.get()] == [bool, int, bool, int]
 
 
-def test_the_same_object_twice_in_an_item_is_one_object_there(make):
+def test_object_twice_in_an_item_arrives_as_one_object(make):
     """Identity inside one item is kept by whatever pickle would keep it for: mutable parts."""
     shared = [1]
     ch = make()
@@ -241,7 +241,7 @@ def test_tuples_nested_deeper_than_any_stack(make):
         deep = deep[0]
 
 
-def test_functions_of_the_place_cross(make, spawn_peer):
+def test_local_functions_arrive(make, spawn_peer):
     """Lambdas, closures and local classes, which plain pickle refuses."""
     calls, results = make(), make()
     factor = 3
@@ -263,7 +263,7 @@ def test_functions_of_the_place_cross(make, spawn_peer):
 
 
 @pytest.mark.copying
-def test_what_arrives_is_a_copy(make):
+def test_item_between_processes_is_a_copy(make):
     """Changing what was sent changes nothing that was put."""
     ch = make()
     sent, array, raw = [1, 2], np.arange(100_000), bytearray(b"abc" * 50_000)
@@ -278,7 +278,7 @@ def test_what_arrives_is_a_copy(make):
 
 
 @pytest.mark.copying
-def test_an_arrived_array_stays_what_it_is(make):
+def test_received_array_stays_unchanged(make):
     """It is read-only, and the same while the channel goes on and when it is gone."""
     ch = make(2)
     ch.put(np.arange(200_000))

@@ -56,7 +56,7 @@ def test_fewer_items_than_readers_leave_the_others_waiting(make, spawn_peer):
         peer.result()
 
 
-def test_k_places_wake_k_writers(make, spawn_peer):
+def test_k_gets_wake_k_writers(make, spawn_peer):
     """C8, on the other side: by single gets."""
     ch = make(K)
     ch.put_many(["old"] * K)
@@ -68,7 +68,7 @@ def test_k_places_wake_k_writers(make, spawn_peer):
     assert sorted(ch.get_many(K)) == list(range(K))
 
 
-def test_a_batch_of_k_places_wakes_k_writers(make, spawn_peer):
+def test_get_many_of_k_items_wakes_k_writers(make, spawn_peer):
     """C8, on the other side: by one batch get."""
     ch = make(K)
     ch.put_many(["old"] * K)
@@ -80,7 +80,7 @@ def test_a_batch_of_k_places_wakes_k_writers(make, spawn_peer):
     assert sorted(ch.get_many(K)) == list(range(K))
 
 
-def test_one_large_place_wakes_every_writer_whose_item_fits(make, spawn_peer):
+def test_get_of_a_large_item_wakes_every_fitting_writer(make, spawn_peer):
     """C8: under ``max_bytes`` one read can make room for many items."""
     ch = make(100, max_bytes=100_000)
     ch.put(bytes(90_000))
@@ -92,7 +92,7 @@ def test_one_large_place_wakes_every_writer_whose_item_fits(make, spawn_peer):
     assert len(ch) == K
 
 
-def test_readers_and_writers_hand_over_through_one_place(make, spawn_peer):
+def test_readers_and_writers_alternate_at_capacity_1(make, spawn_peer):
     """C8: with capacity 1 every item needs a wake-up on each side, and none is lost."""
     ch = make(1)
 
@@ -156,7 +156,7 @@ def test_no_writer_starves(make, spawn_peer):
         writer.result()
 
 
-def test_linearizable(make, spawn_peer, make_gate):
+def test_get_after_an_own_put_never_blocks(make, spawn_peer, make_gate):
     """C1, C8: after an own put there is at least one item for an own get, so no call ever waits for another
     peer."""
     peers, rounds = 4, 300
@@ -177,7 +177,7 @@ def test_linearizable(make, spawn_peer, make_gate):
 
 
 @pytest.mark.one_machine("it would start forty programs")
-def test_a_waiting_reader_uses_what_many_putters_leave(make, spawn_peer, make_gate):
+def test_reader_does_not_sleep_while_an_item_is_available(make, spawn_peer, make_gate):
     """C8: nobody sleeps beside an available item, whoever put it and however the wake-ups cross."""
     ch = make(1)
     for _ in range(20):
@@ -200,7 +200,7 @@ def test_counts_of_waiting_parties_return_to_zero(make, spawn_peer):
     wait_until(lambda: ch.stats().waiting_readers == 0 and ch.stats().waiting_writers == 0)
 
 
-def test_a_waiter_that_can_not_go_on_holds_up_nobody_who_can(make, spawn_peer):
+def test_writer_of_a_large_item_does_not_delay_small_ones(make, spawn_peer):
     """C8: a large item waits for room that it never finds, woken again and again; small ones pass it by."""
     ch = make(100, max_bytes=100_000)
     ch.put_many([bytes(1_000)] * 20)

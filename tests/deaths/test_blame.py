@@ -89,7 +89,7 @@ def test_1_000_random_kills_of_cheap_maps_blame_no_item(monkeypatch: pytest.Monk
     assert deaths() >= kills
 
 
-def test_a_killing_item_is_blamed_with_how_each_worker_died() -> None:
+def test_poison_item_is_blamed_with_each_workers_death() -> None:
     graph = Graph("blame")
     mapped = graph.source(range(10)).map(kill_worker_at(3), on="process", name="work")
     failed, result = mapped.errors.collect(), mapped.collect()
@@ -104,7 +104,7 @@ def test_a_killing_item_is_blamed_with_how_each_worker_died() -> None:
 
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", ""])
-def test_a_suspect_is_tried_again_by_one_worker_alone_while_the_others_go_on(ordered: bool) -> None:
+def test_suspect_item_is_retried_by_one_worker_alone(ordered: bool) -> None:
     """All others are done by the second worker before the first one's third successor has died, if need
     be."""
     others: Channel[int] = Channel(100, across="processes")
@@ -141,7 +141,7 @@ def _kill_others(maker: int) -> str:
     return "unpickled"
 
 
-def test_an_item_that_kills_whoever_unpickles_it_is_blamed() -> None:
+def test_item_that_kills_its_receiver_is_blamed() -> None:
     graph = Graph("unpickling")
     mapped = graph.source([1, Killer(), 2]).map(same, on="process", name="work")
     failed, result = mapped.errors.collect(), mapped.collect()
@@ -152,7 +152,7 @@ def test_an_item_that_kills_whoever_unpickles_it_is_blamed() -> None:
     assert "3 workers died" in str(failure.error)
 
 
-def test_a_blamed_item_ends_the_run_where_nobody_reads_its_errors() -> None:
+def test_blamed_item_without_an_errors_reader_ends_the_run() -> None:
     graph = Graph("blame")
     graph.source(range(10)).map(kill_worker_at(3), on="process", name="work").collect()
     with pytest.raises(RunError) as caught:

@@ -24,7 +24,7 @@ def add(a: Any, b: Any) -> Any:
     return a + b
 
 
-def test_the_others_go_on_with_fewer_and_the_group_becomes_whole_again() -> None:
+def test_elastic_gang_continues_with_fewer_members_and_regrows() -> None:
     """What an object of the user's holds is as it was, and all have the same bits in every group."""
     fewer: Channel[None] = Channel(across="processes")
     whole: Channel[None] = Channel(across="processes")
@@ -75,7 +75,7 @@ def test_the_others_go_on_with_fewer_and_the_group_becomes_whole_again() -> None
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_each_output_comes_once_wherever_they_die(workers: int) -> None:
+def test_elastic_gang_puts_each_output_once(workers: int) -> None:
     """Of an item that several have begun again, too."""
     points = [(item, k) for item, k in ((0, 0), (7, 1), (7, 2), (8, 1), (20, 2), (29, 0))]
     deaths = Deaths(*points)
@@ -97,7 +97,7 @@ def test_each_output_comes_once_wherever_they_die(workers: int) -> None:
     assert stage_of(run, "work").restarts == deaths.total
 
 
-def test_who_is_ahead_with_many_items_gets_them_all_again() -> None:
+def test_worker_ahead_of_its_gang_gets_its_items_again() -> None:
     deaths = Deaths(3, 17)
 
     def work(items: In[int], group: Group, out: Out[int]) -> None:
@@ -122,7 +122,7 @@ def test_who_is_ahead_with_many_items_gets_them_all_again() -> None:
     assert Counter(graph.run()[result]) == Counter(range(40))
 
 
-def test_the_last_one_is_replaced_when_the_others_have_ended() -> None:
+def test_last_gang_worker_is_replaced_after_the_others_ended() -> None:
     """And does what it had in hand in a group of its own."""
     deaths = Deaths("late")
     ended: Channel[None] = Channel(across="processes")
@@ -159,7 +159,7 @@ def test_a_death_without_restarts_left_ends_the_run() -> None:
     assert "1 of 1 restarts are used" in str(cause)
 
 
-def test_groups_that_are_over_though_nobody_died_are_as_many_as_restarts() -> None:
+def test_groups_lost_without_a_death_count_as_restarts() -> None:
     calls: Channel[None] = Channel(across="processes")
 
     def work(items: In[int], group: Group) -> None:
@@ -175,7 +175,7 @@ def test_groups_that_are_over_though_nobody_died_are_as_many_as_restarts() -> No
     assert calls.stats().items_in == 2 * 3
 
 
-def test_who_waits_for_a_group_ends_when_the_run_fails() -> None:
+def test_worker_that_waits_for_a_group_ends_with_the_run() -> None:
     def work(items: In[int], group: Group) -> None:
         items.get()
         if group.rank == 0:

@@ -14,7 +14,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def test_one_death_lets_all_begin_again_with_what_they_had_in_hand() -> None:
+def test_death_restarts_the_gang_with_its_current_items() -> None:
     """So each item has its output, once; and nobody is blamed for the others' ends."""
     deaths = Deaths(3, 11, 12, 29)
 
@@ -34,7 +34,7 @@ def test_one_death_lets_all_begin_again_with_what_they_had_in_hand() -> None:
     assert 1 <= stage_of(run, "work").restarts <= deaths.total
 
 
-def test_a_gang_of_one_is_replaced_as_any_worker() -> None:
+def test_gang_of_one_is_replaced_like_any_worker() -> None:
     deaths = Deaths(0, 5)
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:

@@ -63,7 +63,7 @@ def test_sender_that_dies_addresses_each_item_once(workers: int) -> None:
     assert stage_of(run, "send").restarts == deaths.total
 
 
-def test_item_for_a_worker_on_a_host_goes_to_its_replacement() -> None:
+def test_item_for_a_remote_worker_goes_to_its_replacement() -> None:
     deaths = Deaths(0, 7, 29)
 
     def dies(orders: In[int], out: Out[tuple[int, int]]) -> None:

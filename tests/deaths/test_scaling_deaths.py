@@ -77,7 +77,7 @@ def test_kills_while_every_elastic_stage_is_scaled_at_random(seed: int, ordered:
 
 
 @pytest.mark.parametrize("operator", ["map", "filter"])
-def test_first_worker_dies_over_its_item_after_it_got_a_second(operator: str) -> None:
+def test_first_worker_dies_after_a_second_was_added(operator: str) -> None:
     """It had kept no turns: its replacement has to know how far it came."""
     deaths, gate = Deaths(50), Gate()
 

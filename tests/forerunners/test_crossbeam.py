@@ -50,7 +50,7 @@ def made(kind: str, capacity: int = 64) -> Channel[Any]:
 
 
 @kinds
-def test_smoke(kind: str) -> None:
+def test_one_item_goes_in_and_comes_out(kind: str) -> None:
     ch = made(kind, 1)
     ch.put(7)
     assert ch.get_nowait() == 7
@@ -257,7 +257,7 @@ def test_drops(kind: str) -> None:
 
 
 @kinds
-def test_linearizable(kind: str, go: Any) -> None:
+def test_get_after_an_own_put_never_blocks(kind: str, go: Any) -> None:
     """Who has put one finds one."""
     ch = made(kind, 4)
 

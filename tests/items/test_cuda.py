@@ -121,7 +121,7 @@ def test_every_kind_of_tensor_arrives_equal(start, monkeypatch, switch):
     there.close()
 
 
-def test_what_is_written_after_the_put_stays_with_the_sender():
+def test_writes_after_the_put_stay_with_the_sender():
     ch = channel()
     tensor = torch.zeros(LARGE, device="cuda")
     torch.cuda._sleep(A_WHILE)
@@ -130,7 +130,7 @@ def test_what_is_written_after_the_put_stays_with_the_sender():
     assert ch.get().sum() == 0
 
 
-def test_what_the_receiver_writes_stays_with_it():
+def test_writes_of_the_receiver_stay_with_it():
     ch = channel()
     ch.put(torch.zeros(LARGE, device="cuda"))
     reader, keeper = ch.reader(), ch.reader()
@@ -153,7 +153,7 @@ def _put_late(ch: Channel) -> None:
     ch.put(event.query())
 
 
-def test_events_order_the_streams(start):
+def test_receiver_stream_waits_for_the_senders_event(start):
     """The put does not wait for the device, and the receiver sees what was there in the stream's order."""
     ch = channel()
     start(_put_late, ch)
@@ -189,7 +189,7 @@ def _count_opens(ch: Channel, answers: Channel) -> None:
     answers.put((total, dict(counts)))
 
 
-def test_a_long_stream_opens_once_and_closes_never(start):
+def test_long_stream_opens_the_memory_once(start):
     ch, answers = channel(8), channel()
     start(_count_opens, ch, answers)
     for number in range(1000):
@@ -204,7 +204,7 @@ def _put_some(ch: Channel, count: int) -> None:
         ch.put(torch.full((LARGE,), number, device="cuda"))
 
 
-def test_a_producer_that_exits_after_its_last_put_loses_nothing(start):
+def test_producer_that_exits_after_its_put_loses_nothing(start):
     ch = channel()
     process = start(_put_some, ch, 20)
     wait_until(lambda: len(ch) == 20)
@@ -240,7 +240,7 @@ def _take_and_stay(ch: Channel, taken: Channel) -> None:
     channel().get()
 
 
-def test_what_a_killed_receiver_held_comes_again(start):
+def test_item_of_a_killed_receiver_returns(start):
     ch, taken = channel(), channel()
     ch.put(torch.full((LARGE,), 3, device="cuda"))
     start(_take_and_stay, ch, taken)

@@ -67,7 +67,7 @@ def driver(tmp_path_factory):
     return Driver(str(library))
 
 
-def test_the_drivers_calls_get_what_they_need(driver):
+def test_driver_calls_get_their_arguments(driver):
     """Addresses of 64 bits, handles of 64 bytes by value, each within the device's context."""
     address, handle = driver.allocate(0, 5 << 30)
     assert (address, len(handle)) == (0x7F1234000065, 64)
@@ -128,7 +128,7 @@ def test_a_tensors_contents_lie_in_bytes_and_are_read_again(name):
     assert torch.equal(arrived.detach(), sent.detach())
 
 
-def test_contents_are_read_and_written_under_inference_mode_too():
+def test_contents_are_read_and_written_under_inference_mode():
     memory = torch.zeros(1024, dtype=torch.uint8)
     with torch.inference_mode():
         write(torch.ones(16), memory, 512, 64)

@@ -215,7 +215,7 @@ class Machine(RuleBasedStateMachine):
         raise AssertionError("it is not drained")
 
 
-def test_c1_arrays_in_shared_memory_keep_their_contents_in_any_order_of_use(
+def test_c1_arrays_in_shared_memory_keep_their_contents(
     long_walk: bool,
 ) -> None:
     run_state_machine_as_test(

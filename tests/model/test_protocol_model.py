@@ -176,7 +176,7 @@ def search(model: str, defines: str, folder: Path, optimise: str) -> tuple[int, 
 
 @needs_spin
 @pytest.mark.parametrize(("model", "defines"), [*WHOLE, *map(long, LONGEST)])
-def test_the_whole_model_holds(model: str, defines: str, tmp_path: Path) -> None:
+def test_model_holds_in_the_whole_search(model: str, defines: str, tmp_path: Path) -> None:
     errors, states, printed = search(model, defines, tmp_path, "-O1")
     assert errors == 0, printed
     for cut_short in ("not completed", "max search depth too small", "MEMLIM"):
@@ -210,7 +210,7 @@ def test_every_planted_fault_is_tried() -> None:
 
 
 @pytest.mark.parametrize("model", ["ring", "lease", "gate", "line", "asking", "group"])
-def test_what_a_model_says_it_stands_for_is_in_the_source(model: str) -> None:
+def test_model_table_names_existing_source(model: str) -> None:
     """Each "file: name, name" of the table at the top names things in that file; each step is in the
     model."""
     text_of_model = (HERE / f"{model}.pml").read_text()

@@ -166,19 +166,19 @@ def walked(walk: Path, long_walk: bool) -> Walked:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_c11_a_death_at_any_step_of_an_operation_harms_nobody(walked: Walked, operation: str) -> None:
+def test_c11_death_at_any_step_leaves_the_ring_intact(walked: Walked, operation: str) -> None:
     points, recoveries = walked[operation]
     assert points > 0
     assert recoveries > points / walked.every or operation in ONCE
 
 
-def test_c11_every_operation_there_is_was_walked(walked: Walked, walk: Path) -> None:
+def test_c11_walk_covers_every_operation(walked: Walked, walk: Path) -> None:
     assert run(walk, "list").stdout.splitlines() == list(OPERATIONS)
     points, recoveries = (sum(numbers) for numbers in zip(*map(walked.__getitem__, OPERATIONS), strict=True))
     print(f"{points} fault points walked, and {recoveries} with a second death in the recovery")
 
 
-def test_c11_the_walk_finds_a_put_that_keeps_no_record(walk: Path) -> None:
+def test_c11_walk_finds_a_put_without_a_redo_record(walk: Path) -> None:
     planted = run(walk, "planted")
     assert planted.returncode == 2
     assert (

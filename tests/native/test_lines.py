@@ -14,7 +14,7 @@ def numbers(output: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", output)]
 
 
-def test_a_put_and_a_get_write_two_lines_both_and_the_slot_that_is_used_again() -> None:
+def test_put_and_get_share_two_cache_lines_and_a_slot() -> None:
     """The lock's and that of the counts; and each goes on in its own redo record."""
     ended = run(program("plain/lines"))
     assert ended.returncode == 0, ended.stderr
@@ -39,11 +39,11 @@ def test_two_sides_in_tight_loops_take_turns_in_runs(elsewhere: int) -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [(2_000, 2_000), (5_000, 5_000)])
-def test_who_does_much_else_never_rests(elsewhere: tuple[int, int]) -> None:
+def test_side_with_other_work_never_rests(elsewhere: tuple[int, int]) -> None:
     assert pace(*elsewhere)[1] == 0
 
 
 @pytest.mark.parametrize("elsewhere", [(400, 400), (600, 600), (100, 2_000), (10_000, 100), (50, 300)])
-def test_rests_that_do_not_pay_become_rare(elsewhere: tuple[int, int]) -> None:
+def test_unprofitable_rests_become_rare(elsewhere: tuple[int, int]) -> None:
     runs, rests = pace(*elsewhere)
     assert rests < 20 + runs / 100

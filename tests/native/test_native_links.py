@@ -23,7 +23,7 @@ WALKS = [
 
 
 @pytest.mark.parametrize("walk", WALKS, ids=" ".join)
-def test_r4_workers_over_a_link_that_breaks_end_in_exact_totals(walk: tuple[str, ...]) -> None:
+def test_r4_workers_over_a_breaking_link_give_exact_totals(walk: tuple[str, ...]) -> None:
     ended = run(program("plain/links"), "3000", *walk)
     assert ended.returncode == 0, ended.stderr
     found = re.fullmatch(r"all totals are exact: 4500 outputs over (\d+) breaks\n", ended.stdout)
@@ -40,9 +40,7 @@ def test_a_link_is_clean_under_each_sanitizer(sanitizer: str) -> None:
 
 
 @planted
-def test_each_sanitizer_finds_a_fault_that_is_planted_beside_a_link(
-    sanitizer: str, plant: str, report: str
-) -> None:
+def test_each_sanitizer_finds_a_fault_planted_at_a_link(sanitizer: str, plant: str, report: str) -> None:
     harmed = program(f"{sanitizer}/links-{plant}")
     # the planted race needs two threads at one moment, which a busy machine may not give at once
     for _ in range(10):
@@ -54,7 +52,7 @@ def test_each_sanitizer_finds_a_fault_that_is_planted_beside_a_link(
 
 
 @pytest.mark.parametrize("copied", [24, 3000, 15_000])
-def test_what_was_sent_is_not_kept_while_there_is_always_more_to_send(copied: int) -> None:
+def test_busy_sender_releases_sent_items(copied: int) -> None:
     """Else a host that sends faster than its wire takes would need ever more memory."""
     ended = run(program("plain/outgoing"), "500", str(copied))
     assert ended.returncode == 0, ended.stderr
@@ -63,7 +61,7 @@ def test_what_was_sent_is_not_kept_while_there_is_always_more_to_send(copied: in
 
 @pytest.mark.timeout(3 * 3600)  # for as many frames as somebody wants
 @pytest.mark.parametrize("world", ["model", "home", "away"])
-def test_whatever_a_peer_sends_is_put_if_it_is_right_and_else_ends_the_connection(
+def test_valid_frames_are_put_and_invalid_ones_end_the_connection(
     pytestconfig: pytest.Config, long_walk: bool, world: str
 ) -> None:
     """C1, C4: nothing wrong is put, nothing right is lost, nothing crashes or hangs."""

@@ -35,14 +35,14 @@ def seeds(number: int) -> Any:
 
 
 @pytest.mark.parametrize("who", ["threads", "processes"])
-def test_c1_c4_c5_c8_many_parties_over_one_ring_end_in_exact_totals(who: str) -> None:
+def test_c1_c4_c5_c8_many_users_of_a_ring_give_exact_totals(who: str) -> None:
     ended = run(program("plain/stress"), who, "20000")
     assert ended.returncode == 0, ended.stderr
     assert "all totals are exact" in ended.stdout
 
 
 @seeds(3)
-def test_c11_random_kills_of_sources_and_workers_lose_and_repeat_nothing(seed: int) -> None:
+def test_c11_random_kills_lose_and_repeat_nothing(seed: int) -> None:
     ended = run(program("plain/kills"), str(seed), "2000")
     assert ended.returncode == 0, ended.stderr
     found = re.findall(r"^(ordered|unordered): (\d+) passed, (\d+) kills$", ended.stdout, re.MULTILINE)
@@ -52,7 +52,7 @@ def test_c11_random_kills_of_sources_and_workers_lose_and_repeat_nothing(seed: i
 
 
 @seeds(4)
-def test_c11_random_kills_of_who_reads_and_fills_in_place_write_over_nothing(seed: int) -> None:
+def test_c11_kills_of_in_place_readers_and_writers_overwrite_nothing(seed: int) -> None:
     ended = run(program("plain/kills_views"), str(seed), "2000")
     assert ended.returncode == 0, ended.stderr
     found = re.findall(r"^(ordered|unordered): (\d+) passed, (\d+) kills$", ended.stdout, re.MULTILINE)
@@ -62,7 +62,7 @@ def test_c11_random_kills_of_who_reads_and_fills_in_place_write_over_nothing(see
 
 
 @seeds(5)
-def test_c2_whatever_was_cut_before_memory_that_is_free_is_found(seed: int) -> None:
+def test_c2_free_memory_is_found_in_any_partition(seed: int) -> None:
     ended = run(program("plain/memory"), str(seed), "5000")
     assert ended.returncode == 0, ended.stderr
     found, not_found = map(int, re.findall(r"\d+", ended.stdout)[:2])

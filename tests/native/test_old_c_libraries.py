@@ -23,7 +23,7 @@ def symbols(library: Path, *which: str) -> Iterator[tuple[str, tuple[int, ...]]]
         yield name, tuple(map(int, version.split(".")))
 
 
-def test_the_core_asks_nothing_of_glibc_that_came_after_manylinux_2_28() -> None:
+def test_core_needs_only_glibc_symbols_of_manylinux_2_28() -> None:
     """A symbol that moved to another library has a second version, so the first one counts."""
     maps = Path("/proc/self/maps").read_text()
     libraries = set(re.findall(r"/\S+/lib(?:c|m)\.so\.6", maps))

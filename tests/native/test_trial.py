@@ -30,19 +30,19 @@ def shares(before: tuple[int, ...], after: tuple[int, ...]) -> list[list[float]]
         ((100, 101, 102), (102, 101, 100)),
     ],
 )
-def test_nearly_all_operations_are_done_in_the_quickest_way(
+def test_tuner_uses_the_quickest_algorithm_nearly_always(
     before: tuple[int, ...], after: tuple[int, ...]
 ) -> None:
     for times, found in zip((before, after), shares(before, after), strict=True):
         assert found[times.index(min(times))] > 0.85
 
 
-def test_all_ways_are_tried_however_clear_it_is() -> None:
+def test_tuner_tries_all_algorithms_despite_a_clear_winner() -> None:
     for found in shares((1, 10**6, 10**6), (1, 10**6, 10**6)):
         assert all(0 < share < 0.01 for share in found[1:])
 
 
-def test_all_ways_are_tried_at_once_when_the_quickest_one_becomes_slow() -> None:
+def test_tuner_retries_all_algorithms_when_the_quickest_slows_down() -> None:
     """Long before their time has come."""
     _, after = shares((100, 500, 500, 500), (400, 500, 100, 500))
     assert after[2] > 0.99

@@ -11,7 +11,7 @@ from flowchan.errors import Refused
 from flowchan.transport import dial, tcp
 
 
-def test_a_try_that_time_cuts_short_does_not_hide_why_the_one_before_failed(
+def test_last_attempt_cut_short_keeps_the_earlier_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tries: list[float] = []

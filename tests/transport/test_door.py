@@ -36,7 +36,7 @@ def serve_until_one_is_refused(door: AuthenticatedListener) -> None:
             door.accept(0.05)
 
 
-def test_who_knows_the_secret_comes_in() -> None:
+def test_peer_with_the_secret_is_accepted() -> None:
     with opened() as door:
         peers = [ThreadPeer(dialled, door) for _ in range(3)]
         for _ in peers:
@@ -49,7 +49,7 @@ def test_who_knows_the_secret_comes_in() -> None:
         assert door.refused == 0
 
 
-def test_nobody_comes() -> None:
+def test_listener_accept_without_a_peer_times_out() -> None:
     with (
         opened() as door,
         pytest.raises(TimeoutError, match=r"no peer has proved the secret at 127\.0\.0\.1:"),
@@ -57,7 +57,7 @@ def test_nobody_comes() -> None:
         door.accept(0.01)
 
 
-def test_who_has_proved_it_when_ctrl_c_comes_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proved_peer_is_accepted_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the last word, and sends nothing, so who polls the door has to ask."""
     end = authentication.PendingHandshake._end
     with opened() as door:
@@ -80,7 +80,7 @@ def test_who_has_proved_it_when_ctrl_c_comes_is_not_forgotten(monkeypatch: pytes
         assert not door.has_let_wait()
 
 
-def test_who_does_not_know_it_is_counted_and_named() -> None:
+def test_refused_peer_is_counted_and_named() -> None:
     with opened() as door:
         peer = ThreadPeer(lambda: dialled(door, OTHER))
         serve_until_one_is_refused(door)
@@ -91,7 +91,7 @@ def test_who_does_not_know_it_is_counted_and_named() -> None:
         assert "it does not know the secret" in door.last_refused
 
 
-def test_many_that_are_silent_do_not_keep_one_that_knows_it_out() -> None:
+def test_silent_peers_do_not_block_a_peer_with_the_secret() -> None:
     """More than may wait at once, and more than the system lets wait in line."""
     with opened() as door:
         silent: list[socket.socket] = []
@@ -111,7 +111,7 @@ def test_many_that_are_silent_do_not_keep_one_that_knows_it_out() -> None:
                 one.close()
 
 
-def test_who_is_sent_away_for_another_may_just_have_said_something() -> None:
+def test_oldest_peer_is_refused_although_readable() -> None:
     with opened() as door, contextlib.ExitStack() as open_ones:
         silent = []
         for _ in range(AT_ONCE):
@@ -126,7 +126,7 @@ def test_who_is_sent_away_for_another_may_just_have_said_something() -> None:
         assert f"more than {AT_ONCE} handshakes were going on at once" in door.last_refused
 
 
-def test_the_silent_are_sent_away_in_time() -> None:
+def test_silent_peers_are_refused_after_the_timeout() -> None:
     with opened(handshake_timeout=0.05) as door, tcp.dial(door.address, 30) as silent:
         serve_until_one_is_refused(door)
         assert "it sent nothing" in door.last_refused
@@ -144,7 +144,7 @@ HOSTILE = [
 ]
 
 
-def test_thousands_of_hostile_connections_are_survived(long_walk: bool) -> None:
+def test_listener_survives_thousands_of_hostile_connections(long_walk: bool) -> None:
     """Reset or closed, at any message; then one comes in that knows the secret."""
     number = 30_000 if long_walk else 600
     with opened(handshake_timeout=1) as door:
@@ -166,7 +166,7 @@ def test_thousands_of_hostile_connections_are_survived(long_walk: bool) -> None:
         assert door.refused > number // 2
 
 
-def test_a_shortage_of_descriptors_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listener_recovers_from_a_shortage_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no error of the listener's; who has dialled waits in line."""
     with opened() as door:
         tried: list[int] = []
@@ -187,14 +187,14 @@ def test_a_shortage_of_descriptors_passes(monkeypatch: pytest.MonkeyPatch) -> No
         assert len(tried) >= 3
 
 
-def test_a_door_can_be_waited_for_with_others() -> None:
+def test_listener_can_be_polled() -> None:
     with opened() as door:
         assert select.select([door], [], [], 0)[0] == []
         with tcp.dial(door.address, 30):
             wait_until(lambda: select.select([door], [], [], 0)[0] == [door])
 
 
-def test_closing_sends_away_who_is_still_proving() -> None:
+def test_close_refuses_pending_handshakes() -> None:
     door = opened()
     with tcp.dial(door.address, 30) as waiting:
         with pytest.raises(TimeoutError):
@@ -205,6 +205,6 @@ def test_closing_sends_away_who_is_still_proving() -> None:
             tcp.dial(door.address, 30)
 
 
-def test_ctrl_c_ends_the_wait_at_a_door() -> None:
+def test_ctrl_c_ends_the_accept() -> None:
     with opened() as door, ctrl_c():
         door.accept(None)

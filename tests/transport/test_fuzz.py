@@ -160,7 +160,7 @@ def from_a_stranger(chance: random.Random) -> int:
 
 
 @pytest.mark.parametrize("much", [False, pytest.param(True, marks=[pytest.mark.long, MUCH_TIME])])
-def test_no_handshake_is_fooled_and_none_raises_anything_else(
+def test_fuzzed_handshakes_end_in_success_or_refused(
     much: bool, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
     number = 10 * pytestconfig.getoption("--frames") // 3 if much else INPUTS  # ten million in make soak

@@ -37,7 +37,7 @@ def refused(sock: socket.socket, **more: Any) -> str:
     return line
 
 
-def test_both_sides_get_the_other_s_hello_and_a_plain_socket() -> None:
+def test_both_ends_get_a_hello_and_a_plain_socket() -> None:
     with connected() as (dialled, listens):
         peer = beside(listens)
         mine, heard = met(dialled)
@@ -50,7 +50,7 @@ def test_both_sides_get_the_other_s_hello_and_a_plain_socket() -> None:
         assert (receive(theirs, 3), receive(mine, 3)) == (b"one", b"two")
 
 
-def test_what_the_peer_sends_next_is_left_in_the_socket() -> None:
+def test_later_bytes_of_the_peer_stay_in_the_socket() -> None:
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: met(listens, dialled=False)[0].sendall(b"x" * 9999))
         mine, _ = met(dialled)
@@ -65,7 +65,7 @@ def test_a_wrong_secret_is_refused_on_both_sides() -> None:
         assert "it does not know the secret" in peer.result()
 
 
-def test_who_listens_with_a_wrong_secret_does_not_get_our_hello() -> None:
+def test_listener_with_a_wrong_secret_gets_no_hello() -> None:
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: refused(dialled))
         receive(listens, GREETING)
@@ -76,7 +76,7 @@ def test_who_listens_with_a_wrong_secret_does_not_get_our_hello() -> None:
 
 
 @pytest.mark.parametrize("dialled", [True, False])
-def test_silence_is_refused_in_time(dialled: bool) -> None:
+def test_silent_peer_is_refused_after_the_timeout(dialled: bool) -> None:
     with connected() as ends:
         assert "it sent nothing" in refused(ends[not dialled], dialled=dialled, timeout=0.05)
 
@@ -88,7 +88,7 @@ def test_a_peer_that_falls_silent_half_way_is_refused(dialled: bool) -> None:
         assert f"only 16 of {GREETING} bytes" in refused(ends[not dialled], dialled=dialled, timeout=0.05)
 
 
-def test_the_time_is_that_of_the_whole_handshake() -> None:
+def test_timeout_covers_the_whole_handshake() -> None:
     """A byte now and then does not prolong it."""
     with connected() as (dialled, listens):
         over = threading.Event()
@@ -108,7 +108,7 @@ def test_the_time_is_that_of_the_whole_handshake() -> None:
 @pytest.mark.parametrize(
     "rubbish", [b"GET / HTTP/1.1\r\n\r\n" * 99, b"\x00" * GREETING, b"flowchan link 0\n" * 99, b"\xff" * 999]
 )
-def test_rubbish_is_refused(dialled: bool, rubbish: bytes) -> None:
+def test_invalid_bytes_are_refused(dialled: bool, rubbish: bytes) -> None:
     with connected() as ends:
         ends[dialled].sendall(rubbish)
         assert "does not speak flowchan's protocol" in refused(ends[not dialled], dialled=dialled)
@@ -135,7 +135,7 @@ def test_a_reset_is_refused() -> None:
         assert "the connection ended in the handshake (Connection reset" in peer.result()
 
 
-def test_one_that_was_reset_before_we_looked_is_refused() -> None:
+def test_connection_reset_before_the_handshake_is_refused() -> None:
     with connected() as (dialled, listens):
         dialled.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         dialled.close()
@@ -180,7 +180,7 @@ def with_somebody_between(change: Callable[[bool, int, bytes], bytes]) -> dict[b
         return said
 
 
-def test_who_only_looks_on_changes_nothing() -> None:
+def test_passive_observer_changes_nothing() -> None:
     assert with_somebody_between(lambda _dialled, _number, message: message) == {True: "met", False: "met"}
 
 
@@ -195,7 +195,7 @@ def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]
 
 
 @pytest.mark.parametrize("from_dialled", [True, False])
-def test_who_changes_a_byte_on_the_way_is_found_out(from_dialled: bool, long_walk: bool) -> None:
+def test_changed_byte_of_the_handshake_is_detected(from_dialled: bool, long_walk: bool) -> None:
     """By the end that gets it, or is to get the next message; and no hello gets through changed."""
     for number, place in some_of(PLACEMENTS, long_walk):
 
@@ -220,7 +220,7 @@ def record() -> dict[bool, bytes]:
 
 
 @pytest.mark.parametrize("dialled", [True, False])
-def test_who_replays_a_meeting_is_refused(dialled: bool) -> None:
+def test_replayed_handshake_is_refused(dialled: bool) -> None:
     recorded = record()
     with connected() as ends:
         ends[dialled].sendall(recorded[not dialled])
@@ -229,7 +229,7 @@ def test_who_replays_a_meeting_is_refused(dialled: bool) -> None:
 
 @pytest.mark.parametrize("dialled", [True, False])
 @pytest.mark.parametrize("disguised", [True, False])
-def test_who_sends_our_own_messages_back_is_refused(dialled: bool, disguised: bool) -> None:
+def test_reflected_messages_are_refused(dialled: bool, disguised: bool) -> None:
     """Also when the greeting says the other role."""
     with connected() as ends:
         ours, his = ends[not dialled], ends[dialled]
@@ -245,7 +245,7 @@ def test_who_sends_our_own_messages_back_is_refused(dialled: bool, disguised: bo
         assert expected in peer.result()
 
 
-def test_two_that_dialled_each_other_are_told_so() -> None:
+def test_two_dialling_ends_are_refused_with_the_reason() -> None:
     with connected() as (one, other):
         peer = ThreadPeer(lambda: refused(other, dialled=True))
         assert "both dialled, or both listen" in refused(one, dialled=True)
@@ -253,7 +253,7 @@ def test_two_that_dialled_each_other_are_told_so() -> None:
 
 
 @pytest.mark.parametrize("said", [b"[1]", b"\xff", b"", b"{", b"[" * HELLO, b"NaN", b'"' + b"x" * 99 + b'"'])
-def test_a_hello_that_is_no_json_object_is_refused(said: bytes) -> None:
+def test_hello_other_than_a_json_object_is_refused(said: bytes) -> None:
     """From a peer that knows the secret, too."""
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: refused(listens, dialled=False))
@@ -267,10 +267,10 @@ def test_a_hello_that_is_no_json_object_is_refused(said: bytes) -> None:
         assert "its hello is not a JSON object" in peer.result()
 
 
-def test_what_cannot_be_a_hello_or_a_secret_is_told() -> None:
-    with connected() as (dialled, _), pytest.raises(ValueError, match="at most 4096 bytes of JSON, not 5011"):
+def test_invalid_hello_or_secret_is_refused() -> None:
+    with connected() as (dialled, _), pytest.raises(ValueError, match="at most 4096 bytes of JSON, got 5011"):
         authentication.meet(dialled, SECRET, dialled=True, hello={"a": "x" * 5002}, timeout=1)
-    with connected() as (dialled, _), pytest.raises(ValueError, match="at least 16 bytes, not 3"):
+    with connected() as (dialled, _), pytest.raises(ValueError, match="at least 16 bytes, got 3"):
         authentication.meet(dialled, b"abc", dialled=True, hello={}, timeout=1)
 
 
