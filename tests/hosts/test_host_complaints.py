@@ -40,8 +40,8 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm#17197, LightLLM#1413": (
         "a port unpickles what anybody sends",
         (
-            "transport/test_meeting.py::test_a_booby_trapped_pickle_is_never_loaded",
-            "transport/test_door.py::test_listener_survives_thousands_of_hostile_connections",
+            "transport/test_authentication.py::test_a_booby_trapped_pickle_is_never_loaded",
+            "transport/test_listener.py::test_listener_survives_thousands_of_hostile_connections",
         ),
     ),
     "libzmq#2037": (
