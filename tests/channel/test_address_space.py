@@ -1,5 +1,4 @@
-"""C2, C12: a channel between processes takes address space and memory for what is inside, however much it may
-hold."""
+"""C2, C12: a channel between processes takes address space and memory only for the items inside."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def address_space() -> int:
 
 
 def with_address_space(more: int, act: Callable[[], None]) -> None:
-    """Does ``act`` in a forked child that may map ``more`` bytes on top of what it has."""
+    """Run ``act`` in a forked child that may map ``more`` bytes in addition to its present ones."""
     pid = os.fork()
     if pid == 0:
         code = 1

@@ -1,10 +1,10 @@
-"""Damage in the shared memory of a channel breaks it, and never crashes its users or holds them up for ever.
+"""Damage in the shared memory of a channel breaks the channel, and never crashes or blocks its users.
 
-Other processes write this memory, and one of them may have a stray pointer. Each case is one forked child: it
-fills a channel in every way (items inside, on lease, parked out of turn, ports, a cause), damages its memory,
-and then uses it. A call may raise ``Broken`` or any other error, time out, or go on working; the child must
-not die by a signal. An ``abort`` after a while stands for the user who gives up on a channel whose counts
-make no sense any more: then every call must end.
+Other processes write this memory, and one of them may have a stray pointer. Each case is one forked child.
+The child fills a channel in every way: items inside, leased and parked out of turn, ports, and a cause. Then
+it damages the memory and uses the channel. A call may raise ``Broken`` or any other error, time out, or
+succeed; the child must not die by a signal. An ``abort`` after a while stands for a user who gives up on the
+channel. After that, every call must end.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from flowchan import Broken, Channel, ChannelError, Drained, In, Out, _core, sel
 from flowchan.channel.channel import _arrive
 from flowchan.transport.descriptors import Borrowed
 
-CASES, FEW = 400, 75  # all of them with --long
+CASES, FEW = 400, 75  # number of cases; all of them with --long
 BATCH = 25  # children of one test, two at a time
-MUTEX, COUNTS = 128, 192  # where the lock, and what changes under it, lie in the header
-RECORDS, RECORD = 1_856, 448  # where the redo records lie, and how far apart
+MUTEX, COUNTS = 128, 192  # offsets in the header of the lock, and of the fields that it protects
+RECORDS, RECORD = 1_856, 448  # offset of the redo records, and the distance between them
 RECORDS_END = RECORDS + 16 * RECORD
 SLOT = 128
 OWNER_DIED = 0x4000_0000
@@ -53,7 +53,7 @@ ERRORS = (
 
 
 class Memory:
-    """The memory of a channel, as a stray pointer sees it."""
+    """Memory of a channel, as a stray pointer sees it."""
 
     def __init__(self, channel: Channel[Any]) -> None:
         self.map = mmap.mmap(channel._fd, 0)
@@ -66,16 +66,16 @@ class Memory:
         struct.pack_into("<Q", self.map, at, value % 2**64)
 
     def sessions(self) -> list[int]:
-        """Where the records of this process's ports lie: their second word is its number."""
+        """Return the offsets of the records of this process's ports. Their second word is the pid."""
         return [at - 8 for at in range(COUNTS, self.groups_at, 8) if self.word(at) == os.getpid()]
 
     def slots(self) -> int:
-        """Where the slots begin: the last ones are used first."""
+        """Return the offset of the slots. The last ones are used first."""
         return self.length - 24 * SLOT
 
 
 class Use:
-    """A channel in use in every way, and then used on."""
+    """Channel that is in use in every way, and is then used after the damage."""
 
     def __init__(self) -> None:
         self.ch: Channel[Any] = Channel(24, across="processes", max_bytes=1 << 18)
@@ -85,8 +85,8 @@ class Use:
             self.ch.put(item)
         self.reader.get()
         self.reader.get_more()
-        self.ch.get()  # a free slot
-        # Two workers of an ordered stage, the second one ahead of its turn.
+        self.ch.get()  # leaves a free slot
+        # Two workers of an ordered stage, of which the second is ahead of its turn.
         before.put_many(range(6))
         self.inputs = [before.reader() for _ in range(2)]
         self.outputs = [self.ch.writer() for _ in range(2)]
@@ -141,7 +141,7 @@ class Use:
 
 
 def some_value(chance: random.Random, memory: Memory) -> int:
-    """A word that means something to the code that reads it: an offset, a count, a flag, or nonsense."""
+    """Return a word with a meaning, such as an offset, a count or a flag, or a random one."""
     place = chance.randrange(memory.length)
     return chance.choice(
         [
@@ -196,14 +196,14 @@ def damage_words(chance: random.Random, memory: Memory) -> None:
 
 
 def damage_slot(chance: random.Random, memory: Memory) -> None:
-    """One of next, state, size, number, kind and class, and block of one or more slots."""
+    """Damage next, state, size, number, kind and class, or block of one or more slots."""
     for _ in range(chance.choice([1, 1, 3])):
         slot = memory.length - SLOT * chance.randrange(1, 14)
         memory.set(slot + 8 * chance.randrange(6), some_value(chance, memory))
 
 
 def damage_bytes(chance: random.Random, memory: Memory) -> None:
-    """A run of random bytes somewhere."""
+    """Write a run of random bytes at a random place."""
     session = chance.choice(memory.sessions())
     begin = chance.choice([0, MUTEX, COUNTS, session, memory.groups_at, memory.slots(), memory.blocks_at])
     at = begin + chance.randrange(2_000)
@@ -212,7 +212,7 @@ def damage_bytes(chance: random.Random, memory: Memory) -> None:
 
 
 def damage_record(chance: random.Random, memory: Memory) -> None:
-    """The owner of the lock has died, so it seems, and what it was about to do is nonsense."""
+    """Make the owner of the lock look dead, with a random redo record."""
     record = RECORDS + RECORD * chance.randrange(16)
     memory.set(record, chance.choice([1, 3, 24, 25, 2**40]))
     for entry in range(24):
@@ -222,8 +222,7 @@ def damage_record(chance: random.Random, memory: Memory) -> None:
 
 
 def damage_lock(chance: random.Random, memory: Memory) -> None:
-    """The words of the lock itself: held by nobody, by this thread, by a thread that never was; of another
-    type."""
+    """Damage the words of the lock: owner none, this thread or an invalid thread, or another type."""
     memory.set(
         MUTEX + 8 * chance.randrange(5),
         chance.choice(
@@ -246,7 +245,7 @@ KINDS = (damage_words, damage_slot, damage_bytes, damage_record, damage_lock)
 
 
 def one_case(number: int) -> None:
-    """What a child does."""
+    """Run one case in a child."""
     chance = random.Random(number)
     use = Use()
     memory = Memory(use.ch)
@@ -255,7 +254,7 @@ def one_case(number: int) -> None:
 
 
 def start_child(number: int) -> tuple[int, int]:
-    """Forks a child for the case; its process number, and where it says what went wrong."""
+    """Fork a child for the case, and return its pid and the descriptor of its error report."""
     answer, write = os.pipe()
     pid = os.fork()
     if pid:
@@ -264,7 +263,7 @@ def start_child(number: int) -> tuple[int, int]:
     code = 1
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(30)  # a hang, told as one
+        signal.alarm(30)  # ends a child that hangs
         one_case(number)
         code = 0
     except BaseException:
@@ -274,7 +273,7 @@ def start_child(number: int) -> tuple[int, int]:
 
 
 def outcome(number: int, pid: int, answer: int) -> str:
-    """What is wrong with how the child ended, or nothing."""
+    """Return what was wrong with the end of the child, or an empty string."""
     with open(answer, "rb") as told:
         text = told.read().decode()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -301,7 +300,7 @@ def test_damage_breaks_the_channel_but_never_crashes_its_users(first: int) -> No
     assert not [text for text in wrong if text], "\n".join(text for text in wrong if text)
 
 
-# what is certain to be noticed
+# damage that is always detected
 
 
 def damaged(change: Callable[[Memory], None]) -> Channel[Any]:
@@ -384,7 +383,7 @@ def test_lock_with_a_false_owner_breaks_the_channel(owner: int) -> None:
 
 
 def test_waiting_users_learn_of_the_damage() -> None:
-    """One that sleeps in the channel while another one finds the damage."""
+    """One user sleeps in the channel while another detects the damage."""
     ch: Channel[int] = Channel(1, across="processes")
     ch.put(1)
     result: list[BaseException] = []
@@ -405,7 +404,7 @@ def test_waiting_users_learn_of_the_damage() -> None:
     assert "damaged" in str(result[0])
 
 
-# attaching
+# attach to the memory
 
 
 CONSTANTS = ("magic", "version", "capacity", "max_bytes", "length", "groups", "groups_at", "blocks_at")
@@ -418,7 +417,7 @@ def test_invalid_header_is_refused(word: int) -> None:
     with pytest.raises(OSError, match="not the memory of a channel"):
         _core.Channel.__init__(Channel.__new__(Channel), fd=copy, socket=-1, name="")
     os.close(copy)
-    assert ch.get() == 1  # who has it already goes on with what it knows
+    assert ch.get() == 1  # a user that has it open keeps its own copy of the constants
 
 
 def test_file_of_another_type_is_refused() -> None:
@@ -430,7 +429,7 @@ def test_file_of_another_type_is_refused() -> None:
 
 
 def test_channel_memory_cannot_be_truncated() -> None:
-    """It would be a SIGBUS for everybody."""
+    """A truncated memory would raise SIGBUS in all its users."""
     ch: Channel[int] = Channel(4, across="processes")
     with pytest.raises(PermissionError):
         os.ftruncate(ch._fd, 4_096)

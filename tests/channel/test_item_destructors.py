@@ -1,5 +1,8 @@
-"""Between threads items are references, and Python's code runs when one of them goes: a destructor may use
-the port that had it in hand, and the garbage collector looks at what a port has in hand at any time."""
+"""Python code that runs when an item of a channel between threads is released.
+
+A destructor may use the port that had leased the item. The garbage collector may visit the items that a port
+has leased at any time.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def numbers(ch):
 
 
 def test_closing_port_releases_its_items_before_their_destructors_run():
-    """A destructor may start the collector, which would find items there that are gone already."""
+    """A destructor may start the collector, which must not find items that are gone."""
     found = []
 
     class Looks:
@@ -43,7 +46,7 @@ def test_closing_port_releases_its_items_before_their_destructors_run():
 
 
 class Stage:
-    """In a cycle, as objects with callbacks are."""
+    """Object in a reference cycle, like objects with callbacks."""
 
     def __init__(self, ch):
         self.into = ch.reader()
@@ -52,7 +55,7 @@ class Stage:
 
 
 def test_leased_item_of_a_collected_port_returns_intact():
-    """C4: it was not finished. The collector clears what it finds, and so an item that is still there."""
+    """C4: the item was not finished. The collector clears the objects that it finds, even a returned item."""
     ch = Channel(8)
     other = ch.reader()
     ch.put(Item(7))
@@ -85,7 +88,7 @@ def test_port_inside_its_own_leased_item_is_freed():
 
 
 def test_destructor_may_get_from_the_port_it_leaves():
-    """It finishes what was got meanwhile, as each get does, and what it got itself is in hand."""
+    """The call finishes the earlier items like each get, and its own item is leased."""
     got = []
 
     class GetsAnother(Item):
@@ -111,7 +114,7 @@ def test_destructor_may_get_from_the_port_it_leaves():
 
 
 def test_select_puts_the_original_item_of_a_changed_pair():
-    """Lists as pairs, which their owner may change."""
+    """The pairs are lists, which their owner may change."""
     ch = Channel(1)
     ch.put("full")
     pair = [ch, Item(1)]

@@ -1,4 +1,4 @@
-"""Who puts large items faster than they are read waits a moment for memory that was used before."""
+"""A writer of large items that outpaces its readers waits a short time for recycled memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def test_writer_of_an_unread_channel_never_waits_for_memory() -> None:
 
 
 def test_wait_for_unreturned_memory_is_short_and_happens_once() -> None:
-    """Until others have finished more."""
+    """Later puts do not wait until other readers have finished more items."""
     channel = Channel[np.ndarray](64, across="processes")
     waits = []
     kept = []
     for _ in range(2):
         channel.put(ITEM)
-        kept.append(channel.get())  # its memory is in view, so that nobody gets it
+        kept.append(channel.get())  # its memory is still in view, so it cannot be recycled
         for _ in range(2):
             channel.put(ITEM)
             waits.append(channel.stats().write_wait)

@@ -1,6 +1,6 @@
-"""What a GIL would keep apart holds without one: threads that share a port, an item, a loan.
+"""Threads that share a port, an item or a loan, without the protection of a GIL.
 
-Any Python runs these; they say more on a free-threaded one (``make test-pythons``).
+Any Python runs these tests, but they show more on a free-threaded one (``make test-pythons``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ free_threaded = pytest.mark.skipif(
 
 
 def at_once(*functions: Callable[[], object]) -> None:
-    """Each in a thread, all begun together; their errors are raised here."""
+    """Run each function in a thread, start all together, and raise their errors."""
     together = threading.Barrier(len(functions))
     errors: list[BaseException] = []
 
@@ -50,7 +50,7 @@ def at_once(*functions: Callable[[], object]) -> None:
 
 @free_threaded
 def test_importing_flowchan_leaves_the_gil_off() -> None:
-    """And so does running a graph: the core needs none, and says so, as does what it loads."""
+    """Importing and running a graph must leave it off: the core and all its imports declare support."""
     code = """if True:
         import sys
         from flowchan import Graph
@@ -112,7 +112,7 @@ def test_port_closed_while_threads_read_takes_nothing_more() -> None:
 
 
 def test_an_item_may_be_changed_while_it_is_put() -> None:
-    """Its size is estimated then (max_bytes): of a list, a dictionary, an object that others change."""
+    """The put estimates its size for max_bytes, of a list, a dictionary and an object that others change."""
 
     class Thing:
         pass
@@ -178,7 +178,7 @@ def test_a_graph_of_threads_keeps_its_order_and_counts() -> None:
 
 
 def test_running_event_loop_can_be_inspected() -> None:
-    """As the supervisor of a run does, which looks for deadlocks."""
+    """The supervisor of a run inspects the loop when it looks for deadlocks."""
     channel, over = Channel[int](), threading.Event()
 
     def look() -> None:

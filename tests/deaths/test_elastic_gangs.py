@@ -1,5 +1,7 @@
-"""R11: when a worker of an elastic gang dies, the others go on in their processes, with fewer until another
-one has taken its place."""
+"""R11: when a worker of an elastic gang dies, the others continue in their processes.
+
+There are fewer of them until a replacement has joined.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def add(a: Any, b: Any) -> Any:
 
 
 def test_elastic_gang_continues_with_fewer_members_and_regrows() -> None:
-    """What an object of the user's holds is as it was, and all have the same bits in every group."""
+    """The state of the user's object must be unchanged, and all members of a group must have the same
+    bits."""
     fewer: Channel[None] = Channel(across="processes")
     whole: Channel[None] = Channel(across="processes")
     deaths = Deaths(5)
@@ -40,7 +43,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows() -> None:
 
         def __call__(self, numbers: In[int], group: Group, out: Out[tuple[Any, ...]]) -> None:
             self.sizes.append(group.size)
-            group.broadcast(self.sum)  # of one that has it, whoever else is new
+            group.broadcast(self.sum)  # from a member that has it, whichever others are new
             for number in numbers:
                 self.deaths.at(number)
                 total, n = group.allreduce_with(np.array([0.1 * number]), add)
@@ -68,7 +71,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows() -> None:
     found = run.wait()[result]
     assert {one[4] for one in found} == {1}
     processes = check_each_once([one[:3] for one in found])
-    assert processes in ([1, 1, 1], [1, 1, 2])  # who died may have had no output
+    assert processes in ([1, 1, 1], [1, 1, 2])  # the dead worker may have had no output
     sizes = {one[3] for one in found}
     assert {(3,), (3, 2), (3, 2, 3)} <= sizes
     assert stage_of(run, "work").restarts == 1
@@ -76,7 +79,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows() -> None:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_elastic_gang_puts_each_output_once(workers: int) -> None:
-    """Of an item that several have begun again, too."""
+    """This must also hold for an item that several workers have begun again."""
     points = [(item, k) for item, k in ((0, 0), (7, 1), (7, 2), (8, 1), (20, 2), (29, 0))]
     deaths = Deaths(*points)
 
@@ -123,7 +126,7 @@ def test_worker_ahead_of_its_gang_gets_its_items_again() -> None:
 
 
 def test_last_gang_worker_is_replaced_after_the_others_ended() -> None:
-    """And does what it had in hand in a group of its own."""
+    """The replacement does the item of the dead worker in a group of one."""
     deaths = Deaths("late")
     ended: Channel[None] = Channel(across="processes")
 

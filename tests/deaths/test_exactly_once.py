@@ -1,5 +1,4 @@
-"""C11, R4: workers killed by SIGKILL at a chosen point lose and repeat nothing downstream, and keep the
-order."""
+"""C11, R4: workers killed by SIGKILL at a chosen point lose and repeat nothing, and keep the order."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ anyhow = pytest.mark.parametrize(("workers", "ordered"), [(1, True), (3, True), 
 
 
 def ended(graph: Graph) -> tuple[Run, Any]:
-    """The run after its end, and its results."""
+    """Run a graph to its end, and return the run and its results."""
     run = graph.start()
     return run, run.wait()
 
@@ -181,7 +180,7 @@ def test_c11_kills_in_every_stage_lose_and_repeat_nothing(workers: int, ordered:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_c11_allreduce_has_each_output_in_one_round(workers: int) -> None:
-    """What a worker had in hand is its successor's alone: another one's channel does not know what is out."""
+    """Only the replacement gets the item of a dead worker, because other channels do not know its outputs."""
     deaths = Deaths((0, 0), (7, 1), (8, 2), (20, 3), (30, 0), (30, 1), (ITEMS - 1, 3))
 
     def work(item: int) -> Iterator[str]:
@@ -202,7 +201,7 @@ def test_c11_allreduce_has_each_output_in_one_round(workers: int) -> None:
 
 
 def test_c11_allreduce_worker_killed_between_outputs_repeats_nothing() -> None:
-    """In our code, so it is no suspect; nobody else takes its item up all the same."""
+    """The death is in our code, so the item is not a suspect. Still only the replacement gets it."""
     graph = Graph("c11")
     worked = graph.source(range(20), capacity=1).flat_map(
         lambda item: [f"{item}.{number} " for number in range(5)],
@@ -319,10 +318,10 @@ def test_r4_restart_limit_ends_the_run_with_the_reason() -> None:
 
 
 def kill_one(run: Run, name: str) -> None:
-    """Kills the process of the first worker of a stage, once there is one, and returns once it is noticed."""
+    """Kill the process of the first worker of a stage, once it exists, and wait until this is noticed."""
 
     def running() -> list[WorkerProcess]:
-        with contextlib.suppress(RuntimeError, ValueError):  # one is being replaced just now
+        with contextlib.suppress(RuntimeError, ValueError):  # a worker is being replaced now
             processes = run._crew.processes.items()
             return [p for id, p in processes if (id.stage, id.number) == (name, 1) and not p.ended()]
         return []
@@ -360,7 +359,7 @@ def test_c11_worker_killed_while_it_waits_for_room() -> None:
 
 
 def test_r4_idle_worker_may_use_all_its_restarts() -> None:
-    """Dying without an item in hand is no sign that a worker can't begin."""
+    """A death without a leased item does not show that a worker cannot begin."""
     graph = Graph("idle")
     numbers = graph.input()
     out = numbers.map(abs, on="process", name="work").collect()

@@ -1,4 +1,4 @@
-"""R11: when a worker of a gang dies, all begin again together, with what they had in hand."""
+"""R11: when a worker of a gang dies, all workers restart together with their current items."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add(a: int, b: int) -> int:
 
 
 def test_death_restarts_the_gang_with_its_current_items() -> None:
-    """So each item has its output, once; and nobody is blamed for the others' ends."""
+    """Each item must have one output, and no worker is blamed for the end of the others."""
     deaths = Deaths(3, 11, 12, 29)
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:

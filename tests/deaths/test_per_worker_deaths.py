@@ -1,4 +1,4 @@
-"""An item that is addressed to a worker reaches it once, whoever is killed: the worker, or the sender."""
+"""Items addressed to a worker arrive once, although the worker or the sender is killed."""
 
 from __future__ import annotations
 

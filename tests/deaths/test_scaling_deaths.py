@@ -1,5 +1,4 @@
-"""R13: workers that are killed while their stage gets more of them, or fewer, lose and repeat nothing, and
-keep the order."""
+"""R13: workers killed while their stage is scaled lose and repeat nothing, and keep the order."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ STAGES = ("map", "filter", "flat_map", "partition")
 
 
 class Feeder(threading.Thread):
-    """Puts numbers into an input until it is told to end."""
+    """Put numbers into an input until it is asked to end."""
 
     def __init__(self, run: Run, stream: Any) -> None:
         super().__init__()
@@ -78,7 +77,7 @@ def test_kills_while_every_elastic_stage_is_scaled_at_random(seed: int, ordered:
 
 @pytest.mark.parametrize("operator", ["map", "filter"])
 def test_first_worker_dies_after_a_second_was_added(operator: str) -> None:
-    """It had kept no turns: its replacement has to know how far it came."""
+    """The dead worker kept no turns, so its replacement must learn how far it came."""
     deaths, gate = Deaths(50), Gate()
 
     def work(item: int) -> Any:

@@ -1,4 +1,4 @@
-"""C11, R4: a short soak; ``python -m tests.deaths.soak --minutes 60`` is a long one."""
+"""C11, R4: a short soak. ``python -m tests.deaths.soak --minutes 60`` runs a long one."""
 
 from __future__ import annotations
 

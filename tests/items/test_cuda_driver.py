@@ -1,5 +1,4 @@
-"""The parts of ``cuda`` that need no device: how tensors lie in bytes, and how the driver is called, by
-a library with the driver's calls."""
+"""Parts of ``cuda`` that need no device: the layout of tensors in bytes, and the calls of a fake driver."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ def driver(tmp_path_factory):
 
 
 def test_driver_calls_get_their_arguments(driver):
-    """Addresses of 64 bits, handles of 64 bytes by value, each within the device's context."""
+    """Addresses have 64 bits, handles 64 bytes by value, and each call is made in the device's context."""
     address, handle = driver.allocate(0, 5 << 30)
     assert (address, len(handle)) == (0x7F1234000065, 64)
     address, handle = driver.allocate(0, 64 << 20)
@@ -88,7 +87,7 @@ def test_driver_calls_get_their_arguments(driver):
 def test_the_drivers_errors_say_which_call_failed(driver, call, said):
     with pytest.raises(OSError, match=said):
         call(driver)
-    assert driver.allocate(0, 1)[0] == 0x7F1234000064  # the context was taken off again
+    assert driver.allocate(0, 1)[0] == 0x7F1234000064  # the context was popped again
 
 
 def test_without_a_driver_there_is_an_error_and_no_crash():
@@ -137,7 +136,7 @@ def test_contents_are_read_and_written_under_inference_mode():
 
 
 class Stream:
-    """A stream on which all is done at once."""
+    """Stream that does all work at once."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -146,7 +145,7 @@ class Stream:
 
 
 class Event:
-    """An event, which others find by its handle."""
+    """Event that other processes find by its handle."""
 
     made: ClassVar[list[Event]] = []
 
@@ -175,7 +174,7 @@ class Event:
 
 @pytest.fixture
 def host_as_device(driver, monkeypatch):
-    """:class:`TorchDevice` as it is, with what needs a device in torch replaced, and memory of the host."""
+    """Replace the parts of torch that need a device, and use :class:`TorchDevice` with host memory."""
     where = {}
 
     def tensor(self: TorchDevice, index: int, address: int, size: int) -> torch.Tensor:

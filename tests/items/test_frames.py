@@ -1,4 +1,4 @@
-"""Data frames and images cross by their memory: equal, read where they lie, and no more than theirs."""
+"""Transfer of data frames and images by their memory: equal, in place, and without unrelated data."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ KINDS = pl.DataFrame(
 
 
 def sent(value: Any) -> tuple[Any, int]:
-    """What arrives, and how many bytes the channel took for it."""
+    """Send a value, and return the received value and the bytes that it took in the channel."""
     channel = Channel(across="processes", max_bytes=1 << 28)
     channel.put(value)
     return channel.get(), channel.stats().bytes_in
 
 
 def in_band(value: Any) -> int:
-    """The bytes of the pickle itself, without the buffers beside it."""
+    """Return the size of the pickle without its buffers."""
     packed = pack(value)
     return len(packed if isinstance(packed, bytes) else packed[0])
 
@@ -115,7 +115,7 @@ def test_an_image_arrives_equal(mode: str, size: tuple[int, int]) -> None:
 )
 @pytest.mark.parametrize("loaded", [False, True])
 def test_an_image_of_a_file_arrives_equal(kind: str, mode: str, loaded: bool, tmp_path: Path) -> None:
-    """By Pillow's own pickling: it knows its format."""
+    """Such an image crosses by Pillow's own pickling, which keeps its format."""
     path = tmp_path / f"image.{kind}"
     Image.linear_gradient("L").convert(mode).save(path)
     with Image.open(path) as image:

@@ -1,4 +1,4 @@
-"""``pack`` and ``unpack``: a value crosses unopened, beside what says whose it is."""
+"""``pack`` and ``unpack``: packed values cross unopened, next to other data."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_packed_value_passes_through_channels_unopened() -> None:
 
 
 class Made:
-    """Making it again calls the function."""
+    """Value that calls a function when it is unpacked."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.made_by = function, args

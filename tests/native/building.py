@@ -1,4 +1,4 @@
-"""Build the native test programs on demand, by the Makefile of this folder."""
+"""Build of the native test programs on demand, with the Makefile of this folder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ OUT = ROOT / "build" / "native-tests"
 
 @functools.cache
 def program(name: str) -> Path:
-    """Return the program of this name below ``build/native-tests``, up to date. ``make test`` has built it
-    before; otherwise one of the processes that ask for programs at the same time builds, and the others wait.
+    """Return an up-to-date program of ``build/native-tests``.
+
+    ``make test`` has built it already. Otherwise one of the processes that need a program builds it, while
+    the others wait.
     """
     OUT.mkdir(parents=True, exist_ok=True)
     make = ["make", "--silent", "--jobs=2", f"--file={Path(__file__).with_name('Makefile')}"]
@@ -33,7 +35,7 @@ def program(name: str) -> Path:
 
 
 def run(program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program to its end."""
+    """Run a program to its end."""
     return subprocess.run(
         [str(program), *arguments],
         text=True,

@@ -1,4 +1,4 @@
-"""What an item costs between two cores: the cache lines that move, and how busy sides take turns at them."""
+"""Cost of an item between two cores: the cache lines that move, and the turns of busy sides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # a test compiles what it runs
+pytestmark = pytest.mark.timeout(600)  # a test compiles its program
 
 
 def numbers(output: str) -> list[int]:
@@ -15,7 +15,7 @@ def numbers(output: str) -> list[int]:
 
 
 def test_put_and_get_share_two_cache_lines_and_a_slot() -> None:
-    """The lock's and that of the counts; and each goes on in its own redo record."""
+    """They share the lines of the lock and of the counts. Each also writes its own redo record."""
     ended = run(program("plain/lines"))
     assert ended.returncode == 0, ended.stderr
     *_, in_both, with_the_next = numbers(ended.stdout)
@@ -24,8 +24,10 @@ def test_put_and_get_share_two_cache_lines_and_a_slot() -> None:
 
 
 def pace(one: int, other: int) -> tuple[int, int]:
-    """The runs that 20,000 operations make, and the rests; each side does something else for so many ns
-    between two of its own."""
+    """Return the runs and the rests in 20,000 operations.
+
+    Each side does other work for the given ns between two operations.
+    """
     ended = run(program("plain/pace"), str(one), str(other), "20000")
     assert ended.returncode == 0, ended.stderr
     runs, rests = numbers(ended.stdout)

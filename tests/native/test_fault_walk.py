@@ -1,10 +1,10 @@
 """C11: a process killed at any instruction, holding any lock, never blocks or corrupts the others.
 
-``walk.cpp`` kills a process at every fault point of every operation on a ring, and a second one while others
-recover from that: at every point with ``--long``, else at one of eight, which differ from one step of the
-operation to the next, so that each point is met. Each time the others find the lock, check every invariant
-of the ring, and read it to its end: each item comes exactly once, or not at all where its operation had not
-yet taken effect, in order.
+``walk.cpp`` kills a process at the fault points of every operation on a ring, and a second one during the
+recovery. ``--long`` uses all points. Otherwise one of eight is used, with an offset that differs between the
+steps of the operation, so that each point is met. After each kill, the others find the lock, check every
+invariant of the ring, and read it to its end. Each item must come exactly once and in order, or not at all if
+its operation had not yet taken effect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles what all of them need
+pytestmark = pytest.mark.timeout(600)  # the first test compiles the program of all tests
 
 OPERATIONS = (
     "put small",
@@ -123,7 +123,7 @@ def walk() -> Path:
 
 
 class Walked:
-    """Walks operations when they are first asked for, some together: two halves of them at a time."""
+    """Walk operations when they are first requested, in two halves."""
 
     TOGETHER = 12
 

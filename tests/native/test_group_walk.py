@@ -1,6 +1,7 @@
-"""A member of a group that is killed at any point of any operation leaves all survivors with the same: they
-have all done the operation, rightly, or all found that it can't be done. So do two that die at once, and one
-that another thread of its process closes there.
+"""Deaths of group members at any point of any operation: all survivors have the same outcome.
+
+Either all have done the operation correctly, or all have found that it cannot be done. The same holds for two
+members that die at once, and for one that another thread of its process closes.
 
 ``group_walk.cpp`` kills at every fault point with ``--long``, else at one of five.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles what all of them need
+pytestmark = pytest.mark.timeout(600)  # the first test compiles the program of all tests
 
 OPERATIONS = (
     "barrier",

@@ -1,5 +1,7 @@
-"""Links without Python: under load and breaks, under each sanitizer, and under whatever a peer may send, in
-the soak with sanitizers that look on."""
+"""Links without Python: under load and breaks, under each sanitizer, and with arbitrary frames of a peer.
+
+The soak sends these frames under the sanitizers.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ import pytest
 from building import program, run
 from test_native_stress import OPTIONS, SANITIZERS, planted
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles what all of them need
+pytestmark = pytest.mark.timeout(600)  # the first test compiles the program of all tests
 
-# The thread sanitizer notes what was sent when the call is over. By then it may have arrived, so that its
-# memory is used again.
+# The thread sanitizer records a send at the end of the call. By then the bytes may have arrived, so that
+# their memory is reused.
 ENVIRONMENTS = OPTIONS | {"thread": {"TSAN_OPTIONS": OPTIONS["thread"]["TSAN_OPTIONS"] + ":intercept_send=0"}}
 WALKS = [
     ("2", "unordered", "100"),
@@ -53,18 +55,18 @@ def test_each_sanitizer_finds_a_fault_planted_at_a_link(sanitizer: str, plant: s
 
 @pytest.mark.parametrize("copied", [24, 3000, 15_000])
 def test_busy_sender_releases_sent_items(copied: int) -> None:
-    """Else a host that sends faster than its wire takes would need ever more memory."""
+    """Otherwise a host that sends faster than its network would need more and more memory."""
     ended = run(program("plain/outgoing"), "500", str(copied))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == f"all {500 * (copied + 100_000)} bytes came\n"
 
 
-@pytest.mark.timeout(3 * 3600)  # for as many frames as somebody wants
+@pytest.mark.timeout(3 * 3600)  # enough for any number of frames
 @pytest.mark.parametrize("world", ["model", "home", "away"])
 def test_valid_frames_are_put_and_invalid_ones_end_the_connection(
     pytestconfig: pytest.Config, long_walk: bool, world: str
 ) -> None:
-    """C1, C4: nothing wrong is put, nothing right is lost, nothing crashes or hangs."""
+    """C1, C4: no invalid frame is put, no valid one is lost, and nothing crashes or hangs."""
     how, seeds, frames = "plain", 2, 2000
     if long_walk:
         how, seeds, frames = "address", 100, pytestconfig.getoption("--frames") // 100

@@ -1,4 +1,4 @@
-"""The ring under load, without Python: exact totals, and the same under each sanitizer."""
+"""The ring under load without Python: exact totals, also under each sanitizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles what all of them need
+pytestmark = pytest.mark.timeout(600)  # the first test compiles the program of all tests
 
 OPTIONS = {
     "address": {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
@@ -29,7 +29,7 @@ planted = pytest.mark.parametrize(
 
 
 def seeds(number: int) -> Any:
-    """All but the first are for ``make soak``."""
+    """Mark all seeds except the first for ``make soak``."""
     more = (pytest.param(seed, marks=pytest.mark.long) for seed in range(1, number))
     return pytest.mark.parametrize("seed", [0, *more])
 

@@ -1,4 +1,4 @@
-"""Wheels for manylinux_2_28 are built with glibc 2.28, and hold what the core asks of it."""
+"""Wheels for manylinux_2_28 need only symbols of glibc 2.28, with which they are built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_OURS = {"fstat", "stat", "stat64", "pthread_cond_clockwait", "__libc_single_
 
 
 def symbols(library: Path, *which: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Those of glibc, each with a version in which it was there."""
+    """Yield glibc's symbols, each with a version that had it."""
     table = subprocess.run(["nm", "-D", *which, library], capture_output=True, text=True, check=True).stdout
     for name, version in re.findall(r" (\w+)@+GLIBC_([\d.]+)$", table, re.MULTILINE):
         yield name, tuple(map(int, version.split(".")))

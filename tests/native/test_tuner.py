@@ -1,17 +1,20 @@
-"""Of some ways to do an operation the quickest one is found, also when that changes."""
+"""Choice of the quickest algorithm of an operation, also when the quickest one changes."""
 
 from __future__ import annotations
 
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # a test compiles what it runs
+pytestmark = pytest.mark.timeout(600)  # a test compiles its program
 
 HALF = 20_000
 
 
 def shares(before: tuple[int, ...], after: tuple[int, ...]) -> list[list[float]]:
-    """Of each way in both halves of a trial. ``before`` and ``after``: how long each takes then, in ns."""
+    """Return the share of each algorithm in both halves of a trial.
+
+    ``before`` and ``after`` are the times of each algorithm in ns in the two halves.
+    """
     ended = run(program("plain/trial"), *map(str, (HALF, len(before), *before, *after)))
     assert ended.returncode == 0, ended.stderr
     counts = [int(count) / HALF for count in ended.stdout.split()]
@@ -43,6 +46,6 @@ def test_tuner_tries_all_algorithms_despite_a_clear_winner() -> None:
 
 
 def test_tuner_retries_all_algorithms_when_the_quickest_slows_down() -> None:
-    """Long before their time has come."""
+    """This must happen long before the next regular trial."""
     _, after = shares((100, 500, 500, 500), (400, 500, 100, 500))
     assert after[2] > 0.99
