@@ -1,4 +1,4 @@
-"""Only who knows the secret comes in, and whoever does not is told off in one line that names its address."""
+"""Only peers with the secret are accepted. Others are refused with one line that names their address."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROLES = (authentication.DIALLED, authentication.LISTENS)
 
 
 def refused(sock: socket.socket, **more: Any) -> str:
-    """The one line that ``meet`` raises; the peer's address is in it."""
+    """Return the one line of the error of ``meet``, which must contain the peer's address."""
     peer = tcp.joined(sock.getpeername())
     with pytest.raises(flowchan.Refused) as raised:
         met(sock, **more)
@@ -72,7 +72,7 @@ def test_listener_with_a_wrong_secret_gets_no_hello() -> None:
         listens.sendall(authentication.greeting(authentication.LISTENS) + bytes(PROOF))
         assert "it does not know the secret" in peer.result()
         rest = receive(listens, 9999)
-        assert len(rest) == PROOF  # made for these two greetings, and of no use with others
+        assert len(rest) == PROOF  # made for these two greetings, and useless with others
 
 
 @pytest.mark.parametrize("dialled", [True, False])
@@ -89,7 +89,7 @@ def test_a_peer_that_falls_silent_half_way_is_refused(dialled: bool) -> None:
 
 
 def test_timeout_covers_the_whole_handshake() -> None:
-    """A byte now and then does not prolong it."""
+    """A byte now and then must not prolong it."""
     with connected() as (dialled, listens):
         over = threading.Event()
 
@@ -144,7 +144,7 @@ def test_connection_reset_before_the_handshake_is_refused() -> None:
 
 
 def outcome(sock: socket.socket, dialled: bool) -> str:
-    """How the meeting ends for one end."""
+    """Return the outcome of the handshake for one end."""
     try:
         met(sock, dialled=dialled)
     except flowchan.Refused as refused:
@@ -153,8 +153,10 @@ def outcome(sock: socket.socket, dialled: bool) -> str:
 
 
 def with_somebody_between(change: Callable[[bool, int, bytes], bytes]) -> dict[bool, str]:
-    """How it ends for who dialled and for who listens when somebody between them may change every message:
-    ``change(dialled, number, message)``."""
+    """Return both outcomes of a handshake with an attacker between the ends.
+
+    The attacker may change every message: ``change(dialled, number, message)``.
+    """
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
 
         def relay(source: socket.socket, target: socket.socket, from_dialled: bool) -> None:
@@ -188,7 +190,7 @@ PLACEMENTS = [(number, place) for number, size in enumerate(SIZES) for place in 
 
 
 def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]:
-    """All bytes of greetings and proofs, or some; some of the hellos."""
+    """Return all bytes of greetings and proofs, or some of them, and some of the hellos."""
     return [(n, at) for n, at in places if (every and SIZES[n] < HELLO) or at % 37 == 5 or at > SIZES[n] - 2][
         : None if every else 24
     ]
@@ -196,7 +198,7 @@ def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]
 
 @pytest.mark.parametrize("from_dialled", [True, False])
 def test_changed_byte_of_the_handshake_is_detected(from_dialled: bool, long_walk: bool) -> None:
-    """By the end that gets it, or is to get the next message; and no hello gets through changed."""
+    """The receiving end must detect it, or the end that receives next. No changed hello may be accepted."""
     for number, place in some_of(PLACEMENTS, long_walk):
 
         def change(dialled: bool, n: int, message: bytes, number: int = number, place: int = place) -> bytes:
@@ -208,7 +210,7 @@ def test_changed_byte_of_the_handshake_is_detected(from_dialled: bool, long_walk
 
 
 def record() -> dict[bool, bytes]:
-    """What both ends say when they meet."""
+    """Return the messages of both ends of a handshake."""
     said = {True: b"", False: b""}
 
     def listen_in(dialled: bool, _: int, message: bytes) -> bytes:
@@ -230,7 +232,7 @@ def test_replayed_handshake_is_refused(dialled: bool) -> None:
 @pytest.mark.parametrize("dialled", [True, False])
 @pytest.mark.parametrize("disguised", [True, False])
 def test_reflected_messages_are_refused(dialled: bool, disguised: bool) -> None:
-    """Also when the greeting says the other role."""
+    """Also if the greeting names the other role."""
     with connected() as ends:
         ours, his = ends[not dialled], ends[dialled]
         peer = ThreadPeer(lambda: refused(ours, dialled=dialled))
@@ -238,7 +240,7 @@ def test_reflected_messages_are_refused(dialled: bool, disguised: bool) -> None:
         if disguised:
             mine = mine.replace(*ROLES[:: 1 if dialled else -1])
         his.sendall(mine)
-        proof = receive(his, PROOF) if dialled else bytes(PROOF)  # who listens proves it later
+        proof = receive(his, PROOF) if dialled else bytes(PROOF)  # the listening end sends its proof later
         with contextlib.suppress(OSError):  # refused already
             his.sendall(proof)
         expected = "it does not know the secret" if disguised else "on the same side of the connection"
@@ -254,7 +256,7 @@ def test_two_dialling_ends_are_refused_with_the_reason() -> None:
 
 @pytest.mark.parametrize("said", [b"[1]", b"\xff", b"", b"{", b"[" * HELLO, b"NaN", b'"' + b"x" * 99 + b'"'])
 def test_hello_other_than_a_json_object_is_refused(said: bytes) -> None:
-    """From a peer that knows the secret, too."""
+    """This must also hold for a peer with the secret."""
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: refused(listens, dialled=False))
         mine = authentication.greeting(authentication.DIALLED)
@@ -275,7 +277,7 @@ def test_invalid_hello_or_secret_is_refused() -> None:
 
 
 def test_a_booby_trapped_pickle_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At whichever message it comes, and wherever in it."""
+    """Send it as any message and at any offset."""
     sprung: list[bytes] = []
 
     class Trap:

@@ -1,4 +1,4 @@
-"""R5: safety from Ctrl-C and from signal handlers that raise, in one place."""
+"""R5: safety from Ctrl-C and from signal handlers that raise."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_errors_of_the_call_itself_are_caught() -> None:
 
 
 def test_result_is_kept_when_ctrl_c_comes_during_the_call() -> None:
-    raise_natively = getattr(ctypes.CDLL(None), "raise")  # which, unlike Python's, does not look for signals
+    raise_natively = getattr(ctypes.CDLL(None), "raise")  # unlike Python's, it does not check for signals
     results: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         append_result(results, raise_natively, int(signal.SIGINT))

@@ -1,4 +1,4 @@
-"""A door lets in who knows the secret, however many others are in front of it."""
+"""The listener accepts peers that know the secret, however many others connect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def opened(**more: Any) -> AuthenticatedListener:
 
 
 def dialled(door: AuthenticatedListener, secret: bytes = SECRET) -> Any:
-    """What who dials the door and knows the secret hears."""
+    """Dial the listener with the secret, and return its hello."""
     with met(tcp.dial(door.address, 30), secret)[0] as sock:
         return receive(sock, 5)
 
@@ -58,7 +58,8 @@ def test_listener_accept_without_a_peer_times_out() -> None:
 
 
 def test_proved_peer_is_accepted_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for the last word, and sends nothing, so who polls the door has to ask."""
+    """The peer waits for the last message and sends nothing, so a program that polls the listener must ask
+    it."""
     end = authentication.PendingHandshake._end
     with opened() as door:
 
@@ -92,7 +93,7 @@ def test_refused_peer_is_counted_and_named() -> None:
 
 
 def test_silent_peers_do_not_block_a_peer_with_the_secret() -> None:
-    """More than may wait at once, and more than the system lets wait in line."""
+    """Open more connections than may be pending, and more than the backlog holds."""
     with opened() as door:
         silent: list[socket.socket] = []
         outside = ThreadPeer(lambda: door.accept(60))
@@ -130,7 +131,7 @@ def test_silent_peers_are_refused_after_the_timeout() -> None:
     with opened(handshake_timeout=0.05) as door, tcp.dial(door.address, 30) as silent:
         serve_until_one_is_refused(door)
         assert "it sent nothing" in door.last_refused
-        assert len(receive(silent, 9999)) == authentication.GREETING  # and then its end
+        assert len(receive(silent, 9999)) == authentication.GREETING  # and then the end of the connection
 
 
 HOSTILE = [
@@ -145,7 +146,7 @@ HOSTILE = [
 
 
 def test_listener_survives_thousands_of_hostile_connections(long_walk: bool) -> None:
-    """Reset or closed, at any message; then one comes in that knows the secret."""
+    """Reset or close them at any message; then a peer with the secret must be accepted."""
     number = 30_000 if long_walk else 600
     with opened(handshake_timeout=1) as door:
 
@@ -167,7 +168,7 @@ def test_listener_survives_thousands_of_hostile_connections(long_walk: bool) -> 
 
 
 def test_listener_recovers_from_a_shortage_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no error of the listener's; who has dialled waits in line."""
+    """The shortage must not be an error of the listener; the peer waits in the backlog."""
     with opened() as door:
         tried: list[int] = []
         accept = tcp.Listener.accept_now
@@ -200,7 +201,7 @@ def test_close_refuses_pending_handshakes() -> None:
         with pytest.raises(TimeoutError):
             door.accept(0.05)
         door.close()
-        receive(waiting, 9999)  # its end
+        receive(waiting, 9999)  # the end of the connection
         with pytest.raises(ConnectionRefusedError):
             tcp.dial(door.address, 30)
 

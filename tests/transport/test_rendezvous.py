@@ -1,4 +1,4 @@
-"""Participants hear what all of them say, or that it is over, and why."""
+"""Participants get the values of all others, or learn that the rendezvous has ended, and why."""
 
 from __future__ import annotations
 

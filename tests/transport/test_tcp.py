@@ -1,4 +1,4 @@
-"""Addresses: what is asked for is what is used, and a peer can reach what we tell it."""
+"""Addresses: a listener uses the given one, and a peer can reach the one that it is given."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_invalid_address_is_refused(address: str) -> None:
 
 
 def listening() -> set[str]:
-    """The addresses on which this process listens, as the system's tables say them."""
+    """Return the addresses on which this process listens, from the system's tables."""
     mine = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
             mine.add(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:  # the listing's own
+        except OSError:  # the descriptor of the listing itself
             continue
     found = set()
     for table in ("tcp", "tcp6"):
@@ -64,7 +64,7 @@ def test_listening_on_loopback_opens_no_other_address() -> None:
 
 
 def test_listener_uses_exactly_the_given_address() -> None:
-    """All of 127/8 is ours, so another address of the same machine does not answer."""
+    """All of 127/8 belongs to this host, so another address of it must not answer."""
     with tcp.listen("127.0.0.2:0") as listener:
         assert listener.address.startswith("127.0.0.2:")
         assert "0200007F" in listening()
@@ -78,7 +78,7 @@ def test_listener_uses_the_given_port_and_frees_it() -> None:
     with tcp.listen("127.0.0.1:0") as first:
         address = first.address
         with tcp.dial(address, 30), first.accept(30):
-            pass  # who ends a connection first keeps its port busy for a while
+            pass  # the end that closes a connection first keeps its port busy for a while
         with pytest.raises(OSError, match=f"can't listen on {address}: Address already in use"):
             tcp.listen(address)
     with tcp.listen(address) as second:
@@ -106,7 +106,7 @@ def test_refused_connection_names_the_address() -> None:
 
 
 def test_dial_without_an_answer_times_out() -> None:
-    """The line of who listens is full, so the kernel answers no more."""
+    """The backlog of the listener is full, so the kernel does not answer."""
     full = socket.create_server(("127.0.0.1", 0), backlog=0)
     address = tcp.joined(full.getsockname())
     waiting: list[socket.socket] = []
@@ -137,13 +137,14 @@ def test_connection_has_the_options_of_a_link() -> None:
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == tcp.UNHEARD
-            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * tcp.UNREAD  # told so
+            # the kernel doubles the size
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * tcp.UNREAD
             assert not sock.get_inheritable()
 
 
 @pytest.mark.parametrize(("peer", "is_here"), [("127.0.0.2", True), ("::1", True), ("192.0.2.7", False)])
 def test_send_buffer_may_grow_between_hosts(peer: str, is_here: bool) -> None:
-    """The kernel lets no buffer grow whose size was set: so many bytes a round trip would be the most."""
+    """The kernel does not grow a buffer whose size was set, which would limit the bytes per round trip."""
     with socket.socket() as sock:
         before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         tcp.prepare(sock, peer)
@@ -152,7 +153,7 @@ def test_send_buffer_may_grow_between_hosts(peer: str, is_here: bool) -> None:
 
 
 def test_socket_that_connects_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who dials a free port often enough may be given it as his own, and be answered by himself."""
+    """A dialler of a free port may get the same port as its own, and then connects to itself."""
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     with tcp.listen("127.0.0.1:0") as listener:
         port = int(listener.address.rpartition(":")[2])
@@ -201,7 +202,7 @@ except OSError as error:
 
 
 def test_address_comes_from_the_route_not_the_hostname(tmp_path: Path) -> None:
-    """A hostname that resolves to 127.0.1.1, and two interfaces: in a network of its own."""
+    """The test uses a network namespace with two interfaces and a hostname that resolves to 127.0.1.1."""
     if not (shutil.which("unshare") and shutil.which("ip")):
         pytest.skip("unshare or ip is not installed: apt-get install util-linux iproute2")
     done = subprocess.run(

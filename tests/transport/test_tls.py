@@ -1,4 +1,4 @@
-"""TLS by one word: encrypted by a process of its own, bound to the secret, and gone when its link is."""
+"""``tls=True``: a separate process encrypts the connection, bound to the secret, and ends with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _certificates(request: pytest.FixtureRequest) -> None:
 
 @contextlib.contextmanager
 def encrypted() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Both plain ends."""
+    """Yield both plain ends."""
     with connected() as (dialled, listens):
         peer = beside(listens, tls=True)
         mine, heard = met(dialled, tls=True)
@@ -45,7 +45,7 @@ def encrypted() -> Iterator[tuple[socket.socket, socket.socket]]:
 def relays() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        with contextlib.suppress(psutil.Error):  # it has ended in the meantime
             found += [child] if str(tls.RELAY) in child.cmdline() else []
     return found
 
@@ -93,7 +93,7 @@ def test_end_of_one_side_ends_the_connection(ending: int) -> None:
 
 
 def test_proxy_ends_although_its_peer_stops_reading() -> None:
-    """What waits for a peer that does not read holds nobody up for long."""
+    """Bytes for a peer that does not read must not delay the end for long."""
     with encrypted() as (mine, theirs):
         mine.setblocking(False)
         with contextlib.suppress(BlockingIOError):
@@ -115,7 +115,7 @@ def test_killed_proxy_ends_the_connection(killed: int) -> None:
 def test_ctrl_c_does_not_reach_the_proxy() -> None:
     with encrypted() as (mine, theirs):
         for process in relays():
-            assert os.getsid(process.pid) == process.pid  # a terminal signals its own session only
+            assert os.getsid(process.pid) == process.pid  # a terminal signals only its own session
             process.send_signal(signal.SIGINT)
         mine.sendall(b"still here")
         assert receive(theirs, 10) == b"still here"
@@ -219,8 +219,8 @@ def test_observer_sees_only_encrypted_bytes() -> None:
 
 
 def test_tls_interceptor_is_detected() -> None:
-    """He passes the proofs on as they are, and then has a certificate of his own: neither end talks to
-    him."""
+    """The interceptor passes the proofs on unchanged and then presents another certificate. Both ends must
+    refuse."""
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
         one = beside(dialled, dialled=True, tls=True)
         two = beside(listens, tls=True)
@@ -300,11 +300,11 @@ def test_listener_drops_the_socket_of_a_tls_peer() -> None:
         theirs, _ = peer.result()
         with mine, theirs:
             seen = Path(f"/proc/self/fdinfo/{door.fileno()}").read_text()
-            assert seen.count("tfd:") == 1  # who dials
+            assert seen.count("tfd:") == 1  # the dialling end
 
 
 def test_missing_cryptography_package_raises_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the end that listens; who dials needs nothing."""
+    """Only the listening end needs the package."""
     tls.certificate.cache_clear()
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with tcp.listen("127.0.0.1:0") as listener, pytest.raises(ImportError, match="needs the package crypto"):
