@@ -1,4 +1,4 @@
-"""A new transport is one entry of the factory: the whole contract runs on it then."""
+"""A new transport is one entry of the factory, and the whole contract then runs on it."""
 
 from __future__ import annotations
 

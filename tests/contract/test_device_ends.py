@@ -1,5 +1,4 @@
-"""How the sender of tensors on a device ends, within runs and without; on a device made of files
-(``fake_device``)."""
+"""End of the sender of device tensors, in runs and outside, on a fake device (``fake_device``)."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def test_c12_producer_that_exits_after_its_put_loses_nothing(make, spawn_peer):
 
 @pytest.mark.other_process
 def test_error_names_the_abrupt_producer_and_the_remedy(make, spawn_peer, monkeypatch):
-    """Whether or not its memory has been opened before."""
+    """This holds whether or not its memory has been opened before."""
     ch = make(64)
     peer = spawn_peer(_put_and_leave, ch, 2)
     pid = peer._process.pid
@@ -122,7 +121,7 @@ def test_exit_does_not_wait_for_tensors_without_readers():
 
 
 def test_exit_wait_ends_at_its_limit_and_reports_losses():
-    """Somebody has the channel, and does not read."""
+    """Another process has the channel, and does not read."""
     more = (
         "import os, signal, threading, time\n"
         "if (child := os.fork()) == 0:\n"
@@ -138,7 +137,7 @@ def test_exit_wait_ends_at_its_limit_and_reports_losses():
     assert ended.returncode == 0
 
 
-# --- within a run, and across forks ---
+# --- In a run, and across forks ---
 
 
 def _made(number: int) -> FakeTensor:
@@ -151,7 +150,7 @@ def _doubled(tensor: FakeTensor) -> FakeTensor:
 
 
 def _killing(tensor: FakeTensor) -> Any:
-    """Changes what it got, then dies; the first time."""
+    """Change the received tensor, then die; only the first time."""
     number = int(tensor.numpy()[0])
     tensor.fill(-1)
     if number == 30 and (marker := Path(os.environ["MARKER"])).exists():
@@ -174,7 +173,7 @@ def test_stages_in_processes_pass_tensors_on(tmp_path, monkeypatch):
 
 
 def test_early_end_of_a_run_needs_no_exit_wait(monkeypatch, capfd):
-    """What nobody will read any more needs no memory, although others have the channel."""
+    """Tensors without a reader need no memory, although other processes have the channel."""
     monkeypatch.setenv("FLOWCHAN_CUDA_EXIT_WAIT", "1")
     graph = Graph("early")
     first = graph.source(range(1000)).map(_made, on="process").take(3).collect()
@@ -204,7 +203,7 @@ def _runs(pid: int) -> bool:
 
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_killed_worker_loses_device_tensors_unless_in_host_memory(tmp_path, monkeypatch, switch):
-    """Then the run says so; it never goes on without them."""
+    """The run must report this, and never continue without them."""
     monkeypatch.setenv("MARKER", str(tmp_path / "marker"))
     monkeypatch.setenv("FLOWCHAN_CUDA_IPC", switch)
     graph = Graph("killed")
@@ -223,7 +222,7 @@ COUNT = 150
 
 
 def _put_at_random(ch: Channel, seed: int) -> None:
-    """Two threads put tensors of all sizes, while the stream often stands still."""
+    """Put tensors of all sizes from two threads, while the stream often stands still."""
 
     stream = FAKE.stream("fake-A")
 
@@ -240,7 +239,7 @@ def _put_at_random(ch: Channel, seed: int) -> None:
             item = name, FakeTensor(np.full(size, name)), FakeTensor([name], "fake-B")
             try:
                 ch.put(item, timeout=0.05)
-            except Full:  # those who would make room wait for our stream
+            except Full:  # the readers that would make room wait for our stream
                 go_on()
                 ch.put(item)
             if chance.random() < 0.5:
@@ -293,7 +292,7 @@ def _use_and_return(ch: Channel, back: Channel) -> int:
 def test_forked_child_has_separate_arenas_and_opens_its_parents(make, spawn_peer):
     ch, back = make(2), make(2)
     ch.put(FakeTensor(np.zeros(10)))
-    peer = spawn_peer(_use_and_return, ch, back)  # the parent's arena is there already
+    peer = spawn_peer(_use_and_return, ch, back)  # the parent's arena exists already
     assert back.get().numpy().tolist() == [1] * 10
     assert peer.result() == 1
     assert kept() == 0

@@ -1,5 +1,4 @@
-"""What crosses: tensors on a device, by handle, in order, and as copies; on a device made of files
-(``fake_device``)."""
+"""Transfer of device tensors by handle, in order, and as copies, on a fake device (``fake_device``)."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ MB = 1 << 20
 pytestmark = [pytest.mark.copying, pytest.mark.usefixtures("fake_device")]
 
 
-# --- what arrives ---
+# --- Received values ---
 
 
 ARRAYS = [np.arange(6.0), np.arange(5 * MB, dtype="u1"), np.ones((3, 4), "i2"), np.array(7), np.ones((0, 3))]
@@ -98,7 +97,7 @@ def test_writes_after_the_put_stay_with_the_sender(make):
 
 
 def test_c11_writes_of_the_receiver_stay_with_it(make):
-    """An item that was changed in hand and given back is read whole by the next."""
+    """A leased item that was changed and returned is intact for the next reader."""
     ch = make(2)
     ch.put(FakeTensor(np.zeros(1000)))
     reader, keeper = ch.reader(), ch.reader()
@@ -110,19 +109,19 @@ def test_c11_writes_of_the_receiver_stay_with_it(make):
     keeper.close()
 
 
-# --- order, without anybody waiting ---
+# --- Order without waiting ---
 
 
 def _put_held(ch: Channel, got: Channel) -> None:
     with FAKE.held():
         ch.put(FakeTensor(np.full(1000, 5)))
-        got.get()  # the receiver has the item, and the copy is not made
+        got.get()  # the receiver has the item, but the copy is not made
     assert FAKE.counts["finish"] == 0
 
 
 @pytest.mark.other_process
 def test_receiver_stream_waits_for_the_senders_event(make, spawn_peer):
-    """The receiver has its tensor before the contents exist; what it does with it comes after them."""
+    """The receiver has its tensor before the contents exist, and its work on the tensor comes after them."""
     ch, got = make(1), make(1)
     peer = spawn_peer(_put_held, ch, got)
     arrived = ch.get()
@@ -173,7 +172,7 @@ def test_writer_waits_for_the_device_without_free_events(make, monkeypatch):
     assert [int(ch.get().numpy()[0]) for _ in range(5)] == list(range(5))
 
 
-# --- how long a block is kept ---
+# --- Lifetime of a block ---
 
 
 def test_blocks_are_kept_while_their_items_exist_and_used_again(make):
@@ -186,7 +185,7 @@ def test_blocks_are_kept_while_their_items_exist_and_used_again(make):
     assert kept() == 25
     reader = ch.reader()
     reader.get()
-    assert kept() == 25  # on lease: it may come back
+    assert kept() == 25  # leased: it may come back
     reader.close()
     assert kept() == 24
     for _ in range(24):
@@ -239,7 +238,7 @@ def test_failed_put_keeps_no_block(make):
 
 
 def test_block_is_not_reused_before_its_write_has_finished(make):
-    """The item is gone, but the copy into its block is still to come."""
+    """The item is gone, but the copy into its block has not been made."""
     ch = make(1)
     with FAKE.held():
         with pytest.raises(TypeError, match="can't be pickled"):
@@ -273,7 +272,7 @@ def test_unreferenced_channel_keeps_no_blocks(make):
 
 @pytest.mark.other_process
 def test_second_reader_of_an_item_copies_it_at_once(make, spawn_peer):
-    """The first one's copy is not made yet, so it still holds the item."""
+    """The first reader's copy is not made yet, so that reader still holds the item."""
     ch, got = make(1), make(2)
     peer = spawn_peer(_put_held, ch, got)
     first, second = ch.reader(), ch.reader()
@@ -288,7 +287,7 @@ def test_second_reader_of_an_item_copies_it_at_once(make, spawn_peer):
     second.close()
 
     def has_ended() -> bool:
-        merge_counts()  # the last reference to a copy may be dropped by the thread that looks after them
+        merge_counts()  # the thread that watches copies may drop the last reference to one
         return not peer.running()
 
     wait_until(has_ended)
@@ -307,7 +306,7 @@ def _take_and_stay(ch: Channel, taken: Channel, port: bool) -> None:
 @pytest.mark.parametrize("port", [False, True])
 @pytest.mark.parametrize("copied", [False, True])
 def test_c11_item_or_block_of_a_killed_receiver_returns(make, spawn_peer, port, copied):
-    """Its copy made or not, on lease or not: on lease it comes again, else the block is free."""
+    """A leased item comes again, whether or not its copy was made. Otherwise the block is free."""
     ch, taken = make(4), make(4)
     with FAKE.held():
         ch.put(FakeTensor(np.full(10, 3)))
@@ -325,7 +324,7 @@ def test_c11_item_or_block_of_a_killed_receiver_returns(make, spawn_peer, port, 
     wait_until(lambda: kept() == 0)
 
 
-# --- through host memory ---
+# --- Host memory ---
 
 
 def test_the_off_switch_goes_through_host_memory(make, monkeypatch):
@@ -366,7 +365,7 @@ def test_a_device_that_the_receiver_cannot_see_is_named(make, monkeypatch, switc
     assert kept() == 0
 
 
-# --- the arithmetic ---
+# --- Arithmetic ---
 
 
 @pytest.mark.parametrize("seed", range(20))

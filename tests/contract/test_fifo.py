@@ -1,4 +1,4 @@
-"""C1 FIFO and C2 bounded: what goes in comes out, in order, and never more than fits is inside."""
+"""C1 FIFO and C2 bounded: items leave in order, and a channel never holds more than its bound."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowchan import Channel, Closed, Empty, Full
 
 
 def test_one_item_goes_in_and_comes_out(make):
-    """C1: one item goes in and comes out, and then nothing is there."""
+    """C1: afterwards the channel is empty."""
     ch = make(1)
     ch.put(7)
     assert ch.get() == 7
@@ -43,7 +43,7 @@ def test_mixed_single_and_batch_calls_keep_the_order(make):
 
 
 def test_order_holds_while_the_ring_wraps_around(make):
-    """C1: sizes vary, so that the items meet every place of the memory behind the channel."""
+    """C1: sizes vary, so that the items use every place of the channel's memory."""
     ch = make(3)
     sent = [bytes([i % 251]) * (i % 97) for i in range(2_000)]
     received = []
@@ -90,7 +90,7 @@ def test_falsy_items_are_items(make):
 
 
 def test_iteration_left_early_leaves_the_rest(make):
-    """C1: leaving a loop early loses nothing."""
+    """C1: a loop that ends early loses nothing."""
     ch = make()
     ch.put_many(range(5))
     for item in ch:
@@ -124,7 +124,7 @@ def test_across_names_the_transport(make, transport):
 
 
 def test_put_waits_while_the_channel_is_full(make, spawn_peer):
-    """C2: the waiting put goes on when, and only when, there is room."""
+    """C2: the put continues when, and only when, there is room."""
     ch = make(2)
     ch.put_many([0, 1])
     peer = spawn_peer(ch.put, 2)
@@ -136,7 +136,7 @@ def test_put_waits_while_the_channel_is_full(make, spawn_peer):
 
 
 def test_put_many_beyond_the_capacity_waits_for_room(make, spawn_peer):
-    """C2: never more than ``capacity`` items are inside, and all are put in the end."""
+    """C2: at most ``capacity`` items are inside, and all are put in the end."""
     ch = make(4)
     peer = spawn_peer(ch.put_many, list(range(100)))
     received = []
@@ -149,7 +149,7 @@ def test_put_many_beyond_the_capacity_waits_for_room(make, spawn_peer):
 
 @pytest.mark.one_machine("a program apart counts in a copy")
 def test_put_many_draws_only_fitting_items_from_its_iterable(make, spawn_peer):
-    """C2: an endless iterable is no danger; only the item that waits to be put has been drawn besides."""
+    """C2: the iterable may be endless; at most one more item is drawn, which then waits for room."""
     ch = make(3)
     drawn = 0
 
@@ -208,7 +208,7 @@ def test_put_many_of_nothing_puts_nothing(make):
 
 
 def test_max_bytes_bounds_the_bytes_inside(make):
-    """C2: the channel is full by bytes long before it is full by items."""
+    """C2: the channel reaches max_bytes long before its capacity."""
     ch = make(1_000, max_bytes=100_000)
     assert ch.max_bytes == 100_000
     with pytest.raises(Full) as caught:
@@ -232,7 +232,7 @@ def test_put_waits_while_max_bytes_are_inside(make, spawn_peer):
 
 @pytest.mark.copying
 def test_an_item_much_larger_than_the_others_goes_through(make, spawn_peer):
-    """C2: the memory set aside for a channel does not bound the size of an item, only ``max_bytes`` does."""
+    """C2: only ``max_bytes`` limits the size of an item, not the memory that the channel has now."""
     ch = make(2)
     large = os.urandom(1 << 20) * 24
     peer = spawn_peer(lambda: [len(item) if len(item) < 10 else item == large for item in ch])
@@ -242,7 +242,7 @@ def test_an_item_much_larger_than_the_others_goes_through(make, spawn_peer):
 
 
 def test_fast_writer_never_exceeds_the_capacity(make, spawn_peer):
-    """C2: a writer that is faster than its reader has never more than ``capacity`` items inside."""
+    """C2: a writer that is faster than its reader never has more than ``capacity`` items inside."""
     ch = make(5)
 
     def write():

@@ -1,5 +1,7 @@
-"""Fork safety: a channel in a forked child works, or says at once why it does not, whatever other threads
-were doing with it at the moment of the fork."""
+"""Fork safety: a channel in a forked child works, or raises at once with the reason.
+
+This holds whatever other threads were doing with it at the moment of the fork.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ FORKS = 25
 
 
 def in_child(function: Callable[[], object]) -> int:
-    """The exit code of a forked child that calls the function: 0 if it returned true."""
+    """Return the exit code of a forked child that calls the function: 0 if it returned true."""
     pid = os.fork()
     if pid == 0:
         code = 3
@@ -33,8 +35,8 @@ def in_child(function: Callable[[], object]) -> int:
 
 @pytest.mark.copying
 def test_fork_while_threads_use_the_channel_keeps_it_working(make):
-    """Parent threads put and get without a pause, so that locks are held at most forks. Nothing is lost or
-    doubled."""
+    """Parent threads put and get without a pause, so locks are held at most forks. No item is lost or
+    repeated."""
     ch, back, each = make(4), make(), 5
     stop = threading.Event()
 
@@ -67,7 +69,7 @@ def test_fork_while_threads_use_the_channel_keeps_it_working(make):
 
 
 def test_threads_channel_raises_at_once_in_a_forked_child():
-    """Its lock may be held by a thread that does not exist in the child: no call waits for that."""
+    """A thread that does not exist in the child may hold its lock, and no call waits for that."""
     ch: Channel[int] = Channel(4)
     reader, writer = ch.reader(), ch.writer()
     stop = threading.Event()
@@ -114,8 +116,8 @@ def test_threads_channel_raises_at_once_in_a_forked_child():
 
 
 def test_child_that_drops_inherited_objects_does_not_disturb_its_parent(make):
-    """Its exit runs every destructor, with locks that other threads held at the fork; ports and items stay
-    the parent's."""
+    """The child's exit runs every destructor, with locks that other threads held at the fork. Ports and items
+    still belong to the parent."""
     ch = make(2)
     kept = [ch.reader(), ch.writer()]
     stop = threading.Event()
@@ -151,7 +153,7 @@ def test_child_that_drops_inherited_objects_does_not_disturb_its_parent(make):
 
 @pytest.mark.copying
 def test_forked_child_waits_and_is_woken(make):
-    """While the parent has waiters of its own at the moment of the fork."""
+    """The parent also has waiters at the moment of the fork."""
     ch, answer = make(), make()
     waiting = ThreadPeer(ch.get)
     wait_blocked(ch, readers=1)
@@ -164,7 +166,7 @@ def test_forked_child_waits_and_is_woken(make):
 
 @pytest.mark.copying
 def test_port_used_in_a_forked_child_moves_there(make):
-    """It is the child's then: its death gives back what the child had in hand."""
+    """The port then belongs to the child, whose death returns its leased items."""
     ch = make()
     ch.put("item")
     reader = ch.reader()
@@ -189,7 +191,7 @@ def test_grandchild_uses_the_channel(make):
 
 
 def test_fork_during_a_run_leaves_the_run_to_the_parent():
-    """The child neither holds the run up nor ends it, and can run graphs of its own."""
+    """The child neither delays nor ends the run, and can run other graphs."""
     numbers: Channel[int] = Channel(across="processes")
     graph = Graph("forked")
     source = graph.input()

@@ -1,5 +1,4 @@
-"""C7: ``*_nowait`` and a timeout that runs out raise Full or Empty, and nothing else is ever mistaken for
-them."""
+"""C7: ``*_nowait`` and an expired timeout raise Full or Empty, which mean nothing else."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def test_full_is_caught_as_the_standard_exceptions(make, standard):
 
 
 def test_empty_and_full_are_not_closed(make):
-    """C7: "nothing there now" is never confused with the end."""
+    """C7: "nothing there now" differs from the end."""
     with pytest.raises(Empty) as caught:
         make().get_nowait()
     assert not isinstance(caught.value, Closed)
@@ -67,7 +66,7 @@ def test_a_timeout_that_runs_out_raises_empty_and_not_before(make, timeout):
 
 @pytest.mark.parametrize("timeout", [0, 0.0, 0.02, 1e-9])
 def test_a_timeout_that_runs_out_raises_full_and_not_before(make, timeout):
-    """C7: and the item was not put."""
+    """C7: the item was not put."""
     ch = make(1)
     ch.put("inside")
     for call in (ch.put, lambda item, timeout: ch.put_many([item], timeout=timeout)):
@@ -79,7 +78,7 @@ def test_a_timeout_that_runs_out_raises_full_and_not_before(make, timeout):
 
 
 def test_put_many_that_times_out_reports_its_count(make):
-    """C7: the error counts them, so that the caller can go on behind them."""
+    """C7: the error counts the items, so that the caller can continue after them."""
     ch = make(3)
     for put in (3, 0):
         with pytest.raises(Full) as caught:
@@ -108,7 +107,7 @@ def test_timeout_none_waits_without_limit(make, spawn_peer):
 
 @pytest.mark.parametrize("timeout", [1_000_000, 1e12])
 def test_a_very_long_timeout_waits(make, spawn_peer, timeout):
-    """C7: a number of seconds too large for the clock is no error."""
+    """C7: a number of seconds too large for the clock is accepted."""
     ch = make(1)
     reader = spawn_peer(lambda: ch.get(timeout=timeout))
     wait_blocked(ch, readers=1)
@@ -132,7 +131,7 @@ def test_an_item_that_comes_within_the_timeout_is_got(make, spawn_peer):
 
 
 def test_expired_timeout_leaves_no_waiter(make, spawn_peer):
-    """C7: who gave up waiting is not waiting any more, and does not swallow the next item's wake-up."""
+    """C7: a call that gave up no longer waits, and does not take the wake-up of the next item."""
     ch = make(1)
 
     def give_up():
@@ -149,7 +148,7 @@ def test_expired_timeout_leaves_no_waiter(make, spawn_peer):
 
 
 def test_reader_that_gives_up_takes_no_item(make, spawn_peer):
-    """C7, C8: many short timeouts race with the puts, and each item is got once all the same."""
+    """C7, C8: many short timeouts race with the puts, and each item is still received once."""
     ch = make(1)
 
     def impatient():

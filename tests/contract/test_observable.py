@@ -1,4 +1,4 @@
-"""C15: a channel can be looked at, at any time, and looking changes nothing."""
+"""C15: a channel can be inspected at any time, and this changes nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_len_empty_full(make):
 
 
 def test_stats_count_items_in_and_out(make):
-    """C15: by every way to put and get."""
+    """C15: this holds for every way to put and get."""
     ch = make()
     ch.put(1)
     ch.put_nowait(2)
@@ -67,7 +67,7 @@ def test_failed_calls_are_not_counted(make):
 
 @pytest.mark.copying
 def test_stats_count_bytes(make):
-    """C15: at least what the items hold; it grows, and never falls."""
+    """C15: at least the size of the items; the count never falls."""
     ch = make()
     ch.put(bytes(5_000))
     first = ch.stats().bytes_in
@@ -78,7 +78,7 @@ def test_stats_count_bytes(make):
 
 
 def test_waiting_readers_and_writers_are_counted(make, spawn_peer):
-    """C15: wherever they wait."""
+    """C15: in any thread or process."""
     ch = make(1)
     readers = [spawn_peer(ch.get) for _ in range(3)]
     wait_blocked(ch, readers=3)
@@ -97,7 +97,7 @@ def test_waiting_readers_and_writers_are_counted(make, spawn_peer):
 
 
 def test_all_peers_see_the_same_counts(make, spawn_peer):
-    """C15: a peer sees what this side did, and the other way round."""
+    """C15: a peer sees the calls of this side, and the reverse."""
     ch = make()
     ch.put_many(range(5))
 

@@ -1,5 +1,4 @@
-"""C10: ``select`` completes exactly one of several operations, fairly, over any mix of transports in one
-process."""
+"""C10: ``select`` completes exactly one of several operations, fairly, over any mix of transports."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ FAR_MIXES = [[ELSEWHERE], [TRANSPORTS[0], ELSEWHERE]]
 
 
 def hold(told, over):
-    """Runs elsewhere: a home."""
+    """Own channels in another process."""
     mine = Channel(across="hosts")
     told.put(mine)
     with contextlib.suppress(Drained):
@@ -31,8 +30,10 @@ def hold(told, over):
 
 @pytest.fixture(scope="module", autouse=True)
 def elsewhere():
-    """A channel of another home, which makes others. The connection is there before a test looks at what
-    there is, and has said something."""
+    """Yield a channel of another owner, which makes further ones.
+
+    The connection is open and has been used before a test counts processes or threads.
+    """
     told, over = Channel(across="hosts"), Channel(across="hosts")
     home = HostPeer(hold, told, over)
     far = told.get()
@@ -51,7 +52,7 @@ def name(mix):
 
 @pytest.fixture(params=[*MIXES, *FAR_MIXES], ids=name)
 def several(request, elsewhere):
-    """``several(n, capacity)``: n channels of one transport, or of two in turn."""
+    """Return ``several(n, capacity)``, which makes n channels of one transport, or of two in turn."""
 
     def make(n, capacity=64):
         transports = itertools.islice(itertools.cycle(request.param), n)
@@ -64,8 +65,11 @@ def several(request, elsewhere):
 
 @pytest.fixture(params=MIXES, ids=name)
 def several_here(request):
-    """The same without those elsewhere: what a port has of them is no test of select, and a hundred of them
-    make a connection take more memory."""
+    """Return the same without remote channels.
+
+    Ports of remote channels are not tests of select, and a hundred of them make a connection take more
+    memory.
+    """
 
     def make(n, capacity=64):
         return [request.param[i % len(request.param)].make(capacity) for i in range(n)]
@@ -74,7 +78,7 @@ def several_here(request):
 
 
 def counts(channels):
-    """How much has happened to the channels: exactly one of it may, for one select."""
+    """Return how many operations the channels have had. One select must add exactly one."""
     return sum(ch.stats().items_in + ch.stats().items_out for ch in channels)
 
 
@@ -97,7 +101,7 @@ def test_select_puts_into_the_channel_with_room(several):
 
 
 def test_exactly_one_of_many_possible_operations_is_done(several):
-    """C10: gets and puts that could all be done at once."""
+    """C10: several gets and puts are possible at once."""
     channels = several(6)
     for ch in channels[:3]:
         ch.put_many(range(10))
@@ -108,7 +112,7 @@ def test_exactly_one_of_many_possible_operations_is_done(several):
 
 
 def test_a_channel_may_be_read_and_written_by_one_select(several):
-    """C10: an empty channel can only be put into, a full one only be got from."""
+    """C10: an empty channel allows only a put, and a full one only a get."""
     (ch,) = several(1, capacity=1)
     assert select([ch], puts=[(ch, "in")]).put
     assert select([ch], puts=[(ch, "in")]) == Selected(ch, "in", put=False)
@@ -123,7 +127,7 @@ def test_none_is_an_item_like_any_other(several):
 
 
 def test_ports_are_selected_like_channels(several_here):
-    """C5, C10: what came through a port is on lease until the port is asked again."""
+    """C5, C10: an item of a port is leased until the next request."""
     a, b = several_here(2)
     reader, writer = a.reader(), b.writer()
     a.put_many([1, 2])
@@ -153,7 +157,7 @@ def test_select_names_an_argument_of_another_type(gets):
 
 
 def test_select_refuses_a_channel_in_place_of_a_list(several_here):
-    """C10: iterating over it would take them."""
+    """C10: iterating over it would take its items."""
     (ch,) = several_here(1)
     check_that_no_list_is_refused(ch)
 
@@ -201,7 +205,7 @@ def test_select_waits_on_128_channels(several_here):
 
 @pytest.mark.parametrize("timeout", [0, 0.02])
 def test_select_that_times_out_does_nothing(several, timeout):
-    """C7, C10: what it raises is an Empty and a Full, so both ways of catching it work."""
+    """C7, C10: the error is an Empty and a Full, so both ways of catching it work."""
     a, b = several(2, capacity=1)
     b.put("old")
     for kind in (NothingReady, Empty, Full, TimeoutError):
@@ -243,7 +247,7 @@ def test_a_closed_channel_that_still_holds_items_is_read(several):
 
 
 def test_a_put_into_a_closed_channel_raises_closed(several):
-    """C3, C10: it is the caller's mistake, whatever else could be done only later."""
+    """C3, C10: this is the caller's mistake, even if other operations may become possible later."""
     a, b = several(2)
     b.close()
     with pytest.raises(Closed):
@@ -261,7 +265,7 @@ def test_a_broken_channel_raises_broken_from_its_cause(several):
 
 @pytest.mark.parametrize(("end", "raised"), [("close", Drained), ("abort", Broken)])
 def test_close_or_abort_wakes_a_waiting_select(several, end, raised):
-    """C3, C6, C10: close ends it when nothing else is left, abort at once."""
+    """C3, C6, C10: close ends it if no other operation is left, abort at once."""
     a, b = several(2)
     a.close()
     waiting = ThreadPeer(select, [a, b])
@@ -315,8 +319,8 @@ def test_closing_a_port_ends_a_select_that_waits_on_it(several_here):
 
 
 def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
-    """C8, C10: beside it a plain reader waits, which must not sleep beside the item that the select did not
-    take."""
+    """C8, C10: a plain reader also waits, and must not sleep while the item that select did not take is
+    available."""
     for _ in range(100):
         a, b = several(2)
         plain = ThreadPeer(a.get)
@@ -337,7 +341,7 @@ def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
 
 
 def test_ready_channels_are_chosen_about_equally_often(several):
-    """C10: 900 choices among three; each one's share is 300 within eight standard deviations."""
+    """C10: 900 choices among three; each share is 300 within eight standard deviations."""
     channels = several(3, capacity=1_000)
     for ch in channels:
         ch.put_many(range(900))
@@ -349,7 +353,7 @@ def test_ready_channels_are_chosen_about_equally_often(several):
 @pytest.mark.each_value
 @pytest.mark.parametrize("before", [2, 8])
 def test_empty_channels_do_not_bias_the_choice(several, before):
-    """C10: each of two ready ones behind empty ones has half of 900 choices, within eight standard
+    """C10: two ready channels after empty ones have half of 900 choices each, within eight standard
     deviations."""
     channels = several(before + 2, capacity=1_000)
     for ch in channels[before:]:
@@ -359,8 +363,7 @@ def test_empty_channels_do_not_bias_the_choice(several, before):
 
 
 def test_select_without_waiting_does_not_miss_a_moving_item(several, make_gate):
-    """C10: one channel or the other has an item at every moment; looking at them one after the other must not
-    miss it."""
+    """C10: one of two channels has an item at every moment; checking them in turn must not miss it."""
     here, there = channels = several(2)
     here.put("item")
     gate = make_gate(1)
@@ -394,8 +397,7 @@ def test_gets_and_puts_are_chosen_about_equally_often(several):
 
 
 def test_many_concurrent_selects_take_each_item_once(several, long_walk):
-    """C8, C10: selecting readers and selecting writers over the same channels; every item is accounted
-    for."""
+    """C8, C10: selecting readers and writers use the same channels, and every item is accounted for."""
     channels, each, parties = several(3, capacity=2), 600 if long_walk else 200, 4
 
     def write(number):

@@ -1,4 +1,4 @@
-"""C10: ``select(ready=...)`` chooses a channel of which a get would not wait, and takes nothing."""
+"""C10: ``select(ready=...)`` chooses a channel on which a get would not wait, and takes nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowchan import Broken, Channel, NothingReady, Selected, select
 
 
 def moved(channel):
-    """How many items have gone in and come out."""
+    """Return the numbers of items that have gone in and out."""
     stats = channel.stats()
     return stats.items_in, stats.items_out
 
@@ -27,7 +27,7 @@ def test_ready_channel_keeps_its_item(make):
 
 
 def test_drained_channel_is_ready_but_not_with_a_leased_item(make):
-    """C4, C10: the item is out on lease."""
+    """C4, C10: the item is leased."""
     ch = make(1)
     keep, reader = ch.reader(), ch.reader()
     ch.put(1)
@@ -42,7 +42,7 @@ def test_drained_channel_is_ready_but_not_with_a_leased_item(make):
 
 @pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])
 def test_closing_a_channel_ends_all_selects_on_ready(kind):
-    """C3, C10: some wait for items, some for a place."""
+    """C3, C10: some selects wait for items, others for room."""
     across = "threads" if kind is ThreadPeer else "processes"
     work, full, stop = Channel(across=across), Channel(1, across=across), Channel(1, across=across)
     full.put("old")
@@ -59,7 +59,7 @@ def test_closing_a_channel_ends_all_selects_on_ready(kind):
 
 
 def test_select_on_ready_leaves_the_item_to_a_reader(make):
-    """C8, C10: a plain reader does not sleep beside an item that others have looked at."""
+    """C8, C10: a plain reader does not sleep while an item that others have looked at is available."""
     for _ in range(30):
         ch = make(1)
         looking = [ThreadPeer(lambda ch=ch: select(ready=[ch])) for _ in range(2)]
@@ -68,7 +68,7 @@ def test_select_on_ready_leaves_the_item_to_a_reader(make):
         wait_blocked(ch, readers=3)
         ch.put("item")
         assert plain.result() == "item"
-        ch.close()  # one may not have looked before it was taken
+        ch.close()  # one select may not have looked before the item was taken
         for looker in looking:
             looker.result()
         assert nobody_waits(ch)
@@ -86,7 +86,7 @@ def test_select_on_ready_raises_the_cause_of_a_break(make):
 
 
 def test_ready_accepts_only_a_list_of_channels(make):
-    """C10: a port has an item in hand, which its next get finishes; a channel would be iterated over."""
+    """C10: the next get of a port would finish its leased item; a channel would be iterated over."""
     ch = make(1)
     with ch.reader() as reader:
         for wrong in (ch, [reader], reader, ["channel"]):

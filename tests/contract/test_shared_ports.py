@@ -13,7 +13,7 @@ from flowchan import ChannelError
 
 @pytest.mark.copying
 def test_threads_that_share_a_port_get_whole_items(make):
-    """Each get finishes what the one before took; nobody reads from memory that is used again already."""
+    """Each get finishes the item of the one before, but no thread may read memory that is already reused."""
     ch = make(4)
     reader = ch.reader()
     wrong, seen = [], []
