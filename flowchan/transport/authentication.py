@@ -53,7 +53,7 @@ Hello = dict[str, Any]
 class Encrypt:
     """Step of a handshake at which TLS begins, with our certificate or with the fingerprint of the peer's."""
 
-    mine: Certificate | None
+    ours: Certificate | None
     theirs: bytes
 
 
@@ -93,26 +93,26 @@ def meet(
             error names the peer's address.
     """
     try:
-        guest = PendingHandshake(sock, handshake(secret, hello, dialled=dialled, tls=tls), timeout)
+        pending = PendingHandshake(sock, handshake(secret, hello, dialled=dialled, tls=tls), timeout)
     except BaseException:
         sock.close()
         raise
     try:
-        while guest.hello is None:
+        while pending.hello is None:
             waiting = select.poll()
-            waiting.register(guest.sock, select.POLLIN)
-            left = guest.give_up - time.monotonic()
+            waiting.register(pending.sock, select.POLLIN)
+            left = pending.give_up - time.monotonic()
             if left <= 0 or not waiting.poll(left * 1000):
-                raise Refused(f"{guest.peer} was refused: {guest.late()}")
-            guest.go_on()
-        return guest.come_in()
+                raise Refused(f"{pending.peer} was refused: {pending.late_reason()}")
+            pending.receive_step()
+        return pending.finish()
     except BaseException:
-        guest.close()
+        pending.close()
         raise
 
 
 class PendingHandshake:
-    """Connection whose peer has not proved the secret yet. It never blocks: ``go_on()`` takes what has
+    """Connection whose peer has not proved the secret yet. It never blocks: ``receive_step()`` takes what has
     arrived."""
 
     def __init__(self, sock: socket.socket, steps: Handshake, timeout: float) -> None:
@@ -121,9 +121,9 @@ class PendingHandshake:
         self.give_up = time.monotonic() + timeout
         self._timeout = timeout
         self._steps = steps
-        self._wanted = 0
-        self._came = bytearray()
-        self._relay: TlsProxy | None = None
+        self._expected = 0
+        self._received = bytearray()
+        self._proxy: TlsProxy | None = None
         self._last: Last | None = None
         self._sent: list[int] = []
         self.peer = "a peer that has gone"
@@ -132,7 +132,7 @@ class PendingHandshake:
         sock.setblocking(False)
         self._proceed(None)
 
-    def go_on(self) -> None:
+    def receive_step(self) -> None:
         """Receive at most the bytes of the current step, and continue the handshake.
 
         Raises :class:`Refused`. If Ctrl-C comes after the last message of the peer, the next call continues.
@@ -141,44 +141,44 @@ class PendingHandshake:
             self._end(self._last)
             return
         try:
-            came = self.sock.recv(self._wanted - len(self._came))
+            came = self.sock.recv(self._expected - len(self._received))
         except BlockingIOError:
             return
         except OSError as error:
             self._refuse(self._why_it_ended(error))
         if not came:
             self._refuse(self._why_it_ended())
-        self._came += came
-        if len(self._came) == self._wanted:
-            message = bytes(self._came)
-            self._came.clear()
+        self._received += came
+        if len(self._received) == self._expected:
+            message = bytes(self._received)
+            self._received.clear()
             self._proceed(message)
 
     def _why_it_ended(self, error: OSError | None = None) -> str:
-        if self._relay and (reason := self._relay.reason()):
+        if self._proxy and (reason := self._proxy.reason()):
             return reason
         if error:
             return f"the connection ended in the handshake ({error.strerror})"
-        if self._wanted == GREETING and not self._came:
+        if self._expected == GREETING and not self._received:
             return "it ended the connection and said nothing"
         return "it ended the connection in the handshake. Perhaps its secret differs from ours"
 
-    def come_in(self) -> tuple[socket.socket, Hello]:
+    def finish(self) -> tuple[socket.socket, Hello]:
         """Return the socket and the peer's hello, once the peer has proved the secret."""
         assert self.hello is not None
-        if self._relay:
-            self._relay.forget()
+        if self._proxy:
+            self._proxy.forget()
         self.sock.setblocking(True)
         return self.sock, self.hello
 
     def close(self) -> None:
-        if self._relay:
-            self._relay.forget()
+        if self._proxy:
+            self._proxy.forget()
         self.sock.close()
 
-    def late(self) -> str:
+    def late_reason(self) -> str:
         """Return the reason for refusing a peer that took too long."""
-        said = f"only {len(self._came)} of {self._wanted} bytes" if self._came else "nothing"
+        said = f"only {len(self._received)} of {self._expected} bytes" if self._received else "nothing"
         return f"it sent {said} in this step of the handshake, which has {self._timeout:g} s in all"
 
     def _proceed(self, message: bytes | None) -> None:
@@ -194,14 +194,14 @@ class PendingHandshake:
                 else:
                     self._encrypt(step)
                 step = next(self._steps)
-            self._wanted = step
+            self._expected = step
         except StopIteration as done:
             self.hello = done.value
         except Refused as refused:
             self._refuse(str(refused))
 
     def has_proved(self) -> bool:
-        """Return whether the peer is accepted, although another :meth:`go_on` may have to finish."""
+        """Return whether the peer is accepted, although another :meth:`receive_step` may have to finish."""
         return self._last is not None
 
     def _end(self, last: Last) -> None:
@@ -224,8 +224,8 @@ class PendingHandshake:
 
     def _encrypt(self, step: Encrypt) -> None:
         left = max(0.1, self.give_up - time.monotonic())
-        self._relay = TlsProxy(self.sock, step.mine, step.theirs, left)
-        self.sock = self._relay.end
+        self._proxy = TlsProxy(self.sock, step.ours, step.theirs, left)
+        self.sock = self._proxy.end
         self.sock.setblocking(False)
 
     def _refuse(self, reason: str) -> Any:
@@ -241,11 +241,11 @@ def handshake(secret: bytes, hello: Hello, *, dialled: bool, tls: bool = False) 
             f"secret must have at least {SECRET} bytes, got {len(secret)}; secrets.token_bytes(32) makes one"
         )
     certified = certificate() if tls and not dialled else None
-    mine = greeting(us, tls, certified.fingerprint if certified else NO_CERTIFICATE)
-    yield mine
+    ours = greeting(us, tls, certified.fingerprint if certified else NO_CERTIFICATE)
+    yield ours
     theirs = yield GREETING
     check_greeting(theirs, them, tls)
-    key = hmac.digest(secret, mine + theirs if dialled else theirs + mine, "sha256")
+    key = hmac.digest(secret, ours + theirs if dialled else theirs + ours, "sha256")
     if dialled:
         yield proof(key, us, b"proof")
         check((yield PROOF), proof(key, them, b"proof"))

@@ -48,7 +48,7 @@ class AuthenticatedListener:
         self._hello = hello
         self._tls = tls
         self._handshake_timeout = handshake_timeout
-        self._guests: list[PendingHandshake] = []  # the oldest is first
+        self._pending: list[PendingHandshake] = []  # the oldest is first
         self._closed_until = 0.0
         self._ready = selectors.DefaultSelector()
         self._ready.register(listener, selectors.EVENT_READ)
@@ -71,24 +71,24 @@ class AuthenticatedListener:
         """
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
-            for guest in [guest for guest in self._guests if guest.has_proved()]:
-                if (met := self._hand_over(guest, take)) is not None:
+            for pending in [pending for pending in self._pending if pending.has_proved()]:
+                if (met := self._return_accepted(pending, take)) is not None:
                     return met
             now = time.monotonic()
             for key, _ in self._ready.select(self._next_event(now, give_up)):
                 if key.fileobj is self._listener:
-                    self._let_wait()
-                elif self._go_on(key.data) and (met := self._hand_over(key.data, take)) is not None:
+                    self._accept_connection()
+                elif self._continue(key.data) and (met := self._return_accepted(key.data, take)) is not None:
                     return met
             now = time.monotonic()
-            self._send_away_the_late(now)
+            self._drop_late_peers(now)
             if give_up is not None and now >= give_up:
                 raise TimeoutError(f"no peer has proved the secret at {self.address} within {timeout:g} s")
 
     def _next_event(self, now: float, give_up: float | None) -> float | None:
         """Return the seconds until the next timer, or None if there is none."""
         times = [give_up] if give_up is not None else []
-        times += [guest.give_up for guest in self._guests[:1]]
+        times += [pending.give_up for pending in self._pending[:1]]
         if self._closed_until:
             times.append(self._closed_until)
             if now >= self._closed_until:
@@ -96,7 +96,7 @@ class AuthenticatedListener:
                 self._ready.register(self._listener, selectors.EVENT_READ)
         return max(0.0, min(times) - now) if times else None
 
-    def _let_wait(self) -> None:
+    def _accept_connection(self) -> None:
         """Accept a connection and begin its handshake."""
         try:
             sock = self._listener.accept_now()
@@ -110,7 +110,7 @@ class AuthenticatedListener:
             return
         steps = handshake(self._secret, self._hello, dialled=False, tls=self._tls)
         try:
-            guest = PendingHandshake(sock, steps, self._handshake_timeout)
+            pending = PendingHandshake(sock, steps, self._handshake_timeout)
         except Refused as refused:
             sock.close()
             self._note(str(refused))
@@ -118,67 +118,69 @@ class AuthenticatedListener:
         except BaseException:
             sock.close()
             raise
-        self._ready.register(guest.sock, selectors.EVENT_READ, guest)
-        self._guests.append(guest)
-        if len(self._guests) > AT_ONCE:
-            self._send_away(self._guests[0], f"more than {AT_ONCE} handshakes were going on at once")
+        self._ready.register(pending.sock, selectors.EVENT_READ, pending)
+        self._pending.append(pending)
+        if len(self._pending) > AT_ONCE:
+            self._drop_peer(self._pending[0], f"more than {AT_ONCE} handshakes were going on at once")
 
-    def _go_on(self, guest: PendingHandshake) -> bool:
+    def _continue(self, pending: PendingHandshake) -> bool:
         """Continue a handshake, and return whether the peer has proved the secret."""
-        sock = guest.sock
-        if guest not in self._guests:  # refused since it became ready, or still registered because of Ctrl-C
-            self._forget(guest, sock)
-            guest.close()
+        sock = pending.sock
+        if (
+            pending not in self._pending
+        ):  # refused since it became ready, or still registered because of Ctrl-C
+            self._unregister_peer(pending, sock)
+            pending.close()
             return False
         try:
             # when TLS begins, another process has this socket, and it would still be reported
             self._unregister(sock)
-            guest.go_on()
-            self._ready.register(guest.sock, selectors.EVENT_READ, guest)
+            pending.receive_step()
+            self._ready.register(pending.sock, selectors.EVENT_READ, pending)
         except BaseException as error:
-            if guest.has_proved() and not isinstance(error, Exception):
+            if pending.has_proved() and not isinstance(error, Exception):
                 raise  # the peer counts on being accepted, so the next call continues
-            self._forget(guest, guest.sock)
-            guest.close()
+            self._unregister_peer(pending, pending.sock)
+            pending.close()
             if isinstance(error, OSError) and lacks(error):  # TLS needs more descriptors
-                self._note(f"{guest.peer} was refused: {error.strerror}")
+                self._note(f"{pending.peer} was refused: {error.strerror}")
             elif isinstance(error, Refused):
                 self._note(str(error))
             else:
                 raise
             return False
-        return guest.has_proved()
+        return pending.has_proved()
 
-    def _hand_over(
-        self, guest: PendingHandshake, take: Callable[[socket.socket, Hello], object] | None
+    def _return_accepted(
+        self, pending: PendingHandshake, take: Callable[[socket.socket, Hello], object] | None
     ) -> tuple[socket.socket, Hello] | None:
         """Return the connection and the hello of a peer that has proved the secret."""
-        if guest.hello is None and not self._go_on(guest):
+        if pending.hello is None and not self._continue(pending):
             return None
-        met = guest.come_in()
+        met = pending.finish()
         if take is not None:
             take(*met)
-        self._forget(guest, guest.sock)
+        self._unregister_peer(pending, pending.sock)
         return met
 
-    def _forget(self, guest: PendingHandshake, sock: socket.socket) -> None:
+    def _unregister_peer(self, pending: PendingHandshake, sock: socket.socket) -> None:
         self._unregister(sock)
         with contextlib.suppress(ValueError):
-            self._guests.remove(guest)
+            self._pending.remove(pending)
 
     def _unregister(self, sock: socket.socket) -> None:
         # unregistered before: by a call that Ctrl-C ended, or before it was closed
         with contextlib.suppress(KeyError, ValueError):
             self._ready.unregister(sock)
 
-    def _send_away_the_late(self, now: float) -> None:
-        while self._guests and self._guests[0].give_up <= now:
-            self._send_away(self._guests[0], self._guests[0].late())
+    def _drop_late_peers(self, now: float) -> None:
+        while self._pending and self._pending[0].give_up <= now:
+            self._drop_peer(self._pending[0], self._pending[0].late_reason())
 
-    def _send_away(self, guest: PendingHandshake, reason: str) -> None:
-        self._forget(guest, guest.sock)
-        guest.close()
-        self._note(f"{guest.peer} was refused: {reason}")
+    def _drop_peer(self, pending: PendingHandshake, reason: str) -> None:
+        self._unregister_peer(pending, pending.sock)
+        pending.close()
+        self._note(f"{pending.peer} was refused: {reason}")
 
     def _note(self, reason: str) -> None:
         self.refused += 1
@@ -186,17 +188,17 @@ class AuthenticatedListener:
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when ``accept`` has work, except that of
-        :meth:`has_let_wait`."""
+        :meth:`has_proved_peer`."""
         return self._ready.fileno()
 
-    def has_let_wait(self) -> bool:
+    def has_proved_peer(self) -> bool:
         """Return whether a peer has proved the secret and waits, because Ctrl-C ended the last ``accept``."""
-        return any(guest.has_proved() for guest in self._guests)
+        return any(pending.has_proved() for pending in self._pending)
 
     def close(self) -> None:
         """Refuse all peers that have not proved the secret yet, and stop listening."""
-        for guest in list(self._guests):
-            self._send_away(guest, "the listener was closed")
+        for pending in list(self._pending):
+            self._drop_peer(pending, "the listener was closed")
         self._ready.close()
         self._listener.close()
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from flowchan.transport.pidfd import open_pidfd
 
-RELAY = Path(__file__).with_name("tls_proxy.py")
+PROGRAM = Path(__file__).with_name("tls_proxy.py")
 BUFFER = 512 * 1024  # of the plain side: at least as much as the proxy passes on at once
 A_DAY = datetime.timedelta(days=1)
 
@@ -86,21 +86,21 @@ class TlsProxy:
 
     Args:
         sock: The connection.
-        mine: Certificate of the listening end, or None.
+        ours: Certificate of the listening end, or None.
         theirs: Fingerprint that the dialling end must find.
         timeout: Seconds for the handshake of TLS.
     """
 
-    def __init__(self, sock: socket.socket, mine: Certificate | None, theirs: bytes, timeout: float) -> None:
-        self.end, far = socket.socketpair()
-        for side in (self.end, far):
+    def __init__(self, sock: socket.socket, ours: Certificate | None, theirs: bytes, timeout: float) -> None:
+        self.end, other = socket.socketpair()
+        for side in (self.end, other):
             side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         try:
-            with far, _own_pidfd() as parent_fd:
-                told = {
-                    "local": far.fileno(),
+            with other, _own_pidfd() as parent_fd:
+                settings = {
+                    "local": other.fileno(),
                     "net": sock.fileno(),
-                    "pem": mine.pem if mine else "",
+                    "pem": ours.pem if ours else "",
                     "fingerprint": theirs.hex(),
                     "timeout": timeout,
                     "parent": os.getpid(),
@@ -108,10 +108,10 @@ class TlsProxy:
                 }
                 handles = () if parent_fd is None else (parent_fd,)
                 process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(RELAY)],
+                    [sys.executable, "-I", "-S", str(PROGRAM)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    pass_fds=(far.fileno(), sock.fileno(), *handles),
+                    pass_fds=(other.fileno(), sock.fileno(), *handles),
                     start_new_session=True,  # so that Ctrl-C at the terminal does not reach it
                 )
         except BaseException:
@@ -120,20 +120,20 @@ class TlsProxy:
         sock.close()
         assert process.stdin is not None
         assert process.stdout is not None
-        self._says = process.stdout
+        self._reason_pipe = process.stdout
         # the proxy has died, which the end of the connection reports
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(told).encode() + b"\n")
+            process.stdin.write(json.dumps(settings).encode() + b"\n")
             process.stdin.flush()
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         # Reaps the process when it ends. The thread keeps only the process alive.
-        threading.Thread(target=process.wait, name="flowchan: end of a TLS relay", daemon=True).start()
+        threading.Thread(target=process.wait, name="flowchan: end of a TLS proxy", daemon=True).start()
 
     def reason(self) -> str:
         """Return why the proxy has ended, once ``end`` is at its end; empty if TLS had begun."""
-        return self._says.readline().decode().strip()
+        return self._reason_pipe.readline().decode().strip()
 
     def forget(self) -> None:
         """Close the pipe of :meth:`reason`."""
-        self._says.close()
+        self._reason_pipe.close()

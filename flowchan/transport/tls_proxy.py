@@ -21,7 +21,7 @@ import time
 from typing import cast
 
 AT_ONCE = 256 * 1024
-LAST_WORDS = 2.0  # seconds for passing on the bytes before the end
+FAREWELL_S = 2.0  # seconds for passing on the bytes before the end
 PARENT_CHECK_MS = 500  # between two checks of a parent without a pidfd
 
 
@@ -55,12 +55,12 @@ class Encrypted:
 
     def __init__(self, sock: socket.socket, pem: str) -> None:
         self.sock = sock
-        self._came, self._goes = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context(pem).wrap_bio(self._came, self._goes, server_side=bool(pem))
+        self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context(pem).wrap_bio(self._received, self._to_send, server_side=bool(pem))
         self._plain = bytearray(2 * AT_ONCE)
         self.over = False
 
-    def shake_hands(self, timeout: float) -> None:
+    def do_handshake(self, timeout: float) -> None:
         """Block until the connection is encrypted. Raises :class:`ProxyFailed`."""
         give_up = time.monotonic() + timeout
         try:
@@ -71,12 +71,12 @@ class Encrypted:
                 except ssl.SSLWantReadError:
                     wants = True
                 self.sock.settimeout(max(0.001, give_up - time.monotonic()))
-                self.sock.sendall(self._goes.read())
+                self.sock.sendall(self._to_send.read())
                 if not wants:
                     return
                 if not (came := self.sock.recv(AT_ONCE)):
                     raise ProxyFailed("it ended the connection while TLS began")
-                self._came.write(came)
+                self._received.write(came)
         except OSError as error:
             raise ProxyFailed(f"TLS did not begin ({error})") from None
 
@@ -89,13 +89,13 @@ class Encrypted:
     def encrypt(self, plain: memoryview) -> bytes:
         while plain:
             plain = plain[self._tls.write(plain) :]
-        return self._goes.read()
+        return self._to_send.read()
 
     def receive(self) -> tuple[memoryview, bytes]:
         """Receive, and return the decrypted bytes and the bytes that TLS itself has to send."""
         came = self.sock.recv(AT_ONCE)
         if came:
-            self._came.write(came)
+            self._received.write(came)
         else:
             self.over = True
         return self.decrypt()
@@ -115,12 +115,12 @@ class Encrypted:
             pass
         except ssl.SSLError:  # its close_notify, or a record that was tampered with
             self.over = True
-        return view[:size], self._goes.read()
+        return view[:size], self._to_send.read()
 
     def farewell(self) -> bytes:
         with contextlib.suppress(ssl.SSLError):
             self._tls.unwrap()
-        return self._goes.read()
+        return self._to_send.read()
 
 
 class Pump:
@@ -154,7 +154,7 @@ class Pump:
             if self._local_over or self._net.over:
                 self._end_soon()
         if not self._net.over:
-            self._say_farewell()
+            self._send_farewell()
 
     def _done(self) -> bool:
         return (
@@ -165,7 +165,7 @@ class Pump:
 
     def _end_soon(self) -> None:
         if self._give_up is None:
-            self._give_up = time.monotonic() + LAST_WORDS
+            self._give_up = time.monotonic() + FAREWELL_S
 
     def _wait(self) -> list[tuple[int, int]]:
         """Return the events of the sockets. Also notice the end of a side that is neither read nor written
@@ -222,17 +222,17 @@ class Pump:
         if encrypted:
             self._to_net = memoryview(bytes(self._to_net) + encrypted)
 
-    def _say_farewell(self) -> None:
+    def _send_farewell(self) -> None:
         """End the connection so that the peer gets all bytes that were sent.
 
         Closing a socket with unread bytes would destroy them.
         """
         sock = self._net.sock
         with contextlib.suppress(OSError):
-            sock.settimeout(LAST_WORDS)
+            sock.settimeout(FAREWELL_S)
             sock.sendall(self._net.farewell())
             sock.shutdown(socket.SHUT_WR)
-            give_up = time.monotonic() + LAST_WORDS
+            give_up = time.monotonic() + FAREWELL_S
             while sock.recv(AT_ONCE) and time.monotonic() < give_up:
                 pass
 
@@ -240,18 +240,18 @@ class Pump:
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        told = json.loads(sys.stdin.readline() or "{}")
-        parent, parent_fd = told["parent"], told["parent_fd"]
+        settings = json.loads(sys.stdin.readline() or "{}")
+        parent, parent_fd = settings["parent"], settings["parent_fd"]
     except KeyError:  # the process that started it has died
         return 1
     if os.getppid() != parent:
         return 1
-    with socket.socket(fileno=told["local"]) as local, socket.socket(fileno=told["net"]) as sock:
-        net = Encrypted(sock, told["pem"])
+    with socket.socket(fileno=settings["local"]) as local, socket.socket(fileno=settings["net"]) as sock:
+        net = Encrypted(sock, settings["pem"])
         try:
-            net.shake_hands(told["timeout"])
-            if not told["pem"]:
-                net.check_certificate(bytes.fromhex(told["fingerprint"]))
+            net.do_handshake(settings["timeout"])
+            if not settings["pem"]:
+                net.check_certificate(bytes.fromhex(settings["fingerprint"]))
         except ProxyFailed as failed:
             with contextlib.suppress(BrokenPipeError):  # the pipe is closed, so no process asks
                 os.write(1, f"{failed}\n".encode())

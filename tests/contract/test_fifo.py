@@ -101,7 +101,7 @@ def test_iteration_left_early_leaves_the_rest(make):
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 64, 1_000])
 def test_channel_holds_exactly_its_capacity(make, capacity):
-    """C2: exactly so many items fit, and the next one does not."""
+    """C2: exactly ``capacity`` items fit, and the next one does not."""
     ch = make(capacity)
     assert ch.capacity == capacity
     for i in range(capacity):

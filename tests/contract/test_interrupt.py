@@ -60,7 +60,7 @@ def answer_after(script, signum):
 
 @pytest.mark.parametrize("call", READS)
 def test_ctrl_c_interrupts_a_waiting_reader(transport, call):
-    """C9: afterwards there is no waiter, and the channel works as before."""
+    """C9: afterwards no call waits, and the channel works as before."""
     after = "ch.put('next'); print(ch.get())" if "reader()" not in call else "print('next')"
     script = run_until_blocked(across=transport.across, side="readers", prepare="", call=call, after=after)
     assert answer_after(script, signal.SIGINT) == "interrupted 0 0 0\nnext\n"
@@ -68,7 +68,7 @@ def test_ctrl_c_interrupts_a_waiting_reader(transport, call):
 
 @pytest.mark.parametrize("call", WRITES)
 def test_ctrl_c_interrupts_a_waiting_writer(transport, call):
-    """C9: the item was not put, there is no waiter, and the channel works as before."""
+    """C9: the item was not put, no call waits, and the channel works as before."""
     after = "print(ch.get_many(5))"
     script = run_until_blocked(
         across=transport.across, side="writers", prepare="ch.put(1)", call=call, after=after

@@ -52,7 +52,7 @@ def test_get_by_another_thread_wakes_a_select_to_put(kind):
 
 @pytest.mark.parametrize("across", [pytest.param(one.across, id=one.name) for one in TRANSPORTS])
 def test_ctrl_c_interrupts_a_waiting_select(across):
-    """C9, C10: nothing was done, there is no waiter, and the channels work as before."""
+    """C9, C10: nothing was done, no call waits, and the channels work as before."""
     text = f"""
 import threading
 from support.waiting import nobody_waits, wait_blocked

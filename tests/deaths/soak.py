@@ -122,7 +122,7 @@ class Case:
     most: int | None  # an ordered stream must have the first ``most`` items, any other one as many
 
     def wanted(self, found: list[Item]) -> list[Item]:
-        """Return the correct output for what was found."""
+        """Return the correct output for the output that was found."""
         if self.most is None or self.ordered:
             return self.expected[: self.most]
         chosen = Counter(found) & Counter(self.expected)

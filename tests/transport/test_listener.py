@@ -63,22 +63,22 @@ def test_proved_peer_is_accepted_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -
     end = authentication.PendingHandshake._end
     with opened() as door:
 
-        def interrupted(guest: authentication.PendingHandshake, last: Any) -> None:
-            if guest in door._guests:
+        def interrupted(pending: authentication.PendingHandshake, last: Any) -> None:
+            if pending in door._pending:
                 raise KeyboardInterrupt
-            end(guest, last)
+            end(pending, last)
 
         peer = ThreadPeer(dialled, door)
         with monkeypatch.context() as planted:
             planted.setattr(authentication.PendingHandshake, "_end", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 door.accept(30)
-        assert door.has_let_wait()
+        assert door.has_proved_peer()
         sock, _ = door.accept(30)
         with sock:
             sock.sendall(b"hello")
         assert peer.result() == b"hello"
-        assert not door.has_let_wait()
+        assert not door.has_proved_peer()
 
 
 def test_refused_peer_is_counted_and_named() -> None:

@@ -46,7 +46,7 @@ def relays() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # it has ended in the meantime
-            found += [child] if str(tls.RELAY) in child.cmdline() else []
+            found += [child] if str(tls.PROGRAM) in child.cmdline() else []
     return found
 
 
@@ -149,18 +149,20 @@ def test_proxy_ends_when_its_parent_is_killed() -> None:
 def test_proxy_exits_silently_if_its_parent_has_died() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
-    for told in (b"", b'{"parent": %d, "parent_fd": null}\n' % process.pid):
-        relay = subprocess.run([sys.executable, "-I", "-S", str(tls.RELAY)], input=told, capture_output=True)
-        assert (relay.returncode, relay.stdout, relay.stderr) == (1, b"", b"")
+    for settings in (b"", b'{"parent": %d, "parent_fd": null}\n' % process.pid):
+        proxy = subprocess.run(
+            [sys.executable, "-I", "-S", str(tls.PROGRAM)], input=settings, capture_output=True
+        )
+        assert (proxy.returncode, proxy.stdout, proxy.stderr) == (1, b"", b"")
 
 
 def test_secret_is_not_visible_to_other_processes() -> None:
     with encrypted():
         for process in relays():
-            told = " ".join(process.cmdline()) + str(process.environ())
-            assert process.cmdline()[1:] == ["-I", "-S", str(tls.RELAY)]
+            settings = " ".join(process.cmdline()) + str(process.environ())
+            assert process.cmdline()[1:] == ["-I", "-S", str(tls.PROGRAM)]
             for secret in (SECRET.decode(), SECRET.hex(), "PRIVATE KEY", tls.certificate().fingerprint.hex()):
-                assert secret not in told
+                assert secret not in settings
 
 
 def test_a_wrong_secret_is_refused_before_tls_begins() -> None:

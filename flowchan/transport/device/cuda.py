@@ -1,7 +1,7 @@
 """CUDA tensors of torch, for ``transfer.py``.
 
 Copies, streams and events use torch. Shared memory uses the driver. The allocator of torch may return memory
-without a handle (expandable segments, pools of other libraries). torch's sharing of storages keeps its own
+without a handle, such as expandable segments. The sharing of storages in torch keeps its own
 reference counts in files. So this file calls the driver directly, by calls that every driver since CUDA 9
 has. Each call is made in the device's primary context, which torch also uses.
 """
