@@ -49,7 +49,7 @@ ERRORS = (
     RuntimeError,
     pickle.PickleError,
 )
-"""What a call may raise: the channel's own errors, and what unpickling damaged content can."""
+"""Errors that a call may raise: the channel's own ones, and those of unpickling damaged content."""
 
 
 class Memory:

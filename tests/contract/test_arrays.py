@@ -23,7 +23,7 @@ torch = optional("torch")
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 BLOCK = 16_384
-"""Bytes from which on an item is read in place."""
+"""Least size in bytes of an item that is read in place."""
 
 
 @dataclasses.dataclass

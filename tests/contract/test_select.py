@@ -16,7 +16,7 @@ from flowchan import Broken, Channel, Closed, Drained, Empty, Full, NothingReady
 
 MIXES = [*([transport] for transport in TRANSPORTS), *map(list, itertools.combinations(TRANSPORTS, 2))]
 ELSEWHERE = Transport("elsewhere", "hosts", peers=(), copies=True)
-"""Channels that have their home in another program."""
+"""Channels that another program owns."""
 FAR_MIXES = [[ELSEWHERE], [TRANSPORTS[0], ELSEWHERE]]
 
 

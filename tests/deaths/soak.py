@@ -29,10 +29,10 @@ from flowchan.run.policy import decisions
 from tests.support.gangs import in_step
 
 STALL = 60.0
-"""Seconds without any movement that count as a hang."""
+"""Seconds without progress that count as a hang."""
 MOST_KILLS = 3
-"""Kills after which something must have moved before the next one: dying faster than starting gets nobody
-anywhere."""
+"""Kills without progress, after which the next kill waits for progress. Workers that die faster than they
+start never finish."""
 ENDLESS = 10**9
 """A limit that the random deaths of a soak never reach."""
 

@@ -26,7 +26,7 @@ from flowchan import Channel, Drained, Full
 
 MAX_BYTES = 300_000
 HEADROOM = 4096
-"""What an item may need besides its array."""
+"""Bytes that an item may need in addition to its array."""
 
 SIZES = st.one_of(st.integers(1, 2000), st.integers(4000, 20_000), st.integers(20_000, MAX_BYTES - HEADROOM))
 

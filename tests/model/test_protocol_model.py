@@ -144,7 +144,7 @@ FAULTS = [
 ]
 FAR_FAULT = ("gate", f"ITEMS=2 {CALM}", "PLANT_wake_one")  # found only after millions of states
 AT_ONCE = list({fault[0]: fault for fault in reversed(FAULTS)}.values())
-"""The first of each model. A model that has not changed finds what it found: the others are for make soak."""
+"""The first fault of each model. An unchanged model finds the same faults, so the others run in make soak."""
 
 
 def long(search: tuple[str, ...]) -> Any:

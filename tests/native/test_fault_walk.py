@@ -111,10 +111,10 @@ ONCE |= {
     "put what was on loan, parked",
     "cut memory anew between used blocks",
 }
-"""Whose recovery is that of others, so that only one process dies in them."""
+"""Operations whose recovery is that of others, so that only one process dies in them."""
 
 Points = tuple[int, int]
-"""At how many points a process died in an operation, and at how many a second one in the recovery."""
+"""Number of points at which a process died in an operation, and a second one in the recovery."""
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,15 @@ OPTIONS = {
     "address": {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
     "thread": {"TSAN_OPTIONS": "halt_on_error=1"},
 }
-"""By folder of build/native-tests; the address sanitizer goes together with that of undefined behaviour."""
+"""Options by folder of build/native-tests. The address sanitizer also checks undefined behaviour."""
 SANITIZERS = [pytest.param(name, marks=pytest.mark.long) for name in OPTIONS]
-"""The core has to be compiled for each anew, and a core that has not changed is as clean as it was."""
+"""Marked as long: each needs another build of the core, and an unchanged core stays clean."""
 REPORTS = [
     ("address", "PLANT_ASAN", "heap-buffer-overflow"),
     ("address", "PLANT_UBSAN", "runtime error: shift exponent"),
     ("thread", "PLANT_TSAN", "ThreadSanitizer: data race"),
 ]
-"""The fault to plant under these sanitizers, and what they must say of it."""
+"""The fault to plant under each sanitizer, and the report that it must give."""
 planted = pytest.mark.parametrize(
     ("sanitizer", "plant", "report"), [pytest.param(*found, marks=pytest.mark.long) for found in REPORTS]
 )

@@ -13,7 +13,7 @@ from flowchan import _core
 
 MANYLINUX = (2, 28)
 NOT_OURS = {"fstat", "stat", "stat64", "pthread_cond_clockwait", "__libc_single_threaded"}
-"""Older headers say __fxstat and __xstat64, and an older libstdc++ leaves the others out."""
+"""Older headers use __fxstat and __xstat64, and an older libstdc++ does not need the others."""
 
 
 def symbols(library: Path, *which: str) -> Iterator[tuple[str, tuple[int, ...]]]:

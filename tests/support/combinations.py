@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import pytest
 
 MARKERS = {"each_value": 1, "each_pair": 2}
-"""With how many parameters whose values belong together."""
+"""Number of parameters whose values are combined, by marker."""
 COSTLY = ("forkserver", "spawn")
 
 

@@ -21,7 +21,7 @@ from flowchan.hosts.providers.provider import Launch, StartedAgent
 CHUNK = 64 << 10
 LONG = 3600.0
 NOWHERE = bytes(16)
-"""What a socket is connected to that is to be connected no more."""
+"""Address that disconnects a socket."""
 
 
 class Wire:

@@ -12,7 +12,7 @@ import pytest
 
 LARGE = ("torch", "sklearn", "polars", "pyarrow", "PIL")
 LOADED = pytest.StashKey[list[str]]()
-"""Which of them are there once the tests have been collected."""
+"""Those that are loaded once the tests have been collected."""
 
 
 class _Missing:

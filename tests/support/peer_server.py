@@ -26,7 +26,7 @@ import cloudpickle
 
 PR_SET_PDEATHSIG = 1
 kept: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-"""What the function holds on to is not let go of before the program ends."""
+"""Keeps the objects of the function until the program ends."""
 
 
 def main() -> None:

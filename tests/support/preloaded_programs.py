@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 from support.fork_server import ForkingProgram, started
 
 TORCH = ("torch", "torch._dynamo", "sklearn.datasets", "flowchan.pipelines.sequential")
-"""``torch._dynamo`` is what the first optimizer of a process imports."""
+"""The first optimizer of a process imports ``torch._dynamo``."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""OpenBLAS starts threads when it is imported. In a thread of gloo's own ``torch.set_num_threads`` says
-nothing, and what several threads add up is rounded otherwise now and then."""
+"""OpenBLAS starts threads when it is imported. ``torch.set_num_threads`` has no
+effect in gloo's own threads, and sums over several threads sometimes round differently."""
 PIPE_ENDS = [(pipe, end) for pipe in ("p2c", "c2p", "err") for end in ("read", "write")]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from support.preloaded_programs import Template
 
 _template: Template | None = None
-"""Of whose children the programs are, while there is one."""
+"""Template that forks the programs, if any."""
 
 
 def script(folder: Path, text: str, name: str = "script.py") -> Path:

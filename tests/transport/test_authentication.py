@@ -21,7 +21,7 @@ from flowchan.transport import authentication, tcp
 from flowchan.transport.authentication import GREETING, HELLO, PROOF
 
 SIZES = [GREETING, PROOF, HELLO + PROOF]
-"""What either side sends, message by message."""
+"""Sizes of the messages of either side."""
 ROLES = (authentication.DIALLED, authentication.LISTENS)
 
 

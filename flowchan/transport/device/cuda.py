@@ -1,9 +1,9 @@
 """CUDA tensors of torch, for ``transfer.py``.
 
 Copies, streams and events use torch. Shared memory uses the driver. The allocator of torch may return memory
-without a handle, such as expandable segments. The sharing of storages in torch keeps its own
-reference counts in files. So this file calls the driver directly, by calls that every driver since CUDA 9
-has. Each call is made in the device's primary context, which torch also uses.
+without a handle, such as expandable segments. The sharing of storages in torch keeps separate reference
+counts in files. So this file calls the driver directly, with functions that every driver since CUDA 9 has.
+Each call is made in the device's primary context, which torch also uses.
 """
 
 from __future__ import annotations
