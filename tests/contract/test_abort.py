@@ -116,7 +116,7 @@ def test_abort_discards_the_items_inside(make):
     assert ch.stats().inside == 0
 
 
-def test_abort_without_a_cause(make, spawn_peer):
+def test_abort_without_a_cause_raises_plain_broken(make, spawn_peer):
     """C6: the error then has no cause."""
     ch = make()
     ch.abort()

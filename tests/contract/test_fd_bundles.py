@@ -119,7 +119,7 @@ def test_channels_in_channels_pass_through_several_receivers(make, spawn_peer, t
 
 
 @pytest.mark.not_hosts("an item carries addresses, and no descriptors")
-def test_many_channels_in_one_item(make, transport):
+def test_item_with_many_channels_arrives(make, transport):
     """C14: up to the limit of one kernel message; more are refused with the number, and nothing is put."""
     carrier = make()
     carrier.put([transport.make(2) for _ in range(126)])

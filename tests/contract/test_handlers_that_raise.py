@@ -106,7 +106,7 @@ def test_interrupted_put_puts_nothing(make, handler):
     assert ch.get_many(2) == [1]
 
 
-def test_error_of_the_item_is_not_taken_for_a_handlers(make, handler):
+def test_error_of_the_item_differs_from_a_handlers(make, handler):
     """The error has the same type, and a handler is installed."""
 
     def fails():

@@ -24,7 +24,7 @@ def test_a_new_channel_counts_nothing(make):
     assert {name: getattr(stats, name) for name in COUNTS} == dict.fromkeys(COUNTS, 0)
 
 
-def test_len_empty_full(make):
+def test_len_counts_items_from_none_to_capacity(make):
     """C15: len is the number of items inside, from none to capacity."""
     ch = make(3)
     for count in range(3):

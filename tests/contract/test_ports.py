@@ -258,7 +258,7 @@ def test_closing_a_reading_port_finishes_its_item(make):
     assert list(ch) == [3]
 
 
-def test_iterating_a_reading_port(make):
+def test_iteration_over_a_reading_port_ends_when_drained(make):
     """C5: like iterating over the channel."""
     ch = make()
     ch.put_many(range(5))

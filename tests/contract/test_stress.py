@@ -118,7 +118,7 @@ def test_items_of_every_size_keep_their_content(make, spawn_peer, make_gate):
     assert seen == {0: 60, 1: 60, 2: 60}
 
 
-def test_channel_through_channel(make, spawn_peer, make_gate, transport):
+def test_many_channels_pass_through_channels(make, spawn_peer, make_gate, transport):
     """C14: different users make, send, fill, close and drain channels, many times over."""
     rounds, items = 40, 25
     requests = make(4)
@@ -144,7 +144,7 @@ def test_channel_through_channel(make, spawn_peer, make_gate, transport):
     assert sum(server.result() for server in servers) == rounds
 
 
-def test_a_ring_of_stages_passes_everything_around(make, spawn_peer):
+def test_chain_of_stages_drains_from_its_first_channel(make, spawn_peer):
     """C1, C4, C5: a chain of small channels drains when its first one closes."""
     stages, items = 5, 1_000
     chain = [make(2) for _ in range(stages + 1)]

@@ -206,7 +206,7 @@ def test_object_twice_in_an_item_arrives_as_one_object(make):
     assert item["first"] is item["second"]
 
 
-def test_an_item_that_contains_itself(make):
+def test_item_that_contains_itself_arrives(make):
     ch = make()
     loop: list[Any] = [1]
     loop.append(loop)
@@ -215,7 +215,7 @@ def test_an_item_that_contains_itself(make):
     assert arrived[1] is arrived
 
 
-def test_a_tuple_that_contains_itself_by_a_list(make):
+def test_tuple_that_contains_itself_through_a_list_arrives(make):
     """This is not a small tuple of built-ins, so the direct encoding must not take it."""
     ch = make()
     inner: list[Any] = []
@@ -227,7 +227,7 @@ def test_a_tuple_that_contains_itself_by_a_list(make):
 
 
 @pytest.mark.copying
-def test_tuples_nested_deeper_than_any_stack(make):
+def test_too_deeply_nested_tuple_raises_a_readable_error(make):
     """The put must raise a readable error and put nothing, and never crash."""
     deep: Any = ()
     for _ in range(100_000):

@@ -49,7 +49,7 @@ def kill_one(run: Run, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("ordered", [True, False])
-def test_kills_while_every_elastic_stage_is_scaled_at_random(seed: int, ordered: bool) -> None:
+def test_kills_during_random_scaling_lose_nothing(seed: int, ordered: bool) -> None:
     rng = random.Random(seed)
     options: dict[str, Any] = {"on": "process", "ordered": ordered, "restarts": 100, "max_deaths": 100}
     graph = Graph("scaled")

@@ -288,7 +288,7 @@ def test_fairness_duplicates() -> None:
 
 
 @across
-def test_channel_through_channel(across: Any, go: Any) -> None:
+def test_many_channels_pass_through_channels(across: Any, go: Any) -> None:
     ch = Channel[Any](1, across=across)
 
     def put() -> None:

@@ -162,7 +162,7 @@ def test_receiver_stream_waits_for_the_senders_event(start):
     assert tensor.sum() == 5 * LARGE
 
 
-def test_streams_other_than_the_default(start):
+def test_transfer_uses_the_current_stream(start):
     ch, back = channel(), channel()
     start(_echo, ch, back)
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -288,7 +288,7 @@ def test_devices_are_known_by_identity_not_by_number(start, monkeypatch):
 
 
 @two
-def test_tensors_of_two_devices_in_one_item(start):
+def test_item_with_tensors_of_two_devices_arrives(start):
     ch, back = channel(), channel()
     start(_echo, ch, back)
     ch.put([torch.full((LARGE,), number, device=f"cuda:{number}") for number in range(2)])

@@ -90,7 +90,7 @@ def test_the_drivers_errors_say_which_call_failed(driver, call, said):
     assert driver.allocate(0, 1)[0] == 0x7F1234000064  # the context was popped again
 
 
-def test_without_a_driver_there_is_an_error_and_no_crash():
+def test_missing_driver_raises_an_error():
     with pytest.raises(OSError, match="libnone"):
         Driver("libnone.so.1")
 
@@ -98,7 +98,7 @@ def test_without_a_driver_there_is_an_error_and_no_crash():
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a CUDA device: run this on a machine that has none"
 )
-def test_where_no_device_is_none_is_seen():
+def test_torch_device_without_devices_lists_none():
     assert TorchDevice().visible() == []
 
 
@@ -112,7 +112,7 @@ DENSE = {
 
 
 @pytest.mark.parametrize("name", [name for name in DENSE if DENSE[name].numel()])
-def test_a_tensors_contents_lie_in_bytes_and_are_read_again(name):
+def test_tensor_contents_are_written_and_read_as_bytes(name):
     sent = DENSE[name]
     memory = torch.zeros(2 << 20, dtype=torch.uint8)
     size = sent.numel() * sent.element_size()
@@ -202,7 +202,7 @@ def host_as_device(driver, monkeypatch):
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])
-def test_torchs_part_of_the_protocol(host_as_device, monkeypatch, switch):
+def test_torch_device_follows_the_protocol(host_as_device, monkeypatch, switch):
     monkeypatch.setenv(transfer.SWITCH, switch)
     monkeypatch.setattr(torch, "device", lambda *named: "cpu" if switch == "0" else torch_device(*named))
     sent = torch.arange(1000).reshape(10, -1).t()
@@ -229,12 +229,12 @@ def test_torchs_part_of_the_protocol(host_as_device, monkeypatch, switch):
         assert Event.made == []
 
 
-def test_torchs_part_without_room_goes_through_host_memory(host_as_device):
+def test_torch_device_without_room_uses_host_memory(host_as_device):
     with pytest.raises(NoRoom, match="OUT_OF_MEMORY"):
         TorchDevice().allocate("GPU-1234", 2 << 40)
 
 
-def test_a_graph_that_is_captured_refuses_a_put(host_as_device):
+def test_put_during_a_graph_capture_is_refused(host_as_device):
     tensor = SimpleNamespace(device=SimpleNamespace(index=0))
     assert TorchDevice().identity(tensor) == "GPU-1234"
     host_as_device.is_current_stream_capturing = lambda: True
