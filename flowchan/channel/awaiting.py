@@ -3,8 +3,8 @@
 A coroutine that cannot continue joins the wait queue of the channel, as a thread would. It registers the wait
 with a :class:`Watcher` of its event loop. The watcher's thread sleeps on all registered waits at once, and
 tells the loop which of them have changed. The coroutine then tries its operation again. So a wait does not
-cost a thread. Items are taken only in the loop, in one step with returning them: a cancelled call has not
-taken one.
+cost a thread. Items are taken only in the loop, in the same step that returns them. So a cancelled call
+has not taken one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowchan.channel.sides import Readable, Writable
 from flowchan.errors import Drained, Empty, Full
 
 if TYPE_CHECKING:
-    import asyncio  # slow to import; loaded already wherever something awaits
+    import asyncio  # slow to import; a program that awaits has loaded it already
 
 T = TypeVar("T")
 

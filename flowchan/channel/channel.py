@@ -50,14 +50,14 @@ _MOST_BY_DEFAULT = 16 << 30
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Process that keeps memory of a channel, by arrays, tensors and memory views.
+    """Process that keeps memory of a channel by its arrays, tensors and memory views.
 
-    The process has received these and still has them, or it has them on loan.
+    The process has received these and still refers to them, or it has them on loan.
 
     Attributes:
         pid: Number of the process.
-        blocks: Number of blocks that it keeps.
-        bytes: Size of these blocks together.
+        blocks: Number of memory blocks that it keeps.
+        bytes: Total size of these blocks.
     """
 
     pid: int
@@ -85,13 +85,13 @@ class ChannelStats:
         read_wait: Time that readers have spent waiting.
         write_wait: Time that writers have spent waiting.
         turn_wait: Part of ``write_wait`` in which ordered writers waited for their turn at an empty channel.
-        readers_waiting_for: Time since which at least one reader has been waiting, without a break.
+        readers_waiting_for: Time for which at least one reader has been waiting without a break.
         writers_waiting_for: The same for writers.
         selecting: Waiters that another event may also wake (``select``, ``await``, a timeout).
         woken: Waiters that have been signalled and do not run yet.
         awaiting: Those of ``selecting`` that are coroutines of this process.
         bytes_inside: Bytes that count against ``max_bytes``.
-        short_of_bytes: Whether a writer waits for bytes instead of for a free item.
+        short_of_bytes: Whether a writer waits because of ``max_bytes``, and not because of ``capacity``.
         holders: Processes that keep blocks of the channel's memory.
     """
 
@@ -142,12 +142,13 @@ class Channel(_core.Channel[T]):
     (docs/explanation/contract.md).
 
     Args:
-        capacity: Items inside at which ``put`` waits (default 64). ``None``, for threads only, sets no bound.
+        capacity: Number of items at which ``put`` waits (default 64). ``None``, only for threads, sets no
+            bound.
         across: ``"threads"`` (the default) passes references within one process. ``"processes"`` passes
             copies through shared memory. ``"hosts"`` does the same, and programs on other hosts can open the
             channel (docs/hosts.md).
-        max_bytes: Bytes inside at which ``put`` waits. The default is unlimited for threads, and else half
-            of the machine's memory, at most 16 GiB. Memory is allocated when it is needed, and reused.
+        max_bytes: Number of bytes at which ``put`` waits. The default is no limit for threads, and
+            otherwise half of the machine's memory, at most 16 GiB. Memory is allocated on demand.
 
     Raises:
         ValueError: An argument is out of range, or ``across`` is unknown.
@@ -187,7 +188,7 @@ class Channel(_core.Channel[T]):
 
     @property
     def transport(self) -> Transport:
-        """Return the transport of the channel, such as threads or processes."""
+        """Return the transport of the channel."""
         return TRANSPORTS[self.across]
 
     @property
@@ -265,7 +266,7 @@ class Channel(_core.Channel[T]):
         the run with the same cause.
 
         Args:
-            cause: The exception that the other users get as the cause. Default: none.
+            cause: The cause of the ``Broken`` errors. Default: none.
 
         Raises:
             TypeError: ``cause`` is not an exception.
@@ -293,7 +294,7 @@ class Channel(_core.Channel[T]):
     __anext__ = awaiting.anext_item
 
     def stats(self) -> ChannelStats:
-        """Return the statistics of this moment, which are taken together under the channel's lock."""
+        """Return consistent statistics of this moment, taken under the channel's lock."""
         stats = self._stats()
         held = stats.pop("holders")
         return ChannelStats(**stats, holders=tuple(Holder(*one) for one in held))

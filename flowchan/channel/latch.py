@@ -1,4 +1,4 @@
-"""Event that is set once, for threads and coroutines."""
+"""Latch for threads and coroutines."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from flowchan.errors import Drained, Empty
 
 
 class Latch:
-    """Wait for an event that is set once.
+    """Event that is set once, as a channel that closes.
 
-    This is a channel that closes, in place of ``threading.Event``. Ctrl-C during ``Event.wait`` can leave the
+    It replaces ``threading.Event``: Ctrl-C during ``Event.wait`` can leave the
     lock of the event held. Ctrl-C just before the wait is not noticed until the wait ends.
     """
 

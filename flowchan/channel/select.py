@@ -69,11 +69,11 @@ def select(
     different transports.
 
     Args:
-        gets: Channels or ports to get an item from. Drained ones are left out.
+        gets: Channels or ports from which an item may be taken. Drained ones are ignored.
         puts: Pairs of a channel or port and an item to put.
         timeout: Seconds to wait. Default: no limit.
-        ready: Channels of which no item is taken. One is chosen when a get would not wait: it has an item,
-            or it is drained. So closing an empty channel ends any number of selects that wait for it.
+        ready: Channels from which no item is taken. One is chosen if a get would not wait, because it has
+            an item or is drained. So closing an empty channel ends all selects that wait for it.
 
     Returns:
         The operation that was done, as a :class:`Selected`.
@@ -124,7 +124,7 @@ def is_elsewhere(target: Any) -> bool:
 def _channels(ready: Iterable[Channel[Any]]) -> list[Channel[Any]]:
     """Check ``ready`` and return its channels.
 
-    Ports are refused: the next get of a port finishes the item before, and a test must not do that.
+    Ports are refused, because a get from a port also finishes the item before.
     """
     looking: list[Channel[Any]] = [] if isinstance(ready, Channel | In) else list(ready)
     if isinstance(ready, Channel | In) or not all(isinstance(channel, Channel) for channel in looking):

@@ -37,8 +37,8 @@ Packed = bytes | list[Any]
 def pack(value: object) -> Packed:
     """Serialise a value as a channel between processes does, so that it can be sent in the value's place.
 
-    :func:`unpack` makes the value. A receiver can so keep an item before it makes any part of the value, and
-    decide what to do if this fails.
+    :func:`unpack` makes the value. So a receiver can keep the packed item before it makes any part of the
+    value, and decide what to do if this fails.
 
     Args:
         value: Any value that can be an item.
