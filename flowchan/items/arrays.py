@@ -70,8 +70,8 @@ def _reduce_memoryview(view: memoryview) -> Any:
         code = code[1:]
     if len(code) != 1 or code not in _CODES or struct.calcsize(f"@{code}") != view.itemsize:
         raise TypeError(
-            f"a memoryview of format {view.format!r} can't be sent; allowed are "
-            f"{', '.join(_CODES)}. Send view.cast('B') or an array"
+            f"a memoryview of format {view.format!r} can't be sent, only "
+            f"{', '.join(_CODES)}; send view.cast('B') or an array"
         )
     return _rebuild_memoryview, (
         PickleBuffer(view if view.c_contiguous else view.tobytes()),

@@ -55,7 +55,7 @@ def pack(value: object) -> Packed:
         >>> unpack(pack({"a": 1}))
         {'a': 1}
     """
-    return _beside(*_pack_with(value, descriptors.Companions()))
+    return _with_companions(*_pack_with(value, descriptors.Companions()))
 
 
 def pack_to_pass_on(value: object) -> tuple[Packed, Callable[[], None]]:
@@ -64,15 +64,15 @@ def pack_to_pass_on(value: object) -> tuple[Packed, Callable[[], None]]:
     Returns the packed value, and a function to call if the value is not sent.
     """
     packed, companions = _pack_with(value, descriptors.Unopened())
-    return _beside(packed, companions), companions.take_back
+    return _with_companions(packed, companions), companions.take_back
 
 
 def pack_away(value: object) -> Packed:
     """Serialise a value for another host, with copies of the memory that processes share."""
-    return _beside(*_pack_with(value, descriptors.DuplicatedDescriptors()))
+    return _with_companions(*_pack_with(value, descriptors.DuplicatedDescriptors()))
 
 
-def _beside(packed: Packed, companions: descriptors.Parcel) -> Packed:
+def _with_companions(packed: Packed, companions: descriptors.Parcel) -> Packed:
     if not companions.kept:
         return packed
     return [*([packed] if isinstance(packed, bytes) else packed), *companions.kept]
@@ -99,7 +99,7 @@ def _pack(value: object) -> Packed:
         data = out.getvalue()
     except unless_interrupted(Exception):
         data = None
-    if data is None or _names_what_is_only_here(data):
+    if data is None or _names_local_objects(data):
         del buffers[:]
         if descriptors.now.packing is not None:
             descriptors.now.packing.take_back()
@@ -175,7 +175,7 @@ _NAMES_SOMETHING = pickle.STACK_GLOBAL
 """Protocol 5 has this byte before each reference to a function or a class. A search for one byte is quick."""
 
 
-def _names_what_is_only_here(data: bytes) -> bool:
+def _names_local_objects(data: bytes) -> bool:
     if _NAMES_SOMETHING not in data:
         return False
     for name in by_value_modules:  # noqa: SIM110  # quicker than any(), and done for each item
@@ -189,7 +189,9 @@ def _dumps_by_value(item: object, aside: Any) -> bytes:
     try:
         _by_value_pickler()(out, protocol=5, buffer_callback=aside).dump(item)
     except unless_interrupted(Exception) as error:
-        raise TypeError(f"can't send {short(item)} to another process: {_culprit(item, error)}") from error
+        raise TypeError(
+            f"can't send {short(item)} to another process: {_describe_culprit(item, error)}"
+        ) from error
     return out.getvalue()
 
 
@@ -289,7 +291,7 @@ class Unreadable:
         return f"<an item that can't be unpickled, {len(self.data)} bytes>"
 
 
-def _culprit(item: object, error: BaseException) -> str:
+def _describe_culprit(item: object, error: BaseException) -> str:
     """Describe the innermost attribute, element or key that cannot be pickled."""
     path, culprit, reason = smallest(item, str(error))
     where = f"its {', '.join(path)} ({short(culprit)})" if path else "it"

@@ -38,7 +38,7 @@ def combined(values: Sequence[Any], function: Function) -> Any:
     """
     total = values[0] if values else None
     for value in values[1:]:
-        total = _together(total, value, function, "")
+        total = _combine(total, value, function, "")
     return total
 
 
@@ -49,14 +49,14 @@ def reduced(values: Sequence[Any], op: str | Function) -> Any:
     return _divided(total, len(values)) if op == "mean" else total
 
 
-def _together(a: Any, b: Any, function: Function, path: str) -> Any:
+def _combine(a: Any, b: Any, function: Function, path: str) -> Any:
     if isinstance(a, dict) and isinstance(b, dict):
         if a.keys() != b.keys():
             raise ValueError(
                 f"only values with the same keys can be combined; only some have "
                 f"{sorted(map(repr, a.keys() ^ b.keys()))}{f' in {path}' if path else ''}"
             )
-        return {key: _together(a[key], b[key], function, f"{path}[{key!r}]") for key in a}
+        return {key: _combine(a[key], b[key], function, f"{path}[{key!r}]") for key in a}
     if type(a) is type(b) and type(a) in (list, tuple):
         if len(a) != len(b):
             raise ValueError(
@@ -64,7 +64,7 @@ def _together(a: Any, b: Any, function: Function, path: str) -> Any:
                 f"{f' in {path}' if path else ''}"
             )
         return type(a)(
-            _together(x, y, function, f"{path}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True))
+            _combine(x, y, function, f"{path}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True))
         )
     return function(a, b)
 

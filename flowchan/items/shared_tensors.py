@@ -59,11 +59,11 @@ def _descriptor(storage: Any) -> int | None:
     if fd < 0:  # a mapped file
         return None
     maker = re.match(r"/dev/shm/torch_(\d+)_", os.readlink(f"/proc/self/fd/{fd}"))
-    ours = maker is not None and int(maker[1]) in _us()
+    ours = maker is not None and int(maker[1]) in _pids_of_ancestry()
     return fd if ours or os.fstat(fd).st_ino in _arrived else None
 
 
-def _us() -> frozenset[int]:
+def _pids_of_ancestry() -> frozenset[int]:
     """Return the pids of this process and its ancestors."""
     pid = os.getpid()
     if pid not in _ancestors:

@@ -138,7 +138,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch, by_fork: None) -> Iterator[None
     FAKE.begin_anew()
     transfer.use(FAKE)
     yield
-    wait_until(lambda: not transfer._state.looking)
+    wait_until(lambda: not transfer._state.settling)
     for owner in transfer._state.owners.values():
         owner.close()
     FAKE.begin_anew()

@@ -130,7 +130,7 @@ class TransferState:
         self.ported: weakref.WeakSet[Any] = weakref.WeakSet()  # channels that are read only through ports
         self.owners: dict[bytes, Owner] = {}
         self.copies: deque[Copy] = deque()
-        self.looking = False
+        self.settling = False
 
     def device(self, kind: str) -> Device:
         if kind not in self.devices and kind == "cuda":
@@ -303,7 +303,7 @@ def _rebuild(buffer: Any, form: Any) -> Any:
     device.record(made, place.device)
     if not device.done(made):
         _state.copies.append(Copy(device, made, buffer.keep, place.owner))
-        _look_later()
+        _settle_in_background()
     return tensor
 
 
@@ -344,10 +344,10 @@ def _open(device: Device, place: DeviceKind) -> tuple[Any, Any]:
             pool = _state.pools[place.kind]
             event = pool.events[place.event].event if place.event is not None else None
             return pool.arenas[place.arena].memory, event
-        owner = _state.owners.get(place.owner) or _meet(place)
+        owner = _state.owners.get(place.owner) or _open_owner(place)
         if owner.has_ended():
             _close_ended()
-            raise _gone(place, "that process has ended")
+            raise _contents_lost(place, "that process has ended")
         key = place.kind, place.arena
         try:
             if key not in owner.arenas:
@@ -356,11 +356,13 @@ def _open(device: Device, place: DeviceKind) -> tuple[Any, Any]:
             if place.event is not None and place.event not in owner.events:
                 owner.events[place.event] = device.open_event(place.device, place.event)
         except (OSError, RuntimeError) as error:
-            raise _gone(place, f"that process has ended, or can't be reached from here ({error})") from error
+            raise _contents_lost(
+                place, f"that process has ended, or can't be reached from here ({error})"
+            ) from error
         return owner.arenas[key][2], owner.events.get(place.event) if place.event is not None else None
 
 
-def _meet(place: DeviceKind) -> Owner:
+def _open_owner(place: DeviceKind) -> Owner:
     _close_ended()
     owner = _state.owners[place.owner] = Owner(place.pid)
     return owner
@@ -374,7 +376,7 @@ def _close_ended() -> None:
             owner.close()
 
 
-def _gone(place: DeviceKind, why: str) -> ChannelError:
+def _contents_lost(place: DeviceKind, why: str) -> ChannelError:
     return ChannelError(
         f"the contents of a tensor that process {place.pid} put, on {place.kind} device "
         f"{place.device}, can't be reached: "
@@ -399,25 +401,25 @@ def settle() -> None:
             continue
 
 
-def _look_later() -> None:
+def _settle_in_background() -> None:
     """Release items in the background for a while, because this process may not get another item."""
     with _state.lock:
-        if not _state.looking:
-            _state.looking = True
-            _thread.start_new_thread(_look, ())
+        if not _state.settling:
+            _state.settling = True
+            _thread.start_new_thread(_settle_loop, ())
 
 
-def _look() -> None:
-    vain = 0
-    while vain < IDLE_POLLS:
+def _settle_loop() -> None:
+    idle = 0
+    while idle < IDLE_POLLS:
         time.sleep(POLL_INTERVAL_S)
         settle()
-        vain = 0 if _state.copies else vain + 1
+        idle = 0 if _state.copies else idle + 1
     with _state.lock:
-        _state.looking = False
+        _state.settling = False
         again = bool(_state.copies)
     if again:
-        _look_later()
+        _settle_in_background()
 
 
 # --- Exit and fork ---
@@ -490,7 +492,7 @@ def _is_open_elsewhere(channel: Any) -> bool:
     return False
 
 
-def _begin_anew() -> None:
+def _reset_after_fork() -> None:
     global _state
     _inherited.append(_state)
     for owner in _state.owners.values():
@@ -503,4 +505,4 @@ def _begin_anew() -> None:
 _state = TransferState()
 # A parent's state is never released here: its handles are invalid in this process.
 _inherited: list[TransferState] = []
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)
