@@ -73,7 +73,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         (
             "check/test_check.py::test_channels_that_do_not_fit_in_memory_are_reported_with_both_numbers",
             "test_complaints.py::test_memory_that_cannot_be_had_is_an_error_where_it_is_asked_for",
-            "channel/test_damage.py::test_the_memory_cannot_be_cut_off",
+            "channel/test_damage.py::test_channel_memory_cannot_be_truncated",
         ),
     ),
     10: (
@@ -150,8 +150,8 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "CUDA IPC memory is never freed",
         (
             "contract/test_device_tensors.py::test_blocks_are_kept_while_their_items_exist_and_used_again",
-            "contract/test_device_tensors.py::test_a_long_stream_opens_once_closes_never_and_waits_for_nothing",
-            "contract/test_device_tensors.py::test_c11_what_a_killed_receiver_held_returns",
+            "contract/test_device_tensors.py::test_long_stream_opens_the_memory_once_without_waiting",
+            "contract/test_device_tensors.py::test_c11_item_or_block_of_a_killed_receiver_returns",
         ),
     ),
     23: (

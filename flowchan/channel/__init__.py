@@ -1,1 +1,1 @@
-"""Channels as users hold them: the native core's, with what is easier said in Python."""
+"""Public channel classes, which extend the channels and ports of the native core."""

@@ -1,4 +1,4 @@
-"""A writing end whose items go to the worker that the sender names: it has a port for each of them."""
+"""Writing end of a ``per_worker`` input, with one port for each worker."""
 
 from __future__ import annotations
 
@@ -14,16 +14,23 @@ from flowchan.items.text import shown
 
 
 class Addressed:
-    """What a sender has in place of an ``Out`` where its reader is declared with ``per_worker``. It takes
-    pairs ``(worker, item)``; workers are numbered from 1. One that has ended gets no more: ``unwanted`` hears
-    of each item for it, or the put raises ``Closed`` where there is nobody to hear."""
+    """Send each item to the worker that the sender names.
+
+    A sender has an ``Addressed`` in place of an ``Out`` if the input of its reader is declared with
+    ``per_worker``. Items are pairs ``(worker, item)``; workers are numbered from 1. A worker that has ended
+    gets no more items: the put then calls ``unwanted``, or raises ``Closed`` without such a callback.
+
+    Args:
+        ports: Writing end of each worker's channel, in the order of the workers.
+        unwanted: Called once for each item whose worker has ended. Default: the put raises ``Closed``.
+    """
 
     def __init__(self, ports: Sequence[Out[Any]], unwanted: Callable[[], None] | None = None) -> None:
         self.ports = tuple(ports)
         self._unwanted = unwanted
 
     def put(self, item: tuple[int, Any], timeout: float | None = None) -> None:
-        """Put an item into the channel of its worker, waiting up to ``timeout`` seconds for a place."""
+        """Put an item into the channel of its worker, waiting up to ``timeout`` seconds for room."""
         port, item = self._addressee(item)
         try:
             port.put(item, timeout)
@@ -31,11 +38,11 @@ class Addressed:
             self._ended(port, end)
 
     def put_nowait(self, item: tuple[int, Any], /) -> None:
-        """Put an item in if there is a place now, else raise ``Full``."""
+        """Put an item into the channel of its worker, or raise ``Full`` if it is full."""
         self.put(item, 0)
 
     def put_many(self, items: Iterable[tuple[int, Any]], timeout: float | None = None) -> None:
-        """Put every item of an iterable in, in order, waiting as needed."""
+        """Put each item of an iterable, in order, waiting up to ``timeout`` seconds in all."""
         until = None if timeout is None else time.monotonic() + timeout
         for number, item in enumerate(items):
             try:
@@ -45,7 +52,7 @@ class Addressed:
                 raise
 
     async def aput(self, item: tuple[int, Any]) -> None:
-        """Put an item in while the event loop goes on."""
+        """Put an item like ``put``, without blocking the event loop."""
         port, item = self._addressee(item)
         try:
             await port.aput(item)
@@ -64,26 +71,26 @@ class Addressed:
         return self.ports[worker - 1], inner
 
     def _ended(self, port: Out[Any], end: Closed) -> None:
-        """After a put into a channel that has ended."""
-        of_user = not port.channel.closed  # what pickles the item has raised it, about another channel
+        """Report an item whose channel has ended."""
+        of_user = not port.channel.closed  # pickling the item raised this about another channel
         if self._unwanted is None or of_user or self.closed:
             raise end
         self._unwanted()
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more can be put: none of the workers takes items any more."""
+        """Return whether the channels of all workers are closed, so that no put can succeed."""
         return all(port.closed for port in self.ports)
 
     @property
     def channel(self) -> Any:
-        """Of the channels that it writes one that is broken, or else one that is open."""
+        """Return a broken channel, or else an open one, or else the channel of worker 1."""
         channels = [port.channel for port in self.ports]
         still_open = next((channel for channel in channels if not channel.closed), channels[0])
         return next((channel for channel in channels if channel.broken), still_open)
 
     def close(self) -> None:
-        """Leave every channel."""
+        """Close the port of each worker."""
         for port in self.ports:
             port.close()
 
@@ -98,5 +105,5 @@ class Addressed:
 
 
 def ports_of_end(end: Out[Any] | Addressed) -> tuple[Out[Any], ...]:
-    """The ports of a writing end."""
+    """Return the ports of a writing end."""
     return end.ports if isinstance(end, Addressed) else (end,)

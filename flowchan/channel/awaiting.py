@@ -1,9 +1,10 @@
 """``await`` on channels and ports, for asyncio (C9).
 
-A coroutine that can't go on stands at the channel's gate, as a thread would, and leaves a note with its event
-loop's :class:`Watcher`, a thread that sleeps on all the noted gates at once and tells the loop which of them
-changed; then the coroutine tries again itself. So a wait costs no thread, and an item is only ever taken in
-the loop, in one step, with nothing between taking and returning it: a cancelled call has not taken one.
+A coroutine that cannot continue joins the wait queue of the channel, as a thread would. It registers the wait
+with a :class:`Watcher` of its event loop. The watcher's thread sleeps on all registered waits at once, and
+tells the loop which of them have changed. The coroutine then tries its operation again. So a wait does not
+cost a thread. Items are taken only in the loop, in the same step that returns them. So a cancelled call
+has not taken one.
 """
 
 from __future__ import annotations
@@ -19,26 +20,30 @@ from flowchan.channel.sides import Readable, Writable
 from flowchan.errors import Drained, Empty, Full
 
 if TYPE_CHECKING:
-    import asyncio  # slow to import, and there where something awaits
+    import asyncio  # slow to import; a program that awaits has loaded it already
 
 T = TypeVar("T")
 
-MOST = 127  # waits of one thread: what one futex_waitv takes, less the bell
+MOST = 127  # waits of one thread: the limit of futex_waitv, less one for the watcher's own wake-up
 SLICE = 0.1
-"""Seconds after which a watcher looks whether a process has died that was to wake somebody, or its loop has
-ended."""
+"""Seconds after which a watcher checks whether a process that should wake a waiter has died, or whether its
+loop has ended."""
 LONG = 1.0
-"""The same where only threads of this process take part."""
+"""The same if only threads of this process use the channel."""
 
 
 class Watcher:
-    """Sleeps for up to ``MOST`` waits of one event loop. Its thread ends when nothing has been waited for
-    some time, when the loop is closed, or when the main thread has ended."""
+    """Sleep on up to ``MOST`` waits of one event loop.
+
+    The thread ends when it has had no waits for ``IDLE`` seconds, when the loop is closed, or when
+    :meth:`end` is called.
+    """
 
     IDLE = 1.0
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = weakref.ref(loop)  # while something waits, its future holds the loop
+        # a weak reference, because the future of each wait already keeps the loop alive
+        self._loop = weakref.ref(loop)
         self._lock = threading.Lock()
         self._waits: dict[asyncio.Future[None], tuple[Await, asyncio.Task[Any] | None]] = {}
         self._watch = Watch()
@@ -56,7 +61,7 @@ class Watcher:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="flowchan async")
                 thread.start()
-                self._thread = thread  # one that can't be started is remembered nowhere
+                self._thread = thread  # set only after the thread has started
         self._watch.ring()
 
     def remove(self, future: asyncio.Future[None]) -> None:
@@ -65,7 +70,7 @@ class Watcher:
         self._watch.ring()
 
     def end(self) -> None:
-        """Ends the thread now. Nothing may wait any more."""
+        """End the thread now. There must not be any waits left."""
         self._over = True
         self._watch.ring()
         thread = self._thread
@@ -73,7 +78,7 @@ class Watcher:
             thread.join()
 
     def waits(self) -> list[tuple[asyncio.Task[Any] | None, Any]]:
-        """Give each task that awaits a channel, with the channel."""
+        """Return the waits as pairs of the task, if any, and its channel."""
         with self._lock:
             return [(task, wait.channel) for wait, task in self._waits.values()]
 
@@ -98,22 +103,22 @@ class Watcher:
                     loop.call_soon_threadsafe(_tell, futures)
                 except RuntimeError:
                     break  # the loop was closed
-            del loop, waits, futures  # nothing that is over is kept while this sleeps
+            del loop, waits, futures  # keeps no finished future alive during the sleep
         with self._lock:
             left = [wait for wait, _ in self._waits.values()]
-            self._waits.clear()  # nobody hears of them any more, and they hold the loop
+            self._waits.clear()  # they keep the loop alive, and will not be completed
         for wait in left:
             wait.leave(True)
 
     def _take(self, changed: list[tuple[asyncio.Future[None], Await]]) -> list[asyncio.Future[None]]:
-        """Those that still wait, and do so no more."""
+        """Remove the waits that have changed, and return the futures of those that were not cancelled."""
         futures = []
         with self._lock:
             for future, wait in changed:
                 if self._waits.pop(future, None) is not None:
                     futures.append(future)
                 else:
-                    wait.leave(True)  # its call was cancelled meanwhile
+                    wait.leave(True)  # its call was cancelled in the meantime
         return futures
 
 
@@ -133,13 +138,13 @@ def _running_loop() -> asyncio.AbstractEventLoop:
 
 
 def end_waits() -> None:
-    """The running loop is about to end and nothing waits in it any more: leaves no thread behind."""
+    """End the watchers of the running loop, which is about to close and has no more waits."""
     for watcher in _watchers.pop(_running_loop(), []):
         watcher.end()
 
 
 def _watcher(loop: asyncio.AbstractEventLoop) -> Watcher:
-    """One that has room for another wait."""
+    """Return a watcher of the loop that has room for one more wait."""
     watchers = _watchers.setdefault(loop, [])
     watcher = next((watcher for watcher in watchers if watcher.has_room()), None)
     if watcher is None:
@@ -149,7 +154,8 @@ def _watcher(loop: asyncio.AbstractEventLoop) -> Watcher:
 
 
 async def _changed(wait: Await) -> None:
-    """Until something happens to the channel that may let ``wait`` go on; it has left the gate then."""
+    """Wait until the channel may let ``wait`` continue. The wait has left the queue of the channel by
+    then."""
     loop = _running_loop()
     watcher = _watcher(loop)
     future: asyncio.Future[None] = loop.create_future()
@@ -163,7 +169,7 @@ async def _changed(wait: Await) -> None:
 
 
 async def any_changed(waits: Sequence[Await]) -> None:
-    """The same for several, until it happens to one of them. All have left their gates at the end."""
+    """Wait until one of several waits may continue. All have left the queues of their channels by then."""
     import asyncio
 
     loop = _running_loop()
@@ -182,7 +188,25 @@ async def any_changed(waits: Sequence[Await]) -> None:
 
 
 async def aput(self: Writable[T], item: T) -> None:
-    """As ``put``, for coroutines. A cancelled call has put nothing."""
+    """Put an item like ``put``, without blocking the event loop.
+
+    Args:
+        item: The item to put.
+
+    Raises:
+        Closed: The channel is closed.
+        Broken: The channel is broken.
+        TypeError: The item cannot be serialised for another process.
+        asyncio.CancelledError: The task was cancelled. The item is not in the channel.
+
+    Example:
+        >>> import asyncio
+        >>> from flowchan import Channel
+        >>> channel = Channel(1)
+        >>> asyncio.run(channel.aput("a"))
+        >>> channel.get()
+        'a'
+    """
     try:
         self.put_nowait(item)
         return
@@ -190,7 +214,7 @@ async def aput(self: Writable[T], item: T) -> None:
         pass
     again = False
     while True:
-        wait = Await(self, False, again)  # before the try: what happens after it is heard
+        wait = Await(self, False, again)  # before the next try, so that a change after the try wakes it
         try:
             self.put_nowait(item)
         except Full:
@@ -205,7 +229,24 @@ async def aput(self: Writable[T], item: T) -> None:
 
 
 async def aget(self: Readable[T]) -> T:
-    """As ``get``, for coroutines. A cancelled call has taken nothing."""
+    """Take the oldest item like ``get``, without blocking the event loop.
+
+    Returns:
+        The item.
+
+    Raises:
+        Drained: The channel is closed and empty.
+        Broken: The channel is broken.
+        asyncio.CancelledError: The task was cancelled. No item has left the channel.
+
+    Example:
+        >>> import asyncio
+        >>> from flowchan import Channel
+        >>> channel = Channel(1)
+        >>> channel.put("a")
+        >>> asyncio.run(channel.aget())
+        'a'
+    """
     try:
         return self.get_nowait()
     except Empty:
@@ -227,7 +268,10 @@ async def aget(self: Readable[T]) -> T:
 
 
 async def aselect(gets: list[Any], puts: list[tuple[Any, Any]], looks: list[Any]) -> tuple[int, Any]:
-    """As native select without a timeout, for coroutines. A cancelled call has done nothing."""
+    """Do one operation like the native ``select`` without a timeout, for coroutines.
+
+    A cancelled call has done none of the operations.
+    """
     done = _select(gets, puts, 0, looks)
     again = False
     while done[0] == -1:
@@ -250,7 +294,7 @@ async def aselect(gets: list[Any], puts: list[tuple[Any, Any]], looks: list[Any]
 
 
 async def anext_item(self: Readable[T]) -> T:
-    """The next item of ``async for``."""
+    """Return the next item of ``async for``."""
     try:
         return await aget(self)
     except Drained:
@@ -258,13 +302,15 @@ async def anext_item(self: Readable[T]) -> T:
 
 
 def aiter_items(self: T) -> T:
-    """``async for item in channel``: until it is drained."""
+    """Return the iterator of ``async for item in channel``, which ends when the channel is drained."""
     return self
 
 
 def waits_of_loops() -> list[tuple[asyncio.AbstractEventLoop, list[tuple[asyncio.Task[Any] | None, Any]]]]:
-    """Give every event loop of this process that has awaited a channel, with the tasks that do so now, and
-    their channels."""
+    """Return each event loop that has awaited a channel, with its current waits.
+
+    A wait is a pair of the task, if any, and its channel.
+    """
     return [
         (loop, [wait for watcher in watchers for wait in watcher.waits()])
         for loop, watchers in list(_watchers.items())

@@ -1,8 +1,8 @@
 """The channel: a bounded, closable FIFO with one contract on every transport.
 
-The contract, C1 to C15, is in docs/explanation/contract.md; ``tests/contract/`` tests each clause.
-``put`` and ``get`` and their kin are native methods inherited from the core; here are the checks of
-arguments, the statistics, and how a channel reaches another process.
+The contract, C1 to C15, is in docs/explanation/contract.md; ``tests/contract/`` tests each clause. Methods
+like ``put`` and ``get`` are native and inherited from the core. This file checks the arguments of the
+constructor, makes the statistics, and moves a channel to another process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import flowchan.items.codec  # tells the core how to serialise  # noqa: F401
+import flowchan.items.codec  # registers the serialiser with the core # noqa: F401
 from flowchan import _core
 from flowchan.channel import awaiting
 from flowchan.channel.ports import In, Out
@@ -39,19 +39,26 @@ __all__ = ["Channel", "ChannelStats", "Holder", "In", "Out"]
 T = TypeVar("T")
 
 hears_aborts: ContextVar[Callable[[Channel[Any], BaseException | None], None] | None]
-"""Who hears of a channel that is about to be aborted in this thread or task: what runs a stage sets it."""
+"""Called before a channel is aborted in this thread or task. The runner of a stage sets it."""
 hears_aborts = ContextVar("hears_aborts", default=None)
 
 _NO_LIMIT = 2**64 - 1
 LARGEST = 10**15
-_UNBOUNDED = 2 * LARGEST  # more than memory holds; no number that somebody gives
+_UNBOUNDED = 2 * LARGEST  # more than memory holds, and more than a caller may give
 _MOST_BY_DEFAULT = 16 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process that keeps ``blocks`` of a channel's memory, ``bytes`` in all: by arrays, tensors and memory
-    views that it got and still has, or that it has on loan."""
+    """Process that keeps memory of a channel by its arrays, tensors and memory views.
+
+    The process has received these and still refers to them, or it has them on loan.
+
+    Attributes:
+        pid: Number of the process.
+        blocks: Number of memory blocks that it keeps.
+        bytes: Total size of these blocks.
+    """
 
     pid: int
     blocks: int
@@ -60,15 +67,33 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class ChannelStats:
-    """One moment of a channel (C15). Counts are items since its creation; ``read_wait`` and ``write_wait``
-    are the seconds that all its readers and writers together have spent waiting, those waiting now included;
-    ``turn_wait`` is the part of ``write_wait`` in which ordered writers waited for their turn while nothing
-    was inside;
-    ``readers_waiting_for`` and ``writers_waiting_for`` are the seconds for which somebody has been waiting
-    without a break until now. ``selecting``: waiters that something else may release (``select``, ``await``,
-    a timeout), ``awaiting`` of them coroutines of this process; ``woken``: signalled, not yet running.
-    ``bytes_inside`` counts against ``max_bytes``; ``short_of_bytes``: somebody waits to put for those and not
-    for a place. ``holders`` are the processes that keep blocks."""
+    """Statistics of a channel at one moment (C15).
+
+    Times are in seconds. The waiting times are sums over all readers, or all writers, of the channel,
+    including those that wait now.
+
+    Attributes:
+        items_in: Items put since the channel was created.
+        items_out: Items taken since then.
+        bytes_in: Bytes put since then.
+        inside: Items inside now.
+        leased: Items that a stage has taken and not yet finished.
+        waiting_readers: Readers that wait now.
+        waiting_writers: Writers that wait now.
+        readers: Open reading ends.
+        writers: Open writing ends.
+        read_wait: Time that readers have spent waiting.
+        write_wait: Time that writers have spent waiting.
+        turn_wait: Part of ``write_wait`` in which ordered writers waited for their turn at an empty channel.
+        readers_waiting_for: Time for which at least one reader has been waiting without a break.
+        writers_waiting_for: The same for writers.
+        selecting: Waiters that another event may also wake (``select``, ``await``, a timeout).
+        woken: Waiters that have been signalled and do not run yet.
+        awaiting: Those of ``selecting`` that are coroutines of this process.
+        bytes_inside: Bytes that count against ``max_bytes``.
+        short_of_bytes: Whether a writer waits because of ``max_bytes``, and not because of ``capacity``.
+        holders: Processes that keep blocks of the channel's memory.
+    """
 
     items_in: int
     items_out: int
@@ -93,34 +118,50 @@ class ChannelStats:
 
 
 class Reached(Protocol):
-    """Where a channel across hosts is reached, and what stands for it elsewhere."""
+    """Address and secret of a channel across hosts, and what pickle stores for it."""
 
     address: str
     secret: bytes
 
     def reduced(self) -> tuple[Any, ...]:
-        """What pickle makes of the channel."""
+        """Return what pickle stores in place of the channel."""
 
     def another(self, capacity: int) -> Channel[Any]:
-        """A new channel that is reached there, too."""
+        """Return a new channel with the same owner."""
 
 
 def most_bytes() -> int:
-    """How many bytes may be inside a channel between processes where nobody has said it."""
+    """Return the default of ``max_bytes`` for a channel between processes."""
     return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2, _MOST_BY_DEFAULT)
 
 
 class Channel(_core.Channel[T]):
-    """A bounded FIFO of items with any number of writers and readers: open, then closed, then drained; or
-    broken.
+    """A bounded FIFO of items with any number of writers and readers.
 
-    ``capacity``: how many items may be inside before ``put`` waits; ``None``, between threads: any number.
-    ``across``: ``"threads"`` passes references within one process, ``"processes"`` passes copies through
-    shared memory, and ``"hosts"`` does so, too, and lets programs elsewhere open it (docs/hosts.md).
-    ``max_bytes``: how many bytes may be inside; the default is none for threads, and else half of the
-    machine's memory, at most 16 GiB (memory is taken as it is needed, and used again).
+    A channel is open, then closed, then drained; or it is broken. All transports keep the same contract
+    (docs/explanation/contract.md).
 
-    Raises ``ValueError`` or ``TypeError`` for wrong arguments, ``OSError`` when there is no memory.
+    Args:
+        capacity: Number of items at which ``put`` waits (default 64). ``None``, only for threads, sets no
+            bound.
+        across: ``"threads"`` (the default) passes references within one process. ``"processes"`` passes
+            copies through shared memory. ``"hosts"`` does the same, and programs on other hosts can open the
+            channel (docs/hosts.md).
+        max_bytes: Number of bytes at which ``put`` waits. The default is no limit for threads, and
+            otherwise half of the machine's memory, at most 16 GiB. Memory is allocated on demand.
+
+    Raises:
+        ValueError: An argument is out of range, or ``across`` is unknown.
+        TypeError: An argument has the wrong type or a misspelt name.
+        OSError: The machine lacks memory or descriptors.
+
+    Example:
+        >>> from flowchan import Channel
+        >>> channel = Channel(capacity=2)
+        >>> channel.put("a")
+        >>> channel.close()
+        >>> list(channel)
+        ['a']
     """
 
     @refuses_misspelt("Channel")
@@ -147,18 +188,28 @@ class Channel(_core.Channel[T]):
 
     @property
     def transport(self) -> Transport:
-        """What it is made of, and what follows from that."""
+        """Return the transport of the channel."""
         return TRANSPORTS[self.across]
 
     @property
     def address(self) -> str:
-        """Where ``flowchan.hosts.open_channel`` finds a channel across hosts."""
+        """Return the address at which ``flowchan.hosts.open_channel`` opens a channel across hosts.
+
+        Raises:
+            ChannelError: The channel is not across hosts.
+        """
         return self._where().address
 
     @property
     def secret(self) -> bytes:
-        """What has to be proved there. Whoever knows it may run code in this process: keep it out of
-        arguments and environments."""
+        """Return the secret that programs on other hosts need to open the channel.
+
+        A program that knows the secret can run code in this process. Keep it out of command lines and
+        environment variables.
+
+        Raises:
+            ChannelError: The channel is not across hosts.
+        """
         return self._where().secret
 
     def _where(self) -> Reached:
@@ -167,22 +218,69 @@ class Channel(_core.Channel[T]):
         return self._reached
 
     def _another(self, capacity: int) -> Channel[Any]:
-        """A new channel for those who have this one: made of the same, and with the same home."""
+        """Return a new channel with the same transport and the same owner."""
         if self.transport.reached_by:
             return self._reached.another(capacity)
         return Channel(capacity, across=self.across)
 
     def reader(self) -> In[T]:
-        """A counted reading end. When the last one is closed, writers get Closed."""
+        """Open a counted reading end.
+
+        When the last reading end is closed, puts raise ``Closed``.
+
+        Returns:
+            The end, which closes when its ``with`` block is left.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel()
+            >>> channel.put("a")
+            >>> with channel.reader() as reader:
+            ...     reader.get()
+            'a'
+        """
         return In(self)
 
     def writer(self) -> Out[T]:
-        """A counted writing end. When the last one is closed, the channel is closed."""
+        """Open a counted writing end.
+
+        When the last writing end is closed, the channel is closed.
+
+        Returns:
+            The end, which closes when its ``with`` block is left.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel()
+            >>> with channel.writer() as writer:
+            ...     writer.put("a")
+            >>> channel.closed
+            True
+        """
         return Out(self)
 
     def abort(self, cause: BaseException | None = None) -> None:
-        """Break the channel: what is inside is discarded, and every waiting or later call raises Broken from
-        ``cause``. In a graph it ends the run, with that cause."""
+        """Break the channel, and discard the items inside.
+
+        Every waiting or later call raises ``Broken`` from ``cause``. In a stage of a graph, this also ends
+        the run with the same cause.
+
+        Args:
+            cause: The cause of the ``Broken`` errors. Default: none.
+
+        Raises:
+            TypeError: ``cause`` is not an exception.
+
+        Example:
+            >>> from flowchan import Broken, Channel
+            >>> channel = Channel()
+            >>> channel.abort(ValueError("bad input"))
+            >>> try:
+            ...     channel.get()
+            ... except Broken as error:
+            ...     print(error.__cause__)
+            bad input
+        """
         if cause is not None and not isinstance(cause, BaseException):
             raise TypeError(f"abort: cause must be an exception or None, not {cause!r}")
         if (hear := hears_aborts.get()) is not None:
@@ -196,7 +294,7 @@ class Channel(_core.Channel[T]):
     __anext__ = awaiting.anext_item
 
     def stats(self) -> ChannelStats:
-        """Counts of this moment, taken together under the channel's lock."""
+        """Return consistent statistics of this moment, taken under the channel's lock."""
         stats = self._stats()
         held = stats.pop("holders")
         return ChannelStats(**stats, holders=tuple(Holder(*one) for one in held))
@@ -219,7 +317,7 @@ class Channel(_core.Channel[T]):
 
 
 def _places(capacity: int | None, transport: Transport) -> int:
-    """How many items the queue is made for."""
+    """Check ``capacity`` and return the number of items that the queue has room for."""
     if capacity is None:
         if transport.copies:
             raise ValueError(
@@ -235,13 +333,13 @@ def _places(capacity: int | None, transport: Transport) -> int:
     return whole("Channel", "capacity", capacity, 1, LARGEST)
 
 
-# The channels of this process by the inode of their memory: one that arrives here again is the same object.
+# The channels of this process by the inode of their memory. A channel that arrives again is the same object.
 _known: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
 
 
 def _arrive(handle: Handle, name: str) -> Channel[Any]:
     if not isinstance(handle, Inherited) and (known := _known.get(handle.inode)) is not None:
-        return known  # no need of descriptors
+        return known  # the descriptors are not needed
     if isinstance(handle, Beside):
         return _from_beside(handle.place, name)
     try:
@@ -272,8 +370,11 @@ def _arrive(handle: Handle, name: str) -> Channel[Any]:
 
 
 def beside_packed(channel: Channel[Any]) -> tuple[Any, ...] | None:
-    """What to pickle in place of a channel across hosts, where it stands beside what is packed just now: so
-    it lasts as long as that, however often that is unpacked."""
+    """Store a channel across hosts next to the packed value, and return what to pickle in its place.
+
+    The channel then lives as long as the packed value, which can be unpacked any number of times. Returns
+    None if the value is not packed in this way.
+    """
     if now.packing is None or not now.packing.keeps_far:
         return None
     now.packing.kept.append(channel)

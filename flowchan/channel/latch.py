@@ -1,4 +1,4 @@
-"""Something that happens once, for all who wait for it."""
+"""Latch for threads and coroutines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from flowchan.errors import Drained, Empty
 
 
 class Latch:
-    """Is set once, for all who wait. A channel that closes, in place of ``threading.Event``: Ctrl-C during
-    ``Event.wait`` can leave its lock held; just before, it is not heard until the wait ends."""
+    """Event that is set once, as a channel that closes.
+
+    It replaces ``threading.Event``: Ctrl-C during ``Event.wait`` can leave the
+    lock of the event held. Ctrl-C just before the wait is not noticed until the wait ends.
+    """
 
     def __init__(self) -> None:
         self._channel: Channel[None] = Channel(1)
@@ -22,16 +25,16 @@ class Latch:
         return self._channel.closed
 
     async def awaited(self) -> None:
-        """Returns once it is set."""
+        """Wait until the latch is set, without blocking the event loop."""
         with contextlib.suppress(Drained):
             await self._channel.aget()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it is set within ``timeout`` seconds."""
+        """Wait up to ``timeout`` seconds, and return whether the latch is set."""
         try:
             self._channel.get(timeout)
         except Drained:
             return True
         except Empty:
             return False
-        raise AssertionError("nobody puts into a latch")
+        raise AssertionError("a latch's channel never holds an item")

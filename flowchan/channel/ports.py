@@ -1,4 +1,4 @@
-"""The ends of a channel: a native port each, with what is easier said in Python."""
+"""The reading and writing ends of a channel, which extend the native ports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 
 Request = Callable[[Any, BaseException | None], bool]
-"""Whether this port is closed; by an error, if there is one that ends a block."""
+"""Decides whether a port closes. Gets the port and the error, if any, that leaves its ``with`` block."""
 
 
 def _leaves(port: In[Any] | Out[Any], error: BaseException | None) -> bool:
@@ -25,13 +25,17 @@ def _leaves(port: In[Any] | Out[Any], error: BaseException | None) -> bool:
 
 
 class In(_core.In[T_co]):
-    """A stage's reading end of a channel. Taking the next item finishes the one before."""
+    """Reading end of a channel.
 
-    __slots__ = ("_may_close",)  # what runs a stage is asked before one of its ports is closed
+    Taking the next item finishes the item before, so it is no longer leased. Leaving a ``with`` block closes
+    the end. If an error leaves the block, the unfinished items go back into the channel.
+    """
+
+    __slots__ = ("_may_close",)  # the runner of a stage sets it, to decide whether the port may close
     _may_close: Request | None
 
     def close(self) -> None:
-        """Leave: the items in hand count as finished."""
+        """Close the reading end, and finish the items that it has taken."""
         if _leaves(self, None):
             super().close()
 
@@ -47,13 +51,13 @@ class In(_core.In[T_co]):
 
 
 class Out(_core.Out[T_contra]):
-    """A stage's writing end of a channel."""
+    """Writing end of a channel. Leaving a ``with`` block closes it."""
 
-    __slots__ = ("_may_close",)  # what runs a stage is asked before one of its ports is closed
+    __slots__ = ("_may_close",)  # the runner of a stage sets it, to decide whether the port may close
     _may_close: Request | None
 
     def close(self) -> None:
-        """Leave; the last writer to leave closes the channel."""
+        """Close the writing end. When the last one is closed, the channel is closed."""
         if _leaves(self, None):
             super().close()
 
@@ -68,8 +72,11 @@ class Out(_core.Out[T_contra]):
 
 
 def moved(port: In[Any] | Out[Any]) -> tuple[Any, ...]:
-    """Ports cross to another process with their session: the port moves, it is not copied. Raises
-    ``TypeError`` where it can't."""
+    """Return what pickle stores for a port, which moves to another process with its session.
+
+    Raises:
+        TypeError: The channel is across hosts, so its ports cannot move.
+    """
     if port.channel.transport.reached_by:
         raise TypeError(
             f"a port of {port.channel!r} can't be sent to another process; send the channel, and open a port "

@@ -1,4 +1,4 @@
-"""``select``: exactly one of several operations on channels, as soon as one can be done (C10)."""
+"""``select``: do exactly one of several operations on channels, as soon as one is possible (C10)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Selected(Generic[T_co]):
-    """What :func:`select` did: ``item`` came out of ``channel``, or went into it if ``put`` is true. Of one
-    that is only ``ready``, ``item`` is None."""
+    """Result of :func:`select`.
+
+    Attributes:
+        channel: The channel or port of the operation.
+        item: The item that was taken or put; None for a channel of ``ready``.
+        put: Whether the operation was a put.
+    """
 
     channel: Any
     item: T_co
@@ -27,7 +32,7 @@ class Selected(Generic[T_co]):
 
 
 class NothingReady(Empty, Full):
-    """None of the operations could be done *now*, or within ``timeout`` seconds."""
+    """None of the operations of a ``select`` was possible now, or within ``timeout`` seconds."""
 
 
 @overload
@@ -39,7 +44,7 @@ def select(
     gets: Iterable[Readable[T]], puts: Iterable[tuple[Writable[U], U]], timeout: float | None = None
 ) -> Selected[T | U]: ...
 @overload
-def select(  # mypy looks for one type in a list, and finds none but this for channels of several
+def select(  # mypy infers one type for a list, and only this overload accepts a list of different channels
     gets: Iterable[Readable[object]],
     puts: Iterable[tuple[Writable[U], U]] = (),
     timeout: float | None = None,
@@ -58,24 +63,40 @@ def select(
     timeout: float | None = None,
     ready: Iterable[Channel[Any]] = (),
 ) -> Selected[Any]:
-    """Does one of the operations and no other: a get from one of ``gets``, or one of ``puts``, pairs of a
-    channel and an item. They may be channels or ports of any transports. Of several that can be done one is
-    chosen
-    at random.
+    """Do exactly one of several operations, as soon as one is possible.
 
-    ``ready`` are channels of which nothing is taken: one is chosen when a get from it would not wait, because
-    an item is inside or because it is drained. So closing an empty channel ends any number of selects that
-    have it there.
+    If several operations are possible, ``select`` chooses one at random. The channels and ports may have
+    different transports.
 
-    Channels of ``gets`` that are drained are left out; when nothing else is left, ``Drained`` is raised. It
-    raises what the operation raises: ``Closed`` for a put into a closed channel, ``Broken`` for an aborted
-    one. When ``timeout`` seconds are over it raises :class:`NothingReady`, which is an ``Empty`` and a
-    ``Full``.
+    Args:
+        gets: Channels or ports from which an item may be taken. Drained ones are ignored.
+        puts: Pairs of a channel or port and an item to put.
+        timeout: Seconds to wait. Default: no limit.
+        ready: Channels from which no item is taken. One is chosen if a get would not wait, because it has
+            an item or is drained. So closing an empty channel ends all selects that wait for it.
+
+    Returns:
+        The operation that was done, as a :class:`Selected`.
+
+    Raises:
+        Drained: All channels of ``gets`` are drained, and ``puts`` and ``ready`` are empty.
+        NothingReady: No operation was possible within ``timeout`` seconds. It is an ``Empty`` and a ``Full``.
+        Closed: The chosen put found its channel closed.
+        Broken: The chosen channel is broken.
+        TypeError: ``gets`` or ``ready`` is not a list of channels.
+
+    Example:
+        >>> from flowchan import Channel, select
+        >>> numbers, words = Channel(), Channel()
+        >>> words.put("a")
+        >>> select([numbers, words]).item
+        'a'
     """
-    if isinstance(gets, Channel | In):  # iterating over it would take its items
+    if isinstance(gets, Channel | In):  # iterating over a channel would take its items
         raise TypeError(f"select takes a list of channels and ports to get from, here [{gets!r}]")
     reading, looking = list(gets), _channels(ready)
-    writing = [(channel, item) for channel, item in puts]  # ours: the pairs may change while this waits
+    # a copy, because the caller may change the pairs during the wait
+    writing = [(channel, item) for channel, item in puts]
     targets: tuple[Any, ...] = (*reading, *(channel for channel, _ in writing), *looking)
     far = next(filter(is_elsewhere, targets), None)
     choose = _core._select if far is None else far._select
@@ -96,12 +117,15 @@ def select(
 
 
 def is_elsewhere(target: Any) -> bool:
-    """Whether this channel has its home in another process, over a connection."""
+    """Return whether another process owns the channel, which this one reaches over a connection."""
     return getattr(target, "is_elsewhere", False)
 
 
 def _channels(ready: Iterable[Channel[Any]]) -> list[Channel[Any]]:
-    """No ports: what one has in hand, its next get would finish, and looking must not."""
+    """Check ``ready`` and return its channels.
+
+    Ports are refused, because a get from a port also finishes the item before.
+    """
     looking: list[Channel[Any]] = [] if isinstance(ready, Channel | In) else list(ready)
     if isinstance(ready, Channel | In) or not all(isinstance(channel, Channel) for channel in looking):
         raise TypeError(f"select: ready takes a list of channels, not {ready!r}")

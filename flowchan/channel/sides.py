@@ -1,4 +1,4 @@
-"""What channels and ports have in common, for type checkers: items can be got from them, or put into them."""
+"""Protocols of channels and ports, for type checkers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class Readable(Protocol[T_co]):
-    """A channel or a reading port."""
+    """Channel or reading port."""
 
     def get_nowait(self) -> T_co: ...
 
 
 class Writable(Protocol[T_contra]):
-    """A channel or a writing port."""
+    """Channel or writing port."""
 
     def put_nowait(self, item: T_contra, /) -> None: ...

@@ -1,4 +1,4 @@
-"""The transports that a channel can be made of, and what follows from each."""
+"""The transports of a channel, and their properties."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ Across = Literal["threads", "processes", "hosts"]
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """What a channel is made of. ``name`` is the word that ``across=`` takes. ``copies``: an item arrives as
-    a copy of its own, which takes bytes of shared memory while it is inside; else as a reference.
-    ``reached_by``: the module that lets others reach it whom no descriptor reaches; empty: nobody does."""
+    """Transport of a channel.
+
+    Attributes:
+        name: The value of ``across=``.
+        copies: Whether a reader gets a copy, which takes bytes of shared memory while it is inside, or else
+            a reference.
+        reached_by: Module that serves the channel to processes that cannot receive its descriptors. Empty
+            if the transport has none.
+    """
 
     name: Across
     copies: bool
@@ -31,4 +37,4 @@ HOSTS = Transport("hosts", copies=True, reached_by="flowchan.remote.serving")
 TRANSPORTS: Mapping[str, Transport] = MappingProxyType(
     {transport.name: transport for transport in (THREADS, PROCESSES, HOSTS)}
 )
-"""Every transport by its name."""
+"""All transports by name."""

@@ -1,1 +1,1 @@
-"""What an item becomes on its way: its encoding, arrays, tensors of devices."""
+"""Encoding of items: pickles, arrays, device tensors and shared memory."""

@@ -1,7 +1,7 @@
-"""The checks that calls make on their arguments at once, so that the error appears at the caller's line.
+"""Checks of arguments, made at once so that the error appears at the caller's line.
 
-Each function returns the value it was given, and raises ``TypeError`` (wrong kind) or ``ValueError`` (not
-allowed) with the name of the call, the argument, what is allowed and the value.
+Each function returns the value that it was given. It raises ``TypeError`` for a wrong type and ``ValueError``
+for a value out of range. The message names the call, the argument, the allowed values and the value.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
-    """Whether it is an int; a bool is one by descent only."""
+    """Return whether the value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def whole(call: str, argument: str, value: Any, least: int, most: int | None = None) -> int:
-    """The value, if it is an int within these bounds; else ``TypeError`` or ``ValueError``, which name the
-    call, the argument, the value and what is allowed."""
+    """Check that the value is an int within these bounds."""
     if not is_whole(value):
         raise TypeError(f"{call}: {argument} must be an int of at least {least}, not {shown(value)}")
     if value < least:
@@ -38,17 +37,17 @@ def whole(call: str, argument: str, value: Any, least: int, most: int | None = N
 
 
 def seconds(call: str, argument: str, value: Any) -> float | None:
-    """A number of seconds greater than zero, or ``None`` for no limit."""
+    """Check a number of seconds greater than zero, or ``None`` for no limit."""
     return None if value is None else _seconds(call, argument, value, " or None", " (None: no limit)")
 
 
 def finite_seconds(call: str, argument: str, value: Any) -> float:
-    """A number of seconds greater than zero."""
+    """Check a number of seconds greater than zero."""
     return _seconds(call, argument, value, "", "")
 
 
 def pause(call: str, argument: str, value: Any) -> float | None:
-    """A number of seconds, zero included, or ``None`` for no pause."""
+    """Check a number of seconds, zero included, or ``None`` for no pause."""
     length = None if value is None else _number(call, argument, value, " or None")
     if length is not None and not length >= 0:
         raise ValueError(f"{call}: {argument} must be at least 0 seconds, not {value}")
@@ -63,7 +62,7 @@ def _seconds(call: str, argument: str, value: Any, or_none: str, no_limit: str) 
 
 
 def _number(call: str, argument: str, value: Any, or_none: str) -> float:
-    """No longer than what Python can wait for."""
+    """Convert a number of seconds to a float that is not longer than Python can wait."""
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
         raise TypeError(f"{call}: {argument} must be a number of seconds{or_none}, not {shown(value)}")
     try:
@@ -75,14 +74,14 @@ def _number(call: str, argument: str, value: Any, or_none: str) -> float:
 
 
 def flag(call: str, argument: str, value: Any) -> bool:
-    """A bool, and nothing that merely is true or false."""
+    """Check that the value is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{call}: {argument} must be True or False, not {shown(value)}")
     return value
 
 
 def text(call: str, argument: str, value: Any) -> str:
-    """A string that is not empty."""
+    """Check that the value is a string with at least one character other than white space."""
     if not isinstance(value, str):
         raise TypeError(f"{call}: {argument} must be a string, not {shown(value)}")
     if not value.strip():
@@ -91,7 +90,7 @@ def text(call: str, argument: str, value: Any) -> str:
 
 
 def callable_argument(call: str, argument: str, value: Any) -> Callable[..., Any]:
-    """Anything that can be called: a function, a class, a callable object."""
+    """Check that the value can be called, such as a function or a class."""
     if not callable(value):
         raise TypeError(f"{call}: {argument} must be a function or a callable class, not {shown(value)}")
     called: Callable[..., Any] = value
@@ -99,7 +98,7 @@ def callable_argument(call: str, argument: str, value: Any) -> Callable[..., Any
 
 
 def errors_argument(call: str, argument: str, value: Any) -> tuple[type[Exception], ...]:
-    """A class of exceptions, or several in a tuple: as a tuple."""
+    """Check a class of exceptions, or a tuple of them, and return a tuple."""
     classes = value if isinstance(value, tuple) else (value,)
     for one in classes:
         if not isinstance(one, type) or not issubclass(one, Exception):
@@ -110,8 +109,8 @@ def errors_argument(call: str, argument: str, value: Any) -> tuple[type[Exceptio
 
 
 def secret_bytes(call: str, secret: Any, advice: str = "secrets.token_bytes(16) makes some") -> bytes:
-    """What proves that who comes belongs to it."""
-    from flowchan.transport.authentication import SECRET  # slow to import, and most programs do without
+    """Check the secret by which peers authenticate each other."""
+    from flowchan.transport.authentication import SECRET  # slow to import, and most programs do not need it
 
     if not isinstance(secret, bytes):
         raise TypeError(
@@ -119,8 +118,8 @@ def secret_bytes(call: str, secret: Any, advice: str = "secrets.token_bytes(16) 
         )
     if len(secret) < SECRET:
         raise ValueError(
-            f"{call}: secret must have at least {SECRET} bytes, not {len(secret)}, for who guesses it can "
-            f"join; {advice}"
+            f"{call}: secret must have at least {SECRET} bytes, not {len(secret)}, so that it can't be "
+            f"guessed; {advice}"
         )
     return secret
 
@@ -129,7 +128,7 @@ def secret_bytes(call: str, secret: Any, advice: str = "secrets.token_bytes(16) 
 
 
 def known_options(call: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """``TypeError`` for an option that the call does not have, with the one that was meant."""
+    """Raise ``TypeError`` for an option that the call does not have, and suggest the nearest one."""
     known = tuple(known)
     for name in options:
         if name not in known:
@@ -139,16 +138,19 @@ def known_options(call: str, options: Iterable[str], known: Iterable[str]) -> No
 
 
 def near_misses(name: str, known: Iterable[str]) -> list[str]:
-    """The one of them that ``name`` is most like, or none."""
-    from difflib import get_close_matches  # slow to import, and there where something is misspelt
+    """Return the known name that is nearest to ``name`` in a list, or an empty list."""
+    from difflib import get_close_matches  # slow to import, and needed only for a misspelt name
 
     return get_close_matches(name, list(known), 1)
 
 
 def refuses_misspelt(call: str) -> Callable[[Function], Function]:
-    """Has a function, or a method, say of an option that it does not have which one was meant, under the name
-    by which users know it. Python does so by itself from 3.13 on, but names the function where it is defined.
-    It costs a call of Python's, so that nothing has it that is called for each item."""
+    """Make a function suggest the right option when it is called with a misspelt one.
+
+    The message uses ``call``, the name that users know. From 3.13 on, Python itself makes suggestions, but it
+    uses the name of the definition. The check costs one more Python call, so no function that runs once per
+    item has it.
+    """
 
     def refusing(function: Function) -> Function:
         code = function.__code__
@@ -169,9 +171,11 @@ def refuses_misspelt(call: str) -> Callable[[Function], Function]:
 def no_misspelt_option(
     call: str, function: Callable[..., Any], passed: Iterable[str], known: Iterable[str]
 ) -> None:
-    """``TypeError`` for a misspelt option where ``passed`` goes to the user's function: only what that does
-    not take and what looks like an option is refused here; the rest is for the check to report, with the
-    function's line."""
+    """Raise ``TypeError`` for a misspelt option of a call that passes options on to the user's function.
+
+    Only options that the function does not take and that resemble an option of the call are refused.
+    ``check`` reports the others, with the line of the function.
+    """
     known = tuple(known)
     try:
         takes = inspect.signature(function).parameters.values()

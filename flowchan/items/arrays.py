@@ -1,19 +1,20 @@
-"""How arrays, tensors and memory views cross to another process: their contents beside the pickle, to be read
-in place.
+"""Transfer of arrays, tensors and memory views to another process.
 
-| what is put | what arrives |
+Their contents travel next to the pickle, and the receiver reads them in place.
+
+| item | arrives as |
 |---|---|
-| NumPy array | a read-only array; ``array.copy()`` gives one to change |
-| torch tensor on the CPU | a tensor that may be changed: what is written becomes private, page by page |
+| NumPy array | a read-only array; ``array.copy()`` returns a writable one |
+| torch tensor on the CPU | a writable tensor; pages that are written become private copies |
 | ``memoryview`` | a read-only ``memoryview`` |
-| torch tensor after ``share_memory_()`` | a tensor in the same memory: who writes, writes for all |
-| Polars frame or series, Arrow table, Pillow image | the same, read where it lies (``arrow.py``) |
-| torch tensor on a CUDA device | a tensor of its own on the same device (``transport/device/transfer.py``) |
+| torch tensor after ``share_memory_()`` | a tensor in the same memory: all processes see each write |
+| Polars frame or series, Arrow table, Pillow image | the same type, read in place (``arrow.py``) |
+| torch tensor on a CUDA device | a copy on the same device (``transport/device/transfer.py``) |
 
-Each array or tensor travels by itself: two views of one memory arrive as two of their own, while one object
-that is in the item twice arrives as one. What lies with gaps arrives without. A tensor that is the result of
-a computation under autograd is refused, because its graph can't cross; a leaf that requires a gradient
-arrives as such a leaf.
+Each array or tensor travels separately. Two views of one memory arrive as two arrays, but an object that an
+item contains twice arrives once. An array with gaps between its elements arrives without them. A tensor
+computed under autograd is refused, because its graph cannot cross. A leaf that requires a gradient arrives as
+such a leaf.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from flowchan.items import arrow, shared_tensors
 from flowchan.transport.device import transfer
 
 MOST_LENT = 2**63
-"""Bytes: more than any channel takes."""
+"""Bytes, more than any channel can take."""
 
-_CODES = "bBcdfhHiIlLnNqQ?"  # what memoryview.cast takes, and so what can arrive
+_CODES = "bBcdfhHiIlLnNqQ?"  # the codes that memoryview.cast takes, and so the formats that can arrive
 
 _Reducers = dict[Any, Callable[[Any], Any]]
 _made: _Reducers = {}
@@ -43,14 +44,15 @@ _LIBRARIES = ("numpy", "torch", *arrow.LIBRARIES)
 
 
 def reducers() -> _Reducers:
-    """A pickler's dispatch table: ours, for the libraries that are loaded, and what programs have
-    registered."""
+    """Return the dispatch table of a pickler.
+
+    It has our reducers for the libraries that are loaded, and those that programs have registered.
+    """
     global _made, _made_from
     state = len(copyreg.dispatch_table), *[name in sys.modules for name in _LIBRARIES]
     if state != _made_from:
         table: _Reducers = {**copyreg.dispatch_table, memoryview: _reduce_memoryview, View: _reduce_view}
-        # One that is just being imported by another thread may not have its type yet: then nobody has an
-        # instance.
+        # A module that another thread is importing may not have its type yet. Then no instance can exist.
         if array := getattr(sys.modules.get("numpy"), "ndarray", None):
             table[array] = _reduce_array
         if tensor := getattr(sys.modules.get("torch"), "Tensor", None):
@@ -64,13 +66,12 @@ def reducers() -> _Reducers:
 
 def _reduce_memoryview(view: memoryview) -> Any:
     code = view.format
-    if code[:1] == "<" and sys.byteorder == "little":  # as ctypes says it
+    if code[:1] == "<" and sys.byteorder == "little":  # the format that ctypes uses
         code = code[1:]
     if len(code) != 1 or code not in _CODES or struct.calcsize(f"@{code}") != view.itemsize:
         raise TypeError(
-            f"a memoryview of format {view.format!r} can't be made of bytes again; allowed are "
-            f"{', '.join(_CODES)}; send "
-            "view.cast('B'), or an array of it"
+            f"a memoryview of format {view.format!r} can't be sent, only "
+            f"{', '.join(_CODES)}; send view.cast('B') or an array"
         )
     return _rebuild_memoryview, (
         PickleBuffer(view if view.c_contiguous else view.tobytes()),
@@ -100,7 +101,7 @@ def _reduce_array(array: Any) -> Any:
         return array.__reduce_ex__(5)
     if not flags.forc:
         array = array.copy(order="C")
-    # NumPy gives no buffer of times, and its own way is twice as slow
+    # NumPy has no buffers of datetimes, and its own pickling is twice as slow
     fortran = flags.fnc
     memory = array.T if fortran else array
     if dtype.kind in "mM":
@@ -137,7 +138,7 @@ def _reduce_tensor(tensor: Any) -> Any:
     if not _is_dense(data):
         data = data.contiguous()
     size = data.numel() * data.element_size()
-    if size and not data.data_ptr():  # its storage was freed, or was never there
+    if size and not data.data_ptr():  # the storage was freed, or never allocated
         return tensor.__reduce_ex__(5)
     if kind == "cuda":
         form = data.dtype, tuple(data.shape), data.stride(), tensor.requires_grad
@@ -153,7 +154,7 @@ def _reduce_tensor(tensor: Any) -> Any:
 
 
 def _is_dense(tensor: Any) -> bool:
-    """Whether its elements lie without gaps and without overlap, in whatever order of dimensions."""
+    """Return whether the elements have no gaps or overlaps, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -170,21 +171,43 @@ def _rebuild_tensor(buffer: Any, dtype: Any, shape: Any, stride: Any, requires_g
     if len(memory := memoryview(buffer)) == 0:
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     else:
-        # torch has no read-only tensors: what it writes to must be this process's own
+        # torch has no read-only tensors, so it must write to memory of this process
         own = buffer.private() if isinstance(buffer, View) else bytearray(memory)
         tensor = torch.frombuffer(own, dtype=torch.uint8).view(dtype).as_strided(shape, stride)
     return tensor.requires_grad_(requires_grad)
 
 
 def loan(self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout: float | None = None) -> Any:
-    """An array in the channel's own memory, to be filled and then put, by itself or within a larger item: so
-    that not even the one copy into the channel is made. A torch tensor if ``dtype`` is one of torch's, else a
-    NumPy array; ``shape`` in elements. What it contains at first is undefined. Waits up to ``timeout``
-    seconds for memory.
+    """Allocate an array in the channel's own memory, to be filled and then put.
 
-    Once put it belongs to the channel: the array becomes read-only, a tensor must not be written to any more;
-    putting it again raises :class:`ChannelError`. One that is dropped without having been put returns its
-    memory. One loan per item is used in place, any further one is copied.
+    The put then does not copy the array. It may be the item or a part of it. Its contents are undefined at
+    first. After the put the array belongs to the channel: a NumPy array becomes read-only, and a tensor must
+    not be written any more. An array that is dropped without a put returns its memory. Only one loan per item
+    is used in place; the put copies any other. A channel between threads returns an ordinary array.
+
+    Args:
+        shape: Number of elements in each dimension, or one int.
+        dtype: A NumPy dtype (default ``"float64"``), or a dtype of torch for a tensor.
+        timeout: Seconds to wait for memory. Default: no limit.
+
+    Returns:
+        A NumPy array, or a torch tensor if ``dtype`` is one of torch's.
+
+    Raises:
+        Full: The memory was not free within ``timeout`` seconds.
+        Closed: The channel is closed.
+        ChannelError: Raised by the put, if the array has been put before.
+        TypeError: ``dtype`` contains Python objects.
+        ValueError: ``shape`` is not a whole number, or a sequence of them.
+
+    Example:
+        >>> from flowchan import Channel
+        >>> channel = Channel(across="processes")
+        >>> array = channel.loan((2, 3))
+        >>> array[:] = 1
+        >>> channel.put(array)
+        >>> float(channel.get().sum())
+        6.0
     """
     sizes = _checked((shape,) if isinstance(shape, int) else shape)
     torch = sys.modules.get("torch")
@@ -195,12 +218,12 @@ def loan(self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout:
         dtype = numpy.dtype(dtype)
         if dtype.hasobject:
             raise TypeError(
-                f"loan: dtype must be of plain values, not {dtype!r}: objects can't lie in shared memory"
+                f"loan: dtype must be of plain values, not {dtype!r}: objects can't be in shared memory"
             )
     channel = getattr(self, "channel", self)
     if not channel.transport.copies:
         if channel.closed:
-            raise Closed(f"{channel!r}: nothing can be put into it any more, so nothing is lent")
+            raise Closed(f"{channel!r} is closed: nothing can be put into it any more")
         return torch.empty(sizes, dtype=dtype) if torch and as_torch else numpy.empty(sizes, dtype)
     view = self._loan(min(math.prod(sizes) * dtype.itemsize, MOST_LENT), timeout)
     if torch and as_torch:
@@ -217,5 +240,5 @@ def loan(self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout:
 def _checked(shape: Sequence[int]) -> tuple[int, ...]:
     for size in shape:
         if isinstance(size, bool) or not hasattr(size, "__index__") or size < 0:
-            raise ValueError(f"loan: shape must be whole numbers >= 0, not {shape!r}")
+            raise ValueError(f"loan: shape must be whole numbers of at least 0, not {shape!r}")
     return tuple(shape)

@@ -1,9 +1,9 @@
-"""How data frames and pictures cross to another process: by Arrow's view of their memory, whose buffers go
-beside the pickle, are copied once into the channel, and are read there where they lie.
+"""Transfer of data frames and images to another process by their Arrow buffers.
 
-Arrow's own types do so by themselves; but a slice of a table would bring along all that it is a slice of.
-Polars frames and series, and Pillow's images, would be serialised into the pickle. Without pyarrow,
-and for what Arrow can't say, the libraries' own pickling does it, with its copies.
+The buffers travel next to the pickle. They are copied once into the channel, and the receiver reads them in
+place. Arrow's own types need this only for a slice of a table, whose pickle would include the whole table.
+The pickle of a Polars frame or series, or of a Pillow image, would contain all data. Without pyarrow, and for
+types that Arrow lacks, the pickling of the libraries themselves is used, with its copies.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pickle import PickleBuffer
 from typing import Any
 
 LIBRARIES = ("polars", "pyarrow", "PIL.Image")
-"""The modules with the types that are known here."""
+"""The modules of the types that this file can transfer."""
 _TYPES: tuple[tuple[str, str, str, Callable[[Any], Any]], ...]
-"""Each with what of its module the reduction needs, which older versions lack."""
+"""Module, type, a name of the module that its reducer needs (older versions lack it), and the reducer."""
 _RAW = {"L": "L", "RGB": "RGBX", "RGBA": "RGBA", "CMYK": "CMYK"}
-"""Modes of images, and how Pillow calls the form in which it keeps their pixels."""
+"""Image modes, and Pillow's name of the raw mode in which it stores their pixels."""
 
 
 def reducers() -> Iterator[tuple[Any, Callable[[Any], Any]]]:
-    """The types of the libraries that are loaded, each with what reduces it."""
+    """Yield the types of the loaded libraries, each with its reducer."""
     if not _has_arrow():
         return
     for module, name, needed, reduce in _TYPES:
-        loaded = sys.modules.get(module)  # one that is just being imported may not have its types yet
+        loaded = sys.modules.get(module)  # a module that is being imported may not have its types yet
         if hasattr(loaded, name) and hasattr(loaded, needed):
             yield getattr(loaded, name), reduce
 
@@ -43,7 +43,7 @@ def _reduce_table(table: Any) -> Any:
 
     if table.nbytes >= 0.5 * table.get_total_buffer_size():
         return table.__reduce_ex__(5)
-    sink = pyarrow.BufferOutputStream()  # it writes what belongs to the slice, no more
+    sink = pyarrow.BufferOutputStream()  # the stream contains only the data of the slice
     with pyarrow.ipc.new_stream(sink, table.schema) as writer:
         writer.write(table)
     return _rebuild_table, (PickleBuffer(sink.getvalue()), isinstance(table, pyarrow.RecordBatch))
@@ -59,7 +59,7 @@ def _rebuild_table(buffer: Any, is_batch: bool) -> Any:
 def _reduce_frame(frame: Any) -> Any:
     import polars
 
-    if "Object" in repr(frame.dtypes):  # Arrow would see addresses
+    if "Object" in repr(frame.dtypes):  # Arrow would store their addresses
         return frame.__reduce_ex__(5)
     table = frame.to_arrow(compat_level=polars.CompatLevel.newest())
     return _rebuild_frame, (table, frame.height)
@@ -90,7 +90,7 @@ def _reduce_image(image: Any) -> Any:
         return image.__reduce_ex__(5)
     try:
         pixels = pyarrow.array(image)
-    except ValueError:  # a large one lies in several pieces
+    except ValueError:  # a large image consists of several pieces
         pixels = pyarrow.Array.from_buffers(
             pyarrow.uint8(),
             image.width * image.height * len(raw),
@@ -103,7 +103,7 @@ def _rebuild_image(pixels: Any, mode: str, size: tuple[int, int], info: dict[Any
     from PIL import Image
 
     image = Image.fromarrow(pixels, mode, size)
-    image.readonly = 1  # who changes it gets a copy of its own
+    image.readonly = 1  # Pillow copies the image before a change
     image.info = info
     return image
 

@@ -1,9 +1,11 @@
-"""Serialising what the core's direct encoding does not cover: pickle protocol 5, by value where plain pickle
-can't or where the other process could not find the name. The contents of arrays and tensors go beside the
-pickle, as buffers (``arrays.py``), so that they are written once and read where they lie.
+"""Serialisation of items that the direct encoding of the core does not cover.
 
-Functions and classes of ``__main__`` (and of a file that ``flowchan run`` loaded) go by value through
-cloudpickle, because another process has another ``__main__``; everything importable goes by reference.
+It is pickle protocol 5. The contents of arrays and tensors travel next to the pickle, as buffers
+(``arrays.py``), so they are written once and read in place.
+
+Functions and classes of ``__main__``, and of a file that ``flowchan run`` has loaded, are pickled by value
+with cloudpickle, because another process has another ``__main__``. Everything importable is pickled by
+reference. cloudpickle also takes over where plain pickle fails.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from flowchan.transport import descriptors
 from flowchan.transport.device import transfer
 from flowchan.transport.interrupts import is_interrupt, unless_interrupted
 
-# Names of modules whose functions and classes other processes can't import.
+# Names of modules whose functions and classes other processes cannot import.
 by_value_modules: set[str] = {"__main__", "__mp_main__"}
 
 
@@ -33,30 +35,44 @@ Packed = bytes | list[Any]
 
 
 def pack(value: object) -> Packed:
-    """What a channel between processes makes of ``value``, to be sent in its place: :func:`unpack` makes the
-    value of it.
+    """Serialise a value as a channel between processes does, so that it can be sent in the value's place.
 
-    So whoever gets it has it in hand before anything of the value is made, and chooses what becomes of it
-    when that fails. Bytes; or a list of bytes, buffers and channels: the contents of the buffers are copied
-    when the list is put into a channel between processes, and read there where they lie. Raises ``TypeError``
-    naming the part that can't be serialised.
+    :func:`unpack` makes the value. So a receiver can keep the packed item before it makes any part of the
+    value, and decide what to do if this fails.
+
+    Args:
+        value: Any value that can be an item.
+
+    Returns:
+        Bytes, or a list of bytes, buffers and channels. A put into a channel between processes copies the
+        contents of the buffers, and the receiver reads them in place.
+
+    Raises:
+        TypeError: A part of the value cannot be serialised; the message names the part.
+
+    Example:
+        >>> from flowchan import pack, unpack
+        >>> unpack(pack({"a": 1}))
+        {'a': 1}
     """
-    return _beside(*_pack_with(value, descriptors.Companions()))
+    return _with_companions(*_pack_with(value, descriptors.Companions()))
 
 
 def pack_to_pass_on(value: object) -> tuple[Packed, Callable[[], None]]:
-    """The same for a value that goes through the hands of who does not look at it; and what to call if it
-    does not go."""
+    """Serialise a value for a process that passes it on without unpacking it.
+
+    Returns the packed value, and a function to call if the value is not sent.
+    """
     packed, companions = _pack_with(value, descriptors.Unopened())
-    return _beside(packed, companions), companions.take_back
+    return _with_companions(packed, companions), companions.take_back
 
 
 def pack_away(value: object) -> Packed:
-    """The same for a value that leaves the machine: memory that processes share is copied."""
-    return _beside(*_pack_with(value, descriptors.DuplicatedDescriptors()))
+    """Serialise a value for another host, with copies of the memory that processes share."""
+    return _with_companions(*_pack_with(value, descriptors.DuplicatedDescriptors()))
 
 
-def _beside(packed: Packed, companions: descriptors.Parcel) -> Packed:
+def _with_companions(packed: Packed, companions: descriptors.Parcel) -> Packed:
     if not companions.kept:
         return packed
     return [*([packed] if isinstance(packed, bytes) else packed), *companions.kept]
@@ -83,7 +99,7 @@ def _pack(value: object) -> Packed:
         data = out.getvalue()
     except unless_interrupted(Exception):
         data = None
-    if data is None or _names_what_is_only_here(data):
+    if data is None or _names_local_objects(data):
         del buffers[:]
         if descriptors.now.packing is not None:
             descriptors.now.packing.take_back()
@@ -93,7 +109,22 @@ def _pack(value: object) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """The value that was given to :func:`pack`. Raises what the making of the value raises."""
+    """Make the value that was given to :func:`pack`.
+
+    Args:
+        packed: The return value of :func:`pack`.
+
+    Returns:
+        The value.
+
+    Raises:
+        Exception: Any error that unpickling the value raises.
+
+    Example:
+        >>> from flowchan import pack, unpack
+        >>> unpack(pack([1, 2]))
+        [1, 2]
+    """
     return pickle.loads(packed) if isinstance(packed, bytes) else _unpack(packed)
 
 
@@ -110,9 +141,21 @@ Kept = tuple[int, list[Any], Callable[[Any], None] | None, int, tuple[int, ...],
 
 
 def dumps(item: object, leaves: bool = False) -> Packed | Kept:
-    """The pickle and its buffers. For a PINNED or PARCEL item an id or 0, them, what is to be called with the
-    channel once the item is inside or None, the id of its parcel or 0, the descriptors in that, and what
-    keeps them open. ``leaves``: to another host."""
+    """Serialise an item for the core.
+
+    Returns the pickle and its buffers. A PINNED or PARCEL item returns a tuple with these parts:
+
+    - the id of the device memory, or 0
+    - the pickle and its buffers
+    - a function to call with the channel once the item is inside, or None
+    - the id of the fd bundle, or 0
+    - the descriptors of the bundle
+    - the objects that keep the descriptors open
+
+    Args:
+        item: The item.
+        leaves: Whether the item goes to another host.
+    """
     packed, channels = _pack_with(item, descriptors.Leaving() if leaves else descriptors.Parcel())
     on_device = None if isinstance(packed, bytes) else transfer.parcel(packed[1:])
     if on_device is None and not channels.id:
@@ -129,10 +172,10 @@ def dumps(item: object, leaves: bool = False) -> Packed | Kept:
 
 
 _NAMES_SOMETHING = pickle.STACK_GLOBAL
-"""Protocol 5 has it wherever it refers to a function or a class. To look for one byte is quick."""
+"""Protocol 5 has this byte before each reference to a function or a class. A search for one byte is quick."""
 
 
-def _names_what_is_only_here(data: bytes) -> bool:
+def _names_local_objects(data: bytes) -> bool:
     if _NAMES_SOMETHING not in data:
         return False
     for name in by_value_modules:  # noqa: SIM110  # quicker than any(), and done for each item
@@ -146,14 +189,16 @@ def _dumps_by_value(item: object, aside: Any) -> bytes:
     try:
         _by_value_pickler()(out, protocol=5, buffer_callback=aside).dump(item)
     except unless_interrupted(Exception) as error:
-        raise TypeError(f"can't send {short(item)} to another process: {_culprit(item, error)}") from error
+        raise TypeError(
+            f"can't send {short(item)} to another process: {_describe_culprit(item, error)}"
+        ) from error
     return out.getvalue()
 
 
 @functools.cache
 def _by_value_pickler() -> Any:
-    """cloudpickle's, with our reducers before its own."""
-    import cloudpickle  # slow to import, and most items do without
+    """Return cloudpickle's pickler, with our reducers before its own."""
+    import cloudpickle  # slow to import, and most items do not need it
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: object) -> Any:
@@ -164,7 +209,7 @@ def _by_value_pickler() -> Any:
 
 
 def dumps_for_worker(value: object) -> bytes:
-    """By cloudpickle, for a process of this machine that this one starts: tensors that are shared stay so."""
+    """Serialise a value with cloudpickle for a child process. Shared tensors stay shared."""
     out = io.BytesIO()
     _sharing_pickler()(out, protocol=5).dump(value)
     return out.getvalue()
@@ -186,12 +231,12 @@ def _sharing_pickler() -> Any:
 
 
 keeps_sealed: ContextVar[bool] = ContextVar("keeps_sealed", default=False)
-"""Whether what is got in this context and would be unpickled stays as it is: :class:`Sealed`."""
+"""Whether items that are received in this context stay packed, as :class:`Sealed`."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Sealed:
-    """An item on its way through the hands of who does not look at it."""
+    """Item in the packed form, for a process that passes it on without unpacking it."""
 
     packed: Packed
 
@@ -201,7 +246,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Opening:
-    """Is put in the place of a value that is there as :class:`Sealed`: whoever gets it gets the value."""
+    """Replace a packed value so that its receiver gets the value itself."""
 
     packed: Packed
 
@@ -210,8 +255,11 @@ class Opening:
 
 
 def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) -> Any:
-    """The object that :func:`dumps` was given. Of a PINNED or PARCEL item comes what keeps it in existence,
-    the list, and the descriptors of its parcel with the reason why they are not all."""
+    """Make the object that :func:`dumps` was given.
+
+    A PINNED or PARCEL item comes as a tuple: a view that keeps the item alive, the pickle and its buffers,
+    and the fd bundle. The bundle is a pair of its descriptors and the errno of those that are missing.
+    """
     if keeps_sealed.get() and not isinstance(data, tuple):
         return Sealed(data)
     if not isinstance(data, tuple):
@@ -231,8 +279,11 @@ def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) ->
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Unreadable:
-    """Stands for an item that a stage could not receive, because unpickling it raised. ``data`` is its
-    pickle, without the arrays beside it."""
+    """Represent an item that a stage could not unpickle.
+
+    Attributes:
+        data: The pickle of the item, without the arrays that travel next to it.
+    """
 
     data: bytes
 
@@ -240,8 +291,8 @@ class Unreadable:
         return f"<an item that can't be unpickled, {len(self.data)} bytes>"
 
 
-def _culprit(item: object, error: BaseException) -> str:
-    """Names the innermost attribute, element or key that can't be pickled."""
+def _describe_culprit(item: object, error: BaseException) -> str:
+    """Describe the innermost attribute, element or key that cannot be pickled."""
     path, culprit, reason = smallest(item, str(error))
     where = f"its {', '.join(path)} ({short(culprit)})" if path else "it"
     return f"{where} can't be pickled ({reason})"

@@ -1,6 +1,7 @@
-"""How the values of several workers, or of several members of a group, become one: leaf by leaf through
-dictionaries, lists and tuples, and always in their order. So whoever computes it gets the same, and no
-operation needs a neutral element.
+"""Combination of the values of several workers, or of several members of a group.
+
+Values are combined leaf by leaf through dictionaries, lists and tuples, and always in their order. So every
+process that combines them gets the same result, and an operation does not need a neutral element.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ Named = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
 
 
 class Reduced(NamedTuple, Generic[T]):
-    """What the workers of a stage have given in one round, combined. ``contributors`` is how many they were:
-    fewer when others have ended. Rounds are counted from 0."""
+    """Combined values of the workers of a stage in one round.
+
+    Attributes:
+        value: The combination of the workers' values.
+        contributors: Number of workers that contributed. It falls when workers have ended.
+        round: Number of the round, from 0.
+    """
 
     value: T
     contributors: int
@@ -26,28 +32,31 @@ class Reduced(NamedTuple, Generic[T]):
 
 
 def combined(values: Sequence[Any], function: Function) -> Any:
-    """The combination of the values, or None without any. Raises ``ValueError`` where they differ in their
-    keys or lengths, and what the function raises."""
+    """Combine the values with a function, or return None if the sequence is empty.
+
+    Raises ``ValueError`` if their keys or lengths differ, and any error of the function.
+    """
     total = values[0] if values else None
     for value in values[1:]:
-        total = _together(total, value, function, "")
+        total = _combine(total, value, function, "")
     return total
 
 
 def reduced(values: Sequence[Any], op: str | Function) -> Any:
-    """The same by one of the :data:`OPERATIONS`, of arrays of one shape, or by any function."""
+    """Combine values with a named operation of :data:`OPERATIONS`, for arrays of equal shape, or with a
+    function."""
     total = combined(values, of_one_shape(OPERATIONS[op]) if isinstance(op, str) else op)
     return _divided(total, len(values)) if op == "mean" else total
 
 
-def _together(a: Any, b: Any, function: Function, path: str) -> Any:
+def _combine(a: Any, b: Any, function: Function, path: str) -> Any:
     if isinstance(a, dict) and isinstance(b, dict):
         if a.keys() != b.keys():
             raise ValueError(
                 f"only values with the same keys can be combined; only some have "
                 f"{sorted(map(repr, a.keys() ^ b.keys()))}{f' in {path}' if path else ''}"
             )
-        return {key: _together(a[key], b[key], function, f"{path}[{key!r}]") for key in a}
+        return {key: _combine(a[key], b[key], function, f"{path}[{key!r}]") for key in a}
     if type(a) is type(b) and type(a) in (list, tuple):
         if len(a) != len(b):
             raise ValueError(
@@ -55,13 +64,13 @@ def _together(a: Any, b: Any, function: Function, path: str) -> Any:
                 f"{f' in {path}' if path else ''}"
             )
         return type(a)(
-            _together(x, y, function, f"{path}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True))
+            _combine(x, y, function, f"{path}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True))
         )
     return function(a, b)
 
 
 def of_one_shape(plain: Function) -> Function:
-    """``plain``, but arrays of two shapes are not stretched to one; what has no dimension is a number."""
+    """Return ``plain`` with a check that arrays have the same shape. Numbers combine with any shape."""
 
     def function(a: Any, b: Any) -> Any:
         shapes = getattr(a, "shape", ()), getattr(b, "shape", ())
@@ -82,7 +91,7 @@ def _divided(total: Any, by: int) -> Any:
 
 
 def _of_each_element(name: str, plain: Function) -> Function:
-    """``plain``, but for arrays and tensors what their library calls ``name``."""
+    """Return ``plain``, but with the library's function ``name`` for arrays and tensors."""
 
     def function(a: Any, b: Any) -> Any:
         for library, kind in (("numpy", "ndarray"), ("torch", "Tensor")):
@@ -104,4 +113,4 @@ OPERATIONS: dict[str, Function] = {
     "or": operator.or_,
     "xor": operator.xor,
 }
-"""The combinations that have a name. The mean is their sum, divided by how many values there are."""
+"""Named combinations. The mean is the sum divided by the number of values."""

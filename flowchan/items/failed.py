@@ -1,4 +1,4 @@
-"""What an ``errors`` stream carries."""
+"""Items of an ``errors`` stream."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Failed(Generic[T_co]):
-    """An item for which a stage's function raised. ``error`` is the last exception, after ``attempts`` calls;
-    0 calls if the item could not be received at all, and then ``item`` is an :class:`flowchan.Unreadable`."""
+    """Represent an item for which the function of a stage raised.
+
+    Attributes:
+        item: The item. If it could not be received, an :class:`flowchan.Unreadable`.
+        error: The exception of the last call.
+        attempts: Number of calls; 0 if the item could not be received.
+    """
 
     item: T_co
     error: BaseException

@@ -1,9 +1,11 @@
-"""Tensors that processes have together: what ``share_memory_()`` has moved into shared memory crosses as that
-memory, by its descriptor, so that every process sees what any of them writes.
+"""Transfer of tensors in shared memory between processes.
 
-Not so what a child of ours has shared: a data loader's workers deliver every batch in shared memory, which is
-a way to send it, and not meant to be written by two. Such tensors cross by their contents, as others do, and
-hold no descriptors while they are under way.
+A tensor that ``share_memory_()`` has moved into shared memory crosses by the descriptor of that memory. So
+every process sees the writes of the others.
+
+Tensors that a child process has shared are an exception. The workers of a data loader send every batch in
+shared memory, but only as a means of transfer. Such tensors cross as copies, like others, and do not keep
+descriptors while they are in a channel.
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ from typing import Any
 from flowchan.errors import Broken
 from flowchan.transport.descriptors import Beside, Handle, hand_over, now, shortage, take_over
 
-_ancestors: dict[int, frozenset[int]] = {}  # by the process that asks, for a fork inherits this
+_ancestors: dict[int, frozenset[int]] = {}  # by pid, because a forked child inherits this dictionary
 _arrived: set[int] = set()
-"""The inodes of what came from another process."""
+"""Inodes of memory that came from another process."""
 
 
 def is_shared(tensor: Any) -> bool:
-    """Whether the tensor lies in memory that this program's processes are to have together."""
+    """Return whether the tensor is in memory that the processes of this program share."""
     return _descriptor(tensor.untyped_storage()) is not None and not (tensor.is_conj() or tensor.is_neg())
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is a plain tensor on the CPU."""
+    """Return whether the value is a plain tensor on the CPU."""
     torch = sys.modules.get("torch")
     return (
         torch is not None and type(value) is torch.Tensor and value.is_cpu and value.layout is torch.strided
@@ -35,13 +37,16 @@ def is_tensor(value: Any) -> bool:
 
 
 def is_storage(value: Any) -> bool:
-    """Whether it is the memory of a tensor, as torch has it."""
+    """Return whether the value is a storage of torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.UntypedStorage)
 
 
 def _descriptor(storage: Any) -> int | None:
-    """Of the memory, if it is shared and by whom we take it to be; the storage has it open."""
+    """Return the descriptor of memory that this process, an ancestor or a sender has shared, or None.
+
+    The storage keeps the descriptor open.
+    """
     if now.packing is not None and not now.packing.shares:
         return None
     if storage.device.type != "cpu" or not storage.is_shared():
@@ -49,17 +54,17 @@ def _descriptor(storage: Any) -> int | None:
     import torch.multiprocessing
 
     if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]
-        return None  # asking for the descriptor would move it to other memory
+        return None  # asking for the descriptor would move the tensor to other memory
     fd = int(storage._share_fd_cpu_()[0])
-    if fd < 0:  # a file that is mapped
+    if fd < 0:  # a mapped file
         return None
     maker = re.match(r"/dev/shm/torch_(\d+)_", os.readlink(f"/proc/self/fd/{fd}"))
-    ours = maker is not None and int(maker[1]) in _us()
+    ours = maker is not None and int(maker[1]) in _pids_of_ancestry()
     return fd if ours or os.fstat(fd).st_ino in _arrived else None
 
 
-def _us() -> frozenset[int]:
-    """This process and those that it comes from."""
+def _pids_of_ancestry() -> frozenset[int]:
+    """Return the pids of this process and its ancestors."""
     pid = os.getpid()
     if pid not in _ancestors:
         found = [pid]
@@ -71,7 +76,7 @@ def _us() -> frozenset[int]:
 
 
 def reduce_tensor(tensor: Any) -> Any:
-    """For one of which :func:`is_shared` is true."""
+    """Reduce a tensor for which :func:`is_shared` is true."""
     where = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
     return _rebuild_tensor, (tensor.untyped_storage(), tensor.dtype, where, tensor.requires_grad)
 

@@ -1,4 +1,4 @@
-"""How messages show a value of the user's, whatever its ``__repr__`` does."""
+"""Short texts of a user's values for messages, safe for any ``__repr__``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from typing import Any
 
 
 def short(value: Any, most: int = 80) -> str:
-    """The value's repr in at most ``most`` characters. Where that fails its type, and how it failed."""
+    """Return the repr of a value in at most ``most`` characters.
+
+    If the repr raises, return the type of the value and of the error.
+    """
     try:
         text = repr(value)
-    except BaseException as error:  # it is the user's code, and the message must not be lost by it
+    except BaseException as error:  # user code, which must not replace the message that is being made
         text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def shown(value: Any) -> str:
-    """The same with its type: ``2.5 (float)``."""
+    """Return the short repr of a value and its type, such as ``2.5 (float)``."""
     return f"{short(value, 60)} ({type(value).__name__})"

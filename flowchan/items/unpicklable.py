@@ -1,6 +1,8 @@
-"""What hinders an object from being pickled. The parts that cloudpickle would visit are tried one by one,
-down to the smallest that fails by itself; its path is what the user needs: "captured variable 'model',
-attribute 'lock'"."""
+"""Search for the part of an object that cannot be pickled.
+
+The search tries the parts that cloudpickle would visit, down to the smallest one that fails alone. The user
+needs its path: "captured variable 'model', attribute 'lock'".
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,29 @@ _DEEPEST = 20
 
 
 def refusal(value: Any, pickler: Any = None) -> str | None:
-    """Why a pickler, cloudpickle's where none is given, refuses the value, in one line; ``None`` if it does
-    not."""
+    """Return in one line why a pickler refuses the value, or ``None`` if it accepts it.
+
+    The default pickler is cloudpickle's.
+    """
     import cloudpickle
 
     try:
         (pickler or cloudpickle.Pickler)(_Nowhere(), protocol=5).dump(value)
-    except Exception as error:  # a user's __reduce__ or __getstate__ may raise anything
+    except Exception as error:  # a user's __reduce__ or __getstate__ may raise any exception
         lines = str(error).splitlines()
         return lines[0] if lines else type(error).__name__
     return None
 
 
 class _Nowhere:
-    """A file that forgets: only whether pickling works is wanted, and the value may be large."""
+    """File that discards its data, because the pickle is not needed and may be large."""
 
     def write(self, data: Any) -> int:
-        return memoryview(data).nbytes  # large buffers come as they are
+        return memoryview(data).nbytes  # large buffers arrive without a copy
 
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
-    """What cloudpickle visits when it pickles ``value``, with the word for each."""
+    """Yield the parts that cloudpickle visits when it pickles ``value``, each with a description."""
     if isinstance(value, FunctionType):
         yield from _captured(value)
     elif isinstance(value, functools.partial):
@@ -63,8 +67,14 @@ def smallest(
     refusal: Callable[[Any], str | None] = refusal,
     children: Callable[[Any], Iterator[tuple[str, Any]]] = children,
 ) -> tuple[list[str], Any, str]:
-    """The path to the smallest part of ``value`` that is refused by itself, that part, and the reason.
-    ``error`` is why ``value`` is refused; ``children`` names the parts of a part."""
+    """Return the path to the smallest part of ``value`` that is refused alone, the part, and the reason.
+
+    Args:
+        value: The value that is refused.
+        error: Why it is refused.
+        refusal: Returns why a part is refused, or None.
+        children: Yields the parts of a part, each with a description.
+    """
     path: list[str] = []
     seen = {id(value)}
     while len(path) < _DEEPEST:
@@ -81,8 +91,10 @@ def smallest(
 
 
 def _listed(children: Callable[[Any], Iterator[tuple[str, Any]]], value: Any) -> list[tuple[str, Any]]:
-    """The children, or none where the object's own code fails while it lists them: then it is the
-    smallest."""
+    """Return the parts of the value, or none if its own code fails while it lists them.
+
+    The value is then the smallest part.
+    """
     try:
         return list(children(value))
     except Exception:
@@ -90,11 +102,11 @@ def _listed(children: Callable[[Any], Iterator[tuple[str, Any]]], value: Any) ->
 
 
 def _captured(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """The variables that travel with a function which is pickled by value."""
+    """Yield the variables that travel with a function that is pickled by value."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
             yield f"captured variable {name!r}", cell.cell_contents
-        except ValueError:  # not assigned yet
+        except ValueError:  # the variable is not assigned yet
             continue
     for name in _names_used(function.__code__):
         if name in function.__globals__:
@@ -117,7 +129,7 @@ def _names_used(code: CodeType) -> Iterator[str]:
 
 
 def _state(value: Any) -> Iterator[tuple[str, Any]]:
-    """The arguments, attributes and elements that an object's own ``__reduce__`` hands to pickle."""
+    """Yield the arguments, attributes and elements that an object's own ``__reduce__`` gives to pickle."""
     reduced = value.__reduce_ex__(5)
     if not isinstance(reduced, tuple):
         return

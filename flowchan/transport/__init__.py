@@ -1,1 +1,1 @@
-"""How bytes and descriptors reach another process, and another host."""
+"""Transfer of bytes, descriptors and device memory to other processes and hosts."""

@@ -1,5 +1,4 @@
-"""At which of its addresses the driver listens, so that all hosts of a provider reach it; and the addresses
-of channels."""
+"""Addresses of this machine that other hosts can reach, and addresses of channels."""
 
 from __future__ import annotations
 
@@ -12,8 +11,11 @@ from flowchan.transport.tcp import route_to
 
 
 def address_towards(call: str, peers: Mapping[str, str]) -> str:
-    """Our address on the kernel's route to all ``peers``, which are hosts' names and where each is to be
-    found. A host reached through loopback is this machine, and reaches all its addresses."""
+    """Return the address of this machine on the kernel's routes to all ``peers``.
+
+    ``peers`` maps the names of hosts to their addresses. A host that is reached over loopback is this
+    machine, and can reach any of its addresses.
+    """
     ours: dict[str, str] = {}
     for host, peer in peers.items():
         try:
@@ -21,14 +23,14 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise HostError(
-                    f"{call}: {host} can't be found from this machine ({error.strerror}): look at how it is "
-                    "written; where only a jump host knows it, say with address= at which address of this "
-                    "machine the hosts reach it",
+                    f"{call}: {host} can't be found from this machine ({error.strerror}); check how it is "
+                    "written. If only a jump host knows it, set address= to an address of this machine that "
+                    "the hosts can reach",
                     host,
                 ) from error
             raise HostError(
-                f"{call}: at which address {host} reaches this machine is not known ({error.strerror}): "
-                "say it with address=",
+                f"{call}: the address at which {host} reaches this machine is not known ({error.strerror}); "
+                "set address=",
                 host,
             ) from error
     outside = {address: host for address, host in ours.items() if not _is_loopback(address)}
@@ -36,34 +38,36 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
         routes = ", ".join(f"{host} from {address}" for address, host in outside.items())
         raise HostError(
             f"{call}: the hosts are reached from different addresses of this machine ({routes}); "
-            "say with address= at which one all of them reach it"
+            "set address= to one that all of them can reach"
         )
     return next(iter(outside or ours))
 
 
 def channel_address(place: str, number: int) -> str:
-    """``place``: where its home listens; ``number``: which of its home's it is."""
+    """Return the address of a channel: where its owner listens, and its number there."""
     return f"{place}/{number}"
 
 
 def place_in(address: str) -> str:
-    """Where the home of a channel listens."""
+    """Return where the owner of a channel listens."""
     place, slash, number = str(address).rpartition("/")
     if not (slash and place and number.isascii() and number.isdigit()):
         raise ValueError(
-            f"{address!r} is no address of a channel: it is what channel.address says, as '127.0.0.1:4711/1'"
+            f"{address!r} is not the address of a channel; use channel.address, such as '127.0.0.1:4711/1'"
         )
     return place
 
 
 def number_in(address: str) -> int:
-    """Which of its home's channels it is."""
+    """Return the number of a channel at its owner."""
     return int(address.rpartition("/")[2])
 
 
 def mark_of(home: str, number: int | str) -> str:
-    """Stands in an item for each channel that was sent in it: nothing else is so, for the id of a home is
-    random."""
+    """Return the mark that an item contains for each channel that was sent in it.
+
+    The id of an owner is random, so nothing else equals the mark.
+    """
     return f"sent by {home}/{number}"
 
 

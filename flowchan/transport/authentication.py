@@ -1,20 +1,21 @@
-"""Two ends of a fresh connection prove to each other that they know the same secret.
+"""Mutual authentication of the two ends of a new connection by a shared secret.
 
-Every message has a fixed size, so nothing in it says how much is to be read::
+Every message has a fixed size, so a peer cannot choose how much the other end reads::
 
-    both      greeting   what we speak, which end we are, TLS or not, 32 fresh random bytes, a certificate
+    both      greeting   protocol, role, TLS or not, 32 fresh random bytes, a certificate
     dialled   proof      HMAC-SHA256(key, "dialled: proof") where key = HMAC-SHA256(secret, both greetings)
     listens   proof      HMAC-SHA256(key, "listens: proof")
-    dialled   hello      4,096 bytes of JSON, spaces behind it; HMAC-SHA256(key, "dialled: hello" + these)
+    dialled   hello      4,096 bytes of JSON, padded with spaces; HMAC-SHA256(key, "dialled: hello" + these)
     listens   hello      the same with "listens"
 
-Who repeats an old handshake meets a fresh nonce, who sends our own messages back meets the wrong role, who
-changes a byte changes the key. Greetings are only compared with what they have to be, and the hello of a peer
-is looked at when it has been proved; nothing is ever unpickled here. With TLS the hellos already travel
-encrypted: the listener's greeting names its certificate, so the proofs cover it, and the side that dialled
-goes on only if it meets that very certificate.
+A replayed handshake fails because the nonce is fresh. Reflected messages fail because the role is wrong. A
+changed byte changes the key. A greeting is only compared with the expected bytes, and the hello of a peer is
+read only after its proof; nothing is unpickled here. With TLS the hellos are already encrypted. The
+listener's greeting names its certificate, so the proofs cover it. The dialling end continues only if TLS
+presents that certificate.
 
-What follows the handshake without TLS is not protected: who can rewrite packets can take the connection over.
+Without TLS, the data after the handshake is not protected: an attacker who can rewrite packets can take over
+the connection.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ NONCE = 32
 NO_CERTIFICATE = bytes(32)
 PROOF = 32
 HELLO = 4096
-SECRET = 16  # bytes that a secret has at least
+SECRET = 16  # fewest bytes of a secret
 DIALLED, LISTENS = b"dialled", b"listens"
 PLAIN, WITH_TLS = b"-", b"T"
 GREETING = len(SPOKEN) + len(DIALLED) + 1 + NONCE + len(NO_CERTIFICATE)
@@ -50,55 +51,69 @@ Hello = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Encrypt:
-    """Here TLS begins: with our certificate, or towards one whose fingerprint was proved."""
+    """Step of a handshake at which TLS begins, with our certificate or with the fingerprint of the peer's."""
 
-    mine: Certificate | None
+    ours: Certificate | None
     theirs: bytes
 
 
 class Last(bytes):
-    """What the listening end sends last, for it has ``heard`` all: with it the peer counts as let in."""
+    """Last message of the listening end. It accepts the peer, whose hello is ``heard``."""
 
     heard: Hello
 
 
 Handshake = Generator[bytes | int | Encrypt, bytes, Hello]
-"""Gives bytes to send, the number of bytes that it wants to be sent, or where TLS begins. Returns the peer's
-hello. Raises :class:`Refused` with a reason that does not name the peer."""
+"""Yields bytes to send, the number of bytes to receive, or an :class:`Encrypt`. Returns the peer's hello.
+Raises :class:`Refused` with a reason that does not name the peer."""
 
 
 def meet(
     sock: socket.socket, secret: bytes, *, dialled: bool, hello: Hello, timeout: float, tls: bool = False
 ) -> tuple[socket.socket, Hello]:
-    """Proves to the other end of ``sock`` that we know ``secret``, has it prove the same, and exchanges
-    hellos.
+    """Authenticate the other end of ``sock`` and this end by ``secret``, and exchange hellos.
 
-    Returns the socket to go on with and the peer's hello. With ``tls`` that socket leads to a process of ours
-    that encrypts (``tls.py``), and ends when it is closed. ``dialled`` says which end we are. Raises
-    :class:`Refused`, whose one line names the peer's address, when the peer does not know the secret, is
-    silent, or speaks otherwise, all of it within ``timeout`` seconds. If it raises, ``sock`` is closed.
+    If the function raises, ``sock`` is closed.
+
+    Args:
+        sock: The new connection.
+        secret: The secret that both ends must know.
+        dialled: Whether this end has dialled, or else listens.
+        hello: The hello of this end.
+        timeout: Seconds for the whole handshake.
+        tls: Whether to encrypt the connection.
+
+    Returns:
+        The socket to use from now on, and the peer's hello. With ``tls`` the socket leads to a process of
+        ours
+        that encrypts (``tls.py``), and that ends when the socket is closed.
+
+    Raises:
+        Refused: The peer does not know the secret, is silent, or speaks another protocol. The one line of the
+            error names the peer's address.
     """
     try:
-        guest = PendingHandshake(sock, handshake(secret, hello, dialled=dialled, tls=tls), timeout)
+        pending = PendingHandshake(sock, handshake(secret, hello, dialled=dialled, tls=tls), timeout)
     except BaseException:
         sock.close()
         raise
     try:
-        while guest.hello is None:
+        while pending.hello is None:
             waiting = select.poll()
-            waiting.register(guest.sock, select.POLLIN)
-            left = guest.give_up - time.monotonic()
+            waiting.register(pending.sock, select.POLLIN)
+            left = pending.give_up - time.monotonic()
             if left <= 0 or not waiting.poll(left * 1000):
-                raise Refused(f"{guest.peer} was refused: {guest.late()}")
-            guest.go_on()
-        return guest.come_in()
+                raise Refused(f"{pending.peer} was refused: {pending.late_reason()}")
+            pending.receive_step()
+        return pending.finish()
     except BaseException:
-        guest.close()
+        pending.close()
         raise
 
 
 class PendingHandshake:
-    """A connection whose peer has not proved the secret yet. Never waits: ``go_on()`` takes what has come."""
+    """Connection whose peer has not proved the secret yet. It never blocks: ``receive_step()`` takes what has
+    arrived."""
 
     def __init__(self, sock: socket.socket, steps: Handshake, timeout: float) -> None:
         self.sock = sock
@@ -106,9 +121,9 @@ class PendingHandshake:
         self.give_up = time.monotonic() + timeout
         self._timeout = timeout
         self._steps = steps
-        self._wanted = 0
-        self._came = bytearray()
-        self._relay: TlsProxy | None = None
+        self._expected = 0
+        self._received = bytearray()
+        self._proxy: TlsProxy | None = None
         self._last: Last | None = None
         self._sent: list[int] = []
         self.peer = "a peer that has gone"
@@ -117,51 +132,53 @@ class PendingHandshake:
         sock.setblocking(False)
         self._proceed(None)
 
-    def go_on(self) -> None:
-        """Receives no more than the step at hand wants. Raises :class:`Refused`. Where Ctrl-C has come when
-        all was heard, it goes on with the next call."""
+    def receive_step(self) -> None:
+        """Receive at most the bytes of the current step, and continue the handshake.
+
+        Raises :class:`Refused`. If Ctrl-C comes after the last message of the peer, the next call continues.
+        """
         if self._last is not None:
             self._end(self._last)
             return
         try:
-            came = self.sock.recv(self._wanted - len(self._came))
+            came = self.sock.recv(self._expected - len(self._received))
         except BlockingIOError:
             return
         except OSError as error:
             self._refuse(self._why_it_ended(error))
         if not came:
             self._refuse(self._why_it_ended())
-        self._came += came
-        if len(self._came) == self._wanted:
-            message = bytes(self._came)
-            self._came.clear()
+        self._received += came
+        if len(self._received) == self._expected:
+            message = bytes(self._received)
+            self._received.clear()
             self._proceed(message)
 
     def _why_it_ended(self, error: OSError | None = None) -> str:
-        if self._relay and (reason := self._relay.reason()):
+        if self._proxy and (reason := self._proxy.reason()):
             return reason
         if error:
             return f"the connection ended in the handshake ({error.strerror})"
-        if self._wanted == GREETING and not self._came:
+        if self._expected == GREETING and not self._received:
             return "it ended the connection and said nothing"
-        return "it ended the connection in the handshake. Perhaps its secret is another one than ours"
+        return "it ended the connection in the handshake. Perhaps its secret differs from ours"
 
-    def come_in(self) -> tuple[socket.socket, Hello]:
-        """What is there once the secret is proved."""
+    def finish(self) -> tuple[socket.socket, Hello]:
+        """Return the socket and the peer's hello, once the peer has proved the secret."""
         assert self.hello is not None
-        if self._relay:
-            self._relay.forget()
+        if self._proxy:
+            self._proxy.forget()
         self.sock.setblocking(True)
         return self.sock, self.hello
 
     def close(self) -> None:
-        if self._relay:
-            self._relay.forget()
+        if self._proxy:
+            self._proxy.forget()
         self.sock.close()
 
-    def late(self) -> str:
-        """What a peer is told that took too long."""
-        said = f"only {len(self._came)} of {self._wanted} bytes" if self._came else "nothing"
+    def late_reason(self) -> str:
+        """Return the reason for refusing a peer that took too long."""
+        said = f"only {len(self._received)} of {self._expected} bytes" if self._received else "nothing"
         return f"it sent {said} in this step of the handshake, which has {self._timeout:g} s in all"
 
     def _proceed(self, message: bytes | None) -> None:
@@ -177,14 +194,14 @@ class PendingHandshake:
                 else:
                     self._encrypt(step)
                 step = next(self._steps)
-            self._wanted = step
+            self._expected = step
         except StopIteration as done:
             self.hello = done.value
         except Refused as refused:
             self._refuse(str(refused))
 
     def has_proved(self) -> bool:
-        """Whether it is let in, perhaps once :meth:`go_on` is called again."""
+        """Return whether the peer is accepted, although another :meth:`receive_step` may have to finish."""
         return self._last is not None
 
     def _end(self, last: Last) -> None:
@@ -192,7 +209,10 @@ class PendingHandshake:
         self.hello = last.heard
 
     def _send(self, message: bytes, sent: list[int] | None = None) -> None:
-        """A few thousand bytes in all, which fit into any send buffer. ``sent`` says when that is done."""
+        """Send a message and append the number of sent bytes to ``sent``.
+
+        All messages together have a few thousand bytes, which fit into any send buffer.
+        """
         sent = [] if sent is None else sent
         try:
             if not sent:
@@ -200,12 +220,12 @@ class PendingHandshake:
         except OSError as error:
             self._refuse(self._why_it_ended(error))
         if sent[0] < len(message):
-            self._refuse("it does not take what is sent")
+            self._refuse("it does not read its messages")
 
     def _encrypt(self, step: Encrypt) -> None:
         left = max(0.1, self.give_up - time.monotonic())
-        self._relay = TlsProxy(self.sock, step.mine, step.theirs, left)
-        self.sock = self._relay.end
+        self._proxy = TlsProxy(self.sock, step.ours, step.theirs, left)
+        self.sock = self._proxy.end
         self.sock.setblocking(False)
 
     def _refuse(self, reason: str) -> Any:
@@ -213,17 +233,19 @@ class PendingHandshake:
 
 
 def handshake(secret: bytes, hello: Hello, *, dialled: bool, tls: bool = False) -> Handshake:
-    """The steps of one end; they know nothing of sockets. See the head of this file."""
+    """Yield the steps of one end, which do not use a socket. The head of this file explains them."""
     us, them = (DIALLED, LISTENS) if dialled else (LISTENS, DIALLED)
     said = written(hello)
     if len(secret) < SECRET:
-        raise ValueError(f"a secret has at least {SECRET} bytes, not {len(secret)}: secrets.token_bytes(32)")
+        raise ValueError(
+            f"secret must have at least {SECRET} bytes, got {len(secret)}; secrets.token_bytes(32) makes one"
+        )
     certified = certificate() if tls and not dialled else None
-    mine = greeting(us, tls, certified.fingerprint if certified else NO_CERTIFICATE)
-    yield mine
+    ours = greeting(us, tls, certified.fingerprint if certified else NO_CERTIFICATE)
+    yield ours
     theirs = yield GREETING
     check_greeting(theirs, them, tls)
-    key = hmac.digest(secret, mine + theirs if dialled else theirs + mine, "sha256")
+    key = hmac.digest(secret, ours + theirs if dialled else theirs + ours, "sha256")
     if dialled:
         yield proof(key, us, b"proof")
         check((yield PROOF), proof(key, them, b"proof"))
@@ -247,7 +269,7 @@ def greeting(role: bytes, tls: bool = False, fingerprint: bytes = NO_CERTIFICATE
 
 
 def check_greeting(theirs: bytes, role: bytes, tls: bool) -> None:
-    """Whether a greeting begins as it has to."""
+    """Refuse a greeting that does not begin with our protocol, the right role and the same use of TLS."""
     if not theirs.startswith(SPOKEN):
         raise Refused("it does not speak flowchan's protocol, or another version of it")
     rest = theirs[len(SPOKEN) :]
@@ -267,15 +289,15 @@ def check(theirs: bytes, right: bytes) -> None:
 
 
 def written(hello: Hello) -> bytes:
-    """A hello as it travels."""
+    """Return the bytes of a hello, padded to their fixed size."""
     text = json.dumps(hello, allow_nan=False).encode()
     if len(text) > HELLO:
-        raise ValueError(f"a hello has at most {HELLO} bytes of JSON, not {len(text)}")
+        raise ValueError(f"hello must have at most {HELLO} bytes of JSON, got {len(text)}")
     return text.ljust(HELLO)
 
 
 def read(message: bytes, key: bytes, role: bytes) -> Hello:
-    """The hello in a message, once it is proved."""
+    """Check the proof of a message, and return the hello in it."""
     said, tag = message[:HELLO], message[HELLO:]
     check(tag, proof(key, role, b"hello", said))
     try:
@@ -283,5 +305,5 @@ def read(message: bytes, key: bytes, role: bytes) -> Hello:
     except (ValueError, RecursionError):
         hello = None
     if not isinstance(hello, dict):
-        raise Refused("its hello is no JSON object")
+        raise Refused("its hello is not a JSON object")
     return hello

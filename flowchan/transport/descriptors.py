@@ -1,9 +1,9 @@
-"""How the descriptors of channels, and of memory that is shared, reach another process.
+"""Transfer of the descriptors of channels and shared memory to other processes.
 
-By inheritance while a child is being started. In an item of a channel: they travel beside it, in the kernel's
-keeping (ring_fd_bundles.cpp), so neither the sender nor anybody else need live until it is received. In what
-somebody pickles by himself: out of the sender's table under ``/proc``, which works for processes of the same
-user as long as the sender lives.
+A child inherits them when it is started. In an item of a channel, they travel next to the item in the kernel
+(ring_fd_bundles.cpp). So the sender may end before the item is received. In a pickle that the user makes,
+they are named by the sender's table under ``/proc``. This works for processes of the same user while the
+sender lives.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ CHANNELS_IN_AN_ITEM = 253 // 2
 """The kernel passes 253 descriptors at once (SCM_MAX_FD), and a channel has two."""
 
 _REMEDIES = {
-    errno.EMFILE: "this process has as many descriptors open as it may. Close some, or "
+    errno.EMFILE: "this process has reached its limit of open descriptors. Close some, or "
     "allow more (ulimit -n)",
-    errno.ENFILE: "this machine has as many descriptors open as it may. Close some, or allow more "
+    errno.ENFILE: "this machine has reached its limit of open descriptors. Close some, or allow more "
     "(sysctl fs.file-max)",
-    errno.ENOMEM: "this process may not map so much memory. Free some, or allow more (ulimit -v)",
+    errno.ENOMEM: "this process has reached its limit of memory. Free some, or allow more (ulimit -v)",
 }
 SHORTAGES = {*_REMEDIES, errno.ENOBUFS}
 
 
 def lacks(error: BaseException) -> bool:
-    """Whether this process just lacks memory or descriptors: it may go well later."""
+    """Return whether the error is a temporary lack of memory or descriptors."""
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in SHORTAGES)
 
 
 def shortage(what: str, error: OSError) -> OSError | None:
-    """What to raise in place of ``error`` when this process just lacks something to receive ``what``; else
-    None. Who gets this from unpickling finds the item in its channel again: the core puts it back."""
+    """Return the error to raise if this process lacks memory or descriptors to receive ``what``, else None.
+
+    The core puts an item back into its channel if unpickling raises this error.
+    """
     reason = _REMEDIES.get(error.errno or 0)
     return (
         OSError(error.errno, f"{what} can't be received now, and stays where it is: {reason}")
@@ -47,15 +49,15 @@ def shortage(what: str, error: OSError) -> OSError | None:
 
 
 class Inherited(NamedTuple):
-    """For a child that is being started."""
+    """Descriptors that a child inherits when it is started."""
 
     memory: Any
     socket: Any
 
 
 class Sent(NamedTuple):
-    """In the parcel of the item that is being pickled: where its descriptors begin there, and how many they
-    are."""
+    """Descriptors in the bundle of the item that is being pickled: index of the first one, and their
+    number."""
 
     first: int
     number: int
@@ -63,14 +65,14 @@ class Sent(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Among what stands beside a packed value."""
+    """Object that travels next to a packed value, by its index."""
 
     place: int
     inode: int
 
 
 class Borrowed(NamedTuple):
-    """In the table of the process that has it."""
+    """Descriptors in the table of the process that has them open."""
 
     pid: int
     memory: int
@@ -82,23 +84,24 @@ Handle = Inherited | Sent | Beside | Borrowed
 
 
 class Parcel:
-    """The descriptors that one item takes along, while it is pickled."""
+    """Collect the descriptors of one item while it is pickled."""
 
     shares = True
-    """Whether memory that is shared travels as what it is; else it is copied."""
+    """Whether shared memory stays shared, or else is copied."""
     keeps_far = False
-    """Whether channels across hosts stand beside the pickle; else their addresses are in it."""
+    """Whether channels across hosts travel next to the pickle, or else as addresses in it."""
     on_device = True
-    """Whether a tensor on a device stays there; else it goes through host memory."""
+    """Whether a tensor on a device stays there, or else goes through host memory."""
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
-        self.kept: list[Any] = []  # so that they stay open until they are sent
+        self.kept: list[Any] = []  # keeps them open until they are sent
         self.id = 0
-        self.counted: list[Callable[[], None]] = []  # for each channel across hosts, what counts it no more
+        # for each channel across hosts, a call that ends its count
+        self.counted: list[Callable[[], None]] = []
 
     def take_back(self) -> None:
-        """Nothing comes of the item."""
+        """Undo the counts, because the item is not sent."""
         for call in self.counted:
             call()
         self.counted.clear()
@@ -112,14 +115,16 @@ class Parcel:
 
 
 class Leaving(Parcel):
-    """The same of an item that goes to another host, where it is refused if it has any."""
+    """Collect the descriptors of an item for another host, which is refused if it has any."""
 
     on_device = False
 
 
 class Companions(Parcel):
-    """The channels and shared memory in one value, while it is packed: they stand beside its pickle, and
-    cross by themselves."""
+    """Collect the channels and shared memory of one value while it is packed.
+
+    They travel next to the pickle of the value, as separate objects.
+    """
 
     keeps_far = True
     on_device = False
@@ -130,21 +135,25 @@ class Companions(Parcel):
 
 
 class DuplicatedDescriptors(Companions):
-    """The same for a value that leaves the machine."""
+    """Collect the channels of a value for another host, with shared memory as copies."""
 
     shares = keeps_far = False
 
 
 class Unopened(Companions):
-    """The same for a value that others pass on who do not look at it, so nothing in it may need their
-    help."""
+    """Collect the channels of a value that other processes pass on without unpacking it.
+
+    Nothing in such a value may need their help.
+    """
 
     keeps_far = False
 
 
 class OpenedDescriptors:
-    """The descriptors that came with one item, while it is unpickled. ``missing``: why there are not all of
-    them."""
+    """Descriptors that arrived with one item, while it is unpickled.
+
+    ``missing`` is the errno for which some are missing, or 0.
+    """
 
     def __init__(self, descriptors: list[int], missing: int) -> None:
         self.left = dict(enumerate(descriptors))
@@ -169,12 +178,14 @@ class _Now(threading.local):
 
 
 now = _Now()
-"""What this thread pickles into an item just now, or unpickles of one."""
+"""The items that this thread is pickling and unpickling now."""
 
 
 def hand_over(memory: int, socket: int, owner: Any) -> Handle:
-    """What to pickle in place of the descriptors that ``owner`` keeps open: of memory, and of a channel's
-    socket or -1."""
+    """Return what to pickle in place of descriptors that ``owner`` keeps open.
+
+    ``socket`` is the socket of a channel, or -1.
+    """
     if context.get_spawning_popen() is not None:
         return Inherited(reduction.DupFd(memory), reduction.DupFd(socket) if socket >= 0 else None)
     if now.packing is not None:
@@ -183,18 +194,18 @@ def hand_over(memory: int, socket: int, owner: Any) -> Handle:
 
 
 def take_over(handle: Inherited | Sent | Borrowed) -> tuple[int, int]:
-    """Descriptors of this process for what :func:`hand_over` gave: of the memory, and of the socket, or -1.
-    Raises ``OSError``."""
+    """Return the memory and the socket, or -1, of a handle as descriptors of this process.
+
+    Raises ``OSError``.
+    """
     if isinstance(handle, Inherited):
         return int(handle.memory.detach()), -1 if handle.socket is None else int(handle.socket.detach())
     if isinstance(handle, Sent):
         if now.opened is None:
-            raise OSError(
-                errno.EBADF, "it crosses within its item only, and not within bytes that an item carries"
-            )
+            raise OSError(errno.EBADF, "it crosses only in its item, and not in bytes that an item carries")
         return now.opened.take(handle)
     memory = os.open(f"/proc/{handle.pid}/fd/{handle.memory}", os.O_RDWR | os.O_CLOEXEC)
     if os.fstat(memory).st_ino != handle.inode:
         os.close(memory)
-        raise OSError(f"descriptor {handle.memory} of process {handle.pid} is another file by now")
+        raise OSError(f"descriptor {handle.memory} of process {handle.pid} is another file now")
     return memory, _core._descriptor_of(handle.pid, handle.socket) if handle.socket >= 0 else -1

@@ -1,4 +1,4 @@
-"""Reaching whom we know by address and secret, also when it is not there yet, or is away for a moment."""
+"""Connections to a known address and secret, with retries while the peer is absent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowchan.transport.interrupts import unless_interrupted
 from flowchan.transport.tcp import dial
 
 SHORTEST, LONGEST = 0.002, 1.0
-"""Seconds between two tries."""
+"""Shortest and longest pause between two attempts, in seconds."""
 
 
 def reach(
@@ -25,9 +25,24 @@ def reach(
     tls: bool,
     wanted: Callable[[], bool] = lambda: True,
 ) -> tuple[socket.socket, Hello]:
-    """A connection over which both have proved the secret, and the other side's hello. Tries again and again,
-    while it is ``wanted``; raises an ``OSError`` that begins with ``why`` when there is none within so many
-    seconds, and ends with why the last try failed that was not cut short by that, which is its cause."""
+    """Connect to ``address``, authenticate both ends, and retry until this succeeds.
+
+    Args:
+        address: Where the peer listens.
+        secret: The secret of both ends.
+        hello: The hello of this end.
+        why: Beginning of the error message.
+        within: Seconds after which the retries end.
+        tls: Whether to encrypt the connection.
+        wanted: Returns False when the connection is not needed any more.
+
+    Returns:
+        The connection and the peer's hello.
+
+    Raises:
+        OSError: The retries ended without a connection. The cause is the last failure that the time limit did
+            not cut short.
+    """
     give_up = time.monotonic() + within
     pause, wait = SHORTEST, threading.Event()
     failed: OSError | None = None
@@ -38,7 +53,7 @@ def reach(
             raise OSError(f"{why}{last} at {address} for {within:.3g} s") from failed
         try:
             sock = dial(address, left)
-            pause = SHORTEST  # somebody is there
+            pause = SHORTEST  # the peer is present
             left = max(0.0, give_up - time.monotonic())
             return meet(sock, secret, dialled=True, hello=hello, timeout=left, tls=tls)
         except unless_interrupted(OSError) as error:

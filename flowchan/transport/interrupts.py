@@ -1,20 +1,20 @@
 """Safety from Ctrl-C and from signal handlers that raise.
 
 Python runs signal handlers between two bytecodes of the main thread. Most programs have handlers that raise:
-``KeyboardInterrupt`` for Ctrl-C, ``TimeoutError`` for a time limit. This file is the only one that knows how
-code stays correct although such an exception may come at any point:
+``KeyboardInterrupt`` for Ctrl-C, ``TimeoutError`` for a time limit. Such an exception may come at any point.
+Only this file knows how code stays correct then:
 
-- ``interrupts_deferred()``: a block that Ctrl-C and SIGTERM don't cut in two. They count when it is left.
-- ``interrupts_allowed()``: a long wait within such a block, during which they count at once.
+- ``interrupts_deferred()``: a block that Ctrl-C and SIGTERM do not interrupt. They take effect at its end.
+- ``interrupts_allowed()``: a long wait within such a block, during which they take effect at once.
 - ``append_result(results, call, …)``: one native call whose result is never lost.
 - ``unless_interrupted(OSError)``: in an ``except`` clause, the errors of the call itself and not those of a
-  signal handler that ran during it; ``is_interrupt(error)`` is the same question as a function.
-- ``InterruptWatch``: notices that a Ctrl-C came, and may replace what it raises.
-- ``terminate_as_interrupt()``: a block in which SIGTERM means what Ctrl-C means.
+  signal handler that ran during it. ``is_interrupt(error)`` is the same test as a function.
+- ``InterruptWatch``: notices a Ctrl-C, and may replace the exception that it raises.
+- ``terminate_as_interrupt()``: a block in which SIGTERM has the effect of Ctrl-C.
 
-Algorithm. While a block defers or a watch is open, a ``_Layer`` is the handler of the signal; it calls the
+Algorithm. While a block defers or a watch is open, a ``_Layer`` is the handler of the signal. It calls the
 handler below it, which is the program's own. All blocks and watches share one layer, so they may end in any
-order. A handler that the program sets on top gets a layer of its own above it, and is never removed.
+order. A handler that the program installs later gets another layer above it, and is never removed.
 
 Invariants. A layer without blocks and watches only passes on, so one that an exception left installed does
 no harm, and the next block removes it. A signal that was deferred is kept until it has been delivered. Of
@@ -67,8 +67,10 @@ def interrupts_deferred() -> Iterator[DeferralBlock]:
 
 @contextlib.contextmanager
 def interrupts_allowed() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM count at once, within a block that defers them: for a long wait that leaves
-    nothing half done."""
+    """Let Ctrl-C and SIGTERM take effect at once, within a block that defers them.
+
+    Use it for a long wait that leaves nothing half done.
+    """
     blocks = list(_blocks) if _in_main_thread() else []
     try:
         for block in blocks:
@@ -82,8 +84,11 @@ def interrupts_allowed() -> Iterator[None]:
 
 
 def append_result(results: MutableSequence[T], call: Callable[..., T], *args: Any) -> None:
-    """Call a native function and append its result in one step of the interpreter. An interrupt comes before
-    the call or when ``results`` has its result, so nothing that it took or sent is forgotten."""
+    """Call a native function and append its result in one step of the interpreter.
+
+    An interrupt comes before the call, or after ``results`` has its result. So nothing that the call took or
+    sent is lost.
+    """
     results.extend(itertools.starmap(call, (args,)))
 
 
@@ -118,30 +123,34 @@ def signal_of(error: KeyboardInterrupt) -> int:
 
 
 def unless_interrupted(*kinds: type[E]) -> tuple[type[E], ...]:
-    """Give the exception types for an ``except`` clause that lets an interrupt pass::
+    """Return the exception types for an ``except`` clause that lets an interrupt pass::
 
         except unless_interrupted(OSError) as error:
 
-    A ``TimeoutError`` of the call is caught there; one that a signal handler raised during the call is not.
+    The clause catches a ``TimeoutError`` of the call, but not one that a signal handler raised during the
+    call.
     """
     error = sys.exception()
     return () if error is not None and is_interrupt(error) else kinds
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Tell whether a signal handler of this process raised the error, or it ends the program as
-    ``KeyboardInterrupt`` does. Then it says nothing about the call in which it came."""
+    """Return whether a signal handler of this process raised the error, or it ends the program.
+
+    An error that ends the program is, for example, ``KeyboardInterrupt``. Such errors say nothing about the
+    call that they interrupt.
+    """
     if not isinstance(error, Exception):
         return True
     called = list(_called(error))
-    if not called:  # raised by native code, as most errors of pickling are
+    if not called:  # native code raised it, as in most errors of pickling
         return False
     handlers = {_code(handler) for number in signal.valid_signals() if (handler := _handler(number))}
     return not handlers.isdisjoint(called)
 
 
 def _called(error: BaseException) -> Iterator[CodeType]:
-    """The code of every Python function below the one that catches the error."""
+    """Yield the code of each Python function below the one that catches the error."""
     trace = error.__traceback__ and error.__traceback__.tb_next
     while trace is not None:
         yield trace.tb_frame.f_code
@@ -149,9 +158,9 @@ def _called(error: BaseException) -> Iterator[CodeType]:
 
 
 def _handler(number: int) -> Any:
-    """The program's own handler of a signal."""
+    """Return the program's own handler of a signal."""
     handler = None
-    with contextlib.suppress(ValueError):  # some systems keep a signal for themselves
+    with contextlib.suppress(ValueError):  # some systems reserve a signal
         handler = signal.getsignal(number)
         while isinstance(handler, _Layer):
             handler = handler.below
@@ -173,16 +182,19 @@ def _code(handler: Any) -> CodeType | None:
 
 
 class InterruptWatch:
-    """Notices a Ctrl-C while it is open. A generator that is closed because the loop over it was interrupted
-    can't see that otherwise. It may be opened several times, and ends when it was closed as often.
+    """Notice a Ctrl-C while the watch is open.
+
+    A generator that is closed because the loop over it was interrupted cannot notice this otherwise. The
+    watch may be opened several times, and ends after as many closes.
 
     Attributes:
         seen: A Ctrl-C has raised ``KeyboardInterrupt``.
-        handled: A Ctrl-C came, and the program's own handler dealt with it, as that of asyncio does.
+        handled: A Ctrl-C came, and the program's own handler dealt with it, like that of asyncio.
     """
 
     def __init__(self, instead: Callable[[], KeyboardInterrupt | None]) -> None:
-        """``instead`` makes what a Ctrl-C raises in place of a plain ``KeyboardInterrupt``, or None."""
+        """Make a watch. ``instead`` returns the exception to raise in place of ``KeyboardInterrupt``, or
+        None."""
         self.seen = self.handled = False
         self._instead = instead
         self._raised: Callable[[], KeyboardInterrupt | None] = lambda: None
@@ -204,15 +216,16 @@ class InterruptWatch:
             _restore(signal.SIGINT)
 
     def still_raised(self) -> KeyboardInterrupt | None:
-        """Give what was raised in place of ``KeyboardInterrupt``, unless it was caught and forgotten."""
+        """Return the exception raised in place of ``KeyboardInterrupt``, unless it was caught and
+        forgotten."""
         return self._raised()
 
     def _replace(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
-        """What to raise for this error: it, or what one watch makes of it for all of them."""
+        """Return the exception to raise for this error: the replacement of one watch, or the error itself."""
         self.seen = True
         if type(error) is KeyboardInterrupt:
             error = self._instead() or error
-        if type(error) is not KeyboardInterrupt:  # which can't be referred to weakly
+        if type(error) is not KeyboardInterrupt:  # a KeyboardInterrupt cannot be referred to weakly
             self._raised = weakref.ref(error)
         return error
 
@@ -233,7 +246,7 @@ class DeferralBlock:
 
 
 class _Layer:
-    """The handler of a signal while anything here is in use. ``below``: the handler before it."""
+    """Handler of a signal while a block or a watch is in use. ``below`` is the handler before it."""
 
     def __init__(self, below: Callable[[int, Any], object]) -> None:
         self.below = below
@@ -248,7 +261,7 @@ class _Layer:
             self.deliver(number, frame)
 
     def deliver(self, number: int, frame: Any) -> None:
-        """Call the program's handler, and say so to the watches, the first opened one first."""
+        """Call the program's handler, and report the signal to the watches in the order of their opening."""
         watches = list(self.watches)
         try:
             self.below(number, frame)
@@ -277,7 +290,7 @@ def _defers() -> bool:
 
 
 def _deliver() -> None:
-    """Deliver the first deferred signal, unless a block around this one still defers it."""
+    """Deliver the first deferred signal, unless an outer block still defers it."""
     if _deferred and not _defers():
         layer, number, frame = _deferred[0]
         _deferred.clear()
@@ -285,7 +298,8 @@ def _deliver() -> None:
 
 
 def _install(number: int) -> _Layer | None:
-    """The layer on top of the handlers of a signal, or None where the signal calls no Python function."""
+    """Return the layer on top of the handlers of a signal, or None if its handler is not a Python
+    function."""
     handler = signal.getsignal(number)
     if isinstance(handler, _Layer):
         return handler

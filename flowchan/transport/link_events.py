@@ -1,4 +1,4 @@
-"""What happens to a link: typed events, and the loop in which every owner of a link hears them."""
+"""Typed events of a link, and the loop in which each owner of a link handles them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from dataclasses import dataclass
 from typing import Any
 
 PEER_TIMEOUT_S = 10.0
-"""Seconds for which an agent goes on without hearing the driver, and others without the home of a channel."""
+"""Seconds after which an agent ends if it receives nothing from the driver, and a process gives up the
+owner of a channel."""
 
 AHEAD, BEHIND = 1 << 16, 1024
-"""Places of the rings that an agent has for a worker's inputs, which hold what the link has sent ahead, and
-for its outputs."""
+"""Capacities of an agent's rings for the inputs of a worker, which hold the items that the link has sent
+ahead, and for its outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkBroken:
-    """A connection has ended. Comes once for each connection."""
+    """A connection has ended. This event comes once for each connection."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class LineFinished:
-    """At the owner: a worker sends nothing more on this line, and everything it sent has been put."""
+    """At the owner: a worker sends nothing more on this stream, and all that it sent has been put."""
 
     line: int
 
 
 @dataclass(frozen=True, slots=True)
 class ItemRefused:
-    """An item on this input port of a line holds descriptors, so it can't leave this machine."""
+    """An item of this input port holds descriptors, so it cannot leave this machine."""
 
     line: int
     port: int
@@ -39,7 +40,7 @@ class ItemRefused:
 
 @dataclass(frozen=True, slots=True)
 class ItemTooLarge:
-    """An item of ``size`` bytes has arrived that the channel behind this port can't take."""
+    """An item of ``size`` bytes has arrived that is too large for the channel behind this port."""
 
     line: int
     port: int
@@ -48,15 +49,16 @@ class ItemTooLarge:
 
 @dataclass(frozen=True, slots=True)
 class LinkClosed:
-    """The link was closed in this process. Nothing more happens to it."""
+    """This process has closed the link. No more events follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkIdle:
-    """Nothing has happened for a while.
+    """No event has come for some time.
 
-    ``connected`` was read before that while began: a break since then is the next event. ``silent`` counts
-    the seconds since the last byte arrived or, without a connection, since there was one.
+    Attributes:
+        connected: Whether the link was connected when that time began. A break since then is the next event.
+        silent: Seconds since the last byte arrived or, without a connection, since the connection broke.
     """
 
     connected: bool
@@ -75,18 +77,18 @@ _EVENTS: dict[str, type[LinkEvent]] = {
 
 
 def next_event(link: Any, timeout: float | None = None) -> LinkEvent | None:
-    """Wait for the next event of ``link``; return None when there is none within ``timeout`` seconds."""
+    """Wait up to ``timeout`` seconds for the next event of ``link``, and return it or None."""
     kind, *values = link.wait(timeout) or ("",)
     return _EVENTS[kind](*values) if kind else None
 
 
 def watch(link: Any, wait: float, wait_apart: float | None = None) -> Iterator[LinkEvent | LinkIdle]:
-    """Yield what happens to ``link`` until it is closed.
+    """Yield the events of ``link`` until it is closed.
 
     Args:
         link: The native link.
         wait: Seconds without an event after which :class:`LinkIdle` comes.
-        wait_apart: The same while there is no connection, ``wait`` by default.
+        wait_apart: The same while the link is not connected (default: ``wait``).
     """
     connected_at = time.monotonic()
     while True:

@@ -1,8 +1,7 @@
-"""Who listens lets in whoever proves the secret, and is not held up by anybody else.
+"""Listener that accepts only peers that know the secret, and that no other peer can delay.
 
-One thread serves all who are still proving it, in :meth:`AuthenticatedListener.accept`. When too many are,
-the one that has
-taken longest is sent away: those who know the secret need a few round trips only.
+One thread serves all handshakes, in :meth:`AuthenticatedListener.accept`. If there are too many, the oldest
+one is refused, because a peer that knows the secret needs only a few round trips.
 """
 
 from __future__ import annotations
@@ -25,8 +24,10 @@ PAUSE = 0.1  # seconds without accepting when this process lacks descriptors
 
 
 class AuthenticatedListener:
-    """A listener and the secret that lets in. ``refused`` counts who was sent away, and ``last_refused`` says
-    of the last one why."""
+    """Accept connections whose peers prove the secret.
+
+    ``refused`` is the number of peers that were refused, and ``last_refused`` the reason for the last one.
+    """
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class AuthenticatedListener:
         handshake_timeout: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         if tls:
-            certificate()  # raises here what can't be done without
+            certificate()  # raises here if the package for TLS is missing
         self.address = listener.address
         self.refused = 0
         self.last_refused = ""
@@ -47,7 +48,7 @@ class AuthenticatedListener:
         self._hello = hello
         self._tls = tls
         self._handshake_timeout = handshake_timeout
-        self._guests: list[PendingHandshake] = []  # who has waited longest is first
+        self._pending: list[PendingHandshake] = []  # the oldest is first
         self._closed_until = 0.0
         self._ready = selectors.DefaultSelector()
         self._ready.register(listener, selectors.EVENT_READ)
@@ -55,31 +56,39 @@ class AuthenticatedListener:
     def accept(
         self, timeout: float | None = None, take: Callable[[socket.socket, Hello], object] | None = None
     ) -> tuple[socket.socket, Hello]:
-        """The next connection whose peer has proved the secret, and its hello. Raises ``TimeoutError``; the
-        handshakes that are going on then go on with the next call. Never raises because of a peer.
+        """Return the next connection whose peer has proved the secret, and its hello.
 
-        ``take`` is given the connection before it counts as handed over: where Ctrl-C comes first, the next
-        call gives it again, perhaps to who has it already."""
+        A peer cannot make this call raise. Handshakes that are not finished continue in the next call.
+
+        Args:
+            timeout: Seconds to wait. Default: no limit.
+            take: Called with the connection and the hello before this call returns. If Ctrl-C comes first,
+                the next
+                call returns the same connection, perhaps after ``take`` has had it.
+
+        Raises:
+            TimeoutError: No peer has proved the secret within ``timeout`` seconds.
+        """
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
-            for guest in [guest for guest in self._guests if guest.has_proved()]:
-                if (met := self._hand_over(guest, take)) is not None:
+            for pending in [pending for pending in self._pending if pending.has_proved()]:
+                if (met := self._return_accepted(pending, take)) is not None:
                     return met
             now = time.monotonic()
             for key, _ in self._ready.select(self._next_event(now, give_up)):
                 if key.fileobj is self._listener:
-                    self._let_wait()
-                elif self._go_on(key.data) and (met := self._hand_over(key.data, take)) is not None:
+                    self._accept_connection()
+                elif self._continue(key.data) and (met := self._return_accepted(key.data, take)) is not None:
                     return met
             now = time.monotonic()
-            self._send_away_the_late(now)
+            self._drop_late_peers(now)
             if give_up is not None and now >= give_up:
-                raise TimeoutError(f"nobody has proved the secret at {self.address} within {timeout:g} s")
+                raise TimeoutError(f"no peer has proved the secret at {self.address} within {timeout:g} s")
 
     def _next_event(self, now: float, give_up: float | None) -> float | None:
-        """How long there is nothing to do but for what comes."""
+        """Return the seconds until the next timer, or None if there is none."""
         times = [give_up] if give_up is not None else []
-        times += [guest.give_up for guest in self._guests[:1]]
+        times += [pending.give_up for pending in self._pending[:1]]
         if self._closed_until:
             times.append(self._closed_until)
             if now >= self._closed_until:
@@ -87,8 +96,8 @@ class AuthenticatedListener:
                 self._ready.register(self._listener, selectors.EVENT_READ)
         return max(0.0, min(times) - now) if times else None
 
-    def _let_wait(self) -> None:
-        """Takes one who has dialled among the guests."""
+    def _accept_connection(self) -> None:
+        """Accept a connection and begin its handshake."""
         try:
             sock = self._listener.accept_now()
         except OSError as error:
@@ -101,7 +110,7 @@ class AuthenticatedListener:
             return
         steps = handshake(self._secret, self._hello, dialled=False, tls=self._tls)
         try:
-            guest = PendingHandshake(sock, steps, self._handshake_timeout)
+            pending = PendingHandshake(sock, steps, self._handshake_timeout)
         except Refused as refused:
             sock.close()
             self._note(str(refused))
@@ -109,87 +118,92 @@ class AuthenticatedListener:
         except BaseException:
             sock.close()
             raise
-        self._ready.register(guest.sock, selectors.EVENT_READ, guest)
-        self._guests.append(guest)
-        if len(self._guests) > AT_ONCE:
-            self._send_away(self._guests[0], f"more than {AT_ONCE} handshakes were going on at once")
+        self._ready.register(pending.sock, selectors.EVENT_READ, pending)
+        self._pending.append(pending)
+        if len(self._pending) > AT_ONCE:
+            self._drop_peer(self._pending[0], f"more than {AT_ONCE} handshakes were going on at once")
 
-    def _go_on(self, guest: PendingHandshake) -> bool:
-        """Whether it has proved the secret."""
-        sock = guest.sock
-        if guest not in self._guests:  # sent away since it was seen ready, or let wait while Ctrl-C came
-            self._forget(guest, sock)
-            guest.close()
+    def _continue(self, pending: PendingHandshake) -> bool:
+        """Continue a handshake, and return whether the peer has proved the secret."""
+        sock = pending.sock
+        if (
+            pending not in self._pending
+        ):  # refused since it became ready, or still registered because of Ctrl-C
+            self._unregister_peer(pending, sock)
+            pending.close()
             return False
         try:
-            self._unregister(sock)  # where TLS begins, another process has it, and we would still hear of it
-            guest.go_on()
-            self._ready.register(guest.sock, selectors.EVENT_READ, guest)
+            # when TLS begins, another process has this socket, and it would still be reported
+            self._unregister(sock)
+            pending.receive_step()
+            self._ready.register(pending.sock, selectors.EVENT_READ, pending)
         except BaseException as error:
-            if guest.has_proved() and not isinstance(error, Exception):
-                raise  # it counts on being let in: the next call goes on
-            self._forget(guest, guest.sock)
-            guest.close()
-            if isinstance(error, OSError) and lacks(error):  # TLS needs descriptors of its own
-                self._note(f"{guest.peer} was refused: {error.strerror}")
+            if pending.has_proved() and not isinstance(error, Exception):
+                raise  # the peer counts on being accepted, so the next call continues
+            self._unregister_peer(pending, pending.sock)
+            pending.close()
+            if isinstance(error, OSError) and lacks(error):  # TLS needs more descriptors
+                self._note(f"{pending.peer} was refused: {error.strerror}")
             elif isinstance(error, Refused):
                 self._note(str(error))
             else:
                 raise
             return False
-        return guest.has_proved()
+        return pending.has_proved()
 
-    def _hand_over(
-        self, guest: PendingHandshake, take: Callable[[socket.socket, Hello], object] | None
+    def _return_accepted(
+        self, pending: PendingHandshake, take: Callable[[socket.socket, Hello], object] | None
     ) -> tuple[socket.socket, Hello] | None:
-        """Of one that has proved the secret."""
-        if guest.hello is None and not self._go_on(guest):
+        """Return the connection and the hello of a peer that has proved the secret."""
+        if pending.hello is None and not self._continue(pending):
             return None
-        met = guest.come_in()
+        met = pending.finish()
         if take is not None:
             take(*met)
-        self._forget(guest, guest.sock)
+        self._unregister_peer(pending, pending.sock)
         return met
 
-    def _forget(self, guest: PendingHandshake, sock: socket.socket) -> None:
+    def _unregister_peer(self, pending: PendingHandshake, sock: socket.socket) -> None:
         self._unregister(sock)
         with contextlib.suppress(ValueError):
-            self._guests.remove(guest)
+            self._pending.remove(pending)
 
     def _unregister(self, sock: socket.socket) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # it has been: before Ctrl-C, or before it was closed
+        # unregistered before: by a call that Ctrl-C ended, or before it was closed
+        with contextlib.suppress(KeyError, ValueError):
             self._ready.unregister(sock)
 
-    def _send_away_the_late(self, now: float) -> None:
-        while self._guests and self._guests[0].give_up <= now:
-            self._send_away(self._guests[0], self._guests[0].late())
+    def _drop_late_peers(self, now: float) -> None:
+        while self._pending and self._pending[0].give_up <= now:
+            self._drop_peer(self._pending[0], self._pending[0].late_reason())
 
-    def _send_away(self, guest: PendingHandshake, reason: str) -> None:
-        self._forget(guest, guest.sock)
-        guest.close()
-        self._note(f"{guest.peer} was refused: {reason}")
+    def _drop_peer(self, pending: PendingHandshake, reason: str) -> None:
+        self._unregister_peer(pending, pending.sock)
+        pending.close()
+        self._note(f"{pending.peer} was refused: {reason}")
 
     def _note(self, reason: str) -> None:
         self.refused += 1
         self.last_refused = reason
 
     def fileno(self) -> int:
-        """Is readable when ``accept`` has something to do, but for who :meth:`has_let_wait`."""
+        """Return a descriptor that is readable when ``accept`` has work, except that of
+        :meth:`has_proved_peer`."""
         return self._ready.fileno()
 
-    def has_let_wait(self) -> bool:
-        """Whether somebody has proved the secret and waits for an ``accept``, for Ctrl-C came in the last."""
-        return any(guest.has_proved() for guest in self._guests)
+    def has_proved_peer(self) -> bool:
+        """Return whether a peer has proved the secret and waits, because Ctrl-C ended the last ``accept``."""
+        return any(pending.has_proved() for pending in self._pending)
 
     def close(self) -> None:
-        """Sends away who is still proving, and listens no more."""
-        for guest in list(self._guests):
-            self._send_away(guest, "the door was closed")
+        """Refuse all peers that have not proved the secret yet, and stop listening."""
+        for pending in list(self._pending):
+            self._drop_peer(pending, "the listener was closed")
         self._ready.close()
         self._listener.close()
 
     def drop(self) -> None:
-        """In a forked child: lets go of what its parent goes on using."""
+        """Release the descriptors in a forked child, without effect on its parent."""
         self._ready.close()
         self._listener.close()
 

@@ -1,4 +1,4 @@
-"""Processes of this machine among those that connect: of them it is known when they have ended."""
+"""Peers that run on this machine, whose end can be noticed at once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flowchan.transport.pidfd import open_pidfd
 
 
 def card() -> dict[str, Any]:
-    """What tells others which process this is, and on which machine."""
+    """Return a description of this process and its machine, for its peers."""
     return {"pid": os.getpid(), "started": _start(os.getpid()), "machine": _machine()}
 
 
 class LocalPeer:
-    """A process of this machine, as long as nobody closes this."""
+    """Process of this machine, watched until this object is closed."""
 
     def __init__(self, pidfd: int) -> None:
         self._pidfd = pidfd
@@ -32,7 +32,7 @@ class LocalPeer:
 
 
 def local_peer(shown: dict[str, Any]) -> LocalPeer | None:
-    """The process that shows this card; none if it runs elsewhere, or the kernel does not let us watch it."""
+    """Return the process with this card, or None if it runs elsewhere or cannot be watched."""
     pid = shown.get("pid")
     if not _machine() or shown.get("machine") != _machine() or not isinstance(pid, int) or pid <= 0:
         return None
@@ -51,8 +51,7 @@ def local_peer(shown: dict[str, Any]) -> LocalPeer | None:
 
 @cache
 def _machine() -> str:
-    """Where its numbers of processes hold: this kernel since it began, and their namespace; empty if that is
-    not told."""
+    """Return an id of the scope of pids: the boot of the kernel and the pid namespace, or "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -61,7 +60,7 @@ def _machine() -> str:
 
 
 def _start(pid: int) -> str:
-    """When it began: with its number that names it for ever."""
+    """Return the start time of a process, which identifies it uniquely together with its pid."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

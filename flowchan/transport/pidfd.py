@@ -1,4 +1,4 @@
-"""Handles of processes, where the kernel gives them."""
+"""Pidfds, on kernels that have them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when process ``pid`` ends; None where the kernel lacks such
-    descriptors or a filter refuses them.
+    """Return a descriptor that becomes readable when process ``pid`` ends.
+
+    Returns None if the kernel lacks such descriptors, or a filter refuses them.
 
     Raises:
-        ProcessLookupError: There is no such process.
+        ProcessLookupError: The process does not exist.
         OSError: This process lacks descriptors or memory.
     """
     try:

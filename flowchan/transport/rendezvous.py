@@ -1,8 +1,8 @@
-"""Processes tell each other a few words through a coordinator that all of them reach, before they know each
-other.
+"""Exchange of small values between processes through a coordinator, before they know each other.
 
-They go round: each says a line of JSON, and once all have, each hears what all have said. When one of them
-leaves, the others hear that it is over. Who has heard the last round may leave: the others have been sent it.
+The exchange has rounds. Each participant sends a line of JSON. Once all have sent one, the coordinator sends
+all lines to each of them. If a participant leaves, the others learn that the rendezvous has ended. A
+participant may leave after it has received the last round, because the others have been sent it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from flowchan.transport.interrupts import unless_interrupted
 
 AT_ONCE = 1 << 16
 SETTLED = b'"settled"\n'
-"""What those say in their last round who stay: they have met, and wait for nobody who leaves."""
-LATE = "not all of the other members have said something in time while they met"
+"""Last line of a participant that stays: all have met, and a participant that leaves no longer ends the
+rendezvous."""
+LATE = "some other members have sent nothing in time while the members met"
 Accept = Callable[[float], tuple[socket.socket, dict[str, Any]]]
 
 
 class RendezvousEnded(Exception):
-    """The rendezvous has ended, and why. ``refused``: those who have come can't meet at all."""
+    """The rendezvous has ended, for the reason ``why``. If ``refused`` is true, its members cannot meet at
+    all."""
 
     def __init__(self, why: str, refused: bool = False) -> None:
         super().__init__(why)
@@ -34,12 +36,18 @@ class RendezvousEnded(Exception):
 
 
 class Coordinator:
-    """The one in the middle, for ranks from 0 up to ``size``. It waits for none of them to speak, but for one
-    that does not read when the kernel takes no more for it. ``over``: why it has ended; connections stay
-    until the others have closed them, for what is unread when one is closed takes the last words to the other
-    side with it. ``settled``: all have met, and stay to hear when it ends.
+    """Coordinator of a rendezvous for ranks 0 to ``size - 1``.
 
-    It may be rank 0 itself, until ``give_up``: then it calls :meth:`assemble` and :meth:`gather`.
+    The coordinator does not wait for a participant to speak. It waits only for one that does not read while
+    the kernel's send buffer is full. Connections stay open until the participants close them: closing one
+    with unread data would destroy the last message to the peer.
+
+    The coordinator may be rank 0, until the time ``give_up``. Then it calls :meth:`assemble` and
+    :meth:`gather`.
+
+    Attributes:
+        over: Why the rendezvous has ended, or "".
+        settled: All have met, and stay connected to learn when it ends.
     """
 
     def __init__(self, size: int, give_up: float = math.inf) -> None:
@@ -50,7 +58,7 @@ class Coordinator:
         self._give_up = give_up
 
     def come(self, rank: int, sock: socket.socket) -> None:
-        """It is here. Who comes twice is sent away."""
+        """Add the connection of a rank. A second one of the same rank is closed."""
         if rank in self.sockets:
             sock.close()
             return
@@ -59,7 +67,7 @@ class Coordinator:
             _tell(sock, _last_words(self.over))
 
     def hear(self, rank: int) -> bytes:
-        """Takes what it says, when its socket is readable. What all have said, if it was the last of them."""
+        """Receive from a rank whose socket is readable, and return the completed round, if any."""
         try:
             came = self.sockets[rank].recv(AT_ONCE, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -74,7 +82,7 @@ class Coordinator:
         return b""
 
     def say(self, rank: int, words: bytes) -> bytes:
-        """In the name of that rank."""
+        """Add the words of a rank to this round, and return the round if it is complete."""
         self._said[rank] += words
         if not all(line.endswith(b"\n") for line in self._said):
             return b""
@@ -85,21 +93,24 @@ class Coordinator:
         return told
 
     def tell(self, value: Any) -> None:
-        """All others, before the first round, a value that JSON has."""
+        """Send a JSON value to all others, before the first round."""
         self._tell_all(json.dumps(value).encode() + b"\n")
 
     def end(self, why: str, refused: bool = False) -> None:
-        """Nobody is to go on."""
+        """End the rendezvous for all participants."""
         if not self.over:
             self.over = why
             self._tell_all(_last_words(why, refused))
 
     def assemble(self, accept: Accept) -> None:
-        """Let all others in, whom ``accept`` gives within so many seconds, with their ranks and sizes.
+        """Accept all other ranks until ``give_up``.
+
+        Args:
+            accept: Returns, within the given seconds, a connection and a hello with ``rank`` and ``size``.
 
         Raises:
-            TimeoutError: Some have not come in time; it names them.
-            RendezvousEnded: Two come as one rank, or sizes differ.
+            TimeoutError: Some ranks, which it names, have not connected in time.
+            RendezvousEnded: Two processes have the same rank, or sizes differ.
         """
         size = len(self._said)
         while missing := set(range(1, size)) - self.sockets.keys():
@@ -110,19 +121,19 @@ class Coordinator:
                 raise TimeoutError(late) from None
             rank, its_size = hello.get("rank", -1), hello.get("size")
             if rank in self.sockets and _has_ended(self.sockets[rank]):
-                self.sockets.pop(rank).close()  # it comes once more
+                self.sockets.pop(rank).close()  # the same rank connects again
             self.come(rank if 0 < rank < size and rank not in self.sockets else size, sock)
             if its_size != size:
                 self.end(f"rank 0 is one of {size} members, rank {rank} one of {its_size}", True)
             elif size in self.sockets:
                 self.end(f"two processes have come as rank {rank}", True)
             if self.over:
-                while self.sockets:  # until they have heard it
+                while self.sockets:  # until they have received the reason
                     self._look()
                 raise RendezvousEnded(self.over, True)
 
     def gather(self, value: Any) -> list[Any]:
-        """As a participant's, of rank 0."""
+        """Exchange a value in the name of rank 0, like :meth:`Participant.gather`."""
         told = self.say(0, json.dumps(value).encode() + b"\n")
         while not told:
             told = self._look()
@@ -131,7 +142,7 @@ class Coordinator:
         return list(json.loads(told))
 
     def _look(self) -> bytes:
-        """What all have said, if that is heard next."""
+        """Receive from the ranks that are ready, and return the completed round, if any."""
         waiting, ranks = select.poll(), {sock.fileno(): rank for rank, sock in self.sockets.items()}
         for fd in ranks:
             waiting.register(fd, select.POLLIN)
@@ -156,7 +167,7 @@ def _last_words(why: str, refused: bool = False) -> bytes:
 
 
 def _tell(sock: socket.socket, line: bytes) -> None:
-    with contextlib.suppress(OSError):  # it has gone, which is heard of it
+    with contextlib.suppress(OSError):  # the peer has gone, which the next receive reports
         sock.sendall(line)
 
 
@@ -168,20 +179,23 @@ def _has_ended(sock: socket.socket) -> bool:
 
 
 class Participant:
-    """One of those that meet, over its connection to the ``coordinator``, of which that is the name."""
+    """Participant of a rendezvous, over its connection to the coordinator with the name ``coordinator``."""
 
     def __init__(self, sock: socket.socket, coordinator: str) -> None:
         self._sock, self._coordinator = sock, coordinator
         self._has = b""
 
     def gather(self, value: Any) -> list[Any]:
-        """Says a value that JSON has, and gives what all say in this round, by rank. Raises
-        :class:`RendezvousEnded`,
-        and ``TimeoutError`` as the socket does."""
+        """Send a JSON value, and return the values of all participants in this round, by rank.
+
+        Raises:
+            RendezvousEnded: The rendezvous has ended.
+            TimeoutError: The time limit of the socket is over.
+        """
         return list(self._hear(json.dumps(value).encode() + b"\n"))
 
     def hear(self) -> Any:
-        """What the coordinator tells all, before the first round."""
+        """Return a value that the coordinator sends to all, before the first round."""
         return self._hear(b"")
 
     def _hear(self, words: bytes) -> Any:
@@ -209,23 +223,23 @@ class Participant:
         return line
 
     def goes_on(self) -> bool:
-        """Between two rounds: whether the rendezvous has not ended."""
+        """Return whether the rendezvous continues. Call it only between two rounds."""
         waiting = select.poll()
         waiting.register(self._sock, select.POLLIN)
         return not self._has and not waiting.poll(0)
 
     def settle(self) -> None:
-        """The last round of those who stay. Raises as ``gather`` does."""
+        """Exchange the last round with those that stay connected. Raises the errors of ``gather``."""
         self._hear(SETTLED)
         self._sock.settimeout(None)
 
     def wait_for_end(self) -> None:
-        """Returns when the rendezvous has ended, or :meth:`interrupt` was called by another thread."""
+        """Wait until the rendezvous has ended, or until another thread calls :meth:`interrupt`."""
         with contextlib.suppress(OSError):
             self._line()
 
     def interrupt(self) -> None:
-        with contextlib.suppress(OSError):  # the other side has gone
+        with contextlib.suppress(OSError):  # the peer has gone
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

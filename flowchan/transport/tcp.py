@@ -1,8 +1,8 @@
-"""Connections between hosts: who listens, who dials, and which address of ours a peer can reach.
+"""TCP connections between hosts: listening, dialling, and the address at which peers reach this host.
 
-An address is the text ``host:port``, with an IPv6 host in brackets: ``[::1]:4711``. Nothing here trusts the
-name of this machine, which many systems resolve to 127.0.1.1: the address we give to others is the one that
-the kernel would send from towards them.
+An address is the text ``host:port``, with an IPv6 host in brackets: ``[::1]:4711``. This file never uses the
+name of this machine, which many systems resolve to 127.0.1.1. The address for a peer is the source address of
+the kernel's route to that peer.
 """
 
 from __future__ import annotations
@@ -17,64 +17,67 @@ import time
 from flowchan.transport.interrupts import unless_interrupted
 
 UNSENT = 256 * 1024
-"""Bytes that wait in a connection: more would leave the processor's cache, and hold up what is small."""
+"""Unsent bytes in a connection. More would leave the processor's cache, and delay small frames."""
 UNREAD = 128 * 1024
-"""Bytes of a connection over loopback that are with the kernel: few, so that it takes for the next ones what
-the reader has just given back. 1 MB costs the two ends of a bare socket 100 µs of a processor each; with
-256 KB, 190 and 120. With 32 KB, less than one segment takes, it waits for a timer at each."""
+"""Bytes of a loopback connection in the kernel: few, so that it reuses the memory that the reader has just
+freed. Sending 1 MB over a bare socket costs each end 100 µs of CPU time; with 256 KB, 190 and 120 µs. 32 KB
+is less than one segment, so each segment waits for a timer."""
 UNHEARD = 15_000  # milliseconds until unacknowledged bytes end a connection
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3}
 BACKLOG = 256
 ENDED_EARLY = {errno.ECONNABORTED, errno.EPROTO, errno.EPERM}
-"""What accept() says of one connection that is over before it began; the next may be sound."""
+"""Errors of accept() for a connection that ended before it began. The next one may succeed."""
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host and port of an address. Raises ``ValueError``."""
+    """Split an address into host and port. Raises ``ValueError``."""
     host, colon, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        raise ValueError(f"{address!r} is no address: write an IPv6 host in brackets, as in '[::1]:4711'")
+        raise ValueError(f"{address!r} is not an address: write an IPv6 host in brackets, as in '[::1]:4711'")
     if not (colon and host and port.isascii() and port.isdigit() and int(port) < 65536):
         raise ValueError(
-            f"{address!r} is no address: it takes a host, a colon and a port from 0 to 65535, "
-            "as in '127.0.0.1:4711'; port 0 is any free one"
+            f"{address!r} is not an address: it must be a host, a colon and a port up to 65535, "
+            "such as '127.0.0.1:4711'; port 0 is any free one"
         )
     return host, int(port)
 
 
 def joined(name: tuple[str | int, ...]) -> str:
-    """The address in what the system calls a socket's name."""
+    """Return the address of a socket name as a text."""
     host = str(name[0])
     return f"[{host}]:{name[1]}" if ":" in host else f"{host}:{name[1]}"
 
 
 class Listener:
-    """A socket that others dial, on exactly the address that was given."""
+    """Socket that listens on one address."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self.address = joined(sock.getsockname())
 
     def accept(self, timeout: float | None = None) -> socket.socket:
-        """The next connection. Raises ``TimeoutError``, and ``OSError`` when this process lacks descriptors.
-        Nothing is known of who it is before :func:`flowchan.transport.authentication.meet`."""
+        """Return the next connection, whose peer is not authenticated yet.
+
+        :func:`flowchan.transport.authentication.meet` authenticates it. Raises ``TimeoutError``, or
+        ``OSError`` when this process lacks descriptors.
+        """
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
             if not self.wait(None if give_up is None else max(0.0, give_up - time.monotonic())):
-                raise TimeoutError(f"nobody dialled {self.address} within {timeout:g} s")
+                raise TimeoutError(f"no peer dialled {self.address} within {timeout:g} s")
             if (sock := self.accept_now()) is not None:
                 return sock
 
     def wait(self, timeout: float | None) -> bool:
-        """Whether somebody has dialled, within ``timeout`` seconds."""
+        """Wait up to ``timeout`` seconds, and return whether a connection waits."""
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         return bool(waiting.poll(None if timeout is None else timeout * 1000))
 
     def accept_now(self) -> socket.socket | None:
-        """The connection that waits, if any does."""
+        """Return a waiting connection, or None."""
         try:
             sock, peer = self._socket.accept()
         except BlockingIOError:
@@ -83,13 +86,14 @@ class Listener:
             if error.errno in ENDED_EARLY:
                 return None
             raise
-        with contextlib.suppress(OSError):  # it has ended meanwhile, which its reader finds out
+        with contextlib.suppress(OSError):  # it has ended in the meantime, which its reader will notice
             prepare(sock, peer[0])
         sock.setblocking(True)
         return sock
 
     def detach(self) -> int:
-        """Its descriptor, for who accepts in place of us; what that accepts is prepared for a link."""
+        """Return the descriptor, and let the caller accept connections. They inherit the options of a
+        link."""
         prepare(self._socket, self._socket.getsockname()[0])
         return self._socket.detach()
 
@@ -107,13 +111,13 @@ class Listener:
 
 
 def listen(address: str) -> Listener:
-    """Listens on ``address``, and on no other. Raises ``ValueError`` or ``OSError``."""
+    """Listen on ``address`` only. Raises ``ValueError`` or ``OSError``."""
     host, port = split(address)
     family, _, _, _, name = resolve(host, port, address)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:  # [::] means IPv6 only
+        if family == socket.AF_INET6:  # so that [::] accepts IPv6 only
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(name)
         sock.listen(BACKLOG)
@@ -125,8 +129,10 @@ def listen(address: str) -> Listener:
 
 
 def dial(address: str, timeout: float) -> socket.socket:
-    """A connection to ``address``, tried once. Raises ``ValueError``, ``TimeoutError``, or another
-    ``OSError`` that names the address."""
+    """Connect to ``address`` in one attempt.
+
+    Raises ``ValueError``, ``TimeoutError``, or another ``OSError`` that names the address.
+    """
     host, port = split(address)
     give_up = time.monotonic() + timeout
     failure = OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
@@ -136,7 +142,8 @@ def dial(address: str, timeout: float) -> socket.socket:
             prepare(sock, name[0])
             sock.settimeout(max(0.001, give_up - time.monotonic()))
             sock.connect(name)
-            if sock.getsockname() == sock.getpeername():  # a free port of this host was dialled from itself
+            # the socket has connected to itself, at a free port of this host
+            if sock.getsockname() == sock.getpeername():
                 raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
             sock.settimeout(None)
             return sock
@@ -152,11 +159,12 @@ def dial(address: str, timeout: float) -> socket.socket:
 
 
 def prepare(sock: socket.socket, peer: str) -> None:
-    """Sets what a link wants of its connection with ``peer``, an IP address: small frames leave at once, and
-    a silent cut is noticed.
+    """Set the options of a link's connection to ``peer``, an IP address.
 
-    Over loopback what is sent has arrived, so the whole buffer is small. Over a wire it has to hold what is
-    under way, so the kernel lets it grow with bandwidth and delay: a size that is set is for ever."""
+    Small frames leave at once, and a silent cut is noticed. Over loopback, sent bytes have arrived, so the
+    whole buffer is small. Over a network, the buffer has to hold the bytes in flight. The kernel then grows
+    it with bandwidth and delay, which it does only while the size is not set.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if peer == "::1" or peer.startswith("127."):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)
@@ -169,22 +177,25 @@ def prepare(sock: socket.socket, peer: str) -> None:
 
 
 def route_to(peer: str) -> str:
-    """The address, without a port, that this host sends from towards ``peer``, a host's name or address: so
-    ``peer`` can reach us there. The kernel's routes say it; nothing is sent. Raises ``OSError``."""
+    """Return the address, without a port, from which this host sends to ``peer``.
+
+    ``peer`` is the name or address of a host, and can reach this host at that address. The kernel's routes
+    determine it; nothing is sent. Raises ``OSError``.
+    """
     family, _, _, _, name = resolve(peer, 9, peer)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect(name)
         except OSError as error:
-            raise OSError(error.errno, f"there is no route to {peer}: {error.strerror}") from None
+            raise OSError(error.errno, f"this host has no route to {peer}: {error.strerror}") from None
         return str(sock.getsockname()[0])
 
 
 def resolve(host: str, port: int, asked: str) -> list[tuple[int, int, int, str, tuple[str, int]]]:
-    """What the system knows of a host."""
+    """Resolve the name of a host."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)  # type: ignore[return-value]
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         of_it = "" if asked == host else f"{asked}: "
-        raise OSError(errno.EADDRNOTAVAIL, f"{of_it}the host {host!r} is not known here ({reason})") from None
+        raise OSError(errno.EADDRNOTAVAIL, f"{of_it}the host {host!r} is not known ({reason})") from None

@@ -1,8 +1,8 @@
-"""TLS 1.3 for a connection whose ends have proved the secret to each other, by a process of its own.
+"""TLS 1.3 in a separate process, for a connection whose ends have authenticated each other.
 
-So whoever uses the connection gets a plain descriptor, and encryption never waits for the GIL of a process
-that runs a user's code. The certificate is made for this process and thrown away with it; nobody vouches for
-it, because the proofs of the handshake cover it.
+The user of the connection gets a plain descriptor. Encryption never waits for the GIL of a process that runs
+user code. The certificate is made for this process and discarded with it. It needs no signature of an
+authority, because the proofs of the handshake cover it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pathlib import Path
 
 from flowchan.transport.pidfd import open_pidfd
 
-RELAY = Path(__file__).with_name("tls_proxy.py")
-BUFFER = 512 * 1024  # of the plain side: as much as the relay passes on at a time, and more
+PROGRAM = Path(__file__).with_name("tls_proxy.py")
+BUFFER = 512 * 1024  # of the plain side: at least as much as the proxy passes on at once
 A_DAY = datetime.timedelta(days=1)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Certificate:
-    """A certificate with its private key, and the SHA-256 by which the other end knows it."""
+    """Certificate with its private key, and its SHA-256 fingerprint, which the peer checks."""
 
     pem: str
     fingerprint: bytes
@@ -38,7 +38,7 @@ class Certificate:
 
 @functools.cache
 def certificate() -> Certificate:
-    """The one of this process. Raises ``ImportError``."""
+    """Return the certificate of this process. Raises ``ImportError`` without the package cryptography."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -46,7 +46,7 @@ def certificate() -> Certificate:
         from cryptography.x509.oid import NameOID
     except ImportError as error:
         raise ImportError(
-            "tls=True needs the package cryptography where connections are listened for: "
+            "tls=True needs the package cryptography on the listening side: "
             f"pip install 'flowchan[tls]' ({error})"
         ) from None
     key = ec.generate_private_key(ec.SECP256R1())
@@ -70,7 +70,7 @@ def certificate() -> Certificate:
 
 @contextlib.contextmanager
 def _own_pidfd() -> Iterator[int | None]:
-    """A handle of this process, for one that is to end with it; None where there are none."""
+    """Yield a pidfd of this process for its child, or None if the kernel has none."""
     pidfd = open_pidfd(os.getpid())
     try:
         yield pidfd
@@ -80,23 +80,27 @@ def _own_pidfd() -> Iterator[int | None]:
 
 
 class TlsProxy:
-    """The process that does TLS for ``sock``, which it takes over. ``end`` is what to use in its place; the
-    process ends after it has been closed.
+    """Run a process that encrypts the connection ``sock``, which it takes over.
 
-    ``mine`` is the certificate of the end that listens; ``theirs`` the fingerprint that the end that dialled
-    has to find.
+    ``end`` is the socket to use instead. The process ends after ``end`` is closed.
+
+    Args:
+        sock: The connection.
+        ours: Certificate of the listening end, or None.
+        theirs: Fingerprint that the dialling end must find.
+        timeout: Seconds for the handshake of TLS.
     """
 
-    def __init__(self, sock: socket.socket, mine: Certificate | None, theirs: bytes, timeout: float) -> None:
-        self.end, far = socket.socketpair()
-        for side in (self.end, far):
+    def __init__(self, sock: socket.socket, ours: Certificate | None, theirs: bytes, timeout: float) -> None:
+        self.end, other = socket.socketpair()
+        for side in (self.end, other):
             side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         try:
-            with far, _own_pidfd() as parent_fd:
-                told = {
-                    "local": far.fileno(),
+            with other, _own_pidfd() as parent_fd:
+                settings = {
+                    "local": other.fileno(),
                     "net": sock.fileno(),
-                    "pem": mine.pem if mine else "",
+                    "pem": ours.pem if ours else "",
                     "fingerprint": theirs.hex(),
                     "timeout": timeout,
                     "parent": os.getpid(),
@@ -104,11 +108,11 @@ class TlsProxy:
                 }
                 handles = () if parent_fd is None else (parent_fd,)
                 process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(RELAY)],
+                    [sys.executable, "-I", "-S", str(PROGRAM)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    pass_fds=(far.fileno(), sock.fileno(), *handles),
-                    start_new_session=True,  # Ctrl-C goes to the session of the terminal
+                    pass_fds=(other.fileno(), sock.fileno(), *handles),
+                    start_new_session=True,  # so that Ctrl-C at the terminal does not reach it
                 )
         except BaseException:
             self.end.close()
@@ -116,19 +120,20 @@ class TlsProxy:
         sock.close()
         assert process.stdin is not None
         assert process.stdout is not None
-        self._says = process.stdout
-        with contextlib.suppress(BrokenPipeError):  # it has died, which the end of the connection tells
-            process.stdin.write(json.dumps(told).encode() + b"\n")
+        self._reason_pipe = process.stdout
+        # the proxy has died, which the end of the connection reports
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(settings).encode() + b"\n")
             process.stdin.flush()
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-        # So that nothing is left of it, whenever it ends. Holds no more than the process.
-        threading.Thread(target=process.wait, name="flowchan: end of a TLS relay", daemon=True).start()
+        # Reaps the process when it ends. The thread keeps only the process alive.
+        threading.Thread(target=process.wait, name="flowchan: end of a TLS proxy", daemon=True).start()
 
     def reason(self) -> str:
-        """Why it has ended, once ``end`` says that it has; empty when TLS began."""
-        return self._says.readline().decode().strip()
+        """Return why the proxy has ended, once ``end`` is at its end; empty if TLS had begun."""
+        return self._reason_pipe.readline().decode().strip()
 
     def forget(self) -> None:
-        """Is not asked any more."""
-        self._says.close()
+        """Close the pipe of :meth:`reason`."""
+        self._reason_pipe.close()

@@ -1,8 +1,8 @@
-"""A process that does TLS for one connection: plain bytes on one side, encrypted ones on the other.
+"""TLS for one connection: plain bytes on one side, encrypted bytes on the other.
 
-It is a program by itself, started by ``tls.py`` with nothing but the standard library, so it starts quickly
-and never waits for a user's code. It ends when either side ends, after what came before that has been passed
-on, or when the process that started it dies. Ctrl-C does not reach it: the link it carries may be needed.
+This is a separate program that ``tls.py`` starts. It uses only the standard library, so it starts quickly and
+never waits for user code. It ends when either side ends, after it has passed on the earlier bytes, or when
+the process that started it dies. Ctrl-C does not reach it, because the program may still need the link.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ import time
 from typing import cast
 
 AT_ONCE = 256 * 1024
-LAST_WORDS = 2.0  # seconds for passing on what came before the end
-PARENT_CHECK_MS = 500  # between two looks at a parent that can't be waited for
+FAREWELL_S = 2.0  # seconds for passing on the bytes before the end
+PARENT_CHECK_MS = 500  # between two checks of a parent without a pidfd
 
 
 class ProxyFailed(Exception):
-    """There is no encrypted connection, for the reason that is said."""
+    """The connection could not be encrypted, for the given reason."""
 
 
 def context(pem: str) -> ssl.SSLContext:
-    """TLS 1.3 with the certificate in ``pem``, or as the side that dialled. Nobody vouches for certificates:
-    :func:`check_certificate` compares it with the proved one."""
+    """Return a TLS 1.3 context, with the certificate in ``pem`` or, if it is empty, for the dialling end.
+
+    Certificates are not signed by an authority: :func:`check_certificate` compares the peer's with the proved
+    one.
+    """
     if not pem:
         settings = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         settings.check_hostname = False
@@ -39,7 +42,7 @@ def context(pem: str) -> ssl.SSLContext:
     else:
         settings = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         settings.num_tickets = 0
-        file = os.memfd_create("certificate")  # the key never lies on a disk
+        file = os.memfd_create("certificate")  # the key is never written to a disk
         os.write(file, pem.encode())
         settings.load_cert_chain(f"/proc/self/fd/{file}")
         os.close(file)
@@ -48,17 +51,17 @@ def context(pem: str) -> ssl.SSLContext:
 
 
 class Encrypted:
-    """The connection to the other host: its socket, and TLS between two heaps of bytes."""
+    """Connection to the other host: its socket, and TLS between two memory buffers."""
 
     def __init__(self, sock: socket.socket, pem: str) -> None:
         self.sock = sock
-        self._came, self._goes = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context(pem).wrap_bio(self._came, self._goes, server_side=bool(pem))
+        self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context(pem).wrap_bio(self._received, self._to_send, server_side=bool(pem))
         self._plain = bytearray(2 * AT_ONCE)
         self.over = False
 
-    def shake_hands(self, timeout: float) -> None:
-        """Blocks until the connection is encrypted. Raises :class:`ProxyFailed`."""
+    def do_handshake(self, timeout: float) -> None:
+        """Block until the connection is encrypted. Raises :class:`ProxyFailed`."""
         give_up = time.monotonic() + timeout
         try:
             while True:
@@ -68,38 +71,40 @@ class Encrypted:
                 except ssl.SSLWantReadError:
                     wants = True
                 self.sock.settimeout(max(0.001, give_up - time.monotonic()))
-                self.sock.sendall(self._goes.read())
+                self.sock.sendall(self._to_send.read())
                 if not wants:
                     return
                 if not (came := self.sock.recv(AT_ONCE)):
                     raise ProxyFailed("it ended the connection while TLS began")
-                self._came.write(came)
+                self._received.write(came)
         except OSError as error:
             raise ProxyFailed(f"TLS did not begin ({error})") from None
 
     def check_certificate(self, fingerprint: bytes) -> None:
-        """Whether the other end has the certificate that was proved."""
+        """Raise :class:`ProxyFailed` unless the peer presents the certificate that it proved."""
         theirs = self._tls.getpeercert(binary_form=True) or b""
         if not hmac.compare_digest(hashlib.sha256(theirs).digest(), fingerprint):
-            raise ProxyFailed("its certificate is not the one that it proved: somebody is in between")
+            raise ProxyFailed("its certificate is not the one that it proved: the connection is intercepted")
 
     def encrypt(self, plain: memoryview) -> bytes:
         while plain:
             plain = plain[self._tls.write(plain) :]
-        return self._goes.read()
+        return self._to_send.read()
 
     def receive(self) -> tuple[memoryview, bytes]:
-        """What came, decrypted, and what TLS itself wants to be sent."""
+        """Receive, and return the decrypted bytes and the bytes that TLS itself has to send."""
         came = self.sock.recv(AT_ONCE)
         if came:
-            self._came.write(came)
+            self._received.write(came)
         else:
             self.over = True
         return self.decrypt()
 
     def decrypt(self) -> tuple[memoryview, bytes]:
-        """The same of what has come already: nothing stays behind but the beginning of a record, so it all
-        fits."""
+        """Decrypt all received bytes, and return the same pair as :meth:`receive`.
+
+        Only the beginning of a record remains, so the plain bytes always fit.
+        """
         size = 0
         view = memoryview(self._plain)
         try:
@@ -108,19 +113,22 @@ class Encrypted:
             self.over = True
         except ssl.SSLWantReadError:
             pass
-        except ssl.SSLError:  # its farewell, or a record that was tampered with
+        except ssl.SSLError:  # its close_notify, or a record that was tampered with
             self.over = True
-        return view[:size], self._goes.read()
+        return view[:size], self._to_send.read()
 
     def farewell(self) -> bytes:
         with contextlib.suppress(ssl.SSLError):
             self._tls.unwrap()
-        return self._goes.read()
+        return self._to_send.read()
 
 
 class Pump:
-    """Passes bytes on in both directions until an end. Nothing is read from a side while what came from it
-    last still waits for the other. ``parent_fd``: the parent's pidfd; None: only its number is known."""
+    """Pass bytes on in both directions until one side ends.
+
+    Nothing is read from a side while its last bytes still wait for the other. ``parent_fd`` is the pidfd of
+    the parent, or None if only its pid is known.
+    """
 
     def __init__(self, local: socket.socket, net: Encrypted, parent: int, parent_fd: int | None) -> None:
         local.setblocking(False)
@@ -128,10 +136,10 @@ class Pump:
         self._local, self._net = local, net
         self._parent, self._parent_fd = parent, parent_fd
         self._local_over = False
-        self._give_up: float | None = None  # set when an end is near
+        self._give_up: float | None = None  # set when the end is near
         self._plain = bytearray(AT_ONCE)
         self._to_net = memoryview(b"")
-        self._to_local, more = net.decrypt()  # what came together with the end of TLS's handshake
+        self._to_local, more = net.decrypt()  # bytes that arrived together with the end of the TLS handshake
         self._send(more)
 
     def run(self) -> None:
@@ -146,7 +154,7 @@ class Pump:
             if self._local_over or self._net.over:
                 self._end_soon()
         if not self._net.over:
-            self._say_farewell()
+            self._send_farewell()
 
     def _done(self) -> bool:
         return (
@@ -157,10 +165,11 @@ class Pump:
 
     def _end_soon(self) -> None:
         if self._give_up is None:
-            self._give_up = time.monotonic() + LAST_WORDS
+            self._give_up = time.monotonic() + FAREWELL_S
 
     def _wait(self) -> list[tuple[int, int]]:
-        """What has become possible. Also looks for the end of a side of which nothing is wanted now."""
+        """Return the events of the sockets. Also notice the end of a side that is neither read nor written
+        now."""
         both = not (self._local_over or self._net.over)
         waiting = select.poll()
         for fd, reading, writing in (
@@ -213,15 +222,17 @@ class Pump:
         if encrypted:
             self._to_net = memoryview(bytes(self._to_net) + encrypted)
 
-    def _say_farewell(self) -> None:
-        """Ends the connection so that the other end gets all that was sent: closing it with anything unread
-        would destroy that."""
+    def _send_farewell(self) -> None:
+        """End the connection so that the peer gets all bytes that were sent.
+
+        Closing a socket with unread bytes would destroy them.
+        """
         sock = self._net.sock
         with contextlib.suppress(OSError):
-            sock.settimeout(LAST_WORDS)
+            sock.settimeout(FAREWELL_S)
             sock.sendall(self._net.farewell())
             sock.shutdown(socket.SHUT_WR)
-            give_up = time.monotonic() + LAST_WORDS
+            give_up = time.monotonic() + FAREWELL_S
             while sock.recv(AT_ONCE) and time.monotonic() < give_up:
                 pass
 
@@ -229,23 +240,23 @@ class Pump:
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        told = json.loads(sys.stdin.readline() or "{}")
-        parent, parent_fd = told["parent"], told["parent_fd"]
-    except KeyError:  # who started it has died
+        settings = json.loads(sys.stdin.readline() or "{}")
+        parent, parent_fd = settings["parent"], settings["parent_fd"]
+    except KeyError:  # the process that started it has died
         return 1
     if os.getppid() != parent:
         return 1
-    with socket.socket(fileno=told["local"]) as local, socket.socket(fileno=told["net"]) as sock:
-        net = Encrypted(sock, told["pem"])
+    with socket.socket(fileno=settings["local"]) as local, socket.socket(fileno=settings["net"]) as sock:
+        net = Encrypted(sock, settings["pem"])
         try:
-            net.shake_hands(told["timeout"])
-            if not told["pem"]:
-                net.check_certificate(bytes.fromhex(told["fingerprint"]))
+            net.do_handshake(settings["timeout"])
+            if not settings["pem"]:
+                net.check_certificate(bytes.fromhex(settings["fingerprint"]))
         except ProxyFailed as failed:
-            with contextlib.suppress(BrokenPipeError):  # nobody asks
+            with contextlib.suppress(BrokenPipeError):  # the pipe is closed, so no process asks
                 os.write(1, f"{failed}\n".encode())
             return 1
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing more will be said
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # no more messages follow
         Pump(local, net, parent, parent_fd).run()
     return 0
 

@@ -1,6 +1,7 @@
-"""The version of flowchan, and whether both ends of a connection have the same.
+"""Version of flowchan, and the check that both ends of a connection have the same versions.
 
-The build reads it from here; reading the metadata of the installation would take a sixth of an agent's start.
+The build reads the version from here. Reading the metadata of the installation would take a sixth of the
+start of an agent.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ VERSION = "0.1.0"
 
 
 def versions() -> dict[str, Any]:
-    """Of what both sides must have the same."""
+    """Return the versions that both ends must share."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return {"python": python, "flowchan": VERSION}
 
 
 def differs(theirs: Mapping[str, Any]) -> str:
-    """Why we can't work with whom this hello has come from; empty if we can."""
+    """Return why a peer with this hello cannot work with this process; empty if it can."""
     ours = versions()
     if all(theirs.get(word) == version for word, version in ours.items()):
         return ""

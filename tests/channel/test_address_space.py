@@ -1,5 +1,4 @@
-"""C2, C12: a channel between processes takes address space and memory for what is inside, however much it may
-hold."""
+"""C2, C12: a channel between processes takes address space and memory only for the items inside."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def address_space() -> int:
 
 
 def with_address_space(more: int, act: Callable[[], None]) -> None:
-    """Does ``act`` in a forked child that may map ``more`` bytes on top of what it has."""
+    """Run ``act`` in a forked child that may map ``more`` bytes in addition to its present ones."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -43,7 +42,7 @@ def increment(item: int) -> int:
     return item + 1
 
 
-def test_c2_hundreds_of_default_channels_fit_into_a_small_address_space() -> None:
+def test_c2_hundreds_of_channels_fit_a_small_address_space() -> None:
     def use_many() -> None:
         channels: list[Channel[int]] = [Channel(across="processes") for _ in range(400)]
         for number, ch in enumerate(channels):
@@ -53,7 +52,7 @@ def test_c2_hundreds_of_default_channels_fit_into_a_small_address_space() -> Non
     with_address_space(512 * MB, use_many)
 
 
-def test_c2_a_graph_of_twenty_process_stages_runs_in_two_gigabytes_of_address_space() -> None:
+def test_c2_twenty_process_stages_run_in_2_gb_address_space() -> None:
     def run() -> None:
         graph = Graph("narrow")
         stream = graph.source(range(100))
@@ -65,7 +64,7 @@ def test_c2_a_graph_of_twenty_process_stages_runs_in_two_gigabytes_of_address_sp
     with_address_space(2048 * MB, run)
 
 
-def test_c2_what_a_channel_may_hold_takes_nothing_before_it_is_there() -> None:
+def test_c2_unused_capacity_takes_no_memory() -> None:
     def use() -> None:
         ch: Channel[Any] = Channel(10**15, across="processes", max_bytes=10**15)
         array = np.arange(100_000)
@@ -77,7 +76,7 @@ def test_c2_what_a_channel_may_hold_takes_nothing_before_it_is_there() -> None:
     with_address_space(16 * MB, use)
 
 
-def test_c11_a_reader_without_address_space_for_what_came_says_so_and_takes_nothing() -> None:
+def test_c11_reader_without_address_space_raises_and_takes_nothing() -> None:
     ch: Channel[Any] = Channel(8, across="processes")
     ch.put(1)
     array = np.arange(16 * MB)
@@ -105,7 +104,7 @@ def test_c11_a_reader_without_address_space_for_what_came_says_so_and_takes_noth
     assert ch.get() == 3
 
 
-def test_c4_a_channel_has_four_thousand_ports_and_says_when_all_are_taken() -> None:
+def test_c4_channel_with_four_thousand_ports_refuses_another() -> None:
     ch: Channel[int] = Channel(5_000, across="processes")
     writers = [ch.writer() for _ in range(4_096)]
     with ch.reader() as reader:

@@ -1,4 +1,4 @@
-"""A channel that spans processes reaches a child by inheritance, by pickling, and through another channel."""
+"""Channels between processes reach a child by inheritance, by pickling, and through another channel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METHODS = ["fork", "spawn", "forkserver"]
 
 @pytest.fixture(scope="module", autouse=True)
 def helpers_of_multiprocessing() -> Iterator[None]:
-    """Starts multiprocessing's own two server processes first, so that no test is blamed for them."""
+    """Start the two server processes of multiprocessing first, so that no test seems to leak them."""
     resource_tracker.ensure_running()
     forkserver.ensure_running()
     yield
@@ -40,14 +40,14 @@ def context(request: pytest.FixtureRequest) -> Any:
 
 
 def end(process: Any) -> None:
-    """Waits for a child that must end well, and lets go of it."""
+    """Wait for a child that must end with exit code 0, and release it."""
     process.join()
     assert process.exitcode == 0
     process.close()
 
 
 def test_a_channel_is_an_argument_of_a_process(context):
-    """By inheritance under fork, by pickling under spawn and forkserver."""
+    """Pass the channel by inheritance under fork, and by pickling under spawn and forkserver."""
     there, back = Channel(4, across="processes"), Channel(4, across="processes")
     process = context.Process(target=children.echo, args=(there, back))
     process.start()
@@ -58,7 +58,7 @@ def test_a_channel_is_an_argument_of_a_process(context):
 
 
 def test_a_channel_reaches_a_child_through_another_channel(context):
-    """Made after the child has started, so neither inherited nor an argument."""
+    """Send a channel that was made after the start of the child."""
     carrier = Channel(4, across="processes")
     process = context.Process(target=children.answer_by_what_arrives, args=(carrier,))
     process.start()
@@ -72,7 +72,7 @@ def test_a_channel_reaches_a_child_through_another_channel(context):
 
 
 def test_a_channel_made_in_a_child_reaches_its_parent(context):
-    """The other way."""
+    """Send a channel from the child to its parent."""
     carrier = Channel(4, across="processes")
     process = context.Process(target=children.make_and_send, args=(carrier,))
     process.start()
@@ -83,7 +83,7 @@ def test_a_channel_made_in_a_child_reaches_its_parent(context):
 
 
 def test_a_counted_end_in_a_child_closes(context):
-    """C5, whatever way the child was started."""
+    """C5 for every start method."""
     ch = Channel(4, across="processes")
     process = context.Process(target=children.write_by_port, args=(ch, [1, 2, 3]))
     process.start()
@@ -91,8 +91,8 @@ def test_a_counted_end_in_a_child_closes(context):
     end(process)
 
 
-def test_a_child_that_waits_is_woken_from_here(context):
-    """C8, whatever way the child was started."""
+def test_parent_wakes_a_waiting_child(context):
+    """C8 for every start method."""
     ch, result = Channel(4, across="processes"), Channel(4, across="processes")
     process = context.Process(target=children.pass_one, args=(ch, result))
     process.start()
@@ -103,8 +103,8 @@ def test_a_child_that_waits_is_woken_from_here(context):
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])  # a forked child cannot use its parent's forkserver
-def test_a_grandchild_inherits_too(method):
-    """From hand to hand: this process, a forked child, and a child of that."""
+def test_grandchild_inherits_a_channel(method):
+    """Pass a channel from this process to a forked child, and from there to a child of the child."""
     context = multiprocessing.get_context(method)
     there, back = Channel(4, across="processes"), Channel(4, across="processes")
 
@@ -123,7 +123,7 @@ def test_a_grandchild_inherits_too(method):
 
 
 def test_one_channel_pickled_twice_into_a_process_is_one_channel(context):
-    """Both arguments are the same channel there."""
+    """Both arguments must be the same channel in the child."""
     ch, result = Channel(1, across="processes"), Channel(1, across="processes")
     process = context.Process(target=children.put_and_take_back, args=(ch, ch, result))
     process.start()
@@ -132,8 +132,8 @@ def test_one_channel_pickled_twice_into_a_process_is_one_channel(context):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_channel_goes_with_an_executors_initialiser(method):
-    """As users of concurrent.futures pass what all workers share."""
+def test_executor_initialiser_receives_a_channel(method):
+    """Pass a channel as users of concurrent.futures pass an object that all workers share."""
     there, back = Channel(4, across="processes"), Channel(4, across="processes")
     context = multiprocessing.get_context(method)
     there.put_many([1, 2, 3])
@@ -145,8 +145,8 @@ def test_a_channel_goes_with_an_executors_initialiser(method):
         assert list(back) == [1, 2, 3]
 
 
-def test_a_forked_child_without_multiprocessing():
-    """``os.fork`` is enough."""
+def test_os_fork_child_uses_the_channel():
+    """Use the channel in a child of ``os.fork``."""
     ch = Channel(4, across="processes")
     pid = os.fork()
     if pid == 0:
@@ -158,16 +158,16 @@ def test_a_forked_child_without_multiprocessing():
     os.waitpid(pid, 0)
 
 
-def test_a_pickled_channel_is_the_same_channel_here():
-    """While it lives: a pickle names it, and makes no second one. So does a copy."""
+def test_unpickled_channel_is_the_same_object_in_its_process():
+    """A pickle or copy of a living channel must return the same object."""
     ch = Channel(across="processes")
     assert pickle.loads(pickle.dumps(ch)) is ch
     assert copy.copy(ch) is ch
     assert copy.deepcopy(ch) is ch
 
 
-def test_a_threads_channel_is_neither_pickled_nor_copied():
-    """The error names the transport that can be."""
+def test_threads_channel_can_be_neither_pickled_nor_copied():
+    """The error must name a transport that can be pickled."""
     ch = Channel(across="threads")
     for action in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="across='processes'"):
@@ -175,7 +175,7 @@ def test_a_threads_channel_is_neither_pickled_nor_copied():
 
 
 def test_a_threads_channel_cannot_be_an_argument_of_another_process():
-    """The error names both transports."""
+    """The error must name both transports."""
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=children.echo, args=(Channel(across="threads"), None))
     with pytest.raises((TypeError, RuntimeError), match="threads") as caught:
@@ -185,7 +185,7 @@ def test_a_threads_channel_cannot_be_an_argument_of_another_process():
 
 @pytest.mark.parametrize("call", ["put", "get", "put_nowait", "get_nowait"])
 def test_using_a_threads_channel_in_a_forked_child_is_refused(call):
-    """It would only reach the child's own copy; the error says so and names the transport that works."""
+    """The call would only reach the child's copy. The error must say this and name the right transport."""
     ch = Channel(across="threads")
     ch.put("in the parent")
     answer = Channel(across="processes")
@@ -206,8 +206,8 @@ def test_using_a_threads_channel_in_a_forked_child_is_refused(call):
     assert ch.get() == "in the parent"
 
 
-def test_a_fork_while_a_thread_waits_harms_neither_side(context):
-    """A child may be started at any time, and works in the channel at once."""
+def test_fork_while_a_thread_waits_leaves_both_processes_working(context):
+    """A child may start at any time, and must be able to use the channel at once."""
     ch, result = Channel(4, across="processes"), Channel(4, across="processes")
     waiting = ThreadPeer(ch.get)
     wait_blocked(ch, readers=1)
@@ -219,9 +219,8 @@ def test_a_fork_while_a_thread_waits_harms_neither_side(context):
     end(process)
 
 
-def test_channels_outlive_the_script_that_forgets_them(tmp_path):
-    """A program may end with channels open, filled and waited in by daemon threads: it ends, with exit code
-    0."""
+def test_script_that_leaves_channels_open_exits_cleanly(tmp_path):
+    """A program whose channels are open, filled and awaited by daemon threads must exit with code 0."""
     script = tmp_path / "forgets.py"
     script.write_text(
         "import threading\n"
@@ -236,7 +235,7 @@ def test_channels_outlive_the_script_that_forgets_them(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_c1_who_came_early_and_who_comes_late_see_all_that_a_channel_has_grown_to(context: Any) -> None:
+def test_c1_early_and_late_processes_map_a_grown_channel(context: Any) -> None:
     there: Channel[Any] = Channel(30_000, across="processes", max_bytes=256 << 20)
     back: Channel[int] = Channel(30_000, across="processes")
     processes = [context.Process(target=children.echo_sums, args=(there, back))]
@@ -248,7 +247,7 @@ def test_c1_who_came_early_and_who_comes_late_see_all_that_a_channel_has_grown_t
         sums.append(children.sum_of(item))
 
     exchange(1)
-    assert back.get() == 1  # it has mapped what there is
+    assert back.get() == 1  # it has mapped the present size
     for size in (1_000, 30_000, 1 << 20, 4 << 20):
         exchange(np.arange(size))
     for number in range(20_000):
@@ -259,7 +258,7 @@ def test_c1_who_came_early_and_who_comes_late_see_all_that_a_channel_has_grown_t
         exchange(np.arange(size))
     there.close()
     answers = sums[:1]
-    # what was kept while the channel grew is as it was
+    # arrays that were kept while the channel grew must be unchanged
     answers += [back.get() for _ in range(2 * len(sums) - 1)]
     for process in processes:
         process.join()

@@ -1,10 +1,10 @@
-"""Damage in the shared memory of a channel breaks it, and never crashes its users or holds them up for ever.
+"""Damage in the shared memory of a channel breaks the channel, and never crashes or blocks its users.
 
-Other processes write this memory, and one of them may have a stray pointer. Each case is one forked child: it
-fills a channel in every way (items inside, on lease, parked out of turn, ports, a cause), damages its memory,
-and then uses it. A call may raise ``Broken`` or any other error, time out, or go on working; the child must
-not die by a signal. An ``abort`` after a while stands for the user who gives up on a channel whose counts
-make no sense any more: then every call must end.
+Other processes write this memory, and one of them may have a stray pointer. Each case is one forked child.
+The child fills a channel in every way: items inside, leased and parked out of turn, ports, and a cause. Then
+it damages the memory and uses the channel. A call may raise ``Broken`` or any other error, time out, or
+succeed; the child must not die by a signal. An ``abort`` after a while stands for a user who gives up on the
+channel. After that, every call must end.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from flowchan import Broken, Channel, ChannelError, Drained, In, Out, _core, sel
 from flowchan.channel.channel import _arrive
 from flowchan.transport.descriptors import Borrowed
 
-CASES, FEW = 400, 75  # all of them with --long
+CASES, FEW = 400, 75  # number of cases; all of them with --long
 BATCH = 25  # children of one test, two at a time
-MUTEX, COUNTS = 128, 192  # where the lock, and what changes under it, lie in the header
-RECORDS, RECORD = 1_856, 448  # where the redo records lie, and how far apart
+MUTEX, COUNTS = 128, 192  # offsets in the header of the lock, and of the fields that it protects
+RECORDS, RECORD = 1_856, 448  # offset of the redo records, and the distance between them
 RECORDS_END = RECORDS + 16 * RECORD
 SLOT = 128
 OWNER_DIED = 0x4000_0000
@@ -49,11 +49,11 @@ ERRORS = (
     RuntimeError,
     pickle.PickleError,
 )
-"""What a call may raise: the channel's own errors, and what unpickling damaged content can."""
+"""Errors that a call may raise: the channel's own ones, and those of unpickling damaged content."""
 
 
 class Memory:
-    """The memory of a channel, as a stray pointer sees it."""
+    """Memory of a channel, as a stray pointer sees it."""
 
     def __init__(self, channel: Channel[Any]) -> None:
         self.map = mmap.mmap(channel._fd, 0)
@@ -66,16 +66,16 @@ class Memory:
         struct.pack_into("<Q", self.map, at, value % 2**64)
 
     def sessions(self) -> list[int]:
-        """Where the records of this process's ports lie: their second word is its number."""
+        """Return the offsets of the records of this process's ports. Their second word is the pid."""
         return [at - 8 for at in range(COUNTS, self.groups_at, 8) if self.word(at) == os.getpid()]
 
     def slots(self) -> int:
-        """Where the slots begin: the last ones are used first."""
+        """Return the offset of the slots. The last ones are used first."""
         return self.length - 24 * SLOT
 
 
 class Use:
-    """A channel in use in every way, and then used on."""
+    """Channel that is in use in every way, and is then used after the damage."""
 
     def __init__(self) -> None:
         self.ch: Channel[Any] = Channel(24, across="processes", max_bytes=1 << 18)
@@ -85,8 +85,8 @@ class Use:
             self.ch.put(item)
         self.reader.get()
         self.reader.get_more()
-        self.ch.get()  # a free slot
-        # Two workers of an ordered stage, the second one ahead of its turn.
+        self.ch.get()  # leaves a free slot
+        # Two workers of an ordered stage, of which the second is ahead of its turn.
         before.put_many(range(6))
         self.inputs = [before.reader() for _ in range(2)]
         self.outputs = [self.ch.writer() for _ in range(2)]
@@ -141,7 +141,7 @@ class Use:
 
 
 def some_value(chance: random.Random, memory: Memory) -> int:
-    """A word that means something to the code that reads it: an offset, a count, a flag, or nonsense."""
+    """Return a word with a meaning, such as an offset, a count or a flag, or a random one."""
     place = chance.randrange(memory.length)
     return chance.choice(
         [
@@ -196,14 +196,14 @@ def damage_words(chance: random.Random, memory: Memory) -> None:
 
 
 def damage_slot(chance: random.Random, memory: Memory) -> None:
-    """One of next, state, size, number, kind and class, and block of one or more slots."""
+    """Damage next, state, size, number, kind and class, or block of one or more slots."""
     for _ in range(chance.choice([1, 1, 3])):
         slot = memory.length - SLOT * chance.randrange(1, 14)
         memory.set(slot + 8 * chance.randrange(6), some_value(chance, memory))
 
 
 def damage_bytes(chance: random.Random, memory: Memory) -> None:
-    """A run of random bytes somewhere."""
+    """Write a run of random bytes at a random place."""
     session = chance.choice(memory.sessions())
     begin = chance.choice([0, MUTEX, COUNTS, session, memory.groups_at, memory.slots(), memory.blocks_at])
     at = begin + chance.randrange(2_000)
@@ -212,7 +212,7 @@ def damage_bytes(chance: random.Random, memory: Memory) -> None:
 
 
 def damage_record(chance: random.Random, memory: Memory) -> None:
-    """The owner of the lock has died, so it seems, and what it was about to do is nonsense."""
+    """Make the owner of the lock look dead, with a random redo record."""
     record = RECORDS + RECORD * chance.randrange(16)
     memory.set(record, chance.choice([1, 3, 24, 25, 2**40]))
     for entry in range(24):
@@ -222,8 +222,7 @@ def damage_record(chance: random.Random, memory: Memory) -> None:
 
 
 def damage_lock(chance: random.Random, memory: Memory) -> None:
-    """The words of the lock itself: held by nobody, by this thread, by a thread that never was; of another
-    type."""
+    """Damage the words of the lock: owner none, this thread or an invalid thread, or another type."""
     memory.set(
         MUTEX + 8 * chance.randrange(5),
         chance.choice(
@@ -246,7 +245,7 @@ KINDS = (damage_words, damage_slot, damage_bytes, damage_record, damage_lock)
 
 
 def one_case(number: int) -> None:
-    """What a child does."""
+    """Run one case in a child."""
     chance = random.Random(number)
     use = Use()
     memory = Memory(use.ch)
@@ -255,7 +254,7 @@ def one_case(number: int) -> None:
 
 
 def start_child(number: int) -> tuple[int, int]:
-    """Forks a child for the case; its process number, and where it says what went wrong."""
+    """Fork a child for the case, and return its pid and the descriptor of its error report."""
     answer, write = os.pipe()
     pid = os.fork()
     if pid:
@@ -264,7 +263,7 @@ def start_child(number: int) -> tuple[int, int]:
     code = 1
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(30)  # a hang, told as one
+        signal.alarm(30)  # ends a child that hangs
         one_case(number)
         code = 0
     except BaseException:
@@ -274,7 +273,7 @@ def start_child(number: int) -> tuple[int, int]:
 
 
 def outcome(number: int, pid: int, answer: int) -> str:
-    """What is wrong with how the child ended, or nothing."""
+    """Return what was wrong with the end of the child, or an empty string."""
     with open(answer, "rb") as told:
         text = told.read().decode()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -291,7 +290,7 @@ def outcome(number: int, pid: int, answer: int) -> str:
         *(pytest.param(first, marks=pytest.mark.long) for first in range(FEW, CASES, BATCH)),
     ],
 )
-def test_damage_breaks_the_channel_and_never_its_users(first: int) -> None:
+def test_damage_breaks_the_channel_but_never_crashes_its_users(first: int) -> None:
     wrong, running = [], []
     for number in range(first, first + BATCH):
         running.append((number, *start_child(number)))
@@ -301,7 +300,7 @@ def test_damage_breaks_the_channel_and_never_its_users(first: int) -> None:
     assert not [text for text in wrong if text], "\n".join(text for text in wrong if text)
 
 
-# what is certain to be noticed
+# damage that is always detected
 
 
 def damaged(change: Callable[[Memory], None]) -> Channel[Any]:
@@ -314,7 +313,7 @@ def damaged(change: Callable[[Memory], None]) -> Channel[Any]:
 
 
 @pytest.mark.parametrize("offset", [8, 2**63, 128 * 3])
-def test_a_first_item_that_is_no_slot_breaks_the_channel_and_says_why(offset: int) -> None:
+def test_first_item_outside_the_slots_breaks_the_channel(offset: int) -> None:
     ch = damaged(lambda memory: memory.set(COUNTS, offset))
     for call in (ch.get, lambda: ch.put(1), ch.get):
         with pytest.raises(Broken, match="shared memory is damaged"):
@@ -322,7 +321,7 @@ def test_a_first_item_that_is_no_slot_breaks_the_channel_and_says_why(offset: in
     assert ch.broken
 
 
-def test_a_list_that_runs_in_a_circle_breaks_the_channel() -> None:
+def test_circular_list_breaks_the_channel() -> None:
     ch = damaged(lambda memory: memory.set(memory.length - SLOT, memory.length - SLOT))
     assert ch.get() == 1
     with pytest.raises(Broken, match="damaged"):
@@ -330,7 +329,7 @@ def test_a_list_that_runs_in_a_circle_breaks_the_channel() -> None:
 
 
 @pytest.mark.parametrize(("word", "value"), [(2, 10**9), (4, 3 + (200 << 32)), (5, 64), (5, 2**62)])
-def test_a_payload_that_lies_elsewhere_breaks_the_channel(word: int, value: int) -> None:
+def test_payload_outside_the_memory_breaks_the_channel(word: int, value: int) -> None:
     ch = damaged(lambda memory: memory.set(memory.length - 3 * SLOT + 8 * word, value))
     assert [ch.get(), ch.get()] == [1, 2]
     with pytest.raises(Broken, match="damaged"):
@@ -338,7 +337,7 @@ def test_a_payload_that_lies_elsewhere_breaks_the_channel(word: int, value: int)
 
 
 @pytest.mark.parametrize(("word", "value"), [(4, 77), (4, 2**31), (6, 0xFF)])
-def test_content_of_no_known_kind_raises_at_its_reader(word: int, value: int) -> None:
+def test_item_of_unknown_kind_raises_at_its_reader(word: int, value: int) -> None:
     ch = damaged(lambda memory: memory.set(memory.length - SLOT + 8 * word, value))
     with pytest.raises(Broken):
         ch.get()
@@ -346,7 +345,7 @@ def test_content_of_no_known_kind_raises_at_its_reader(word: int, value: int) ->
 
 @pytest.mark.parametrize("record", [0, 7, 15])
 @pytest.mark.parametrize("length", [1, 25])
-def test_a_record_that_cannot_be_right_breaks_the_channel(record: int, length: int) -> None:
+def test_invalid_redo_record_breaks_the_channel(record: int, length: int) -> None:
     def change(memory: Memory) -> None:
         memory.set(RECORDS + RECORD * record, length)
         memory.set(RECORDS + RECORD * record + 8, 3)
@@ -357,7 +356,7 @@ def test_a_record_that_cannot_be_right_breaks_the_channel(record: int, length: i
         ch.get()
 
 
-def test_two_changes_at_once_break_the_channel() -> None:
+def test_two_open_redo_records_break_the_channel() -> None:
     def change(memory: Memory) -> None:
         for record in range(2):
             memory.set(RECORDS + RECORD * record, 1)
@@ -370,21 +369,21 @@ def test_two_changes_at_once_break_the_channel() -> None:
         ch.get()
 
 
-def test_a_lock_of_another_kind_breaks_the_channel() -> None:
+def test_lock_of_another_type_breaks_the_channel() -> None:
     ch = damaged(lambda memory: memory.set(MUTEX + 16, 5))
     with pytest.raises(Broken, match="damaged"):
         ch.get()
 
 
 @pytest.mark.parametrize("owner", [1, 2**22 + 1, threading.get_native_id()], ids=["1", "none", "mine"])
-def test_a_lock_whose_owner_has_never_had_it_breaks_the_channel(owner: int) -> None:
+def test_lock_with_a_false_owner_breaks_the_channel(owner: int) -> None:
     ch = damaged(lambda memory: memory.set(MUTEX, owner))
     with pytest.raises(Broken, match="damaged"):
         ch.put(1)
 
 
-def test_users_that_wait_are_told() -> None:
-    """One that sleeps in the channel while another one finds the damage."""
+def test_waiting_users_learn_of_the_damage() -> None:
+    """One user sleeps in the channel while another detects the damage."""
     ch: Channel[int] = Channel(1, across="processes")
     ch.put(1)
     result: list[BaseException] = []
@@ -405,23 +404,23 @@ def test_users_that_wait_are_told() -> None:
     assert "damaged" in str(result[0])
 
 
-# attaching
+# attach to the memory
 
 
 CONSTANTS = ("magic", "version", "capacity", "max_bytes", "length", "groups", "groups_at", "blocks_at")
 
 
 @pytest.mark.parametrize("word", range(8), ids=CONSTANTS)
-def test_a_header_that_makes_no_sense_is_refused(word: int) -> None:
+def test_invalid_header_is_refused(word: int) -> None:
     ch = damaged(lambda memory: memory.set(8 * word, memory.word(8 * word) + 2**40))
     copy = os.dup(ch._fd)
     with pytest.raises(OSError, match="not the memory of a channel"):
         _core.Channel.__init__(Channel.__new__(Channel), fd=copy, socket=-1, name="")
     os.close(copy)
-    assert ch.get() == 1  # who has it already goes on with what it knows
+    assert ch.get() == 1  # a user that has it open keeps its own copy of the constants
 
 
-def test_a_file_that_is_no_channel_is_refused() -> None:
+def test_file_of_another_type_is_refused() -> None:
     fd = os.memfd_create("other")
     os.ftruncate(fd, 1 << 20)
     with pytest.raises(OSError, match="not the memory of a channel"):
@@ -429,8 +428,8 @@ def test_a_file_that_is_no_channel_is_refused() -> None:
     os.close(fd)
 
 
-def test_the_memory_cannot_be_cut_off() -> None:
-    """It would be a SIGBUS for everybody."""
+def test_channel_memory_cannot_be_truncated() -> None:
+    """A truncated memory would raise SIGBUS in all its users."""
     ch: Channel[int] = Channel(4, across="processes")
     with pytest.raises(PermissionError):
         os.ftruncate(ch._fd, 4_096)

@@ -1,4 +1,4 @@
-"""Kernels for aarch64 are built with pages of 4, 16 or 64 KB, and map memory only from where one begins."""
+"""Kernels for aarch64 have pages of 4, 16 or 64 KB, and map memory only from the beginning of a page."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LARGEST = 1 << 16
 
 
 def mapped_from() -> set[int]:
-    """The places in channels' memory from which this process has mapped it."""
+    """Return the offsets in the memory of channels from which this process has mapped it."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {int(line.split()[2], 16) for line in maps if "memfd:flowchan" in line}
 
 
 class Writable:
-    """Arrives as bytes that may be written to, which have a mapping of their own."""
+    """Item that arrives as writable bytes, which have a separate mapping."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -28,8 +28,8 @@ class Writable:
         return methodcaller("private"), (PickleBuffer(bytes(self.size)),)
 
 
-def test_whatever_of_a_channel_is_mapped_begins_where_a_page_of_64_kb_does() -> None:
-    """Slots and blocks, when there are ever more of them, and what may be written to."""
+def test_channel_mappings_begin_at_pages_of_64_kb() -> None:
+    """Check growing slots and blocks, and writable bytes."""
     channel: Channel[Any] = Channel(5000, across="processes")
     for count in (100, 1000, 4000):
         channel.put_many(range(count))

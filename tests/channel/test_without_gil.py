@@ -1,6 +1,6 @@
-"""What a GIL would keep apart holds without one: threads that share a port, an item, a loan.
+"""Threads that share a port, an item or a loan, without the protection of a GIL.
 
-Any Python runs these; they say more on a free-threaded one (``make test-pythons``).
+Any Python runs these tests, but they show more on a free-threaded one (``make test-pythons``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ free_threaded = pytest.mark.skipif(
 
 
 def at_once(*functions: Callable[[], object]) -> None:
-    """Each in a thread, all begun together; their errors are raised here."""
+    """Run each function in a thread, start all together, and raise their errors."""
     together = threading.Barrier(len(functions))
     errors: list[BaseException] = []
 
@@ -50,7 +50,7 @@ def at_once(*functions: Callable[[], object]) -> None:
 
 @free_threaded
 def test_importing_flowchan_leaves_the_gil_off() -> None:
-    """And so does running a graph: the core needs none, and says so, as does what it loads."""
+    """Importing and running a graph must leave it off: the core and all its imports declare support."""
     code = """if True:
         import sys
         from flowchan import Graph
@@ -84,7 +84,7 @@ def test_threads_that_share_ports_pass_every_item_once(across: str) -> None:
 
 
 @pytest.mark.parametrize("across", ["threads", "processes"])
-def test_a_port_that_many_close_at_once_is_closed_once(across: str) -> None:
+def test_port_closed_by_many_threads_closes_once(across: str) -> None:
     for _ in range(100):
         channel = Channel[int](across=across)
         closed, writer = channel.writer(), channel.writer()
@@ -94,7 +94,7 @@ def test_a_port_that_many_close_at_once_is_closed_once(across: str) -> None:
         writer.close()
 
 
-def test_a_port_that_is_closed_while_threads_read_takes_nothing_more() -> None:
+def test_port_closed_while_threads_read_takes_nothing_more() -> None:
     for _ in range(100):
         channel = Channel[int]()
         channel.put_many(range(20))
@@ -112,7 +112,7 @@ def test_a_port_that_is_closed_while_threads_read_takes_nothing_more() -> None:
 
 
 def test_an_item_may_be_changed_while_it_is_put() -> None:
-    """Its size is estimated then (max_bytes): of a list, a dictionary, an object that others change."""
+    """The put estimates its size for max_bytes, of a list, a dictionary and an object that others change."""
 
     class Thing:
         pass
@@ -148,7 +148,7 @@ def test_an_item_may_be_changed_while_it_is_put() -> None:
         at_once(put, change)
 
 
-def test_loans_taken_and_put_by_many_threads_arrive_whole() -> None:
+def test_loans_put_by_many_threads_arrive_intact() -> None:
     channel = Channel[object](2, across="processes")
     got: list[object] = []
 
@@ -177,8 +177,8 @@ def test_a_graph_of_threads_keeps_its_order_and_counts() -> None:
     assert [text for batch in results[evens] for text in batch] == [str(n) for n in range(0, 3000, 2)]
 
 
-def test_an_event_loop_may_be_looked_at_while_it_goes_on() -> None:
-    """As the supervisor of a run does, which looks for deadlocks."""
+def test_running_event_loop_can_be_inspected() -> None:
+    """The supervisor of a run inspects the loop when it looks for deadlocks."""
     channel, over = Channel[int](), threading.Event()
 
     def look() -> None:

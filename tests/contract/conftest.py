@@ -1,10 +1,12 @@
 """Fixtures of the contract suite.
 
 A test that takes ``make`` runs once per transport. A test that also takes ``spawn_peer`` runs once per
-transport
-and place of its peers. ``@pytest.mark.copying`` limits a test to transports that copy items;
-``@pytest.mark.other_process`` limits it to peers in another process; ``@pytest.mark.one_machine(why)`` to
-peers on the machine where the channels are; ``@pytest.mark.not_hosts(why)`` to the other transports.
+transport and kind of peer. These marks limit a test:
+
+- ``@pytest.mark.copying``: to transports that copy items
+- ``@pytest.mark.other_process``: to peers in another process
+- ``@pytest.mark.one_machine(why)``: to peers on the machine of the channels
+- ``@pytest.mark.not_hosts(why)``: to the other transports
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _impatient() -> Iterator[None]:
-    """Who dies elsewhere counts as dead after one and a half times that."""
+    """Shorten the peer timeout. A dead remote process counts as dead after one and a half times that."""
     serve(peer_timeout=5)
     yield
     serve()
@@ -61,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 class Factory:
-    """Makes channels of one transport and remembers them."""
+    """Make channels of one transport and remember them."""
 
     def __init__(self, transport: Transport) -> None:
         self._medium = transport
@@ -82,7 +84,7 @@ class Factory:
 
 @pytest.fixture
 def make(transport: Transport) -> Iterator[Factory]:
-    """The factory ``make(capacity=64, **options)`` of one transport."""
+    """Yield the factory ``make(capacity=64, **options)`` of one transport."""
     factory = Factory(transport)
     yield factory
     factory.forget()
@@ -90,8 +92,7 @@ def make(transport: Transport) -> Iterator[Factory]:
 
 @pytest.fixture
 def spawn_peer(make: Factory, peer_kind: str) -> Iterator[Callable[..., Peer]]:
-    """``spawn_peer(function, *args)`` starts the function elsewhere. What a failed test left running is
-    ended."""
+    """Yield ``spawn_peer(function, *args)``, which starts a peer. Peers that a failed test left are ended."""
     peers: list[Peer] = []
 
     def spawn(function: Callable[..., Any], *args: Any) -> Peer:
@@ -110,7 +111,7 @@ def spawn_peer(make: Factory, peer_kind: str) -> Iterator[Callable[..., Peer]]:
 
 @pytest.fixture
 def make_gate() -> Iterator[Callable[[int], Gate]]:
-    """``make_gate(n)``: a barrier for n peers that the test opens."""
+    """Yield ``make_gate(n)``, which makes a barrier for n peers that the test opens."""
     gates: list[Gate] = []
 
     def make(peers: int) -> Gate:
@@ -124,8 +125,8 @@ def make_gate() -> Iterator[Callable[[int], Gate]]:
 
 @pytest.fixture
 def fake_device(monkeypatch: pytest.MonkeyPatch, by_fork: None) -> Iterator[None]:
-    """A process that has never put or got a tensor on a device, and a device made of files, which its workers
-    have too."""
+    """Replace the device state of this process and its workers by an empty one with a device made of
+    files."""
     from fake_device import FAKE
 
     from flowchan.transport.device import transfer
@@ -137,7 +138,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch, by_fork: None) -> Iterator[None
     FAKE.begin_anew()
     transfer.use(FAKE)
     yield
-    wait_until(lambda: not transfer._state.looking)
+    wait_until(lambda: not transfer._state.settling)
     for owner in transfer._state.owners.values():
         owner.close()
     FAKE.begin_anew()

@@ -1,9 +1,9 @@
-"""A device made of shared files: for the protocol that carries tensors on a device, where no such device is.
+"""Device made of shared files, to test the protocol of device tensors on machines without such a device.
 
-Its memory is a memfd, which other processes map by way of the owner's table of descriptors, and so only while
-the owner lives. Each process has one stream per device. What is enqueued runs at once, unless the stream is
-held by the test or has come to a wait for an event that has not come to pass; it goes on when somebody looks.
-Every call that matters is counted.
+Its memory is a memfd. Other processes map it through the owner's table of descriptors, and so only while the
+owner lives. Each process has one stream per device. Enqueued work runs at once, unless the test holds the
+stream, or the stream waits for an event. It continues with the next call that checks it. Every relevant call
+is counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_EVENTS = 4096
 
 
 class Memory:
-    """A mapped file."""
+    """Mapped file."""
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd = fd
@@ -56,15 +56,14 @@ class Memory:
 
 
 class Event:
-    """Two numbers that may be shared: how often it was recorded, and up to which record it has come to
-    pass."""
+    """Event of two shared numbers: how often it was recorded, and the last record that was reached."""
 
     def __init__(self, numbers: Any, memory: Memory | None = None) -> None:
         self.numbers, self.memory = numbers, memory
 
 
 class Stream:
-    """What is to be done, in order."""
+    """Enqueued work, in order."""
 
     def __init__(self) -> None:
         self.work: deque[Callable[[], bool | None]] = deque()
@@ -83,7 +82,7 @@ class Stream:
 
 
 class FakeTensor:
-    """An array on a fake device."""
+    """Array on a fake device."""
 
     def __init__(self, array: Any, device: str = "fake-A") -> None:
         self.array, self.device = np.array(array), device
@@ -92,7 +91,7 @@ class FakeTensor:
         FAKE.stream(self.device).add(lambda: self.array.fill(value))
 
     def numpy(self) -> Any:
-        """Waits for the device, as reading by the host does."""
+        """Wait for the device, like a read by the host, and return the array."""
         FAKE.wait_for(self.device)
         return self.array
 
@@ -106,7 +105,7 @@ class FakeDevice:
         self.full = False
 
     def begin_anew(self) -> None:
-        """In a new test, or a forked child."""
+        """Reset the state in a new test or a forked child."""
         self.counts: Counter[str] = Counter()
         self.streams: dict[str, Stream] = {}
         self.event_memory: Memory | None = None
@@ -116,7 +115,7 @@ class FakeDevice:
 
     @contextmanager
     def held(self, device: str = "fake-A") -> Iterator[None]:
-        """What is enqueued within is not done before the end."""
+        """Hold work that is enqueued in the block until its end."""
         self.stream(device).held = True
         yield
         self.stream(device).held = False
@@ -221,7 +220,7 @@ class FakeDevice:
 
 
 def kept() -> int:
-    """For how many items something is kept in this process."""
+    """Return the number of items for which this process keeps blocks."""
     transfer._state.sweep()
     return sum(len(channel.blocks) for channel in transfer._state.kept.values())
 

@@ -1,4 +1,4 @@
-"""A new transport is one entry of the factory: the whole contract runs on it then."""
+"""A new transport is one entry of the factory, and the whole contract then runs on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.long
 @pytest.mark.timeout(500)
-def test_a_toy_medium_passes_the_whole_contract() -> None:
+def test_toy_transport_passes_the_whole_contract() -> None:
     environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}"}
     command = [sys.executable, "-m", "pytest", "-p", "toy", "-k", "toy", "-n", "0", str(HERE)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -26,7 +26,7 @@ def test_a_toy_medium_passes_the_whole_contract() -> None:
 
 
 @pytest.mark.timeout(500)
-def test_every_test_that_runs_on_each_medium_runs_on_a_new_one() -> None:
+def test_every_test_per_transport_runs_on_a_new_one() -> None:
     environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}"}
     options = ["-p", "toy", "-o", "addopts=", "-q", "--collect-only"]
     command = [sys.executable, "-m", "pytest", *options, str(HERE)]

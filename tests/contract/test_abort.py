@@ -1,4 +1,4 @@
-"""C6 break: abort discards what is inside, and everybody learns the cause."""
+"""C6 break: abort discards the items inside, and all users learn the cause."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ CALLS = {
 
 
 class TooLate(Exception):
-    """Of which there are weak references."""
+    """Item type that supports weak references."""
 
 
 def cause_seen(call, ch):
-    """What a peer learns: an exception's ``__cause__`` does not travel with it between processes."""
+    """Return the cause that a peer sees. The ``__cause__`` of an exception does not travel to another
+    process."""
     try:
         call(ch)
     except Broken as error:
@@ -43,7 +44,7 @@ def beginning_of_cause_seen(ch):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_every_later_call_raises_broken_from_the_cause(make, call):
-    """C6: also a second time, and whether or not items were inside."""
+    """C6: also for a second call, and whether or not items were inside."""
     ch = make()
     ch.put("discarded")
     ch.abort(ValueError("bad wind"))
@@ -58,7 +59,7 @@ def test_every_later_call_raises_broken_from_the_cause(make, call):
 @pytest.mark.each_value
 @pytest.mark.parametrize("call", CALLS)
 def test_a_peer_sees_the_same_cause(make, spawn_peer, call):
-    """C6: on either side."""
+    """C6: on both sides."""
     ch = make()
     ch.abort(ValueError("bad wind"))
     assert spawn_peer(cause_seen, CALLS[call], ch).result() == (ValueError, "bad wind")
@@ -85,8 +86,8 @@ def test_every_waiting_writer_raises_broken_from_the_cause(make, spawn_peer, cal
     assert [peer.result() for peer in peers] == [(ValueError, "bad wind")] * 3
 
 
-def test_a_put_many_cut_in_the_middle_raises_broken(make, spawn_peer):
-    """C6: what it had put is discarded, so no number is worth telling."""
+def test_put_many_interrupted_by_abort_raises_broken(make, spawn_peer):
+    """C6: the items that it had put are discarded, so the error has no count."""
     ch = make(2)
     peer = spawn_peer(cause_seen, lambda ch: ch.put_many(range(5)), ch)
     wait_blocked(ch, writers=1)
@@ -94,7 +95,7 @@ def test_a_put_many_cut_in_the_middle_raises_broken(make, spawn_peer):
     assert peer.result() == (ValueError, "bad wind")
 
 
-def test_abort_by_a_peer_breaks_the_channel_here(make, spawn_peer):
+def test_abort_by_a_peer_breaks_the_channel(make, spawn_peer):
     """C6."""
     ch = make()
     ch.put("discarded")
@@ -106,7 +107,7 @@ def test_abort_by_a_peer_breaks_the_channel_here(make, spawn_peer):
     assert "from the peer" in str(caught.value.__cause__)
 
 
-def test_abort_discards_what_is_inside(make):
+def test_abort_discards_the_items_inside(make):
     """C6."""
     ch = make()
     ch.put_many(range(10))
@@ -115,8 +116,8 @@ def test_abort_discards_what_is_inside(make):
     assert ch.stats().inside == 0
 
 
-def test_abort_without_a_cause(make, spawn_peer):
-    """C6: then there is no cause to raise from."""
+def test_abort_without_a_cause_raises_plain_broken(make, spawn_peer):
+    """C6: the error then has no cause."""
     ch = make()
     ch.abort()
     with pytest.raises(Broken) as caught:
@@ -126,7 +127,7 @@ def test_abort_without_a_cause(make, spawn_peer):
 
 
 def test_a_cause_that_cannot_be_serialised_still_breaks_the_channel(make, spawn_peer):
-    """C6: abort never fails; at least the cause's words arrive everywhere."""
+    """C6: abort never fails; at least the text of the cause arrives everywhere."""
     ch = make()
     ch.abort(ValueError("held a lock", threading.Lock()))
 
@@ -142,8 +143,8 @@ def test_a_cause_that_cannot_be_serialised_still_breaks_the_channel(make, spawn_
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("size", [100, 1 << 20, 17 << 20])
-def test_a_cause_is_told_of_however_large_it_is(make, spawn_peer, size):
-    """C6: itself, or else its text, where it is too large for the channel's memory."""
+def test_large_cause_arrives_itself_or_as_text(make, spawn_peer, size):
+    """C6: the cause itself, or its text if it is too large for the channel's memory."""
     ch = make(max_bytes=1 << 16)
     peer = spawn_peer(beginning_of_cause_seen, ch)
     wait_blocked(ch, readers=1)
@@ -154,7 +155,7 @@ def test_a_cause_is_told_of_however_large_it_is(make, spawn_peer, size):
 
 
 def test_the_first_abort_names_the_cause(make):
-    """C6: what happens afterwards is a consequence."""
+    """C6: later aborts are consequences."""
     ch = make()
     ch.abort(ValueError("first"))
     ch.abort(ValueError("second"))
@@ -164,7 +165,7 @@ def test_the_first_abort_names_the_cause(make):
 
 
 def test_abort_after_close_breaks_a_channel_that_is_not_drained(make):
-    """C6: the items inside are lost, and nobody takes that for a clean end."""
+    """C6: the items inside are lost, so the end must not look clean."""
     ch = make()
     ch.put_many([1, 2])
     ch.close()
@@ -175,8 +176,8 @@ def test_abort_after_close_breaks_a_channel_that_is_not_drained(make):
         ch.get()
 
 
-def test_an_abort_of_a_drained_channel_is_no_error_and_changes_nothing(make):
-    """C6: the end is final, so nothing is kept of what comes after it."""
+def test_abort_of_a_drained_channel_has_no_effect(make):
+    """C6: the end is final, so a later cause is not kept."""
     ch = make()
     ch.close()
     assert ch.drained
@@ -191,7 +192,7 @@ def test_an_abort_of_a_drained_channel_is_no_error_and_changes_nothing(make):
     assert [one() for one in kept] == [None, None]
 
 
-def test_close_after_abort_is_no_error_and_changes_nothing(make):
+def test_close_after_abort_has_no_effect(make):
     """C3, C6."""
     ch = make()
     ch.abort(ValueError("bad wind"))
@@ -215,8 +216,8 @@ class Item:
     pass
 
 
-def test_abort_lets_go_of_the_items_of_this_process():
-    """C6, C12: discarded means freed."""
+def test_abort_frees_the_items_of_this_process():
+    """C6, C12: discarded items are freed."""
     ch = Channel(across="threads")
     item = Item()
     gone = weakref.ref(item)

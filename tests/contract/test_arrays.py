@@ -1,5 +1,4 @@
-"""What crosses: arrays, tensors and memory views are written once into shared memory and read
-there."""
+"""Arrays, tensors and memory views are written once into shared memory and read in place."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ torch = optional("torch")
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 BLOCK = 16_384
-"""Bytes from which on an item is read in place."""
+"""Least size in bytes of an item that is read in place."""
 
 
 @dataclasses.dataclass
@@ -86,7 +85,7 @@ def test_c13_every_kind_of_tensor_arrives_equal(make, name):
 
 @pytest.mark.copying
 def test_c13_a_tensor_within_an_autograd_graph_is_refused(make):
-    """Its graph can't cross; the error says what to send instead, and the channel is as it was."""
+    """Its graph cannot cross. The error names the remedy, and the channel is unchanged."""
     ch = make(1)
     with pytest.raises(TypeError, match=r"autograd graph.*send tensor\.detach\(\)"):
         ch.put({"loss": torch.ones(3, requires_grad=True) * 2})
@@ -112,8 +111,8 @@ def test_nested_arrays_and_tensors_arrive(make):
 @pytest.mark.parametrize(
     "bytes_like", [b"x" * LARGE, bytearray(b"x" * LARGE), memoryview(b"x" * LARGE), memoryview(b"")]
 )
-def test_bytes_arrive_as_what_they_were(make, bytes_like):
-    """Bytes own their memory, so they are copied; a memory view of them is read in place."""
+def test_bytes_like_objects_keep_their_type(make, bytes_like):
+    """Bytes own their memory, so they are copied. A memory view of them is read in place."""
     ch = make(1)
     ch.put(bytes_like)
     arrived = ch.get()
@@ -143,7 +142,7 @@ def test_memory_views_arrive_with_their_format(make, name):
 
 @pytest.mark.copying
 @pytest.mark.parametrize("dtype", [">i4", "f2", "c16", [("a", "i4")]])
-def test_c13_a_memory_view_that_could_not_arrive_is_refused(make, dtype):
+def test_c13_memory_view_of_unsupported_format_is_refused(make, dtype):
     ch = make(1)
     with pytest.raises(TypeError, match=r"memoryview of format .* send view\.cast\('B'\)"):
         ch.put(memoryview(np.zeros(3, dtype)))
@@ -152,7 +151,7 @@ def test_c13_a_memory_view_that_could_not_arrive_is_refused(make, dtype):
 
 @pytest.mark.copying
 def test_c13_a_memory_view_of_pairs_is_refused(make):
-    """Its format is made of letters that could arrive one by one."""
+    """Each letter of its format alone could arrive."""
     ch = make(1)
     pairs = pytest.importorskip("_testbuffer").ndarray([(1, 2), (3, 4)], shape=[2], format="bB")
     with pytest.raises(TypeError, match="memoryview of format 'bB'"):
@@ -170,8 +169,8 @@ def _freed() -> torch.Tensor:
 @pytest.mark.parametrize(
     "make_tensor", [_freed, lambda: torch._efficientzerotensor(LARGE)], ids=["freed", "never there"]
 )
-def test_a_tensor_without_memory_harms_nobody(make, make_tensor):
-    """It arrives as pickle makes it, or is refused."""
+def test_tensor_without_memory_arrives_or_is_refused(make, make_tensor):
+    """It must arrive as pickle makes it, or be refused."""
     ch = make(2)
     with contextlib.suppress(TypeError, NotImplementedError, RuntimeError):
         ch.put(make_tensor())
@@ -190,7 +189,7 @@ def test_one_object_twice_in_an_item_arrives_as_one(make):
     assert third is fourth
 
 
-def test_an_in_place_change_is_seen_on_both_sides_between_threads():
+def test_threads_see_an_in_place_change_on_both_sides():
     ch = Channel(1)
     sent = [np.zeros(LARGE), torch.zeros(LARGE)]
     ch.put(sent)
@@ -199,12 +198,12 @@ def test_an_in_place_change_is_seen_on_both_sides_between_threads():
     assert sent[0][0] == sent[1][0] == 5
 
 
-# --- what the receiver may do, and when the block returns ---
+# --- Writes by the receiver, and the return of blocks ---
 
 
 @pytest.mark.copying
-def test_a_changed_tensor_is_the_receivers_own(make):
-    """C11: an item that was changed in hand and given back is read whole by the next."""
+def test_writes_to_a_received_tensor_stay_private(make):
+    """C11: a leased item that was changed and returned is intact for the next reader."""
     ch = make(2)
     ch.put(torch.zeros(LARGE))
     reader = ch.reader()
@@ -222,7 +221,7 @@ def test_a_changed_tensor_is_the_receivers_own(make):
 
 @pytest.mark.copying
 def test_a_block_returns_with_its_last_view(make):
-    """A part of the array, or an array made of it, keeps it as well."""
+    """A slice of the array, or another array made of it, also keeps the block."""
     ch = make(1)
     ch.put((np.arange(LARGE), torch.arange(LARGE)))
     arrived = ch.get()
@@ -248,8 +247,8 @@ def test_blocks_are_used_again(make):
 
 
 @pytest.mark.copying
-def test_views_stay_valid_while_a_port_goes_on_and_when_all_is_gone(make):
-    """An item that a stage's reader has finished stays as it is for whoever kept it."""
+def test_views_stay_valid_after_their_port_and_channel(make):
+    """A finished item stays unchanged for a reader that keeps it."""
     ch = make(4)
     kept = []
     with ch.writer() as out, ch.reader() as reader:
@@ -264,8 +263,8 @@ def test_views_stay_valid_while_a_port_goes_on_and_when_all_is_gone(make):
 
 
 @pytest.mark.copying
-def test_who_keeps_everything_stops_nobody(make):
-    """Once what is kept would fill the memory, arrays arrive as copies."""
+def test_reader_that_keeps_all_arrays_blocks_no_writer(make):
+    """Once the kept arrays would fill the memory, new ones arrive as copies."""
     ch = make(4, max_bytes=4 * 8 * LARGE)
     kept = []
     for number in range(30):
@@ -278,9 +277,9 @@ def test_who_keeps_everything_stops_nobody(make):
 
 
 @pytest.mark.copying
-def test_items_of_other_sizes_find_memory_beside_what_is_kept(make):
-    """Free blocks are cut anew, although some between them are in use for ever, and room is kept for the
-    largest item."""
+def test_items_of_other_sizes_fit_between_kept_blocks(make):
+    """Free blocks are cut again, although blocks between them stay in use. Room is kept for the largest
+    item."""
     ch = make(64, max_bytes=2_000_000)
     kept = []
     for size in [20_000, 30_000, 50_000, 90_000, 200_000, 500_000, 900_000, 1_900_000] * 3:
@@ -295,8 +294,8 @@ def test_items_of_other_sizes_find_memory_beside_what_is_kept(make):
 
 
 @pytest.mark.copying
-def test_pressure_names_who_holds_how_much(make):
-    """The error of a put that finds no room says what fills the channel and who keeps blocks."""
+def test_error_without_room_names_the_holders(make):
+    """The error of a put without room reports what fills the channel, and which processes keep blocks."""
     ch = make(2, max_bytes=10 * 8 * LARGE)
     ch.put(np.zeros(LARGE))
     kept = ch.get()
@@ -321,7 +320,7 @@ def test_c11_blocks_of_a_killed_process_return(make, spawn_peer, port):
     peer.kill()
     peer.join()
     ch.close()
-    items = list(ch)  # waits for what the dead one had in hand
+    items = list(ch)  # waits for the item of the dead process
     assert len(items) == (2 if port else 1)
     del items
     wait_until(lambda: ch.stats().holders == (), what=ch.stats)
@@ -337,7 +336,7 @@ def _keep_two(ch: Channel, taken: Channel, port: bool) -> None:
 
 
 def _fork_and_end(ch: Channel, asked: Channel, answers: Channel) -> None:
-    """Hands what it got to a child that outlives it."""
+    """Give the received item to a child that outlives this process."""
     array = ch.get()
     if os.fork() == 0:
         _look_again(array, asked, answers)
@@ -345,14 +344,14 @@ def _fork_and_end(ch: Channel, asked: Channel, answers: Channel) -> None:
 
 
 @pytest.mark.other_process
-def test_a_forked_child_sees_what_its_parent_had_when_that_has_ended(make, spawn_peer):
+def test_forked_child_keeps_views_after_its_parent_has_ended(make, spawn_peer):
     ch, asked, answers = make(1), make(1), make(1)
     before = psutil.Process().children(recursive=True)
     ch.put(np.full(LARGE, 5))
     parent = spawn_peer(_fork_and_end, ch, asked, answers)
     assert answers.get() == 5 * LARGE
     assert parent.join() == 0
-    ch.stats()  # looks for the dead
+    ch.stats()  # detects dead processes
     for _ in range(10):
         ch.put(np.full(LARGE, 6))
         assert ch.get()[0] == 6
@@ -362,8 +361,9 @@ def test_a_forked_child_sees_what_its_parent_had_when_that_has_ended(make, spawn
 
 
 @pytest.mark.other_process
-def test_a_forked_child_sees_what_its_parent_had(make, spawn_peer):
-    """The parent may let go and the channel go on; the child's view stays what it was."""
+def test_forked_child_keeps_the_views_of_its_parent(make, spawn_peer):
+    """The parent may release the view and the channel may continue, but the child's view must stay
+    unchanged."""
     ch, asked, answers = make(1), make(1), make(1)
     ch.put(np.full(LARGE, 5))
     arrived = ch.get()
@@ -387,11 +387,11 @@ def _look_again(array: Any, asked: Channel, answers: Channel) -> None:
 def _put_tensors(ch: Channel, count: int) -> None:
     for number in range(count):
         ch.put(torch.full((LARGE,), number))
-    os._exit(0)  # at once, as abrupt as an exit can be
+    os._exit(0)  # an exit without any cleanup
 
 
 @pytest.mark.other_process
-def test_c12_a_producer_that_exits_after_its_last_put_loses_nothing(make, spawn_peer):
+def test_c12_producer_that_exits_after_its_put_loses_nothing(make, spawn_peer):
     ch = make(4)
     peer = spawn_peer(_put_tensors, ch, 4)
     assert peer.join() == 0

@@ -1,7 +1,7 @@
-"""C9 for asyncio: ``aput``, ``aget`` and ``async for`` on channels and ports of every transport. A cancelled
-call has taken and put nothing, a wait costs no thread, and the event loop goes on meanwhile.
+"""C9 for asyncio: ``aput``, ``aget`` and ``async for`` on channels and ports of every transport.
 
-That a blocked await costs no CPU can't be told without a clock; it sleeps in the same call as ``select``.
+A cancelled call has taken and put nothing, a wait costs no thread, and the event loop keeps running. Whether
+a blocked await costs CPU time cannot be tested without a clock. It sleeps in the same call as ``select``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowchan.channel import awaiting
 
 
 def run(coroutine):
-    """Runs it in a loop of its own, and gives a hang up."""
+    """Run a coroutine in a new loop, with a limit for a hang."""
 
     async def limited():
         return await asyncio.wait_for(coroutine, WAIT_LIMIT_S)
@@ -31,13 +31,13 @@ def run(coroutine):
 
 
 async def until(condition):
-    """As ``wait_until``, with the loop going on."""
+    """Wait like ``wait_until``, while the loop runs."""
     while not condition():
         await asyncio.sleep(0)
 
 
 async def blocked(channel, readers=0, writers=0):
-    """Until so many wait in the channel."""
+    """Wait until the given numbers of readers and writers wait in the channel."""
 
     def reached():
         stats = channel.stats()
@@ -46,10 +46,10 @@ async def blocked(channel, readers=0, writers=0):
     await until(reached)
 
 
-# what the calls do
+# calls that succeed
 
 
-def test_items_go_in_and_out(make):
+def test_aput_and_aget_pass_items(make):
     """C1, C9: without waiting."""
 
     async def main():
@@ -105,8 +105,8 @@ def test_a_waiting_aput_is_woken_by_another_thread_or_process(make, spawn_peer):
     assert run(main()) == "new"
 
 
-def test_coroutines_hand_over_to_each_other(make):
-    """C2, C9: both ends in one loop, through one place."""
+def test_coroutines_pass_items_through_a_full_channel(make):
+    """C2, C9: both ends run in one loop, with capacity 1."""
 
     async def main():
         ch = make(1)
@@ -125,7 +125,7 @@ def test_coroutines_hand_over_to_each_other(make):
 
 
 def test_ports_wait_like_channels(make):
-    """C5, C9: the last writer's exit ends the loop, and an item is on lease until the next is asked for."""
+    """C5, C9: the last writer's exit ends the loop, and an item is leased until the next one is requested."""
 
     async def main():
         ch = make(1)
@@ -148,7 +148,7 @@ def test_ports_wait_like_channels(make):
     assert run(main()) == list(range(50))
 
 
-def test_the_loop_goes_on_while_a_coroutine_waits(make):
+def test_loop_runs_while_a_coroutine_waits(make):
     """C9."""
 
     async def main():
@@ -166,7 +166,7 @@ def test_the_loop_goes_on_while_a_coroutine_waits(make):
 
 
 @pytest.mark.parametrize(("end", "raised"), [("close", Drained), ("abort", Broken)])
-def test_an_end_wakes_every_waiting_aget(make, end, raised):
+def test_close_or_abort_wakes_every_waiting_aget(make, end, raised):
     """C3, C6, C9."""
 
     async def main():
@@ -180,7 +180,7 @@ def test_an_end_wakes_every_waiting_aget(make, end, raised):
 
 
 @pytest.mark.parametrize(("end", "raised"), [("close", Closed), ("abort", Broken)])
-def test_an_end_wakes_every_waiting_aput(make, end, raised):
+def test_close_or_abort_wakes_every_waiting_aput(make, end, raised):
     """C3, C6, C9."""
 
     async def main():
@@ -194,7 +194,7 @@ def test_an_end_wakes_every_waiting_aput(make, end, raised):
     assert [type(error) for error in run(main())] == [raised] * 5
 
 
-def test_a_port_closed_while_a_coroutine_waits_in_it_ends_the_wait(make):
+def test_closing_a_port_ends_the_await_on_it(make):
     """C5, C9."""
 
     async def main():
@@ -275,7 +275,7 @@ def test_a_timeout_around_aget_takes_nothing(make):
 
 
 def test_a_call_cancelled_after_its_wake_up_passes_it_on(make):
-    """C8, C9: the item was announced to the call that is cancelled; the other reader gets it."""
+    """C8, C9: the item had woken the cancelled call, so the other reader must get it."""
 
     async def main():
         for _ in range(50):
@@ -292,7 +292,7 @@ def test_a_call_cancelled_after_its_wake_up_passes_it_on(make):
     run(main())
 
 
-def test_a_cancelled_call_leaves_its_wake_up_to_a_blocked_thread(make):
+def test_cancelled_call_passes_its_wake_up_to_a_thread(make):
     """C8, C9."""
 
     async def main():
@@ -311,8 +311,8 @@ def test_a_cancelled_call_leaves_its_wake_up_to_a_blocked_thread(make):
     run(main())
 
 
-def test_no_item_is_lost_by_many_cancelled_agets(make, spawn_peer):
-    """C9: readers that are cancelled again and again, racing with puts; every item arrives exactly once."""
+def test_many_cancelled_agets_lose_no_item(make, spawn_peer):
+    """C9: readers are cancelled repeatedly while items are put; every item must arrive exactly once."""
     ch, writers, each = make(4), 2, 700
     taken = []
 
@@ -325,7 +325,7 @@ def test_no_item_is_lost_by_many_cancelled_agets(make, spawn_peer):
             try:
                 taken.append(await task)
             except asyncio.CancelledError:
-                if asyncio.current_task().cancelling():  # the test has failed: the reader is to end
+                if asyncio.current_task().cancelling():  # the test has failed, so the reader must end
                     raise
             except Drained:
                 return
@@ -341,8 +341,8 @@ def test_no_item_is_lost_by_many_cancelled_agets(make, spawn_peer):
     assert Counter(taken) == dict.fromkeys(((number, i) for number in range(writers) for i in range(each)), 1)
 
 
-def test_no_item_is_lost_or_put_twice_by_many_cancelled_aputs(make):
-    """C9: what a cancelled call reports is what happened."""
+def test_many_cancelled_aputs_put_each_item_once(make):
+    """C9: a cancelled call reports correctly whether it has put its item."""
     ch, put = make(2), []
 
     async def write(number):
@@ -373,8 +373,9 @@ def test_no_item_is_lost_or_put_twice_by_many_cancelled_aputs(make):
 # threads and loops
 
 
-def test_500_waits_at_once_take_no_thread_each(make):
-    """C9: on a hundred channels; each item then wakes one of the five that wait for it."""
+def test_500_concurrent_waits_share_few_threads(make):
+    """C9: the waits are on a hundred channels; each item then wakes one of the five waiters of its
+    channel."""
 
     async def main():
         channels = [make() for _ in range(100)]
@@ -392,7 +393,7 @@ def test_500_waits_at_once_take_no_thread_each(make):
 
 
 def test_two_loops_wait_in_the_same_channel(make):
-    """C8, C9: each on a thread of its own."""
+    """C8, C9: each loop has its own thread."""
     ch, items = make(2), 400
 
     def read():
@@ -416,7 +417,7 @@ def test_two_loops_wait_in_the_same_channel(make):
 
 
 def test_a_loop_may_be_closed_while_something_waits(make):
-    """C8, C9: its thread ends, nobody is counted as waiting any more, and the item is there for others."""
+    """C8, C9: its thread ends, its waiters are no longer counted, and the item stays for other readers."""
     ch = make()
     loop = asyncio.new_event_loop()
     task = loop.create_task(ch.aget())
@@ -429,8 +430,8 @@ def test_a_loop_may_be_closed_while_something_waits(make):
     assert ch.get() == "item"
 
 
-def test_a_closed_loop_is_forgotten(make):
-    """C9, C12: nothing of flowchan's keeps a loop that is over, whatever waited in it."""
+def test_closed_loop_is_freed(make):
+    """C9, C12: flowchan keeps no reference to a closed loop, whatever waited in it."""
     ch = make()
 
     async def main():
@@ -449,8 +450,8 @@ def test_a_closed_loop_is_forgotten(make):
     wait_until(lambda: len(awaiting._watchers) == 0)
 
 
-def test_the_watching_thread_ends_when_nothing_has_been_waited_for(make, monkeypatch):
-    """C12: and a later wait starts it again."""
+def test_watcher_thread_ends_when_idle(make, monkeypatch):
+    """C12: a later wait starts it again."""
     monkeypatch.setattr(awaiting.Watcher, "IDLE", 0.0)
 
     async def main():
@@ -465,8 +466,8 @@ def test_the_watching_thread_ends_when_nothing_has_been_waited_for(make, monkeyp
     run(main())
 
 
-def test_a_forked_child_waits_in_a_loop_of_its_own():
-    """C9: its parent's loop is waiting at that moment."""
+def test_forked_child_awaits_in_a_new_loop():
+    """C9: the parent's loop is waiting at that moment."""
     ch, answer = Channel(across="processes"), Channel(across="processes")
 
     def child():

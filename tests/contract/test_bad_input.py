@@ -1,5 +1,7 @@
-"""Bad input gets an error that names the argument, the value and what is allowed. And C13: an item that
-cannot be serialised raises in put, names the offending part, and leaves the channel as it was."""
+"""Bad input raises an error that names the argument, the value and the allowed values.
+
+C13: an item that cannot be serialised raises in put. The error names the part, and the channel is unchanged.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ def test_capacity_must_be_an_int_of_at_least_1(make, capacity):
     assert "1" in str(caught.value)
 
 
-def test_capacity_0_says_what_to_do_in_its_place(make):
+def test_error_of_capacity_0_names_an_alternative(make):
     with pytest.raises(ValueError, match="does not wait until somebody has the item; let the reader answer"):
         make(0)
 
 
-def test_any_number_of_items_is_for_threads():
-    """C2: elsewhere they take shared memory."""
+def test_capacity_none_is_refused_between_processes():
+    """C2: between processes, items take shared memory."""
     ch = Channel(None)
     assert repr(ch) == "<Channel(None, across='threads') open, 0 inside>"
     for number in range(100_000):
@@ -43,14 +45,14 @@ def test_any_number_of_items_is_for_threads():
             Channel(None, across=across)
 
 
-def test_a_capacity_too_large_for_a_number_of_items_is_refused(make):
-    """And by the same words, not by an OverflowError of the machine."""
+def test_capacity_beyond_the_limit_is_refused(make):
+    """The message is the usual one, and not an OverflowError."""
     with pytest.raises(ValueError, match="capacity"):
         make(1 << 70)
 
 
 @pytest.mark.parametrize("across", ["moon", "", 3])
-def test_an_unknown_medium_is_refused(across):
+def test_unknown_transport_is_refused(across):
     with pytest.raises(MISUSE, match=rf"across.*{re.escape(repr(across))}") as caught:
         Channel(1, across=across)
     assert "threads" in str(caught.value)
@@ -65,8 +67,8 @@ def test_max_bytes_must_be_an_int_of_at_least_1(make, max_bytes):
 
 @pytest.mark.parametrize("timeout", [-1, -0.001, math.nan, "1", True])
 @pytest.mark.parametrize("call", ["put", "put_many", "get", "get_many"])
-def test_timeout_must_be_a_number_of_seconds_of_at_least_0(make, call, timeout):
-    """Whether or not the call would have to wait; and the channel is as it was."""
+def test_timeout_must_be_a_number_of_at_least_0(make, call, timeout):
+    """The error does not depend on whether the call would wait, and the channel is unchanged."""
     ch = make(2)
     ch.put("inside")
     calls = {
@@ -94,15 +96,15 @@ def test_put_many_wants_an_iterable(make):
         make().put_many(5)
 
 
-def test_a_word_that_is_no_argument_is_refused(make):
+def test_unknown_keyword_argument_is_refused(make):
     with pytest.raises(TypeError, match="block"):
         make().put(1, block=False)
     with pytest.raises(TypeError, match="maxsize"):
         make(1, maxsize=3)
 
 
-def test_an_error_of_the_iterable_comes_out_of_put_many(make):
-    """What was put before it stays; the channel works as before."""
+def test_put_many_raises_the_error_of_its_iterable(make):
+    """The items put before it stay, and the channel still works."""
     ch = make()
 
     def broken():
@@ -115,8 +117,8 @@ def test_an_error_of_the_iterable_comes_out_of_put_many(make):
     assert ch.get_many(5) == [1, "next"]
 
 
-def test_an_item_larger_than_max_bytes_raises_at_once_with_both_numbers(make):
-    """Also into a full channel, where it would otherwise wait."""
+def test_item_larger_than_max_bytes_raises_at_once(make):
+    """This also holds for a full channel, where the put would otherwise wait."""
     ch = make(1, max_bytes=100_000)
     for _ in range(2):
         with pytest.raises(ValueError, match="max_bytes") as caught:
@@ -165,7 +167,7 @@ def holder_of_a_lock():
     ids=["itself", "attribute", "attribute within", "key", "nested", "captured", "generator"],
 )
 def test_an_unpicklable_item_raises_in_put_and_names_the_part(make, item, part):
-    """C13: by every way to put, and the channel is as it was."""
+    """C13: this holds for every way to put, and the channel is unchanged."""
     ch = make(2)
     ch.put("before")
     for put in (ch.put, ch.put_nowait, lambda item: ch.put_many([item])):
@@ -178,8 +180,8 @@ def test_an_unpicklable_item_raises_in_put_and_names_the_part(make, item, part):
 
 
 @pytest.mark.copying
-def test_an_unpicklable_item_among_many_spoils_none_of_the_others(make):
-    """C13: what stood before it is inside, and counted by the error."""
+def test_unpicklable_item_among_many_spares_the_others(make):
+    """C13: the earlier items are inside, and the error counts them."""
     ch = make()
     with pytest.raises(UNPICKLABLE) as caught:
         ch.put_many([1, 2, threading.Lock(), 4])
@@ -203,8 +205,8 @@ def fail_to_build():
 
 
 @pytest.mark.copying
-def test_an_error_of_the_items_own_pickling_is_in_the_error(make):
-    """C13: the user's exception, or one that was raised from it."""
+def test_error_of_the_items_own_pickling_is_chained(make):
+    """C13: the put raises the user's exception, or another one from it."""
     ch = make()
     with pytest.raises(Exception, match="no way to write me down"):
         ch.put(FailsToPickle())
@@ -213,8 +215,8 @@ def test_an_error_of_the_items_own_pickling_is_in_the_error(make):
 
 
 @pytest.mark.copying
-def test_an_item_that_cannot_be_read_back_raises_in_get_and_blocks_nobody(make):
-    """C13: the reader gets the user's exception, and the next items."""
+def test_item_that_cannot_be_unpickled_raises_in_get_once(make):
+    """C13: the reader gets the user's exception, and then the next items."""
     ch = make()
     ch.put_many([FailsToUnpickle(), "next"])
     with pytest.raises(Exception, match="no way to read me back"):
@@ -224,8 +226,8 @@ def test_an_item_that_cannot_be_read_back_raises_in_get_and_blocks_nobody(make):
 
 
 @pytest.mark.copying
-def test_a_put_that_fails_wakes_or_blocks_nobody(make, spawn_peer):
-    """C13: a waiting reader goes on waiting."""
+def test_failed_put_neither_wakes_nor_blocks_others(make, spawn_peer):
+    """C13: a waiting reader continues to wait."""
     ch = make()
     peer = spawn_peer(ch.get)
     wait_blocked(ch, readers=1)
@@ -236,8 +238,8 @@ def test_a_put_that_fails_wakes_or_blocks_nobody(make, spawn_peer):
     assert peer.result() == "good"
 
 
-def test_between_threads_anything_is_an_item():
-    """C13: nothing is serialised, the object itself crosses."""
+def test_any_object_is_an_item_between_threads():
+    """C13: nothing is serialised, because the object itself crosses."""
     ch = Channel(across="threads")
     lock = threading.Lock()
     ch.put(lock)

@@ -1,5 +1,7 @@
-"""C14: a channel can be put into a channel that spans at least as far. And what is dropped unread is
-freed."""
+"""C14: a channel can be put into a channel that spans at least as far.
+
+Dropped channels and unread items are freed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from flowchan import Channel, Drained
 
 
 def test_a_channel_through_a_channel_is_the_same_channel(make):
-    """C14: what is put into the one that arrived can be got from the one that was sent."""
+    """C14: items put into the received channel can be taken from the original one."""
     carrier, sent = make(1), make(3)
     carrier.put(sent)
     arrived = carrier.get()
@@ -47,8 +49,8 @@ def test_a_peer_answers_through_the_channel_it_was_sent(make, spawn_peer):
 
 
 @pytest.mark.not_hosts("its home ends as soon as it has what was put")
-def test_a_peer_makes_a_channel_and_sends_it_here(make, spawn_peer, transport):
-    """C14: a channel that was made elsewhere works here, in both directions."""
+def test_channel_made_by_a_peer_works_after_it_was_sent(make, spawn_peer, transport):
+    """C14: a channel that another process made works in both directions."""
     carrier = make(1)
 
     def offer():
@@ -62,7 +64,7 @@ def test_a_peer_makes_a_channel_and_sends_it_here(make, spawn_peer, transport):
     assert peer.result() == ["from", "here"]
 
 
-def test_a_channel_waited_in_here_is_closed_by_the_peer_it_was_sent_to(make, spawn_peer):
+def test_peer_closes_a_sent_channel_while_the_sender_waits(make, spawn_peer):
     """C14, C3."""
     carrier, sent = make(1), make(1)
     closer = spawn_peer(lambda: carrier.get().close())
@@ -75,7 +77,7 @@ def test_a_channel_waited_in_here_is_closed_by_the_peer_it_was_sent_to(make, spa
 
 
 def test_channels_nest_in_items(make):
-    """C14: inside of tuples, lists and dicts."""
+    """C14: inside tuples, lists and dicts."""
     carrier, sent = make(), make()
     carrier.put({"replies": [sent, sent], "pair": (sent, 1)})
     item = carrier.get()
@@ -94,9 +96,9 @@ def test_a_channel_sent_twice_arrives_twice(make):
     assert second.get() == 1
 
 
-def test_a_channel_goes_through_many_hands(make, spawn_peer):
-    """C14: from channel to channel to channel, and back to where it came from. Each hand is gone when the
-    next one takes it."""
+def test_channel_passes_through_many_processes(make, spawn_peer):
+    """C14: it goes through several channels and back to its maker. Each sender has ended before the next
+    receives."""
     hops = [make(1) for _ in range(4)]
     sent = make()
     hops[0].put(sent)
@@ -108,8 +110,8 @@ def test_a_channel_goes_through_many_hands(make, spawn_peer):
 
 @pytest.mark.copying
 def test_a_threads_channel_cannot_leave_its_process(make):
-    """C14: putting it into a channel that spans farther raises, names it, and leaves the carrier as it
-    was."""
+    """C14: a put into a channel that spans farther raises, names the item, and leaves the carrier
+    unchanged."""
     carrier = make()
     for item in (Channel(across="threads"), {"reply": Channel(across="threads")}):
         with pytest.raises((TypeError, ValueError), match="threads") as caught:
@@ -120,14 +122,14 @@ def test_a_threads_channel_cannot_leave_its_process(make):
 
 @pytest.mark.copying
 def test_a_processes_channel_goes_through_a_threads_channel(make):
-    """C14: that spans less far, and carries the object itself."""
+    """C14: the carrier spans less far, and carries the object itself."""
     carrier, sent = Channel(across="threads"), make()
     carrier.put(sent)
     assert carrier.get() is sent
 
 
 def test_a_channel_put_into_itself_is_an_item(make):
-    """C14: nobody asks for it, and it hangs nothing."""
+    """C14: such an item is useless, but must not hang."""
     ch = make()
     ch.put(ch)
     arrived = ch.get()
@@ -136,15 +138,15 @@ def test_a_channel_put_into_itself_is_an_item(make):
 
 
 class Cause(Exception):
-    """Of which there are weak references."""
+    """Item type that supports weak references."""
 
 
 class Item:
     pass
 
 
-def test_items_of_this_process_dropped_unread_are_freed():
-    """Dropped unread: with the last handle go the items."""
+def test_dropped_items_of_this_process_are_freed():
+    """The items go with the last reference to the channel."""
     ch = Channel(across="threads")
     item = Item()
     gone = weakref.ref(item)
@@ -154,8 +156,8 @@ def test_items_of_this_process_dropped_unread_are_freed():
     assert gone() is None
 
 
-def test_an_item_that_was_got_is_held_by_nobody_else():
-    """Between threads the channel keeps no reference to what has left it."""
+def test_channel_keeps_no_reference_to_a_received_item():
+    """Between threads, the channel keeps no reference to an item that has left it."""
     ch = Channel(across="threads")
     item = Item()
     gone = weakref.ref(item)
@@ -166,7 +168,7 @@ def test_an_item_that_was_got_is_held_by_nobody_else():
 
 
 def test_a_channel_that_holds_itself_is_collected():
-    """Dropped unread: a cycle through a channel of this process is no leak."""
+    """A reference cycle through a channel of this process must not leak."""
     ch = Channel(across="threads")
     item = Item()
     gone = weakref.ref(item)
@@ -176,8 +178,8 @@ def test_a_channel_that_holds_itself_is_collected():
     assert gone() is None
 
 
-def test_a_channel_that_is_held_by_the_cause_of_its_break_is_collected():
-    """As an exception holds whatever its traceback does."""
+def test_channel_referenced_by_its_abort_cause_is_collected():
+    """An exception holds all objects of its traceback."""
     ch = Channel(across="threads")
     cause = Cause(ch)
     gone = weakref.ref(cause)
@@ -189,7 +191,7 @@ def test_a_channel_that_is_held_by_the_cause_of_its_break_is_collected():
 
 @pytest.mark.not_hosts("a channel that is under way lasts at its home, whatever becomes of the item")
 def test_channels_dropped_unread_hold_no_descriptor(transport):
-    """Dropped unread, C12: many channels, filled and forgotten, with channels inside of them."""
+    """C12: many channels are filled and dropped, with channels inside them."""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         outer, inner = transport.make(4), transport.make(4)
@@ -201,7 +203,7 @@ def test_channels_dropped_unread_hold_no_descriptor(transport):
 
 
 def test_destroying_items_may_use_the_channel():
-    """Between threads the destructor of a discarded item runs while no lock is held."""
+    """Between threads, the destructor of a discarded item runs without a lock."""
     ch = Channel(across="threads")
     seen = []
 

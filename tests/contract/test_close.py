@@ -27,7 +27,7 @@ def test_a_new_channel_is_open(make):
 
 
 def test_close_may_be_called_any_number_of_times(make, spawn_peer):
-    """C3: by anyone, and nobody gets an error for it."""
+    """C3: any user may call it, and no call raises."""
     ch = make()
     ch.close()
     ch.close()
@@ -38,7 +38,7 @@ def test_close_may_be_called_any_number_of_times(make, spawn_peer):
 
 @pytest.mark.parametrize("put", PUTS)
 def test_put_after_close_raises_closed_and_puts_nothing(make, put):
-    """C3: Closed itself, for Drained is what readers get."""
+    """C3: the error is Closed itself, because Drained is for readers."""
     ch = make()
     ch.put("before")
     ch.close()
@@ -60,8 +60,8 @@ def test_put_into_a_full_closed_channel_raises_closed_not_full(make, put):
         PUTS[put](ch)
 
 
-def test_close_by_a_peer_is_seen_here(make, spawn_peer):
-    """C3: the caller of close may be anybody."""
+def test_close_by_a_peer_is_visible(make, spawn_peer):
+    """C3: any process may close the channel."""
     ch = make()
     ch.put(1)
     spawn_peer(ch.close).result()
@@ -73,7 +73,7 @@ def test_close_by_a_peer_is_seen_here(make, spawn_peer):
 
 
 def test_a_waiting_put_wakes_and_raises_closed(make, spawn_peer):
-    """C3: and its item was not put."""
+    """C3: its item was not put."""
     ch = make(1)
     ch.put("before")
     peers = [spawn_peer(ch.put, "waiting") for _ in range(3)]
@@ -85,8 +85,8 @@ def test_a_waiting_put_wakes_and_raises_closed(make, spawn_peer):
     assert list(ch) == ["before"]
 
 
-def test_a_waiting_put_many_tells_how_many_it_had_put_before_the_close(make, spawn_peer):
-    """C3: the error counts what was put, and that stays readable."""
+def test_waiting_put_many_reports_its_count_at_the_close(make, spawn_peer):
+    """C3: the error counts the items that were put, and these stay readable."""
     ch = make(2)
     peer = spawn_peer(ch.put_many, list(range(5)))
     wait_blocked(ch, writers=1)
@@ -111,7 +111,7 @@ def test_a_waiting_put_many_that_had_put_nothing_raises_closed(make, spawn_peer)
 
 
 def test_items_put_before_the_close_stay_readable(make, spawn_peer):
-    """C3: for readers anywhere."""
+    """C3: readers of any process can read them."""
     ch = make()
     ch.put_many(range(10))
     ch.close()
@@ -144,7 +144,7 @@ def test_waiting_iterations_end_when_the_channel_closes(make, spawn_peer):
 
 
 def test_close_wakes_both_sides(make, spawn_peer):
-    """C3: readers of an empty channel and writers of a full one, ended by the same peer."""
+    """C3: one peer ends readers of an empty channel and writers of a full one."""
     empty, full = make(1), make(1)
     full.put(0)
     reader = spawn_peer(empty.get)
@@ -164,7 +164,7 @@ def test_close_wakes_both_sides(make, spawn_peer):
 
 
 @pytest.mark.parametrize("get", GETS)
-def test_get_on_a_drained_channel_raises_drained_at_once_and_always(make, get):
+def test_get_on_a_drained_channel_always_raises_at_once(make, get):
     """C4: Drained is a Closed, and never an Empty."""
     ch = make()
     ch.put(1)
@@ -179,7 +179,7 @@ def test_get_on_a_drained_channel_raises_drained_at_once_and_always(make, get):
 
 
 def test_the_read_of_the_last_item_succeeds(make):
-    """C4: only the next read sees the end."""
+    """C4: only the next read raises."""
     ch = make()
     ch.put("last")
     ch.close()
@@ -190,8 +190,8 @@ def test_the_read_of_the_last_item_succeeds(make):
         ch.get()
 
 
-def test_get_many_gives_the_rest_first_and_the_end_after(make):
-    """C4: it raises Drained only when it has nothing to give."""
+def test_get_many_returns_the_rest_before_drained(make):
+    """C4: it raises Drained only without any item to return."""
     ch = make()
     ch.put_many([1, 2])
     ch.close()
@@ -201,7 +201,7 @@ def test_get_many_gives_the_rest_first_and_the_end_after(make):
 
 
 def test_iteration_ends_when_drained(make):
-    """C4: also a second time."""
+    """C4: a second iteration also ends."""
     ch = make()
     ch.put_many(range(4))
     ch.close()
@@ -228,8 +228,8 @@ def test_an_open_empty_channel_is_not_drained(make):
     assert not ch.drained
 
 
-def test_every_item_is_given_once_when_readers_race_for_the_end(make, spawn_peer):
-    """C4: of many readers each ends, and together they have each item once."""
+def test_readers_that_race_for_the_end_get_each_item_once(make, spawn_peer):
+    """C4: each of many readers ends, and together they have each item once."""
     ch = make(4)
     peers = [spawn_peer(list, ch) for _ in range(4)]
     wait_blocked(ch, readers=4)

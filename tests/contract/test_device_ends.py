@@ -1,5 +1,4 @@
-"""How the sender of tensors on a device ends, within runs and without; on a device made of files
-(``fake_device``)."""
+"""End of the sender of device tensors, in runs and outside, on a fake device (``fake_device``)."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def _put_and_leave(ch: Channel, count: int) -> None:
 
 
 @pytest.mark.other_process
-def test_c12_a_producer_that_exits_after_its_last_put_loses_nothing(make, spawn_peer):
+def test_c12_producer_that_exits_after_its_put_loses_nothing(make, spawn_peer):
     ch = make(64)
     peer = spawn_peer(_put_and_return, ch, 20)
     assert ch.get().numpy()[0] == 0
@@ -47,8 +46,8 @@ def test_c12_a_producer_that_exits_after_its_last_put_loses_nothing(make, spawn_
 
 
 @pytest.mark.other_process
-def test_what_an_abrupt_producer_put_names_it_and_the_remedy(make, spawn_peer, monkeypatch):
-    """Whether or not its memory has been opened before."""
+def test_error_names_the_abrupt_producer_and_the_remedy(make, spawn_peer, monkeypatch):
+    """This holds whether or not its memory has been opened before."""
     ch = make(64)
     peer = spawn_peer(_put_and_leave, ch, 2)
     pid = peer._process.pid
@@ -69,7 +68,7 @@ def _put_one_by_one(ch: Channel, go: Channel) -> None:
 
 
 @pytest.mark.other_process
-def test_a_killed_producers_items_are_an_error_and_memory_of_the_dead_is_closed(make, spawn_peer):
+def test_items_of_a_killed_producer_raise_and_free_its_memory(make, spawn_peer):
     ch, go = make(64), make(1)
     peer = spawn_peer(_put_one_by_one, ch, go)
     wait_until(lambda: len(ch) == 2)
@@ -116,13 +115,13 @@ def _script(more: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_process_does_not_wait_at_its_exit_for_what_nobody_can_read():
+def test_exit_does_not_wait_for_tensors_without_readers():
     ended = _script("")
     assert (ended.stdout, ended.stderr, ended.returncode) == ("put\n", "", 0)
 
 
-def test_a_process_waits_at_its_exit_no_longer_than_it_is_told_and_says_what_is_lost():
-    """Somebody has the channel, and does not read."""
+def test_exit_wait_ends_at_its_limit_and_reports_losses():
+    """Another process has the channel, and does not read."""
     more = (
         "import os, signal, threading, time\n"
         "if (child := os.fork()) == 0:\n"
@@ -134,11 +133,11 @@ def test_a_process_waits_at_its_exit_no_longer_than_it_is_told_and_says_what_is_
     )
     ended = _script(more, FLOWCHAN_CUDA_EXIT_WAIT="0.5")
     assert "contents of 1 items in <Channel(" in ended.stderr
-    assert "nobody has read for 0.5 s (FLOWCHAN_CUDA_EXIT_WAIT)" in ended.stderr
+    assert "no process has read for 0.5 s (FLOWCHAN_CUDA_EXIT_WAIT)" in ended.stderr
     assert ended.returncode == 0
 
 
-# --- within a run, and across forks ---
+# --- In a run, and across forks ---
 
 
 def _made(number: int) -> FakeTensor:
@@ -151,7 +150,7 @@ def _doubled(tensor: FakeTensor) -> FakeTensor:
 
 
 def _killing(tensor: FakeTensor) -> Any:
-    """Changes what it got, then dies; the first time."""
+    """Change the received tensor, then die; only the first time."""
     number = int(tensor.numpy()[0])
     tensor.fill(-1)
     if number == 30 and (marker := Path(os.environ["MARKER"])).exists():
@@ -173,8 +172,8 @@ def test_stages_in_processes_pass_tensors_on(tmp_path, monkeypatch):
     assert not marker.exists()
 
 
-def test_an_early_end_keeps_no_process_waiting(monkeypatch, capfd):
-    """What nobody will read any more needs no memory, although others have the channel."""
+def test_early_end_of_a_run_needs_no_exit_wait(monkeypatch, capfd):
+    """Tensors without a reader need no memory, although other processes have the channel."""
     monkeypatch.setenv("FLOWCHAN_CUDA_EXIT_WAIT", "1")
     graph = Graph("early")
     first = graph.source(range(1000)).map(_made, on="process").take(3).collect()
@@ -203,10 +202,8 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])
-def test_a_killed_worker_takes_its_tensors_with_it_unless_they_go_through_the_host(
-    tmp_path, monkeypatch, switch
-):
-    """Then the run says so; it never goes on without them."""
+def test_killed_worker_loses_device_tensors_unless_in_host_memory(tmp_path, monkeypatch, switch):
+    """The run must report this, and never continue without them."""
     monkeypatch.setenv("MARKER", str(tmp_path / "marker"))
     monkeypatch.setenv("FLOWCHAN_CUDA_IPC", switch)
     graph = Graph("killed")
@@ -225,7 +222,7 @@ COUNT = 150
 
 
 def _put_at_random(ch: Channel, seed: int) -> None:
-    """Two threads put tensors of all sizes, while the stream often stands still."""
+    """Put tensors of all sizes from two threads, while the stream often stands still."""
 
     stream = FAKE.stream("fake-A")
 
@@ -242,7 +239,7 @@ def _put_at_random(ch: Channel, seed: int) -> None:
             item = name, FakeTensor(np.full(size, name)), FakeTensor([name], "fake-B")
             try:
                 ch.put(item, timeout=0.05)
-            except Full:  # those who would make room wait for our stream
+            except Full:  # the readers that would make room wait for our stream
                 go_on()
                 ch.put(item)
             if chance.random() < 0.5:
@@ -268,9 +265,7 @@ def _check_and_spoil(ch: Channel, seen: Channel, dies_after: int) -> None:
 
 
 @pytest.mark.other_process
-def test_under_load_and_with_receivers_killed_every_tensor_arrives_as_it_was_put(
-    make, spawn_peer, monkeypatch
-):
+def test_tensors_arrive_intact_under_load_with_killed_receivers(make, spawn_peer, monkeypatch):
     monkeypatch.setattr(arenas, "ARENA", MB)
     ch, seen = make(16), make(10_000)
     receivers = [
@@ -294,10 +289,10 @@ def _use_and_return(ch: Channel, back: Channel) -> int:
 
 
 @pytest.mark.other_process
-def test_a_forked_child_has_memory_of_its_own_and_opens_its_parents(make, spawn_peer):
+def test_forked_child_has_separate_arenas_and_opens_its_parents(make, spawn_peer):
     ch, back = make(2), make(2)
     ch.put(FakeTensor(np.zeros(10)))
-    peer = spawn_peer(_use_and_return, ch, back)  # the parent's arena is there already
+    peer = spawn_peer(_use_and_return, ch, back)  # the parent's arena exists already
     assert back.get().numpy().tolist() == [1] * 10
     assert peer.result() == 1
     assert kept() == 0

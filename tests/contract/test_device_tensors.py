@@ -1,5 +1,4 @@
-"""What crosses: tensors on a device, by handle, in order, and as copies; on a device made of files
-(``fake_device``)."""
+"""Transfer of device tensors by handle, in order, and as copies, on a fake device (``fake_device``)."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ MB = 1 << 20
 pytestmark = [pytest.mark.copying, pytest.mark.usefixtures("fake_device")]
 
 
-# --- what arrives ---
+# --- Received values ---
 
 
 ARRAYS = [np.arange(6.0), np.arange(5 * MB, dtype="u1"), np.ones((3, 4), "i2"), np.array(7), np.ones((0, 3))]
@@ -49,7 +48,7 @@ def _echo(ch: Channel, back: Channel) -> None:
 
 
 @pytest.mark.other_process
-def test_tensors_cross_nested_beside_others_and_from_two_devices(make, spawn_peer):
+def test_nested_tensors_of_two_devices_cross(make, spawn_peer):
     ch, back = make(4), make(4)
     peer = spawn_peer(_echo, ch, back)
     one = FakeTensor(np.arange(1000), "fake-A")
@@ -69,7 +68,7 @@ def test_tensors_cross_nested_beside_others_and_from_two_devices(make, spawn_pee
     assert FAKE.counts["to host"] == FAKE.counts["finish"] == 0
 
 
-def test_many_tensors_lie_in_one_allocation_at_offsets(make):
+def test_many_tensors_share_one_allocation(make):
     """torch-ipc sent the base of the allocation for every part of it."""
     ch = make(64)
     for number in range(50):
@@ -79,7 +78,7 @@ def test_many_tensors_lie_in_one_allocation_at_offsets(make):
         assert (ch.get().numpy() == number).all()
 
 
-def test_a_tensor_larger_than_an_arena_has_its_own(make, monkeypatch):
+def test_tensor_larger_than_an_arena_gets_a_new_arena(make, monkeypatch):
     monkeypatch.setattr(pool, "ARENA", MB)
     ch = make(4)
     for size in (3 * MB, 100, 5 * MB):
@@ -89,7 +88,7 @@ def test_a_tensor_larger_than_an_arena_has_its_own(make, monkeypatch):
         assert (arrived == 7).all()
 
 
-def test_what_is_written_after_the_put_stays_with_the_sender(make):
+def test_writes_after_the_put_stay_with_the_sender(make):
     ch = make(1)
     tensor = FakeTensor(np.zeros(1000))
     ch.put(tensor)
@@ -97,8 +96,8 @@ def test_what_is_written_after_the_put_stays_with_the_sender(make):
     assert (ch.get().numpy() == 0).all()
 
 
-def test_c11_what_the_receiver_writes_stays_with_it(make):
-    """An item that was changed in hand and given back is read whole by the next."""
+def test_c11_writes_of_the_receiver_stay_with_it(make):
+    """A leased item that was changed and returned is intact for the next reader."""
     ch = make(2)
     ch.put(FakeTensor(np.zeros(1000)))
     reader, keeper = ch.reader(), ch.reader()
@@ -110,19 +109,19 @@ def test_c11_what_the_receiver_writes_stays_with_it(make):
     keeper.close()
 
 
-# --- order, without anybody waiting ---
+# --- Order without waiting ---
 
 
 def _put_held(ch: Channel, got: Channel) -> None:
     with FAKE.held():
         ch.put(FakeTensor(np.full(1000, 5)))
-        got.get()  # the receiver has the item, and the copy is not made
+        got.get()  # the receiver has the item, but the copy is not made
     assert FAKE.counts["finish"] == 0
 
 
 @pytest.mark.other_process
-def test_events_order_the_streams(make, spawn_peer):
-    """The receiver has its tensor before the contents exist; what it does with it comes after them."""
+def test_receiver_stream_waits_for_the_senders_event(make, spawn_peer):
+    """The receiver has its tensor before the contents exist, and its work on the tensor comes after them."""
     ch, got = make(1), make(1)
     peer = spawn_peer(_put_held, ch, got)
     arrived = ch.get()
@@ -145,7 +144,7 @@ def _count_sum(ch: Channel, answers: Channel) -> None:
 
 
 @pytest.mark.other_process
-def test_a_long_stream_opens_once_closes_never_and_waits_for_nothing(make, spawn_peer):
+def test_long_stream_opens_the_memory_once_without_waiting(make, spawn_peer):
     ch, answers = make(8), make(1)
     peer = spawn_peer(_count_sum, ch, answers)
     for number in range(1000):
@@ -164,7 +163,7 @@ def test_a_long_stream_opens_once_closes_never_and_waits_for_nothing(make, spawn
     assert kept() == 0
 
 
-def test_without_an_event_to_spare_the_writer_waits(make, monkeypatch):
+def test_writer_waits_for_the_device_without_free_events(make, monkeypatch):
     monkeypatch.setattr(pool, "EVENTS", 2)
     ch = make(8)
     for number in range(5):
@@ -173,7 +172,7 @@ def test_without_an_event_to_spare_the_writer_waits(make, monkeypatch):
     assert [int(ch.get().numpy()[0]) for _ in range(5)] == list(range(5))
 
 
-# --- how long a block is kept ---
+# --- Lifetime of a block ---
 
 
 def test_blocks_are_kept_while_their_items_exist_and_used_again(make):
@@ -186,7 +185,7 @@ def test_blocks_are_kept_while_their_items_exist_and_used_again(make):
     assert kept() == 25
     reader = ch.reader()
     reader.get()
-    assert kept() == 25  # on lease: it may come back
+    assert kept() == 25  # leased: it may come back
     reader.close()
     assert kept() == 24
     for _ in range(24):
@@ -197,7 +196,7 @@ def test_blocks_are_kept_while_their_items_exist_and_used_again(make):
     assert arena.free == [(0, arena.size)]
 
 
-def test_every_way_to_put_keeps_and_every_way_to_get_lets_go(make):
+def test_every_put_keeps_a_block_and_every_get_releases_it(make):
     ch = make(100)
     out, reader = ch.writer(), ch.reader()
     ch.put(FakeTensor(np.ones(10)))
@@ -224,7 +223,7 @@ def test_every_way_to_put_keeps_and_every_way_to_get_lets_go(make):
     assert kept() == 0
 
 
-def test_a_put_that_fails_keeps_nothing(make):
+def test_failed_put_keeps_no_block(make):
     ch = make(1)
     ch.put(FakeTensor(np.ones(10)))
     with pytest.raises(Full):
@@ -238,8 +237,8 @@ def test_a_put_that_fails_keeps_nothing(make):
     assert all(arena.free == [(0, arena.size)] for arena in transfer._state.pools["fake"].arenas)
 
 
-def test_a_block_is_not_lent_again_before_it_is_written(make):
-    """The item is gone, but the copy into its block is still to come."""
+def test_block_is_not_reused_before_its_write_has_finished(make):
+    """The item is gone, but the copy into its block has not been made."""
     ch = make(1)
     with FAKE.held():
         with pytest.raises(TypeError, match="can't be pickled"):
@@ -253,14 +252,14 @@ def test_a_block_is_not_lent_again_before_it_is_written(make):
     assert len(pool._back) == 0
 
 
-def test_an_aborted_channel_keeps_nothing(make):
+def test_aborted_channel_keeps_no_blocks(make):
     ch = make(4)
     ch.put_many([FakeTensor(np.ones(10)), FakeTensor(np.ones(10))])
     ch.abort(RuntimeError("stop"))
     assert kept() == 0
 
 
-def test_a_channel_that_nobody_has_any_more_keeps_nothing(make):
+def test_unreferenced_channel_keeps_no_blocks(make):
     ch = make(4)
     ch.put(FakeTensor(np.ones(10)))
     gone = weakref.ref(ch)
@@ -272,8 +271,8 @@ def test_a_channel_that_nobody_has_any_more_keeps_nothing(make):
 
 
 @pytest.mark.other_process
-def test_a_second_reader_of_an_item_in_view_copies_at_once(make, spawn_peer):
-    """The first one's copy is not made yet, so it still holds the item."""
+def test_second_reader_of_an_item_copies_it_at_once(make, spawn_peer):
+    """The first reader's copy is not made yet, so that reader still holds the item."""
     ch, got = make(1), make(2)
     peer = spawn_peer(_put_held, ch, got)
     first, second = ch.reader(), ch.reader()
@@ -288,7 +287,7 @@ def test_a_second_reader_of_an_item_in_view_copies_at_once(make, spawn_peer):
     second.close()
 
     def has_ended() -> bool:
-        merge_counts()  # the last reference to a copy may be dropped by the thread that looks after them
+        merge_counts()  # the thread that watches copies may drop the last reference to one
         return not peer.running()
 
     wait_until(has_ended)
@@ -306,8 +305,8 @@ def _take_and_stay(ch: Channel, taken: Channel, port: bool) -> None:
 @pytest.mark.other_process
 @pytest.mark.parametrize("port", [False, True])
 @pytest.mark.parametrize("copied", [False, True])
-def test_c11_what_a_killed_receiver_held_returns(make, spawn_peer, port, copied):
-    """Its copy made or not, on lease or not: on lease it comes again, else the block is free."""
+def test_c11_item_or_block_of_a_killed_receiver_returns(make, spawn_peer, port, copied):
+    """A leased item comes again, whether or not its copy was made. Otherwise the block is free."""
     ch, taken = make(4), make(4)
     with FAKE.held():
         ch.put(FakeTensor(np.full(10, 3)))
@@ -325,7 +324,7 @@ def test_c11_what_a_killed_receiver_held_returns(make, spawn_peer, port, copied)
     wait_until(lambda: kept() == 0)
 
 
-# --- through host memory ---
+# --- Host memory ---
 
 
 def test_the_off_switch_goes_through_host_memory(make, monkeypatch):
@@ -339,7 +338,7 @@ def test_the_off_switch_goes_through_host_memory(make, monkeypatch):
     assert (FAKE.counts["to host"], FAKE.counts["from host"], FAKE.counts["allocate"]) == (1, 1, 0)
 
 
-def test_without_memory_to_be_shared_it_goes_through_host_memory(make):
+def test_tensor_without_shared_memory_goes_through_host_memory(make):
     ch = make(1)
     FAKE.full = True
     ch.put(FakeTensor(np.arange(10)))
@@ -366,7 +365,7 @@ def test_a_device_that_the_receiver_cannot_see_is_named(make, monkeypatch, switc
     assert kept() == 0
 
 
-# --- the arithmetic ---
+# --- Arithmetic ---
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,5 +1,7 @@
-"""C13: tensors on a device go to another host through host memory, and arrive on the device of the same
-number; on devices made of files (``fake_device``)."""
+"""C13: device tensors go to another host through host memory, on fake devices (``fake_device``).
+
+They arrive on the device of the same number.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,17 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 def through_the_host():
-    """What went in and out of host memory in this process, and what was allocated on a device."""
+    """Return the copies to and from host memory in this process, and the device allocations."""
     return FAKE.counts["to host"], FAKE.counts["from host"], FAKE.counts["allocate"]
 
 
 def of_another_host(*devices):
-    """This program has such devices."""
+    """Give this program the devices of another host."""
     transfer.use(FAKE)
     FAKE.seen = list(devices)
 
 
-def test_whoever_sees_the_device_gets_the_tensor_there():
+def test_tensor_arrives_on_its_device_if_visible():
     ch = Channel(across="hosts")
     ch.put([FakeTensor(np.arange(100_000), "fake-B"), "beside"])
     tensor, _ = ch.get()
@@ -40,7 +42,7 @@ def test_whoever_sees_the_device_gets_the_tensor_there():
 
 
 @pytest.mark.parametrize("ports", [False, True])
-def test_else_it_arrives_on_the_device_of_the_same_number(ports):
+def test_tensor_arrives_on_the_device_of_the_same_number(ports):
     there, back = Channel(across="hosts"), Channel(across="hosts")
 
     def move():
@@ -64,7 +66,7 @@ def test_else_it_arrives_on_the_device_of_the_same_number(ports):
     assert through_the_host() == (3, 3, 0)
 
 
-def test_who_has_fewer_devices_is_told_a_remedy():
+def test_receiver_with_fewer_devices_gets_a_remedy():
     ch = Channel(across="hosts")
 
     def take():
@@ -78,7 +80,7 @@ def test_who_has_fewer_devices_is_told_a_remedy():
 
 
 class Doubled:
-    """Each worker has one, before its first item."""
+    """Worker that has a device before its first item."""
 
     def __init__(self):
         of_another_host("other-A", "other-B")
@@ -88,8 +90,8 @@ class Doubled:
         return FakeTensor(2 * tensor.numpy(), tensor.device)
 
 
-def test_stages_on_hosts_pass_them_on(monkeypatch):
-    """To an agent, from one to another, and home."""
+def test_stages_on_hosts_pass_device_tensors_on(monkeypatch):
+    """Tensors go to an agent, from there to another one, and back."""
     monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if "/tests" in path))
     graph, pool = Graph("devices"), local(2)
     made = graph.source(range(1, 6)).map(lambda n: FakeTensor(np.arange(n * 10_000), "fake-B"))
@@ -101,7 +103,7 @@ def test_stages_on_hosts_pass_them_on(monkeypatch):
     assert through_the_host() == (5, 5, 0)
 
 
-# --- servers and clients, as torch-ipc's with CUDA ---
+# --- Servers and clients, like torch-ipc's with CUDA ---
 
 VIEWS = {
     "whole": lambda: np.arange(12.0).reshape(3, 4),
@@ -114,7 +116,7 @@ VIEWS = {
 
 
 def elsewhere(server, function):
-    """A client on another host, which has two devices of its own."""
+    """Run a client on another host that has two devices."""
     address, secret = server.address, server.secret
 
     def work():
@@ -125,8 +127,8 @@ def elsewhere(server, function):
     return HostPeer(work)
 
 
-def test_bytes_on_a_device_go_to_a_server_and_back():
-    """testCUDAStoragePingPong."""
+def test_device_bytes_go_to_a_server_and_back():
+    """Corresponds to testCUDAStoragePingPong."""
 
     def echo(client):
         tensor = client.recv()
@@ -146,8 +148,9 @@ def test_bytes_on_a_device_go_to_a_server_and_back():
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_tensors_on_a_device_go_to_a_server_and_to_all_its_clients(view):
-    """testCUDATensor, testNoncontiguousCUDATensor; and a broadcast, which copies it to host memory once."""
+def test_device_tensors_go_to_a_server_and_its_clients(view):
+    """Corresponds to testCUDATensor and testNoncontiguousCUDATensor. A broadcast copies to host memory
+    once."""
     there = VIEWS[view]()
 
     def send(client):

@@ -1,4 +1,4 @@
-"""C1 FIFO and C2 bounded: what goes in comes out, in order, and never more than fits is inside."""
+"""C1 FIFO and C2 bounded: items leave in order, and a channel never holds more than its bound."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from support.waiting import wait_blocked, wait_stats
 from flowchan import Channel, Closed, Empty, Full
 
 
-def test_smoke(make):
-    """C1: one item goes in and comes out, and then nothing is there."""
+def test_one_item_goes_in_and_comes_out(make):
+    """C1: afterwards the channel is empty."""
     ch = make(1)
     ch.put(7)
     assert ch.get() == 7
@@ -27,7 +27,7 @@ def test_items_leave_in_the_order_of_their_puts(make):
     assert [ch.get() for _ in range(100)] == list(range(100))
 
 
-def test_order_holds_for_every_mixture_of_single_and_many(make):
+def test_mixed_single_and_batch_calls_keep_the_order(make):
     """C1: put, put_nowait and put_many share one order, and so do get, get_nowait, get_many and iteration."""
     ch = make(16)
     ch.put(0)
@@ -42,8 +42,8 @@ def test_order_holds_for_every_mixture_of_single_and_many(make):
     assert list(ch) == [5, 6, 7]
 
 
-def test_order_holds_when_the_channel_wraps_around_many_times(make):
-    """C1: sizes vary, so that the items meet every place of the memory behind the channel."""
+def test_order_holds_while_the_ring_wraps_around(make):
+    """C1: sizes vary, so that the items use every place of the channel's memory."""
     ch = make(3)
     sent = [bytes([i % 251]) * (i % 97) for i in range(2_000)]
     received = []
@@ -89,8 +89,8 @@ def test_falsy_items_are_items(make):
     assert list(ch) == items
 
 
-def test_iteration_gives_what_get_would_give_and_leaves_the_rest(make):
-    """C1: leaving a loop early loses nothing."""
+def test_iteration_left_early_leaves_the_rest(make):
+    """C1: a loop that ends early loses nothing."""
     ch = make()
     ch.put_many(range(5))
     for item in ch:
@@ -100,8 +100,8 @@ def test_iteration_gives_what_get_would_give_and_leaves_the_rest(make):
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 64, 1_000])
-def test_capacity_is_what_was_asked_for(make, capacity):
-    """C2: exactly so many items fit, and the next one does not."""
+def test_channel_holds_exactly_its_capacity(make, capacity):
+    """C2: exactly ``capacity`` items fit, and the next one does not."""
     ch = make(capacity)
     assert ch.capacity == capacity
     for i in range(capacity):
@@ -119,12 +119,12 @@ def test_defaults_are_64_items_between_threads():
     assert (ch.capacity, ch.across, ch.max_bytes) == (64, "threads", None)
 
 
-def test_a_channel_tells_its_medium(make, transport):
+def test_across_names_the_transport(make, transport):
     assert make().across == transport.across
 
 
 def test_put_waits_while_the_channel_is_full(make, spawn_peer):
-    """C2: the waiting put goes on when, and only when, there is room."""
+    """C2: the put continues when, and only when, there is room."""
     ch = make(2)
     ch.put_many([0, 1])
     peer = spawn_peer(ch.put, 2)
@@ -135,8 +135,8 @@ def test_put_waits_while_the_channel_is_full(make, spawn_peer):
     assert ch.get_many(5) == [1, 2]
 
 
-def test_put_many_of_more_than_fits_waits_for_room_in_the_middle(make, spawn_peer):
-    """C2: never more than ``capacity`` items are inside, and all are put in the end."""
+def test_put_many_beyond_the_capacity_waits_for_room(make, spawn_peer):
+    """C2: at most ``capacity`` items are inside, and all are put in the end."""
     ch = make(4)
     peer = spawn_peer(ch.put_many, list(range(100)))
     received = []
@@ -148,8 +148,8 @@ def test_put_many_of_more_than_fits_waits_for_room_in_the_middle(make, spawn_pee
 
 
 @pytest.mark.one_machine("a program apart counts in a copy")
-def test_put_many_takes_no_more_from_its_iterable_than_fits(make, spawn_peer):
-    """C2: an endless iterable is no danger; only the item that waits to be put has been drawn besides."""
+def test_put_many_draws_only_fitting_items_from_its_iterable(make, spawn_peer):
+    """C2: the iterable may be endless; at most one more item is drawn, which then waits for room."""
     ch = make(3)
     drawn = 0
 
@@ -181,7 +181,7 @@ def test_get_waits_for_an_item(make, spawn_peer):
     assert peer.result() == "late"
 
 
-def test_get_many_waits_for_the_first_and_takes_what_is_there(make, spawn_peer):
+def test_get_many_waits_for_one_item_and_takes_the_available(make, spawn_peer):
     """C1: it never waits for a second item."""
     ch = make()
     ch.put_many(range(3))
@@ -207,8 +207,8 @@ def test_put_many_of_nothing_puts_nothing(make):
     assert len(ch) == 0
 
 
-def test_max_bytes_bounds_what_is_inside(make):
-    """C2: the channel is full by bytes long before it is full by items."""
+def test_max_bytes_bounds_the_bytes_inside(make):
+    """C2: the channel reaches max_bytes long before its capacity."""
     ch = make(1_000, max_bytes=100_000)
     assert ch.max_bytes == 100_000
     with pytest.raises(Full) as caught:
@@ -232,7 +232,7 @@ def test_put_waits_while_max_bytes_are_inside(make, spawn_peer):
 
 @pytest.mark.copying
 def test_an_item_much_larger_than_the_others_goes_through(make, spawn_peer):
-    """C2: the memory set aside for a channel does not bound the size of an item, only ``max_bytes`` does."""
+    """C2: only ``max_bytes`` limits the size of an item, not the memory that the channel has now."""
     ch = make(2)
     large = os.urandom(1 << 20) * 24
     peer = spawn_peer(lambda: [len(item) if len(item) < 10 else item == large for item in ch])
@@ -241,8 +241,8 @@ def test_an_item_much_larger_than_the_others_goes_through(make, spawn_peer):
     assert peer.result() == [5, True, True, 3]
 
 
-def test_no_medium_grows_without_limit(make, spawn_peer):
-    """C2: a writer that is faster than its reader has never more than ``capacity`` items inside."""
+def test_fast_writer_never_exceeds_the_capacity(make, spawn_peer):
+    """C2: a writer that is faster than its reader never has more than ``capacity`` items inside."""
     ch = make(5)
 
     def write():

@@ -1,5 +1,7 @@
-"""Fork safety: a channel in a forked child works, or says at once why it does not, whatever other threads
-were doing with it at the moment of the fork."""
+"""Fork safety: a channel in a forked child works, or raises at once with the reason.
+
+This holds whatever other threads were doing with it at the moment of the fork.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ FORKS = 25
 
 
 def in_child(function: Callable[[], object]) -> int:
-    """The exit code of a forked child that calls the function: 0 if it returned true."""
+    """Return the exit code of a forked child that calls the function: 0 if it returned true."""
     pid = os.fork()
     if pid == 0:
         code = 3
@@ -32,9 +34,9 @@ def in_child(function: Callable[[], object]) -> int:
 
 
 @pytest.mark.copying
-def test_a_fork_while_threads_use_the_channel_leaves_both_processes_working(make):
-    """Parent threads put and get without a pause, so that locks are held at most forks. Nothing is lost or
-    doubled."""
+def test_fork_while_threads_use_the_channel_keeps_it_working(make):
+    """Parent threads put and get without a pause, so locks are held at most forks. No item is lost or
+    repeated."""
     ch, back, each = make(4), make(), 5
     stop = threading.Event()
 
@@ -66,8 +68,8 @@ def test_a_fork_while_threads_use_the_channel_leaves_both_processes_working(make
     assert sorted(back.get_many(FORKS)) == list(range(FORKS))
 
 
-def test_a_channel_of_threads_says_at_once_that_it_does_not_reach_a_child():
-    """Its lock may be held by a thread that does not exist in the child: no call waits for that."""
+def test_threads_channel_raises_at_once_in_a_forked_child():
+    """A thread that does not exist in the child may hold its lock, and no call waits for that."""
     ch: Channel[int] = Channel(4)
     reader, writer = ch.reader(), ch.writer()
     stop = threading.Event()
@@ -113,9 +115,9 @@ def test_a_channel_of_threads_says_at_once_that_it_does_not_reach_a_child():
         thread.result()
 
 
-def test_a_child_that_drops_what_it_inherited_disturbs_nobody(make):
-    """Its exit runs every destructor, with locks that other threads held at the fork; ports and items stay
-    the parent's."""
+def test_child_that_drops_inherited_objects_does_not_disturb_its_parent(make):
+    """The child's exit runs every destructor, with locks that other threads held at the fork. Ports and items
+    still belong to the parent."""
     ch = make(2)
     kept = [ch.reader(), ch.writer()]
     stop = threading.Event()
@@ -150,8 +152,8 @@ def test_a_child_that_drops_what_it_inherited_disturbs_nobody(make):
 
 
 @pytest.mark.copying
-def test_a_child_waits_and_is_woken_like_anybody(make):
-    """While the parent has waiters of its own at the moment of the fork."""
+def test_forked_child_waits_and_is_woken(make):
+    """The parent also has waiters at the moment of the fork."""
     ch, answer = make(), make()
     waiting = ThreadPeer(ch.get)
     wait_blocked(ch, readers=1)
@@ -163,8 +165,8 @@ def test_a_child_waits_and_is_woken_like_anybody(make):
 
 
 @pytest.mark.copying
-def test_a_port_used_in_a_child_moves_there(make):
-    """It is the child's then: its death gives back what the child had in hand."""
+def test_port_used_in_a_forked_child_moves_there(make):
+    """The port then belongs to the child, whose death returns its leased items."""
     ch = make()
     ch.put("item")
     reader = ch.reader()
@@ -177,7 +179,7 @@ def test_a_port_used_in_a_child_moves_there(make):
 
 
 @pytest.mark.copying
-def test_a_grandchild_uses_the_channel_too(make):
+def test_grandchild_uses_the_channel(make):
     ch = make()
 
     def child():
@@ -188,8 +190,8 @@ def test_a_grandchild_uses_the_channel_too(make):
     assert sorted(ch.get_many(2)) == ["child", "grandchild"]
 
 
-def test_a_fork_while_a_run_is_going_on_leaves_it_to_the_parent():
-    """The child neither holds the run up nor ends it, and can run graphs of its own."""
+def test_fork_during_a_run_leaves_the_run_to_the_parent():
+    """The child neither delays nor ends the run, and can run other graphs."""
     numbers: Channel[int] = Channel(across="processes")
     graph = Graph("forked")
     source = graph.input()

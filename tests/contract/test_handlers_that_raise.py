@@ -1,5 +1,5 @@
-"""C9: the exception that the handler of a signal raises, as one does for a time limit, comes out of the call
-whatever that is doing, and costs no item."""
+"""C9: an exception of a signal handler, such as a time limit, leaves the call in any state and loses no
+item."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.copying
 
 
 class TimeIsUp(Exception):
-    """Raised by a handler."""
+    """Exception of the signal handler."""
 
 
 def raises(*_):
@@ -39,7 +39,7 @@ left = []
 
 
 def end_of_time(value):
-    """The signal comes while this runs, as often as ``left`` says."""
+    """Raise the signal during this call, ``left`` times."""
     if left:
         left.pop()
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -49,7 +49,7 @@ def end_of_time(value):
 
 
 class Received:
-    """Is being unpickled when time is up."""
+    """Item whose unpickling the signal interrupts."""
 
     def __init__(self, value):
         self.value = value
@@ -59,7 +59,7 @@ class Received:
 
 
 class Sent:
-    """Is being pickled then."""
+    """Item whose pickling the signal interrupts."""
 
     def __init__(self, value):
         self.value = value
@@ -78,7 +78,7 @@ def handler(request):
 
 
 @pytest.mark.parametrize("port", [False, True])
-def test_a_get_takes_nothing(make, handler, port):
+def test_interrupted_get_takes_nothing(make, handler, port):
     ch = make()
     ch.put_many([Received("first"), "behind"])
     end = ch.reader() if port else ch
@@ -88,7 +88,7 @@ def test_a_get_takes_nothing(make, handler, port):
     assert end.get_many(2) == ["first", "behind"]
 
 
-def test_a_get_many_ends_with_what_came_before(make, handler):
+def test_interrupted_get_many_returns_the_items_so_far(make, handler):
     ch = make()
     ch.put_many([1, Received(2), 3])
     with pytest.raises(TimeIsUp) as caught:
@@ -97,8 +97,8 @@ def test_a_get_many_ends_with_what_came_before(make, handler):
     assert ch.get_many(3) == [2, 3]
 
 
-def test_a_put_puts_nothing(make, handler):
-    """And pickles the item no second time, by value, as what plain pickle can't."""
+def test_interrupted_put_puts_nothing(make, handler):
+    """It does not pickle the item again by value, as it would after a failure of plain pickle."""
     ch = make()
     with pytest.raises(TimeIsUp) as caught:
         ch.put_many([1, Sent("second")])
@@ -106,8 +106,8 @@ def test_a_put_puts_nothing(make, handler):
     assert ch.get_many(2) == [1]
 
 
-def test_an_error_of_the_item_is_none_of_a_handler(make, handler):
-    """Though it has the same type, and one is there."""
+def test_error_of_the_item_differs_from_a_handlers(make, handler):
+    """The error has the same type, and a handler is installed."""
 
     def fails():
         raise TimeIsUp

@@ -1,5 +1,7 @@
-"""C9: Ctrl-C ends any blocked call in the main thread. A script blocks, a second thread of it tells so, and
-the test sends it the signal."""
+"""C9: Ctrl-C ends any blocked call in the main thread.
+
+A script blocks, its second thread reports this, and the test sends the signal.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def _finds_the_tests(monkeypatch):
 
 
 def run_until_blocked(**parts):
-    """Starts the script and returns once its main thread is blocked in the call."""
+    """Start the script, and return once its main thread is blocked in the call."""
     script = start("-c", SCRIPT.format(**parts))
     assert script.stdout is not None
     assert script.stdout.readline() == "blocked\n"
@@ -49,7 +51,7 @@ def run_until_blocked(**parts):
 
 
 def answer_after(script, signum):
-    """What the script prints after the signal, once it has ended well."""
+    """Send the signal, and return the output of the script, which must exit with code 0."""
     script.send_signal(signum)
     answer, errors = script.communicate()
     assert script.returncode == 0, errors
@@ -58,7 +60,7 @@ def answer_after(script, signum):
 
 @pytest.mark.parametrize("call", READS)
 def test_ctrl_c_interrupts_a_waiting_reader(transport, call):
-    """C9: afterwards nobody waits, and the channel works as before."""
+    """C9: afterwards no call waits, and the channel works as before."""
     after = "ch.put('next'); print(ch.get())" if "reader()" not in call else "print('next')"
     script = run_until_blocked(across=transport.across, side="readers", prepare="", call=call, after=after)
     assert answer_after(script, signal.SIGINT) == "interrupted 0 0 0\nnext\n"
@@ -66,7 +68,7 @@ def test_ctrl_c_interrupts_a_waiting_reader(transport, call):
 
 @pytest.mark.parametrize("call", WRITES)
 def test_ctrl_c_interrupts_a_waiting_writer(transport, call):
-    """C9: the item was not put, nobody waits, and the channel works as before."""
+    """C9: the item was not put, no call waits, and the channel works as before."""
     after = "print(ch.get_many(5))"
     script = run_until_blocked(
         across=transport.across, side="writers", prepare="ch.put(1)", call=call, after=after
@@ -74,8 +76,8 @@ def test_ctrl_c_interrupts_a_waiting_writer(transport, call):
     assert answer_after(script, signal.SIGINT) == "interrupted 0 0 1\n[1]\n"
 
 
-def test_a_signal_whose_handler_returns_ends_no_call(transport):
-    """C9: the call goes on waiting after the handler has run, and here the handler itself brings the item."""
+def test_signal_with_a_returning_handler_keeps_the_call_waiting(transport):
+    """C9: the call continues to wait after the handler; here the handler itself puts the item."""
     prepare = "signal.signal(signal.SIGUSR1, lambda *_: ch.put_nowait('from the handler'))"
     script = run_until_blocked(
         across=transport.across, side="readers", prepare=prepare, call="ch.get()", after=""
@@ -83,7 +85,7 @@ def test_a_signal_whose_handler_returns_ends_no_call(transport):
     assert answer_after(script, signal.SIGUSR1) == "ended with from the handler\n"
 
 
-def test_a_handler_may_close_the_channel_that_the_main_thread_waits_in(transport):
+def test_handler_may_close_the_channel_of_the_waiting_call(transport):
     """C9, C3: no lock is held while a handler runs."""
     prepare = "signal.signal(signal.SIGUSR1, lambda *_: ch.close())"
     script = run_until_blocked(
@@ -92,8 +94,8 @@ def test_a_handler_may_close_the_channel_that_the_main_thread_waits_in(transport
     assert answer_after(script, signal.SIGUSR1) == "ended with []\n"
 
 
-def test_an_exception_of_a_handler_comes_out_of_the_call(transport):
-    """C9: as from any blocked call of Python."""
+def test_exception_of_a_handler_leaves_the_call(transport):
+    """C9: as for any blocked call of Python."""
     prepare = "ch.put(1)\nsignal.signal(signal.SIGUSR1, lambda *_: 1 / 0)"
     call = "[error for error in [None] if catch(lambda: ch.put(2))]"
     catch = """

@@ -1,4 +1,4 @@
-"""Memory on loan: a writer fills the channel's memory in place and puts it."""
+"""Loans: a writer fills the channel's memory in place and puts it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_loan_is_filled_in_place_and_put(make):
 
 @pytest.mark.copying
 def test_a_loan_is_not_copied(make):
-    """What the writer wrote into is what the reader looks at."""
+    """The reader sees the same memory that the writer filled."""
     ch = make(2)
     array = ch.loan(LARGE, "uint8")
     array[:] = 1
@@ -92,8 +92,8 @@ def test_a_loan_that_was_put_belongs_to_the_channel(make):
 
 
 @pytest.mark.copying
-def test_a_loan_beside_others_and_a_part_of_one_arrive(make):
-    """One loan of an item is used in place, and whatever else is in it is copied."""
+def test_several_loans_and_a_slice_of_a_loan_arrive(make):
+    """One loan of an item is used in place, and all other arrays in it are copied."""
     ch = make(2)
     first, second = ch.loan(LARGE, "uint8"), ch.loan(LARGE, "uint8")
     first[:], second[:] = 1, 2
@@ -114,8 +114,8 @@ def test_a_loan_that_is_dropped_returns_its_memory(make):
     assert ch.stats().holders == ()
 
 
-def test_a_loan_takes_no_place_and_ends_nothing(make):
-    """C2, C3, C4: only its put does; a loan that is out keeps no reader waiting."""
+def test_loan_takes_no_capacity_and_delays_no_end(make):
+    """C2, C3, C4: only the put counts; a loan that is not put does not make a reader wait."""
     ch = make(1)
     array = ch.loan(LARGE, "uint8")
     ch.put("first")
@@ -153,13 +153,13 @@ def test_c7_a_loan_waits_for_memory(make):
 
 @pytest.mark.copying
 @pytest.mark.parametrize("shape", [10**7, 2**63, 2**64 - 1, (2**33, 2**33)])
-def test_c13_a_loan_larger_than_max_bytes_cannot_be(make, shape):
+def test_c13_loan_larger_than_max_bytes_is_refused(make, shape):
     with pytest.raises(ValueError, match="at most max_bytes=1000000 bytes"):
         make(1, max_bytes=10**6).loan(shape, "uint8")
 
 
 @pytest.mark.copying
-def test_c13_a_loan_larger_than_any_block_cannot_be(make):
+def test_c13_loan_larger_than_any_block_is_refused(make):
     ch = make(1, max_bytes=10**15)
     with pytest.raises(ValueError, match=f"at most max_bytes={ch.max_bytes} bytes"):
         ch.loan(2 * 10**12, "uint8")
@@ -174,14 +174,14 @@ def test_c13_a_loan_larger_than_any_block_cannot_be(make):
         (3, "no such type", TypeError, "no such type"),
     ],
 )
-def test_c13_a_loan_that_cannot_be(make, shape, dtype, error, said):
+def test_c13_invalid_loan_is_refused(make, shape, dtype, error, said):
     with pytest.raises(error, match=said):
         make(1).loan(shape, dtype)
 
 
 @pytest.mark.copying
-def test_a_loan_put_by_a_port_whose_outputs_are_counted_arrives(make):
-    """A stage's output belongs to the item in hand; there the loan is copied."""
+def test_loan_put_by_a_port_with_counted_outputs_arrives(make):
+    """The output of a stage belongs to its leased item, so the loan is copied."""
     source, target = make(2), make(2)
     source.put(1)
     with source.reader() as reader, target.writer() as out:
@@ -216,7 +216,7 @@ def test_c11_loans_of_a_killed_process_return(make, spawn_peer):
     ch.close()
     with pytest.raises(Closed):
         ch.get()
-    with ch.reader():  # opening a port looks for the dead
+    with ch.reader():  # opening a port detects dead processes
         wait_until(lambda: ch.stats().holders == (), what=ch.stats)
 
 

@@ -1,5 +1,4 @@
-"""A channel beside a plain model of it: whatever is done in whatever order, both answer alike (C1 to C7,
-C15)."""
+"""A channel and a plain model of it give the same results for random calls (C1 to C7, C15)."""
 
 from __future__ import annotations
 
@@ -27,8 +26,11 @@ ITEMS = st.one_of(
 
 
 class Model:
-    """What the contract says, by a deque and some counters. One party calls, so nothing ever waits. ``hands``
-    counts the items that each reading port has got and not yet finished."""
+    """Model of the contract: a deque and some counters.
+
+    One user makes all calls, so no call waits. ``hands`` counts the items that each reading port has taken
+    and not yet finished.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -42,7 +44,7 @@ class Model:
         return self.closed and not self.broken and not self.inside and not any(self.hands)
 
     def put_many(self, items: list[Any]) -> None:
-        """Raises with ``items_put`` when not all fit."""
+        """Raise with ``items_put`` if not all items fit."""
         if self.broken:
             raise counted(Broken(), 0)
         if self.closed:
@@ -55,7 +57,7 @@ class Model:
 
     def get_many(self, most: int, port: int | None = None) -> list[Any]:
         if port is not None and not self.broken:
-            self.hands[port] = 0  # asking for more finishes what is in hand
+            self.hands[port] = 0  # asking for more finishes the leased items
         if self.broken:
             raise Broken
         if not self.inside:
@@ -90,7 +92,7 @@ def counted(error: ChannelError, items_put: int) -> ChannelError:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What a call returned, or the type of the channel error that it raised."""
+    """Return the result of a call, or the type of the channel error that it raised."""
     try:
         return call()
     except ChannelError as error:
@@ -98,8 +100,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 def count_of(call: Callable[[], Any]) -> Any:
-    """The type of the channel error that a ``put_many`` raised and how many items it had put; None if it put
-    all."""
+    """Return the channel error of a ``put_many`` and the number of its items, or None if it put all."""
     try:
         return call()
     except ChannelError as error:
@@ -107,7 +108,7 @@ def count_of(call: Callable[[], Any]) -> Any:
 
 
 class Machine(RuleBasedStateMachine):
-    """Does the same to a channel and to its model."""
+    """Make the same calls to a channel and to its model."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         super().__init__()
@@ -220,7 +221,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_a_channel_answers_like_its_model(transport, long_walk):
-    """C1 to C7, C15, over many random histories of one caller."""
+    """C1 to C7, C15, with many random histories of one user."""
     run_state_machine_as_test(
         lambda: Machine(transport.make),
         settings=histories(long_walk, 50, 150),

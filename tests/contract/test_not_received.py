@@ -1,4 +1,4 @@
-"""What can't be unpickled, or not just now: good items are never lost with it (C1, C9)."""
+"""C1, C9: items that cannot be unpickled, or not now, do not cause the loss of others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGE = 50_000  # bytes of an item that is copied, or viewed, outside the lock
 
 
 class NeverArrives:
-    """Pickles, and can't be unpickled."""
+    """Item that can be pickled, but not unpickled."""
 
     def __init__(self, size=0, buffer=False):
         self.rest = np.zeros(size, "uint8") if buffer else b"x" * size
@@ -37,8 +37,8 @@ KINDS = {"small": (0, False), "large": (LARGE, False), "in view": (LARGE, True)}
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("port", [False, True])
-def test_get_many_gives_what_came_before_an_item_that_cannot_be_unpickled(make, kind, port):
-    """C1: nothing good is lost; the next call tells of the bad one, and the one after goes on behind it."""
+def test_get_many_returns_the_items_before_an_unreadable_one(make, kind, port):
+    """C1: the next call raises for the unreadable item, and the one after it returns later items."""
     ch = make(8)
     ch.put_many([1, "two", NeverArrives(*KINDS[kind]), [4]])
     ch.close()
@@ -61,8 +61,8 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_whatever_is_called_next_tells_of_the_bad_item(make, call):
-    """C1: before anything that stands behind it, and before the end."""
+def test_next_call_raises_the_error_of_the_unreadable_item(make, call):
+    """C1: the error comes before later items, and before the end."""
     ch = make(8)
     ch.put_many([1, NeverArrives()])
     ch.close()
@@ -74,7 +74,7 @@ def test_whatever_is_called_next_tells_of_the_bad_item(make, call):
 
 
 class Once:
-    """Raises ``error`` when it is unpickled for the first time, and comes whole the second time."""
+    """Item that raises ``error`` when it is first unpickled, and succeeds the second time."""
 
     error: BaseException | None = None
 
@@ -101,7 +101,7 @@ NOT_NOW += [(OSError, number, "") for number in (errno.EMFILE, errno.ENFILE, err
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("port", [False, True])
 def test_an_item_that_cannot_be_received_now_is_put_back(make, error, kind, port):
-    """C9: it is the next one again, in its place, whoever gets it; a full channel is no hindrance."""
+    """C9: it is the next item again, for any reader, also in a full channel."""
     ch = make(3)
     size, buffer = KINDS[kind]
     ch.put_many([Once(size, buffer), "behind", "last"])
@@ -116,8 +116,8 @@ def test_an_item_that_cannot_be_received_now_is_put_back(make, error, kind, port
     assert end.get_many(3) == ["behind", "last"]
 
 
-def test_an_item_put_back_stands_before_what_was_put_meanwhile(make, spawn_peer):
-    """C1, C2: over the capacity if need be; the writer that had its place waits no longer for that."""
+def test_item_put_back_comes_before_later_items(make, spawn_peer):
+    """C1, C2: it may exceed the capacity; the writer that took its place does not wait for that."""
     ch = make(1)
     ch.put(Once())
     writer = spawn_peer(ch.put_many, ["second", "third"])
@@ -129,8 +129,8 @@ def test_an_item_put_back_stands_before_what_was_put_meanwhile(make, spawn_peer)
     writer.result()
 
 
-def test_only_the_item_taken_last_goes_back(make):
-    """C1: a batch that is being gathered keeps what it has."""
+def test_only_the_last_item_of_a_batch_goes_back(make):
+    """C1: a batch in progress keeps its earlier items."""
     ch = make(8)
     ch.put_many([1, 2, Once(), 4])
     end = ch.reader()
@@ -144,8 +144,8 @@ def test_only_the_item_taken_last_goes_back(make):
     assert ch.stats().leased == 0
 
 
-def test_ctrl_c_within_get_many_has_what_came_before_it(make):
-    """C9: the call is not ended later than that, and the items are in the user's hands."""
+def test_ctrl_c_in_get_many_carries_the_items_so_far(make):
+    """C9: the call ends at once, and the user has the items."""
     ch = make(8)
     ch.put_many([1, Once(), 3])
     Once.error = KeyboardInterrupt()
@@ -168,7 +168,7 @@ class Interrupts:
 
 
 def test_a_real_ctrl_c_while_unpickling_takes_nothing(make):
-    """C9: an interrupted call has not taken an item that it can't return."""
+    """C9: an interrupted call has not taken an item that it cannot return."""
     ch = make(2)
     ch.put_many([Interrupts(), "behind"])
     with pytest.raises(KeyboardInterrupt):
@@ -177,7 +177,7 @@ def test_a_real_ctrl_c_while_unpickling_takes_nothing(make):
 
 
 def open_all():
-    """Descriptors, until there are no more."""
+    """Open descriptors until the limit is reached."""
     while True:
         try:
             yield os.open("/dev/null", os.O_RDONLY)
@@ -187,8 +187,8 @@ def open_all():
 
 @pytest.mark.other_process
 @pytest.mark.not_hosts("it takes a connection there, which is tried again for a while")
-def test_a_channel_is_received_once_there_are_descriptors_again(make, spawn_peer, transport):
-    """C14: the error says what is short and what helps, and the item waits."""
+def test_channel_is_received_after_a_shortage_of_descriptors(make, spawn_peer, transport):
+    """C14: the error names the shortage and a remedy, and the item stays in its channel."""
     carrier = make()
 
     def receive():

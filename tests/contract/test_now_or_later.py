@@ -1,5 +1,4 @@
-"""C7: ``*_nowait`` and a timeout that runs out raise Full or Empty, and nothing else is ever mistaken for
-them."""
+"""C7: ``*_nowait`` and an expired timeout raise Full or Empty, which mean nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def test_put_nowait_raises_full_and_puts_nothing(make):
 
 
 @pytest.mark.parametrize("standard", [queue.Empty, TimeoutError])
-def test_empty_is_what_python_users_catch(make, standard):
+def test_empty_is_caught_as_the_standard_exceptions(make, standard):
     """C7."""
     with pytest.raises(standard):
         make().get_nowait()
@@ -37,7 +36,7 @@ def test_empty_is_what_python_users_catch(make, standard):
 
 
 @pytest.mark.parametrize("standard", [queue.Full, TimeoutError])
-def test_full_is_what_python_users_catch(make, standard):
+def test_full_is_caught_as_the_standard_exceptions(make, standard):
     """C7."""
     ch = make(1)
     ch.put(1)
@@ -47,8 +46,8 @@ def test_full_is_what_python_users_catch(make, standard):
         ch.put(2, timeout=0)
 
 
-def test_not_now_is_not_closed(make):
-    """C7: "nothing there now" is never confused with the end."""
+def test_empty_and_full_are_not_closed(make):
+    """C7: "nothing there now" differs from the end."""
     with pytest.raises(Empty) as caught:
         make().get_nowait()
     assert not isinstance(caught.value, Closed)
@@ -67,7 +66,7 @@ def test_a_timeout_that_runs_out_raises_empty_and_not_before(make, timeout):
 
 @pytest.mark.parametrize("timeout", [0, 0.0, 0.02, 1e-9])
 def test_a_timeout_that_runs_out_raises_full_and_not_before(make, timeout):
-    """C7: and the item was not put."""
+    """C7: the item was not put."""
     ch = make(1)
     ch.put("inside")
     for call in (ch.put, lambda item, timeout: ch.put_many([item], timeout=timeout)):
@@ -78,8 +77,8 @@ def test_a_timeout_that_runs_out_raises_full_and_not_before(make, timeout):
     assert ch.get_many(5) == ["inside"]
 
 
-def test_put_many_whose_time_runs_out_tells_how_many_it_put(make):
-    """C7: the error counts them, so that the caller can go on behind them."""
+def test_put_many_that_times_out_reports_its_count(make):
+    """C7: the error counts the items, so that the caller can continue after them."""
     ch = make(3)
     for put in (3, 0):
         with pytest.raises(Full) as caught:
@@ -88,7 +87,7 @@ def test_put_many_whose_time_runs_out_tells_how_many_it_put(make):
     assert ch.get_many(9) == [0, 1, 2]
 
 
-def test_timeout_zero_still_does_what_can_be_done_now(make):
+def test_timeout_zero_still_does_a_possible_operation(make):
     """C7."""
     ch = make(1)
     ch.put(1, timeout=0)
@@ -97,7 +96,7 @@ def test_timeout_zero_still_does_what_can_be_done_now(make):
     assert ch.get_many(1, timeout=0) == [2]
 
 
-def test_timeout_none_waits_for_ever(make, spawn_peer):
+def test_timeout_none_waits_without_limit(make, spawn_peer):
     """C7: as without a timeout."""
     ch = make()
     peer = spawn_peer(lambda: ch.get(timeout=None))
@@ -108,7 +107,7 @@ def test_timeout_none_waits_for_ever(make, spawn_peer):
 
 @pytest.mark.parametrize("timeout", [1_000_000, 1e12])
 def test_a_very_long_timeout_waits(make, spawn_peer, timeout):
-    """C7: a number of seconds too large for the clock is no error."""
+    """C7: a number of seconds too large for the clock is accepted."""
     ch = make(1)
     reader = spawn_peer(lambda: ch.get(timeout=timeout))
     wait_blocked(ch, readers=1)
@@ -131,8 +130,8 @@ def test_an_item_that_comes_within_the_timeout_is_got(make, spawn_peer):
     assert peer.result() == "in time"
 
 
-def test_a_timeout_that_ran_out_leaves_no_trace(make, spawn_peer):
-    """C7: who gave up waiting is not waiting any more, and does not swallow the next item's wake-up."""
+def test_expired_timeout_leaves_no_waiter(make, spawn_peer):
+    """C7: a call that gave up no longer waits, and does not take the wake-up of the next item."""
     ch = make(1)
 
     def give_up():
@@ -148,8 +147,8 @@ def test_a_timeout_that_ran_out_leaves_no_trace(make, spawn_peer):
     assert peer.result() == 1
 
 
-def test_a_reader_that_gives_up_just_now_takes_no_item_with_it(make, spawn_peer):
-    """C7, C8: many short timeouts race with the puts, and each item is got once all the same."""
+def test_reader_that_gives_up_takes_no_item(make, spawn_peer):
+    """C7, C8: many short timeouts race with the puts, and each item is still received once."""
     ch = make(1)
 
     def impatient():
@@ -170,7 +169,7 @@ def test_a_reader_that_gives_up_just_now_takes_no_item_with_it(make, spawn_peer)
     assert sorted(item for peer in peers for item in peer.result()) == list(range(1_000))
 
 
-def test_a_writer_that_gives_up_just_now_has_put_nothing(make, spawn_peer):
+def test_writer_that_gives_up_has_put_nothing(make, spawn_peer):
     """C7: many short timeouts race with the gets, and Full always means "not put"."""
     ch = make(1)
 

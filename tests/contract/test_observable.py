@@ -1,4 +1,4 @@
-"""C15: a channel can be looked at, at any time, and looking changes nothing."""
+"""C15: a channel can be inspected at any time, and this changes nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_new_channel_counts_nothing(make):
     assert {name: getattr(stats, name) for name in COUNTS} == dict.fromkeys(COUNTS, 0)
 
 
-def test_len_empty_full(make):
+def test_len_counts_items_from_none_to_capacity(make):
     """C15: len is the number of items inside, from none to capacity."""
     ch = make(3)
     for count in range(3):
@@ -37,8 +37,8 @@ def test_len_empty_full(make):
     assert len(ch) == 0
 
 
-def test_stats_count_what_went_in_and_out(make):
-    """C15: by every way to put and get."""
+def test_stats_count_items_in_and_out(make):
+    """C15: this holds for every way to put and get."""
     ch = make()
     ch.put(1)
     ch.put_nowait(2)
@@ -51,7 +51,7 @@ def test_stats_count_what_went_in_and_out(make):
     assert (stats.items_in, stats.items_out, stats.inside) == (10, 6, 4)
 
 
-def test_what_failed_is_not_counted(make):
+def test_failed_calls_are_not_counted(make):
     """C15."""
     ch = make(1)
     ch.put(1)
@@ -67,7 +67,7 @@ def test_what_failed_is_not_counted(make):
 
 @pytest.mark.copying
 def test_stats_count_bytes(make):
-    """C15: at least what the items hold; it grows, and never falls."""
+    """C15: at least the size of the items; the count never falls."""
     ch = make()
     ch.put(bytes(5_000))
     first = ch.stats().bytes_in
@@ -78,7 +78,7 @@ def test_stats_count_bytes(make):
 
 
 def test_waiting_readers_and_writers_are_counted(make, spawn_peer):
-    """C15: wherever they wait."""
+    """C15: in any thread or process."""
     ch = make(1)
     readers = [spawn_peer(ch.get) for _ in range(3)]
     wait_blocked(ch, readers=3)
@@ -96,8 +96,8 @@ def test_waiting_readers_and_writers_are_counted(make, spawn_peer):
     wait_stats(ch, waiting_readers=0, waiting_writers=0)
 
 
-def test_counts_are_the_same_from_everywhere(make, spawn_peer):
-    """C15: a peer sees what this side did, and the other way round."""
+def test_all_peers_see_the_same_counts(make, spawn_peer):
+    """C15: a peer sees the calls of this side, and the reverse."""
     ch = make()
     ch.put_many(range(5))
 
@@ -110,7 +110,7 @@ def test_counts_are_the_same_from_everywhere(make, spawn_peer):
     assert (len(ch), ch.stats().items_out) == (4, 1)
 
 
-def test_looking_needs_no_turn(make, spawn_peer):
+def test_stats_can_be_read_while_a_call_waits(make, spawn_peer):
     """C15: while another call waits in the same channel."""
     ch = make(1)
     peer = spawn_peer(ch.get)
@@ -141,7 +141,7 @@ def test_properties_cannot_be_set(make, name):
         setattr(make(), name, 1)
 
 
-def test_the_state_is_told_by_three_words(make):
+def test_closed_drained_and_broken_describe_the_state(make):
     """C15: open, closed, drained; or broken."""
     ch = make()
     ch.put(1)
@@ -158,7 +158,7 @@ def test_the_state_is_told_by_three_words(make):
 
 
 @pytest.mark.parametrize("word", ["capacity", "transport", "closed"])
-def test_repr_tells_what_one_wants_to_know(make, word):
+def test_repr_shows_state_and_limits(make, word):
     """C15: for messages and for the debugger."""
     ch = make(7)
     ch.put_many(range(3))

@@ -1,4 +1,4 @@
-"""What an ordered stage has put before its turn: as safe as all that was put, and not yet to be had."""
+"""Parked outputs of an ordered stage: safe like all items that were put, but not yet available."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flowchan import Channel, Closed, Drained, Graph, In
 
 
 def workers(items, results):
-    """The ports of three workers who have item 0, 1 and 2 in hand, and make one output of each."""
+    """Return the ports of three workers that have leased items 0, 1 and 2, and make one output each."""
     items.put_many(range(3))
     readers, writers = [items.reader() for _ in range(3)], [results.writer() for _ in range(3)]
     for reader, writer in zip(readers, writers, strict=True):
@@ -19,8 +19,8 @@ def workers(items, results):
 
 
 @pytest.mark.not_hosts("the workers of a graph have channels of their own there")
-def test_what_is_parked_can_be_read_when_the_channel_is_closed(make):
-    """C3, C4: in its order, and then comes the end."""
+def test_parked_items_can_be_read_after_close(make):
+    """C3, C4: in order, followed by the end."""
     readers, writers = workers(make(), results := make())
     writers[2].put("two")
     writers[1].put("one")
@@ -37,7 +37,7 @@ def test_what_is_parked_can_be_read_when_the_channel_is_closed(make):
 
 
 @pytest.mark.not_hosts("the workers of a graph have channels of their own there")
-def test_a_reader_that_waits_gets_what_is_parked_when_the_last_writer_leaves(make, spawn_peer):
+def test_waiting_reader_gets_parked_items_when_the_last_writer_leaves(make, spawn_peer):
     readers, writers = workers(make(), results := make())
     writers[1].put("one")
     peer = spawn_peer(list, results)
@@ -47,8 +47,8 @@ def test_a_reader_that_waits_gets_what_is_parked_when_the_last_writer_leaves(mak
 
 
 @pytest.mark.parametrize("place", ["thread", "process"])
-def test_a_stage_may_close_the_channel_that_an_ordered_one_puts_into(place):
-    """It gets what is inside, and the graph ends."""
+def test_stage_may_close_the_input_from_an_ordered_stage(place):
+    """The stage gets the items inside, and the graph ends."""
     late, got = (Channel(8, across="processes") for _ in range(2))
 
     def late_with_three(number: int) -> int:

@@ -1,5 +1,7 @@
-"""C5 counted ends when a whole process ends without closing its port: it has left; of a writer that is no
-clean end, and whoever only polls learns of it too."""
+"""C5 counted ends of a process that ends without closing its port: the port counts as closed.
+
+If it was a writer, the end is not clean. Users that only poll also learn of it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from flowchan import Broken, Channel, Closed, Empty, NothingReady, WorkerDied, s
 
 
 def put_until_closed(ch):
-    """Puts 0, 1, 2, … and returns once a put has raised Closed."""
+    """Put 0, 1, 2, … until a put raises Closed."""
     for i in itertools.count():
         try:
             ch.put(i)
@@ -24,7 +26,7 @@ def put_until_closed(ch):
 
 
 def read_to_the_end(ch):
-    """What comes, and what the end says."""
+    """Return the items, and the error at the end."""
     items = []
     try:
         while True:
@@ -34,12 +36,12 @@ def read_to_the_end(ch):
 
 
 def cut_off_by(error, pid):
-    """Whether this is the end after the death of a counted writer's process."""
+    """Return whether this is the error after the death of a counted writer's process."""
     return type(error) is Broken and type(error.__cause__) is WorkerDied and error.__cause__.pid == pid
 
 
 def open_writer_and_stay(ch):
-    """Never leaves by itself, and never closes its port."""
+    """Open a writer, and neither close it nor end."""
     out = ch.writer()
     out.put_many([1, 2, 3])
     signal.pause()
@@ -56,8 +58,8 @@ def open_reader_and_stay(ch):
 
 
 @pytest.mark.other_process
-def test_a_process_that_ends_without_closing_its_writer_makes_no_clean_end(make, spawn_peer):
-    """C5: an ordinary end of the process; what it had put can be read."""
+def test_process_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
+    """C5: the process exits normally, and its items can be read."""
     ch = make()
     kept = []
 
@@ -76,8 +78,8 @@ def test_a_process_that_ends_without_closing_its_writer_makes_no_clean_end(make,
 
 @pytest.mark.other_process
 @pytest.mark.one_machine("what a port has put and is under way is lost with its process")
-def test_a_process_that_ends_at_once_makes_no_clean_end(make, spawn_peer):
-    """C5: ``os._exit``, which runs nothing on the way out."""
+def test_os_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
+    """C5: ``os._exit`` runs no cleanup."""
     ch = make()
 
     def write():
@@ -94,8 +96,8 @@ def test_a_process_that_ends_at_once_makes_no_clean_end(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_the_last_writer_killed_does_not_look_like_a_clean_end(make, spawn_peer):
-    """C5: SIGKILL, though nobody has reaped the process yet; every later call says the same."""
+def test_kill_of_the_last_writer_breaks_the_channel(make, spawn_peer):
+    """C5: SIGKILL, before the process is reaped; every later call raises the same."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -121,8 +123,8 @@ def test_the_last_writer_killed_does_not_look_like_a_clean_end(make, spawn_peer)
 
 
 @pytest.mark.other_process
-def test_the_last_writer_killed_wakes_waiting_readers(make, spawn_peer):
-    """C5: the reader waits already when the writer dies."""
+def test_kill_of_the_last_writer_wakes_waiting_readers(make, spawn_peer):
+    """C5: the reader already waits when the writer dies."""
     ch = make()
     writer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -136,8 +138,8 @@ def test_the_last_writer_killed_wakes_waiting_readers(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_the_others_go_on_after_the_death_of_a_writer(make, spawn_peer):
-    """C5: the count is right after a death, all that is put can be read, and the end tells of it."""
+def test_other_writers_continue_after_the_death_of_one(make, spawn_peer):
+    """C5: the count is correct after a death, all items can be read, and the end reports it."""
     ch = make()
     out = ch.writer()
     peer = spawn_peer(open_writer_and_stay, ch)
@@ -158,8 +160,8 @@ def test_the_others_go_on_after_the_death_of_a_writer(make, spawn_peer):
 
 @pytest.mark.other_process
 @pytest.mark.one_machine("before the peer_timeout is over nobody knows of the death")
-def test_a_close_after_the_death_of_a_writer_does_not_make_it_clean(make, spawn_peer):
-    """C5: though nobody had looked for the dead in between."""
+def test_close_after_a_writers_death_still_ends_broken(make, spawn_peer):
+    """C5: although no call had detected the death before."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -172,8 +174,8 @@ def test_a_close_after_the_death_of_a_writer_does_not_make_it_clean(make, spawn_
 
 
 @pytest.mark.other_process
-def test_a_writer_that_dies_after_the_close_cuts_nothing_off(make, spawn_peer):
-    """C5, C4: it could not have put anything more."""
+def test_writer_that_dies_after_the_close_leaves_a_clean_end(make, spawn_peer):
+    """C5, C4: it could not have put any more items."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -186,7 +188,7 @@ def test_a_writer_that_dies_after_the_close_cuts_nothing_off(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_an_abort_after_such_an_end_does_not_change_its_cause(make, spawn_peer):
+def test_abort_after_a_writers_death_keeps_the_first_cause(make, spawn_peer):
     """C6: the first failure is final."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
@@ -201,8 +203,8 @@ def test_an_abort_after_such_an_end_does_not_change_its_cause(make, spawn_peer):
 
 @pytest.mark.other_process
 @pytest.mark.one_machine("a port is handed to processes of its machine only")
-def test_a_port_used_in_a_forked_child_belongs_to_the_child(make, spawn_peer):
-    """C5: it is one port and not two, and the child's to close."""
+def test_port_used_in_a_child_belongs_to_it(make, spawn_peer):
+    """C5: it is one port and not two, and only the child may close it."""
     ch = make()
     out = ch.writer()
 
@@ -216,13 +218,13 @@ def test_a_port_used_in_a_forked_child_belongs_to_the_child(make, spawn_peer):
     out.close()
 
 
-# Whoever polls learns of a death.
+# Users that poll learn of a death.
 
 
 @pytest.mark.other_process
 @pytest.mark.parametrize("poll", ["get_nowait", "get, timeout", "select", "aget", "broken", "closed"])
-def test_who_polls_learns_of_a_writers_death(make, spawn_peer, poll):
-    """C5: without ever waiting for long."""
+def test_polling_reader_learns_of_a_writers_death(make, spawn_peer, poll):
+    """C5: without any long wait."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -253,9 +255,8 @@ def test_who_polls_learns_of_a_writers_death(make, spawn_peer, poll):
 
 
 @pytest.mark.other_process
-def test_a_wait_for_several_channels_of_which_one_is_busy_learns_of_a_writers_death(make, spawn_peer):
-    """C5, C9: coroutines share a thread that sleeps for all of them, and that something else wakes all the
-    time."""
+def test_await_on_several_channels_learns_of_a_writers_death(make, spawn_peer):
+    """C5, C9: coroutines share a thread that sleeps for all of them, and that other events keep waking."""
     ch, busy = make(), Channel()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -286,8 +287,8 @@ def test_a_wait_for_several_channels_of_which_one_is_busy_learns_of_a_writers_de
 
 @pytest.mark.other_process
 @pytest.mark.one_machine("it polls for as long as the peer_timeout")
-def test_a_put_that_never_waits_learns_of_the_last_readers_death(make, spawn_peer):
-    """C5: nobody would read what it puts."""
+def test_nowait_put_learns_of_the_last_readers_death(make, spawn_peer):
+    """C5: its items would not be read."""
     ch = make(10**6)
     peer = spawn_peer(open_reader_and_stay, ch)
     wait_stats(ch, readers=1)
@@ -298,8 +299,8 @@ def test_a_put_that_never_waits_learns_of_the_last_readers_death(make, spawn_pee
 
 
 @pytest.mark.other_process
-def test_the_last_reader_killed_ends_it_for_writers(make, spawn_peer):
-    """C5: a writer that fills the channel gets Closed and does not wait for ever."""
+def test_kill_of_the_last_reader_closes_the_channel(make, spawn_peer):
+    """C5: a writer that fills the channel gets Closed and does not wait without end."""
     ch = make(2)
     peer = spawn_peer(open_reader_and_stay, ch)
     wait_stats(ch, readers=1)
@@ -309,7 +310,7 @@ def test_the_last_reader_killed_ends_it_for_writers(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_the_last_reader_killed_wakes_waiting_writers(make, spawn_peer):
+def test_kill_of_the_last_reader_wakes_waiting_writers(make, spawn_peer):
     """C5."""
     ch = make(1)
     reader = spawn_peer(open_reader_and_stay, ch)
@@ -325,8 +326,8 @@ def test_the_last_reader_killed_wakes_waiting_writers(make, spawn_peer):
 
 @pytest.mark.other_process
 @pytest.mark.one_machine("elsewhere one item is in hand at first")
-def test_the_items_in_the_hand_of_a_killed_reader_come_back(make, spawn_peer):
-    """C4, C5: to the front, in their order, so that the channel is as if the reader had never been there."""
+def test_items_of_a_killed_reader_return(make, spawn_peer):
+    """C4, C5: to the front, in order, as if the reader had never existed."""
     ch = make()
     ch.put_many(range(4))
     ch.close()

@@ -1,5 +1,7 @@
-"""C5 counted ends: the last writer's exit closes, the last reader's exit ends it for writers, however they
-exit. How it looks when a process ends without closing its port is in test_port_deaths.py."""
+"""C5 counted ends: the last writer or reader that leaves closes the channel, however it leaves.
+
+test_port_deaths.py tests processes that end without closing their ports.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from flowchan import Broken, Closed, Drained, Empty, Full
 
 
 def put_until_closed(ch):
-    """Puts 0, 1, 2, … and returns once a put has raised Closed."""
+    """Put 0, 1, 2, … until a put raises Closed."""
     for i in itertools.count():
         try:
             ch.put(i)
@@ -45,7 +47,7 @@ def test_ports_put_and_get_like_the_channel(make):
 
 
 def test_the_last_writer_closes(make):
-    """C5: and not one before it."""
+    """C5: earlier exits do not close it."""
     ch = make()
     first, second = ch.writer(), ch.writer()
     first.put(1)
@@ -57,8 +59,8 @@ def test_the_last_writer_closes(make):
     assert list(ch) == [1, 2]
 
 
-def test_the_last_reader_ends_it_for_writers(make):
-    """C5: their put raises Closed; and not one before."""
+def test_last_reader_that_leaves_closes_the_channel(make):
+    """C5: puts then raise Closed; earlier exits have no effect."""
     ch = make()
     first, second = ch.reader(), ch.reader()
     first.close()
@@ -82,8 +84,8 @@ def test_closing_a_port_twice_counts_once(make):
     assert ch.closed
 
 
-def test_a_closed_port_is_closed_though_the_channel_is_open(make):
-    """C5: who has left cannot put or get any more; to try is misuse, and no outcome of the channel."""
+def test_closed_port_of_an_open_channel_refuses_calls(make):
+    """C5: a closed port cannot put or get; trying is misuse, and not an outcome of the channel."""
     ch = make()
     out, other_out, into, other_in = ch.writer(), ch.writer(), ch.reader(), ch.reader()
     ch.put(1)
@@ -98,7 +100,7 @@ def test_a_closed_port_is_closed_though_the_channel_is_open(make):
 
 
 def test_leaving_the_with_block_closes_the_port(make):
-    """C5: at its end and by an exception."""
+    """C5: at the end of the block and by an exception."""
     ch = make()
     with ch.writer() as out, ch.reader() as into:
         out.put(1)
@@ -118,7 +120,7 @@ def test_leaving_the_with_block_closes_the_port(make):
 
 
 def test_dropping_a_port_closes_it(make):
-    """C5: however they exit, forgetting included."""
+    """C5: dropping the last reference is one way to leave."""
     ch = make()
     out = ch.writer()
     out.put(1)
@@ -132,7 +134,7 @@ def test_dropping_a_port_closes_it(make):
         ch.put(1)
 
 
-def test_a_channel_without_ports_counts_nobody(make):
+def test_channel_without_ports_does_not_close(make):
     """C5: plain put and get need no port and end nothing."""
     ch = make()
     ch.put(1)
@@ -152,7 +154,7 @@ def test_stats_count_the_ports(make):
 
 
 def test_the_last_writers_exit_wakes_waiting_readers(make, spawn_peer):
-    """C5: readers that wait learn the end."""
+    """C5: waiting readers learn of the end."""
     ch = make()
     out = ch.writer()
     peers = [spawn_peer(list, ch) for _ in range(2)]
@@ -162,7 +164,7 @@ def test_the_last_writers_exit_wakes_waiting_readers(make, spawn_peer):
 
 
 def test_the_last_readers_exit_wakes_waiting_writers(make, spawn_peer):
-    """C5: writers that wait learn that nobody will read."""
+    """C5: waiting writers learn that their items would not be read."""
     ch = make(1)
     into = ch.reader()
     ch.put("inside")
@@ -224,9 +226,8 @@ def test_a_port_on_a_broken_channel_raises_broken(make):
     into.close()
 
 
-def test_an_item_in_hand_keeps_the_channel_from_being_drained(make, spawn_peer):
-    """C4: a reading port leases its item until it asks for the next one or leaves; the item might come
-    back."""
+def test_leased_item_keeps_the_channel_from_being_drained(make, spawn_peer):
+    """C4: a reading port leases its item until the next request or its exit; the item might come back."""
     ch = make()
     ch.put("in hand")
     into = ch.reader()
@@ -244,8 +245,8 @@ def test_an_item_in_hand_keeps_the_channel_from_being_drained(make, spawn_peer):
         peer.result()
 
 
-def test_leaving_finishes_the_item_in_hand(make):
-    """C4: a reader that closes its port is done with what it got."""
+def test_closing_a_reading_port_finishes_its_item(make):
+    """C4: a reader that closes its port has finished its items."""
     ch = make()
     ch.put_many([1, 2, 3])
     ch.close()
@@ -257,8 +258,8 @@ def test_leaving_finishes_the_item_in_hand(make):
     assert list(ch) == [3]
 
 
-def test_iterating_a_reading_port(make):
-    """C5: as over the channel."""
+def test_iteration_over_a_reading_port_ends_when_drained(make):
+    """C5: like iterating over the channel."""
     ch = make()
     ch.put_many(range(5))
     ch.close()
@@ -266,8 +267,8 @@ def test_iterating_a_reading_port(make):
         assert list(into) == [0, 1, 2, 3, 4]
 
 
-def test_a_reader_that_leaves_by_an_exception_gives_its_items_back(make):
-    """C4, C5: it was not done with them."""
+def test_reader_that_leaves_by_an_exception_returns_its_items(make):
+    """C4, C5: it had not finished them."""
     ch = make()
     ch.put_many([1, 2, 3])
 
@@ -283,8 +284,8 @@ def test_a_reader_that_leaves_by_an_exception_gives_its_items_back(make):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)])
-def test_what_several_readers_give_back_comes_in_its_old_order(make, order):
-    """C2, C4: whoever leaves first."""
+def test_items_returned_by_several_readers_keep_their_order(make, order):
+    """C2, C4: in any order of the exits."""
     ch = make()
     ch.put_many(range(8))
     readers = [ch.reader() for _ in range(3)]

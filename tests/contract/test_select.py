@@ -1,5 +1,4 @@
-"""C10: ``select`` completes exactly one of several operations, fairly, over any mix of transports in one
-process."""
+"""C10: ``select`` completes exactly one of several operations, fairly, over any mix of transports."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from flowchan import Broken, Channel, Closed, Drained, Empty, Full, NothingReady
 
 MIXES = [*([transport] for transport in TRANSPORTS), *map(list, itertools.combinations(TRANSPORTS, 2))]
 ELSEWHERE = Transport("elsewhere", "hosts", peers=(), copies=True)
-"""Channels that have their home in another program."""
+"""Channels that another program owns."""
 FAR_MIXES = [[ELSEWHERE], [TRANSPORTS[0], ELSEWHERE]]
 
 
 def hold(told, over):
-    """Runs elsewhere: a home."""
+    """Own channels in another process."""
     mine = Channel(across="hosts")
     told.put(mine)
     with contextlib.suppress(Drained):
@@ -31,8 +30,10 @@ def hold(told, over):
 
 @pytest.fixture(scope="module", autouse=True)
 def elsewhere():
-    """A channel of another home, which makes others. The connection is there before a test looks at what
-    there is, and has said something."""
+    """Yield a channel of another owner, which makes further ones.
+
+    The connection is open and has been used before a test counts processes or threads.
+    """
     told, over = Channel(across="hosts"), Channel(across="hosts")
     home = HostPeer(hold, told, over)
     far = told.get()
@@ -51,7 +52,7 @@ def name(mix):
 
 @pytest.fixture(params=[*MIXES, *FAR_MIXES], ids=name)
 def several(request, elsewhere):
-    """``several(n, capacity)``: n channels of one transport, or of two in turn."""
+    """Return ``several(n, capacity)``, which makes n channels of one transport, or of two in turn."""
 
     def make(n, capacity=64):
         transports = itertools.islice(itertools.cycle(request.param), n)
@@ -64,8 +65,11 @@ def several(request, elsewhere):
 
 @pytest.fixture(params=MIXES, ids=name)
 def several_here(request):
-    """The same without those elsewhere: what a port has of them is no test of select, and a hundred of them
-    make a connection take more memory."""
+    """Return the same without remote channels.
+
+    Ports of remote channels are not tests of select, and a hundred of them make a connection take more
+    memory.
+    """
 
     def make(n, capacity=64):
         return [request.param[i % len(request.param)].make(capacity) for i in range(n)]
@@ -74,7 +78,7 @@ def several_here(request):
 
 
 def counts(channels):
-    """How much has happened to the channels: exactly one of it may, for one select."""
+    """Return how many operations the channels have had. One select must add exactly one."""
     return sum(ch.stats().items_in + ch.stats().items_out for ch in channels)
 
 
@@ -88,7 +92,7 @@ def test_select_gets_from_the_channel_that_has_an_item(several):
     assert select([a, b, c]) == Selected(b, "item", put=False)
 
 
-def test_select_puts_into_the_channel_that_has_a_place(several):
+def test_select_puts_into_the_channel_with_room(several):
     """C10."""
     a, b = several(2, capacity=1)
     a.put("old")
@@ -97,7 +101,7 @@ def test_select_puts_into_the_channel_that_has_a_place(several):
 
 
 def test_exactly_one_of_many_possible_operations_is_done(several):
-    """C10: gets and puts that could all be done at once."""
+    """C10: several gets and puts are possible at once."""
     channels = several(6)
     for ch in channels[:3]:
         ch.put_many(range(10))
@@ -108,7 +112,7 @@ def test_exactly_one_of_many_possible_operations_is_done(several):
 
 
 def test_a_channel_may_be_read_and_written_by_one_select(several):
-    """C10: an empty channel can only be put into, a full one only be got from."""
+    """C10: an empty channel allows only a put, and a full one only a get."""
     (ch,) = several(1, capacity=1)
     assert select([ch], puts=[(ch, "in")]).put
     assert select([ch], puts=[(ch, "in")]) == Selected(ch, "in", put=False)
@@ -123,7 +127,7 @@ def test_none_is_an_item_like_any_other(several):
 
 
 def test_ports_are_selected_like_channels(several_here):
-    """C5, C10: what came through a port is on lease until the port is asked again."""
+    """C5, C10: an item of a port is leased until the next request."""
     a, b = several_here(2)
     reader, writer = a.reader(), b.writer()
     a.put_many([1, 2])
@@ -137,7 +141,7 @@ def test_ports_are_selected_like_channels(several_here):
     assert b.closed
 
 
-def test_an_item_that_cannot_be_sent_raises_at_the_caller_and_puts_nothing():
+def test_select_raises_for_an_item_that_cannot_be_sent():
     """C10, C13."""
     ch = Channel(across="processes")
     with pytest.raises(TypeError, match="can't be pickled"):
@@ -146,14 +150,14 @@ def test_an_item_that_cannot_be_sent_raises_at_the_caller_and_puts_nothing():
 
 
 @pytest.mark.parametrize("gets", [[3], [None], ["channel"]])
-def test_what_is_no_channel_is_named(gets):
+def test_select_names_an_argument_of_another_type(gets):
     """C10."""
     with pytest.raises(TypeError, match="select gets from channels and In ports"):
         select(gets)
 
 
-def test_a_channel_in_place_of_a_list_is_refused_and_keeps_its_items(several_here):
-    """C10: iterating over it would take them."""
+def test_select_refuses_a_channel_in_place_of_a_list(several_here):
+    """C10: iterating over it would take its items."""
     (ch,) = several_here(1)
     check_that_no_list_is_refused(ch)
 
@@ -166,7 +170,7 @@ def check_that_no_list_is_refused(ch):
     assert len(ch) == 1
 
 
-def test_ends_are_not_mixed_up(several_here):
+def test_select_refuses_ports_of_the_wrong_side(several_here):
     """C10."""
     (ch,) = several_here(1)
     check_that_ends_are_not_mixed_up(ch)
@@ -186,7 +190,7 @@ def test_select_takes_1_to_128_operations(several_here, number):
         select(several_here(number), timeout=0)
 
 
-def test_128_channels_at_once(several_here):
+def test_select_waits_on_128_channels(several_here):
     """C10."""
     channels = several_here(128)
     with pytest.raises(NothingReady):
@@ -200,8 +204,8 @@ def test_128_channels_at_once(several_here):
 
 
 @pytest.mark.parametrize("timeout", [0, 0.02])
-def test_when_the_time_is_over_nothing_was_done(several, timeout):
-    """C7, C10: what it raises is an Empty and a Full, so both ways of catching it work."""
+def test_select_that_times_out_does_nothing(several, timeout):
+    """C7, C10: the error is an Empty and a Full, so both ways of catching it work."""
     a, b = several(2, capacity=1)
     b.put("old")
     for kind in (NothingReady, Empty, Full, TimeoutError):
@@ -212,7 +216,7 @@ def test_when_the_time_is_over_nothing_was_done(several, timeout):
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "1", True])
-def test_a_timeout_that_is_none_is_refused(several, timeout):
+def test_invalid_select_timeout_is_refused(several, timeout):
     """C7, C10."""
     with pytest.raises(ValueError, match="timeout must be"):
         select(several(2), timeout=timeout)
@@ -243,7 +247,7 @@ def test_a_closed_channel_that_still_holds_items_is_read(several):
 
 
 def test_a_put_into_a_closed_channel_raises_closed(several):
-    """C3, C10: it is the caller's mistake, whatever else could be done only later."""
+    """C3, C10: this is the caller's mistake, even if other operations may become possible later."""
     a, b = several(2)
     b.close()
     with pytest.raises(Closed):
@@ -260,8 +264,8 @@ def test_a_broken_channel_raises_broken_from_its_cause(several):
 
 
 @pytest.mark.parametrize(("end", "raised"), [("close", Drained), ("abort", Broken)])
-def test_an_end_wakes_a_waiting_select(several, end, raised):
-    """C3, C6, C10: close ends it when nothing else is left, abort at once."""
+def test_close_or_abort_wakes_a_waiting_select(several, end, raised):
+    """C3, C6, C10: close ends it if no other operation is left, abort at once."""
     a, b = several(2)
     a.close()
     waiting = ThreadPeer(select, [a, b])
@@ -292,13 +296,13 @@ def check_that_a_closed_port_is_refused(ch):
     "check",
     [check_that_no_list_is_refused, check_that_ends_are_not_mixed_up, check_that_a_closed_port_is_refused],
 )
-def test_of_ports_to_elsewhere_the_same_are_refused(check):
+def test_select_refuses_the_same_mistakes_with_remote_ports(check):
     """C5, C10."""
     ch = Channel(across="hosts")
     HostPeer(check, ch).result()
 
 
-def test_a_port_closed_while_a_select_waits_in_it_ends_the_select(several_here):
+def test_closing_a_port_ends_a_select_that_waits_on_it(several_here):
     """C5, C10."""
     a, b = several_here(2)
     keep, reader = a.reader(), a.reader()
@@ -314,9 +318,9 @@ def test_a_port_closed_while_a_select_waits_in_it_ends_the_select(several_here):
 # waking
 
 
-def test_a_select_that_used_another_channel_passes_its_wake_up_on(several):
-    """C8, C10: beside it a plain reader waits, which must not sleep beside the item that the select did not
-    take."""
+def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
+    """C8, C10: a plain reader also waits, and must not sleep while the item that select did not take is
+    available."""
     for _ in range(100):
         a, b = several(2)
         plain = ThreadPeer(a.get)
@@ -336,8 +340,8 @@ def test_a_select_that_used_another_channel_passes_its_wake_up_on(several):
 # fairness and totals
 
 
-def test_of_several_ready_channels_each_is_chosen_about_equally_often(several):
-    """C10: 900 choices among three; each one's share is 300 within eight standard deviations."""
+def test_ready_channels_are_chosen_about_equally_often(several):
+    """C10: 900 choices among three; each share is 300 within eight standard deviations."""
     channels = several(3, capacity=1_000)
     for ch in channels:
         ch.put_many(range(900))
@@ -348,8 +352,8 @@ def test_of_several_ready_channels_each_is_chosen_about_equally_often(several):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("before", [2, 8])
-def test_channels_that_are_not_ready_favour_none_of_those_that_are(several, before):
-    """C10: each of two ready ones behind empty ones has half of 900 choices, within eight standard
+def test_empty_channels_do_not_bias_the_choice(several, before):
+    """C10: two ready channels after empty ones have half of 900 choices each, within eight standard
     deviations."""
     channels = several(before + 2, capacity=1_000)
     for ch in channels[before:]:
@@ -358,9 +362,8 @@ def test_channels_that_are_not_ready_favour_none_of_those_that_are(several, befo
     assert 330 < chosen[before] < 570, chosen
 
 
-def test_a_select_that_does_not_wait_misses_no_item_on_its_way(several, make_gate):
-    """C10: one channel or the other has an item at every moment; looking at them one after the other must not
-    miss it."""
+def test_select_without_waiting_does_not_miss_a_moving_item(several, make_gate):
+    """C10: one of two channels has an item at every moment; checking them in turn must not miss it."""
     here, there = channels = several(2)
     here.put("item")
     gate = make_gate(1)
@@ -393,9 +396,8 @@ def test_gets_and_puts_are_chosen_about_equally_often(several):
     assert 200 < puts < 400
 
 
-def test_no_item_is_lost_or_taken_twice_by_many_selects_at_once(several, long_walk):
-    """C8, C10: selecting readers and selecting writers over the same channels; every item is accounted
-    for."""
+def test_many_concurrent_selects_take_each_item_once(several, long_walk):
+    """C8, C10: selecting readers and writers use the same channels, and every item is accounted for."""
     channels, each, parties = several(3, capacity=2), 600 if long_walk else 200, 4
 
     def write(number):

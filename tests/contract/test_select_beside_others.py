@@ -1,5 +1,4 @@
-"""C8 to C11 for ``select`` beside other threads and processes: who wakes it, interrupts it, shares with it,
-or kills it."""
+"""C8 to C11: ``select`` with other threads and processes that wake, interrupt, compete with or kill it."""
 
 from __future__ import annotations
 
@@ -21,8 +20,9 @@ from flowchan import Channel, Drained, NothingReady, Selected, select
 
 @pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])
 @pytest.mark.parametrize("chosen", [0, 1])
-def test_a_put_elsewhere_wakes_a_waiting_select(kind, chosen):
-    """C8, C10: from another thread for each transport, from another process for one that reaches it."""
+def test_put_by_another_thread_or_process_wakes_a_select(kind, chosen):
+    """C8, C10: from another thread for each transport, and from another process if the transport reaches
+    it."""
     channels = [Channel(across="processes"), Channel(across="threads" if kind is ThreadPeer else "processes")]
     waiting = ThreadPeer(select, channels)
     for ch in channels:
@@ -34,7 +34,7 @@ def test_a_put_elsewhere_wakes_a_waiting_select(kind, chosen):
 
 
 @pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])
-def test_a_get_elsewhere_wakes_a_select_that_waits_to_put(kind):
+def test_get_by_another_thread_wakes_a_select_to_put(kind):
     """C8, C10."""
     channels = [
         Channel(1, across="processes"),
@@ -52,7 +52,7 @@ def test_a_get_elsewhere_wakes_a_select_that_waits_to_put(kind):
 
 @pytest.mark.parametrize("across", [pytest.param(one.across, id=one.name) for one in TRANSPORTS])
 def test_ctrl_c_interrupts_a_waiting_select(across):
-    """C9, C10: nothing was done, nobody waits, and the channels work as before."""
+    """C9, C10: nothing was done, no call waits, and the channels work as before."""
     text = f"""
 import threading
 from support.waiting import nobody_waits, wait_blocked
@@ -84,9 +84,8 @@ except KeyboardInterrupt:
     assert script.returncode == 0
 
 
-def test_selects_beside_plain_calls_and_other_processes():
-    """C8, C10: selecting and plain readers share the items that processes and threads put; timeouts take
-    part."""
+def test_selects_share_items_with_plain_calls_and_processes():
+    """C8, C10: selects with timeouts and plain readers share the items that processes and threads put."""
     shared, local = Channel(3, across="processes"), Channel(3)
     each = 500
 
@@ -113,8 +112,8 @@ def test_selects_beside_plain_calls_and_other_processes():
     assert set(taken.values()) == {1}
 
 
-def test_a_process_killed_while_it_selects_is_forgotten():
-    """C10, C11: it takes no wake-up with it, and it is no longer counted among those that wait."""
+def test_process_killed_in_select_leaves_no_waiter():
+    """C10, C11: it takes no wake-up with it, and no longer counts as a waiter."""
     a, b = Channel(across="processes"), Channel(across="processes")
     peer = ProcessPeer(select, [a, b])
     wait_blocked(a, readers=1)

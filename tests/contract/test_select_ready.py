@@ -1,4 +1,4 @@
-"""C10: ``select(ready=...)`` chooses a channel of which a get would not wait, and takes nothing."""
+"""C10: ``select(ready=...)`` chooses a channel on which a get would not wait, and takes nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flowchan import Broken, Channel, NothingReady, Selected, select
 
 
 def moved(channel):
-    """How many items have gone in and come out."""
+    """Return the numbers of items that have gone in and out."""
     stats = channel.stats()
     return stats.items_in, stats.items_out
 
 
-def test_a_channel_is_ready_when_an_item_is_inside_and_keeps_it(make):
+def test_ready_channel_keeps_its_item(make):
     """C10."""
     a, b = make(1), make(1)
     with pytest.raises(NothingReady, match="none of 2 operations"):
@@ -26,8 +26,8 @@ def test_a_channel_is_ready_when_an_item_is_inside_and_keeps_it(make):
     assert (b.get(), sum(moved(a))) == ("item", 0)
 
 
-def test_a_drained_channel_is_ready_and_one_whose_last_item_may_come_back_is_not(make):
-    """C4, C10: the item is out on lease."""
+def test_drained_channel_is_ready_but_not_with_a_leased_item(make):
+    """C4, C10: the item is leased."""
     ch = make(1)
     keep, reader = ch.reader(), ch.reader()
     ch.put(1)
@@ -41,8 +41,8 @@ def test_a_drained_channel_is_ready_and_one_whose_last_item_may_come_back_is_not
 
 
 @pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])
-def test_closing_one_channel_ends_every_select_that_looks_at_it(kind):
-    """C3, C10: some wait for items, some for a place."""
+def test_closing_a_channel_ends_all_selects_on_ready(kind):
+    """C3, C10: some selects wait for items, others for room."""
     across = "threads" if kind is ThreadPeer else "processes"
     work, full, stop = Channel(across=across), Channel(1, across=across), Channel(1, across=across)
     full.put("old")
@@ -58,8 +58,8 @@ def test_closing_one_channel_ends_every_select_that_looks_at_it(kind):
     assert nobody_waits(work, full, stop)
 
 
-def test_who_only_looks_passes_an_item_on_to_who_takes_it(make):
-    """C8, C10: a plain reader does not sleep beside an item that others have looked at."""
+def test_select_on_ready_leaves_the_item_to_a_reader(make):
+    """C8, C10: a plain reader does not sleep while an item that others have looked at is available."""
     for _ in range(30):
         ch = make(1)
         looking = [ThreadPeer(lambda ch=ch: select(ready=[ch])) for _ in range(2)]
@@ -68,13 +68,13 @@ def test_who_only_looks_passes_an_item_on_to_who_takes_it(make):
         wait_blocked(ch, readers=3)
         ch.put("item")
         assert plain.result() == "item"
-        ch.close()  # one may not have looked before it was taken
+        ch.close()  # one select may not have looked before the item was taken
         for looker in looking:
             looker.result()
         assert nobody_waits(ch)
 
 
-def test_looking_raises_what_the_channel_was_broken_with(make):
+def test_select_on_ready_raises_the_cause_of_a_break(make):
     """C6, C10."""
     ch = make(1)
     waiting = ThreadPeer(lambda: select(ready=[ch]))
@@ -85,8 +85,8 @@ def test_looking_raises_what_the_channel_was_broken_with(make):
     assert isinstance(caught.value.__cause__, LookupError)
 
 
-def test_who_looks_names_channels(make):
-    """C10: a port has an item in hand, which its next get finishes; a channel would be iterated over."""
+def test_ready_accepts_only_a_list_of_channels(make):
+    """C10: the next get of a port would finish its leased item; a channel would be iterated over."""
     ch = make(1)
     with ch.reader() as reader:
         for wrong in (ch, [reader], reader, ["channel"]):

@@ -1,4 +1,4 @@
-"""Many parties at once, started from a barrier, ending in exact totals (C1, C3, C4, C5, C8, C14)."""
+"""Many users start at a barrier and end in exact totals (C1, C3, C4, C5, C8, C14)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from support.waiting import wait_until
 from flowchan import Closed, Drained
 
 SHAPES = {"spsc": (1, 1), "mpsc": (4, 1), "spmc": (1, 4), "mpmc": (4, 4)}
-ITEMS, FEWER = 8_000, 3_200  # over all writers together; all of them with --long
+ITEMS, FEWER = 8_000, 3_200  # of all writers together; the larger number with --long
 
 
 def write(ch, gate, number, count, how):
-    """Puts (number, 0), (number, 1), … through a port of its own, which the gate makes sure all hold by
-    then."""
+    """Put (number, 0), (number, 1), … through a port. The gate opens when all writers have one."""
     with ch.writer() as out:
         gate.arrive()
         if how == "many":
@@ -28,8 +27,10 @@ def write(ch, gate, number, count, how):
 
 
 def read(ch, gate, how, in_order=True):
-    """Takes what it gets until the end. Returns a count per writer, and a sum, after checking each writer's
-    order."""
+    """Take items until the end, and return a count per writer and a sum.
+
+    The order of each writer's items is checked, unless ``in_order`` is false.
+    """
     last: Counter[int] = Counter()
     counts: Counter[int] = Counter()
     total = 0
@@ -62,8 +63,10 @@ def into_batches(into):
 def test_every_item_is_got_once_and_in_its_writers_order(
     make, spawn_peer, make_gate, peer_kind, shape, capacity, how, long_walk
 ):
-    """C1, C4, C5, C8: single-capacity channels wake for each item; large ones run free. What was called back
-    from one of several readers elsewhere may come after later items."""
+    """C1, C4, C5, C8: channels of capacity 1 wake for each item, and large ones rarely.
+
+    An item recalled from one of several remote readers may come after later items.
+    """
     writers, readers = SHAPES[shape]
     items = ITEMS if long_walk else FEWER
     each = items // writers // (4 if capacity == 1 else 1)
@@ -91,7 +94,7 @@ def test_every_item_is_got_once_and_in_its_writers_order(
 
 @pytest.mark.copying
 def test_items_of_every_size_keep_their_content(make, spawn_peer, make_gate):
-    """C1: sizes from nothing to many times the channel's memory, from several writers at once."""
+    """C1: several writers put sizes from nothing to many times the channel's memory."""
     ch = make(16)
     gate = make_gate(3)
     sizes = [0, 1, 100, 4_096, 70_000, 3, 1_000_000, 17, 65_536]
@@ -115,8 +118,8 @@ def test_items_of_every_size_keep_their_content(make, spawn_peer, make_gate):
     assert seen == {0: 60, 1: 60, 2: 60}
 
 
-def test_channel_through_channel(make, spawn_peer, make_gate, transport):
-    """C14: channels are made, sent, filled, closed and drained by different parties, many times over."""
+def test_many_channels_pass_through_channels(make, spawn_peer, make_gate, transport):
+    """C14: different users make, send, fill, close and drain channels, many times over."""
     rounds, items = 40, 25
     requests = make(4)
     gate = make_gate(3)
@@ -141,8 +144,8 @@ def test_channel_through_channel(make, spawn_peer, make_gate, transport):
     assert sum(server.result() for server in servers) == rounds
 
 
-def test_a_ring_of_stages_passes_everything_around(make, spawn_peer):
-    """C1, C4, C5: a chain of small channels drains by itself when its first one closes."""
+def test_chain_of_stages_drains_from_its_first_channel(make, spawn_peer):
+    """C1, C4, C5: a chain of small channels drains when its first one closes."""
     stages, items = 5, 1_000
     chain = [make(2) for _ in range(stages + 1)]
 
@@ -159,7 +162,7 @@ def test_a_ring_of_stages_passes_everything_around(make, spawn_peer):
 
 
 def test_close_races_with_writers_and_readers(make, spawn_peer, make_gate, long_walk):
-    """C3, C4: whatever was put before the close is read, and whatever was not put raised Closed."""
+    """C3, C4: all items put before the close are read, and all other puts raised Closed."""
     for _ in range(10 if long_walk else 3):
         ch = make(4)
         gate = make_gate(4)

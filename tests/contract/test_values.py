@@ -36,7 +36,7 @@ class Record:
 
 
 class Text(str):
-    """A subclass of a built-in: its type must survive."""
+    """Subclass of a built-in type, which must arrive as the same type."""
 
 
 class Whole(int):
@@ -48,7 +48,7 @@ class Pair(tuple):
 
 
 def same(sent: Any, arrived: Any) -> bool:
-    """Equal, of the same type, all the way down; floats bit for bit."""
+    """Return whether two values and all their parts are equal and of the same type; floats bit for bit."""
     if type(sent) is not type(arrived):
         return False
     if isinstance(sent, float):
@@ -153,7 +153,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_values_arrive_as_they_were_sent(make, group):
-    """Each value by itself: equal, and of the same type."""
+    """Each value alone: equal, and of the same type."""
     ch = make(1)
     for sent in GROUPS[group]:
         ch.put(sent)
@@ -182,7 +182,7 @@ def test_values_go_through_a_peer_and_back(make, spawn_peer, group):
 
 
 def test_singletons_keep_their_identity(make):
-    """None, True, False and what else exists once."""
+    """None, True, False and other objects that exist once."""
     ch = make()
     for value in (None, True, False, NotImplemented, ..., Colour.RED):
         ch.put(value)
@@ -197,8 +197,8 @@ def test_a_bool_is_not_an_int(make):
     assert [type(value) for value in ch.get()] == [bool, int, bool, int]
 
 
-def test_the_same_object_twice_in_an_item_is_one_object_there(make):
-    """Identity inside one item is kept by whatever pickle would keep it for: mutable parts."""
+def test_object_twice_in_an_item_arrives_as_one_object(make):
+    """The identity inside one item is kept for the objects for which pickle keeps it: mutable parts."""
     shared = [1]
     ch = make()
     ch.put({"first": shared, "second": shared})
@@ -206,7 +206,7 @@ def test_the_same_object_twice_in_an_item_is_one_object_there(make):
     assert item["first"] is item["second"]
 
 
-def test_an_item_that_contains_itself(make):
+def test_item_that_contains_itself_arrives(make):
     ch = make()
     loop: list[Any] = [1]
     loop.append(loop)
@@ -215,8 +215,8 @@ def test_an_item_that_contains_itself(make):
     assert arrived[1] is arrived
 
 
-def test_a_tuple_that_contains_itself_by_a_list(make):
-    """Not a small tuple of built-ins, so not for the direct encoding."""
+def test_tuple_that_contains_itself_through_a_list_arrives(make):
+    """This is not a small tuple of built-ins, so the direct encoding must not take it."""
     ch = make()
     inner: list[Any] = []
     loop = (inner,)
@@ -227,8 +227,8 @@ def test_a_tuple_that_contains_itself_by_a_list(make):
 
 
 @pytest.mark.copying
-def test_tuples_nested_deeper_than_any_stack(make):
-    """An error that one can read, which puts nothing, and never a crash."""
+def test_too_deeply_nested_tuple_raises_a_readable_error(make):
+    """The put must raise a readable error and put nothing, and never crash."""
     deep: Any = ()
     for _ in range(100_000):
         deep = (deep,)
@@ -237,11 +237,11 @@ def test_tuples_nested_deeper_than_any_stack(make):
         ch.put(deep)
     assert len(str(caught.value)) < 2_000
     assert len(ch) == 0
-    while deep:  # taken apart from outside, for the sake of the interpreter that frees it
+    while deep:  # taken apart from outside, because freeing it could overflow the interpreter's stack
         deep = deep[0]
 
 
-def test_functions_of_the_place_cross(make, spawn_peer):
+def test_local_functions_arrive(make, spawn_peer):
     """Lambdas, closures and local classes, which plain pickle refuses."""
     calls, results = make(), make()
     factor = 3
@@ -263,8 +263,8 @@ def test_functions_of_the_place_cross(make, spawn_peer):
 
 
 @pytest.mark.copying
-def test_what_arrives_is_a_copy(make):
-    """Changing what was sent changes nothing that was put."""
+def test_item_between_processes_is_a_copy(make):
+    """Changing the sent object must not change the item."""
     ch = make()
     sent, array, raw = [1, 2], np.arange(100_000), bytearray(b"abc" * 50_000)
     ch.put_many([sent, array, raw])
@@ -278,8 +278,8 @@ def test_what_arrives_is_a_copy(make):
 
 
 @pytest.mark.copying
-def test_an_arrived_array_stays_what_it_is(make):
-    """It is read-only, and the same while the channel goes on and when it is gone."""
+def test_received_array_stays_unchanged(make):
+    """It is read-only, and does not change while the channel continues or after its end."""
     ch = make(2)
     ch.put(np.arange(200_000))
     arrived = ch.get()
@@ -293,7 +293,7 @@ def test_an_arrived_array_stays_what_it_is(make):
 
 
 def test_the_object_itself_crosses_between_threads(transport):
-    """No copy where none is needed."""
+    """No copy is made where none is needed."""
     ch = transport.make()
     sent = [object()] if not transport.copies else [1]
     ch.put(sent)
@@ -320,10 +320,10 @@ VALUES = st.recursive(
 
 
 def test_any_values_arrive_as_they_were_sent(transport, long_walk):
-    """Whatever small built-ins are nested in whatever way, one by one and in batches."""
+    """Small built-ins with any nesting, one by one and in batches."""
     examples = 150 if long_walk else 50
 
-    slow = [HealthCheck.too_slow]  # of the machine it tells, not of the test
+    slow = [HealthCheck.too_slow]  # it depends on the machine, not on the test
 
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=slow)
     @given(values=st.lists(VALUES, min_size=1, max_size=8))

@@ -1,4 +1,4 @@
-"""C8: k items wake k waiting readers, nobody sleeps beside an available item, nobody starves."""
+"""C8: k items wake k waiting readers, no reader sleeps while an item is available, and none starves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ K = 4
 
 
 def test_each_item_wakes_one_reader(make, spawn_peer):
-    """C8: one for one; the others go on waiting."""
+    """C8: the others continue to wait."""
     ch, done = make(), make()
     peers = [spawn_peer(lambda: done.put(ch.get())) for _ in range(K)]
     wait_blocked(ch, readers=K)
@@ -34,7 +34,7 @@ def test_k_items_at_once_wake_k_readers(make, spawn_peer):
 
 
 def test_a_batch_of_k_items_wakes_k_readers(make, spawn_peer):
-    """C8: a batch put too."""
+    """C8: also by one batch put."""
     ch = make()
     peers = [spawn_peer(ch.get) for _ in range(K)]
     wait_blocked(ch, readers=K)
@@ -43,7 +43,7 @@ def test_a_batch_of_k_items_wakes_k_readers(make, spawn_peer):
 
 
 def test_fewer_items_than_readers_leave_the_others_waiting(make, spawn_peer):
-    """C8: exactly k wake."""
+    """C8: exactly k readers wake."""
     ch, done = make(), make()
     peers = [spawn_peer(lambda: done.put(ch.get())) for _ in range(K)]
     wait_blocked(ch, readers=K)
@@ -56,8 +56,8 @@ def test_fewer_items_than_readers_leave_the_others_waiting(make, spawn_peer):
         peer.result()
 
 
-def test_k_places_wake_k_writers(make, spawn_peer):
-    """C8, on the other side: by single gets."""
+def test_k_gets_wake_k_writers(make, spawn_peer):
+    """C8 for writers, with single gets."""
     ch = make(K)
     ch.put_many(["old"] * K)
     peers = [spawn_peer(ch.put, i) for i in range(K)]
@@ -68,8 +68,8 @@ def test_k_places_wake_k_writers(make, spawn_peer):
     assert sorted(ch.get_many(K)) == list(range(K))
 
 
-def test_a_batch_of_k_places_wakes_k_writers(make, spawn_peer):
-    """C8, on the other side: by one batch get."""
+def test_get_many_of_k_items_wakes_k_writers(make, spawn_peer):
+    """C8 for writers, with one batch get."""
     ch = make(K)
     ch.put_many(["old"] * K)
     peers = [spawn_peer(ch.put, i) for i in range(K)]
@@ -80,8 +80,8 @@ def test_a_batch_of_k_places_wakes_k_writers(make, spawn_peer):
     assert sorted(ch.get_many(K)) == list(range(K))
 
 
-def test_one_large_place_wakes_every_writer_whose_item_fits(make, spawn_peer):
-    """C8: under ``max_bytes`` one read can make room for many items."""
+def test_get_of_a_large_item_wakes_every_fitting_writer(make, spawn_peer):
+    """C8: with ``max_bytes``, one get can make room for many items."""
     ch = make(100, max_bytes=100_000)
     ch.put(bytes(90_000))
     peers = [spawn_peer(ch.put, bytes(20_000)) for _ in range(K)]
@@ -92,7 +92,7 @@ def test_one_large_place_wakes_every_writer_whose_item_fits(make, spawn_peer):
     assert len(ch) == K
 
 
-def test_readers_and_writers_hand_over_through_one_place(make, spawn_peer):
+def test_readers_and_writers_alternate_at_capacity_1(make, spawn_peer):
     """C8: with capacity 1 every item needs a wake-up on each side, and none is lost."""
     ch = make(1)
 
@@ -112,8 +112,8 @@ def test_readers_and_writers_hand_over_through_one_place(make, spawn_peer):
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_no_reader_starves(make, spawn_peer, batch):
-    """C8: each of several readers gets its items while the others keep taking. Ends only when all were
-    served."""
+    """C8: each of several readers gets items while the others keep taking. The test ends when all have
+    some."""
     ch, served = make(2), make()
 
     def read():
@@ -136,8 +136,8 @@ def test_no_reader_starves(make, spawn_peer, batch):
 
 
 def test_no_writer_starves(make, spawn_peer):
-    """C8: each of several writers gets its items in while the others keep putting. Ends only when all were
-    served."""
+    """C8: each of several writers puts items while the others keep putting. The test ends when all have put
+    some."""
     ch = make(2)
 
     def write(number):
@@ -156,9 +156,8 @@ def test_no_writer_starves(make, spawn_peer):
         writer.result()
 
 
-def test_linearizable(make, spawn_peer, make_gate):
-    """C1, C8: after an own put there is at least one item for an own get, so no call ever waits for another
-    peer."""
+def test_get_after_an_own_put_never_blocks(make, spawn_peer, make_gate):
+    """C1, C8: after its own put a peer always finds an item, so no call ever waits for another peer."""
     peers, rounds = 4, 300
     ch = make(peers)
     gate = make_gate(peers)
@@ -177,8 +176,8 @@ def test_linearizable(make, spawn_peer, make_gate):
 
 
 @pytest.mark.one_machine("it would start forty programs")
-def test_a_waiting_reader_uses_what_many_putters_leave(make, spawn_peer, make_gate):
-    """C8: nobody sleeps beside an available item, whoever put it and however the wake-ups cross."""
+def test_reader_does_not_sleep_while_an_item_is_available(make, spawn_peer, make_gate):
+    """C8: this holds for items of any writer, and however the wake-ups cross."""
     ch = make(1)
     for _ in range(20):
         gate = make_gate(2)
@@ -200,8 +199,8 @@ def test_counts_of_waiting_parties_return_to_zero(make, spawn_peer):
     wait_until(lambda: ch.stats().waiting_readers == 0 and ch.stats().waiting_writers == 0)
 
 
-def test_a_waiter_that_can_not_go_on_holds_up_nobody_who_can(make, spawn_peer):
-    """C8: a large item waits for room that it never finds, woken again and again; small ones pass it by."""
+def test_writer_of_a_large_item_does_not_delay_small_ones(make, spawn_peer):
+    """C8: a large item waits for room that it never finds and wakes repeatedly; small ones pass it."""
     ch = make(100, max_bytes=100_000)
     ch.put_many([bytes(1_000)] * 20)
     large = spawn_peer(ch.put, bytes(90_000))

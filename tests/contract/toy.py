@@ -1,6 +1,8 @@
-"""A toy transport, to show that a new one is one entry and nothing else: channels of one process, but every
-item
-goes through the codec, as between hosts. ``pytest -p toy -k toy tests/contract`` runs the contract on it."""
+"""Toy transport, which shows that a new transport is one entry and nothing else.
+
+Its channels belong to one process, but every item goes through the codec, as between hosts. ``pytest -p toy
+-k toy tests/contract`` runs the contract on it.
+"""
 
 import transports
 

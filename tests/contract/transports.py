@@ -1,5 +1,4 @@
-"""The transports that the contract suite runs over. A new transport is one more entry here, and nothing
-else."""
+"""Transports that the contract suite runs on. A new transport is one more entry here, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,10 +11,12 @@ from flowchan import Channel
 
 @dataclass(frozen=True)
 class Transport:
-    """One transport under test. ``make(capacity=64, **options)`` makes a channel of it, as ``across`` does
-    in a
-    program of its own; ``peers`` says where the other party of a test may run ("thread", "process", "host");
-    ``copies`` tells whether items arrive as copies, and ``devices`` whether memory on a device does."""
+    """Transport under test.
+
+    ``make(capacity=64, **options)`` makes a channel of it, like ``across`` in a user's program. ``peers``
+    names where the peer of a test may run ("thread", "process", "host"). ``copies`` states whether items
+    arrive as copies, and ``devices`` whether device memory does.
+    """
 
     name: str
     across: str

@@ -1,5 +1,4 @@
-"""How the crash tests make a worker die at a chosen point: it asks there, and is killed as often as was
-said."""
+"""Points at which the crash tests kill a worker."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from flowchan import Channel, Closed, Run, StageStats
 
 
 class Deaths:
-    """``at(point)`` kills the calling process with SIGKILL the first ``times`` times that a worker comes to
-    that point."""
+    """Kill the calling process with SIGKILL the first ``times`` times that a worker reaches a point."""
 
     def __init__(self, *points: object, times: int = 1) -> None:
         self.total = len(points) * times
@@ -33,5 +31,5 @@ class Deaths:
 
 
 def stage_of(run: Run, name: str) -> StageStats:
-    """The statistics of one stage now."""
+    """Return the present statistics of one stage."""
     return next(stage for stage in run.stats().stages if stage.name == name)

@@ -1,11 +1,10 @@
-"""Random graphs, whose worker processes are killed at random, compared exactly with a plain sequential
-computation.
+"""Random graphs with random kills of their workers, compared exactly with a sequential computation.
 
     python -m tests.deaths.soak --minutes 10 --seed 1
 
-Each graph comes from the seed and its number alone, so a failure is found again with ``--seed S --graph N``
-(the kills come at other moments, though). The items are numbers with a payload; every stage is a function of
-its item, so what must come out is known. A run in which nothing moves for ``STALL`` seconds is a hang.
+The seed and the number determine each graph, so ``--seed S --graph N`` repeats a failure, but with kills at
+other moments. The items are numbers with a payload. Every stage is a function of its item, so the correct
+output is known. A run without progress for ``STALL`` seconds is a hang.
 """
 
 from __future__ import annotations
@@ -29,21 +28,22 @@ from flowchan.run.policy import decisions
 from tests.support.gangs import in_step
 
 STALL = 60.0
-"""Seconds without any movement that count as a hang."""
+"""Seconds without progress that count as a hang."""
 MOST_KILLS = 3
-"""Kills after which something must have moved before the next one: dying faster than starting gets nobody
-anywhere."""
+"""Kills without progress, after which the next kill waits for progress. Workers that die faster than they
+start never finish."""
 ENDLESS = 10**9
 """A limit that the random deaths of a soak never reach."""
 
 Item = tuple[int, bytes]
 
 
-# --- what the stages do; all of it a function of the item ---
+# --- Stage functions, which depend only on the item ---
 
 
 def payload_of(number: int) -> bytes:
-    """Mostly nothing; every ninth item has a block in shared memory, every 50th a large one."""
+    """Return nothing for most items, a block in shared memory for every ninth, and a large one for every
+    50th."""
     return bytes(number % 251 for _ in range(1)) * (
         20_000 if number % 50 == 3 else 500 if number % 9 == 1 else 0
     )
@@ -95,7 +95,7 @@ def parted(rounds: Reduced) -> tuple[Item, ...]:
 
 
 def slow(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same with some work, so that many deaths come with an item in hand."""
+    """Return the function with some extra work, so that many deaths come during an item."""
 
     def work(item: Any) -> Any:
         until = time.perf_counter() + 0.000_5
@@ -106,22 +106,22 @@ def slow(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return work
 
 
-# --- graphs ---
+# --- Graphs ---
 
 
 @dataclass
 class Case:
-    """One random graph with what must come out of it."""
+    """Random graph with its correct output."""
 
     graph: Graph
     out: Stream
     expected: list[Item]
     ordered: bool
     text: str
-    most: int | None  # so many of these, of which an ordered one has the first
+    most: int | None  # an ordered stream must have the first ``most`` items, any other one as many
 
     def wanted(self, found: list[Item]) -> list[Item]:
-        """What must have come where that was found."""
+        """Return the correct output for the output that was found."""
         if self.most is None or self.ordered:
             return self.expected[: self.most]
         chosen = Counter(found) & Counter(self.expected)
@@ -130,7 +130,7 @@ class Case:
 
 
 def case(seed: int, number: int) -> Case:
-    """The graph of that number."""
+    """Return the graph of a number."""
     chance = random.Random(f"{seed} {number}")
     graph = Graph(f"soak{number}")
     count = chance.choice([0, 1, 50, 400, 1500])
@@ -175,7 +175,7 @@ def case(seed: int, number: int) -> Case:
             how = {chance.choice(["restartable", "elastic"]) if on == "process" else "restartable": True}
             words[-1] += f" {how}"
             stream = graph.stage(in_step, stream, **how, **options)
-            # A stage with ports takes no max_deaths.
+            # A stage with ports does not take max_deaths.
             graph._stages[-1] = dataclasses.replace(graph._stages[-1], max_deaths=ENDLESS)
             ordered = False
             continue
@@ -196,12 +196,12 @@ def case(seed: int, number: int) -> Case:
     return Case(graph, stream.collect(), items, ordered, " → ".join(words), most)
 
 
-# --- killing and comparing ---
+# --- Kills and comparison ---
 
 
 @dataclass
 class Totals:
-    """What a soak has seen."""
+    """Totals of a soak."""
 
     graphs: int = 0
     kills: int = 0
@@ -221,7 +221,7 @@ class Totals:
 
 
 def soak(seconds: float, seed: int, first: int = 0, last: int | None = None) -> Totals:
-    """Runs graph after graph until the time is over; the last one is finished."""
+    """Run graph after graph until the time is over, and finish the last one."""
     totals = Totals()
     end = time.monotonic() + seconds
     number = first
@@ -237,7 +237,7 @@ def soak(seconds: float, seed: int, first: int = 0, last: int | None = None) -> 
 
 
 def one(case: Case, chance: random.Random, totals: Totals, name: str, end: float) -> None:
-    """Runs one graph, killing its worker processes until ``end``, and adds what came of it to the totals."""
+    """Run one graph, kill its worker processes until ``end``, and add the result to the totals."""
 
     def fail(what: str) -> None:
         totals.failures.append(f"{name}: {what}\n  {case.text}")
@@ -292,7 +292,7 @@ def kill_one(run: Run, chance: random.Random) -> bool:
     with contextlib.suppress(RuntimeError, ValueError, OSError):  # the supervisor is replacing one just now
         processes = list(run._crew.local.processes.values())
         if processes:
-            chance.choice(processes).kill()  # one that is dead already is killed once more, in vain
+            chance.choice(processes).kill()  # a process that is already dead is killed again without effect
             return True
     return False
 

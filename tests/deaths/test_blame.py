@@ -1,5 +1,7 @@
-"""R10: an item is blamed only for deaths inside the user's code, by one worker at a time, with how each of
-them died."""
+"""R10: an item is blamed only for deaths of single workers in user code.
+
+The report has the cause of each death.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ def workers_of(run: Any) -> list[psutil.Process]:
 
 @pytest.mark.usefixtures("by_fork")
 def test_random_kills_of_cheap_maps_blame_no_item() -> None:
-    """What counts is a death in the user's code, not one while a finished output waits for its place. Whoever
-    holds the results back lets the workers wait so for most of the time."""
+    """Only a death in user code counts, not one while a finished output waits for room. The slow reader of
+    the results makes the workers wait for room most of the time."""
     kills, items = 30, 5_000
     graph = Graph("kills")
     options: Any = {"workers": 2, "on": "process", "restarts": 10**6, "capacity": 2, "max_deaths": 2}
@@ -60,7 +62,7 @@ def test_random_kills_of_cheap_maps_blame_no_item() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("by_fork")
 def test_1_000_random_kills_of_cheap_maps_blame_no_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all defaults but those that keep who dies all the time from being started again."""
+    """Use all defaults except the limits on restarts of a worker that dies all the time."""
     kills, ended = 1_000, threading.Event()
     monkeypatch.setattr(decisions, "LONGEST_PAUSE", 0.01)
     monkeypatch.setattr(decisions, "HOPELESS", kills)  # a worker may be killed before it begins
@@ -88,7 +90,7 @@ def test_1_000_random_kills_of_cheap_maps_blame_no_item(monkeypatch: pytest.Monk
     assert deaths() >= kills
 
 
-def test_a_killing_item_is_blamed_with_how_each_worker_died() -> None:
+def test_poison_item_is_blamed_with_each_workers_death() -> None:
     graph = Graph("blame")
     mapped = graph.source(range(10)).map(kill_worker_at(3), on="process", name="work")
     failed, result = mapped.errors.collect(), mapped.collect()
@@ -103,9 +105,9 @@ def test_a_killing_item_is_blamed_with_how_each_worker_died() -> None:
 
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", ""])
-def test_a_suspect_is_tried_again_by_one_worker_alone_while_the_others_go_on(ordered: bool) -> None:
-    """All others are done by the second worker before the first one's third successor has died, if need
-    be."""
+def test_suspect_item_is_retried_by_one_worker_alone(ordered: bool) -> None:
+    """The second worker must be able to finish all other items before the first one's third replacement
+    dies."""
     others: Channel[int] = Channel(100, across="processes")
     graph = Graph("suspects")
     pids: Channel[int] = Channel(100, across="processes")
@@ -113,7 +115,7 @@ def test_a_suspect_is_tried_again_by_one_worker_alone_while_the_others_go_on(ord
     def work(item: int) -> int:
         if item == 0:
             pids.put(os.getpid())
-            if len(others) < 40:  # not before the other worker has done everything else
+            if len(others) < 40:  # not before the other worker has done all other items
                 wait_until(lambda: len(others) >= 40)
             os.kill(os.getpid(), signal.SIGKILL)
         others.put(item)
@@ -128,7 +130,7 @@ def test_a_suspect_is_tried_again_by_one_worker_alone_while_the_others_go_on(ord
 
 
 class Killer:
-    """Kills the process that unpickles it, unless that is the one that made it."""
+    """Kill the process that unpickles this object, unless it made the object."""
 
     def __reduce__(self) -> Any:
         return _kill_others, (os.getpid(),)
@@ -140,7 +142,7 @@ def _kill_others(maker: int) -> str:
     return "unpickled"
 
 
-def test_an_item_that_kills_whoever_unpickles_it_is_blamed() -> None:
+def test_item_that_kills_its_receiver_is_blamed() -> None:
     graph = Graph("unpickling")
     mapped = graph.source([1, Killer(), 2]).map(same, on="process", name="work")
     failed, result = mapped.errors.collect(), mapped.collect()
@@ -151,7 +153,7 @@ def test_an_item_that_kills_whoever_unpickles_it_is_blamed() -> None:
     assert "3 workers died" in str(failure.error)
 
 
-def test_a_blamed_item_ends_the_run_where_nobody_reads_its_errors() -> None:
+def test_blamed_item_without_an_errors_reader_ends_the_run() -> None:
     graph = Graph("blame")
     graph.source(range(10)).map(kill_worker_at(3), on="process", name="work").collect()
     with pytest.raises(RunError) as caught:

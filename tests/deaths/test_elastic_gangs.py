@@ -1,5 +1,7 @@
-"""R11: when a worker of an elastic gang dies, the others go on in their processes, with fewer until another
-one has taken its place."""
+"""R11: when a worker of an elastic gang dies, the others continue in their processes.
+
+There are fewer of them until a replacement has joined.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ def add(a: Any, b: Any) -> Any:
     return a + b
 
 
-def test_the_others_go_on_with_fewer_and_the_group_becomes_whole_again() -> None:
-    """What an object of the user's holds is as it was, and all have the same bits in every group."""
+def test_elastic_gang_continues_with_fewer_members_and_regrows() -> None:
+    """The state of the user's object must be unchanged, and all members of a group must have the same
+    bits."""
     fewer: Channel[None] = Channel(across="processes")
     whole: Channel[None] = Channel(across="processes")
     deaths = Deaths(5)
@@ -40,7 +43,7 @@ def test_the_others_go_on_with_fewer_and_the_group_becomes_whole_again() -> None
 
         def __call__(self, numbers: In[int], group: Group, out: Out[tuple[Any, ...]]) -> None:
             self.sizes.append(group.size)
-            group.broadcast(self.sum)  # of one that has it, whoever else is new
+            group.broadcast(self.sum)  # from a member that has it, whichever others are new
             for number in numbers:
                 self.deaths.at(number)
                 total, n = group.allreduce_with(np.array([0.1 * number]), add)
@@ -68,15 +71,15 @@ def test_the_others_go_on_with_fewer_and_the_group_becomes_whole_again() -> None
     found = run.wait()[result]
     assert {one[4] for one in found} == {1}
     processes = check_each_once([one[:3] for one in found])
-    assert processes in ([1, 1, 1], [1, 1, 2])  # who died may have had no output
+    assert processes in ([1, 1, 1], [1, 1, 2])  # the dead worker may have had no output
     sizes = {one[3] for one in found}
     assert {(3,), (3, 2), (3, 2, 3)} <= sizes
     assert stage_of(run, "work").restarts == 1
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_each_output_comes_once_wherever_they_die(workers: int) -> None:
-    """Of an item that several have begun again, too."""
+def test_elastic_gang_puts_each_output_once(workers: int) -> None:
+    """This must also hold for an item that several workers have begun again."""
     points = [(item, k) for item, k in ((0, 0), (7, 1), (7, 2), (8, 1), (20, 2), (29, 0))]
     deaths = Deaths(*points)
 
@@ -97,7 +100,7 @@ def test_each_output_comes_once_wherever_they_die(workers: int) -> None:
     assert stage_of(run, "work").restarts == deaths.total
 
 
-def test_who_is_ahead_with_many_items_gets_them_all_again() -> None:
+def test_worker_ahead_of_its_gang_gets_its_items_again() -> None:
     deaths = Deaths(3, 17)
 
     def work(items: In[int], group: Group, out: Out[int]) -> None:
@@ -122,8 +125,8 @@ def test_who_is_ahead_with_many_items_gets_them_all_again() -> None:
     assert Counter(graph.run()[result]) == Counter(range(40))
 
 
-def test_the_last_one_is_replaced_when_the_others_have_ended() -> None:
-    """And does what it had in hand in a group of its own."""
+def test_last_gang_worker_is_replaced_after_the_others_ended() -> None:
+    """The replacement does the item of the dead worker in a group of one."""
     deaths = Deaths("late")
     ended: Channel[None] = Channel(across="processes")
 
@@ -159,7 +162,7 @@ def test_a_death_without_restarts_left_ends_the_run() -> None:
     assert "1 of 1 restarts are used" in str(cause)
 
 
-def test_groups_that_are_over_though_nobody_died_are_as_many_as_restarts() -> None:
+def test_groups_lost_without_a_death_count_as_restarts() -> None:
     calls: Channel[None] = Channel(across="processes")
 
     def work(items: In[int], group: Group) -> None:
@@ -175,7 +178,7 @@ def test_groups_that_are_over_though_nobody_died_are_as_many_as_restarts() -> No
     assert calls.stats().items_in == 2 * 3
 
 
-def test_who_waits_for_a_group_ends_when_the_run_fails() -> None:
+def test_worker_that_waits_for_a_group_ends_with_the_run() -> None:
     def work(items: In[int], group: Group) -> None:
         items.get()
         if group.rank == 0:

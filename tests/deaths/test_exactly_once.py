@@ -1,5 +1,4 @@
-"""C11, R4: workers killed by SIGKILL at a chosen point lose and repeat nothing downstream, and keep the
-order."""
+"""C11, R4: workers killed by SIGKILL at a chosen point lose and repeat nothing, and keep the order."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ anyhow = pytest.mark.parametrize(("workers", "ordered"), [(1, True), (3, True), 
 
 
 def ended(graph: Graph) -> tuple[Run, Any]:
-    """The run after its end, and its results."""
+    """Run a graph to its end, and return the run and its results."""
     run = graph.start()
     return run, run.wait()
 
@@ -36,7 +35,7 @@ def same(found: list[Any], expected: list[Any], ordered: bool) -> bool:
 
 @anyhow
 @pytest.mark.parametrize("payload", [0, 100_000])
-def test_c11_map(workers: int, ordered: bool, payload: int) -> None:
+def test_c11_killed_map_loses_and_repeats_nothing(workers: int, ordered: bool, payload: int) -> None:
     deaths = Deaths(*PLACEMENTS)
 
     def work(item: int) -> tuple[int, bytes]:
@@ -53,7 +52,9 @@ def test_c11_map(workers: int, ordered: bool, payload: int) -> None:
 
 @anyhow
 @pytest.mark.parametrize("payload", [0, 100_000])
-def test_c11_flat_map_between_any_two_of_its_outputs(workers: int, ordered: bool, payload: int) -> None:
+def test_c11_flat_map_killed_between_outputs_repeats_nothing(
+    workers: int, ordered: bool, payload: int
+) -> None:
     deaths = Deaths((0, 0), (7, 1), (8, 2), (20, 3), (30, 0), (30, 1), (ITEMS - 1, 3))
 
     def work(item: int) -> Iterator[tuple[int, int, bytes]]:
@@ -74,7 +75,7 @@ def test_c11_flat_map_between_any_two_of_its_outputs(workers: int, ordered: bool
 
 
 @anyhow
-def test_c11_filter(workers: int, ordered: bool) -> None:
+def test_c11_killed_filter_loses_and_repeats_nothing(workers: int, ordered: bool) -> None:
     deaths = Deaths(*PLACEMENTS)
 
     def odd(item: int) -> bool:
@@ -92,7 +93,7 @@ def test_c11_filter(workers: int, ordered: bool) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_c11_partition(workers: int) -> None:
+def test_c11_killed_partition_loses_and_repeats_nothing(workers: int) -> None:
     deaths = Deaths(*PLACEMENTS)
 
     def key(item: int) -> int:
@@ -110,7 +111,7 @@ def test_c11_partition(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_r4_a_sink_does_the_item_in_hand_again_and_no_other(workers: int) -> None:
+def test_r4_killed_sink_repeats_only_its_current_item(workers: int) -> None:
     deaths = Deaths(*PLACEMENTS)
     done: Channel[int] = Channel(4 * ITEMS, across="processes")
 
@@ -127,7 +128,7 @@ def test_r4_a_sink_does_the_item_in_hand_again_and_no_other(workers: int) -> Non
 
 
 @pytest.mark.parametrize("payload", [0, 100_000])
-def test_c11_a_restartable_source_goes_on_behind_what_is_out(payload: int) -> None:
+def test_c11_restarted_source_continues_after_its_last_output(payload: int) -> None:
     deaths = Deaths(0, 1, 30, ITEMS)
 
     def numbers() -> Iterator[tuple[int, bytes]]:
@@ -144,7 +145,7 @@ def test_c11_a_restartable_source_goes_on_behind_what_is_out(payload: int) -> No
 
 
 @anyhow
-def test_c11_every_stage_of_a_graph_at_once(workers: int, ordered: bool) -> None:
+def test_c11_kills_in_every_stage_lose_and_repeat_nothing(workers: int, ordered: bool) -> None:
     all_deaths = [Deaths(*PLACEMENTS) for _ in range(4)]
 
     def numbers() -> Iterator[int]:
@@ -178,8 +179,8 @@ def test_c11_every_stage_of_a_graph_at_once(workers: int, ordered: bool) -> None
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_c11_allreduce_has_each_output_in_one_round_whatever_worker_dies(workers: int) -> None:
-    """What a worker had in hand is its successor's alone: another one's channel does not know what is out."""
+def test_c11_allreduce_has_each_output_in_one_round(workers: int) -> None:
+    """Only the replacement gets the item of a dead worker, because other channels do not know its outputs."""
     deaths = Deaths((0, 0), (7, 1), (8, 2), (20, 3), (30, 0), (30, 1), (ITEMS - 1, 3))
 
     def work(item: int) -> Iterator[str]:
@@ -199,8 +200,8 @@ def test_c11_allreduce_has_each_output_in_one_round_whatever_worker_dies(workers
     assert stage_of(run, "work").restarts == deaths.total
 
 
-def test_c11_allreduce_of_a_worker_killed_between_two_outputs_that_it_puts() -> None:
-    """In our code, so it is no suspect; nobody else takes its item up all the same."""
+def test_c11_allreduce_worker_killed_between_outputs_repeats_nothing() -> None:
+    """The death is in our code, so the item is not a suspect. Still only the replacement gets it."""
     graph = Graph("c11")
     worked = graph.source(range(20), capacity=1).flat_map(
         lambda item: [f"{item}.{number} " for number in range(5)],
@@ -263,7 +264,7 @@ def test_r4_a_poison_item_is_blamed_alone(workers: int, ordered: bool) -> None:
     assert stage_of(run, "work").restarts == 2 * len(poison)
 
 
-def test_r4_a_poison_item_keeps_the_outputs_that_it_had_before_its_death() -> None:
+def test_r4_poison_item_keeps_its_earlier_outputs() -> None:
     def work(item: int) -> Iterator[tuple[int, int]]:
         yield item, 0
         if item == 5:
@@ -282,7 +283,7 @@ def test_r4_a_poison_item_keeps_the_outputs_that_it_had_before_its_death() -> No
     assert [failure.item for failure in results[failed]] == [5]
 
 
-def test_r4_a_poison_item_whose_errors_nobody_reads_ends_the_run_by_its_name() -> None:
+def test_r4_poison_item_without_an_errors_reader_ends_the_run() -> None:
     def work(item: int) -> int:
         if item == 5:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -297,7 +298,7 @@ def test_r4_a_poison_item_whose_errors_nobody_reads_ends_the_run_by_its_name() -
     assert "2 workers died while they worked on this item" in str(error)
 
 
-def test_r4_the_limit_of_restarts_ends_the_run_and_says_so() -> None:
+def test_r4_restart_limit_ends_the_run_with_the_reason() -> None:
     deaths = Deaths(*range(9))
 
     def work(item: int) -> int:
@@ -317,7 +318,7 @@ def test_r4_the_limit_of_restarts_ends_the_run_and_says_so() -> None:
 
 
 def kill_one(run: Run, name: str) -> None:
-    """Kills the process of the first worker of a stage, once there is one, and returns once it is noticed."""
+    """Kill the process of the first worker of a stage, once it exists, and wait until this is noticed."""
 
     def running() -> list[WorkerProcess]:
         with contextlib.suppress(RuntimeError, ValueError):  # one is being replaced just now
@@ -331,7 +332,7 @@ def kill_one(run: Run, name: str) -> None:
     wait_until(lambda: stage_of(run, name).restarts == before + 1)
 
 
-def test_c11_killed_while_it_waits_for_an_item() -> None:
+def test_c11_worker_killed_while_it_waits_for_an_item() -> None:
     graph = Graph("c11")
     numbers = graph.input()
     out = numbers.map(abs, on="process", name="work").collect()
@@ -345,7 +346,7 @@ def test_c11_killed_while_it_waits_for_an_item() -> None:
         assert run.wait()[out] == [0, 1, 2]
 
 
-def test_c11_killed_while_it_waits_for_room() -> None:
+def test_c11_worker_killed_while_it_waits_for_room() -> None:
     graph = Graph("c11")
     numbers = graph.source(range(20))
     out = numbers.map(abs, on="process", workers=2, capacity=2, max_deaths=9, name="work").collect()
@@ -357,8 +358,8 @@ def test_c11_killed_while_it_waits_for_room() -> None:
         assert run.wait()[out] == list(range(20))
 
 
-def test_r4_an_idle_worker_may_die_as_often_as_it_has_restarts() -> None:
-    """Dying without an item in hand is no sign that a worker can't begin."""
+def test_r4_idle_worker_may_use_all_its_restarts() -> None:
+    """A death without a leased item does not show that a worker cannot begin."""
     graph = Graph("idle")
     numbers = graph.input()
     out = numbers.map(abs, on="process", name="work").collect()

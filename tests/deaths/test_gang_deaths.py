@@ -1,4 +1,4 @@
-"""R11: when a worker of a gang dies, all begin again together, with what they had in hand."""
+"""R11: when a worker of a gang dies, all workers restart together with their current items."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def test_one_death_lets_all_begin_again_with_what_they_had_in_hand() -> None:
-    """So each item has its output, once; and nobody is blamed for the others' ends."""
+def test_death_restarts_the_gang_with_its_current_items() -> None:
+    """Each item must have one output, and no worker is blamed for the end of the others."""
     deaths = Deaths(3, 11, 12, 29)
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:
@@ -34,7 +34,7 @@ def test_one_death_lets_all_begin_again_with_what_they_had_in_hand() -> None:
     assert 1 <= stage_of(run, "work").restarts <= deaths.total
 
 
-def test_a_gang_of_one_is_replaced_as_any_worker() -> None:
+def test_gang_of_one_is_replaced_like_any_worker() -> None:
     deaths = Deaths(0, 5)
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:

@@ -1,4 +1,4 @@
-"""An item that is addressed to a worker reaches it once, whoever is killed: the worker, or the sender."""
+"""Items addressed to a worker arrive once, although the worker or the sender is killed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_sender_that_dies_addresses_each_item_once(workers: int) -> None:
     assert stage_of(run, "send").restarts == deaths.total
 
 
-def test_item_for_a_worker_on_a_host_goes_to_its_replacement() -> None:
+def test_item_for_a_remote_worker_goes_to_its_replacement() -> None:
     deaths = Deaths(0, 7, 29)
 
     def dies(orders: In[int], out: Out[tuple[int, int]]) -> None:

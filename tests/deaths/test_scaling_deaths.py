@@ -1,5 +1,4 @@
-"""R13: workers that are killed while their stage gets more of them, or fewer, lose and repeat nothing, and
-keep the order."""
+"""R13: workers killed while their stage is scaled lose and repeat nothing, and keep the order."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ STAGES = ("map", "filter", "flat_map", "partition")
 
 
 class Feeder(threading.Thread):
-    """Puts numbers into an input until it is told to end."""
+    """Put numbers into an input until it is asked to end."""
 
     def __init__(self, run: Run, stream: Any) -> None:
         super().__init__()
@@ -50,7 +49,7 @@ def kill_one(run: Run, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("ordered", [True, False])
-def test_kills_while_every_elastic_stage_is_scaled_at_random(seed: int, ordered: bool) -> None:
+def test_kills_during_random_scaling_lose_nothing(seed: int, ordered: bool) -> None:
     rng = random.Random(seed)
     options: dict[str, Any] = {"on": "process", "ordered": ordered, "restarts": 100, "max_deaths": 100}
     graph = Graph("scaled")
@@ -77,8 +76,8 @@ def test_kills_while_every_elastic_stage_is_scaled_at_random(seed: int, ordered:
 
 
 @pytest.mark.parametrize("operator", ["map", "filter"])
-def test_first_worker_dies_over_its_item_after_it_got_a_second(operator: str) -> None:
-    """It had kept no turns: its replacement has to know how far it came."""
+def test_first_worker_dies_after_a_second_was_added(operator: str) -> None:
+    """The dead worker kept no turns, so its replacement must learn how far it came."""
     deaths, gate = Deaths(50), Gate()
 
     def work(item: int) -> Any:

@@ -1,4 +1,4 @@
-"""C11, R4: a short soak; ``python -m tests.deaths.soak --minutes 60`` is a long one."""
+"""C11, R4: a short soak. ``python -m tests.deaths.soak --minutes 60`` runs a long one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_c11_random_kills_in_random_graphs_lose_and_repeat_nothing() -> None:
     assert totals.kills > 0
 
 
-def test_the_soak_finds_an_item_that_was_lost_and_one_that_came_twice() -> None:
+def test_soak_finds_a_lost_and_a_repeated_item() -> None:
     wrong = case(1, 1)
     graph = Graph("wrong")
     wrong.out = graph.source([*wrong.expected[1:], wrong.expected[-1]]).collect()

@@ -52,7 +52,7 @@ def made(kind: str, capacity: int = 64) -> Channel[Any]:
 
 
 @kinds
-def test_smoke(kind: str) -> None:
+def test_one_item_goes_in_and_comes_out(kind: str) -> None:
     ch = made(kind, 1)
     ch.put(7)
     assert ch.get_nowait() == 7
@@ -290,7 +290,7 @@ def test_fairness_duplicates() -> None:
 
 
 @across
-def test_channel_through_channel(across: Any, go: Any) -> None:
+def test_many_channels_pass_through_channels(across: Any, go: Any) -> None:
     ch = Channel[Any](1, across=across)
 
     def put() -> None:

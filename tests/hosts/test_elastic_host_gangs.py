@@ -29,7 +29,7 @@ def add(a: Any, b: Any) -> Any:
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_the_others_go_on_with_fewer_and_the_group_becomes_whole_again(tmp_path: Path, workers: int) -> None:
+def test_elastic_gang_continues_with_fewer_members_and_regrows(tmp_path: Path, workers: int) -> None:
     """What an object of the user's holds is as it was, and all have the same bits in every group. One that is
     left alone hears that another is to join it, too."""
     sizes = (workers, workers - 1, workers)
@@ -76,9 +76,7 @@ def test_the_others_go_on_with_fewer_and_the_group_becomes_whole_again(tmp_path:
 
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
-def test_each_output_comes_once_wherever_they_die(
-    tmp_path: Path, deed: Callable[[], Any], workers: int
-) -> None:
+def test_elastic_gang_puts_each_output_once(tmp_path: Path, deed: Callable[[], Any], workers: int) -> None:
     """Of an item that several have begun again, too, and of those of a host that is lost."""
     points = {(0, 0), (7, 1), (7, 2), (8, 1), (20, 2), (29, 0)}
 
@@ -118,7 +116,7 @@ def test_connections_between_hosts_that_break_let_all_meet_again(tmp_path: Path)
     assert len({pid for _, pid in found}) == 2
 
 
-def test_groups_that_are_over_though_nobody_died_are_as_many_as_restarts(tmp_path: Path) -> None:
+def test_groups_lost_without_a_death_count_as_restarts(tmp_path: Path) -> None:
     def work(items: In[int], group: Group) -> None:
         with (tmp_path / "calls").open("a") as calls:
             calls.write("one\n")
@@ -133,7 +131,7 @@ def test_groups_that_are_over_though_nobody_died_are_as_many_as_restarts(tmp_pat
     assert len((tmp_path / "calls").read_text().splitlines()) == 2 * 3
 
 
-def test_who_waits_for_a_group_ends_when_the_run_fails(tmp_path: Path) -> None:
+def test_worker_that_waits_for_a_group_ends_with_the_run(tmp_path: Path) -> None:
     bereft = tmp_path / "bereft"
 
     def work(items: In[int], group: Group) -> None:

@@ -22,26 +22,26 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gloo#223, sglang#3226": (
         "the hostname resolves to 127.0.1.1, or there are two interfaces, and the wrong address is taken",
         (
-            "transport/test_tcp.py::test_the_address_is_that_of_the_route_whatever_the_hostname_says",
+            "transport/test_tcp.py::test_address_comes_from_the_route_not_the_hostname",
             "hosts/test_ssh_values.py::test_the_driver_listens_where_all_hosts_reach_it",
         ),
     ),
     "ray#22732, ray#33554": (
         "a given address is not honoured by every socket",
         (
-            "transport/test_tcp.py::test_a_given_address_is_honoured",
+            "transport/test_tcp.py::test_listener_uses_exactly_the_given_address",
             "hosts/test_ssh_values.py::test_an_address_that_was_given_is_taken",
         ),
     ),
     "pytorch#173909": (
         "asked for loopback, it listens everywhere",
-        ("transport/test_tcp.py::test_asked_for_loopback_the_system_s_tables_show_loopback_only",),
+        ("transport/test_tcp.py::test_listening_on_loopback_opens_no_other_address",),
     ),
     "vllm#17197, LightLLM#1413": (
         "a port unpickles what anybody sends",
         (
-            "transport/test_meeting.py::test_a_booby_trapped_pickle_is_never_loaded",
-            "transport/test_door.py::test_thousands_of_hostile_connections_are_survived",
+            "transport/test_authentication.py::test_a_booby_trapped_pickle_is_never_loaded",
+            "transport/test_listener.py::test_listener_survives_thousands_of_hostile_connections",
         ),
     ),
     "libzmq#2037": (

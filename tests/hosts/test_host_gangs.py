@@ -156,9 +156,7 @@ def test_who_fails_before_all_have_met_is_waited_for_by_nobody() -> None:
 
 
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
-def test_one_death_lets_all_begin_again_with_what_they_had_in_hand(
-    tmp_path: Path, deed: Callable[[], Any]
-) -> None:
+def test_death_restarts_the_gang_with_its_current_items(tmp_path: Path, deed: Callable[[], Any]) -> None:
     """So each item has its output, once, also that of a host that is lost."""
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:

@@ -90,7 +90,7 @@ def test_a_name_that_nobody_knows_is_told_beside_the_others():
     assert (one.problem, two.problem) == ("", "local-2 is closed today")
     assert one.rate > 0
     assert three.problem.startswith("odd: local-3 can't be found from this machine (")
-    assert "look at how it is written" in three.problem
+    assert "check how it is written" in three.problem
 
 
 @pytest.mark.skipif(not shutil.which("ssh"), reason="ssh is not here: apt-get install openssh-client")

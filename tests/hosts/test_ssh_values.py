@@ -126,7 +126,7 @@ def test_where_no_address_is_right_for_all_the_remedy_is_named():
         towards("near", "here", "far")
     assert raised.value.host == ""
     with pytest.raises(
-        HostError, match=r"ssh: at which address lost .*Name or service not known.*: say it with address="
+        HostError, match=r"ssh: the address at which lost .*Name or service not known.*; set address="
     ):
         towards("near", "lost")
 

@@ -1,6 +1,6 @@
-"""What crosses: CUDA tensors, on a real device. The protocol without one: ``test_device_tensors.py``.
+"""Transfer of CUDA tensors on a real device. ``test_device_tensors.py`` tests the protocol without one.
 
-Peers are spawned, since a forked process can't use CUDA after its parent did.
+Peers are spawned, because a forked process cannot use CUDA after its parent did.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ two = pytest.mark.skipif(
 
 SPAWN = multiprocessing.get_context("spawn")
 LARGE = 100_000
-A_WHILE = 500_000_000  # cycles of a device that keep its stream busy for some tenths of a second
+A_WHILE = 500_000_000  # cycles that keep a stream of a device busy for some tenths of a second
 
 
 @pytest.fixture(autouse=True)
 def no_leftovers() -> None:
-    """In place of the check for leftovers: the driver keeps threads and descriptors of its own, from its
-    first use on."""
+    """Replace the check for leftovers: the driver keeps threads and descriptors from its first use on."""
 
 
 def channel(capacity: int = 64) -> Channel[Any]:
@@ -47,7 +46,7 @@ def channel(capacity: int = 64) -> Channel[Any]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Any]]:
-    """``start(function, *args)`` runs the function in a process of its own."""
+    """Yield ``start(function, *args)``, which runs the function in a new process."""
     started = []
 
     def begin(function: Callable[..., Any], *args: Any) -> Any:
@@ -98,7 +97,7 @@ def _echo(ch: Channel, back: Channel) -> None:
 
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_every_kind_of_tensor_arrives_equal(start, monkeypatch, switch):
-    """To another process and back, within this one, and as to another host."""
+    """Send to another process and back, within this process, and in the form for another host."""
     monkeypatch.setenv(transfer.SWITCH, switch)
     there, back, here, far = channel(), channel(), channel(), Channel(across="hosts")
     start(_echo, there, back)
@@ -121,7 +120,7 @@ def test_every_kind_of_tensor_arrives_equal(start, monkeypatch, switch):
     there.close()
 
 
-def test_what_is_written_after_the_put_stays_with_the_sender():
+def test_writes_after_the_put_stay_with_the_sender():
     ch = channel()
     tensor = torch.zeros(LARGE, device="cuda")
     torch.cuda._sleep(A_WHILE)
@@ -130,7 +129,7 @@ def test_what_is_written_after_the_put_stays_with_the_sender():
     assert ch.get().sum() == 0
 
 
-def test_what_the_receiver_writes_stays_with_it():
+def test_writes_of_the_receiver_stay_with_it():
     ch = channel()
     ch.put(torch.zeros(LARGE, device="cuda"))
     reader, keeper = ch.reader(), ch.reader()
@@ -144,7 +143,7 @@ def test_what_the_receiver_writes_stays_with_it():
 
 def _put_late(ch: Channel) -> None:
     tensor = torch.zeros(LARGE, device="cuda")
-    ch.put(tensor.fill_(4))  # the first put of a process takes memory, and so waits for the device
+    ch.put(tensor.fill_(4))  # the first put of a process allocates memory, and so waits for the device
     torch.cuda.synchronize()
     torch.cuda._sleep(A_WHILE)
     ch.put(tensor.fill_(5))
@@ -153,8 +152,8 @@ def _put_late(ch: Channel) -> None:
     ch.put(event.query())
 
 
-def test_events_order_the_streams(start):
-    """The put does not wait for the device, and the receiver sees what was there in the stream's order."""
+def test_receiver_stream_waits_for_the_senders_event(start):
+    """The put must not wait for the device, and the receiver must see the contents in the stream's order."""
     ch = channel()
     start(_put_late, ch)
     assert ch.get().sum() == 4 * LARGE
@@ -163,7 +162,7 @@ def test_events_order_the_streams(start):
     assert tensor.sum() == 5 * LARGE
 
 
-def test_streams_other_than_the_default(start):
+def test_transfer_uses_the_current_stream(start):
     ch, back = channel(), channel()
     start(_echo, ch, back)
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -189,7 +188,7 @@ def _count_opens(ch: Channel, answers: Channel) -> None:
     answers.put((total, dict(counts)))
 
 
-def test_a_long_stream_opens_once_and_closes_never(start):
+def test_long_stream_opens_the_memory_once(start):
     ch, answers = channel(8), channel()
     start(_count_opens, ch, answers)
     for number in range(1000):
@@ -204,7 +203,7 @@ def _put_some(ch: Channel, count: int) -> None:
         ch.put(torch.full((LARGE,), number, device="cuda"))
 
 
-def test_a_producer_that_exits_after_its_last_put_loses_nothing(start):
+def test_producer_that_exits_after_its_put_loses_nothing(start):
     ch = channel()
     process = start(_put_some, ch, 20)
     wait_until(lambda: len(ch) == 20)
@@ -229,7 +228,7 @@ def test_a_killed_producers_items_are_an_error_that_names_it(start, opened):
     with pytest.raises(ChannelError, match=rf"process {process.pid} put.*{transfer.SWITCH}=0"):
         ch.get()
     if arrived is not None:
-        assert arrived.sum() == 0  # what has arrived is the receiver's own
+        assert arrived.sum() == 0  # the received tensor belongs to the receiver
 
 
 def _take_and_stay(ch: Channel, taken: Channel) -> None:
@@ -240,7 +239,7 @@ def _take_and_stay(ch: Channel, taken: Channel) -> None:
     channel().get()
 
 
-def test_what_a_killed_receiver_held_comes_again(start):
+def test_item_of_a_killed_receiver_returns(start):
     ch, taken = channel(), channel()
     ch.put(torch.full((LARGE,), 3, device="cuda"))
     start(_take_and_stay, ch, taken)
@@ -278,7 +277,7 @@ def _name_devices(ch: Channel, back: Channel) -> None:
 
 @two
 def test_devices_are_known_by_identity_not_by_number(start, monkeypatch):
-    """The receiver sees the second device only, and calls it the first."""
+    """The receiver sees only the second device, as its first one."""
     ch, back = channel(), channel()
     second = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", second)
@@ -289,7 +288,7 @@ def test_devices_are_known_by_identity_not_by_number(start, monkeypatch):
 
 
 @two
-def test_tensors_of_two_devices_in_one_item(start):
+def test_item_with_tensors_of_two_devices_arrives(start):
     ch, back = channel(), channel()
     start(_echo, ch, back)
     ch.put([torch.full((LARGE,), number, device=f"cuda:{number}") for number in range(2)])
@@ -320,8 +319,8 @@ def test_a_device_that_the_receiver_cannot_see_is_named(start, monkeypatch, swit
 
 
 def test_a_put_while_a_graph_is_captured_is_refused():
-    """And the capture goes on. (By its pickling: the error of a put shows the tensor, and looking at it ends
-    a capture.)"""
+    """The capture must continue. The test pickles the tensor, because a put shows it, and this ends a
+    capture."""
     tensor = torch.ones(LARGE, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

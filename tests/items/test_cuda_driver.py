@@ -1,5 +1,4 @@
-"""The parts of ``cuda`` that need no device: how tensors lie in bytes, and how the driver is called, by
-a library with the driver's calls."""
+"""Parts of ``cuda`` that need no device: the layout of tensors in bytes, and the calls of a fake driver."""
 
 from __future__ import annotations
 
@@ -67,8 +66,8 @@ def driver(tmp_path_factory):
     return Driver(str(library))
 
 
-def test_the_drivers_calls_get_what_they_need(driver):
-    """Addresses of 64 bits, handles of 64 bytes by value, each within the device's context."""
+def test_driver_calls_get_their_arguments(driver):
+    """Addresses have 64 bits, handles 64 bytes by value, and each call is made in the device's context."""
     address, handle = driver.allocate(0, 5 << 30)
     assert (address, len(handle)) == (0x7F1234000065, 64)
     address, handle = driver.allocate(0, 64 << 20)
@@ -88,10 +87,10 @@ def test_the_drivers_calls_get_what_they_need(driver):
 def test_the_drivers_errors_say_which_call_failed(driver, call, said):
     with pytest.raises(OSError, match=said):
         call(driver)
-    assert driver.allocate(0, 1)[0] == 0x7F1234000064  # the context was taken off again
+    assert driver.allocate(0, 1)[0] == 0x7F1234000064  # the context was popped again
 
 
-def test_without_a_driver_there_is_an_error_and_no_crash():
+def test_missing_driver_raises_an_error():
     with pytest.raises(OSError, match="libnone"):
         Driver("libnone.so.1")
 
@@ -99,7 +98,7 @@ def test_without_a_driver_there_is_an_error_and_no_crash():
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a CUDA device: run this on a machine that has none"
 )
-def test_where_no_device_is_none_is_seen():
+def test_torch_device_without_devices_lists_none():
     assert TorchDevice().visible() == []
 
 
@@ -113,7 +112,7 @@ DENSE = {
 
 
 @pytest.mark.parametrize("name", [name for name in DENSE if DENSE[name].numel()])
-def test_a_tensors_contents_lie_in_bytes_and_are_read_again(name):
+def test_tensor_contents_are_written_and_read_as_bytes(name):
     sent = DENSE[name]
     memory = torch.zeros(2 << 20, dtype=torch.uint8)
     size = sent.numel() * sent.element_size()
@@ -128,7 +127,7 @@ def test_a_tensors_contents_lie_in_bytes_and_are_read_again(name):
     assert torch.equal(arrived.detach(), sent.detach())
 
 
-def test_contents_are_read_and_written_under_inference_mode_too():
+def test_contents_are_read_and_written_under_inference_mode():
     memory = torch.zeros(1024, dtype=torch.uint8)
     with torch.inference_mode():
         write(torch.ones(16), memory, 512, 64)
@@ -137,7 +136,7 @@ def test_contents_are_read_and_written_under_inference_mode_too():
 
 
 class Stream:
-    """A stream on which all is done at once."""
+    """Stream that does all work at once."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -146,7 +145,7 @@ class Stream:
 
 
 class Event:
-    """An event, which others find by its handle."""
+    """Event that other processes find by its handle."""
 
     made: ClassVar[list[Event]] = []
 
@@ -175,7 +174,7 @@ class Event:
 
 @pytest.fixture
 def host_as_device(driver, monkeypatch):
-    """:class:`TorchDevice` as it is, with what needs a device in torch replaced, and memory of the host."""
+    """Replace the parts of torch that need a device, and use :class:`TorchDevice` with host memory."""
     where = {}
 
     def tensor(self: TorchDevice, index: int, address: int, size: int) -> torch.Tensor:
@@ -203,7 +202,7 @@ def host_as_device(driver, monkeypatch):
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])
-def test_torchs_part_of_the_protocol(host_as_device, monkeypatch, switch):
+def test_torch_device_follows_the_protocol(host_as_device, monkeypatch, switch):
     monkeypatch.setenv(transfer.SWITCH, switch)
     monkeypatch.setattr(torch, "device", lambda *named: "cpu" if switch == "0" else torch_device(*named))
     sent = torch.arange(1000).reshape(10, -1).t()
@@ -230,12 +229,12 @@ def test_torchs_part_of_the_protocol(host_as_device, monkeypatch, switch):
         assert Event.made == []
 
 
-def test_torchs_part_without_room_goes_through_host_memory(host_as_device):
+def test_torch_device_without_room_uses_host_memory(host_as_device):
     with pytest.raises(NoRoom, match="OUT_OF_MEMORY"):
         TorchDevice().allocate("GPU-1234", 2 << 40)
 
 
-def test_a_graph_that_is_captured_refuses_a_put(host_as_device):
+def test_put_during_a_graph_capture_is_refused(host_as_device):
     tensor = SimpleNamespace(device=SimpleNamespace(index=0))
     assert TorchDevice().identity(tensor) == "GPU-1234"
     host_as_device.is_current_stream_capturing = lambda: True

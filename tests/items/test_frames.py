@@ -1,4 +1,4 @@
-"""Data frames and images cross by their memory: equal, read where they lie, and no more than theirs."""
+"""Transfer of data frames and images by their memory: equal, in place, and without unrelated data."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ KINDS = pl.DataFrame(
 
 
 def sent(value: Any) -> tuple[Any, int]:
-    """What arrives, and how many bytes the channel took for it."""
+    """Send a value, and return the received value and the bytes that it took in the channel."""
     channel = Channel(across="processes", max_bytes=1 << 28)
     channel.put(value)
     return channel.get(), channel.stats().bytes_in
 
 
 def in_band(value: Any) -> int:
-    """The bytes of the pickle itself, without the buffers beside it."""
+    """Return the size of the pickle without its buffers."""
     packed = pack(value)
     return len(packed if isinstance(packed, bytes) else packed[0])
 
@@ -75,7 +75,7 @@ def test_a_polars_series_arrives_equal_and_may_be_changed() -> None:
 
 
 @pytest.mark.parametrize("value", [NUMBERS, NUMBERS["a"], NUMBERS.to_arrow(), Image.new("RGB", (300, 200))])
-def test_the_contents_go_beside_the_pickle(value: Any) -> None:
+def test_contents_travel_next_to_the_pickle(value: Any) -> None:
     assert in_band({"nested": [value]}) < 5000
 
 
@@ -88,14 +88,14 @@ def test_the_contents_go_beside_the_pickle(value: Any) -> None:
     ],
     ids=["polars", "table", "batch"],
 )
-def test_of_a_slice_only_the_slice_crosses(part: Callable[[], Any]) -> None:
+def test_only_the_data_of_a_slice_crosses(part: Callable[[], Any]) -> None:
     arrived, size = sent(part())
     assert type(arrived) is type(part())
     assert arrived.equals(part())
     assert size < 5000
 
 
-def test_a_frame_of_python_objects_is_refused_at_the_caller() -> None:
+def test_frame_of_python_objects_raises_at_the_caller() -> None:
     with pytest.raises(TypeError, match="Object"):
         sent(pl.DataFrame({"o": pl.Series([object()], dtype=pl.Object)}))
 
@@ -115,7 +115,7 @@ def test_an_image_arrives_equal(mode: str, size: tuple[int, int]) -> None:
 )
 @pytest.mark.parametrize("loaded", [False, True])
 def test_an_image_of_a_file_arrives_equal(kind: str, mode: str, loaded: bool, tmp_path: Path) -> None:
-    """By Pillow's own pickling: it knows its format."""
+    """Such an image crosses by Pillow's own pickling, which keeps its format."""
     path = tmp_path / f"image.{kind}"
     Image.linear_gradient("L").convert(mode).save(path)
     with Image.open(path) as image:
@@ -128,14 +128,14 @@ def test_an_image_of_a_file_arrives_equal(kind: str, mode: str, loaded: bool, tm
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "CMYK"])
-def test_a_copy_of_an_image_of_a_file_goes_beside_the_pickle(mode: str, tmp_path: Path) -> None:
+def test_copied_image_of_a_file_travels_next_to_the_pickle(mode: str, tmp_path: Path) -> None:
     Image.linear_gradient("L").convert(mode).save(tmp_path / "image.tiff")
     with Image.open(tmp_path / "image.tiff") as image:
         assert in_band(image) > 60_000
         assert in_band(image.copy()) < 5000
 
 
-def test_who_changes_an_image_that_arrived_changes_a_copy() -> None:
+def test_change_of_a_received_image_changes_a_copy() -> None:
     channel = Channel(across="processes")
     image = Image.new("RGB", (64, 64), "white")
     channel.put(image)
@@ -146,7 +146,7 @@ def test_who_changes_an_image_that_arrived_changes_a_copy() -> None:
     assert image.getpixel((1, 1)) == (255, 255, 255)
 
 
-def test_without_arrow_the_libraries_own_pickling_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_pickle_themselves_without_arrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow, "_has_arrow", lambda: False)
     assert list(arrow.reducers()) == []
 
@@ -154,7 +154,7 @@ def test_without_arrow_the_libraries_own_pickling_does_it(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("module", "newer", "kind"), [(pl, "CompatLevel", pl.Series), (Image, "fromarrow", Image.Image)]
 )
-def test_so_it_does_for_versions_that_do_not_know_arrow_yet(
+def test_older_libraries_without_arrow_support_pickle_themselves(
     monkeypatch: pytest.MonkeyPatch, module: Any, newer: str, kind: type
 ) -> None:
     assert kind in dict(arrow.reducers())

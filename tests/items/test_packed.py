@@ -1,4 +1,4 @@
-"""``pack`` and ``unpack``: a value crosses unopened, beside what says whose it is."""
+"""``pack`` and ``unpack``: packed values cross unopened, next to other data."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def crossed(item: Any) -> Any:
 
 
 @pytest.mark.parametrize("value", [None, 7, "text", {"a": [1, (2,)]}, abs], ids=repr)
-def test_a_packed_value_is_the_value_again(value: Any) -> None:
+def test_unpack_makes_an_equal_value(value: Any) -> None:
     assert unpack(pack(value)) == value
     number, packed = crossed((7, pack(value)))
     assert (number, unpack(packed)) == (7, value)
 
 
-def test_functions_of_the_place_can_be_packed() -> None:
+def test_local_functions_can_be_packed() -> None:
     factor = 3
     assert unpack(crossed(pack(lambda number: factor * number)))(14) == 42
 
 
-def test_arrays_and_tensors_of_a_packed_value_are_read_where_they_lie() -> None:
+def test_arrays_of_a_packed_value_are_read_in_place() -> None:
     value = {"array": np.arange(100_000.0), "tensor": torch.arange(100_000), "view": memoryview(b"abc")}
     packed = crossed(pack(value))
     first, second = unpack(packed), unpack(packed)
@@ -49,7 +49,7 @@ def test_arrays_and_tensors_of_a_packed_value_are_read_where_they_lie() -> None:
     assert first["view"] == value["view"]
 
 
-def test_a_packed_value_can_be_put_on_unopened() -> None:
+def test_packed_value_passes_through_channels_unopened() -> None:
     value = [np.arange(100_000.0), torch.arange(1000)]
     arrived = unpack(crossed(crossed(pack(value))))
     assert np.array_equal(arrived[0], value[0])
@@ -57,7 +57,7 @@ def test_a_packed_value_can_be_put_on_unopened() -> None:
 
 
 class Made:
-    """Making it again calls the function."""
+    """Value that calls a function when it is unpacked."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.made_by = function, args
@@ -70,7 +70,7 @@ def refuse() -> None:
     raise UnpicklingError("not here")
 
 
-def test_what_making_the_value_raises_is_raised_by_unpack_only() -> None:
+def test_error_of_the_value_is_raised_only_by_unpack() -> None:
     for made, error in ((Made(refuse), UnpicklingError), (Made(sys.exit, 3), SystemExit)):
         number, packed = crossed((7, pack(made)))
         assert number == 7
@@ -80,6 +80,6 @@ def test_what_making_the_value_raises_is_raised_by_unpack_only() -> None:
     assert number == 7
 
 
-def test_what_cannot_be_packed_is_named() -> None:
+def test_pack_names_the_part_that_fails() -> None:
     with pytest.raises(TypeError, match=r"its item 'lock' .*can't be pickled"):
         pack({"lock": threading.Lock()})

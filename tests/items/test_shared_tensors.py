@@ -1,4 +1,4 @@
-"""A tensor after ``share_memory_()`` is one tensor in all processes that have it, however it gets there."""
+"""After ``share_memory_()`` a tensor is one tensor in all processes that receive it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def there_and_back(value: Any) -> Any:
     return channel.get()
 
 
-def test_what_either_side_writes_the_other_sees() -> None:
+def test_both_processes_see_each_others_writes() -> None:
     there, back = Channel[Any](across="processes"), Channel[None](across="processes")
 
     def write() -> None:
@@ -58,7 +58,7 @@ def test_what_either_side_writes_the_other_sees() -> None:
     child.join()
 
 
-def test_views_and_parameters_arrive_as_such_in_the_same_memory() -> None:
+def test_views_and_parameters_arrive_in_the_same_memory() -> None:
     mine = shared(12)
     view = mine[2:].view(5, 2).t()
     arrived, other = there_and_back((view, mine))
@@ -74,7 +74,7 @@ def test_views_and_parameters_arrive_as_such_in_the_same_memory() -> None:
     assert there_and_back(mine.clone().share_memory_().requires_grad_()).requires_grad
 
 
-def test_what_was_received_is_handed_on_as_it_is_and_outlives_its_maker() -> None:
+def test_received_tensor_is_passed_on_and_outlives_its_maker() -> None:
     channel = Channel[Any](across="processes")
 
     def make() -> None:
@@ -94,7 +94,7 @@ def fill(tensor: torch.Tensor, worker: int) -> torch.Tensor:
     return tensor
 
 
-def test_workers_of_a_map_write_into_one_tensor_and_may_return_it() -> None:
+def test_map_workers_write_into_one_tensor_and_return_it() -> None:
     mine = shared(3)
     results = map(2, fill, mine, on="process").join()
     assert mine.tolist() == [0, 1, 2]
@@ -111,7 +111,7 @@ def test_tasks_of_a_pool_write_into_one_tensor() -> None:
     assert mine.tolist() == [8, 1, 2]
 
 
-def test_what_keeps_values_keeps_them_shared() -> None:
+def test_pool_values_stay_shared() -> None:
     mine = shared(3)
     table = SharedDict({"weights": mine, "copied": torch.zeros(3)})
     for name in ("weights", "copied"):
@@ -124,7 +124,7 @@ def test_what_keeps_values_keeps_them_shared() -> None:
     handle.close()
 
 
-def test_packed_values_hold_it() -> None:
+def test_packed_value_contains_the_shared_tensor() -> None:
     mine = shared(3)
     packed = there_and_back((1, pack({"weights": mine, "more": torch.ones(20_000)})))[1]
     found = unpack(packed)
@@ -132,8 +132,8 @@ def test_packed_values_hold_it() -> None:
     assert (mine[0].item(), found["more"].sum().item()) == (6, 20_000)
 
 
-def test_a_data_loaders_batches_cross_by_their_contents() -> None:
-    """They lie in shared memory too, but only in order to be sent."""
+def test_batches_of_a_data_loader_cross_as_copies() -> None:
+    """These batches are also in shared memory, but only as a means of transfer."""
     data = torch.utils.data.TensorDataset(torch.arange(4.0))
     (batch,) = next(iter(torch.utils.data.DataLoader(data, 4, num_workers=1)))
     assert batch.is_shared()
@@ -142,7 +142,7 @@ def test_a_data_loaders_batches_cross_by_their_contents() -> None:
     assert batch.tolist() == [0, 1, 2, 3]
 
 
-def test_a_mapped_file_crosses_by_its_contents(tmp_path: Any) -> None:
+def test_mapped_file_crosses_as_a_copy(tmp_path: Any) -> None:
     path = tmp_path / "numbers"
     mine = torch.from_file(str(path), shared=True, size=4)
     mine.fill_(2)
@@ -151,7 +151,7 @@ def test_a_mapped_file_crosses_by_its_contents(tmp_path: Any) -> None:
     assert mine.tolist() == [2, 2, 2, 2]
 
 
-def test_it_does_not_leave_its_machine() -> None:
+def test_shared_tensor_reaches_another_host_as_a_copy() -> None:
     mine = shared(3)
     with_hosts = Channel[Any](across="hosts")
     with pytest.raises(TypeError, match=r"tensor\.clone\(\)"):

@@ -1,9 +1,8 @@
-"""Arrays that are read and filled in a channel's own memory keep their contents, whatever is done in whatever
-order.
+"""Random use of arrays in a channel's memory, with a check that their contents never change.
 
-Everything happens in one process, with little memory and sizes that never fit twice, so that memory is cut
-anew again and again around what is still looked at. Every array is filled with its number; all that are held
-are read after each step.
+One process does all operations, with little memory and sizes that never fit twice. So memory is cut again and
+again around the arrays in use. Every array is filled with its number, and all arrays are read after each
+step.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from flowchan import Channel, Drained, Full
 
 MAX_BYTES = 300_000
 HEADROOM = 4096
-"""What an item may need besides its array."""
+"""Bytes that an item may need in addition to its array."""
 
 SIZES = st.one_of(st.integers(1, 2000), st.integers(4000, 20_000), st.integers(20_000, MAX_BYTES - HEADROOM))
 
@@ -38,15 +37,15 @@ def check(array: Any, number: int) -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """One caller with a channel, its ports, and the arrays that it got, has on loan, or has put."""
+    """One user with a channel, its ports, and the arrays that it received, has on loan, or has put."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside: deque[tuple[int, int, int]] = deque()  # numbers, sizes, and the how-many-th put it was
+        self.inside: deque[tuple[int, int, int]] = deque()  # numbers, sizes, and the number of the put
         self.held: list[tuple[Any, int]] = []
         self.lent: list[tuple[Any, int]] = []
-        self.put_away: list[Any] = []  # were on loan, and have been put
-        self.readers: list[tuple[Any, list[tuple[int, int, int]]]] = []  # and what each has in hand
+        self.put_away: list[Any] = []  # former loans that have been put
+        self.readers: list[tuple[Any, list[tuple[int, int, int]]]] = []  # each with its leased items
         self.writers: list[Any] = []
         self.number = self.puts = 0
 
@@ -54,7 +53,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, capacity: int) -> None:
         self.capacity = capacity
         self.channel: Any = Channel(capacity, across="processes", max_bytes=MAX_BYTES)
-        # Ports that stay open to the end, else the last one to leave would close the channel.
+        # Ports that stay open to the end, because the last one to leave would close the channel.
         self.stay = self.channel.reader(), self.channel.writer()
 
     def new(self) -> int:
@@ -152,7 +151,7 @@ class Machine(RuleBasedStateMachine):
             self.held.append((array, taken[0]))
 
     def give_back(self, hand: list[tuple[int, int, int]]) -> None:
-        """To the front, and there in the order in which they were put."""
+        """Return the items to the front, in the order of their puts."""
         self.inside = deque(sorted([*hand, *self.inside], key=lambda item: item[2]))
 
     @precondition(lambda self: self.readers)
@@ -186,7 +185,7 @@ class Machine(RuleBasedStateMachine):
             assert stats.holders == ()
 
     def teardown(self) -> None:
-        """All goes, and then all memory is of use again: two items of the largest size that there may be."""
+        """Release everything, and check that two items of the largest size fit again."""
         if not hasattr(self, "channel"):
             return
         for port, hand in self.readers:
@@ -215,7 +214,7 @@ class Machine(RuleBasedStateMachine):
         raise AssertionError("it is not drained")
 
 
-def test_c1_arrays_in_shared_memory_keep_their_contents_in_any_order_of_use(
+def test_c1_arrays_in_shared_memory_keep_their_contents(
     long_walk: bool,
 ) -> None:
     run_state_machine_as_test(

@@ -1,9 +1,9 @@
-"""The ring's protocol, its leases, its waiting, the lines between hosts, what is asked of a channel's home,
-and the rounds of a group, as models that spin searches exhaustively, a death between any two steps.
+"""Models of the protocols that spin searches exhaustively, with a death between any two steps.
 
-What each model covers, and which line of the source each of its steps stands for, is written at its top.
-Every property is shown able to fail: a fault planted in the model (``PLANT_…``), or what the source still
-does worse (``SOURCE_…``), is found.
+They cover the ring, its leases and waiting, the streams between hosts, requests to the owner of a channel,
+and the rounds of a group. The top of each model states what it covers, and which source line each step
+represents. Every property is shown able to fail: the search must find a planted fault (``PLANT_…``) and a
+weakness of the source (``SOURCE_…``).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ needs_spin = pytest.mark.skipif(
 
 CALM = "SPURIOUS=0 QUITS=0"
 
-# Each where it is searched to the end most quickly. A model that has not changed holds where it held, so
-# the others are for make soak.
+# Each model in the form whose full search is quickest. An unchanged model still holds, so the others run only
+# in make soak.
 WHOLE = [
     ("ring", "ITEMS=1 DEATHS=1"),
     ("lease", "ITEMS=1 OUTPUTS=2 DEATHS=2 WORKERS=1"),
@@ -37,7 +37,7 @@ WHOLE = [
     ("asking", "GETTERS=1 DEATHS=0"),
     ("group", "DEATHS=2 STOPS=1"),
 ]
-# The same with more of one thing each: large enough for every planted fault below.
+# Each model with more of one thing, large enough for every planted fault below.
 LONGEST = [
     ("group", "DEATHS=1 CLOSES=1"),
     ("ring", "ITEMS=2 DEATHS=1"),
@@ -69,13 +69,13 @@ LONGEST = [
 ]
 
 FAULTS = [
-    # every operation happens wholly or not at all, in one place, once
+    # every operation happens as a whole or not at all, in one place, once
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_ignore"),
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_late"),
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_early"),
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_relative"),
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_two_changes"),
-    # the dead block nobody
+    # the dead process blocks no other
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_inconsistent"),
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_not_robust"),
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_close_apart"),
@@ -91,7 +91,7 @@ FAULTS = [
     ("lease", "DEATHS=1", "PLANT_any_resume"),
     ("lease", "DEATHS=2", "PLANT_no_inherit"),
     ("lease", "DEATHS=1 WORKERS=1", "PLANT_open_late"),
-    # nobody sleeps beside an available item, and nobody sleeps for ever
+    # no waiter sleeps while an item is available, and none sleeps without end
     ("gate", "ITEMS=1", "PLANT_no_wake"),
     ("gate", "ITEMS=1", "PLANT_old_seq"),
     ("gate", "ITEMS=1", "PLANT_no_tell_end"),
@@ -119,7 +119,7 @@ FAULTS = [
     ("line", "ITEMS=2 RECALLS=1", "PLANT_recall_begun"),
     ("line", "ITEMS=2 RECALLS=1", "PLANT_stale_answer"),
     ("line", "ITEMS=2 RECALLS=1", "PLANT_send_on"),
-    # what is asked is answered once, and a channel is there as long as somebody has it or an item holds it
+    # each request is answered once, and a channel lives while a process or an item holds it
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_forget"),
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_cancel_taken"),
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_drained_at_once"),
@@ -131,7 +131,7 @@ FAULTS = [
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_come_first"),
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_not_sent"),
     ("asking", "GETTERS=1 CANCELS=0 CHILD", "PLANT_not_awaited"),
-    # all survivors of a group complete an operation, or none does, and nobody reads what was written over
+    # all survivors of a group complete an operation or none does, and none reads overwritten data
     ("group", "DEATHS=0", "PLANT_one_cell"),
     ("group", "DEATHS=0", "PLANT_early"),
     ("group", "DEATHS=1", "PLANT_no_second_look"),
@@ -144,24 +144,26 @@ FAULTS = [
 ]
 FAR_FAULT = ("gate", f"ITEMS=2 {CALM}", "PLANT_wake_one")  # found only after millions of states
 AT_ONCE = list({fault[0]: fault for fault in reversed(FAULTS)}.values())
-"""The first of each model. A model that has not changed finds what it found: the others are for make soak."""
+"""The first fault of each model. An unchanged model finds the same faults, so the others run in make soak."""
 
 
 def long(search: tuple[str, ...]) -> Any:
-    """One of those that make soak does."""
+    """Mark a search that only make soak runs."""
     return pytest.param(*search, marks=pytest.mark.long)
 
 
 def run(command: list[str], folder: Path) -> str:
-    """What the command prints; fails with it unless the command succeeds."""
+    """Return the output of a command, which must succeed."""
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
 def search(model: str, defines: str, folder: Path, optimise: str) -> tuple[int, int, str]:
-    """Searches the model: how many errors (it stops at the first), how many states, and all that was
-    printed."""
+    """Search a model, and return the number of errors, the number of states, and the output.
+
+    The search stops at the first error.
+    """
     shutil.copy(HERE / f"{model}.pml", folder)
     run(["spin", "-a", *(f"-D{define}" for define in defines.split()), f"{model}.pml"], folder)
     compressed = ["-DCOLLAPSE"] if model == "gate" else []
@@ -176,7 +178,7 @@ def search(model: str, defines: str, folder: Path, optimise: str) -> tuple[int, 
 
 @needs_spin
 @pytest.mark.parametrize(("model", "defines"), [*WHOLE, *map(long, LONGEST)])
-def test_the_whole_model_holds(model: str, defines: str, tmp_path: Path) -> None:
+def test_model_holds_in_the_whole_search(model: str, defines: str, tmp_path: Path) -> None:
     errors, states, printed = search(model, defines, tmp_path, "-O1")
     assert errors == 0, printed
     for cut_short in ("not completed", "max search depth too small", "MEMLIM"):
@@ -210,9 +212,9 @@ def test_every_planted_fault_is_tried() -> None:
 
 
 @pytest.mark.parametrize("model", ["ring", "lease", "gate", "line", "asking", "group"])
-def test_what_a_model_says_it_stands_for_is_in_the_source(model: str) -> None:
-    """Each "file: name, name" of the table at the top names things in that file; each step is in the
-    model."""
+def test_model_table_names_existing_source(model: str) -> None:
+    """Each "file: name, name" of the table at the top must name things in that file, and each step must be in
+    the model."""
     text_of_model = (HERE / f"{model}.pml").read_text()
     head = text_of_model.split("*/")[0]
     table = head.split("-----\n", 1)[1].split("\n\n", 1)[0]

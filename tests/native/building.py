@@ -1,4 +1,4 @@
-"""Build the native test programs on demand, by the Makefile of this folder."""
+"""Build of the native test programs on demand, with the Makefile of this folder."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # a test compiles what it runs
+pytestmark = pytest.mark.timeout(600)  # a test compiles its program
 
 HALF = 20_000
 

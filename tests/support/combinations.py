@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import pytest
 
 MARKERS = {"each_value": 1, "each_pair": 2}
-"""With how many parameters whose values belong together."""
+"""Number of parameters whose values are combined, by marker."""
 COSTLY = ("forkserver", "spawn")
 MOST = 6
 """Unmarked tests with several parameters run all their combinations up to this number."""
@@ -44,11 +44,11 @@ def not_needed(name: str, combinations: list[pytest.Item]) -> list[pytest.Item]:
     by_method = {method: [one for one in combinations if method in texts(one)] for method in COSTLY}
     left = by_method[random.Random(name).choice(COSTLY)] if all(by_method.values()) else []
     lost = all_values(left) - all_values(one for one in combinations if one not in left)
-    return left if len(lost) == 1 else []  # the method, and nothing that only its combinations have
+    return left if len(lost) == 1 else []  # drop the method only if no other parameter needs its combinations
 
 
 def beyond(combinations: list[pytest.Item], together: int) -> list[pytest.Item]:
-    """Take the combination that adds most until each value, or pair, is there; return the others."""
+    """Take the combination that adds most until each value or pair is covered, and return the others."""
     missing = all_values(combinations, together)
     while missing:
         best = max(combinations, key=lambda item: len(missing & values(item, together)))
@@ -62,7 +62,7 @@ def all_values(items: Iterable[pytest.Item], together: int = 1) -> set[frozenset
 
 
 def values(item: pytest.Item, together: int) -> set[frozenset[tuple[str, int]]]:
-    """Return each parameter, those of fixtures too, with the identity of its value; or so many together."""
+    """Return the values of all parameters and fixtures by identity, or all groups of ``together`` values."""
     given = [(name, id(value)) for name, value in item.callspec.params.items()]  # type: ignore[attr-defined]
     return {frozenset(some) for some in itertools.combinations(given, together)}
 

@@ -1,5 +1,7 @@
-"""A program of the tests that loads once what many tests need, and has a child for each order
-(peer_server.py, program_server.py)."""
+"""Program that imports once what many tests need, and forks a child for each order.
+
+peer_server.py and program_server.py are such programs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from support.waiting import WAIT_LIMIT_S
 
 
 def started(file: str, given: socket.socket, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
-    """``file`` of this folder as a program, which has the socket."""
+    """Start ``file`` of this folder as a program that inherits the socket."""
     return subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name(file)), str(given.fileno()), *arguments],
         pass_fds=[given.fileno()],
@@ -26,8 +28,10 @@ def started(file: str, given: socket.socket, *arguments: str, **environment: str
 
 
 class ForkingProgram:
-    """Runs ``file`` of this folder, with the descriptor of its orders as the first argument. Ends with
-    ``close()``, after all its children."""
+    """Run ``file`` of this folder with the descriptor of its orders as the first argument.
+
+    ``close()`` ends it, after all its children.
+    """
 
     def __init__(self, file: str, *arguments: str, **environment: str) -> None:
         mine, theirs = socket.socketpair()
@@ -37,7 +41,7 @@ class ForkingProgram:
         self._orders = Connection(mine.detach())
 
     def order(self, order: tuple[Any, ...], descriptors: list[int], task: bytes | None = None) -> int:
-        """The process id of the child that carries it out, which gets the descriptors."""
+        """Send an order with descriptors, and return the pid of the child that executes it."""
         with self._lock, socket.socket(fileno=os.dup(self._orders.fileno())) as beside:
             self._orders.send(order)
             socket.send_fds(beside, [b"+"], descriptors)
@@ -47,7 +51,7 @@ class ForkingProgram:
             return child
 
     def reap(self, child: int) -> int:
-        """The exit code of a child that has ended."""
+        """Return the exit code of a child that has ended."""
         with self._lock:
             self._orders.send(child)
             code: int = self._orders.recv()

@@ -1,4 +1,4 @@
-"""Gangs that tests declare, with workers anywhere."""
+"""Gangs that tests declare, with workers in any placement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def in_step(items: In[T], group: Group, out: Out[T]) -> None:
-    """Its workers wait for each other after every item."""
+    """Run a gang whose workers wait for each other after every item."""
     for item in items:
         group.allreduce_with(1, operator.add)
         out.put(item)
@@ -26,15 +26,17 @@ def in_step(items: In[T], group: Group, out: Out[T]) -> None:
 
 
 def few(items: In[Any]) -> None:
-    """Leaves before the end."""
+    """Run a gang worker that leaves before the end."""
     for place, _ in enumerate(items):
         if place == 5:
             return
 
 
 def check_each_once(found: list[tuple[int, int, int]]) -> list[int]:
-    """Of an item, the worker's number, and its process: no item is missing or there twice. Says how many
-    processes each worker had, the fewest first."""
+    """Check that no item is missing or repeated, and return the number of processes of each worker, sorted.
+
+    Each entry of ``found`` is an item, the worker's number, and its process.
+    """
     assert sorted(item for item, *_ in found) == list(range(len(found)))
     processes = defaultdict(set)
     for _, number, pid in found:
@@ -52,7 +54,7 @@ def kill_agent() -> None:
 
 
 def once(folder: Path, point: object, deed: Callable[[], Any]) -> None:
-    """Does it the first time that a worker comes here."""
+    """Call ``deed`` the first time that a worker reaches this point."""
     try:
         (folder / str(point)).touch(exist_ok=False)
     except FileExistsError:

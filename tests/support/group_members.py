@@ -1,4 +1,4 @@
-"""Members of a group: threads of this process, processes, or threads that believe to be on several hosts."""
+"""Members of a group: threads, processes, or threads that believe to be on several hosts."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SECRET = b"only members know it"
 
 
 def in_threads(size: int, body: Body, *arguments: Any) -> list[Any]:
-    """What ``body(member, *arguments)`` returns or raises in each of ``size`` threads."""
+    """Return the result or error of ``body(member, *arguments)`` in each of ``size`` threads."""
     members = collective.members(size)
     return _in_threads(members.__getitem__, size, body, arguments)
 
 
 def over_hosts(size: int, body: Body, *arguments: Any) -> list[Any]:
-    """The same in turn on two hosts, an odd number of them on three."""
+    """Run members like ``in_threads``, alternating between two hosts, or three for an odd number."""
     at, hosts = free_address(), 2 + size % 2
 
     def member(rank: int) -> collective.Group:
@@ -40,7 +40,7 @@ def over_hosts(size: int, body: Body, *arguments: Any) -> list[Any]:
 
 
 def raised(found: list[Any]) -> list[Any]:
-    """The same, if nothing in it was raised."""
+    """Raise the first error in ``found``, or return ``found``."""
     for one in found:
         if isinstance(one, BaseException):
             traceback.print_exception(one)
@@ -49,7 +49,7 @@ def raised(found: list[Any]) -> list[Any]:
 
 
 def refused(run: Callable[..., list[Any]], call: Callable[[Any], Any], said: str) -> None:
-    """Every one of two members is told so by a ``ValueError``, and the group goes on."""
+    """Require that both members get a ``ValueError`` with this text, and that the group continues."""
 
     def body(g: Any) -> Any:
         with pytest.raises(ValueError, match=said):
@@ -95,7 +95,7 @@ def _child(member: collective.Group, answers: Channel[Any], body: Body, argument
 
 
 class _Children:
-    """Processes that are members. Each puts its rank, and what it returned or raised, among the answers."""
+    """Processes that are members. Each puts its rank and its result or error into the answers."""
 
     children: list[Any]
 
@@ -103,7 +103,7 @@ class _Children:
         self.answers: Channel[Any] = Channel(across="processes")
 
     def results(self, expected: int) -> dict[int, Any]:
-        """What this many of them have returned or raised."""
+        """Return the results or errors of ``expected`` members."""
         found = dict(self.answers.get() for _ in range(expected))
         for child in self.children:
             child.join()
@@ -112,7 +112,7 @@ class _Children:
 
 
 class Processes(_Children):
-    """``size`` processes that run ``body(member, *arguments)``, by fork."""
+    """Run ``body(member, *arguments)`` in ``size`` forked processes."""
 
     def __init__(self, size: int, body: Body, *arguments: Any, method: str = "fork") -> None:
         super().__init__()
@@ -131,7 +131,8 @@ def in_processes(size: int, body: Body, *arguments: Any) -> list[Any]:
 
 
 class OverHosts(_Children):
-    """Processes that believe to be on hosts, and run ``body(member)``: ``hosts`` names that of each rank."""
+    """Run ``body(member)`` in processes that believe to be on hosts. ``hosts`` names the host of each
+    rank."""
 
     def __init__(self, hosts: str, body: Body) -> None:
         super().__init__()
@@ -156,8 +157,10 @@ def work(g: Any) -> None:
 
 
 def shrunk(g: Any) -> tuple[int, int, int, list[int]]:
-    """Works until somebody dies, and goes on with the others: the new rank and size, over how many a sum
-    goes, and the old ranks."""
+    """Work until a member dies, and continue with the others.
+
+    Returns the new rank and size, the number of ranks in a sum, and the old ranks.
+    """
     with pytest.raises(MemberDied):
         work(g)
     with g.shrink() as new:

@@ -1,4 +1,4 @@
-"""Tests by their names, where a list says which of them shows what."""
+"""Tests that a list names as the proof of an entry."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ TESTS = Path(__file__).parents[1]
 
 
 def there_is(test: str) -> bool:
-    """A ``file::name``, of a file in this folder."""
+    """Return whether the test ``file::name`` exists in this folder."""
     file, _, name = test.partition("::")
     return re.search(rf"^def {name}\(", (TESTS / file).read_text(), re.MULTILINE) is not None

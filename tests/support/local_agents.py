@@ -1,4 +1,4 @@
-"""The processes of ``local``, as they are seen from outside."""
+"""Processes of ``local``, seen from outside."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def agents_of(program: psutil.Process) -> list[psutil.Process]:
-    """Those that a program has started by ``local``."""
+    """Return the agents that a program has started by ``local``."""
     found = {}
     for seed in seeds_of(program):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -21,7 +21,7 @@ def agents_of(program: psutil.Process) -> list[psutil.Process]:
 
 
 def seeds_of(program: psutil.Process) -> list[psutil.Process]:
-    """What forks its agents."""
+    """Return the fork servers of its agents."""
     found = []
     for child in program.children():
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Agents on this machine whose connections go over wires that are slow, silent for a while, or reset."""
+"""Agents on this machine whose connections are slow, silent for a while, or reset."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from flowchan.hosts.providers.provider import Launch, StartedAgent
 CHUNK = 64 << 10
 LONG = 3600.0
 NOWHERE = bytes(16)
-"""What a socket is connected to that is to be connected no more."""
+"""Address that disconnects a socket."""
 
 
 class Wire:
-    """Passes on what comes, each byte ``delay`` seconds late, and at most ``rate`` bytes a second each way.
-    Who dials what ``to`` gives reaches ``target`` over it."""
+    """Connection that delays each byte by ``delay`` seconds and passes at most ``rate`` bytes/s each way.
+
+    A peer that dials the address of ``to`` reaches ``target`` over it.
+    """
 
     def __init__(self, delay: float = 0.0, rate: float = float("inf")) -> None:
         self.delay, self.rate = delay, rate
@@ -38,7 +40,7 @@ class Wire:
         self._silent_until = 0.0
 
     def __reduce__(self) -> Any:
-        """A provider is a value, which goes along with its stages."""
+        """Pickle the wire as a value, because a provider travels with its stages."""
         return type(None), ()
 
     def to(self, target: str) -> str:
@@ -49,12 +51,14 @@ class Wire:
         return "127.0.0.1:{1}".format(*listener.getsockname())
 
     def be_silent(self, seconds: float) -> None:
-        """Nothing passes for so long, and nobody is told; then all that has come meanwhile."""
+        """Hold all bytes for some seconds, and then pass them on. No end is notified."""
         self._silent_until = time.monotonic() + seconds
 
     def reset(self) -> None:
-        """Ends all connections as a host does that knows nothing of them. ``close`` with a linger of 0 does
-        that as well, but not while another thread polls."""
+        """Reset all connections, like a host that does not know them.
+
+        ``close`` with a linger of 0 also does that, but not while another thread polls.
+        """
         for sock in list(self._socks):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -79,14 +83,14 @@ class Wire:
             except OSError:
                 continue
             for sock in (one, other):
-                sock.settimeout(LONG)  # so the threads poll, and a reset is possible meanwhile
+                sock.settimeout(LONG)  # lets the threads poll, so that a reset is possible during a send
             self._socks += [one, other]
             for source, target in ((one, other), (other, one)):
                 source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._pump(source, target)
 
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
-        """As two threads: one takes in, with the time at which each piece is to go out, and one puts out."""
+        """Copy bytes in two threads: one receives them with their due times, and one sends them."""
         pieces: deque[tuple[float, bytes]] = deque()
         there, room = threading.Semaphore(0), threading.Semaphore(4 if self.rate < float("inf") else 10_000)
 
@@ -122,7 +126,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Wired(Local):
-    """As ``local``, each host over a wire: in turn, where there are fewer."""
+    """Provider like ``local``, with a wire for each host. The wires are used in turn if there are fewer."""
 
     wires: tuple[Wire, ...]
 
@@ -136,7 +140,7 @@ class Wired(Local):
 
 @contextlib.contextmanager
 def wired(count: int, *wires: Wire, peer_timeout: float = 10.0) -> Iterator[Pool]:
-    """A pool of so many agents behind these wires."""
+    """Yield a pool of ``count`` agents behind these wires."""
     try:
         yield pool_of("local", Wired(count, wires), peer_timeout)
     finally:

@@ -1,5 +1,7 @@
-"""Packages that not every Python has, for torch comes later than a new Python; and those that are large, in
-whose presence everything is forked at four times the cost."""
+"""Packages that some Pythons lack, and large packages.
+
+torch supports a new Python late. With a large package loaded, every fork costs four times as much.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,14 @@ import pytest
 
 LARGE = ("torch", "sklearn", "polars", "pyarrow", "PIL")
 LOADED = pytest.StashKey[list[str]]()
-"""Which of them are there once the tests have been collected."""
+"""Those that are loaded once the tests have been collected."""
 
 
 class _Missing:
-    """Stands for a module that is not installed. Who uses it is skipped: a test, or, while it is imported, a
-    file."""
+    """Placeholder of a module that is not installed.
+
+    A test that uses it is skipped, and so is a file that uses it while it is imported.
+    """
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -28,7 +32,8 @@ class _Missing:
 
 
 def optional(name: str, package: str = "") -> Any:
-    """The module, or what has those skipped who use it; ``package`` is its name for pip, if that differs."""
+    """Return the module, or a placeholder that skips its users. ``package`` is its name for pip, if
+    different."""
     top = name.partition(".")[0]
     try:
         return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Record what a pytest run came to, so that ``tools/run_tests.py`` can run each failed test once more."""
+"""Record the outcomes of a pytest run, so that ``tools/run_tests.py`` can run each failed test once more."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 
 class Outcomes:
-    """Collect the reports of one run and write them to ``file`` when the session ends. With pytest-xdist it
-    sits in the controller, which gets the reports of all workers.
+    """Collect the reports of one run and write them to ``file`` when the session ends.
 
-    A crashed worker or a file that cannot be collected makes the run ``broken``: some tests have not run, and
-    running a test again would not tell more about them.
+    The controller of pytest-xdist runs it and gets the reports of all workers. A crashed worker or a
+    file that cannot be collected makes the run ``broken``: some tests have not run, and another run of a test
+    would not show more about them.
     """
 
     def __init__(self, file: Path) -> None:
@@ -25,7 +25,7 @@ class Outcomes:
         self.seconds: dict[str, float] = defaultdict(float)
         self.ended: dict[str, set[str]] = {"passed": set(), "skipped": set()}
         self.failed: dict[str, float] = {}
-        """The load average when each of them failed."""
+        """Load average at each failure."""
         self.broken: list[str] = []
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

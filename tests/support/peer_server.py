@@ -1,7 +1,9 @@
-"""A program that is started apart, as one on another host would be: it inherits nothing of the process that
-asks for it. It imports what a test needs, once, and has a child for each function that it is asked to run.
-Importing starts no thread and opens nothing, so a child is as good as a program of its own, and ends like
-one. It gets the gates at which tests meet, and a pipe for what the function returned or raised."""
+"""Separate program for peers, which inherits nothing from the test, like a program on another host.
+
+It imports once what the tests need, and forks a child for each function that it is asked to run. The imports
+start no thread and open nothing, so a child behaves like a new program, also at its end. A child gets the
+gates at which tests meet, and a pipe for the result or error of the function.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,13 @@ import cloudpickle
 
 PR_SET_PDEATHSIG = 1
 kept: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-"""What the function holds on to is not let go of before the program ends."""
+"""Keeps the objects of the function until the program ends."""
 
 
 def main() -> None:
     die_with_parent()
-    sys.path[0] = os.path.dirname(sys.path[0])  # where support is found
-    importlib.import_module("support.peers")  # what functions of tests refer to
+    sys.path[0] = os.path.dirname(sys.path[0])  # the folder of support
+    importlib.import_module("support.peers")  # functions of tests refer to it
     orders = Connection(int(sys.argv[1]))
     while (order := orders.recv()) is not None:
         if isinstance(order, int):
@@ -41,9 +43,9 @@ def main() -> None:
         task = orders.recv_bytes()
         sys.path[:] = path
         for module in modules:
-            with contextlib.suppress(Exception):  # unpickling the function tells
+            with contextlib.suppress(Exception):  # unpickling the function reports the error
                 importlib.import_module(module)
-        gc.freeze()  # else a child's end looks at, and so copies, all that is here
+        gc.freeze()  # otherwise the end of a child visits, and so copies, all objects here
         assert len(os.listdir("/proc/self/task")) == 1, f"a child would miss a thread; of {modules[-1]}?"
         child = os.fork()
         if child == 0:
@@ -58,7 +60,7 @@ def main() -> None:
 
 
 def die_with_parent() -> None:
-    """Never outlives a test run that was killed."""
+    """End this process with its parent, so that it does not outlive a killed test run."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -70,7 +72,7 @@ def received(orders: Connection, count: int) -> list[int]:
 
 
 def renumber(descriptors: list[int], numbers: list[int]) -> None:
-    """Gives them the numbers that they have where they come from, by which the function knows them."""
+    """Give descriptors the numbers that they have in the test, by which the function refers to them."""
     above = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers) + 1) for fd in descriptors]
     for fd in descriptors:
         os.close(fd)

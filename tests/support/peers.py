@@ -1,5 +1,4 @@
-"""The other party of a test: a function that runs in a thread, in a forked process, or in a program apart,
-while the test goes on."""
+"""Peer of a test: a function that runs in a thread, a forked process or a separate program."""
 
 from __future__ import annotations
 
@@ -30,20 +29,20 @@ PR_SET_PDEATHSIG = 1
 
 
 class Peer(Protocol):
-    """A running function. Every peer ends by ``result()``, or by ``kill()`` and ``join()``."""
+    """Running function. Every peer ends by ``result()``, or by ``kill()`` and ``join()``."""
 
     def result(self) -> Any:
-        """Waits for the end and returns what the function returned, or raises what it raised."""
+        """Wait for the end, and return the result of the function or raise its error."""
 
     def join(self) -> Any:
-        """Waits for the end, whatever it was."""
+        """Wait for the end, with any outcome."""
 
     def running(self) -> bool:
-        """Whether the function has not ended yet."""
+        """Return whether the function is still running."""
 
 
 class ThreadPeer:
-    """A peer in this process."""
+    """Peer in this process."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._future: Future[Any] = Future()
@@ -58,7 +57,7 @@ class ThreadPeer:
 
     def result(self) -> Any:
         self.join()
-        # holds no exception, and so no frame, longer than needed
+        # keeps no exception, and so no frame, longer than needed
         future, self._future = self._future, Future()
         return future.result(timeout=0)
 
@@ -71,8 +70,10 @@ class ThreadPeer:
 
 
 class ProcessPeer:
-    """A peer in a forked process. It ends by ``os._exit``, so nothing in it is cleaned up by Python's
-    shutdown."""
+    """Peer in a forked process.
+
+    It ends by ``os._exit``, so Python's shutdown cleans up nothing in it.
+    """
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._answer, answer = FORK.Pipe(duplex=False)
@@ -112,14 +113,15 @@ class ProcessPeer:
         return self._process.pid
 
     def kill(self) -> None:
-        """Sends SIGKILL and leaves the dead process unreaped: ``join()`` does that."""
+        """Send SIGKILL and leave the dead process unreaped. ``join()`` reaps it."""
         assert self._process is not None
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGKILL)
 
 
 def child_of_multiprocessing(function: Callable[..., Any], *args: Any) -> None:
-    """Calls it in a forked process that ends as Python's do: with finalizers, and without ``atexit``."""
+    """Call the function in a forked process that ends like Python's: with finalizers, and without
+    ``atexit``."""
     child = FORK.Process(target=function, args=args)
     child.start()
     child.join()
@@ -128,7 +130,7 @@ def child_of_multiprocessing(function: Callable[..., Any], *args: Any) -> None:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Sends methods of native objects, too."""
+    """Pickler that also sends methods of native objects."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj).__name__ == "nb_bound_method":
@@ -137,19 +139,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class Apart(ForkingProgram):
-    """The program apart that peers on another host are children of (peer_server.py), there is one for each
-    file of tests that has some. It is there before the first of them looks at what there is."""
+    """Program that is the parent of the peers on another host (peer_server.py).
+
+    Each file of tests with such peers has one. It starts before the first test looks at processes.
+    """
 
     running: ClassVar[Apart | None] = None
 
     def __init__(self) -> None:
         super().__init__(
             "peer_server.py", OMP_NUM_THREADS="1"
-        )  # libraries start no threads when they are imported
+        )  # keeps libraries from starting threads when they are imported
 
     def start(self, function: Callable[..., Any], args: tuple[Any, ...], descriptors: list[int]) -> int:
-        """Has a child run the function, and gives its process id. It has the descriptors by the numbers that
-        they have here."""
+        """Run the function in a child, and return its pid.
+
+        The descriptors have the same numbers there as here.
+        """
         task = io.BytesIO()
         _Pickler(task, protocol=5).dump((function, args))
         modules = [name for name in sys.modules if name.startswith("flowchan.hosts")]
@@ -169,8 +175,7 @@ class Apart(ForkingProgram):
 
 
 class HostPeer:
-    """A peer in a child of the program apart. What the function holds on to is sent there as an item would
-    be."""
+    """Peer in a child of the separate program. The objects of the function are sent there like an item."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         mine, answer = os.pipe()
@@ -209,11 +214,12 @@ class HostPeer:
         return self._pid
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
+        """Send SIGKILL."""
         os.kill(self._pid, signal.SIGKILL)
 
     def _has_ended(self, timeout: float) -> bool:
-        """Whether it ends within so many seconds. Nobody has reaped it, so its number is its own."""
+        """Wait up to ``timeout`` seconds, and return whether it has ended. It is unreaped, so its pid is
+        unique."""
         process = os.pidfd_open(self._pid)
         try:
             return bool(select.select([process], [], [], timeout)[0])
@@ -222,8 +228,10 @@ class HostPeer:
 
 
 def wait_for_the_end_of(pid: int | None) -> None:
-    """Waits for the end of this one process. ``multiprocessing`` waits for the end of a pipe, which children
-    of the process keep open."""
+    """Wait for the end of this process only.
+
+    ``multiprocessing`` waits for the end of a pipe, which children of the process keep open.
+    """
     assert pid is not None
     with contextlib.suppress(ProcessLookupError):  # it has been reaped already
         process = os.pidfd_open(pid)
@@ -234,7 +242,7 @@ def wait_for_the_end_of(pid: int | None) -> None:
 
 
 def _run_in_child(answer: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlives a test run that was killed
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # does not outlive a killed test run
     try:
         message = (False, function(*args))
     except BaseException as error:
@@ -248,9 +256,11 @@ def _run_in_child(answer: Connection, function: Callable[..., Any], args: tuple[
 
 
 class Gate:
-    """A barrier for peers of either kind: each peer calls ``arrive()``, the test calls ``open()``, and all go
-    on once all have arrived. Made of two eventfds, which threads and forked processes use alike, and programs
-    apart inherit."""
+    """Barrier for peers of any kind.
+
+    Each peer calls ``arrive()``, and the test calls ``open()``. All continue once all have arrived. It
+    consists of two eventfds, which threads and forked processes share and separate programs inherit.
+    """
 
     all: ClassVar[list[Gate]] = []
 

@@ -1,5 +1,8 @@
-"""Programs that are run by children of a template (program_server.py), which has imported torch for all of
-them: each costs seconds less, and is otherwise the same, but that a forgotten import is not noticed."""
+"""Programs that run in children of a template, which has imported torch for all of them.
+
+Each program takes seconds less than with a new Python (program_server.py). The only other difference is that
+a forgotten import is not noticed.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +19,25 @@ from typing import Any, ClassVar
 from support.fork_server import ForkingProgram, started
 
 TORCH = ("torch", "torch._dynamo", "sklearn.datasets", "flowchan.pipelines.sequential")
-"""``torch._dynamo`` is what the first optimizer of a process imports."""
+"""The first optimizer of a process imports ``torch._dynamo``."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""OpenBLAS starts threads when it is imported. In a thread of gloo's own ``torch.set_num_threads`` says
-nothing, and what several threads add up is rounded otherwise now and then."""
+"""OpenBLAS starts threads when it is imported. ``torch.set_num_threads`` has no
+effect in gloo's own threads, and sums over several threads sometimes round differently."""
 PIPE_ENDS = [(pipe, end) for pipe in ("p2c", "c2p", "err") for end in ("read", "write")]
 
 
 class Template(ForkingProgram):
-    """A template that has these modules."""
+    """Template with these modules."""
 
     def __init__(self, *modules: str) -> None:
         super().__init__("program_server.py", *modules, **ONE_THREAD)
 
     def popen(self, *arguments: object, **options: Any) -> subprocess.Popen[Any]:
-        """``python *arguments``; the options are those of ``subprocess.Popen``."""
+        """Start ``python *arguments``. The options are those of ``subprocess.Popen``."""
         return _Program(self, [sys.executable, *map(str, arguments)], **options)
 
     def run(self, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-        """``python *arguments`` to its end."""
+        """Run ``python *arguments`` to its end."""
         pipe: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with self.popen(*arguments, text=True, **pipe, **options) as program:
             try:
@@ -45,15 +48,17 @@ class Template(ForkingProgram):
         return subprocess.CompletedProcess(program.args, program.returncode, out, err)
 
     def start(self, arguments: list[str], cwd: Any, env: Any, new_session: bool, streams: list[int]) -> int:
-        """The process id of a program that has begun."""
+        """Start a program, and return its pid."""
         environment = dict(os.environ if env is None else env)
         folder = None if cwd is None else str(cwd)
         return self.order((arguments, folder, environment, new_session), streams)
 
 
 class SharedTemplate:
-    """A template for several processes that run tests: what it has is imported once for all of them, and not
-    before the first asks for it."""
+    """Template for several processes that run tests.
+
+    Its modules are imported once for all of them, when the first one needs them.
+    """
 
     def __init__(self, *modules: str) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
@@ -68,7 +73,7 @@ class SharedTemplate:
 
 
 class OurTemplate(Template):
-    """A child of a shared template, which is there for this process."""
+    """Child of a shared template, for this process only."""
 
     pids: ClassVar[set[int]] = set()
 
@@ -87,7 +92,7 @@ class OurTemplate(Template):
 
 
 class _Program(subprocess.Popen[Any]):
-    """A child of the template's, with the handle of a child of ours."""
+    """Child of the template, with the interface of a child of this process."""
 
     def __init__(self, template: Template, arguments: list[str], **options: Any) -> None:
         self._template = template
@@ -99,7 +104,7 @@ class _Program(subprocess.Popen[Any]):
         streams = [number if end == -1 else end for number, end in enumerate(ends)]
         arguments, cwd, env, session = (told[name] for name in ("args", "cwd", "env", "start_new_session"))
         self.pid = self._template.start(arguments[1:], cwd, env, session, streams)
-        self._handle = os.pidfd_open(self.pid)  # nobody reaps it before us
+        self._handle = os.pidfd_open(self.pid)  # no process reaps it before this one
         self._close_pipe_fds(*(told[f"{pipe}{end}"] for pipe, end in PIPE_ENDS))
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:

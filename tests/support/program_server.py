@@ -1,11 +1,11 @@
-"""A program that has imported what others need, and runs each of them in a child: ``python program_server.py
-DESCRIPTOR MODULE …``. The descriptor is that of a connection by which the orders come, or of a socket that
-listens: then each process that connects has a child of this one, which carries out its orders. A program's
-process behaves as a Python that was started with these arguments, but for the imports: it has the arguments,
-folder, environment, streams and session that its starter chose, a ``__main__`` of its own, and the
-interpreter's own end. What it does not show: that a program imports all it uses. The modules named here are
-loaded, so ``flowchan.pipelines`` or ``torch.utils.data`` is found as an attribute of its package by a program
-that has forgotten to import it.
+"""Server that has imported shared modules, and runs programs in its children.
+
+Usage: ``python program_server.py DESCRIPTOR MODULE …``. The descriptor is a connection for the orders, or a
+listening socket. With a socket, each connecting process gets a child of the server, which executes its
+orders. A program behaves like a new Python with the same arguments, except for the imports. It has the
+arguments, folder, environment, streams and session of its starter, its own ``__main__``, and the usual end of
+the interpreter. It does not show whether the program imports all modules that it uses. For example, a program
+that has forgotten to import ``flowchan.pipelines`` still finds it as an attribute of its package.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 from peer_server import die_with_parent, received
 
-NAMES = "backslashreplace"  # what a stream of errors writes of what its encoding has not
-ours = sys.modules["__main__"]  # stays alive when a program has its own
+NAMES = "backslashreplace"  # how a stream of errors writes characters that its encoding lacks
+ours = sys.modules["__main__"]  # keeps it alive when a program has its own
 
 
 class Order(NamedTuple):
@@ -49,7 +49,7 @@ def main() -> None:
 
 def load() -> None:
     for module in sys.argv[2:]:
-        with contextlib.suppress(ImportError):  # the programs find out
+        with contextlib.suppress(ImportError):  # the programs report it
             importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "a child would miss a thread"
     gc.collect()
@@ -57,8 +57,9 @@ def load() -> None:
 
 
 def accepted(listener: socket.socket) -> socket.socket:
-    """The next connection, in a child that is there for it. Nothing is imported before somebody needs it."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for these children
+    """Return the next connection, in a child that serves it. Nothing is imported before a connection
+    comes."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps these children
     while True:
         connection, _ = listener.accept()
         load()
@@ -88,7 +89,7 @@ def carry_out(orders: Connection) -> None:
 
 
 def become(order: Order, streams: Sequence[int]) -> None:
-    """Turns this process into the program, and runs it."""
+    """Turn this process into the program, and run it."""
     for number, fd in enumerate(streams):
         os.dup2(fd, number)
         os.close(fd)
@@ -125,7 +126,7 @@ def begin_streams() -> None:
 
 
 def warned(arguments: list[str]) -> list[str]:
-    """The arguments without ``-W``, which is obeyed."""
+    """Apply the ``-W`` options, and return the other arguments."""
     while arguments[0] == "-W":
         _, option, *arguments = arguments
         sys.warnoptions.append(option)

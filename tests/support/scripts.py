@@ -1,4 +1,4 @@
-"""Programs as users write and start them."""
+"""Programs that are written and started as by a user."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from typing import Any
 from support.preloaded_programs import Template
 
 _template: Template | None = None
-"""Of whose children the programs are, while there is one."""
+"""Template that forks the programs, if any."""
 
 
 def script(folder: Path, text: str, name: str = "script.py") -> Path:
-    """Writes a program."""
+    """Write a program to a file."""
     path = folder / name
     path.write_text(textwrap.dedent(text))
     return path
 
 
 def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
-    """Starts ``python *command`` in a session of its own, as a terminal does, with its output in pipes. Its
-    environment is ours and ``env``."""
+    """Start ``python *command`` in a new session, like a terminal, with its output in pipes.
+
+    Its environment is ours and ``env``.
+    """
     pipe: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     env = os.environ | {"PYTHONUNBUFFERED": "1"} | options.pop("env", {})
     options |= {**pipe, "env": env, "start_new_session": True}
@@ -37,8 +39,10 @@ def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
 
 @contextmanager
 def forked() -> Iterator[None]:
-    """Programs that are started meanwhile have flowchan from the program whose children they are. It has
-    imported nothing else, so they have to import whatever ``import flowchan`` does not."""
+    """Fork the programs that are started in the block from a program that has imported flowchan.
+
+    It has imported nothing else, so they have to import all that ``import flowchan`` does not.
+    """
     global _template
     _template = Template("flowchan")
     try:
@@ -49,7 +53,7 @@ def forked() -> Iterator[None]:
 
 
 def run_python(*command: str | Path, **options: Any) -> str:
-    """What ``python *command`` prints; it must end with exit code 0."""
+    """Return the output of ``python *command``, which must end with exit code 0."""
     with start(*command, **options) as process:
         out, err = process.communicate()
     assert process.returncode == 0, err

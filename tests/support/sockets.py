@@ -1,4 +1,4 @@
-"""What tests of connections share."""
+"""Helpers for tests of connections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def receive(sock: socket.socket, size: int) -> bytes:
-    """Exactly so many bytes, or what came before the end."""
+    """Receive exactly ``size`` bytes, or fewer at the end of the connection."""
     came = b""
     with contextlib.suppress(ConnectionError):
         while len(came) < size and (more := sock.recv(size - len(came))):

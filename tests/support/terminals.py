@@ -1,4 +1,4 @@
-"""What a terminal shows of a program."""
+"""Output of a program on a terminal."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from pathlib import Path
 def on_terminal(
     command: Sequence[str], folder: Path, until: Sequence[str] = (), then: str = ""
 ) -> tuple[list[str], int]:
-    """The lines that a program writes to a terminal of 80 columns, each as it was written, without what moves
-    the cursor; and its exit code. It gets Ctrl-C once it has written all of ``until``. When it has written
-    ``then`` there is a file "seen" in the folder."""
+    """Run a program on a terminal of 80 columns, and return its lines and its exit code.
+
+    The lines are as the program wrote them, without cursor movements. The program gets Ctrl-C once it has
+    written all of ``until``. When it has written ``then``, a file "seen" appears in the folder.
+    """
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "30"}
     shown, wanted = b"", [word.encode() for word in until]

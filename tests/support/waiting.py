@@ -1,8 +1,7 @@
-"""How tests wait for a state: they look at counts until the state is there, and never sleep in its place.
+"""Waits of tests for a state. They poll counts until the state is reached, and never sleep instead.
 
-``WAIT_LIMIT_S`` is no promise about time. It is where a wait that will never end is given up, so that one
-broken
-promise fails one test and not the whole suite.
+``WAIT_LIMIT_S`` does not promise a time. It ends a wait that would never end, so that one broken promise
+fails one test and not the whole suite.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def wait_until(
     peer_timeout: float = WAIT_LIMIT_S,
     what: Callable[[], object] | None = None,
 ) -> None:
-    """Returns once ``condition()`` holds. Gives up with an AssertionError that shows ``what()``."""
+    """Wait until ``condition()`` holds. Raise an AssertionError that shows ``what()`` after the limit."""
     tick = threading.Event()
     give_up = time.monotonic() + peer_timeout
     while not condition():
@@ -33,11 +32,11 @@ def wait_until(
             raise AssertionError(
                 f"waited {peer_timeout:g} s in vain; last seen: {what() if what else condition}"
             )
-        tick.wait(0.001)  # lets other threads and processes have the CPU
+        tick.wait(0.001)  # lets other threads and processes run
 
 
 def wait_freed(gone: weakref.ref[Any]) -> None:
-    """Returns once the object is freed."""
+    """Wait until the object is freed."""
 
     def is_freed() -> bool:
         merge_counts()
@@ -47,15 +46,17 @@ def wait_freed(gone: weakref.ref[Any]) -> None:
 
 
 def merge_counts() -> None:
-    """Without a GIL an object of which another thread than its maker drops the last reference is freed when
-    its maker next runs Python code, which may be late, or when the collector runs."""
+    """Free the objects whose last reference another thread than their maker has dropped.
+
+    Without a GIL these are freed when their maker next runs Python code, which may be late, or by the
+    collector.
+    """
     if not GIL:
         gc.collect()
 
 
 def wait_blocked(channel: Any, readers: int = 0, writers: int = 0) -> None:
-    """Returns once at least so many readers and so many writers are waiting in the channel, wherever they
-    run."""
+    """Wait until at least ``readers`` readers and ``writers`` writers of any process wait in the channel."""
 
     def blocked() -> bool:
         stats = channel.stats()
@@ -67,7 +68,7 @@ def wait_blocked(channel: Any, readers: int = 0, writers: int = 0) -> None:
 
 
 def wait_stats(channel: Any, **expected: int) -> None:
-    """Returns once ``channel.stats()`` has exactly the given values, e.g. ``wait_stats(ch, items_in=3)``."""
+    """Wait until ``channel.stats()`` has exactly the given values, such as ``wait_stats(ch, items_in=3)``."""
 
     def reached() -> bool:
         stats = channel.stats()
@@ -77,7 +78,7 @@ def wait_stats(channel: Any, **expected: int) -> None:
 
 
 def nobody_waits(*channels: Any) -> bool:
-    """Neither plain readers and writers nor selects."""
+    """Return whether neither plain readers and writers nor selects wait in the channels."""
     return all(
         stats.waiting_readers == stats.waiting_writers == stats.selecting == 0
         for stats in (channel.stats() for channel in channels)

@@ -1,4 +1,4 @@
-"""What tests hold workers up with."""
+"""Latch at which tests hold workers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from support.waiting import wait_blocked
 
 
 class Gate:
-    """Holds workers up until it is opened. It reaches worker processes as a captured variable does."""
+    """Hold workers until it is opened. It reaches worker processes as a captured variable."""
 
     def __init__(self) -> None:
         self.channel: Channel[Any] = Channel(1, across="processes")
 
     def wait(self, value: Any = None) -> Any:
-        """Called by the worker; gives ``value``."""
+        """Wait in the worker, and return ``value``."""
         for _ in self.channel:
             raise AssertionError("nothing is ever put into a gate")
         return value
 
     def wait_held(self, workers: int = 1) -> None:
-        """Returns once so many workers are held up."""
+        """Wait until ``workers`` workers are held."""
         wait_blocked(self.channel, readers=workers)
 
     def open(self) -> None:

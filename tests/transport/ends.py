@@ -1,4 +1,4 @@
-"""Two ends of a connection over loopback, and what each of them hears."""
+"""Two ends of a connection over loopback, for tests of handshakes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHER = b"another one of thirty-two bytes."
 
 @contextlib.contextmanager
 def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Who dialled, and who listens."""
+    """Yield the dialling and the listening end of a connection."""
     with tcp.listen("127.0.0.1:0") as listener:
         dialled = tcp.dial(listener.address, 30)
         with dialled, listener.accept(30) as listens:
@@ -29,19 +29,19 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
 def met(
     sock: socket.socket, secret: bytes = SECRET, *, dialled: bool = True, timeout: float = 30, **more: Any
 ) -> tuple[socket.socket, Any]:
-    """``meet`` of one end, whose hello says which one it is."""
+    """Call ``meet`` for one end, whose hello names its role."""
     said = {"dialled": dialled}
     return authentication.meet(sock, secret, dialled=dialled, hello=said, timeout=timeout, **more)
 
 
 def beside(sock: socket.socket, secret: bytes = SECRET, *, dialled: bool = False, **more: Any) -> ThreadPeer:
-    """The other end, in a thread."""
+    """Run the other end in a thread."""
     return ThreadPeer(lambda: met(sock, secret, dialled=dialled, **more))
 
 
 @contextlib.contextmanager
 def ctrl_c() -> Iterator[None]:
-    """A signal's handler raises soon, and the block must end with that."""
+    """Raise soon in a signal handler, and require that the block ends with this exception."""
 
     class Stop(Exception):
         pass

@@ -1,5 +1,7 @@
-"""Whatever comes in a handshake: it is refused with a reason, or it was right; nothing is unpickled, and
-nothing else is raised."""
+"""Random bytes in handshakes: each is refused with a reason or was valid.
+
+Nothing is unpickled, and no other error is raised.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from flowchan.transport.authentication import DIALLED, GREETING, HELLO, LISTENS,
 INPUTS = 100_000
 MUCH_TIME = pytest.mark.timeout(3600)
 TRAP = b"\x80\x04c_pickle\nloads\n(S'x'\ntR."
-"""Would unpickle something, if anybody unpickled it."""
+"""Unpickles an object, if it is ever unpickled."""
 
 Change = Callable[[random.Random, bytes], bytes]
 
@@ -30,7 +32,7 @@ def flip(chance: random.Random, message: bytes) -> bytes:
 
 
 def noise(chance: random.Random, message: bytes) -> bytes:
-    """From some place on."""
+    """Replace the bytes from a random offset on."""
     place = chance.randrange(len(message)) if chance.random() < 0.5 else 0
     return message[:place] + chance.randbytes(len(message) - place)
 
@@ -57,7 +59,7 @@ CHANGES: list[Change] = [flip, noise, shift, pickled, one_byte, as_it_is]
 
 
 class End:
-    """One end of a handshake without a socket: what it has said, and how it ended."""
+    """One end of a handshake without a socket, with its messages and its outcome."""
 
     def __init__(self, steps: Handshake) -> None:
         self._steps = steps
@@ -80,8 +82,10 @@ class End:
 
 
 def meeting(chance: random.Random, seen: list[bytes]) -> int:
-    """Two ends, one of whose messages may be changed, or come from an earlier meeting. Returns how many
-    messages were delivered."""
+    """Run two ends, and return how many messages were delivered.
+
+    Messages of one end may be changed, or be replayed from an earlier handshake.
+    """
     other = SECRET if chance.random() < 0.95 else OTHER
     ends = [
         End(authentication.handshake(SECRET, {"end": 0}, dialled=True)),
@@ -110,13 +114,13 @@ def meeting(chance: random.Random, seen: list[bytes]) -> int:
 
 
 def some_refused(ends: list[End]) -> bool:
-    """At least one, with a reason; and what the other heard is genuine."""
+    """Return whether at least one end refused with a reason; the other must have a genuine hello."""
     assert all(end.heard in (None, {"end": 1 - number}) for number, end in enumerate(ends))
     return any(end.refused for end in ends)
 
 
 def tampered(chance: random.Random, message: bytes, seen: list[bytes]) -> bytes:
-    """The message changed in some way, or an earlier one of its size; and this one is kept for later."""
+    """Return the message changed in some way, or an earlier one of its size, and keep this one for later."""
     earlier = [one for one in seen if len(one) == len(message)]
     put = chance.choice(earlier) if earlier and chance.random() < 0.2 else message
     seen[chance.randrange(len(seen))] = message
@@ -124,7 +128,7 @@ def tampered(chance: random.Random, message: bytes, seen: list[bytes]) -> bytes:
 
 
 def absurd_hello(chance: random.Random) -> bytes:
-    """What a peer that knows the secret may say."""
+    """Return a hello that a peer with the secret may send."""
     text = json.dumps({"a": [1, {"b": None}], "c": 1e99, "d": "\u00e9" * 40}).encode()
     return chance.choice(CHANGES)(
         chance, chance.choice([text, b"[" * 4096, b"9" * 4096, b'{"a":' * 500, TRAP])
@@ -132,7 +136,7 @@ def absurd_hello(chance: random.Random) -> bytes:
 
 
 def from_one_that_knows(chance: random.Random) -> int:
-    """A proved peer whose hello is anything."""
+    """Run an end against a peer with the secret and an arbitrary hello."""
     end = End(authentication.handshake(SECRET, {}, dialled=False))
     mine = authentication.greeting(DIALLED)
     key = hmac.digest(SECRET, mine + end.said.pop(), "sha256")
@@ -141,12 +145,12 @@ def from_one_that_knows(chance: random.Random) -> int:
     said = absurd_hello(chance)[:HELLO].ljust(HELLO)
     end.hear(said + authentication.proof(key, DIALLED, b"hello", said))
     assert end.over
-    assert isinstance(end.heard, dict) or end.refused == "its hello is no JSON object"
+    assert isinstance(end.heard, dict) or end.refused == "its hello is not a JSON object"
     return 3
 
 
 def from_a_stranger(chance: random.Random) -> int:
-    """Anything at all, to either end, as long as it wants more."""
+    """Send arbitrary bytes to either end, as long as it receives."""
     dialled = chance.random() < 0.5
     end = End(authentication.handshake(SECRET, {}, dialled=dialled))
     greeting = authentication.greeting(LISTENS if dialled else DIALLED)
@@ -160,7 +164,7 @@ def from_a_stranger(chance: random.Random) -> int:
 
 
 @pytest.mark.parametrize("much", [False, pytest.param(True, marks=[pytest.mark.long, MUCH_TIME])])
-def test_no_handshake_is_fooled_and_none_raises_anything_else(
+def test_fuzzed_handshakes_end_in_success_or_refused(
     much: bool, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
     number = 10 * pytestconfig.getoption("--frames") // 3 if much else INPUTS  # ten million in make soak

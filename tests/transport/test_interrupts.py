@@ -1,4 +1,4 @@
-"""R5: safety from Ctrl-C and from signal handlers that raise, in one place."""
+"""R5: safety from Ctrl-C and from signal handlers that raise."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_blocks_on_other_threads_do_nothing() -> None:
     assert handlers == [signal.getsignal(signal.SIGINT)]
 
 
-def test_watch_that_opened_first_decides_what_all_see() -> None:
+def test_first_watch_decides_for_all_watches() -> None:
     first, second = Replaced(), Replaced()
     watches = [InterruptWatch(lambda: first), InterruptWatch(lambda: second)]
     for watch in watches:
@@ -113,7 +113,7 @@ class Replaced(KeyboardInterrupt):
     pass
 
 
-def test_watch_forgets_what_was_caught() -> None:
+def test_watch_forgets_a_caught_exception() -> None:
     watch = InterruptWatch(Replaced)
     watch.open()
     try:
@@ -134,7 +134,7 @@ def test_watch_within_a_deferring_block_outlives_it() -> None:
     watch.close()
 
 
-def test_handler_that_the_program_sets_on_top_stays() -> None:
+def test_handler_that_the_program_sets_later_stays() -> None:
     before = signal.getsignal(signal.SIGINT)
     outer, inner = InterruptWatch(lambda: None), InterruptWatch(lambda: None)
     outer.open()
@@ -199,8 +199,8 @@ def test_errors_of_the_call_itself_are_caught() -> None:
     assert is_interrupt(KeyboardInterrupt())
 
 
-def test_result_is_there_when_ctrl_c_comes_during_the_call() -> None:
-    raise_natively = getattr(ctypes.CDLL(None), "raise")  # which, unlike Python's, does not look for signals
+def test_result_is_kept_when_ctrl_c_comes_during_the_call() -> None:
+    raise_natively = getattr(ctypes.CDLL(None), "raise")  # unlike Python's, it does not check for signals
     results: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         append_result(results, raise_natively, int(signal.SIGINT))

@@ -1,4 +1,4 @@
-"""Participants hear what all of them say, or that it is over, and why."""
+"""Participants get the values of all others, or learn that the rendezvous has ended, and why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def voice(coordinator: Coordinator, rank: int, ends: contextlib.ExitStack) -> Pa
     return ends.enter_context(contextlib.closing(Participant(there, "the driver")))
 
 
-def test_each_hears_what_all_have_said_in_each_round(ends: contextlib.ExitStack) -> None:
+def test_each_participant_gets_all_values_of_a_round(ends: contextlib.ExitStack) -> None:
     coordinator = Coordinator(3)
     voices = [voice(coordinator, rank, ends) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -38,7 +38,7 @@ def test_each_hears_what_all_have_said_in_each_round(ends: contextlib.ExitStack)
     assert all(one.goes_on() for one in voices)
 
 
-def test_when_one_has_left_the_others_hear_who_it_was_also_those_that_come_later(
+def test_early_and_late_participants_learn_which_rank_left(
     ends: contextlib.ExitStack,
 ) -> None:
     coordinator = Coordinator(3)
@@ -52,7 +52,7 @@ def test_when_one_has_left_the_others_hear_who_it_was_also_those_that_come_later
             one.gather("never heard")
 
 
-def test_who_comes_twice_is_sent_away(ends: contextlib.ExitStack) -> None:
+def test_second_connection_of_a_rank_is_closed(ends: contextlib.ExitStack) -> None:
     coordinator = Coordinator(2)
     first, again = voice(coordinator, 0, ends), voice(coordinator, 0, ends)
     with pytest.raises(RendezvousEnded, match="the driver ended while the members met"):

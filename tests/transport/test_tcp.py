@@ -1,4 +1,4 @@
-"""Addresses: what is asked for is what is used, and a peer can reach what we tell it."""
+"""Addresses: a listener uses the given one, and a peer can reach the one that it is given."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def test_an_address_is_a_host_and_a_port(address: str, parts: tuple[str, int]) -
 @pytest.mark.parametrize(
     "address", ["", "4711", ":4711", "host", "host:", "::1:4711", "a:65536", "a:-1", "a:²"]
 )
-def test_what_is_no_address_is_told(address: str) -> None:
-    with pytest.raises(ValueError, match="is no address: "):
+def test_invalid_address_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="is not an address: "):
         tcp.split(address)
 
 
 def listening() -> set[str]:
-    """The addresses on which this process listens, as the system's tables say them."""
+    """Return the addresses on which this process listens, from the system's tables."""
     mine = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
             mine.add(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:  # the listing's own
+        except OSError:  # the descriptor of the listing itself
             continue
     found = set()
     for table in ("tcp", "tcp6"):
@@ -53,7 +53,7 @@ def listening() -> set[str]:
     return found
 
 
-def test_asked_for_loopback_the_system_s_tables_show_loopback_only() -> None:
+def test_listening_on_loopback_opens_no_other_address() -> None:
     before = listening()
     with tcp.listen("127.0.0.1:0") as listener:
         assert listener.address.startswith("127.0.0.1:")
@@ -63,8 +63,8 @@ def test_asked_for_loopback_the_system_s_tables_show_loopback_only() -> None:
         assert listening() - before <= {"0100007F", "00000000000000000000000001000000"}
 
 
-def test_a_given_address_is_honoured() -> None:
-    """All of 127/8 is ours, so another address of the same machine does not answer."""
+def test_listener_uses_exactly_the_given_address() -> None:
+    """All of 127/8 belongs to this host, so another address of it must not answer."""
     with tcp.listen("127.0.0.2:0") as listener:
         assert listener.address.startswith("127.0.0.2:")
         assert "0200007F" in listening()
@@ -74,18 +74,18 @@ def test_a_given_address_is_honoured() -> None:
             tcp.dial(listener.address.replace("127.0.0.2", "127.0.0.3"), 30)
 
 
-def test_a_given_port_is_honoured_and_can_be_used_again_at_once() -> None:
+def test_listener_uses_the_given_port_and_frees_it() -> None:
     with tcp.listen("127.0.0.1:0") as first:
         address = first.address
         with tcp.dial(address, 30), first.accept(30):
-            pass  # who ends a connection first keeps its port busy for a while
+            pass  # the end that closes a connection first keeps its port busy for a while
         with pytest.raises(OSError, match=f"can't listen on {address}: Address already in use"):
             tcp.listen(address)
     with tcp.listen(address) as second:
         assert second.address == address
 
 
-def test_ipv6() -> None:
+def test_ipv6_address_works() -> None:
     try:
         listener = tcp.listen("[::1]:0")
     except OSError as error:
@@ -96,7 +96,7 @@ def test_ipv6() -> None:
             assert tcp.joined(sock.getpeername()).startswith("[::1]:")
 
 
-def test_who_does_not_answer_is_named() -> None:
+def test_refused_connection_names_the_address() -> None:
     with tcp.listen("127.0.0.1:0") as listener:
         address = listener.address
     with pytest.raises(ConnectionRefusedError, match=f"can't reach {address}: Connection refused"):
@@ -105,8 +105,8 @@ def test_who_does_not_answer_is_named() -> None:
         tcp.dial("no.such.host.invalid:1", 30)
 
 
-def test_a_call_that_nobody_takes_ends_in_time() -> None:
-    """The line of who listens is full, so the kernel answers no more."""
+def test_dial_without_an_answer_times_out() -> None:
+    """The backlog of the listener is full, so the kernel does not answer."""
     full = socket.create_server(("127.0.0.1", 0), backlog=0)
     address = tcp.joined(full.getsockname())
     waiting: list[socket.socket] = []
@@ -123,27 +123,28 @@ def test_a_call_that_nobody_takes_ends_in_time() -> None:
             sock.close()
 
 
-def test_nobody_dials() -> None:
+def test_accept_without_a_connection_times_out() -> None:
     with (
         tcp.listen("127.0.0.1:0") as listener,
-        pytest.raises(TimeoutError, match=r"nobody dialled 127\.0\.0\.1:"),
+        pytest.raises(TimeoutError, match=r"no peer dialled 127\.0\.0\.1:"),
     ):
         listener.accept(0.01)
 
 
-def test_a_connection_is_set_up_for_a_link() -> None:
+def test_connection_has_the_options_of_a_link() -> None:
     with connected() as ends:
         for sock in ends:
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == tcp.UNHEARD
-            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * tcp.UNREAD  # told so
+            # the kernel doubles the size
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * tcp.UNREAD
             assert not sock.get_inheritable()
 
 
 @pytest.mark.parametrize(("peer", "is_here"), [("127.0.0.2", True), ("::1", True), ("192.0.2.7", False)])
-def test_what_is_under_way_over_a_wire_may_grow(peer: str, is_here: bool) -> None:
-    """The kernel lets no buffer grow whose size was set: so many bytes a round trip would be the most."""
+def test_send_buffer_may_grow_between_hosts(peer: str, is_here: bool) -> None:
+    """The kernel does not grow a buffer whose size was set, which would limit the bytes per round trip."""
     with socket.socket() as sock:
         before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         tcp.prepare(sock, peer)
@@ -151,8 +152,8 @@ def test_what_is_under_way_over_a_wire_may_grow(peer: str, is_here: bool) -> Non
         assert (sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == tcp.UNSENT) != is_here
 
 
-def test_no_connection_with_oneself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who dials a free port often enough may be given it as his own, and be answered by himself."""
+def test_socket_that_connects_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dialler of a free port may get the same port as its own, and then connects to itself."""
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     with tcp.listen("127.0.0.1:0") as listener:
         port = int(listener.address.rpartition(":")[2])
@@ -200,8 +201,8 @@ except OSError as error:
 """
 
 
-def test_the_address_is_that_of_the_route_whatever_the_hostname_says(tmp_path: Path) -> None:
-    """A hostname that resolves to 127.0.1.1, and two interfaces: in a network of its own."""
+def test_address_comes_from_the_route_not_the_hostname(tmp_path: Path) -> None:
+    """The test uses a network namespace with two interfaces and a hostname that resolves to 127.0.1.1."""
     if not (shutil.which("unshare") and shutil.which("ip")):
         pytest.skip("unshare or ip is not installed: apt-get install util-linux iproute2")
     done = subprocess.run(
@@ -213,5 +214,5 @@ def test_the_address_is_that_of_the_route_whatever_the_hostname_says(tmp_path: P
     assert done.stdout.splitlines()[1:] == [
         "127.0.1.1 10.11.0.1 10.12.0.1",
         "10.12.0.1",
-        "[Errno 101] there is no route to 10.13.0.7: Network is unreachable",
+        "[Errno 101] this host has no route to 10.13.0.7: Network is unreachable",
     ], done.stderr

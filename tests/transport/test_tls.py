@@ -1,4 +1,4 @@
-"""TLS by one word: encrypted by a process of its own, bound to the secret, and gone when its link is."""
+"""``tls=True``: a separate process encrypts the connection, bound to the secret, and ends with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _certificates(request: pytest.FixtureRequest) -> None:
 
 @contextlib.contextmanager
 def encrypted() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Both plain ends."""
+    """Yield both plain ends."""
     with connected() as (dialled, listens):
         peer = beside(listens, tls=True)
         mine, heard = met(dialled, tls=True)
@@ -45,8 +45,8 @@ def encrypted() -> Iterator[tuple[socket.socket, socket.socket]]:
 def relays() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            found += [child] if str(tls.RELAY) in child.cmdline() else []
+        with contextlib.suppress(psutil.Error):  # it has ended in the meantime
+            found += [child] if str(tls.PROGRAM) in child.cmdline() else []
     return found
 
 
@@ -68,7 +68,7 @@ def test_bytes_cross_both_ways_at_once() -> None:
 
 
 @pytest.mark.parametrize("ending", [0, 1])
-def test_what_was_sent_before_the_end_arrives_before_the_end(ending: int) -> None:
+def test_bytes_sent_before_the_end_arrive(ending: int) -> None:
     """Also while the other end is sending."""
     data = os.urandom(5_000_000)
     with encrypted() as ends:
@@ -83,7 +83,7 @@ def test_what_was_sent_before_the_end_arrives_before_the_end(ending: int) -> Non
 
 
 @pytest.mark.parametrize("ending", [0, 1])
-def test_the_end_of_one_side_is_the_end_of_all(ending: int) -> None:
+def test_end_of_one_side_ends_the_connection(ending: int) -> None:
     with encrypted() as ends:
         processes = relays()
         assert len(processes) == 2
@@ -92,8 +92,8 @@ def test_the_end_of_one_side_is_the_end_of_all(ending: int) -> None:
         wait_until(lambda: not relays())
 
 
-def test_it_ends_also_when_its_peer_takes_nothing_any_more() -> None:
-    """What waits for a peer that does not read holds nobody up for long."""
+def test_proxy_ends_although_its_peer_stops_reading() -> None:
+    """Bytes for a peer that does not read must not delay the end for long."""
     with encrypted() as (mine, theirs):
         mine.setblocking(False)
         with contextlib.suppress(BlockingIOError):
@@ -105,17 +105,17 @@ def test_it_ends_also_when_its_peer_takes_nothing_any_more() -> None:
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_relay_that_is_killed_ends_the_connection(killed: int) -> None:
+def test_killed_proxy_ends_the_connection(killed: int) -> None:
     with encrypted() as ends:
         relays()[killed].kill()
         for end in ends:
             assert receive(end, 1) == b""
 
 
-def test_ctrl_c_does_not_reach_it() -> None:
+def test_ctrl_c_does_not_reach_the_proxy() -> None:
     with encrypted() as (mine, theirs):
         for process in relays():
-            assert os.getsid(process.pid) == process.pid  # a terminal signals its own session only
+            assert os.getsid(process.pid) == process.pid  # a terminal signals only its own session
             process.send_signal(signal.SIGINT)
         mine.sendall(b"still here")
         assert receive(theirs, 10) == b"still here"
@@ -134,7 +134,7 @@ with test_tls.encrypted() as ends:
 """
 
 
-def test_it_ends_when_its_process_is_killed() -> None:
+def test_proxy_ends_when_its_parent_is_killed() -> None:
     """Also while a child of that process still has the descriptors."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -146,34 +146,36 @@ def test_it_ends_when_its_process_is_killed() -> None:
             wait_for_the_end_of(pid)
 
 
-def test_it_says_nothing_when_its_process_died_before_it_began() -> None:
+def test_proxy_exits_silently_if_its_parent_has_died() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
-    for told in (b"", b'{"parent": %d, "parent_fd": null}\n' % process.pid):
-        relay = subprocess.run([sys.executable, "-I", "-S", str(tls.RELAY)], input=told, capture_output=True)
-        assert (relay.returncode, relay.stdout, relay.stderr) == (1, b"", b"")
+    for settings in (b"", b'{"parent": %d, "parent_fd": null}\n' % process.pid):
+        proxy = subprocess.run(
+            [sys.executable, "-I", "-S", str(tls.PROGRAM)], input=settings, capture_output=True
+        )
+        assert (proxy.returncode, proxy.stdout, proxy.stderr) == (1, b"", b"")
 
 
-def test_no_secret_is_to_be_seen_from_outside() -> None:
+def test_secret_is_not_visible_to_other_processes() -> None:
     with encrypted():
         for process in relays():
-            told = " ".join(process.cmdline()) + str(process.environ())
-            assert process.cmdline()[1:] == ["-I", "-S", str(tls.RELAY)]
+            settings = " ".join(process.cmdline()) + str(process.environ())
+            assert process.cmdline()[1:] == ["-I", "-S", str(tls.PROGRAM)]
             for secret in (SECRET.decode(), SECRET.hex(), "PRIVATE KEY", tls.certificate().fingerprint.hex()):
-                assert secret not in told
+                assert secret not in settings
 
 
 def test_a_wrong_secret_is_refused_before_tls_begins() -> None:
     with connected() as (dialled, listens):
         peer = beside(listens, tls=True)
-        with pytest.raises(flowchan.Refused, match="Perhaps its secret is another one"):
+        with pytest.raises(flowchan.Refused, match="Perhaps its secret differs"):
             met(dialled, OTHER, tls=True)
         assert "does not know the secret" in refusal(peer)
         assert not relays()
 
 
 @pytest.mark.parametrize("here", [True, False])
-def test_tls_on_one_side_only_is_told(here: bool) -> None:
+def test_tls_on_one_side_only_is_refused(here: bool) -> None:
     with connected() as (dialled, listens):
         peer = beside(listens, tls=not here)
         with pytest.raises(flowchan.Refused, match="TLS is on here" if here else "TLS is off here"):
@@ -187,7 +189,7 @@ def passed_on(source: socket.socket, target: socket.socket, size: int) -> bytes:
     return message
 
 
-def test_who_looks_on_sees_nothing_of_what_is_said() -> None:
+def test_observer_sees_only_encrypted_bytes() -> None:
     seen = b""
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
 
@@ -218,9 +220,9 @@ def test_who_looks_on_sees_nothing_of_what_is_said() -> None:
     assert b'{"dialled"' not in seen
 
 
-def test_who_does_tls_in_between_is_found_out() -> None:
-    """He passes the proofs on as they are, and then has a certificate of his own: neither end talks to
-    him."""
+def test_tls_interceptor_is_detected() -> None:
+    """The interceptor passes the proofs on unchanged and then presents another certificate. Both ends must
+    refuse."""
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
         one = beside(dialled, dialled=True, tls=True)
         two = beside(listens, tls=True)
@@ -232,14 +234,14 @@ def test_who_does_tls_in_between_is_found_out() -> None:
         to_dialled = tls.TlsProxy(his_listens, his, b"", 30)
         to_listens = tls.TlsProxy(his_dialled, None, right, 30)
         to_listens.end.sendall(bytes(9999))
-        assert "its certificate is not the one that it proved: somebody is in between" in refusal(one)
+        assert "its certificate is not the one that it proved: the connection is intercepted" in refusal(one)
         assert "it does not know the secret" in refusal(two)
         for mine in (to_dialled, to_listens):
             mine.forget()
             mine.end.close()
 
 
-def test_who_names_another_certificate_breaks_the_proofs() -> None:
+def test_changed_certificate_fingerprint_breaks_the_proofs() -> None:
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
         one = beside(dialled, dialled=True, tls=True)
         two = beside(listens, tls=True)
@@ -248,10 +250,10 @@ def test_who_names_another_certificate_breaks_the_proofs() -> None:
         passed_on(his_listens, his_dialled, PROOF)
         assert "it does not know the secret" in refusal(two)
         his_listens.shutdown(socket.SHUT_WR)
-        assert "Perhaps its secret is another one" in refusal(one)
+        assert "Perhaps its secret differs" in refusal(one)
 
 
-def test_a_byte_changed_on_the_way_ends_the_connection() -> None:
+def test_changed_byte_ends_the_tls_connection() -> None:
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
         one = beside(dialled, dialled=True, tls=True)
         two = beside(listens, tls=True)
@@ -266,7 +268,7 @@ def test_a_byte_changed_on_the_way_ends_the_connection() -> None:
         assert "it ended the connection while TLS began" in refusal(one)
 
 
-def test_silence_in_tls_is_refused_in_time() -> None:
+def test_silent_tls_peer_is_refused_after_the_timeout() -> None:
     with connected() as (dialled, listens):
         peer = beside(dialled, dialled=True, tls=True, timeout=1)
         stranger = authentication.handshake(SECRET, {}, dialled=False, tls=True)
@@ -278,7 +280,7 @@ def test_silence_in_tls_is_refused_in_time() -> None:
         wait_until(lambda: not relays())
 
 
-def test_a_door_with_tls() -> None:
+def test_listener_accepts_with_tls() -> None:
     with AuthenticatedListener(tcp.listen("127.0.0.1:0"), SECRET, {"listens": True}, tls=True) as door:
         peers = [ThreadPeer(lambda: met(tcp.dial(door.address, 30), tls=True)) for _ in range(3)]
         ends = [door.accept(60) for _ in peers]
@@ -293,18 +295,18 @@ def test_a_door_with_tls() -> None:
         assert door.refused == 0
 
 
-def test_a_door_sees_nothing_of_whom_it_has_let_in_by_tls() -> None:
+def test_listener_drops_the_socket_of_a_tls_peer() -> None:
     with AuthenticatedListener(tcp.listen("127.0.0.1:0"), SECRET, {}, tls=True) as door:
         peer = ThreadPeer(lambda: met(tcp.dial(door.address, 30), tls=True))
         mine, _ = door.accept(60)
         theirs, _ = peer.result()
         with mine, theirs:
             seen = Path(f"/proc/self/fdinfo/{door.fileno()}").read_text()
-            assert seen.count("tfd:") == 1  # who dials
+            assert seen.count("tfd:") == 1  # the dialling end
 
 
-def test_without_cryptography_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the end that listens; who dials needs nothing."""
+def test_missing_cryptography_package_raises_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the listening end needs the package."""
     tls.certificate.cache_clear()
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with tcp.listen("127.0.0.1:0") as listener, pytest.raises(ImportError, match="needs the package crypto"):

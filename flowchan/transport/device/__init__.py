@@ -1,1 +1,1 @@
-"""Tensors that cross from process to process without leaving their device."""
+"""Transfer of tensors between processes without leaving their device."""

@@ -1,11 +1,9 @@
-"""Device memory that others can open: arenas, allocated and exported once, and the blocks that are lent out
-of them.
+"""Device memory that other processes can open: arenas that are exported once, and blocks on loan from them.
 
-A block comes back when the last reference to it goes, from whatever thread the collector runs in; so coming
-back is one append, and the arithmetic waits for the next ``take``. A block is lent again only when what was
-last written into it has been written: the device may be behind. Arenas are never given back while the process
-lives. Freeing device memory waits for the whole device, and who has opened an arena may look at it at any
-time.
+A block returns when its last reference is dropped, perhaps by the garbage collector in any thread. So the
+return is one append, and the next ``take`` does the bookkeeping. A block is lent again only when the device
+has finished the last write to it. Arenas are never freed while the process lives. Freeing device memory waits
+for the whole device, and a process that has opened an arena may read it at any time.
 """
 
 from __future__ import annotations
@@ -16,88 +14,90 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 ARENA = 64 << 20
-"""Bytes of an arena; one for a larger tensor is as large as that."""
+"""Bytes of an arena. A larger tensor gets an arena of its size."""
 
 EVENTS = 512
-"""How many events a process shares. CUDA has room for some thousands on a machine; beyond, the writer waits
-instead."""
+"""Most events that a process shares. CUDA allows some thousands on a machine. Without an event the writer
+waits for the device."""
 
-AT_ONCE = 16  # events made together: drivers before 460 may deadlock when one is made while others are in use
+AT_ONCE = 16  # events made at a time: drivers before 460 may deadlock if one is made while others are in use
 
-# handles name whole pages of this size, so no arena shares one with memory that is not the pool's
+# handles name whole pages of this size, so an arena must not share one with other memory
 PAGE = 2 << 20
 UNIT = 512
 
 
 class NoRoom(Exception):
-    """There is no device memory that could be shared: the tensor goes through host memory instead."""
+    """No device memory can be shared, so the tensor goes through host memory."""
 
 
 class Device(Protocol):
-    """One kind of device memory. A device is named by its identity, which is the same in every process. What
-    is enqueued goes to the calling thread's current stream of that device; nothing here waits for the device
-    but ``finish``."""
+    """Kind of device memory.
+
+    A device is named by its identity, which is the same in every process. Copies and events are enqueued on
+    the calling thread's current stream of that device. Only ``finish`` waits for the device.
+    """
 
     name: str
 
     def visible(self) -> Sequence[str]:
-        """The identities of the devices that this process can use."""
+        """Return the identities of the devices that this process can use."""
 
     def identity(self, tensor: Any) -> str:
-        """Of the device that the tensor lies on."""
+        """Return the identity of the device of a tensor."""
 
     def allocate(self, device: str, size: int) -> tuple[Any, bytes]:
-        """DriverMemory, and the handle by which another process opens it. Raises :class:`NoRoom`."""
+        """Allocate memory, and return it with the handle for other processes. Raises :class:`NoRoom`."""
 
     def open(self, device: str, handle: bytes, size: int) -> Any:
-        """The memory behind another process's handle. Raises ``OSError`` when it can't be opened."""
+        """Open the memory of another process's handle. Raises ``OSError``."""
 
     def close(self, device: str, memory: Any) -> None:
-        """Ends an ``open``. May wait for the device."""
+        """Close memory that ``open`` returned. This may wait for the device."""
 
     def copy_in(self, tensor: Any, memory: Any, offset: int, size: int) -> None:
-        """Enqueues the copy of a tensor to ``offset`` of the memory."""
+        """Enqueue the copy of a tensor to ``offset`` of the memory."""
 
     def copy_out(self, device: str, memory: Any, offset: int, size: int, form: Any) -> Any:
-        """Enqueues the copy into a tensor of this process's own, of the given form."""
+        """Enqueue the copy from the memory into a new tensor of the given form, and return the tensor."""
 
     def share_event(self, device: str) -> tuple[Any, bytes]:
-        """An event that others can wait for, and its handle."""
+        """Make an event that other processes can wait for, and return it with its handle."""
 
     def open_event(self, device: str, handle: bytes) -> Any:
-        """The event behind another process's handle."""
+        """Open the event of another process's handle."""
 
     def event(self, device: str) -> Any:
-        """An event for this process alone."""
+        """Make an event for this process only."""
 
     def record(self, event: Any, device: str) -> None:
-        """Enqueues the event."""
+        """Enqueue the event."""
 
     def wait(self, event: Any, device: str) -> None:
-        """What is enqueued from now on comes after the event's latest record."""
+        """Make later work of the stream wait for the event's latest record."""
 
     def done(self, event: Any) -> bool:
-        """Whether all its records have come to pass."""
+        """Return whether the device has reached all records of the event."""
 
     def finish(self, device: str) -> None:
-        """Waits until all that this thread has enqueued is done."""
+        """Wait until the device has done all work that this thread has enqueued."""
 
     def to_host(self, tensor: Any) -> Any:
-        """A copy in host memory, that a channel can carry."""
+        """Copy a tensor to host memory that a channel can carry."""
 
     def from_host(self, host: Any, device: str, form: Any) -> Any:
-        """The tensor again."""
+        """Copy a tensor from host memory to a device."""
 
 
 class Arena:
-    """One allocation, and what of it is free: (offset, size), in order, never two that touch."""
+    """One allocation, with its free ranges (offset, size) in order. No two ranges touch."""
 
     def __init__(self, number: int, device: str, size: int, memory: Any, handle: bytes) -> None:
         self.number, self.device, self.size, self.memory, self.handle = number, device, size, memory, handle
         self.free = [(0, size)]
 
     def take(self, size: int) -> int | None:
-        """The offset of ``size`` bytes, or None."""
+        """Take ``size`` bytes, and return their offset, or None if no range is large enough."""
         for index, (offset, room) in enumerate(self.free):
             if room >= size:
                 self.free[index : index + 1] = [(offset + size, room - size)] if room > size else []
@@ -116,14 +116,14 @@ class Arena:
 
 
 class SharedEvent:
-    """An event of this process that others wait for."""
+    """Event of this process that other processes wait for."""
 
     def __init__(self, event: Any, handle: bytes) -> None:
         self.event, self.handle = event, handle
 
 
 class Block:
-    """A part of an arena, lent until the last reference goes."""
+    """Part of an arena, on loan until its last reference is dropped."""
 
     __slots__ = ("_back", "arena", "event", "offset", "size")
 
@@ -137,7 +137,10 @@ class Block:
 
 
 class ArenaPool:
-    """The arenas of one kind of device. Not safe to call from several threads at once; coming back is."""
+    """Arenas of one kind of device.
+
+    Calls must not overlap in several threads, but blocks may return in any thread at any time.
+    """
 
     def __init__(self, device: Device, shortage: Callable[[], None]) -> None:
         self.arenas: list[Arena] = []
@@ -148,7 +151,7 @@ class ArenaPool:
         self._back: deque[tuple[Arena, int, int, SharedEvent | None]] = deque()
 
     def take(self, device: str, size: int) -> Block:
-        """A block, out of what has come back if that will do. Raises :class:`NoRoom`."""
+        """Take a block from a returned one or a new arena. Raises :class:`NoRoom`."""
         size = (size + UNIT - 1) // UNIT * UNIT
         found = self._find(device, size)
         if found is None:
@@ -169,7 +172,7 @@ class ArenaPool:
         return None
 
     def _collect(self) -> None:
-        """Frees what has come back and is written."""
+        """Free the returned blocks whose writes the device has finished."""
         for _ in range(len(self._back)):
             arena, offset, size, event = entry = self._back.popleft()
             if event is not None and not self._device.done(event.event):
@@ -184,7 +187,7 @@ class ArenaPool:
         for _ in range(0 if idle else min(AT_ONCE, EVENTS - len(self.events))):
             try:
                 event = SharedEvent(*self._device.share_event(device))
-            except RuntimeError:  # others on this machine have used them up
+            except RuntimeError:  # other processes of this machine have used them up
                 break
             self.events[event.handle] = event
             idle.append(event)

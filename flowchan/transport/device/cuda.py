@@ -1,10 +1,9 @@
-"""torch's CUDA tensors, for ``transfer.py``: copies, streams and events through torch, memory that is
-to be shared through the driver.
+"""CUDA tensors of torch, for ``transfer.py``.
 
-The driver is called directly because torch's own allocator may hand out memory that has no handle (expandable
-segments, pools of other libraries), and because torch's sharing of storages counts references by files of its
-own. The calls used are the ones that every driver since CUDA 9 has. Each is made in the device's primary
-context, which is the one that torch works in.
+Copies, streams and events use torch. Shared memory uses the driver. The allocator of torch may return memory
+without a handle, such as expandable segments. The sharing of storages in torch keeps separate reference
+counts in files. So this file calls the driver directly, with functions that every driver since CUDA 9 has.
+Each call is made in the device's primary context, which torch also uses.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 
 from flowchan.transport.device.arenas import NoRoom
 
-cuda: Any = torch.cuda  # which is typed in parts only
+cuda: Any = torch.cuda  # torch.cuda is typed only in parts
 
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
@@ -32,7 +31,7 @@ class IpcHandle(ctypes.Structure):
 
 
 class Driver:
-    """The few calls of ``libcuda`` that torch has no function for. A call that fails raises ``OSError``."""
+    """Call the functions of ``libcuda`` that torch lacks. A call that fails raises ``OSError``."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         calls = self._calls = ctypes.CDLL(library)
@@ -56,7 +55,7 @@ class Driver:
         self._do("cuInit", 0)
 
     def allocate(self, index: int, size: int) -> tuple[int, bytes]:
-        """The address of new memory, and its handle."""
+        """Allocate memory, and return its address and handle."""
         address, handle = ctypes.c_uint64(), IpcHandle()
         with self._device(index):
             self._do("cuMemAlloc_v2", ctypes.byref(address), size)
@@ -92,7 +91,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _device(self, index: int) -> Iterator[None]:
-        """The primary context of the device is current within. It is retained once, and never released."""
+        """Make the primary context of the device current. It is retained once, and never released."""
         if index not in self._contexts:
             device, context = ctypes.c_int(), ctypes.c_void_p()
             self._do("cuDeviceGet", ctypes.byref(device), index)
@@ -106,7 +105,7 @@ class Driver:
 
 
 class DriverMemory:
-    """Device memory as torch can take it up."""
+    """Device memory in a form that torch can use."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -115,14 +114,14 @@ class DriverMemory:
 
 
 def write(tensor: Any, memory: Any, offset: int, size: int) -> None:
-    """A dense tensor's contents, as they lie, into bytes."""
+    """Copy a dense tensor into bytes, in its own order of dimensions."""
     with torch.no_grad():
         part = memory[offset : offset + size].view(tensor.dtype)
         part.as_strided(tensor.shape, tensor.stride()).copy_(tensor, non_blocking=True)
 
 
 def read(memory: Any, offset: int, size: int, form: Any) -> Any:
-    """The tensor again, in memory of its own."""
+    """Copy bytes into a new tensor of the given form."""
     dtype, shape, stride, requires_grad = form
     with torch.no_grad():
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device=memory.device)
@@ -131,8 +130,11 @@ def read(memory: Any, offset: int, size: int, form: Any) -> Any:
 
 
 class TorchDevice:
-    """The CUDA devices of this process; a device's identity is its UUID, since its number depends on
-    ``CUDA_VISIBLE_DEVICES``. A memory is a tensor of bytes over all of it."""
+    """CUDA devices of this process.
+
+    The identity of a device is its UUID, because its number depends on ``CUDA_VISIBLE_DEVICES``. A memory is
+    a tensor of all its bytes.
+    """
 
     name = "cuda"
 
@@ -146,7 +148,7 @@ class TorchDevice:
         if torch.version.hip is not None:
             raise OSError("torch was built for ROCm")
         if importlib.util.find_spec("numpy") is None:
-            raise OSError("torch takes up memory of others only with NumPy")
+            raise OSError("torch can use memory of other processes only with NumPy")
         return Driver()
 
     def visible(self) -> Sequence[str]:
@@ -167,7 +169,7 @@ class TorchDevice:
             address, handle = self._driver.allocate(index, size)
         except OSError:
             try:
-                cuda.empty_cache()  # what torch has in reserve; this waits for the device, but happens seldom
+                cuda.empty_cache()  # torch's reserve; this waits for the device, but is rare
                 address, handle = self._driver.allocate(index, size)
             except OSError as error:
                 raise NoRoom(str(error)) from error
@@ -187,7 +189,7 @@ class TorchDevice:
 
     def copy_in(self, tensor: Any, memory: Any, offset: int, size: int) -> None:
         write(tensor, memory, offset, size)
-        # its memory is not used again before that is done
+        # keeps the tensor's memory from reuse until the copy is done
         tensor.record_stream(cuda.current_stream(tensor.device))
 
     def copy_out(self, device: str, memory: Any, offset: int, size: int, form: Any) -> Any:
@@ -220,7 +222,7 @@ class TorchDevice:
         return cuda.current_stream(self._uuids.index(device))
 
     def to_host(self, tensor: Any) -> Any:
-        host = tensor.to("cpu", non_blocking=True)  # into pinned memory: that is what makes torch pin it
+        host = tensor.to("cpu", non_blocking=True)  # non_blocking makes torch use pinned memory
         cuda.current_stream(tensor.device).synchronize()
         return host
 

@@ -1,31 +1,31 @@
-"""How tensors on a device cross to another process of the same host, without leaving the device.
+"""Transfer of tensors between processes of one host without leaving the device.
 
-*What a put does.* The contents are copied, on the device and on the current stream, into a block of memory
-that is kept for this (``pool``). What crosses is the name of that place: a handle of the allocation, an
-offset, and an event that says when the copy is made. Nobody waits: the receiver's stream waits for the event,
-the receiver itself does not.
-*What a get does.* It opens the allocation (once; then it is remembered, and closed only when its process has
-ended) and copies the contents into memory of its own. So an item is a copy here as anywhere between
-processes: who put a tensor may write to it at once, what arrives belongs to the receiver, who may write to it
-and keep it, also when the sender has ended; and an item that is given back because a worker died is whole,
-whatever that worker did with its own. The price is two copies at the speed of the device's memory, and as
-much memory as is in flight.
+*Put.* The contents are copied, on the device and on the current stream, into a block of a pool of shared
+memory. The item names that block: a handle of the allocation, an offset, and an event for the end of the
+copy. The sender does not wait, and neither does the receiver: only its stream waits for the event. *Get.* The
+receiver opens the allocation once, and closes it only when its owner has ended. It copies the contents into
+new memory. So an item is a copy, as between processes in general. The sender may write to its tensor at once.
+The received tensor belongs to the receiver, which may write to it and keep it, also after the sender has
+ended. An item that returns to the channel because a worker died is intact, whatever that worker did with its
+copy. The cost is two copies at the speed of device memory, and as much memory as is in flight.
 
-*How long a block is kept.* Until its item exists no more and the receiver's copy is made. The item is PINNED
-(frame.hpp): it carries an id, the channel knows which ids there are, and a receiver holds the item by a view
-(``keep``) until its copy is made. That holds for receivers that are killed as well, because the channel
-itself knows who has died. A process that ends waits at its exit until nothing of it is kept any more, or
-nobody is left who could read it. It gives up, and says so, when nothing has been read for
-``FLOWCHAN_CUDA_EXIT_WAIT`` seconds (60). One that is killed, or that leaves by ``os._exit``, takes its items'
-contents with it: their get raises ``ChannelError``.
+*Lifetime of a block.* A block is kept until its item has ended and the receiver's copy is made. The item is
+PINNED (frame.hpp): it has an id, and the channel knows the ids that exist. A receiver holds the item by a
+view (``keep``) until its copy is made. This also holds for receivers that are killed, because the channel
+itself detects their death. A process that exits waits until it keeps no more blocks, or until no process can
+read them. It prints a message and gives up when nothing has been read for ``FLOWCHAN_CUDA_EXIT_WAIT`` seconds
+(60). If a process is killed or leaves by ``os._exit``, the contents of its items are lost, and their get
+raises ``ChannelError``.
 
-*Through host memory instead* go tensors to another host, where they arrive on the device of the same number;
-all tensors while ``FLOWCHAN_CUDA_IPC=0`` is set where they are put; and any tensor when there is no device
-memory to be shared. Expandable segments need no detour, because the blocks are
-allocations of our own, whatever torch's allocator does.
+*Host memory instead.* Some tensors go through host memory:
 
-The kind of device is a :class:`Device`. For torch's CUDA tensors that is ``cuda``; tests bring one of
-their own.
+- Tensors for another host, where they arrive on the device of the same number.
+- All tensors that a process puts while its ``FLOWCHAN_CUDA_IPC=0`` is set.
+- Any tensor for which no shared device memory is left.
+
+Expandable segments need no such detour, because the blocks do not come from torch's allocator.
+
+The kind of device is a :class:`Device`. For CUDA tensors it is ``cuda``; tests use a fake one.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from flowchan.transport.pidfd import open_pidfd
 SWITCH = "FLOWCHAN_CUDA_IPC"
 EXIT_WAIT = "FLOWCHAN_CUDA_EXIT_WAIT"
 MAGIC = b"flowchan device memory\0"
-EVERY_FEW = 16  # items a channel keeps before it is first asked which of them exist
+EVERY_FEW = 16  # items that a channel keeps before it is first asked which of them exist
 POLL_INTERVAL_S, IDLE_POLLS = (
     0.02,
     25,
-)  # seconds between two looks at copies under way; looks in vain before looking ends
+)  # seconds between two checks of running copies; checks without one before the checks end
 
 
 class DeviceKind(NamedTuple):
-    """Where an item's contents lie, and who owns that memory."""
+    """Place of an item's contents, and the owner of that memory."""
 
     kind: str
     device: str
@@ -76,22 +76,22 @@ class DeviceKind(NamedTuple):
 
 
 class Ticket(bytes):
-    """A buffer that holds a pickled :class:`DeviceKind`, and at the sender the block that it names."""
+    """Buffer of a pickled :class:`DeviceKind`. At the sender it also holds the block."""
 
     block: Block
 
 
 class Arrived(bytes):
-    """The same at the receiver, with what keeps the item in existence."""
+    """Buffer of a pickled :class:`DeviceKind` at the receiver, with the view that keeps the item alive."""
 
     keep: Any
 
 
-# --- putting ---
+# --- Put ---
 
 
 class DeviceParcel:
-    """The blocks of one item; called with the channel when the item is inside."""
+    """Blocks of one item. It is called with the channel when the item is inside."""
 
     def __init__(self, id: int, blocks: list[Block]) -> None:
         self.id, self.blocks = id, blocks
@@ -101,7 +101,7 @@ class DeviceParcel:
 
 
 class KeptExport:
-    """What is kept for the items of one channel, by id."""
+    """Blocks that are kept for the items of one channel, by id."""
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
@@ -109,7 +109,7 @@ class KeptExport:
         self.limit = EVERY_FEW
 
     def sweep(self) -> None:
-        """Lets go of what no item needs."""
+        """Release the blocks that no item needs."""
         exist = set(self.channel._pinned())
         for id in self.blocks.keys() - exist:
             del self.blocks[id]
@@ -117,21 +117,20 @@ class KeptExport:
 
 
 class TransferState:
-    """All that a process remembers about device memory. A forked child begins anew: its parent's is not its
-    own."""
+    """State of device transfers in one process. A forked child begins with an empty one."""
 
     def __init__(self) -> None:
-        # Entered again by the same thread when a collection within it runs a finaliser that puts a tensor.
+        # The same thread enters it again if a collection inside runs a finaliser that puts a tensor.
         self.lock = threading.RLock()
         self.devices: dict[str, Device] = {}
         self.owner = os.urandom(16)
         self.ids = itertools.count(int.from_bytes(os.urandom(8), "little"))
         self.pools: dict[str, ArenaPool] = {}
         self.kept: dict[int, KeptExport] = {}
-        self.ported: weakref.WeakSet[Any] = weakref.WeakSet()  # channels that are read through ports only
+        self.ported: weakref.WeakSet[Any] = weakref.WeakSet()  # channels that are read only through ports
         self.owners: dict[bytes, Owner] = {}
         self.copies: deque[Copy] = deque()
-        self.looking = False
+        self.settling = False
 
     def device(self, kind: str) -> Device:
         if kind not in self.devices and kind == "cuda":
@@ -142,7 +141,7 @@ class TransferState:
 
     def pool(self, device: Device) -> ArenaPool:
         if device.name not in self.pools:
-            if not self.pools:  # below zero: after the children, who may be the receivers, have been joined
+            if not self.pools:  # below zero: after the join of the children, which may be the receivers
                 util.Finalize(None, _wait_at_exit, exitpriority=-100)
             self.pools[device.name] = ArenaPool(device, self.sweep)
         return self.pools[device.name]
@@ -155,23 +154,25 @@ class TransferState:
                 kept.sweep()
 
     def sweep(self) -> None:
-        """Lets go of what no item of any channel needs; of all of a channel that nobody can read any more."""
+        """Release the blocks that no item needs, and all blocks of a channel that no process can read."""
         with self.lock:
             for key, kept in list(self.kept.items()):
                 kept.sweep()
-                here = sys.getrefcount(kept.channel) > 2  # besides ours, and the argument
+                here = sys.getrefcount(kept.channel) > 2  # more than ours and the argument
                 if not kept.blocks or not (here or _is_open_elsewhere(kept.channel)):
                     del self.kept[key]
 
 
 def use(device: Device) -> None:
-    """Tensors of the kind ``device.name`` cross by means of ``device`` from now on."""
+    """Use ``device`` for the transfer of tensors of the kind ``device.name``."""
     _state.devices[device.name] = device
 
 
 def reduce(tensor: Any, form: Any, size: int, kind: str) -> tuple[Any, ...]:
-    """What a pickler makes of a dense tensor of ``size`` bytes that lies on a device of that kind. ``form``:
-    what is needed besides to make the tensor again."""
+    """Reduce a dense tensor of ``size`` bytes on a device of the kind ``kind``.
+
+    ``form`` has what else is needed to make the tensor.
+    """
     device = _state.device(kind)
     identity = device.identity(tensor)
     packing = descriptors.now.packing
@@ -213,7 +214,7 @@ def _ticket(tensor: Any, size: int, device: Device, identity: str) -> Ticket:
 
 
 def parcel(buffers: list[pickle.PickleBuffer]) -> DeviceParcel | None:
-    """The blocks that an item's buffers name, if any."""
+    """Return the blocks that an item's buffers name, or None."""
     if not _state.pools:
         return None
     tickets = [buffer for buffer in map(_exporter, buffers) if type(buffer) is Ticket]
@@ -227,11 +228,11 @@ def _exporter(buffer: pickle.PickleBuffer) -> object:
         return view.obj
 
 
-# --- getting ---
+# --- Get ---
 
 
 class Copy(NamedTuple):
-    """A receiver's copy that is under way, and what keeps the item until it is made."""
+    """Copy that a receiver's device is making, and the view that keeps the item alive until then."""
 
     device: Device
     event: Any
@@ -240,7 +241,7 @@ class Copy(NamedTuple):
 
 
 class Owner:
-    """Another process, and what of it is open here."""
+    """Another process, with its memory and events that are open here."""
 
     def __init__(self, pid: int) -> None:
         self.arenas: dict[tuple[str, int], tuple[Device, str, Any]] = {}
@@ -252,20 +253,20 @@ class Owner:
             self._fd = open_pidfd(pid)
             if self._fd is not None:
                 self._poll.register(self._fd, select.POLLIN)
-        except OSError:  # it has ended, or its number means nothing here: opening its memory will tell
+        except OSError:  # it has ended, or its pid means nothing here: opening its memory will fail
             pass
 
     def has_ended(self) -> bool:
-        """Whether that is certain."""
+        """Return whether the process has certainly ended."""
         if self._fd is not None and self._poll.poll(0):
             self._ended = True
         return self._ended
 
     def close(self) -> None:
-        """Closes what is open. May wait for the devices."""
+        """Close its memory and events. This may wait for the devices."""
         self.events.clear()
         for device, identity, memory in self.arenas.values():
-            with contextlib.suppress(OSError):  # the driver may have taken it back with its process
+            with contextlib.suppress(OSError):  # the driver may have freed it with its process
                 device.close(identity, memory)
         self.arenas.clear()
         self.forget()
@@ -277,7 +278,7 @@ class Owner:
 
 
 def arrivals(keep: Any, buffers: list[Any]) -> list[Any]:
-    """The buffers of a PINNED item, such that ``_rebuild`` finds ``keep``."""
+    """Return the buffers of a PINNED item, with ``keep`` for ``_rebuild``."""
     for index, buffer in enumerate(buffers):
         if isinstance(buffer, bytes) and buffer.startswith(MAGIC):
             buffers[index] = Arrived(buffer)
@@ -302,7 +303,7 @@ def _rebuild(buffer: Any, form: Any) -> Any:
     device.record(made, place.device)
     if not device.done(made):
         _state.copies.append(Copy(device, made, buffer.keep, place.owner))
-        _look_later()
+        _settle_in_background()
     return tensor
 
 
@@ -311,7 +312,7 @@ def _rebuild_from_host(kind: str, identity: str, pid: int, host: Any, form: Any)
 
 
 def _rebuild_elsewhere(kind: str, identity: str, number: int, host: Any, form: Any) -> Any:
-    """On the same device, where it can be seen, else on that of the same number."""
+    """Make the tensor on the same device if it is visible, or else on the device of the same number."""
     device = _state.device(kind)
     seen = device.visible()
     if identity in seen:
@@ -337,17 +338,16 @@ def _visible(kind: str, identity: str, pid: int) -> Device:
 
 
 def _open(device: Device, place: DeviceKind) -> tuple[Any, Any]:
-    """The memory that holds the item's contents, and the event after which it does (None: it does
-    already)."""
+    """Return the memory of an item's contents, and the event after which they are complete, or None."""
     with _state.lock:
-        if place.owner == _state.owner:  # a handle can't be opened by the process that made it
+        if place.owner == _state.owner:  # a process cannot open its own handles
             pool = _state.pools[place.kind]
             event = pool.events[place.event].event if place.event is not None else None
             return pool.arenas[place.arena].memory, event
-        owner = _state.owners.get(place.owner) or _meet(place)
+        owner = _state.owners.get(place.owner) or _open_owner(place)
         if owner.has_ended():
             _close_ended()
-            raise _gone(place, "that process has ended")
+            raise _contents_lost(place, "that process has ended")
         key = place.kind, place.arena
         try:
             if key not in owner.arenas:
@@ -356,25 +356,27 @@ def _open(device: Device, place: DeviceKind) -> tuple[Any, Any]:
             if place.event is not None and place.event not in owner.events:
                 owner.events[place.event] = device.open_event(place.device, place.event)
         except (OSError, RuntimeError) as error:
-            raise _gone(place, f"that process has ended, or can't be reached from here ({error})") from error
+            raise _contents_lost(
+                place, f"that process has ended, or can't be reached from here ({error})"
+            ) from error
         return owner.arenas[key][2], owner.events.get(place.event) if place.event is not None else None
 
 
-def _meet(place: DeviceKind) -> Owner:
+def _open_owner(place: DeviceKind) -> Owner:
     _close_ended()
     owner = _state.owners[place.owner] = Owner(place.pid)
     return owner
 
 
 def _close_ended() -> None:
-    """Closes what was open of processes that have ended. Seldom, since closing may wait for the device."""
+    """Close the memory of processes that have ended. Call it rarely, since this may wait for the device."""
     busy = {copy.owner for copy in _state.copies}
     for token, owner in _state.owners.items():
         if token not in busy and owner.has_ended():
             owner.close()
 
 
-def _gone(place: DeviceKind, why: str) -> ChannelError:
+def _contents_lost(place: DeviceKind, why: str) -> ChannelError:
     return ChannelError(
         f"the contents of a tensor that process {place.pid} put, on {place.kind} device "
         f"{place.device}, can't be reached: "
@@ -385,7 +387,7 @@ def _gone(place: DeviceKind, why: str) -> ChannelError:
 
 
 def settle() -> None:
-    """Lets go of the items of which copies have been made."""
+    """Release the items whose copies have been made."""
     copies = _state.copies
     for _ in range(len(copies)):
         try:
@@ -395,37 +397,39 @@ def settle() -> None:
         try:
             if not copy.device.done(copy.event):
                 copies.append(copy)
-        except RuntimeError:  # a device that has failed copies nothing any more; the next use of it will tell
+        except RuntimeError:  # a failed device does not finish its copies; its next use reports the failure
             continue
 
 
-def _look_later() -> None:
-    """Settles in the background for a while, since this process may not get anything again."""
+def _settle_in_background() -> None:
+    """Release items in the background for a while, because this process may not get another item."""
     with _state.lock:
-        if not _state.looking:
-            _state.looking = True
-            _thread.start_new_thread(_look, ())
+        if not _state.settling:
+            _state.settling = True
+            _thread.start_new_thread(_settle_loop, ())
 
 
-def _look() -> None:
-    vain = 0
-    while vain < IDLE_POLLS:
+def _settle_loop() -> None:
+    idle = 0
+    while idle < IDLE_POLLS:
         time.sleep(POLL_INTERVAL_S)
         settle()
-        vain = 0 if _state.copies else vain + 1
+        idle = 0 if _state.copies else idle + 1
     with _state.lock:
-        _state.looking = False
+        _state.settling = False
         again = bool(_state.copies)
     if again:
-        _look_later()
+        _settle_in_background()
 
 
-# --- the end, and forks ---
+# --- Exit and fork ---
 
 
 def _wait_at_exit() -> None:
-    """Until what others still have to read of this process's memory is read, or nobody is left who could. In
-    the midst of a run without a limit: the supervisor ends this process when the run is over."""
+    """Wait until other processes have read this process's memory, or until no process can read it.
+
+    During a run this has no time limit: the supervisor ends this process when the run is over.
+    """
     limit, pause, next_look = float(os.environ.get(EXIT_WAIT, "60")), 0.0005, 0.02
     began = since = time.monotonic()
     count = -1
@@ -448,7 +452,7 @@ def _wait_at_exit() -> None:
     for kept in _state.kept.values():
         print(
             f"flowchan: process {os.getpid()} ends, and with it the contents of {len(kept.blocks)} items in "
-            f"{kept.channel!r}, tensors on a device that nobody has read for {limit:g} s "
+            f"{kept.channel!r}, tensors on a device that no process has read for {limit:g} s "
             f"({EXIT_WAIT}). With {SWITCH}=0 "
             "they go through host memory, and outlive it",
             file=sys.stderr,
@@ -456,13 +460,15 @@ def _wait_at_exit() -> None:
 
 
 def only_ports_read(channels: Iterable[Any]) -> None:
-    """These channels are read through ports only: at this process's exit nothing is kept for one that has
-    none left."""
+    """Declare that these channels are read only through ports.
+
+    At exit, this process keeps nothing for a channel of theirs that has no reading port left.
+    """
     _state.ported.update(channels)
 
 
 def _may_be_read(channel: Any) -> bool:
-    """Whether anybody is left who could."""
+    """Return whether a process can still read the channel."""
     return _has_ports(channel) if channel in _state.ported else _is_open_elsewhere(channel)
 
 
@@ -471,7 +477,7 @@ def _has_ports(channel: Any) -> bool:
 
 
 def _is_open_elsewhere(channel: Any) -> bool:
-    """Whether another process has the channel's memory."""
+    """Return whether another process has the channel's memory open."""
     memory = os.fstat(channel._fd)
     for pid in filter(str.isdigit, os.listdir("/proc")):
         if pid == str(os.getpid()):
@@ -486,7 +492,7 @@ def _is_open_elsewhere(channel: Any) -> bool:
     return False
 
 
-def _begin_anew() -> None:
+def _reset_after_fork() -> None:
     global _state
     _inherited.append(_state)
     for owner in _state.owners.values():
@@ -497,6 +503,6 @@ def _begin_anew() -> None:
 
 
 _state = TransferState()
-# what belongs to a parent is never let go of: here that would mean nothing, or harm
+# A parent's state is never released here: its handles are invalid in this process.
 _inherited: list[TransferState] = []
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)

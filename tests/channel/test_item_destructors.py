@@ -1,5 +1,8 @@
-"""Between threads items are references, and Python's code runs when one of them goes: a destructor may use
-the port that had it in hand, and the garbage collector looks at what a port has in hand at any time."""
+"""Python code that runs when an item of a channel between threads is released.
+
+A destructor may use the port that had leased the item. The garbage collector may visit the items that a port
+has leased at any time.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ def numbers(ch):
     return [ch.get_nowait().number for _ in range(len(ch))]
 
 
-def test_a_port_that_is_closed_has_nothing_of_what_it_drops():
-    """A destructor may start the collector, which would find items there that are gone already."""
+def test_closing_port_releases_its_items_before_their_destructors_run():
+    """A destructor may start the collector, which must not find items that are gone."""
     found = []
 
     class Looks:
@@ -43,7 +46,7 @@ def test_a_port_that_is_closed_has_nothing_of_what_it_drops():
 
 
 class Stage:
-    """In a cycle, as objects with callbacks are."""
+    """Object in a reference cycle, like objects with callbacks."""
 
     def __init__(self, ch):
         self.into = ch.reader()
@@ -51,8 +54,8 @@ class Stage:
         self.item.owner = self
 
 
-def test_an_item_in_hand_of_a_port_that_the_collector_finds_goes_back_whole():
-    """C4: it was not finished. The collector clears what it finds, and so an item that is still there."""
+def test_leased_item_of_a_collected_port_returns_intact():
+    """C4: the item was not finished. The collector clears the objects that it finds, even a returned item."""
     ch = Channel(8)
     other = ch.reader()
     ch.put(Item(7))
@@ -72,7 +75,7 @@ def test_an_item_in_hand_of_a_port_that_the_collector_finds_goes_back_whole():
     other.close()
 
 
-def test_a_port_in_an_item_that_it_has_in_hand_is_freed():
+def test_port_inside_its_own_leased_item_is_freed():
     gc.collect()
     before = count(In)
     ch = Channel(8)
@@ -84,8 +87,8 @@ def test_a_port_in_an_item_that_it_has_in_hand_is_freed():
     assert count(In) == before
 
 
-def test_a_destructor_may_get_from_the_port_that_drops_its_object():
-    """It finishes what was got meanwhile, as each get does, and what it got itself is in hand."""
+def test_destructor_may_get_from_the_port_it_leaves():
+    """The call finishes the earlier items like each get, and its own item is leased."""
     got = []
 
     class GetsAnother(Item):
@@ -110,8 +113,8 @@ def test_a_destructor_may_get_from_the_port_that_drops_its_object():
     other.close()
 
 
-def test_select_puts_what_it_was_given_though_the_pair_changes_meanwhile():
-    """Lists as pairs, which their owner may change."""
+def test_select_puts_the_original_item_of_a_changed_pair():
+    """The pairs are lists, which their owner may change."""
     ch = Channel(1)
     ch.put("full")
     pair = [ch, Item(1)]

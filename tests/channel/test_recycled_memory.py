@@ -1,4 +1,4 @@
-"""Who puts large items faster than they are read waits a moment for memory that was used before."""
+"""A writer of large items that outpaces its readers waits a short time for recycled memory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from flowchan import Channel
 ITEM = np.ones(1 << 20, np.uint8)
 
 
-def test_who_fills_a_channel_that_nobody_reads_never_waits() -> None:
+def test_writer_of_an_unread_channel_never_waits_for_memory() -> None:
     channel = Channel[np.ndarray](64, across="processes")
     for _ in range(10):
         channel.put(ITEM)
     assert channel.stats().write_wait == 0
 
 
-def test_a_wait_for_memory_that_does_not_come_back_is_short_and_the_only_one() -> None:
-    """Until others have finished more."""
+def test_wait_for_unreturned_memory_is_short_and_happens_once() -> None:
+    """Later puts do not wait until other readers have finished more items."""
     channel = Channel[np.ndarray](64, across="processes")
     waits = []
     kept = []
     for _ in range(2):
         channel.put(ITEM)
-        kept.append(channel.get())  # its memory is in view, so that nobody gets it
+        kept.append(channel.get())  # its memory is still in view, so it cannot be recycled
         for _ in range(2):
             channel.put(ITEM)
             waits.append(channel.stats().write_wait)
@@ -31,7 +31,7 @@ def test_a_wait_for_memory_that_does_not_come_back_is_short_and_the_only_one() -
     assert 0 < first == second < third == fourth
 
 
-def test_a_put_that_does_not_wait_takes_new_memory_at_once() -> None:
+def test_nowait_put_takes_new_memory_at_once() -> None:
     channel = Channel[np.ndarray](64, across="processes")
     channel.put(ITEM)
     kept = channel.get()

@@ -1,4 +1,4 @@
-"""Only who knows the secret comes in, and whoever does not is told off in one line that names its address."""
+"""Only peers with the secret are accepted. Others are refused with one line that names their address."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from flowchan.transport import authentication, tcp
 from flowchan.transport.authentication import GREETING, HELLO, PROOF
 
 SIZES = [GREETING, PROOF, HELLO + PROOF]
-"""What either side sends, message by message."""
+"""Sizes of the messages of either side."""
 ROLES = (authentication.DIALLED, authentication.LISTENS)
 
 
 def refused(sock: socket.socket, **more: Any) -> str:
-    """The one line that ``meet`` raises; the peer's address is in it."""
+    """Return the one line of the error of ``meet``, which must contain the peer's address."""
     peer = tcp.joined(sock.getpeername())
     with pytest.raises(flowchan.Refused) as raised:
         met(sock, **more)
@@ -37,7 +37,7 @@ def refused(sock: socket.socket, **more: Any) -> str:
     return line
 
 
-def test_both_sides_get_the_other_s_hello_and_a_plain_socket() -> None:
+def test_both_ends_get_a_hello_and_a_plain_socket() -> None:
     with connected() as (dialled, listens):
         peer = beside(listens)
         mine, heard = met(dialled)
@@ -50,7 +50,7 @@ def test_both_sides_get_the_other_s_hello_and_a_plain_socket() -> None:
         assert (receive(theirs, 3), receive(mine, 3)) == (b"one", b"two")
 
 
-def test_what_the_peer_sends_next_is_left_in_the_socket() -> None:
+def test_later_bytes_of_the_peer_stay_in_the_socket() -> None:
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: met(listens, dialled=False)[0].sendall(b"x" * 9999))
         mine, _ = met(dialled)
@@ -61,22 +61,22 @@ def test_what_the_peer_sends_next_is_left_in_the_socket() -> None:
 def test_a_wrong_secret_is_refused_on_both_sides() -> None:
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: refused(listens, dialled=False))
-        assert "Perhaps its secret is another one" in refused(dialled, secret=OTHER)
+        assert "Perhaps its secret differs" in refused(dialled, secret=OTHER)
         assert "it does not know the secret" in peer.result()
 
 
-def test_who_listens_with_a_wrong_secret_does_not_get_our_hello() -> None:
+def test_listener_with_a_wrong_secret_gets_no_hello() -> None:
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: refused(dialled))
         receive(listens, GREETING)
         listens.sendall(authentication.greeting(authentication.LISTENS) + bytes(PROOF))
         assert "it does not know the secret" in peer.result()
         rest = receive(listens, 9999)
-        assert len(rest) == PROOF  # made for these two greetings, and of no use with others
+        assert len(rest) == PROOF  # made for these two greetings, and useless with others
 
 
 @pytest.mark.parametrize("dialled", [True, False])
-def test_silence_is_refused_in_time(dialled: bool) -> None:
+def test_silent_peer_is_refused_after_the_timeout(dialled: bool) -> None:
     with connected() as ends:
         assert "it sent nothing" in refused(ends[not dialled], dialled=dialled, timeout=0.05)
 
@@ -88,8 +88,8 @@ def test_a_peer_that_falls_silent_half_way_is_refused(dialled: bool) -> None:
         assert f"only 16 of {GREETING} bytes" in refused(ends[not dialled], dialled=dialled, timeout=0.05)
 
 
-def test_the_time_is_that_of_the_whole_handshake() -> None:
-    """A byte now and then does not prolong it."""
+def test_timeout_covers_the_whole_handshake() -> None:
+    """A byte now and then must not prolong it."""
     with connected() as (dialled, listens):
         over = threading.Event()
 
@@ -108,7 +108,7 @@ def test_the_time_is_that_of_the_whole_handshake() -> None:
 @pytest.mark.parametrize(
     "rubbish", [b"GET / HTTP/1.1\r\n\r\n" * 99, b"\x00" * GREETING, b"flowchan link 0\n" * 99, b"\xff" * 999]
 )
-def test_rubbish_is_refused(dialled: bool, rubbish: bytes) -> None:
+def test_invalid_bytes_are_refused(dialled: bool, rubbish: bytes) -> None:
     with connected() as ends:
         ends[dialled].sendall(rubbish)
         assert "does not speak flowchan's protocol" in refused(ends[not dialled], dialled=dialled)
@@ -135,7 +135,7 @@ def test_a_reset_is_refused() -> None:
         assert "the connection ended in the handshake (Connection reset" in peer.result()
 
 
-def test_one_that_was_reset_before_we_looked_is_refused() -> None:
+def test_connection_reset_before_the_handshake_is_refused() -> None:
     with connected() as (dialled, listens):
         dialled.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         dialled.close()
@@ -144,7 +144,7 @@ def test_one_that_was_reset_before_we_looked_is_refused() -> None:
 
 
 def outcome(sock: socket.socket, dialled: bool) -> str:
-    """How the meeting ends for one end."""
+    """Return the outcome of the handshake for one end."""
     try:
         met(sock, dialled=dialled)
     except flowchan.Refused as refused:
@@ -153,8 +153,10 @@ def outcome(sock: socket.socket, dialled: bool) -> str:
 
 
 def with_somebody_between(change: Callable[[bool, int, bytes], bytes]) -> dict[bool, str]:
-    """How it ends for who dialled and for who listens when somebody between them may change every message:
-    ``change(dialled, number, message)``."""
+    """Return both outcomes of a handshake with an attacker between the ends.
+
+    The attacker may change every message: ``change(dialled, number, message)``.
+    """
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
 
         def relay(source: socket.socket, target: socket.socket, from_dialled: bool) -> None:
@@ -180,7 +182,7 @@ def with_somebody_between(change: Callable[[bool, int, bytes], bytes]) -> dict[b
         return said
 
 
-def test_who_only_looks_on_changes_nothing() -> None:
+def test_passive_observer_changes_nothing() -> None:
     assert with_somebody_between(lambda _dialled, _number, message: message) == {True: "met", False: "met"}
 
 
@@ -188,15 +190,15 @@ PLACEMENTS = [(number, place) for number, size in enumerate(SIZES) for place in 
 
 
 def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]:
-    """All bytes of greetings and proofs, or some; some of the hellos."""
+    """Return all bytes of greetings and proofs, or some of them, and some of the hellos."""
     return [(n, at) for n, at in places if (every and SIZES[n] < HELLO) or at % 37 == 5 or at > SIZES[n] - 2][
         : None if every else 24
     ]
 
 
 @pytest.mark.parametrize("from_dialled", [True, False])
-def test_who_changes_a_byte_on_the_way_is_found_out(from_dialled: bool, long_walk: bool) -> None:
-    """By the end that gets it, or is to get the next message; and no hello gets through changed."""
+def test_changed_byte_of_the_handshake_is_detected(from_dialled: bool, long_walk: bool) -> None:
+    """The receiving end must detect it, or the end that receives next. No changed hello may be accepted."""
     for number, place in some_of(PLACEMENTS, long_walk):
 
         def change(dialled: bool, n: int, message: bytes, number: int = number, place: int = place) -> bytes:
@@ -208,7 +210,7 @@ def test_who_changes_a_byte_on_the_way_is_found_out(from_dialled: bool, long_wal
 
 
 def record() -> dict[bool, bytes]:
-    """What both ends say when they meet."""
+    """Return the messages of both ends of a handshake."""
     said = {True: b"", False: b""}
 
     def listen_in(dialled: bool, _: int, message: bytes) -> bytes:
@@ -220,7 +222,7 @@ def record() -> dict[bool, bytes]:
 
 
 @pytest.mark.parametrize("dialled", [True, False])
-def test_who_replays_a_meeting_is_refused(dialled: bool) -> None:
+def test_replayed_handshake_is_refused(dialled: bool) -> None:
     recorded = record()
     with connected() as ends:
         ends[dialled].sendall(recorded[not dialled])
@@ -229,8 +231,8 @@ def test_who_replays_a_meeting_is_refused(dialled: bool) -> None:
 
 @pytest.mark.parametrize("dialled", [True, False])
 @pytest.mark.parametrize("disguised", [True, False])
-def test_who_sends_our_own_messages_back_is_refused(dialled: bool, disguised: bool) -> None:
-    """Also when the greeting says the other role."""
+def test_reflected_messages_are_refused(dialled: bool, disguised: bool) -> None:
+    """Also if the greeting names the other role."""
     with connected() as ends:
         ours, his = ends[not dialled], ends[dialled]
         peer = ThreadPeer(lambda: refused(ours, dialled=dialled))
@@ -238,14 +240,14 @@ def test_who_sends_our_own_messages_back_is_refused(dialled: bool, disguised: bo
         if disguised:
             mine = mine.replace(*ROLES[:: 1 if dialled else -1])
         his.sendall(mine)
-        proof = receive(his, PROOF) if dialled else bytes(PROOF)  # who listens proves it later
+        proof = receive(his, PROOF) if dialled else bytes(PROOF)  # the listening end sends its proof later
         with contextlib.suppress(OSError):  # refused already
             his.sendall(proof)
         expected = "it does not know the secret" if disguised else "on the same side of the connection"
         assert expected in peer.result()
 
 
-def test_two_that_dialled_each_other_are_told_so() -> None:
+def test_two_dialling_ends_are_refused_with_the_reason() -> None:
     with connected() as (one, other):
         peer = ThreadPeer(lambda: refused(other, dialled=True))
         assert "both dialled, or both listen" in refused(one, dialled=True)
@@ -253,8 +255,8 @@ def test_two_that_dialled_each_other_are_told_so() -> None:
 
 
 @pytest.mark.parametrize("said", [b"[1]", b"\xff", b"", b"{", b"[" * HELLO, b"NaN", b'"' + b"x" * 99 + b'"'])
-def test_a_hello_that_is_no_json_object_is_refused(said: bytes) -> None:
-    """From a peer that knows the secret, too."""
+def test_hello_other_than_a_json_object_is_refused(said: bytes) -> None:
+    """This must also hold for a peer with the secret."""
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: refused(listens, dialled=False))
         mine = authentication.greeting(authentication.DIALLED)
@@ -264,18 +266,18 @@ def test_a_hello_that_is_no_json_object_is_refused(said: bytes) -> None:
         receive(dialled, PROOF)
         hello = said.ljust(HELLO)
         dialled.sendall(hello + authentication.proof(key, authentication.DIALLED, b"hello", hello))
-        assert "its hello is no JSON object" in peer.result()
+        assert "its hello is not a JSON object" in peer.result()
 
 
-def test_what_cannot_be_a_hello_or_a_secret_is_told() -> None:
-    with connected() as (dialled, _), pytest.raises(ValueError, match="at most 4096 bytes of JSON, not 5011"):
+def test_invalid_hello_or_secret_is_refused() -> None:
+    with connected() as (dialled, _), pytest.raises(ValueError, match="at most 4096 bytes of JSON, got 5011"):
         authentication.meet(dialled, SECRET, dialled=True, hello={"a": "x" * 5002}, timeout=1)
-    with connected() as (dialled, _), pytest.raises(ValueError, match="at least 16 bytes, not 3"):
+    with connected() as (dialled, _), pytest.raises(ValueError, match="at least 16 bytes, got 3"):
         authentication.meet(dialled, b"abc", dialled=True, hello={}, timeout=1)
 
 
 def test_a_booby_trapped_pickle_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At whichever message it comes, and wherever in it."""
+    """Send it as any message and at any offset."""
     sprung: list[bytes] = []
 
     class Trap:

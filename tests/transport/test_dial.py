@@ -1,4 +1,4 @@
-"""Reaching somebody is tried again and again, and the error says what is worth knowing."""
+"""Dialling retries, and its error keeps the useful reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowchan.errors import Refused
 from flowchan.transport import dial, tcp
 
 
-def test_a_try_that_time_cuts_short_does_not_hide_why_the_one_before_failed(
+def test_last_attempt_cut_short_keeps_the_earlier_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tries: list[float] = []
@@ -20,7 +20,7 @@ def test_a_try_that_time_cuts_short_does_not_hide_why_the_one_before_failed(
     def meet(sock: Any, *args: Any, timeout: float, **options: Any) -> Any:
         tries.append(timeout)
         if len(tries) > 1:
-            return really_meet(sock, *args, timeout=timeout, **options)  # whom nobody answers
+            return really_meet(sock, *args, timeout=timeout, **options)  # a peer that does not answer
         sock.close()
         raise Refused("its secret is another one")
 

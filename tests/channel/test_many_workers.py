@@ -1,6 +1,8 @@
-"""C8: of many workers of a stage a few do what a few can do, and the others sleep; of those of an ordered
-stage that can't pass their outputs on, a few hold one, and the others take none; when there are places again,
-all go on."""
+"""C8: among the many workers of a stage, only as many run as needed, and the others sleep.
+
+If an ordered stage cannot pass its outputs on, a few workers hold an output, and the others take no items.
+When there is room again, all continue.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ CROWD = 2
 
 
 def work(into: Any, out: Any, go: threading.Event) -> None:
-    """As a worker of ``map``: the one with item 0 keeps the others from their turns until it may go."""
+    """Work like a ``map`` worker. The worker with item 0 delays the others' turns until ``go`` is set."""
     try:
         while True:
             item = into.get()
@@ -34,7 +36,7 @@ def work(into: Any, out: Any, go: threading.Event) -> None:
 
 @pytest.mark.parametrize("capacity", [1, 2, 8, 64])
 @pytest.mark.parametrize("single", [True, False])
-def test_few_workers_hold_outputs_that_have_no_place(capacity: int, single: bool) -> None:
+def test_few_workers_hold_outputs_while_the_channel_is_full(capacity: int, single: bool) -> None:
     before: Channel[int] = Channel(200)
     after: Channel[int] = Channel(capacity)
     ports = [(before.reader(), after.writer()) for _ in range(WORKERS)]
@@ -46,7 +48,7 @@ def test_few_workers_hold_outputs_that_have_no_place(capacity: int, single: bool
     for thread in threads:
         thread.start()
     wait_blocked(after, writers=WORKERS - 1)
-    # the one that holds up the others, those that were parked, and those that wait for a place with an output
+    # the worker that delays the others, the parked outputs, and the outputs that wait for room
     assert after.stats().items_out == 0
     taken = before.stats().items_out
     assert capacity <= taken <= capacity + CROWD
@@ -57,7 +59,7 @@ def test_few_workers_hold_outputs_that_have_no_place(capacity: int, single: bool
         thread.join()
 
 
-def test_a_worker_that_waits_for_a_place_hears_of_the_end() -> None:
+def test_worker_that_waits_for_room_learns_of_the_end() -> None:
     before: Channel[int] = Channel(200)
     after: Channel[int] = Channel(1)
     ports = [(before.reader(), after.writer()) for _ in range(WORKERS)]
@@ -90,9 +92,9 @@ def test_a_worker_that_waits_for_a_place_hears_of_the_end() -> None:
 
 @pytest.mark.parametrize("across", ["threads", "processes"])
 @pytest.mark.parametrize("stage", [True, False], ids=["stage", "plain"])
-def test_of_the_workers_of_a_stage_the_same_few_go_first(stage: bool, across: Any) -> None:
-    """Where each item comes when all wait, one worker does everything, in a ring one of the lowest rank;
-    plain readers take turns."""
+def test_same_few_workers_of_a_stage_run_first(stage: bool, across: Any) -> None:
+    """One worker takes all items if all wait for each; in a ring it has a low rank. Plain readers take
+    turns."""
     channel: Channel[int] = Channel(across=across)
     ports = [channel.reader() for _ in range(WORKERS)]
     takers: list[Any] = []
@@ -116,14 +118,14 @@ def test_of_the_workers_of_a_stage_the_same_few_go_first(stage: bool, across: An
         thread.join()
     if across == "threads":
         assert len(set(takers)) == (1 if stage else WORKERS)
-    else:  # who has just begun to wait may not sleep yet, and then another one is woken too
+    else:  # a reader that has just begun to wait may not sleep yet, so another one is also woken
         assert (len(set(takers)) < WORKERS // 3) == stage
 
 
 @pytest.mark.skipif(sysconfig.get_config_var("Py_GIL_DISABLED") == 1, reason="needs the GIL")
-def test_no_more_readers_are_on_their_way_than_there_are_cores() -> None:
-    """Each of them that takes an item and leaves one calls the next. (While this thread has the GIL, none
-    arrives.)"""
+def test_at_most_one_reader_per_core_is_woken_at_once() -> None:
+    """Each reader that takes an item and leaves one wakes the next. None arrives while this thread has the
+    GIL."""
     cores = os.sysconf("SC_NPROCESSORS_ONLN")
     channel: Channel[int] = Channel(across="processes")
     taken: list[int] = []

@@ -1,4 +1,4 @@
-"""C14: a channel in a channel between processes outlives whoever put it there."""
+"""C14: a channel inside a channel between processes outlives its sender."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.copying
 
 
 def put_new(carrier, make, *more):
-    """A channel with something inside, which nobody has any more once this has returned."""
+    """Put a channel with an item inside, of which this process keeps no reference."""
     sent = make(4)
     sent.put_many(["inside", 2])
     carrier.put((sent, *more) if more else sent)
 
 
 def test_a_channel_that_its_sender_has_dropped_is_received(make, transport):
-    """C14: by the sender itself too."""
+    """C14: the sender itself can also receive it."""
     carrier = make()
     put_new(carrier, transport.make)
     gc.collect()
@@ -43,7 +43,7 @@ def test_a_channel_that_its_sender_has_dropped_is_received(make, transport):
 @pytest.mark.other_process
 @pytest.mark.not_hosts("a channel ends with the process that made it, its home")
 def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, transport, size):
-    """C14: beside contents small and large."""
+    """C14: with small and large contents next to it."""
     carrier = make()
 
     def send_and_stay():
@@ -62,14 +62,14 @@ def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, tra
 
 
 @pytest.mark.other_process
-def test_any_later_receiver_gets_it(make, spawn_peer, transport):
-    """C14: one that was there before, and one that dies with it in hand first."""
+def test_any_later_receiver_gets_the_channel(make, spawn_peer, transport):
+    """C14: a receiver that existed before the put, and one that dies first while it has the item leased."""
     dies_with_it_in_hand(make, spawn_peer, transport, keeps=True)
 
 
 @pytest.mark.other_process
 @pytest.mark.not_hosts("home hears that a channel has come, and not that its item is finished")
-def test_any_later_receiver_gets_what_the_first_has_dropped(make, spawn_peer, transport):
+def test_later_receiver_gets_an_item_that_the_first_dropped(make, spawn_peer, transport):
     """C14: its item was not finished."""
     dies_with_it_in_hand(make, spawn_peer, transport, keeps=False)
 
@@ -91,7 +91,7 @@ def dies_with_it_in_hand(make, spawn_peer, transport, keeps):
             answers.put(channel.get_many(4))
 
     put_new(carrier, transport.make)
-    stays = carrier.reader()  # else the last one's death would close it
+    stays = carrier.reader()  # otherwise the death of the last reader would close it
     first = spawn_peer(take_and_stay)
     wait_stats(carrier, leased=1)
     second = spawn_peer(answer)
@@ -106,8 +106,8 @@ def dies_with_it_in_hand(make, spawn_peer, transport, keeps):
 
 
 @pytest.mark.other_process
-def test_channels_in_channels_go_on_through_other_hands(make, spawn_peer, transport):
-    """C14: whoever received it can send it on, and through what it has received."""
+def test_channels_in_channels_pass_through_several_receivers(make, spawn_peer, transport):
+    """C14: a receiver can send it on, also through the channel that it has received."""
     hops = [make() for _ in range(3)]
     outer = transport.make(2)
     put_new(outer, transport.make)
@@ -119,9 +119,8 @@ def test_channels_in_channels_go_on_through_other_hands(make, spawn_peer, transp
 
 
 @pytest.mark.not_hosts("an item carries addresses, and no descriptors")
-def test_many_channels_in_one_item(make, transport):
-    """C14: up to what one message of the kernel takes; more are refused with the number, and nothing is
-    put."""
+def test_item_with_many_channels_arrives(make, transport):
+    """C14: up to the limit of one kernel message; more are refused with the number, and nothing is put."""
     carrier = make()
     carrier.put([transport.make(2) for _ in range(126)])
     many = carrier.get()
@@ -135,8 +134,8 @@ def test_many_channels_in_one_item(make, transport):
 
 
 @pytest.mark.not_hosts("an item carries addresses, and no descriptors")
-def test_too_many_on_their_way_are_refused_and_then_taken_again(make, transport):
-    """C14: what the kernel keeps for a channel is bounded; the put says so, and the channel works on."""
+def test_channels_beyond_the_kernel_limit_are_refused(make, transport):
+    """C14: the kernel keeps a limited number for a channel; the put raises, and the channel still works."""
     carrier, sent = make(100_000), transport.make(2)
     with pytest.raises(ChannelError, match="receive some first") as caught:
         carrier.put_many(itertools.repeat(sent))
@@ -150,7 +149,7 @@ def test_too_many_on_their_way_are_refused_and_then_taken_again(make, transport)
 
 
 def parcels(channel):
-    """Whether descriptors lie in the channel's queue in the kernel."""
+    """Return whether the channel's queue in the kernel holds descriptors."""
     with socket.socket(fileno=os.dup(channel._socket)) as queue:
         try:
             return bool(queue.recv(16, socket.MSG_PEEK | socket.MSG_DONTWAIT))
@@ -160,9 +159,9 @@ def parcels(channel):
 
 @pytest.mark.parametrize("port", [False, True])
 @pytest.mark.not_hosts("no descriptors travel")
-def test_what_was_received_is_kept_by_nobody_else(make, transport, port):
-    """C12: the kernel's copies of its descriptors go with the item; of a port's last one, with the next that
-    comes."""
+def test_kernel_releases_descriptors_with_the_received_item(make, transport, port):
+    """C12: the kernel's copies of its descriptors go with the item. A port's last ones go with the next
+    item."""
     carrier = make()
     for _ in range(3):
         put_new(carrier, transport.make)
@@ -180,8 +179,8 @@ def test_what_was_received_is_kept_by_nobody_else(make, transport, port):
 
 
 @pytest.mark.not_hosts("an item carries addresses, and no descriptors")
-def test_what_a_killed_sender_left_behind_goes_too(make, transport):
-    """C12: a parcel without an item, sent just before a put that was never done."""
+def test_descriptors_of_an_unfinished_put_are_released(make, transport):
+    """C12: a bundle without an item, sent just before a put that was never done."""
     carrier = make()
     with socket.socket(fileno=os.dup(carrier._socket)) as queue:
         socket.send_fds(queue, [struct.pack("QQ", 12345, 2)], [carrier._fd, carrier._socket])
@@ -191,8 +190,8 @@ def test_what_a_killed_sender_left_behind_goes_too(make, transport):
     assert not parcels(carrier)
 
 
-def test_the_port_of_a_stage_gets_channels_too(make, transport):
-    """C14: one item on lease after the other, and a batch of them."""
+def test_stage_port_receives_channels(make, transport):
+    """C14: one leased item after the other, and a batch of them."""
     carrier = make()
     for _ in range(4):
         put_new(carrier, transport.make)
@@ -203,7 +202,7 @@ def test_the_port_of_a_stage_gets_channels_too(make, transport):
 
 
 def test_a_receiver_without_descriptors_leaves_the_item(make, transport):
-    """C14: and gets it once it has some."""
+    """C14: it gets the item once it has descriptors."""
     carrier = make()
     put_new(carrier, transport.make)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -223,8 +222,8 @@ def test_a_receiver_without_descriptors_leaves_the_item(make, transport):
     assert carrier.get().get_many(4) == ["inside", 2]
 
 
-def test_channels_in_what_was_packed_cross_while_they_are_held(make, transport):
-    """C14: bytes carry no descriptors."""
+def test_channels_in_packed_bytes_cross_while_referenced(make, transport):
+    """C14: bytes do not carry descriptors."""
     carrier, sent = make(), transport.make(2)
     carrier.put([pack(sent), pickle.dumps(sent)])
     packed, pickled = carrier.get()
@@ -234,8 +233,8 @@ def test_channels_in_what_was_packed_cross_while_they_are_held(make, transport):
 
 @pytest.mark.other_process
 @pytest.mark.not_hosts("its address is sent, and no descriptor")
-def test_a_channel_without_its_socket_says_what_it_needs(make, spawn_peer):
-    """C14: where the system makes no such sockets, all else works."""
+def test_channel_without_a_socket_raises_with_the_reason(make, spawn_peer):
+    """C14: on a system that makes no such sockets, everything else works."""
     carrier = make()
 
     def child():

@@ -7,7 +7,7 @@ import re
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # a test compiles what it runs
+pytestmark = pytest.mark.timeout(600)  # a test compiles its program
 
 
 def numbers(output: str) -> list[int]:

@@ -1,5 +1,7 @@
-"""C11: who waits looks ten times a second whether the others live. It reads nothing for that, and keeps one
-descriptor for each process that it looks for, as long as that takes part."""
+"""C11: a waiting call checks ten times a second whether the other processes live.
+
+The check needs no read, and one descriptor for each process that takes part in the channel.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from flowchan import Channel
 
 
 class Waiting:
-    """A thread that waits for an item."""
+    """Thread that waits for an item."""
 
     def __init__(self, channel: Channel[Any]) -> None:
         self.ids: list[int] = []
@@ -29,7 +31,7 @@ class Waiting:
         return channel.get()
 
     def looks_again(self, times: int) -> None:
-        """Returns once it has gone to sleep so many times more."""
+        """Wait until the thread has gone to sleep ``times`` times more."""
         until = self._sleeps() + times
         wait_until(lambda: self._sleeps() >= until)
 
@@ -38,13 +40,13 @@ class Waiting:
         return next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt"))
 
     def reads(self) -> int:
-        """How many system calls that read it has done."""
+        """Return the number of read system calls of the thread."""
         lines = (self._of / "io").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("syscr"))
 
 
 def take_part(channels: list[Channel[Any]], leave: Channel[Any], end: Channel[Any]) -> None:
-    """Has a writer of each, until it is told to leave, and ends when it is told."""
+    """Hold a writer of each channel until ``leave`` is closed, and return when ``end`` is closed."""
     writers = [channel.writer() for channel in channels]
     list(leave)
     for writer in writers:
@@ -57,12 +59,12 @@ def pidfds() -> int:
     return sum(os.path.lexists(link) and "pidfd" in os.readlink(link) for link in links)
 
 
-def test_who_waits_reads_nothing_to_know_that_the_others_live() -> None:
+def test_waiter_checks_the_other_processes_without_system_reads() -> None:
     channel, leave, end = (Channel[Any](across="processes") for _ in range(3))
     process = ProcessPeer(take_part, [channel], leave, end)
     wait_until(lambda: channel.stats().writers == 1)
     waiting = Waiting(channel)
-    waiting.looks_again(3)  # it knows the process now
+    waiting.looks_again(3)  # it has opened the descriptor of the process by now
     before = waiting.reads()
     waiting.looks_again(5)
     assert waiting.reads() == before
@@ -73,7 +75,7 @@ def test_who_waits_reads_nothing_to_know_that_the_others_live() -> None:
     process.result()
 
 
-def test_a_process_is_looked_for_by_one_descriptor_and_as_long_as_it_takes_part() -> None:
+def test_one_descriptor_watches_a_process_while_it_takes_part() -> None:
     channels = [Channel[Any](across="processes") for _ in range(2)]
     leave, end = Channel[Any](across="processes"), Channel[Any](across="processes")
     mine = [channel.writer() for channel in channels]
@@ -97,7 +99,7 @@ def test_a_process_is_looked_for_by_one_descriptor_and_as_long_as_it_takes_part(
 
 
 def looking_for_many(channel: Channel[Any], leave: Channel[Any], end: Channel[Any]) -> tuple[int, int]:
-    """How many descriptors that takes, and how many there may be in all."""
+    """Return how many descriptors the checks take, and how many the process may have."""
     most = max(int(number) for number in os.listdir("/proc/self/fd")) + 16
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     children = []
@@ -121,7 +123,7 @@ def looking_for_many(channel: Channel[Any], leave: Channel[Any], end: Channel[An
     return found, most
 
 
-def test_most_descriptors_are_left_for_the_program() -> None:
+def test_watching_many_processes_leaves_most_descriptors_free() -> None:
     found, most = ProcessPeer(
         looking_for_many, *(Channel[Any](across="processes") for _ in range(3))
     ).result()

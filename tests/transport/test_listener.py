@@ -1,4 +1,4 @@
-"""A door lets in who knows the secret, however many others are in front of it."""
+"""The listener accepts peers that know the secret, however many others connect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def opened(**more: Any) -> AuthenticatedListener:
 
 
 def dialled(door: AuthenticatedListener, secret: bytes = SECRET) -> Any:
-    """What who dials the door and knows the secret hears."""
+    """Dial the listener with the secret, and return its hello."""
     with met(tcp.dial(door.address, 30), secret)[0] as sock:
         return receive(sock, 5)
 
@@ -36,7 +36,7 @@ def serve_until_one_is_refused(door: AuthenticatedListener) -> None:
             door.accept(0.05)
 
 
-def test_who_knows_the_secret_comes_in() -> None:
+def test_peer_with_the_secret_is_accepted() -> None:
     with opened() as door:
         peers = [ThreadPeer(dialled, door) for _ in range(3)]
         for _ in peers:
@@ -49,38 +49,39 @@ def test_who_knows_the_secret_comes_in() -> None:
         assert door.refused == 0
 
 
-def test_nobody_comes() -> None:
+def test_listener_accept_without_a_peer_times_out() -> None:
     with (
         opened() as door,
-        pytest.raises(TimeoutError, match=r"nobody has proved the secret at 127\.0\.0\.1:"),
+        pytest.raises(TimeoutError, match=r"no peer has proved the secret at 127\.0\.0\.1:"),
     ):
         door.accept(0.01)
 
 
-def test_who_has_proved_it_when_ctrl_c_comes_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for the last word, and sends nothing, so who polls the door has to ask."""
+def test_proved_peer_is_accepted_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer waits for the last message and sends nothing, so a program that polls the listener must ask
+    it."""
     end = authentication.PendingHandshake._end
     with opened() as door:
 
-        def interrupted(guest: authentication.PendingHandshake, last: Any) -> None:
-            if guest in door._guests:
+        def interrupted(pending: authentication.PendingHandshake, last: Any) -> None:
+            if pending in door._pending:
                 raise KeyboardInterrupt
-            end(guest, last)
+            end(pending, last)
 
         peer = ThreadPeer(dialled, door)
         with monkeypatch.context() as planted:
             planted.setattr(authentication.PendingHandshake, "_end", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 door.accept(30)
-        assert door.has_let_wait()
+        assert door.has_proved_peer()
         sock, _ = door.accept(30)
         with sock:
             sock.sendall(b"hello")
         assert peer.result() == b"hello"
-        assert not door.has_let_wait()
+        assert not door.has_proved_peer()
 
 
-def test_who_does_not_know_it_is_counted_and_named() -> None:
+def test_refused_peer_is_counted_and_named() -> None:
     with opened() as door:
         peer = ThreadPeer(lambda: dialled(door, OTHER))
         serve_until_one_is_refused(door)
@@ -91,8 +92,8 @@ def test_who_does_not_know_it_is_counted_and_named() -> None:
         assert "it does not know the secret" in door.last_refused
 
 
-def test_many_that_are_silent_do_not_keep_one_that_knows_it_out() -> None:
-    """More than may wait at once, and more than the system lets wait in line."""
+def test_silent_peers_do_not_block_a_peer_with_the_secret() -> None:
+    """Open more connections than may be pending, and more than the backlog holds."""
     with opened() as door:
         silent: list[socket.socket] = []
         outside = ThreadPeer(lambda: door.accept(60))
@@ -111,7 +112,7 @@ def test_many_that_are_silent_do_not_keep_one_that_knows_it_out() -> None:
                 one.close()
 
 
-def test_who_is_sent_away_for_another_may_just_have_said_something() -> None:
+def test_oldest_peer_is_refused_although_readable() -> None:
     with opened() as door, contextlib.ExitStack() as open_ones:
         silent = []
         for _ in range(AT_ONCE):
@@ -126,11 +127,11 @@ def test_who_is_sent_away_for_another_may_just_have_said_something() -> None:
         assert f"more than {AT_ONCE} handshakes were going on at once" in door.last_refused
 
 
-def test_the_silent_are_sent_away_in_time() -> None:
+def test_silent_peers_are_refused_after_the_timeout() -> None:
     with opened(handshake_timeout=0.05) as door, tcp.dial(door.address, 30) as silent:
         serve_until_one_is_refused(door)
         assert "it sent nothing" in door.last_refused
-        assert len(receive(silent, 9999)) == authentication.GREETING  # and then its end
+        assert len(receive(silent, 9999)) == authentication.GREETING  # and then the end of the connection
 
 
 HOSTILE = [
@@ -144,8 +145,8 @@ HOSTILE = [
 ]
 
 
-def test_thousands_of_hostile_connections_are_survived(long_walk: bool) -> None:
-    """Reset or closed, at any message; then one comes in that knows the secret."""
+def test_listener_survives_thousands_of_hostile_connections(long_walk: bool) -> None:
+    """Reset or close them at any message; then a peer with the secret must be accepted."""
     number = 30_000 if long_walk else 600
     with opened(handshake_timeout=1) as door:
 
@@ -166,8 +167,8 @@ def test_thousands_of_hostile_connections_are_survived(long_walk: bool) -> None:
         assert door.refused > number // 2
 
 
-def test_a_shortage_of_descriptors_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no error of the listener's; who has dialled waits in line."""
+def test_listener_recovers_from_a_shortage_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shortage must not be an error of the listener; the peer waits in the backlog."""
     with opened() as door:
         tried: list[int] = []
         accept = tcp.Listener.accept_now
@@ -187,24 +188,24 @@ def test_a_shortage_of_descriptors_passes(monkeypatch: pytest.MonkeyPatch) -> No
         assert len(tried) >= 3
 
 
-def test_a_door_can_be_waited_for_with_others() -> None:
+def test_listener_can_be_polled() -> None:
     with opened() as door:
         assert select.select([door], [], [], 0)[0] == []
         with tcp.dial(door.address, 30):
             wait_until(lambda: select.select([door], [], [], 0)[0] == [door])
 
 
-def test_closing_sends_away_who_is_still_proving() -> None:
+def test_close_refuses_pending_handshakes() -> None:
     door = opened()
     with tcp.dial(door.address, 30) as waiting:
         with pytest.raises(TimeoutError):
             door.accept(0.05)
         door.close()
-        receive(waiting, 9999)  # its end
+        receive(waiting, 9999)  # the end of the connection
         with pytest.raises(ConnectionRefusedError):
             tcp.dial(door.address, 30)
 
 
-def test_ctrl_c_ends_the_wait_at_a_door() -> None:
+def test_ctrl_c_ends_the_accept() -> None:
     with opened() as door, ctrl_c():
         door.accept(None)
