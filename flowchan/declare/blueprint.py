@@ -46,8 +46,7 @@ class Blueprint(General):
 
         Args:
             items: Iterable, or a callable that returns one. The callable may be an async generator function.
-                The
-                run calls it, so nothing is opened when the graph is only checked or drawn.
+                The run calls it, so nothing is opened when the graph is only checked or drawn.
             *args: Positional arguments for the callable.
             name: Name of the stage (default: the name of the callable, or ``"source"``).
             on: Placement of the worker: ``"thread"`` (default), ``"process"``, ``"hosts"`` or a pool of
@@ -55,8 +54,7 @@ class Blueprint(General):
             capacity: Capacity of the output channel in items (default: 64).
             restarts: Maximum number of times that a dead worker process is replaced in one run (default: 10).
             restartable: True if a second iteration yields the same elements. Then a replacement continues
-                after
-                the elements that a dead worker process has emitted.
+                after the elements that a dead worker process has emitted.
             gpus: Number of GPUs reserved for the worker (default: 0). It needs a worker process.
             **kwargs: Keyword arguments for the callable.
 

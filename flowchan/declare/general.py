@@ -168,9 +168,8 @@ class General(Builder):
             restartable: True if the function keeps no state between items. Then a dead worker process is
                 replaced.
             elastic: For a gang: if a worker dies, only that worker starts again (implies ``restartable``).
-                The
-                others continue in their processes: the function is called again, first with the group of the
-                survivors, then with the complete group.
+                The others continue in their processes: the function is called again, first with the group of
+                the survivors, then with the complete group.
             gpus: Number of GPUs reserved for each worker (default: 0). They need worker processes.
             per_worker: ``In`` parameter, or a tuple of them, whose items are pairs ``(worker, item)``. The
                 worker with that number, counted from 1, receives the item.

@@ -78,8 +78,8 @@ class Stream(Generic[T_co]):
 
         Args:
             function: Function of one item, an ``async def`` function, or a class whose instances are called.
-                After :meth:`batch` it may return a list as long as the batch. An exception in that list
-                fails only the item at its index.
+                After :meth:`batch` it may return a list as long as the batch. An exception in that list fails
+                only the item at its index.
             **options: Keyword options of the stage:
                 name (str): Name of the stage (default: the function's name).
                 on (str or pool): Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"``
@@ -125,8 +125,7 @@ class Stream(Generic[T_co]):
 
         Args:
             function: Function that returns an iterable, an async generator function, or a class whose
-                instances
-                are called.
+                instances are called.
             **options: Keyword options of the stage, listed by :meth:`map`.
 
         Returns:
@@ -147,8 +146,7 @@ class Stream(Generic[T_co]):
 
         Args:
             function: Function of one item whose result is tested for truth. It may be an ``async def``
-                function or
-                a class whose instances are called.
+                function or a class whose instances are called.
             **options: Keyword options of the stage, listed by :meth:`map`.
 
         Returns:
@@ -171,8 +169,7 @@ class Stream(Generic[T_co]):
 
         Args:
             function: Function of one item; its result is ignored. It may be an ``async def`` function or a
-                class
-                whose instances are called.
+                class whose instances are called.
             **options: Keyword options of the stage, listed by :meth:`map`, without ``ordered`` and
                 ``capacity``.
 
@@ -234,8 +231,7 @@ class Stream(Generic[T_co]):
 
         Returns:
             A stream of one item, the last result. ``graph.run()[stream]`` returns that item. No stage needs
-            to read
-            the stream.
+            to read the stream.
 
         Raises:
             TypeError: ``function`` cannot be called, or an option is unknown.
@@ -258,8 +254,7 @@ class Stream(Generic[T_co]):
 
         Returns:
             A stream of one item, the list. ``graph.run()[stream]`` returns the list. No stage needs to read
-            the
-            stream; if none does, ``run.iter(stream)`` yields the items while the run continues.
+            the stream; if none does, ``run.iter(stream)`` yields the items while the run continues.
 
         Raises:
             TypeError: An option is unknown.
@@ -280,8 +275,7 @@ class Stream(Generic[T_co]):
         Args:
             size: Number of items in a list, at least 1. The last list may be shorter.
             timeout: Maximum seconds between the first item of a list and its output (default: no limit). When
-                the
-                time is over, the stage emits a shorter list.
+                the time is over, the stage emits a shorter list.
             **options: ``name`` (str) and ``capacity`` (lists, default: 64) of the stage.
 
         Returns:
@@ -416,8 +410,7 @@ class Stream(Generic[T_co]):
 
         Args:
             op: ``"sum"`` (default), ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, ``"and"``, ``"or"``,
-                ``"xor"``,
-                or a function of two values.
+                ``"xor"``, or a function of two values.
             **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
 
         Returns:

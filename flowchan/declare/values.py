@@ -62,12 +62,10 @@ class Output:
 
     Attributes:
         name: Name of the channel, unique in the graph. It is the stage's name if the stage has one output,
-            else
-            ``stage.port``; the error stream is ``stage.errors``.
+            else ``stage.port``; the error stream is ``stage.errors``.
         port: Name of the port.
         item: Annotated item type, or ``None`` if unknown. Only checks and pictures use it. It is not sent to
-            other
-            processes with the stage, because it may not be picklable.
+            other processes with the stage, because it may not be picklable.
         capacity: Capacity of the channel in items.
         apart: True if each worker has its own channel, ``name worker``, because the reader distinguishes the
             workers.
@@ -90,10 +88,8 @@ class Gang:
     Attributes:
         parameter: Parameter of the function that receives the worker's member.
         group: Class that makes such groups, for example ``flowchan.collective.Group``. ``_make_all(size,
-            name)``
-            returns the members of a group on this machine. ``_seat(…)`` returns a place in a group over
-            hosts;
-            ``hosts.crew`` calls it.
+            name)`` returns the members of a group on this machine. ``_seat(…)`` returns a place in a group
+            over hosts; ``hosts.crew`` calls it.
         elastic: True if the other workers continue while one is replaced.
     """
 
