@@ -100,7 +100,7 @@ def test_channels_of_one_name_are_reported(graph: Blueprint) -> None:
     left.batch(3, name="tee.1").sink(print)
     right.sink(print)
     assert only(graph).message == (
-        f"its channel 'tee.1' is named like one of stage 'tee' at {graph.stages[1].where}; "
+        f"its channel 'tee.1' has the name of a channel of stage 'tee' at {graph.stages[1].where}; "
         "give one of the stages another name="
     )
 
@@ -168,7 +168,7 @@ def test_an_unread_output_is_reported_with_the_remedy(graph: Blueprint) -> None:
     left.sink(print)
     assert (only(graph).rule, only(graph).message) == (
         "unread",
-        "nobody reads its output 'tee.1'; end it with .sink(function), or with .collect() "
+        "no stage reads its output 'tee.1'; end it with .sink(function), or with .collect() "
         "to have the items as a "
         "result",
     )

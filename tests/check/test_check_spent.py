@@ -50,7 +50,7 @@ def test_a_generator_that_is_at_its_end_is_found_before_any_run() -> None:
     graph.source(items).collect()
     (problem,) = graph.check()
     assert problem.rule == "spent"
-    assert "is at its end already" in spent(graph)
+    assert "is already at its end" in spent(graph)
 
 
 def test_an_iterator_that_a_process_gets_a_copy_of_is_not_read() -> None:

@@ -144,13 +144,13 @@ def test_a_file_that_exits_when_imported_is_told_to_guard_it() -> None:
 
 
 def test_a_file_without_a_graph_is_one_line() -> None:
-    assert "no graph inside" in refused(call("check", "mine.py", file="x = 1\n"))
+    assert "no graph found" in refused(call("check", "mine.py", file="x = 1\n"))
 
 
 def test_of_several_graphs_it_asks_which() -> None:
     two = ONE + "\nother = declare('other')\nsame = other\ndef build() -> 'Graph':\n    return other\n"
     assert refused(call("check", "mine.py", file=two)) == (
-        "flowchan: mine.py: which graph? Say one of mine.py:graph, mine.py:other, mine.py:build"
+        "flowchan: mine.py: several graphs found; choose one of mine.py:graph, mine.py:other, mine.py:build"
     )
     assert call("check", "mine.py:other").stdout.startswith("other: all clear")
     assert call("check", "mine.py:build").stdout.startswith("other: all clear")
@@ -179,7 +179,7 @@ def test_a_named_function_needs_no_annotation() -> None:
 
 
 def test_a_name_that_is_not_there_or_is_no_graph_is_one_line() -> None:
-    assert "no 'nope' inside; it has graph" in refused(call("check", "mine.py:nope", file=ONE))
+    assert "has no 'nope'; it has graph" in refused(call("check", "mine.py:nope", file=ONE))
     assert "neither a graph nor a function" in refused(call("check", "mine.py:x", file=ONE + "\nx = 1\n"))
     assert "returned an object of type int" in refused(
         call("check", "mine.py:f", file="def f():\n    return 1\n")

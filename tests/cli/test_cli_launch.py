@@ -114,8 +114,8 @@ def test_torchruns_name_for_the_number_of_ranks_is_taken(tmp_path: Path, spelled
         (["-n", "2", "--standalone"], "No such option:? '?--standalone"),
         (["-n", "2", "-m", "--lr"], "No such option:? '?--lr"),
         (["-n", "2", "nowhere.py"], "File 'nowhere.py' does not exist"),
-        ([], "it takes one of -n .* and --nproc-per-node"),
-        (["-n", "2", "--nproc-per-node", "2"], "it takes one of -n .* and --nproc-per-node"),
+        ([], "give one of -n .* and --nproc-per-node"),
+        (["-n", "2", "--nproc-per-node", "2"], "give one of -n .* and --nproc-per-node"),
     ],
 )
 def test_what_it_does_not_take_is_not_taken_for_the_script(

@@ -65,10 +65,7 @@ def test_a_run_that_fails_names_stage_item_and_error_and_ends_with_1(tmp_path: P
 def test_a_graph_that_is_filled_from_outside_is_for_a_program_to_run(tmp_path: Path) -> None:
     result = run(tmp_path, HEAD + "graph.input('questions').sink(lambda item: None)\n")
     assert result.exit_code == 2
-    assert (
-        "gets items from outside, by its input 'questions', so only a program can run it: python"
-        in result.output
-    )
+    assert "has the input 'questions', so only a program can run it; run python" in result.output
 
 
 def test_a_wrong_graph_lists_its_problems_and_ends_with_2(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_module_is_a_target(folder: Path, target: str) -> None:
     [
         (
             "shop.nothing",
-            "shop.nothing: no file, and no module that can be imported from here, has that name",
+            "shop.nothing: no file or importable module has that name",
         ),
         ("nothing.py", "nothing.py: no such file"),
         ("shop.bad", "bad.py: ModuleNotFoundError: No module named 'not_there' (line 1)"),
@@ -106,11 +106,13 @@ def test_standard_input_is_a_target() -> None:
 def test_one_of_several_graphs_of_standard_input_is_chosen_by_its_name() -> None:
     """As the message says that asks for it."""
     two = f"{NUMBERS}\nother = Graph('other')\nother.source([1]).sink(print)\n"
-    assert "which graph? Say one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output
+    assert (
+        "several graphs found; choose one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output
+    )
     for arguments in (["-:other"], ["--debug", "-:other"], ["--", "-:other"]):
         result = flowchan("check", *arguments, stdin=two)
         assert result.output.startswith("other: all clear: 2 stages"), arguments
-    assert "no 'third' inside; it has numbers, other" in flowchan("check", "-:third", stdin=two).output
+    assert "has no 'third'; it has numbers, other" in flowchan("check", "-:third", stdin=two).output
 
 
 def test_arguments_become_what_the_parameters_are_annotated_with(folder: Path) -> None:
@@ -124,8 +126,8 @@ def test_arguments_become_what_the_parameters_are_annotated_with(folder: Path) -
     ("arguments", "said"),
     [
         (["x", ".", "slow"], "typed.py:made: n: 'x' is not a valid integer"),
-        (["3", ".", "quick"], "typed.py:made: speed: 'quick' is none of slow, fast"),
-        (["3", ".", "slow", "c"], "typed.py:made: mode: 'c' is none of a, b"),
+        (["3", ".", "quick"], "typed.py:made: speed: 'quick' must be one of slow, fast"),
+        (["3", ".", "slow", "c"], "typed.py:made: mode: 'c' must be one of a, b"),
     ],
 )
 def test_an_argument_that_does_not_fit_is_named(folder: Path, arguments: list[str], said: str) -> None:
@@ -148,7 +150,7 @@ def test_a_text_is_not_taken_for_a_list_of_its_letters(annotation: Any) -> None:
 
 def test_a_truth_value_is_told_from_what_is_none() -> None:
     assert [converted(word, bool) for word in ("yes", "off", "1")] == [True, False, True]
-    with pytest.raises(ValueError, match=r"^'maybe' is none of true, false, yes, no, on, off, 1, 0$"):
+    with pytest.raises(ValueError, match=r"^'maybe' must be one of true, false, yes, no, on, off, 1, 0$"):
         converted("maybe", bool)
 
 

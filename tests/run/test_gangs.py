@@ -144,5 +144,5 @@ def test_wrong_declarations_say_what_is_allowed() -> None:
     assert found == {("late", "gang"), ("given", "ports"), ("threads", "gang")}
     with pytest.raises(ValueError, match="elastic=True is for a gang"):
         graph.stage(lonely, graph.source([1]), elastic=True)
-    with pytest.raises(GraphError, match="which the run gives"):
+    with pytest.raises(GraphError, match="which the run passes"):
         graph.run()

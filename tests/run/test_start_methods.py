@@ -280,7 +280,7 @@ def test_a_daemonic_process_is_told_that_it_can_start_none(method: str, tmp_path
     """
     said = run_python(script(tmp_path, text))
     assert said.startswith(
-        "daemon process 'helper' is daemonic, and Python lets it start no processes; start it with"
+        "daemon process 'helper' is daemonic, so it cannot start processes; start it with"
     )
 
 

@@ -100,7 +100,7 @@ def test_it_takes_no_async_function_without_a_body_for_it() -> None:
     (problem,) = graph.check()
     assert (problem.rule, problem.message.partition(";")[0]) == (
         "async",
-        "every_other takes no async function",
+        "every_other does not accept an async function",
     )
 
 
