@@ -155,7 +155,7 @@ def test_without_a_gpu_nothing_is_pinned() -> None:
 
 
 def test_a_wrong_argument_is_named() -> None:
-    with pytest.raises(TypeError, match=r"takes a stream of a graph, not \[1\]"):
+    with pytest.raises(TypeError, match=r"stream must be a stream of a graph, got \[1\]"):
         dataset([1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="seed must be an int or None, not 'x'"):
         squares(seed="x")

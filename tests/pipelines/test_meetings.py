@@ -461,5 +461,5 @@ def test_gates_that_are_not_used_any_more_leave_nothing(across: Any, on: Any) ->
 @pytest.mark.parametrize("across", ["threads", "planets"])
 def test_what_holds_between_processes_is_not_made_between_threads(pattern: Any, across: Any) -> None:
     name = pattern.func.__name__ if isinstance(pattern, functools.partial) else pattern.__name__
-    with pytest.raises(ValueError, match=f"{name}: across must be 'processes' or 'hosts', not '{across}'"):
+    with pytest.raises(ValueError, match=f"{name}: across must be 'processes' or 'hosts', got '{across}'"):
         pattern(across=across)
