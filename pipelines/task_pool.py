@@ -40,8 +40,8 @@ WAITING = 10**12
 class TaskPool(Executor):
     """Executor of tasks on threads, processes or hosts.
 
-    ``submit`` returns a ``concurrent.futures.Future``. A task can be cancelled until it has begun. On processes, the next
-    task counts as begun while it waits for a worker. If a worker process dies, its task
+    ``submit`` returns a ``concurrent.futures.Future``. A task can be cancelled until it has begun. On
+    processes, the next task counts as begun while it waits for a worker. If a worker process dies, its task
     fails with ``WorkerDied``, and a new worker replaces it. The end of the ``with`` block, ``close()`` and
     the end of the program wait for the tasks.
 

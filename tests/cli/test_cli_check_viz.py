@@ -99,7 +99,7 @@ def test_viz_draws_a_graph_that_has_problems() -> None:
         "viz", "mine.py", "-o", "out.dot", file=HEAD + "\ngraph = Graph('g')\ngraph.source(never)\n"
     )
     assert result.exit_code == 0
-    assert "read by nobody" in Path("out.dot").read_text()
+    assert "not read" in Path("out.dot").read_text()
 
 
 def test_viz_refuses_a_format_it_does_not_know() -> None:

@@ -162,7 +162,7 @@ def test_feedback_is_dashed_and_does_not_pull_its_stages_apart() -> None:
 
 def test_a_channel_that_nobody_reads_is_a_result_only_behind_reduce_and_collect() -> None:
     dot = to_dot(declared("g", [stage("a"), stage("b", "collect")], [edge("a", None), edge("b", None)]))
-    assert "read by nobody" in dot.split("end0 [")[1].split("end1 [")[0]
+    assert "not read" in dot.split("end0 [")[1].split("end1 [")[0]
     assert "result" in dot.split("end1 [")[1]
 
 
