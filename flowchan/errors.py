@@ -242,10 +242,12 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def results(self) -> Mapping[Any, Any]:
+        """Results that were complete."""
         return self._tell(self)[0]
 
     @property
     def report(self) -> str:
+        """Report of the run."""
         return self._tell(self)[1]
 
 
@@ -255,7 +257,9 @@ class RunError(ExceptionGroup[StageError], FlowchanError):
     if TYPE_CHECKING:  # Python declares that a group may hold other exceptions.
 
         @property
-        def exceptions(self) -> tuple[StageError, ...]: ...
+        def exceptions(self) -> tuple[StageError, ...]:
+            """One :class:`StageError` per failure, the first failure first."""
 
     def derive(self, excs: Sequence[StageError]) -> RunError:  # type: ignore[override]
+        """Return a run error with the same message and other failures, for ``except*``."""
         return RunError(self.message, excs)

@@ -53,9 +53,12 @@ class Held(abc.ABC):
     """Base class of an object that is acquired and released, and works in a ``with`` statement."""
 
     @abc.abstractmethod
-    def acquire(self) -> bool: ...
+    def acquire(self) -> bool:
+        """Acquire the object, and return whether this succeeded."""
+
     @abc.abstractmethod
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Release the object."""
 
     def __enter__(self) -> bool:
         return self.acquire()

@@ -44,6 +44,7 @@ Tell = Callable[[int, str, bool], None]
 
 
 def show(rank: int, line: str, is_error: bool) -> None:
+    """Print a line of a rank, with the number of the rank."""
     click.echo(f"[{rank}] {line}", err=is_error)
 
 
@@ -64,6 +65,7 @@ class Logs:
             raise self._refused(error) from None
 
     def __call__(self, rank: int, line: str, is_error: bool) -> None:
+        """Write a line to the file of its rank and stream."""
         try:
             if (rank, is_error) not in self._files:
                 place = self._folder / str(rank)
@@ -108,6 +110,7 @@ class Guard:
         )
 
     def tell(self, group: int) -> None:
+        """Register a process group."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"%d\n" % group)
         self._process.stdin.flush()
@@ -183,6 +186,7 @@ class Rank:
                 pipe.close()
 
     def signal(self, number: int) -> None:
+        """Send a signal to the process group, if it still exists."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -246,6 +250,7 @@ class LaunchJob:
                 self.interrupt()
 
     def goes_on(self) -> bool:
+        """Return whether a rank runs or has output that is not passed on."""
         return bool(self._selector.get_map()) or any(rank.code() is None for rank in self.ranks)
 
     def close(self) -> None:

@@ -35,6 +35,8 @@ class Begin:
 
 @dataclass(frozen=True)
 class OutputLine:
+    """Message with a line of output of a rank."""
+
     rank: int
     text: str
     is_error: bool

@@ -19,32 +19,37 @@ B_co = TypeVar("B_co", covariant=True)
 class Called(Protocol[A_contra, B_co]):
     """Object that is called with an item."""
 
-    def __call__(self, item: A_contra, /) -> B_co: ...
+    def __call__(self, item: A_contra, /) -> B_co:
+        """Return the result for an item."""
 
 
 class Folds(Protocol[B, A_contra]):
     """Object that is called with the result so far and an item."""
 
-    def __call__(self, so_far: B, item: A_contra, /) -> B: ...
+    def __call__(self, so_far: B, item: A_contra, /) -> B:
+        """Return the next result."""
 
 
 class SourceObject(Protocol[B_co]):
     """Object that is called with the arguments of a source."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> B_co: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> B_co:
+        """Return the items of the source."""
 
 
 class Bound(Protocol[B_co]):
     """A ``functools.partial`` of a callable that returns a ``B``."""
 
     @property
-    def func(self) -> Callable[..., B_co]: ...
+    def func(self) -> Callable[..., B_co]:
+        """Callable inside the partial."""
 
 
 class Untold(Protocol):
     """Callable with unknown parameters, such as a ``Callable[..., None]`` or a ``functools.partial``."""
 
-    def __call__(self, *args: object, **kwargs: object) -> object: ...
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Accept any arguments."""
 
 
 Built: TypeAlias = type[Called[A, B]] | Bound[Called[A, B]]

@@ -529,7 +529,8 @@ if TYPE_CHECKING:
         """
 
         @property
-        def errors(self) -> Stream[Failed[F_co]]: ...
+        def errors(self) -> Stream[Failed[F_co]]:
+            """Stream of the items that failed, with their type."""
 
 
 class Input(Stream[T]):
