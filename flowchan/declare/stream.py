@@ -256,9 +256,6 @@ class Stream(Generic[T_co]):
             A stream of one item, the list. ``graph.run()[stream]`` returns the list. No stage needs to read
             the stream; if none does, ``run.iter(stream)`` yields the items while the run continues.
 
-        Raises:
-            TypeError: An option is unknown.
-
         Example:
             result = numbers.map(str).collect()
             print(graph.run()[result])
@@ -301,12 +298,6 @@ class Stream(Generic[T_co]):
 
         Returns:
             The stream of the elements. The items of this stream must be iterables.
-
-        Raises:
-            TypeError: An option is unknown.
-
-        Example:
-            numbers = lists_of_numbers.unbatch()
         """
         known_options("unbatch", options, PlainOptions.__annotations__)
         return self._next("unbatch", [("out", element_type(self.item))], options)[0]
@@ -346,9 +337,6 @@ class Stream(Generic[T_co]):
         Raises:
             TypeError: ``n`` is not an int, or an option is unknown.
             ValueError: ``n`` is less than 1.
-
-        Example:
-            to_save, to_count = records.tee(2)
         """
         known_options("tee", options, PlainOptions.__annotations__)
         outputs = [(str(port), self.item) for port in range(whole("tee", "n", n, 1))]
@@ -438,13 +426,10 @@ class Stream(Generic[T_co]):
 
     @refuses_misspelt("buffer")
     def buffer(self, capacity: int) -> Self:
-        """Set the capacity of this stream's channel. No stage is added.
+        """Set the capacity of this stream's channel, and return this stream. No stage is added.
 
         Args:
             capacity: Capacity in items, at least 1.
-
-        Returns:
-            This stream.
 
         Raises:
             TypeError: ``capacity`` is not an int.
@@ -537,40 +522,6 @@ class Input(Stream[T]):
     """Stream of the items that the program puts into ``run[stream]`` while the graph runs."""
 
     __slots__ = ()
-
-
-class Feedback(Stream[T]):
-    """Stream whose writer is declared later and named by :meth:`feed`. A ``graph.stage`` must read it."""
-
-    __slots__ = ()
-
-    def feed(self, stream: Stream[T]) -> None:
-        """Close the loop: the reader of this feedback receives the items of ``stream``.
-
-        This call counts as the one reader of ``stream``.
-
-        Args:
-            stream: Stream that a stage of the same graph writes.
-
-        Raises:
-            TypeError: ``stream`` is not a stream that a stage writes.
-            ValueError: This feedback already has a writer.
-
-        Example:
-            again = graph.feedback()
-            work, done = graph.stage(steer, start, again)
-            again.feed(work.map(step))
-        """
-        streams_argument("feed", (stream,))
-        if isinstance(stream, Feedback):
-            raise TypeError(f"feed: stream must be the stream of a stage, got {stream!r}")
-        fed_by = self.graph._loops[self._origin].fed_by
-        if fed_by is not None:
-            raise ValueError(f"{self!r} is already fed by {str(fed_by)!r}; declare another graph.feedback()")
-        self.graph._feed(self._origin, *origins(self.graph, stream))
-
-    def _own(self, call: str) -> Origin:
-        raise ValueError(f"{call}: {self!r} has no stage; call {call} on the stream that feeds it")
 
 
 def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[Stream[Any], ...]:
