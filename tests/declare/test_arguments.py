@@ -105,7 +105,7 @@ def test_a_wrong_argument_is_refused_at_once(stream: Stream, call: Any, error: A
     assert len(stream.graph.stages) == 1
 
 
-def test_an_argument_whose_repr_fails_is_still_refused_clearly(stream: Stream) -> None:
+def test_argument_with_failing_repr_is_rejected_clearly(stream: Stream) -> None:
     class Silent:
         def __repr__(self) -> str:
             raise RuntimeError("no")

@@ -48,7 +48,7 @@ def execute(programs: Template, directory: Path, *pages: Path) -> subprocess.Com
 
 
 @pytest.mark.parametrize("pages", RUNS)
-def test_the_code_on_a_page_runs_and_prints_what_the_page_says(
+def test_code_on_a_page_prints_the_stated_output(
     torch_programs: Template, pages: str, tmp_path: Path
 ) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
@@ -109,7 +109,7 @@ def test_the_reference_has_every_public_name_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("name", ["Graph", "Stream"])
-def test_the_reference_of_a_class_has_all_its_public_members_in_its_own_order(name: str) -> None:
+def test_reference_lists_all_public_members_in_class_order(name: str) -> None:
     page = (DOCS / "reference/graphs.md").read_text()
     (listed,) = re.findall(
         rf"::: flowchan\.{name}\n    options:\n      group_by_category: false\n      members: \[(.*)\]", page

@@ -32,7 +32,7 @@ def said(function: str, call: str, error: int = 0) -> str:
 
 
 @both_errors
-def test_c10_a_blocked_select_sleeps_and_wakes_up_without_futex_waitv(error: int) -> None:
+def test_c10_blocked_select_sleeps_and_wakes_without_futex_waitv(error: int) -> None:
     assert said("blocked_select", "futex_waitv", error) == "sleeps item"
 
 
@@ -47,7 +47,7 @@ def test_workers_in_processes_work_without_pidfd_open(error: int) -> None:
 
 
 @both_errors
-def test_r4_the_death_of_a_worker_is_noticed_without_pidfd_open(error: int) -> None:
+def test_r4_death_of_worker_is_noticed_without_pidfd_open(error: int) -> None:
     assert said("death", "pidfd_open", error) == "4950 1"
 
 
@@ -75,9 +75,7 @@ def test_tls_works_and_ends_with_its_process_without_pidfd_open(error: int) -> N
 
 @both_errors
 @pytest.mark.parametrize("call", ["memfd_create", "fallocate"])
-def test_a_call_that_channels_between_processes_cannot_do_without_is_named_when_it_is_refused(
-    call: str, error: int
-) -> None:
+def test_refused_system_call_of_process_channels_is_named(call: str, error: int) -> None:
     reason = (
         f"channels between processes need {call}, which is refused here, likely by the seccomp "
         "filter of a container or "
@@ -90,7 +88,7 @@ def test_a_call_that_channels_between_processes_cannot_do_without_is_named_when_
     assert said("threads", call, error) == "9900 item"
 
 
-def test_channels_between_processes_say_that_they_need_proc_where_it_is_not_mounted() -> None:
+def test_process_channels_without_proc_name_the_missing_mount() -> None:
     try:
         channel = said("channel", "proc")
     except AssertionError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.typed import program
 
 
-def test_the_typed_program_gives_what_its_types_say():
+def test_typed_program_returns_its_declared_types():
     assert program.main() == {
         "channels": (4, ["B"]),
         "awaited": [5],
