@@ -289,9 +289,7 @@ def _graph_of(label: str, value: Any, args: Sequence[str], file: Path) -> Bluepr
     graph = _graph_behind(value)
     if graph is not None:
         if args:
-            raise LoadError(
-                f"{label}: must be a function to take arguments, got a graph and {' '.join(args)}"
-            )
+            raise LoadError(f"{label}: a graph takes no arguments, got {' '.join(args)}")
         return graph
     if not callable(value):
         raise LoadError(f"{label}: must be a graph or a function that returns one, got {_type(value)}")

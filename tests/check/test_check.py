@@ -341,7 +341,7 @@ def test_capacity_that_is_not_a_positive_int_is_reported(graph: Blueprint, capac
     problem = only(graph)
     assert (problem.rule, problem.message) == (
         "capacity",
-        f"capacity of 'a' must be an int of at least 1, not {capacity}",
+        f"capacity of 'a' must be an int of at least 1, got {capacity}",
     )
 
 
