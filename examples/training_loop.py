@@ -3,8 +3,7 @@
     python examples/training_loop.py [--epochs N] [--workers N] [--seed N]
     flowchan viz examples/training_loop.py -o digits.svg
 
-Each epoch is a run of the graph; the same seed gives the same epochs. The example needs torch and
-scikit-learn.
+Each epoch is a run of the graph; a seed repeats the epochs. The example needs torch and scikit-learn.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def numbers() -> Iterator[int]:
 
 
 def spent(graph: Graph) -> str:
-    """What the second run says."""
+    """Return the error message of the second run."""
     with pytest.raises(GraphError, match="give a callable") as caught:
         graph.run()
     (problem,) = caught.value.problems

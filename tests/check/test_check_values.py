@@ -1,4 +1,4 @@
-"""The check of what crosses a graph: the types of items, and what can be sent to a process."""
+"""Check of the values in a graph: item types, and values that must be picklable for a process."""
 
 from __future__ import annotations
 

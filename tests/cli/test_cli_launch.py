@@ -190,7 +190,7 @@ def test_unwritable_log_dir_is_reported_in_one_line(tmp_path: Path, taken: str) 
 @pytest.mark.parametrize("where", [[], ["--hosts", "local:2"]], ids=["here", "on hosts"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_launcher_leaves_no_process(tmp_path: Path, number: int, where: list[str]) -> None:
-    """By Ctrl-C, or killed: no rank, and nothing that a rank has started."""
+    """No rank and no child of a rank remains after Ctrl-C or SIGKILL."""
     with started(tmp_path, WAITS, "-n", "2", *where) as launcher:
         assert launcher.stdout is not None
         grandchildren = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
@@ -216,7 +216,7 @@ def test_group_is_signalled_only_while_rank_owns_its_id(
 
 
 def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
-    """With torchrun's numbers: of all, on this host, of the host."""
+    """The ranks have the numbers of torchrun: among all, on their host, and that of the host."""
     script = tmp_path / "script.py"
     script.write_text(SUMS + NUMBERS)
     done = subprocess.run(

@@ -1,5 +1,5 @@
-"""What ``flowchan run``, ``check`` and ``viz`` take: files, modules, standard input, and arguments as the
-function's parameters are annotated."""
+"""Targets of ``flowchan run``, ``check`` and ``viz``: files, modules, standard input, and converted
+arguments."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_standard_input_is_a_target() -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_graph_of_standard_input_is_chosen_by_name() -> None:
-    """As the message says that asks for it."""
+    """The message about several graphs names the remedy."""
     two = f"{NUMBERS}\nother = Graph('other')\nother.source([1]).sink(print)\n"
     assert (
         "several graphs found; choose one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output

@@ -1,4 +1,4 @@
-"""``flowchan run`` on a terminal: a live table that fits it, and above it what is printed meanwhile."""
+"""``flowchan run`` on a terminal: a live table that fits it, and the program's output above it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SAID = [
 
 
 def seen(folder: Path, text: str, until: Sequence[str] = (), then: str = "") -> tuple[list[str], int]:
-    """What ``flowchan run`` shows of this file."""
+    """Return the lines that ``flowchan run`` shows of this file."""
     (folder / "case.py").write_text(text)
     command = [sys.executable, "-c", "from flowchan.cli.commands import main; main()", "run", "case.py"]
     return on_terminal(command, folder, until, then)

@@ -1,4 +1,4 @@
-"""Arguments of the operators that are wrong by themselves: each is refused at once, with what is allowed."""
+"""Wrong arguments of operators raise at once, with the allowed values."""
 
 from __future__ import annotations
 

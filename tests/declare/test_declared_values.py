@@ -1,4 +1,4 @@
-"""What is declared are values: a stage can be sent as it is, and a place says what follows from it."""
+"""Declared stages and placements are values that can be pickled."""
 
 from __future__ import annotations
 

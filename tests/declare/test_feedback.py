@@ -24,7 +24,7 @@ def step(item: int) -> int:
 
 
 def looped(graph: Blueprint) -> tuple[Feedback, Stream]:
-    """A loop whose feedback is not yet fed, and the stream that shall feed it."""
+    """Return a loop whose feedback is not yet fed, and the stream that will feed it."""
     again = graph.feedback("again")
     work, done = graph.stage(steer, graph.source(range(3)), again)
     done.sink(print)

@@ -142,14 +142,14 @@ def template(node: ast.expr) -> str:
 
 
 def assigned(function: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """What the names in a function stand for."""
+    """Yield the names in a function with their assigned expressions."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             yield from ((to.id, node.value) for to in node.targets if isinstance(to, ast.Name))
 
 
 def wordings(node: ast.expr, names: list[tuple[str, ast.expr]]) -> Iterator[str]:
-    """What an argument may say: a name says whatever was assigned to it."""
+    """Yield the possible texts of an argument; a name may have any value that was assigned to it."""
     match node:
         case ast.Name(id=name):
             yield from (template(value) for assigned_name, value in names if assigned_name == name)
@@ -160,8 +160,10 @@ def wordings(node: ast.expr, names: list[tuple[str, ast.expr]]) -> Iterator[str]
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """What flowchan's own exceptions and the problems of a graph are made with anywhere, with the place; not
-    those that say next to nothing by themselves."""
+    """Yield the messages of flowchan's own exceptions and of a graph's problems, with their places.
+
+    Messages with almost no fixed text are left out.
+    """
     for file in (file for room in ("flowchan", "pipelines", "viz") for file in (ROOT / room).rglob("*.py")):
         for function in ast.walk(ast.parse(file.read_text())):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -181,7 +183,7 @@ def messages() -> Iterator[tuple[str, str]]:
 
 
 def messages_of_the_core() -> Iterator[tuple[str, str]]:
-    """The same, of what the native core raises: what stands between its literals is an ellipsis."""
+    """Yield the messages of the native core, with an ellipsis between their literals."""
     literal = r'"((?:[^"\\]|\\.)*)"'
     for file in (ROOT / "flowchan" / "_core").glob("*.cpp"):
         text = re.sub(r'"\s*"', "", file.read_text())  # a literal in several pieces
@@ -201,7 +203,7 @@ NEVER_SHOWN = {"there is no port number ", "the run is over"}
 
 
 def says(one: str, other: str) -> bool:
-    """Whether the second text holds the first one, an ellipsis of which stands for anything."""
+    """Return whether the second text contains the first one, whose ellipsis matches any text."""
     return re.search(".*".join(map(re.escape, one.strip("… ").split("…"))), other, re.DOTALL) is not None
 
 

@@ -1,5 +1,7 @@
-"""What a machine lacks for an installation is named at once, with its Debian packages, and nothing half-made
-stays. ``make fresh`` proves the same in a real bare Debian."""
+"""Requirements of an installation: all missing ones are named at once, with their Debian packages.
+
+Nothing half-made remains. ``make fresh`` proves the same in a real bare Debian.
+"""
 
 from __future__ import annotations
 

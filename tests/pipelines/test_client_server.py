@@ -48,7 +48,7 @@ def free_address():
 
 
 def test_listen_and_connect(server):
-    """testListenAndConnect: tags and numbers are told, and tags may be set anew."""
+    """testListenAndConnect: the server sees tags and numbers, and may change the tags."""
     peer = beside(server, lambda client: (client.id, client.recv()), tag="first")
     (client,) = server.clients(1)
     assert (client.tag, client.id) == ("first", 1)

@@ -1,4 +1,5 @@
-"""``map``: n workers run one function; the results come in worker order, the failures to whoever joins."""
+"""``map``: n workers run one function; ``join`` returns the results in worker order or raises the
+failures."""
 
 from __future__ import annotations
 

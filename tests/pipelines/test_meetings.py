@@ -25,8 +25,7 @@ from flowchan.pipelines import Barrier, Condition, Event, Lock, Semaphore, Share
 
 
 def test_barrier_releases_no_thread_before_all_arrive() -> None:
-    """As torch-ipc's one test of its mutex: a shared array is seen unchanged before and changed after a
-    meeting."""
+    """A shared array is unchanged before and changed after a meeting, as in torch-ipc's only mutex test."""
     lock, barrier, shared = Lock(), Barrier(4), np.zeros(10_000)
 
     def work(worker: int) -> bool:
@@ -58,7 +57,7 @@ def test_a_barrier_is_used_again_and_again(across: Any, on: Any) -> None:
         for number in range(rounds):
             arrived.put(number)
             places.append(barrier.wait())
-            assert arrived.stats().items_in >= 3 * (number + 1)  # nobody has passed too early
+            assert arrived.stats().items_in >= 3 * (number + 1)  # no thread has passed too early
         return places
 
     places = start(on, 3, work, Barrier(3, across=across)).join()
@@ -275,7 +274,7 @@ def waiters(condition: Condition) -> int:
 
 @everywhere
 def test_items_of_a_shared_list_are_taken_one_for_one(across: Any, on: Any) -> None:
-    """As with every condition: who waits has the lock when it looks."""
+    """A waiter holds the lock when it tests the predicate, as with every condition."""
     condition, store = Condition(across=across), SharedDict[str, Any]({"items": []}, across=across)
 
     def take(condition: Condition, store: SharedDict[str, Any], worker: int) -> list[int]:
@@ -438,7 +437,7 @@ def test_waiters_end_after_death_of_creating_process() -> None:
 
 @everywhere
 def test_gates_that_are_not_used_any_more_leave_nothing(across: Any, on: Any) -> None:
-    """C12: whoever made them."""
+    """C12, for gates of every process."""
     event, barrier = Event(across=across), Barrier(1, across=across)
 
     def use(event: Event, barrier: Barrier, worker: int) -> None:

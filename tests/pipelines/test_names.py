@@ -22,7 +22,7 @@ from flowchan.pipelines import registry, work_queue, workqueue
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-# What the programs begin and end with. Each is run under every start method, which its main() is told.
+# First and last lines of the programs. Each runs under every start method, which its main() receives.
 BEGIN = """
 import multiprocessing, os, signal, sys
 from flowchan import Channel, Drained, Graph
@@ -197,7 +197,7 @@ def end(child: Any) -> None:
 
 
 def taken(name: str) -> bool:
-    """Whether anybody in this program has the name."""
+    """Return whether a process of this program has the name."""
     return registry._address(name) in Path("/proc/net/unix").read_text(errors="replace")
 
 

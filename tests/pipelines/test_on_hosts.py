@@ -128,12 +128,12 @@ def lose_host(folder: Path) -> None:
 
 
 def has_begun(crew: object) -> bool:
-    """Whether it is known that a worker elsewhere is in the user's code (R10)."""
+    """Return whether a remote worker is known to be in the user's code (R10)."""
     return isinstance(crew, HostCrew) and any(deaths_in_hand(crew._home.ports(id)) for id in [*crew._lines])
 
 
 def test_ctrl_c_ends_program_that_waits_for_remote_calls(tmp_path: Path) -> None:
-    """The second one, as what holds them up does not end."""
+    """The second Ctrl-C ends it, because the calls do not end."""
     script = tmp_path / "interrupted.py"
     script.write_text(
         textwrap.dedent("""

@@ -171,7 +171,7 @@ def test_it_outlives_the_processes_that_come_and_go(across: Any) -> None:
 
 @everywhere
 def test_a_mapping_that_only_another_one_holds_can_be_changed(across: Any, on: Any) -> None:
-    """Nobody has an object of it between two accesses."""
+    """No process has an object of the inner mapping between two accesses."""
     outer = SharedDict({"inner": SharedDict[int, int](across=across)}, across=across)
 
     def change(outer: SharedDict[str, SharedDict[int, int]], worker: int) -> None:

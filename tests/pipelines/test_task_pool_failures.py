@@ -1,5 +1,7 @@
-"""``TaskPool``: whatever goes wrong with one task stays with its future; a pool that fails as a whole says
-so; and idle workers keep nothing alive."""
+"""``TaskPool``: an error of a task stays with its future, and a failed pool reports its cause.
+
+Idle workers keep no object alive.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,7 @@ def test_externally_finished_future_keeps_the_pool(on: Any) -> None:
         assert pool.submit(abs, -3).result() == 3
 
 
-# What idle workers keep
+# Objects that idle workers keep
 
 
 class Told:

@@ -179,7 +179,7 @@ def test_many_items_come_in_order(across: Across) -> None:
 def test_both_directions_full_is_no_standstill(across: Across, workers: int) -> None:
     with echoed(across, workers, capacity=1) as queue:
         for number in range(100):
-            queue.put(number)  # nobody reads the answers yet
+            queue.put(number)  # no thread reads the answers yet
         assert sum(queue.get() for _ in range(100)) == 4950
 
 

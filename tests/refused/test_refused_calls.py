@@ -1,5 +1,8 @@
-"""Kernels that lack a system call (ENOSYS) and filters that refuse it (EPERM or ENOSYS): whatever flowchan
-uses has another way, or an error that names it. The refusals are real ones, in processes of their own."""
+"""Kernels that lack a system call (ENOSYS), and filters that refuse it (EPERM or ENOSYS).
+
+flowchan uses another way, or raises an error that names the call. The refusals are real ones, in separate
+processes.
+"""
 
 from __future__ import annotations
 
@@ -104,5 +107,5 @@ def test_process_channels_without_proc_name_the_missing_mount() -> None:
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed: pip install torch")
 def test_parts_in_processes_work_without_sched_setaffinity() -> None:
-    """With one of the errors, for nobody asks which it is, and torch takes long to import."""
+    """One error is enough: the code does not distinguish them, and torch takes long to import."""
     assert said("parts", "sched_setaffinity", errno.EPERM) == "(4, 3)"

@@ -1,4 +1,4 @@
-"""What ``make lint`` has checked by mypy and pyright is a program that runs, too."""
+"""The program that ``make lint`` checks with mypy and pyright also runs."""
 
 from __future__ import annotations
 

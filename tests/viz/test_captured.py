@@ -1,4 +1,4 @@
-"""What is printed while something is drawn on the terminal: whoever prints, and however it ends."""
+"""Output of any process during a drawing on the terminal, for every kind of end."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ ENDS = """
 
 
 def test_streams_are_restored_after_every_kind_of_end(tmp_path: Path) -> None:
-    """When the table can't be begun, or ended; by Ctrl-C; and of two that are drawn at a time."""
+    """The table cannot begin or end, Ctrl-C ends it, or two are drawn at the same time."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, ENDS))], tmp_path)
     assert (code, lines[-2:]) == (0, ["all as at first", ""]), lines
 

@@ -14,7 +14,7 @@ from flowchan.viz.live.terminal import LiveView
 
 
 class Stream(io.StringIO):
-    """Takes so many writes, and no more."""
+    """Stream that accepts a limited number of writes."""
 
     def __init__(self, terminal: bool, takes: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How far a run is: totals where they can be known, and the bars that show them."""
+"""Progress of a run: known totals, and the bars that show them."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ UNGUARDED = """
 
 
 def test_unguarded_script_is_reported_with_bars(tmp_path: Path) -> None:
-    """One that the program has started by itself; what it says must not go to a terminal of ours."""
+    """The script starts another process; its message must not go to the pseudoterminal."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, UNGUARDED))], tmp_path)
     assert code == 0, lines
     assert any('put that under `if __name__ == "__main__":`' in line for line in lines), lines
@@ -270,7 +270,7 @@ def test_unguarded_script_is_reported_with_bars(tmp_path: Path) -> None:
 def test_default_fork_server_starts_before_bars(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As from Python 3.14 on, where nobody has chosen a method."""
+    """Python 3.14 and later start a fork server if the program chooses no method."""
     started: list[bool] = []
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: None)
     monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["forkserver", "spawn", "fork"])
@@ -309,7 +309,7 @@ def test_progress_without_terminal_prints_plain_lines(
 def test_one_of_several_runs_draws_on_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The others write lines, whoever has it."""
+    """The other runs write lines."""
     monkeypatch.setattr(lines, "PLAIN_EVERY", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
