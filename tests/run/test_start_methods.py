@@ -279,9 +279,7 @@ def test_a_daemonic_process_is_told_that_it_can_start_none(method: str, tmp_path
             process.join()
     """
     said = run_python(script(tmp_path, text))
-    assert said.startswith(
-        "daemon process 'helper' is daemonic, so it cannot start processes; start it with"
-    )
+    assert said.startswith("daemon process 'helper' is daemonic, so it cannot start processes; start it with")
 
 
 @pytest.mark.usefixtures("_method")
