@@ -106,7 +106,7 @@ class Barrier:
                 if index == 0:
                     _clear(gate)
                 if index == self.parties - 1:
-                    self._let_go(room, gate)
+                    self._release_all(room, gate)
                     return index
             gate.get(timeout)
         except ChannelError as error:
@@ -121,7 +121,7 @@ class Barrier:
                 self._room = self._rooms["now"]
         return self._room
 
-    def _let_go(self, room: _Room, gate: Channel[None]) -> None:
+    def _release_all(self, room: _Room, gate: Channel[None]) -> None:
         if self._action is not None:
             try:
                 self._action()

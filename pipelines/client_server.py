@@ -127,8 +127,7 @@ class Client(_End):
         timeout: Maximum seconds to wait for the server (default: 300).
 
     Raises:
-        HostError: No server answered within ``timeout`` seconds.
-        Refused: The peer did not prove that it knows the secret.
+        HostError: No server with this secret answered within ``timeout`` seconds.
 
     Example:
         with Client(address, secret, tag="trainer") as client:
@@ -151,7 +150,7 @@ class ServedClient(_End):
     def __init__(self, member: JoinedClient) -> None:
         super().__init__("client", member.id, member.tag, member.inbox, member.outbox, member.link)
 
-    def _has_gone(self) -> bool:
+    def _has_left(self) -> bool:
         return bool(self._inbox.closed) and not self._unread
 
 
@@ -182,17 +181,17 @@ class Server:
         self._lock = threading.Lock()
         self._all: list[ServedClient] = []
         # one channel per waiting call, which receives an item for each new client
-        self._told: list[Channel[None]] = []
-        self._clients = Clients(address, secret, tls, CAPACITY, self._has_come)
+        self._news: list[Channel[None]] = []
+        self._clients = Clients(address, secret, tls, CAPACITY, self._add_client)
         self.address, self.secret = self._clients.address, self._clients.secret
 
     def __repr__(self) -> str:
         return f"<server at {self.address}, {len(self._all)} clients>"
 
-    def _has_come(self, member: JoinedClient) -> None:
+    def _add_client(self, member: JoinedClient) -> None:
         with self._lock:
             self._all.append(ServedClient(member))
-            told = list(self._told)
+            told = list(self._news)
         for news in told:
             with contextlib.suppress(Exception):  # the channel has an item already
                 news.put_nowait(None)
@@ -211,10 +210,10 @@ class Server:
             Empty: Fewer than ``count`` clients came within ``timeout`` seconds.
         """
         give_up = time.monotonic() + timeout
-        with self._hearing() as news:
+        with self._subscription() as news:
             while True:
                 with self._lock:
-                    self._all = [client for client in self._all if not client._has_gone()]
+                    self._all = [client for client in self._all if not client._has_left()]
                     found = [client for client in self._all if tag is None or client.tag == tag]
                 if count is None or len(found) >= count:
                     return found
@@ -227,15 +226,15 @@ class Server:
                     ) from None
 
     @contextlib.contextmanager
-    def _hearing(self) -> Any:
+    def _subscription(self) -> Any:
         news: Channel[None] = Channel(1)
         with self._lock:
-            self._told.append(news)
+            self._news.append(news)
         try:
             yield news
         finally:
             with self._lock:
-                self._told.remove(news)
+                self._news.remove(news)
 
     def recv_any(self, *, tag: str | None = None, timeout: float | None = None) -> tuple[Any, ServedClient]:
         """Receive the next message of any client, chosen fairly.
@@ -254,7 +253,7 @@ class Server:
             Empty: No message came within ``timeout`` seconds.
         """
         give_up = math.inf if timeout is None else time.monotonic() + timeout
-        with self._hearing() as news:
+        with self._subscription() as news:
             while True:
                 clients = self.clients(tag=tag)
                 for client in clients:
@@ -267,12 +266,12 @@ class Server:
                 except NothingReady:
                     raise Empty(f"{self!r}: no message within {timeout:g} s") from None
                 except Broken as error:
-                    self._tell_of_the_dead(clients, error)
+                    self._raise_for_dead_client(clients, error)
                     continue
                 if done.channel is not news:
                     return done.item, clients[inboxes.index(done.channel)]
 
-    def _tell_of_the_dead(self, clients: list[ServedClient], error: Broken) -> None:
+    def _raise_for_dead_client(self, clients: list[ServedClient], error: Broken) -> None:
         for client in clients:
             if client._inbox.channel.broken:
                 with self._lock:

@@ -45,7 +45,7 @@ class WorkQueue:
     ``creator`` is True if this handle created the queue, False if it opened an existing one.
     """
 
-    def __init__(self, sides: _Sides, creator: bool) -> None:
+    def __init__(self, sides: _SharedQueue, creator: bool) -> None:
         self._sides = sides
         self.creator = creator
 
@@ -164,7 +164,7 @@ class WorkQueue:
         return f"<WorkQueue{name}, {len(questions)} questions and {len(answers)} answers inside>"
 
 
-class _Hand:
+class _WorkerState:
     """State of one worker: its port, and whether it has answered its question."""
 
     def __init__(self, port: In[Any]) -> None:
@@ -180,7 +180,7 @@ def _finish(port: In[Any], answered: list[bool]) -> None:
         port.close()
 
 
-class _Sides(Shared):
+class _SharedQueue(Shared):
     """State that all handles of one queue share within a process."""
 
     name: str | None = None
@@ -206,7 +206,7 @@ class _Sides(Shared):
         return claimed is not None
 
     @property
-    def is_at_home(self) -> bool:
+    def is_local(self) -> bool:
         """True if this process created the queue."""
         return self._owner is not None and self._owner[0] == os.getpid()
 
@@ -249,32 +249,32 @@ class _Sides(Shared):
     # --- Worker ---
 
     def next_question(self, timeout: float | None) -> Any:
-        hand = self._hand()
-        if hand is None:
-            hand = self._worker.hand = _Hand(self.channels[0].reader())
+        state = self._state()
+        if state is None:
+            state = self._worker.state = _WorkerState(self.channels[0].reader())
         try:
-            item = hand.port.get(timeout=timeout)
+            item = state.port.get(timeout=timeout)
         except Drained:  # all questions are finished, so all answers are in the channel
             self.channels[1].close()
             raise
-        hand.answered[0] = False
+        state.answered[0] = False
         return item
 
     def answer(self, item: Any, timeout: float | None) -> None:
         self.channels[1].put(item, timeout=timeout)
-        hand = self._hand()
-        if hand is not None:
-            hand.answered[0] = True
+        state = self._state()
+        if state is not None:
+            state.answered[0] = True
 
     def leave(self) -> None:
-        hand = self._hand()
-        if hand is not None:
-            hand.answered[0] = True
-            hand.leave()
-            del self._worker.hand
+        state = self._state()
+        if state is not None:
+            state.answered[0] = True
+            state.leave()
+            del self._worker.state
 
-    def _hand(self) -> _Hand | None:
-        return getattr(self._worker, "hand", None)
+    def _state(self) -> _WorkerState | None:
+        return getattr(self._worker, "state", None)
 
 
 def _deadline(timeout: float | None) -> float | None:
@@ -286,10 +286,10 @@ def _left(deadline: float | None) -> float | None:
 
 
 # Named queues that this process created, as long as they exist.
-_named: weakref.WeakValueDictionary[str, _Sides] = weakref.WeakValueDictionary()
+_named: weakref.WeakValueDictionary[str, _SharedQueue] = weakref.WeakValueDictionary()
 
 
-def _arrive(sides: _Sides, name: str | None) -> WorkQueue:
+def _arrive(sides: _SharedQueue, name: str | None) -> WorkQueue:
     sides.name = name
     return WorkQueue(sides, creator=False)
 
@@ -323,13 +323,13 @@ def workqueue(name: str | None = None, capacity: int = 64, across: Across = "thr
         queue.close()
         answers = list(queue)
     """
-    sides = _Sides()
+    sides = _SharedQueue()
     if name is None:
         sides.make(name, capacity, across)
         return WorkQueue(sides, creator=True)
     with naming:
         known = _named.get(name)
-        if known is not None and known.is_at_home:
+        if known is not None and known.is_local:
             if not (known.is_owner and known.channels[0].closed):
                 return WorkQueue(known, creator=False)
             known.give_up_name()

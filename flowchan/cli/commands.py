@@ -87,9 +87,9 @@ def _exit_code(function: Callable[[], int], debug: bool) -> int:
         if debug:
             traceback.print_exception(error)
         elif isinstance(error, RunError):
-            _tell_failures(error)
+            _print_failures(error)
         elif isinstance(error, GraphError):
-            _tell_problems(error.graph, error.problems, err=True)
+            _print_problems(error.graph, error.problems, err=True)
         else:
             hint = "" if error.__cause__ is None else " (--debug shows the traceback)"
             click.echo(f"flowchan: {error}{hint}", err=True)
@@ -147,7 +147,7 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
         for line in result_lines(results):
             click.echo(line)
     if failure is not None:
-        _tell_failures(failure, debug)
+        _print_failures(failure, debug)
     return INTERRUPTED if interrupts.count else DONE if failure is None else FAILED
 
 
@@ -192,7 +192,7 @@ def check(file: str, args: tuple[str, ...], debug: bool) -> int:
     graph = load(file, args)
     problems = problems_of(graph)
     if problems:
-        _tell_problems(graph.name, problems, err=False)
+        _print_problems(graph.name, problems, err=False)
         return WRONG
     click.echo(f"{graph.name}: all clear: {_counts(graph)}")
     return DONE
@@ -372,7 +372,7 @@ def _interrupt(running: Any, view: LiveView, times: int) -> None:
         running.abort()
 
 
-def _tell_failures(error: RunError, debug: bool = False) -> None:
+def _print_failures(error: RunError, debug: bool = False) -> None:
     """Print each failure in a line, and the traceback of the first one.
 
     With ``debug``, print all tracebacks instead.
@@ -390,7 +390,7 @@ def _tell_failures(error: RunError, debug: bool = False) -> None:
         click.echo(f"flowchan: and {len(others) - MOST_FAILURES + 1} more failures", err=True)
 
 
-def _tell_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
+def _print_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
     from flowchan.errors import Where
     from flowchan.viz.labels import relative
 

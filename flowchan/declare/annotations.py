@@ -125,7 +125,7 @@ def ports_of(function: Callable[..., Any]) -> tuple[Port, ...]:
     return tuple(found)
 
 
-def seat_of(function: Callable[..., Any]) -> tuple[str, Any] | None:
+def group_parameter(function: Callable[..., Any]) -> tuple[str, Any] | None:
     """Return the parameter that receives a worker's group member, and the class that makes such groups.
 
     The annotation of the parameter is that class, for example ``flowchan.collective.Group``.

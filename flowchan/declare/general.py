@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, TypeVar, TypeVarTuple, overload
 
 from flowchan.channel.ports import Out
-from flowchan.declare.annotations import ports_of, seat_of
+from flowchan.declare.annotations import group_parameter, ports_of
 from flowchan.declare.builder import Builder
 from flowchan.declare.options import SOURCE_OPTIONS
 from flowchan.declare.placements import PlacementOption
@@ -195,7 +195,7 @@ class General(Builder):
         """
         ports = ports_of(callable_argument("stage", "function", function))
         no_misspelt_option("stage", function, kwargs, STAGE_OPTIONS)
-        seat = seat_of(function)
+        seat = group_parameter(function)
         if flag("stage", "elastic", elastic) and seat is None:
             raise ValueError(
                 "stage: elastic=True is for a gang, whose function has a parameter annotated "

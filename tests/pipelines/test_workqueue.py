@@ -164,7 +164,7 @@ def test_only_the_owner_drains() -> None:
     queue = workqueue()
     with pytest.raises(Exception, match="1 of 1 workers") as caught:
         start(1, lambda worker: queue.drain()).join()
-    assert "only the owner" in str(caught.value.exceptions[0].__cause__)  # type: ignore[attr-defined]
+    assert "must be the owner" in str(caught.value.exceptions[0].__cause__)  # type: ignore[attr-defined]
 
 
 @everywhere
