@@ -1,4 +1,4 @@
-"""A crawler: follows the links of a site, here pydoc's pages of modules, and finds those that lead nowhere.
+"""Crawl a site and find broken links; here the site is pydoc's pages of modules.
 
 python examples/crawler.py [PAGES]
 flowchan viz examples/crawler.py -o crawler.svg
@@ -29,7 +29,7 @@ class Documentation(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def fetch(url: str) -> tuple[str, list[str] | None]:  # None: there is no such page
+def fetch(url: str) -> tuple[str, list[str] | None]:  # None: the page does not exist
     try:
         with urlopen(url, timeout=10) as answer:
             text = answer.read().decode()

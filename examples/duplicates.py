@@ -1,10 +1,10 @@
-"""Files with equal content below a directory: first by size, then by a hash that two processes compute.
+"""Find files with equal content below a directory: first by size, then by a hash, in two processes.
 
     python examples/duplicates.py [DIRECTORY]
     flowchan run examples/duplicates.py [-- DIRECTORY]
     flowchan viz examples/duplicates.py -o duplicates.svg
 
-The directory is the running Python's own standard library unless another is named.
+The default directory is the standard library of the running Python.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 def sized_files(directory: Path) -> Iterator[tuple[int, Path]]:
-    """All plain files below ``directory`` with their sizes, without packages that are installed there. A link
-    to a file is no second copy of it."""
+    """Yield all plain files below ``directory`` with their sizes, without installed packages.
+
+    A link to a file does not count as a second copy.
+    """
     for file in directory.rglob("*"):
         installed = "site-packages" in file.relative_to(directory).parts
         if not installed and file.is_file() and not file.is_symlink():
@@ -34,8 +36,10 @@ def sized_files(directory: Path) -> Iterator[tuple[int, Path]]:
 
 
 def group(keyed: In[tuple[Any, Path]], groups: Out[list[Path]]) -> None:
-    """A stage with ports of its own: it reads (key, file) pairs to their end, then puts each group of two or
-    more files with one key."""
+    """Read (key, file) pairs to their end, then put each group of two or more files with one key.
+
+    This is the function of a stage with ports.
+    """
     found = defaultdict(list)
     for key, file in keyed:
         found[key].append(file)
@@ -54,7 +58,7 @@ def unreadable(failed: Any) -> None:
 
 
 def show(groups: list[list[Path]]) -> None:
-    """The groups that waste most come first, each with its first three files."""
+    """Print the groups that waste most, each with its first three files."""
     wasted = {min(files): min(files).stat().st_size * (len(files) - 1) for files in groups}
     lines = [f"{len(groups):,} groups of equal files, {sum(wasted.values()):,} bytes could be saved\n"]
     for files in sorted(map(sorted, groups), key=lambda files: (-wasted[files[0]], files[0])):

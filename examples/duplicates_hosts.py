@@ -1,9 +1,10 @@
-"""The search for duplicates of duplicates.py over hosts: they compute the hashes, and say what each has done.
+"""Search for duplicates like duplicates.py on several hosts, which compute the hashes.
 
     python examples/duplicates_hosts.py [DIRECTORY [HOST …]]
     flowchan viz examples/duplicates_hosts.py -o duplicates_hosts.svg
 
-DIRECTORY has to be on every host. The hosts are reached by ssh; without any, two agents run on this machine.
+The program prints the work of each host. DIRECTORY must exist on every host. The hosts are reached by ssh;
+without hosts, two agents run on this machine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def with_digest_and_host(file: Path) -> tuple[tuple[bytes, Path], str]:
 
 def tell(hosts: list[str]) -> None:
     lines = [f"{host} hashed {number:,} files\n" for host, number in sorted(Counter(hosts).items())]
-    print("".join(lines), end="")  # at once, for the other sink prints beside this one
+    print("".join(lines), end="")  # one call, because the other sink prints at the same time
 
 
 def duplicates_on_hosts(directory: str = str(STANDARD_LIBRARY), *hosts: str) -> Graph:

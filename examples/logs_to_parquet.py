@@ -1,9 +1,9 @@
-"""Logs to a Parquet file: which imports take how long, by the logs that Python writes of them.
+"""Convert logs to a Parquet file: the import times that Python logs.
 
     python examples/logs_to_parquet.py [MODULE …] [-o IMPORTS.parquet] [--workers N]
     flowchan viz examples/logs_to_parquet.py -o imports.svg
 
-For each module a fresh `python -X importtime` writes a log. It needs pyarrow.
+For each module a fresh `python -X importtime` writes a log. The example needs pyarrow.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def log(module: str) -> tuple[str, str]:
 
 
 def rows(program_and_log: tuple[str, str]) -> Iterator[dict[str, str | int]]:
-    """Its lines: `import time:       153 |        153 |   json.scanner`."""
+    """Yield the rows of a log with lines like `import time:       153 |        153 |   json.scanner`."""
     program, text = program_and_log
     for line in text.splitlines()[1:]:
         own, _, module = line.removeprefix("import time:").split("|")

@@ -1,12 +1,11 @@
-"""Three producers and one consumer on one channel, until the main program closes it. Every item is accounted
-for.
+"""Run three producers and one consumer on one channel, and account for every item.
 
     python examples/producer_consumer.py [--across threads|processes] [--seconds S]
     flowchan run examples/producer_consumer.py
     flowchan viz examples/producer_consumer.py -o producer_consumer.svg
 
-The script uses a bare channel, with threads or processes of its own. The graph below says the same as a
-declaration, with producers that end by themselves.
+The script uses a bare channel and starts its own threads or processes. The main program closes the channel.
+The graph below declares the same program, with producers that end on their own.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PRODUCERS = 3
 
 
 def produce(producer: int, channel: Channel, accounts: Channel) -> None:
-    """Put (producer, serial number) until somebody closes the channel, then say how many items were put."""
+    """Put (producer, serial number) until the channel is closed, then report the number of items."""
     for serial in count():
         try:
             channel.put((producer, serial))
@@ -35,7 +34,7 @@ def produce(producer: int, channel: Channel, accounts: Channel) -> None:
 
 
 def consume(channel: Channel, accounts: Channel) -> None:
-    """Get items until the channel is drained: closed, and empty. Nothing that was put before is lost."""
+    """Get items until the channel is drained. No item that was put before the close is lost."""
     got: Counter[int] = Counter()
     for producer, serial in channel:
         if serial != got[producer]:
@@ -46,7 +45,7 @@ def consume(channel: Channel, accounts: Channel) -> None:
 
 
 def run(across: str, seconds: float) -> dict[tuple[str, int], int]:
-    """How many items each producer put, and how many of them the consumer got."""
+    """Return the number of items from each producer, and the number that the consumer got."""
     channel = Channel(64, across=across)
     accounts = Channel(2 * PRODUCERS, across=across)
     start = threading.Thread if across == "threads" else multiprocessing.Process
@@ -56,7 +55,7 @@ def run(across: str, seconds: float) -> dict[tuple[str, int], int]:
         party.start()
     try:
         time.sleep(seconds)
-    finally:  # after Ctrl-C too: the parties end because the channel does
+    finally:  # after Ctrl-C too: the close ends producers and consumer
         channel.close()
     for party in parties:
         party.join()

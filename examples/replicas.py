@@ -1,15 +1,16 @@
-"""Two replicas of a network learn handwritten digits together, each of them in two parts: a data pipeline, a
-Sequential in each replica and an allreduce over the replicas are one graph, which ends as one.
+"""Train two replicas of a network together, each of them in two parts.
 
     python examples/replicas.py [--replicas N] [--epochs N]
     flowchan run examples/replicas.py [-- REPLICAS EPOCHS]
     flowchan viz examples/replicas.py -o replicas.svg
 
-Batches of scikit-learn's digits get some noise on two processes, and go to whichever replica is free.
-The replicas are a gang: each is a process with its member of a group, by which they average their gradients
-and stay equal, bit for bit, though one may get a batch more than the other. What they tell of each step is
-combined by a node of the graph. When the source ends, or with Ctrl-C, the whole graph drains and ends.
-It needs torch and scikit-learn.
+One graph holds the data pipeline, a Sequential in each replica, and an allreduce over the replicas. Two
+processes add noise to batches of scikit-learn's digits. Each batch goes to a free replica.
+
+The replicas are a gang: each is a process with its member of a group. The group averages their gradients, so
+they stay equal, bit for bit, even if one gets a batch more than the other. A node of the graph combines the
+losses of each step. When the source ends, or with Ctrl-C, the whole graph drains and ends. The example needs
+torch and scikit-learn.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ State = dict[str, Tensor]
 
 
 def digits() -> Batch:
-    """1,797 images of 8 × 8 pixels from 0 to 1, and which digit each one shows; mixed up."""
+    """Return 1,797 images of 8 × 8 pixels from 0 to 1 and their digits, shuffled."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -49,7 +50,7 @@ def batches(epochs: int) -> Iterator[Batch]:
 
 
 def noisy(batch: Batch) -> Batch:
-    """No image comes twice as the same."""
+    """Add noise, so no image comes twice in the same form."""
     images, labels = batch
     return images + 0.1 * torch.randn(images.shape), labels
 
@@ -63,7 +64,7 @@ def network() -> nn.Sequential:
 
 
 def train(batches: In[Batch], group: Group, losses: Out[float], trained: Out[State]) -> None:
-    """One replica, in two parts that work at the same time."""
+    """Train one replica, in two parts that work at the same time."""
     torch.set_num_threads(1)
     with Sequential(network(), parts=[3, 7], chunks=2) as replica:
         synchronize(replica, group)

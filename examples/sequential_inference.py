@@ -1,12 +1,11 @@
-"""Handwritten digits, recognised by a convolutional network: first by the plain module, then by its parts in
-two processes.
+"""Recognise handwritten digits with a plain module, then with its parts in two processes.
 
     python examples/sequential_inference.py [--parts N] [--on thread|process] [--batches N]
     flowchan viz examples/sequential_inference.py -o sequential.svg
 
-The network learns from half of scikit-learn's digits for a second or two and is asked about the other half,
-in as many batches as you like. The plain module and each part compute with one thread.
-It needs torch and scikit-learn.
+A convolutional network learns from half of scikit-learn's digits for a second or two. Then it classifies the
+other half, in any number of batches. The plain module and each part compute with one thread. The example
+needs torch and scikit-learn.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def network() -> nn.Sequential:
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """1,797 images of 8 × 8 pixels from 0 to 1, and which digit each one shows."""
+    """Return 1,797 images of 8 × 8 pixels from 0 to 1, and their digits."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -57,7 +56,7 @@ def learn(module: nn.Sequential, images: Tensor, labels: Tensor, rounds: int = 5
 
 
 def pipeline(module: nn.Sequential | None = None, parts: int = 2, on: str = "process") -> Sequential:
-    """The network in parts that take equally long with a usual batch."""
+    """Return the network in parts that take equally long with a typical batch."""
     module = network().eval() if module is None else module
     sample = torch.rand(BATCH, 1, 8, 8)
     return Sequential(module, parts, on=on, chunks=CHUNKS, balance="time", sample=sample)  # type: ignore[arg-type]

@@ -1,15 +1,14 @@
-"""A convolutional network learns handwritten digits: as everybody trains it, then in two parts that work at
-the same time.
+"""Train a convolutional network on handwritten digits: as a plain module, then in two parts.
 
     python examples/sequential_training.py [--parts N] [--on thread|process]
         [--schedule gpipe|1f1b] [--epochs N]
     flowchan viz examples/sequential_training.py -o training.svg
 
-Both begin with the same weights and see the same batches of scikit-learn's digits, so both learn along the
-same curve. They compute with double precision: the parts add up gradients in another order, and training lets
-every difference in rounding grow. A quarter of the digits is held out for the end. Each part, and the plain
-module, has one thread. With ``--picture FILE`` the last steps are drawn: which part did what and when.
-It needs torch and scikit-learn.
+The two parts work at the same time. Both trainings begin with the same weights and use the same batches of
+scikit-learn's digits, so both follow the same curve. They compute with double precision, because the parts
+add up gradients in another order, and training amplifies rounding differences. A quarter of the digits is
+held out for the end. Each part, and the plain module, has one thread. With ``--picture FILE`` the example
+draws the last steps: which part did what and when. It needs torch and scikit-learn.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ def network() -> nn.Sequential:
 
 
 def pipeline(module: nn.Sequential | None = None, parts: int = 2, on: Any = "process") -> Sequential:
-    """The network in parts that take equally long with a usual batch."""
+    """Return the network in parts that take equally long with a typical batch."""
     module = network() if module is None else module
     return Sequential(module, parts, on=on, chunks=CHUNKS, balance="time", sample=torch.rand(BATCH, 1, 8, 8))
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """1,797 images of 8 × 8 pixels from 0 to 1, and which digit each one shows; mixed up."""
+    """Return 1,797 images of 8 × 8 pixels from 0 to 1 and their digits, shuffled."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -56,7 +55,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def epochs(count: int, images: Tensor, labels: Tensor) -> Iterator[Iterator[tuple[Tensor, Tensor]]]:
-    """The batches of each epoch, in the same order whoever asks."""
+    """Yield the batches of each epoch, in the same order for every caller."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(count):
         order = torch.randperm(len(images), generator=generator)
@@ -66,7 +65,7 @@ def epochs(count: int, images: Tensor, labels: Tensor) -> Iterator[Iterator[tupl
 def curve(
     step: Callable[[Tensor, Tensor], Tensor], count: int, images: Tensor, labels: Tensor
 ) -> list[float]:
-    """The mean loss of each epoch."""
+    """Return the mean loss of each epoch."""
     found = []
     for batches in epochs(count, images, labels):
         losses = [float(step(x, target)) for x, target in batches]
@@ -83,7 +82,7 @@ def plain_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, t
 
 
 def right(module: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The share of the images that the module recognises."""
+    """Return the share of the images that the module recognises."""
     with torch.no_grad():
         return float((module(images).argmax(1) == labels).double().mean())
 

@@ -1,10 +1,10 @@
-"""Thumbnails of all pictures below a directory, on one sheet to look at.
+"""Make thumbnails of all pictures below a directory, on one sheet.
 
     python examples/thumbnails.py [DIRECTORY] [-o SHEET.png] [--workers N]
     flowchan viz examples/thumbnails.py -o thumbnails.svg
 
-The pictures are those of the installed Python packages unless a directory is named. Files that are none are
-counted and left out. Workers are threads, for Pillow lets others go on while it computes. It needs pillow.
+The default pictures are those of the installed Python packages. Other files are counted and left out. Workers
+are threads, because Pillow releases the GIL while it computes. The example needs pillow.
 """
 
 from __future__ import annotations

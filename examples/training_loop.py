@@ -1,9 +1,9 @@
-"""A training loop fed by a graph: handwritten digits, turned by chance in two processes while a model learns.
+"""Feed a training loop from a graph: two processes rotate handwritten digits while a model learns.
 
     python examples/training_loop.py [--epochs N] [--workers N] [--seed N]
     flowchan viz examples/training_loop.py -o digits.svg
 
-Each epoch is a run of the graph; one seed gives the same epochs again. It needs torch and scikit-learn.
+Each epoch is a run of the graph; a seed repeats the epochs. The example needs torch and scikit-learn.
 """
 
 from __future__ import annotations

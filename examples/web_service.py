@@ -1,9 +1,9 @@
-"""A model behind a web service: requests come one by one, and go through the model in batches.
+"""Serve a model over HTTP: requests come one by one and go through the model in batches.
 
     python examples/web_service.py [REQUESTS]
     flowchan viz examples/web_service.py -o service.svg
 
-The model reads the digits of scikit-learn, which it needs. The program asks its own service.
+The model reads the digits of scikit-learn, which it needs. The program calls its own service.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sklearn.svm import SVC
 from flowchan import Graph, Stream
 
 DIGITS = load_digits()
-SEEN = 1000  # the model learns so many of them
+SEEN = 1000  # number of digits for training
 
 
 class Model:
@@ -35,7 +35,7 @@ class Model:
 
 
 def asked(graph: Graph) -> Stream[list[float]]:
-    """Where questions come in."""
+    """Declare the input of the requests."""
     questions = graph.input("questions")
     questions.batch(64, timeout=0.002).map(Model, on="process").unbatch().collect()
     return questions

@@ -1,10 +1,10 @@
-"""The words of all Python files below a directory, counted on two processes.
+"""Count the words of all Python files below a directory, on two processes.
 
     python examples/wordcount.py [DIRECTORY]
     flowchan run examples/wordcount.py [-- DIRECTORY]
     flowchan viz examples/wordcount.py -o wordcount.svg
 
-The directory is the running Python's own standard library unless another is named.
+The default directory is the standard library of the running Python.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 def python_files(directory: Path) -> Iterator[Path]:
-    """The Python files below ``directory``, without what was installed into it later."""
+    """Yield the Python files below ``directory``, without installed packages."""
     for folder, folders, files in os.walk(directory):
         folders[:] = [name for name in folders if name not in ("site-packages", "__pycache__")]
         yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
 def words(file: Path) -> list[str]:
-    """The words of a file. Some files of the standard library are not UTF-8, on purpose; odd bytes are no
-    words."""
+    """Return the words of a file, without bytes that are not UTF-8.
+
+    Some files of the standard library contain such bytes on purpose.
+    """
     return re.findall(r"\w+", file.read_text(encoding="utf-8", errors="replace").lower())
 
 
 def count_words(files: list[Path]) -> Counter[str]:
-    """The words of several files: one Counter for many files crosses to the main process, not one for
-    each."""
+    """Count the words of several files, so that one Counter for many files goes to the main process."""
     counts: Counter[str] = Counter()
     for file in files:
         counts.update(words(file))
@@ -45,7 +46,7 @@ def count_words(files: list[Path]) -> Counter[str]:
 
 
 def add(total: Counter[str], counts: Counter[str]) -> Counter[str]:
-    """In place, because the total is large and nobody else holds it."""
+    """Add the counts in place, because the total is large and has no other user."""
     total.update(counts)
     return total
 

@@ -1,8 +1,9 @@
-"""flowchan: graphs of stages joined by closable channels that span threads and processes."""
+"""Run graphs of stages joined by closable channels that span threads, processes and hosts."""
 
 from flowchan.channel.channel import Channel, ChannelStats, Holder, In, Out
 from flowchan.channel.select import NothingReady, Selected, select
-from flowchan.declare.stream import Feedback, Input, Stream
+from flowchan.declare.feedback import Feedback
+from flowchan.declare.stream import Input, Stream
 from flowchan.errors import (
     Broken,
     ChannelError,
@@ -95,7 +96,7 @@ __all__ = [
     "worker",
 ]
 
-# Messages, tracebacks and pickles name the place that users import from.
+# Messages, tracebacks and pickles name the module that users import from.
 for _name in __all__:
     globals()[_name].__module__ = "flowchan"
 del _name

@@ -1,10 +1,15 @@
-"""Every exception of flowchan, one family under :class:`FlowchanError`.
+"""Define every exception of flowchan, in one family under :class:`FlowchanError`.
 
-A channel call ends in one of five ways: it worked; *not now* (:class:`Full`, :class:`Empty`); somebody closed
-the channel (:class:`Closed`, and :class:`Drained` at its clean end); it ended by failure (:class:`Broken`);
-or the call itself was wrong (``TypeError``, ``ValueError``). A graph call adds :class:`GraphError` (the
-declaration is wrong) and :class:`RunError` (a stage failed while running), and Ctrl-C an :class:`Interrupted`
-that keeps what was finished.
+A channel call ends in one of five ways:
+
+- It succeeds.
+- It is not possible now: :class:`Full`, :class:`Empty`.
+- The channel was closed: :class:`Closed`, and :class:`Drained` at its clean end.
+- The channel ended by a failure: :class:`Broken`.
+- An argument is wrong: ``TypeError``, ``ValueError``.
+
+A graph call may also raise :class:`GraphError` (the declaration is wrong) or :class:`RunError` (a stage
+failed). Ctrl-C raises :class:`Interrupted`, which keeps the results so far.
 """
 
 from __future__ import annotations
@@ -17,41 +22,51 @@ from typing import TYPE_CHECKING, Any
 
 
 class FlowchanError(Exception):
-    """Base of all errors that flowchan raises on its own account."""
+    """Base class of the exceptions that flowchan defines."""
 
 
 class ChannelError(FlowchanError):
-    """Base of everything a channel call can raise besides misuse."""
+    """Base class of the exceptions of channel calls, except those for wrong arguments."""
 
 
 class Closed(ChannelError):
-    """The channel was closed, so nothing can be put into it any more. Whoever called ``close()`` caused it,
-    or the last reader that left."""
+    """The channel was closed, so it takes no more items.
+
+    A call of ``close()`` closes it, or the end of its last reader.
+    """
 
 
 class Drained(Closed):
-    """The clean end: the channel is closed, empty, and no item is out on lease. Iteration turns it into its
-    end."""
+    """The channel ended cleanly: it is closed and empty, and no item is on lease.
+
+    A ``for`` loop over the channel ends at this point and does not raise.
+    """
 
 
 class Broken(ChannelError):
-    """The channel ended by failure: ``abort(cause)`` was called, a process with a counted writer died, or its
-    memory was found damaged. ``__cause__`` is the cause."""
+    """The channel ended by a failure, and ``__cause__`` is the cause.
+
+    Causes are a call of ``abort(cause)``, the death of a process that held a counted writer, and damaged
+    shared memory.
+    """
 
 
 class Full(ChannelError, queue.Full, TimeoutError):
-    """Nothing could be put *now*, or within ``timeout`` seconds: the channel is full."""
+    """The channel is full: the item could not be put now, or within ``timeout`` seconds."""
 
 
 class Empty(ChannelError, queue.Empty, TimeoutError):
-    """Nothing could be got *now*, or within ``timeout`` seconds: the channel is empty, and not yet at its
-    end."""
+    """The channel is empty but not at its end: no item came now, or within ``timeout`` seconds."""
 
 
 class WorkerDied(FlowchanError):
-    """A worker process ended without a word: it was killed, it crashed, or something in it called
-    ``os._exit``. ``exitcode`` is the process's exit code, minus the signal's number; ``pid`` was its
-    process."""
+    """A worker process died: it was killed, it crashed, or code in it called ``os._exit``.
+
+    Attributes:
+        exitcode: Exit code of the process, or minus the number of the signal that killed it; ``None`` if
+            unknown.
+        pid: Process id, or ``None`` if unknown.
+    """
 
     def __init__(self, message: str, *, exitcode: int | None = None, pid: int | None = None) -> None:
         super().__init__(message)
@@ -67,8 +82,11 @@ def _worker_died(message: str, exitcode: int | None, pid: int | None) -> WorkerD
 
 
 class HostError(FlowchanError):
-    """A host can't be used: its agent can't be started, or does not answer. ``host`` is its name, empty where
-    it is about all of them."""
+    """A host cannot be used: its agent did not start, or does not answer.
+
+    Attributes:
+        host: Name of the host; empty if the error concerns all hosts.
+    """
 
     def __init__(self, message: str, host: str = "") -> None:
         super().__init__(message)
@@ -79,18 +97,26 @@ class HostError(FlowchanError):
 
 
 class Refused(FlowchanError, ConnectionError):
-    """A connection between hosts came to nothing: the other end did not prove that it knows the secret, was
-    silent, or spoke otherwise. The message names its address."""
+    """A connection between hosts failed during its handshake.
+
+    The peer did not prove that it knows the secret, did not answer, or spoke another protocol. The message
+    names the address of the peer.
+    """
 
 
 class GroupError(FlowchanError):
-    """Base of all that an operation of a group can end by on its own account."""
+    """Base class of the exceptions that group operations define."""
 
 
 class MemberDied(GroupError):
-    """A member of a group ended, or gave up in the middle of an operation, and without it the operation can
-    never be done. All surviving members raise it, or none. ``ranks`` names those that are gone,
-    ``operation`` what was called here."""
+    """A member of a group died or gave up during an operation, so the operation cannot complete.
+
+    All surviving members raise this exception, or none does.
+
+    Attributes:
+        ranks: Ranks of the members that are gone.
+        operation: Name of the operation that raised.
+    """
 
     def __init__(self, message: str, ranks: Sequence[int] = (), operation: str = "") -> None:
         super().__init__(message)
@@ -102,22 +128,26 @@ class MemberDied(GroupError):
 
 
 class MemberLeft(MemberDied):
-    """A member closed its group while others still call operations."""
+    """A member closed its group while other members still call operations."""
 
 
 class Mismatch(GroupError, ValueError):
-    """The members of a group called different operations, or the same one with arguments that do not fit
-    together. All raise it, the message names every call, and the group can be used further."""
+    """The members of a group called different operations, or one operation with arguments that do not match.
+
+    All members raise this exception, and the message names every call. The group remains usable.
+    """
 
 
 class Deadlock(FlowchanError):
-    """Every worker of a run waited for a channel, and nothing was in flight: nobody could ever move again.
-    The message says who waited for whom."""
+    """Every worker of a run waited for a channel, and no item was in flight, so the run could not continue.
+
+    The message names each waiting worker and its channel.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A place in the user's source text."""
+    """Line of the user's source code."""
 
     file: str
     line: int
@@ -128,8 +158,14 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a graph: ``rule`` is a short stable word ("cycle", "unread", "pickle", …).
-    ``stage`` is empty where the graph as a whole is wrong."""
+    """Problem of a graph that a check found.
+
+    Attributes:
+        rule: Stable short name of the rule, such as "cycle", "unread" or "pickle".
+        stage: Name of the stage; empty if the problem concerns the whole graph.
+        where: Source line of the declaration.
+        message: Description of the problem and its remedy.
+    """
 
     rule: str
     stage: str
@@ -142,8 +178,12 @@ class Problem:
 
 
 class GraphError(FlowchanError):
-    """The declaration of a graph is wrong. ``problems`` lists everything that ``check``
-    found."""
+    """The declaration of a graph is wrong.
+
+    Attributes:
+        graph: Name of the graph.
+        problems: Every :class:`Problem` that ``check`` found.
+    """
 
     def __init__(self, graph: str, problems: Sequence[Problem]) -> None:
         self.graph = graph
@@ -157,9 +197,15 @@ class GraphError(FlowchanError):
 
 
 class StageError(FlowchanError):
-    """A stage failed. ``stage`` and ``worker`` name it, ``item`` is the text of the item in hand (``None``
-    when it had none), and ``__cause__`` is the exception of the user's function, with the worker's own
-    traceback as a note."""
+    """A stage failed.
+
+    ``__cause__`` is the exception of the user's function, with the worker's own traceback as a note.
+
+    Attributes:
+        stage: Name of the stage.
+        worker: Name of the worker.
+        item: Text of the item that the worker processed, or ``None`` if there was none.
+    """
 
     def __init__(self, message: str, *, stage: str, worker: str, item: str | None = None) -> None:
         super().__init__(message)
@@ -167,7 +213,8 @@ class StageError(FlowchanError):
         self.worker = worker
         self.item = item
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a run inside a worker process fails there, and is told here
+    # A run inside a worker process pickles its errors for the program.
+    def __reduce__(self) -> tuple[Any, ...]:
         return _stage_error, (str(self), self.stage, self.worker, self.item, self.__cause__), self.__dict__
 
 
@@ -202,20 +249,24 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def results(self) -> Mapping[Any, Any]:
+        """Results that were complete."""
         return self._tell(self)[0]
 
     @property
     def report(self) -> str:
+        """Report of the run."""
         return self._tell(self)[1]
 
 
 class RunError(ExceptionGroup[StageError], FlowchanError):
-    """A run failed. ``exceptions`` holds one :class:`StageError` per failure, the first failure first."""
+    """A run failed; ``exceptions`` holds one :class:`StageError` per failure, the first failure first."""
 
-    if TYPE_CHECKING:  # of a group Python says that it may hold others
+    if TYPE_CHECKING:  # Python declares that a group may hold other exceptions.
 
         @property
-        def exceptions(self) -> tuple[StageError, ...]: ...
+        def exceptions(self) -> tuple[StageError, ...]:
+            """One :class:`StageError` per failure, the first failure first."""
 
     def derive(self, excs: Sequence[StageError]) -> RunError:  # type: ignore[override]
+        """Return a run error with the same message and other failures, for ``except*``."""
         return RunError(self.message, excs)

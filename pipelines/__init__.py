@@ -1,17 +1,17 @@
-"""Patterns: what many programs need of channels and graphs, in one line each. Written on the public names of
-flowchan only.
+"""Ready-made patterns of concurrent programs, built on the public names of flowchan only.
 
-- :func:`map`: n workers run one function each.
-- :func:`workqueue`: one owner puts questions, many workers put answers.
-- :class:`TaskPool` and :class:`BackgroundTask`: tasks as ``concurrent.futures`` knows them.
-- :class:`Server` and :class:`Client`: one program that many others talk to, from any host.
+- :func:`map`: run one function in n workers.
+- :func:`workqueue`: one owner puts questions, and many workers put answers.
+- :class:`TaskPool` and :class:`BackgroundTask`: executors in the style of ``concurrent.futures``.
+- :class:`Server` and :class:`Client`: one program that serves many others, on any hosts.
 - :func:`marshal`: an object that is serialised once and read many times.
 - :class:`Lock`, :class:`Semaphore`, :class:`Barrier`, :class:`Event`, :class:`Condition` and
-  :class:`SharedDict`: what several processes share.
-- :class:`Sequential`: an ``nn.Sequential`` whose parts work at the same time; :class:`Stash` and :class:`Pop`
-  for skip connections in it; :class:`Training`, which its ``trainer(...)`` gives.
-- :func:`dataset`: a graph as the data of a training loop. It and Sequential are loaded when they are first
-  asked for, as they need torch, and nothing else here does.
+  :class:`SharedDict`: synchronisation and state for several processes.
+- :class:`Sequential`: an ``nn.Sequential`` whose parts work at the same time. :class:`Stash` and :class:`Pop`
+  form skip connections in it, and its ``trainer(...)`` returns a :class:`Training`.
+- :func:`dataset`: a graph as the data of a training loop.
+
+Only ``dataset`` and ``Sequential`` need torch. They are loaded at their first use.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = [
     "workqueue",
 ]
 
-# Messages, tracebacks and pickles name the place that users import from.
+# Messages, tracebacks and pickles name the module that users import from.
 for _name in __all__:
     if _name in globals():
         globals()[_name].__module__ = "flowchan.pipelines"
@@ -70,11 +70,11 @@ _NEED_TORCH = {
     **dict.fromkeys(("Dataset", "dataset"), "datasets"),
     **dict.fromkeys(("Pop", "Sequential", "Stash", "Training"), "sequential"),
 }
-"""Names, and the modules that they come from."""
+"""Modules of the names that need torch."""
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what needs torch when it is first asked for."""
+    """Load a name that needs torch at its first use."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,12 +1,12 @@
-"""How threads of several processes wait for each other: a barrier, an event and a condition. With
-``across="hosts"`` these may be processes of several machines, as long as that process lives which made what
-they wait at.
+"""Barrier, event and condition for the threads of several processes.
 
-All three wait at gates, channels in which nothing ever lies for long, and a :class:`SharedDict` says which
-gate it is now. A gate opens by being closed, for all who wait and all who come, or by an item for one of
-them. So what is to begin anew gets a new gate, and nobody who comes late can take what was meant for others.
-Over hosts all gates are channels of the process that made the first, whoever needs a new one: nobody waits at
-the gate of somebody who may go.
+``across="hosts"`` extends them to several machines, as long as the process that created the object lives.
+
+All three wait at gates. A gate is a channel that is almost always empty, and a :class:`SharedDict` names the
+current gate. Closing a gate opens it for all waiting and later threads; an item opens it for one thread. Each
+new phase gets a new gate, so a late thread cannot take an item that was meant for another. With
+``across="hosts"``, the process that created the first gate owns all gates. So no thread waits at a gate whose
+owner may leave.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from flowchan.pipelines.shared_dict import SharedDict
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Where the parties of a barrier meet until it is broken."""
+    """Channels at which the parties of a barrier meet until it is broken."""
 
     arrivals: Channel[None]
     gates: tuple[Channel[None], Channel[None]]
-    """By turns: who comes to the next meeting early must not leave by the gate of this one."""
+    """Used in turns, so an early thread of the next meeting cannot leave through the gate of this one."""
 
     @classmethod
     def of(cls, parties: int, make: Callable[[int], Channel[None]]) -> _Room:
         return cls(make(1), (make(parties), make(parties)))
 
     def arrive(self) -> int:
-        """How many have arrived before, in all: what the channel's own count says."""
+        """Return the number of earlier arrivals, from the channel's own count."""
         while len(self.arrivals):
             self.arrivals.get_nowait()
         self.arrivals.put_nowait(None)
@@ -52,13 +52,24 @@ class _Room:
 
 
 class Barrier:
-    """A place where ``parties`` threads, of any processes, wait for each other, any number of times. The last
-    to come calls ``action`` before anybody leaves; if that raises, the barrier is broken.
+    """Barrier at which a number of threads, of any processes, wait for each other any number of times.
 
-    ``across="hosts"``: of processes on several machines.
+    The same participants must come each time. If one dies before it arrives, the others wait, like at a
+    barrier of the standard library. Pass a timeout to :meth:`wait` if that can happen.
 
-    The same participants come each time. One that dies before it arrives keeps the others waiting, as with
-    the barriers of the standard library: give ``wait`` a timeout where that can happen.
+    Args:
+        parties: Number of threads that must arrive, at least 1.
+        action: Function that the last thread calls before any thread continues (default: none). If it raises,
+            the barrier breaks.
+        across: ``"processes"`` (default) of one machine, or ``"hosts"``.
+
+    Raises:
+        TypeError: ``parties`` is not an int, or ``action`` cannot be called.
+        ValueError: ``parties`` is less than 1, or ``across`` is unknown.
+
+    Example:
+        barrier = Barrier(4)
+        workers = map(4, train, barrier, on="process")  # each calls barrier.wait()
     """
 
     @refuses_misspelt("Barrier")
@@ -68,17 +79,23 @@ class Barrier:
         check_among("Barrier", across)
         self.parties = whole("Barrier", "parties", parties, 1)
         if action is not None and not callable(action):
-            raise TypeError(f"Barrier: action must be callable, or None, not {action!r}")
+            raise TypeError(f"Barrier: action must be callable or None, got {action!r}")
         self._action = action
         self._room = _Room.of(parties, functools.partial(Channel, across=across))
         self._rooms: SharedDict[str, _Room] = SharedDict({"now": self._room}, across=across)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits until all parties are here. Gives each of them another number, from 0 for the first to
-        ``parties - 1``.
+        """Wait until all parties have arrived.
 
-        Raises ``threading.BrokenBarrierError`` when ``timeout`` seconds are over, and then for everybody,
-        until a ``reset()``.
+        Args:
+            timeout: Maximum seconds to wait (default: no limit).
+
+        Returns:
+            The order of arrival of this thread, from 0 to ``parties - 1``.
+
+        Raises:
+            BrokenBarrierError: ``timeout`` expired here or in another thread, or the barrier was broken or
+                reset. All waiting threads raise it, and all later ones until :meth:`reset`.
         """
         room = self._room
         try:
@@ -89,22 +106,22 @@ class Barrier:
                 if index == 0:
                     _clear(gate)
                 if index == self.parties - 1:
-                    self._let_go(room, gate)
+                    self._release_all(room, gate)
                     return index
             gate.get(timeout)
         except ChannelError as error:
-            room.abort()  # whoever broke it may have died before it was done
+            room.abort()  # the thread that broke it may have died before it finished
             raise threading.BrokenBarrierError from error
         return index
 
     def _now(self) -> _Room:
-        """The room of now: that which is known here, unless it was broken and another may have its place."""
+        """Return the current room: the known one, or its successor if it was broken."""
         if self._room.arrivals.broken:
-            with contextlib.suppress(Broken):  # who made the barrier is gone: it stays broken
+            with contextlib.suppress(Broken):  # the creator of the barrier is gone, so it stays broken
                 self._room = self._rooms["now"]
         return self._room
 
-    def _let_go(self, room: _Room, gate: Channel[None]) -> None:
+    def _release_all(self, room: _Room, gate: Channel[None]) -> None:
         if self._action is not None:
             try:
                 self._action()
@@ -114,26 +131,27 @@ class Barrier:
         gate.put_many([None] * (self.parties - 1))
 
     def reset(self) -> None:
-        """Begins anew: a broken barrier can be used again. Everybody who waits gets
-        ``threading.BrokenBarrierError``."""
+        """Make a broken barrier usable again. Waiting threads get ``threading.BrokenBarrierError``."""
         with self._rooms.lock:
             self._now().abort()
             self._room = _Room.of(self.parties, self._rooms._another)
             self._rooms["now"] = self._room
 
     def abort(self) -> None:
-        """Breaks the barrier: everybody who waits, and everybody who comes before a ``reset()``, gets
-        ``threading.BrokenBarrierError``."""
+        """Break the barrier. Waiting threads, and later ones until :meth:`reset`, get the error.
+
+        The error is ``threading.BrokenBarrierError``.
+        """
         self._now().abort()
 
     @property
     def broken(self) -> bool:
-        """Whether it is broken."""
+        """True if the barrier is broken."""
         return bool(self._now().arrivals.broken)
 
     @property
     def n_waiting(self) -> int:
-        """How many wait at this moment."""
+        """Number of threads that wait now."""
         arrivals = self._now().arrivals
         return 0 if arrivals.broken else arrivals.stats().items_in % self.parties
 
@@ -142,16 +160,30 @@ class Barrier:
 
 
 def _clear(gate: Channel[None]) -> None:
-    """All are here since the last meeting, so the one before that is over. What is in its gate was left for a
-    participant that died."""
+    """Empty the gate of the meeting before the last one.
+
+    All parties have arrived since then, so that meeting is over. Items in the gate were meant for a
+    participant that died.
+    """
     while len(gate):
         gate.get_nowait()
 
 
 class Event:
-    """Something that has happened, or not yet, for the threads of all processes that have it, as
-    ``threading.Event``; with ``across="hosts"`` for processes on several machines. No death of a process can
-    set it, clear it, or keep others waiting.
+    """Flag that threads of several processes can wait for, like ``threading.Event``.
+
+    The death of a process cannot set it, clear it, or block the others.
+
+    Args:
+        across: ``"processes"`` (default) of one machine, or ``"hosts"``.
+
+    Raises:
+        ValueError: ``across`` is unknown.
+
+    Example:
+        ready = Event()
+        workers = map(4, work, ready, on="process")  # each calls ready.wait()
+        ready.set()
     """
 
     @refuses_misspelt("Event")
@@ -161,76 +193,116 @@ class Event:
         self._gates: SharedDict[str, Channel[None]] = SharedDict({"now": gate}, across=across)
 
     def is_set(self) -> bool:
-        """Whether it has been set and not been cleared since."""
+        """Return True if the event is set."""
         return bool(self._gates["now"].closed)
 
     def set(self) -> None:
-        """Lets go everybody who waits, and everybody who comes before a ``clear()``."""
+        """Set the event: all waiting threads continue, and later ones do not wait until :meth:`clear`."""
         self._gates["now"].close()
 
     def clear(self) -> None:
-        """Those who come from now on wait for the next ``set()``."""
+        """Clear the event: later threads wait for the next :meth:`set`."""
         with self._gates.lock:
             if self.is_set():
                 self._gates["now"] = self._gates._another(1)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it is set, for ``timeout`` seconds at most. Whether it was."""
+        """Wait until the event is set.
+
+        Args:
+            timeout: Maximum seconds to wait (default: no limit).
+
+        Returns:
+            True if the event is set, False if ``timeout`` expired.
+        """
         try:
             self._gates["now"].get(timeout)
         except Drained:
             return True
         except Empty:
             return False
-        raise AssertionError("nobody puts anything into the gate of an event")
+        raise AssertionError("Event: its gate holds an item, but gates of events must stay empty")
 
     def __repr__(self) -> str:
         return f"<Event {'set' if self.is_set() else 'not set'}>"
 
 
 class Condition(Held):
-    """Where threads of several processes wait until something holds that another thread or process makes so,
-    as ``threading.Condition``: who waits has the lock, gives it up for as long as it waits, and looks again.
+    """Condition variable for threads of several processes, like ``threading.Condition``.
 
-    ``lock`` is a :class:`Lock` that guards what the condition is about; without one it makes its own,
-    ``across="hosts"`` for processes on several machines. A waiter that dies is forgotten, and ``notify``
-    wakes another one. About a hundred processes of one machine can wait at a time.
+    A thread that waits holds the lock, gives it up while it waits, and then tests again. If a waiting thread
+    dies, ``notify`` wakes another one. About a hundred processes of one machine can wait at a time.
+
+    Args:
+        lock: :class:`Lock` that guards the shared state (default: a new lock).
+        across: ``"processes"`` (default) of one machine, or ``"hosts"``; with ``lock``, that of the lock.
+
+    Raises:
+        TypeError: ``lock`` is not a :class:`Lock`.
+        ValueError: ``across`` is unknown, or differs from that of ``lock``.
+
+    Example:
+        changed = Condition()
+        with changed:
+            changed.wait_for(lambda: state["ready"])
     """
 
     @refuses_misspelt("Condition")
     def __init__(self, lock: Lock | None = None, *, across: Among | None = None) -> None:
         if lock is not None and not isinstance(lock, Lock):
-            raise TypeError(f"Condition: lock must be a flowchan.pipelines.Lock, or None, not {lock!r}")
+            raise TypeError(f"Condition: lock must be a flowchan.pipelines.Lock or None, got {lock!r}")
         if across is not None:
             check_among("Condition", across)
         self._lock = Lock(across=across or "processes") if lock is None else lock
         its = cast(Among, self._lock.channels[0].across)
         if across not in (None, its):
             raise ValueError(
-                f"Condition: across={across!r} can't be with a lock across {its!r}: give it "
-                f"Lock(across={across!r}), or no lock"
+                f"Condition: across must be {its!r} like that of the lock, got {across!r}; use "
+                f"Lock(across={across!r}), or pass no lock"
             )
-        # In the order in which they have come, each with a gate of its own.
+        # In order of arrival, each with its own gate.
         self._waiting: SharedDict[int, Channel[None]] = SharedDict(across=its)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """As :meth:`Lock.acquire`."""
+        """Acquire the lock, like :meth:`Lock.acquire`.
+
+        Args:
+            blocking: False to return at once (default: True).
+            timeout: Maximum seconds to wait (default: -1, no limit).
+
+        Returns:
+            True if this thread holds the lock now.
+        """
         return self._lock.acquire(blocking, timeout)
 
     def release(self) -> None:
-        """As :meth:`Lock.release`."""
+        """Release the lock.
+
+        Raises:
+            RuntimeError: The calling thread does not hold the lock.
+        """
         self._lock.release()
 
     def __exit__(self, *how: Any) -> None:
-        if how[1] is None or self._lock._is_owned():  # not if a wait could not have it again
+        # Skip the release if a wait could not get the lock back.
+        if how[1] is None or self._lock._is_owned():
             super().__exit__(*how)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Gives up the lock, waits until it is notified, for ``timeout`` seconds at most, and has the lock
-        again. Whether it was notified. Raises ``RuntimeError`` if this thread does not hold the lock."""
+        """Give up the lock, wait for a notification, and take the lock again.
+
+        Args:
+            timeout: Maximum seconds to wait for the notification (default: no limit).
+
+        Returns:
+            True if notified, False if ``timeout`` expired.
+
+        Raises:
+            RuntimeError: The calling thread does not hold the lock.
+        """
         self._check("wait")
         ticket, gate = secrets.randbits(62), self._waiting._another(1)
-        with gate.reader() as port:  # it goes with this process, and who notifies sees that
+        with gate.reader() as port:  # The port ends with this process, so a notifier can detect the death.
             self._waiting[ticket] = gate
             depth = self._lock._release_save()
             try:
@@ -241,10 +313,21 @@ class Condition(Held):
             finally:
                 self._lock._acquire_restore(depth)
                 self._waiting.pop(ticket, None)
-            return gate.stats().items_in > 0  # notified after the time was over, and before it was back
+            return gate.stats().items_in > 0  # notified after the timeout, before the lock was back
 
     def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> object:
-        """Waits until ``predicate()`` is true, for ``timeout`` seconds at most, and gives its value."""
+        """Wait until ``predicate()`` is true.
+
+        Args:
+            predicate: Function without arguments, called under the lock.
+            timeout: Maximum seconds to wait (default: no limit).
+
+        Returns:
+            The last value of ``predicate()``, which is false only if ``timeout`` expired.
+
+        Raises:
+            RuntimeError: The calling thread does not hold the lock.
+        """
         until = None if timeout is None else time.monotonic() + timeout
         while not (found := predicate()):
             left = None if until is None else until - time.monotonic()
@@ -254,8 +337,14 @@ class Condition(Held):
         return found
 
     def notify(self, n: int = 1) -> None:
-        """Wakes ``n`` of those who wait, the first that have come. Raises ``RuntimeError`` if this thread
-        does not hold the lock."""
+        """Wake waiting threads in order of arrival.
+
+        Args:
+            n: Maximum number of threads to wake (default: 1).
+
+        Raises:
+            RuntimeError: The calling thread does not hold the lock.
+        """
         self._check("notify")
         for ticket in self._waiting:
             if n <= 0:
@@ -263,17 +352,24 @@ class Condition(Held):
             n -= self._wake(ticket)
 
     def notify_all(self) -> None:
-        """Wakes all who wait."""
+        """Wake all waiting threads.
+
+        Raises:
+            RuntimeError: The calling thread does not hold the lock.
+        """
         self._check("notify_all")
         for ticket in self._waiting:
             self._wake(ticket)
 
     def _wake(self, ticket: int) -> bool:
-        """Whether there was one to be woken. In this order nobody is forgotten by who dies in between."""
+        """Wake a waiting thread, and return whether it was still there.
+
+        The order of the steps loses no waiting thread if a notifier dies between them.
+        """
         try:
             self._waiting[ticket].put_nowait(None)
             woken = True
-        except (Closed, Full):  # it has died; somebody has woken it, and died
+        except (Closed, Full):  # the waiting thread has died; or another notifier has woken it, and died
             woken = False
         del self._waiting[ticket]
         return woken

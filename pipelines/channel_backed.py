@@ -1,8 +1,7 @@
-"""What patterns share that are made of channels and know more than their channels do.
+"""Base classes of patterns that consist of channels and keep further state in each process.
 
-An object of :class:`Shared` crosses to another process by its channels. In each process there is one object
-for one set of channels, however often it arrives, and what it knows of its own process is made anew in a
-forked child.
+An object of :class:`Shared` is sent to another process as its channels. Each process has one object for one
+set of channels, however often the object arrives. A forked child creates the state of its process again.
 """
 
 from __future__ import annotations
@@ -16,33 +15,34 @@ from typing import Any, Literal, TypeVar, get_args
 from flowchan import Channel, In
 
 Among = Literal["processes", "hosts"]
-"""Between whom a pattern holds: processes of one machine, or of several."""
+"""Scope of a pattern: the processes of one machine, or of several."""
 
 
 def check_among(pattern: str, across: object) -> None:
-    """For those that are made of what is copied, so not of channels between threads."""
+    """Check the scope of a pattern, which cannot consist of channels between threads."""
     if across not in get_args(Among):
         allowed = " or ".join(map(repr, get_args(Among)))
-        raise ValueError(f"{pattern}: across must be {allowed}, not {across!r}")
+        raise ValueError(f"{pattern}: across must be {allowed}, got {across!r}")
 
 
 class Shared(abc.ABC):
-    """Base of what is made of ``channels`` and crosses to other processes with them."""
+    """Base class of an object that consists of ``channels`` and is sent to other processes with them."""
 
     channels: tuple[Channel[Any], ...]
 
     def _open(self, channels: tuple[Channel[Any], ...]) -> None:
-        """Every object begins here: the maker's own, and the one that arrives in another process."""
+        """Initialise an object, both the original and one that arrives in another process."""
         self.channels = channels
         self._renew()
-        _known[id(channels[0])] = self  # no other object can have this id while we hold the channel
+        # No other object can have this id while this object holds the channel.
+        _known[id(channels[0])] = self
 
     @abc.abstractmethod
     def _renew(self) -> None:
-        """Makes what belongs to this process: at the beginning, and again in a forked child."""
+        """Create the state of this process, at first and again in a forked child."""
 
     def _another(self, capacity: int) -> Channel[Any]:
-        """A new channel for those who have these; it lives where these do, whoever asks for it."""
+        """Return a new channel with the same owner as these channels."""
         return self.channels[0]._another(capacity)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -50,12 +50,15 @@ class Shared(abc.ABC):
 
 
 class Held(abc.ABC):
-    """What is acquired and released, and may be used in a ``with``."""
+    """Base class of an object that is acquired and released, and works in a ``with`` statement."""
 
     @abc.abstractmethod
-    def acquire(self) -> bool: ...
+    def acquire(self) -> bool:
+        """Acquire the object, and return whether this succeeded."""
+
     @abc.abstractmethod
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Release the object."""
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -70,7 +73,7 @@ S = TypeVar("S", bound=Shared)
 
 
 def arrive(kind: type[S], channels: tuple[Channel[Any], ...]) -> S:
-    """This process's object for the channels."""
+    """Return this process's object for the channels."""
     known = _known.get(id(channels[0]))
     if isinstance(known, kind):
         return known
@@ -91,10 +94,13 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class _NotDone(Exception):
-    """Leaving a reading port by an exception gives back what it has in hand."""
+    """Exception that makes a reading port return the items that it has on lease."""
 
 
 def give_back(port: In[Any]) -> None:
-    """Closes a reading port, and what it has in hand is in the channel again, at the front. One step: whoever
-    is killed during it has either done it or has the channel do it."""
+    """Close a reading port and return its items on lease to the front of the channel.
+
+    This is one step. If the process is killed during the step, either the step is complete or the channel
+    completes it.
+    """
     port.__exit__(_NotDone, _NotDone(), None)

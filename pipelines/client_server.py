@@ -1,4 +1,4 @@
-"""A server and any number of clients, on any hosts: each client is a pair of channels."""
+"""Server and clients on any hosts, each client connected by a pair of channels."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ from flowchan.items.arguments import flag, refuses_misspelt
 from flowchan.remote.joining import Clients, JoinedClient, join, sealed_once
 
 LATE = 300.0
-"""Seconds for which a client waits for its server, and a server for its clients."""
+"""Default seconds that a client waits for its server, and a server for its clients."""
 CAPACITY = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What has crossed between a client and its server: bytes sent and received, by whoever asks; how often
-    the connection broke and was made again; seconds there and back. Clients of one process share a
-    connection, and so these counts."""
+    """Statistics of the connection between a client and its server.
+
+    Clients of one process share a connection, and therefore these counts.
+
+    Attributes:
+        sent: Bytes sent by the caller's side.
+        received: Bytes received by the caller's side.
+        breaks: Number of times that the connection broke and was restored.
+        round_trip: Round-trip time in seconds.
+    """
 
     sent: int
     received: int
@@ -33,8 +40,10 @@ class Traffic:
 
 
 class _End:
-    """One end of a pair of channels. ``id`` is the client's number, from 1 on in the order of their coming,
-    ``tag`` what it is called."""
+    """One end of a pair of channels.
+
+    ``id`` is the number of the client, from 1 in order of arrival, and ``tag`` its label.
+    """
 
     def __init__(self, who: str, id: int, tag: str, inbox: In[Any], outbox: Out[Any], link: Any) -> None:
         self.id, self.tag = id, tag
@@ -46,14 +55,36 @@ class _End:
         return f"<{self._who} {self.id}, tag {self.tag!r}>"
 
     def send(self, message: Any, timeout: float | None = None) -> None:
-        """Sends what can be put into a channel. Raises ``Closed`` when the other side has gone."""
+        """Send a message.
+
+        Args:
+            message: Any value that a channel between processes accepts.
+            timeout: Maximum seconds to wait for room (default: no limit).
+
+        Raises:
+            Closed: The peer has left.
+            Broken: The peer has died.
+            Full: ``timeout`` expired.
+        """
         self._outbox.put(message, timeout)
 
     def recv(self, timeout: float | None = None, *, into: Any = None) -> Any:
-        """The next message. ``into``: a tensor or an array of the same shape and type, which is filled with
-        the message and given back; one that does not fit raises ``ValueError``, and the message stays the
-        next one. Raises ``Drained`` when the other side has said farewell and all is read, and ``Broken``
-        when it has died."""
+        """Receive the next message.
+
+        Args:
+            timeout: Maximum seconds to wait (default: no limit).
+            into: Tensor or array that is filled with the message and returned. Its shape and type must equal
+                those of the message.
+
+        Returns:
+            The message, or ``into``.
+
+        Raises:
+            Drained: The peer has closed its end, and all its messages are read.
+            Broken: The peer has died.
+            Empty: ``timeout`` expired.
+            ValueError: ``into`` does not fit. The message stays the next one.
+        """
         message = self._unread.popleft() if self._unread else self._inbox.get(timeout)
         if into is None:
             return message
@@ -65,16 +96,16 @@ class _End:
         return into
 
     def recv_nowait(self) -> Any:
-        """The next message, if it is here, else ``Empty``."""
+        """Return the next message if there is one, else raise ``Empty``."""
         return self._unread.popleft() if self._unread else self._inbox.get_nowait()
 
     def stats(self) -> Traffic:
-        """What has crossed so far."""
+        """Return the statistics of the connection so far."""
         state = self._link.state()
         return Traffic(state["bytes_out"], state["bytes_in"], state["breaks"], state["round_trip"])
 
     def close(self) -> None:
-        """Says farewell: the other side reads what was sent, and then meets the end."""
+        """Close this end: the peer reads the messages sent so far, and then gets the end."""
         self._outbox.close()
         self._inbox.close()
 
@@ -86,9 +117,23 @@ class _End:
 
 
 class Client(_End):
-    """A connection to the :class:`Server` at ``address`` (``server.address``), which has to be given its
-    ``secret`` (``server.secret``). The server may come later, by up to ``timeout`` seconds. ``tag``: what the
-    server may call it. Raises ``HostError`` when there is none by then."""
+    """Connection to a :class:`Server`, which may start later.
+
+    Args:
+        address: Address of the server (``server.address``).
+        secret: Secret of the server (``server.secret``).
+        tag: Label by which the server may select its clients (default: empty).
+        tls: True to use TLS, like the server (default: False).
+        timeout: Maximum seconds to wait for the server (default: 300).
+
+    Raises:
+        HostError: No server with this secret answered within ``timeout`` seconds.
+
+    Example:
+        with Client(address, secret, tag="trainer") as client:
+            client.send(gradients)
+            weights = client.recv()
+    """
 
     @refuses_misspelt("Client")
     def __init__(
@@ -100,18 +145,33 @@ class Client(_End):
 
 
 class ServedClient(_End):
-    """A client as its server has it. Its ``tag`` may be set anew."""
+    """Client as seen by its server, which may change its ``tag``."""
 
     def __init__(self, member: JoinedClient) -> None:
         super().__init__("client", member.id, member.tag, member.inbox, member.outbox, member.link)
 
-    def _has_gone(self) -> bool:
+    def _has_left(self) -> bool:
         return bool(self._inbox.closed) and not self._unread
 
 
 class Server:
-    """Listens at ``address``, a host and a port (0: any free one), for any number of clients that know the
-    ``secret``: 32 random bytes, unless told otherwise."""
+    """Server for any number of clients that know its secret.
+
+    Args:
+        address: Host and port to listen at; port 0 is any free port (default: ``"127.0.0.1:0"``).
+        secret: Bytes that a client must know (default: 32 random bytes).
+        tls: True to use TLS (default: False).
+
+    Raises:
+        TypeError: ``secret`` is not bytes, or ``tls`` not a bool.
+        ValueError: ``secret`` is too short.
+
+    Example:
+        with Server("0.0.0.0:0") as server:
+            print(server.address, server.secret.hex())
+            message, client = server.recv_any()
+            client.send(reply(message))
+    """
 
     @refuses_misspelt("Server")
     def __init__(
@@ -120,32 +180,40 @@ class Server:
         flag("Server", "tls", tls)
         self._lock = threading.Lock()
         self._all: list[ServedClient] = []
-        self._told: list[Channel[None]] = []  # whoever waits hears of each client that comes
-        self._clients = Clients(address, secret, tls, CAPACITY, self._has_come)
+        # one channel per waiting call, which receives an item for each new client
+        self._news: list[Channel[None]] = []
+        self._clients = Clients(address, secret, tls, CAPACITY, self._add_client)
         self.address, self.secret = self._clients.address, self._clients.secret
 
     def __repr__(self) -> str:
         return f"<server at {self.address}, {len(self._all)} clients>"
 
-    def _has_come(self, member: JoinedClient) -> None:
+    def _add_client(self, member: JoinedClient) -> None:
         with self._lock:
             self._all.append(ServedClient(member))
-            told = list(self._told)
+            told = list(self._news)
         for news in told:
-            with contextlib.suppress(Exception):  # it has heard enough
+            with contextlib.suppress(Exception):  # the channel has an item already
                 news.put_nowait(None)
 
     def clients(
         self, count: int | None = None, *, tag: str | None = None, timeout: float = LATE
     ) -> list[ServedClient]:
-        """Those that are connected, in the order of their coming; with ``tag`` those that are called so.
-        ``count``: waits until there are so many of them. Raises ``Empty`` when there are not within
-        ``timeout`` seconds."""
+        """Return the connected clients in order of arrival.
+
+        Args:
+            count: Number of clients to wait for (default: none, so the call returns at once).
+            tag: Return only clients with this tag (default: all).
+            timeout: Maximum seconds to wait for ``count`` clients (default: 300).
+
+        Raises:
+            Empty: Fewer than ``count`` clients came within ``timeout`` seconds.
+        """
         give_up = time.monotonic() + timeout
-        with self._hearing() as news:
+        with self._subscription() as news:
             while True:
                 with self._lock:
-                    self._all = [client for client in self._all if not client._has_gone()]
+                    self._all = [client for client in self._all if not client._has_left()]
                     found = [client for client in self._all if tag is None or client.tag == tag]
                 if count is None or len(found) >= count:
                     return found
@@ -158,22 +226,34 @@ class Server:
                     ) from None
 
     @contextlib.contextmanager
-    def _hearing(self) -> Any:
+    def _subscription(self) -> Any:
         news: Channel[None] = Channel(1)
         with self._lock:
-            self._told.append(news)
+            self._news.append(news)
         try:
             yield news
         finally:
             with self._lock:
-                self._told.remove(news)
+                self._news.remove(news)
 
     def recv_any(self, *, tag: str | None = None, timeout: float | None = None) -> tuple[Any, ServedClient]:
-        """The next message of any client, or of any that is called ``tag``, and whose it is. Of several that
-        have sent one each has the same chance. Clients that say farewell are left out. Raises ``Broken`` once
-        for each that died, and ``Empty`` when nothing has come within ``timeout`` seconds."""
+        """Receive the next message of any client, chosen fairly.
+
+        A client that closes its end is left out.
+
+        Args:
+            tag: Receive only from clients with this tag (default: all).
+            timeout: Maximum seconds to wait (default: no limit).
+
+        Returns:
+            The message and its client.
+
+        Raises:
+            Broken: A client has died; raised once for each.
+            Empty: No message came within ``timeout`` seconds.
+        """
         give_up = math.inf if timeout is None else time.monotonic() + timeout
-        with self._hearing() as news:
+        with self._subscription() as news:
             while True:
                 clients = self.clients(tag=tag)
                 for client in clients:
@@ -186,12 +266,12 @@ class Server:
                 except NothingReady:
                     raise Empty(f"{self!r}: no message within {timeout:g} s") from None
                 except Broken as error:
-                    self._tell_of_the_dead(clients, error)
+                    self._raise_for_dead_client(clients, error)
                     continue
                 if done.channel is not news:
                     return done.item, clients[inboxes.index(done.channel)]
 
-    def _tell_of_the_dead(self, clients: list[ServedClient], error: Broken) -> None:
+    def _raise_for_dead_client(self, clients: list[ServedClient], error: Broken) -> None:
         for client in clients:
             if client._inbox.channel.broken:
                 with self._lock:
@@ -199,8 +279,17 @@ class Server:
                 raise Broken(f"{client!r} of {self!r} has died") from error.__cause__
 
     def broadcast(self, message: Any, *, tag: str | None = None) -> int:
-        """Sends a message to all clients that are connected, or to those that are called ``tag``; it is
-        encoded once. Those that go meanwhile are left out. To how many it went."""
+        """Send a message to all connected clients, encoded once.
+
+        A client that leaves during the call is left out.
+
+        Args:
+            message: Any value that a channel between processes accepts.
+            tag: Send only to clients with this tag (default: all).
+
+        Returns:
+            The number of clients that the message was sent to.
+        """
         once, count = sealed_once(message), 0
         for client in self.clients(tag=tag):
             with contextlib.suppress(Closed, Broken):
@@ -209,7 +298,7 @@ class Server:
         return count
 
     def stats(self) -> Traffic:
-        """What has crossed so far, with all clients that are connected."""
+        """Return the sum of the statistics of all connected clients; ``round_trip`` is the longest."""
         links = {id(client._link): client.stats() for client in self.clients()}.values()
         return Traffic(
             sum(one.sent for one in links),
@@ -219,8 +308,11 @@ class Server:
         )
 
     def close(self, timeout: float = 10.0) -> None:
-        """Says farewell to all clients, and lets nobody in any more. Returns when they have read what was
-        sent, or after ``timeout`` seconds."""
+        """Close the server: no client can join, and each client gets the end after its messages.
+
+        Args:
+            timeout: Maximum seconds to wait until all clients have read their messages (default: 10).
+        """
         for client in self.clients():
             client.close()
         self._clients.close(timeout)
@@ -235,17 +327,20 @@ class Server:
 
 
 def _fill(into: Any, message: Any) -> None:
-    """Copies a tensor or an array to where it is wanted."""
+    """Copy a message into a tensor or an array."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     kinds = tuple(kind for kind in (torch and torch.Tensor, numpy and numpy.ndarray) if kind)
     if not isinstance(into, kinds):
-        raise TypeError(f"recv: into must be a tensor or an array, not {type(into).__name__}")
+        raise TypeError(f"recv: into must be a tensor or an array, got {type(into).__name__}")
     if not isinstance(message, type(into)) and not isinstance(into, type(message)):
-        raise ValueError(f"recv: a {type(message).__name__} does not go into a {type(into).__name__}")
+        raise ValueError(
+            f"recv: into must be a {type(message).__name__} like the message, got {type(into).__name__}"
+        )
     ours, theirs = (into.dtype, tuple(into.shape)), (message.dtype, tuple(message.shape))
     if ours != theirs:
         raise ValueError(
-            f"recv: a message of type {theirs[0]} and shape {theirs[1]} does not go into {ours[0]} {ours[1]}"
+            f"recv: into must have type {theirs[0]} and shape {theirs[1]} like the message, "
+            f"got {ours[0]} {ours[1]}"
         )
     if hasattr(into, "copy_"):
         with torch.no_grad():  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""A graph as the data of a training loop: each epoch is a run of it."""
+"""Use a graph as the data of a training loop: each epoch is a run of the graph."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Dataset(IterableDataset[T_co]):
-    """What :func:`dataset` gives: an iterable, of which each iteration is an epoch. In a ``with`` block of
-    it, worker processes last from one epoch to the next, and there is one iteration at a time:
-    ``zip(data, data)`` needs a dataset without a block."""
+    """Iterable whose iterations are epochs, returned by :func:`dataset`.
+
+    In a ``with`` block of the dataset, worker processes last from one epoch to the next. Then only one
+    iteration can run at a time, so ``zip(data, data)`` needs a dataset without a block.
+    """
 
     def __init__(self, stream: Stream[T_co], *, seed: int | None = None, pin_memory: bool = False) -> None:
         if not isinstance(stream, Stream) or not isinstance(stream.graph, Graph):
-            raise TypeError(f"dataset: takes a stream of a graph, not {stream!r}")
+            raise TypeError(f"dataset: stream must be a stream of a graph, got {stream!r}")
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise TypeError(f"dataset: seed must be an int or None, not {seed!r}")
+            raise TypeError(f"dataset: seed must be an int or None, got {seed!r}")
         self._graph = stream.graph
         if flag("dataset", "pin_memory", pin_memory) and torch.cuda.is_available():
             stream = stream.map(_pinned, name="pin memory")
         self._items = stream.collect(name="dataset")
         self._seed = seed
         self.epoch = 0
-        """How many epochs have begun. Set it to go on as from that epoch."""
-        self._pool: WorkerPool | None = None  # in a block
+        """Number of epochs that have begun. Set it to resume training at that epoch."""
+        self._pool: WorkerPool | None = None  # set inside a ``with`` block
 
     def __enter__(self) -> Self:
         if self._pool is not None:
-            raise RuntimeError("dataset: its block is entered already")
+            raise RuntimeError("dataset: the with block must not be nested; leave the first block before")
         self._pool = self._graph.pool().__enter__()
         return self
 
@@ -52,15 +54,15 @@ class Dataset(IterableDataset[T_co]):
     def __iter__(self) -> Iterator[T_co]:
         if get_worker_info() is not None:
             raise RuntimeError(
-                "dataset: each worker of a DataLoader would run the whole graph; leave num_workers at 0, for "
-                "the graph has workers of its own: map(function, on='process', workers=n)"
+                "dataset: each worker of a DataLoader would run the whole graph; use num_workers=0, because "
+                "the graph has its own workers: map(function, on='process', workers=n)"
             )
         seed, self.epoch = self._seed_of(self.epoch), self.epoch + 1
         with (self._pool or self._graph).start(seed=seed) as run:
             yield from run.iter(self._items)
 
     def _seed_of(self, epoch: int) -> int:
-        """Without a seed of its own it takes one of torch's generator, as DataLoader does."""
+        """Return the seed of an epoch; without a seed of the dataset, draw it from torch like DataLoader."""
         if self._seed is None:
             return int(torch.empty((), dtype=torch.int64).random_())
         return int.from_bytes(hashlib.blake2b(f"{self._seed} {epoch}".encode(), digest_size=6).digest())
@@ -68,16 +70,32 @@ class Dataset(IterableDataset[T_co]):
 
 @refuses_misspelt("dataset")
 def dataset(stream: Stream[T], *, seed: int | None = None, pin_memory: bool = False) -> Dataset[T]:
-    """The items of ``stream`` as an iterable for training loops and for ``DataLoader(…, batch_size=None)``,
-    which takes it as an ``IterableDataset``. Each iteration is an epoch, a run of the whole graph; leaving
-    the loop early ends it. The graph goes on working while the loop computes, as far ahead as its channels
-    have room.
+    """Use the items of a stream as an iterable for training loops and ``DataLoader(…, batch_size=None)``.
 
-    ``seed``: with the same one each epoch's workers draw the same random numbers again, others in each epoch;
-    without it ``torch.manual_seed`` decides. ``pin_memory``: tensors in the items, nested as they may be, are
-    copied into page-locked memory on a thread of the graph, where there is a GPU.
+    Each iteration is an epoch, which is one run of the whole graph. Leaving the loop early ends the run. The
+    graph works ahead of the loop as far as its channels have room.
 
-    Raises ``RunError`` in the loop when a stage fails.
+    Args:
+        stream: Stream of a graph. The dataset is its reader.
+        seed: Seed of the workers' random numbers, which repeat in each epoch with the same seed. Default: a
+            number from torch's generator, so ``torch.manual_seed`` decides.
+        pin_memory: True to copy the tensors of each item into page-locked memory, on a thread of the graph
+            (default: False). Without a GPU it has no effect.
+
+    Returns:
+        An ``IterableDataset``. To resume training, set its attribute ``epoch``.
+
+    Raises:
+        TypeError: ``stream`` is not a stream of a graph, or another argument has the wrong type.
+
+    The loop raises ``RunError`` if a stage fails.
+
+    Example:
+        batches = graph.source(paths).map(load, on="process", workers=4).batch(32).map(stack)
+        with dataset(batches, seed=0) as data:
+            for epoch in range(10):
+                for batch in data:
+                    step(batch)
     """
     return Dataset(stream, seed=seed, pin_memory=pin_memory)
 
@@ -88,7 +106,7 @@ def _pinned(item: Any) -> Any:
     return pin_memory(item)  # type: ignore[no-untyped-call]
 
 
-# Messages, tracebacks and pickles name the place that users import from.
+# Messages, tracebacks and pickles name the module that users import from.
 for _public in (Dataset, dataset):
     _public.__module__ = "flowchan.pipelines"
 del _public

@@ -1,9 +1,9 @@
-"""A lock and a semaphore between the threads of all processes that have them.
+"""Lock and semaphore for the threads of several processes.
 
-A :class:`Lock` is a channel with one item, the token, that is never really taken out: holding the lock is
-having the token on lease, and releasing it gives the token back. So when the process of the holder dies, the
-token comes back by itself, and there is no step at which the token could be lost or be there twice. A
-:class:`Semaphore` has several tokens.
+A :class:`Lock` is a channel with one item, the token, which never leaves the channel for good. The holder has
+the token on lease, and a release gives it back. If the holder's process dies, its lease ends and the token is
+in the channel again. So at no step can the token be lost or exist twice. A :class:`Semaphore` has several
+tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +17,22 @@ from flowchan.pipelines.channel_backed import Among, Held, Shared, check_among, 
 
 
 class Lock(Held, Shared):
-    """A lock that a thread may take several times, as ``threading.RLock``, and that holds between processes;
-    with ``across="hosts"`` between those of several machines, as long as the process lives that made it.
+    """Reentrant lock for the threads of several processes, like ``threading.RLock``.
 
-    Give it to another process as an argument, through a channel, or by fork. If the process that holds it
-    dies, in whatever way, the next one gets it; what the lock guards may then be half done. A forked child
-    does not hold what its parent's thread holds.
+    Give the lock to another process as an argument, through a channel, or by fork. If the process that holds
+    the lock dies, the next one gets it; an update under the lock may then be incomplete. A forked child does
+    not hold its parent's lock. With ``across="hosts"``, the lock works as long as the process that created it
+    lives.
+
+    Args:
+        across: ``"processes"`` (default) of one machine, or ``"hosts"``.
+
+    Raises:
+        ValueError: ``across`` is unknown.
+
+    Example:
+        lock = Lock()
+        workers = map(4, update, lock, on="process")  # each uses `with lock:`
     """
 
     @refuses_misspelt("Lock")
@@ -30,18 +40,26 @@ class Lock(Held, Shared):
         check_among("Lock", across)
         channel: Channel[None] = Channel(1, across=across)
         channel.put_nowait(None)
-        channel.close()  # nobody can put a second token
+        channel.close()  # prevents a second token
         self._open((channel,))
 
     def _renew(self) -> None:
-        # The threads of this process take turns here, so that one of them at most waits for the token.
+        # The threads of this process take turns here, so at most one of them waits for the token.
         self._turn = threading.RLock()
         self._depth = 0
         self._holder: int | None = None
         self._token: In[None] | None = None
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """As ``threading.Lock.acquire``: whether the lock is now held."""
+        """Acquire the lock, like ``threading.RLock.acquire``.
+
+        Args:
+            blocking: False to return at once (default: True).
+            timeout: Maximum seconds to wait (default: -1, no limit).
+
+        Returns:
+            True if this thread holds the lock now.
+        """
         began = time.monotonic()
         if not self._turn.acquire(blocking, timeout):
             return False
@@ -57,7 +75,7 @@ class Lock(Held, Shared):
                     token.get(timeout=max(0.0, timeout - (time.monotonic() - began)))
             except BaseException as error:
                 if token is not None:
-                    give_back(token)  # it may have come together with a Ctrl-C
+                    give_back(token)  # it may have arrived together with a Ctrl-C
                 self._turn.release()
                 if isinstance(error, Empty):
                     return False
@@ -68,7 +86,11 @@ class Lock(Held, Shared):
         return True
 
     def release(self) -> None:
-        """Raises ``RuntimeError`` if the calling thread does not hold the lock."""
+        """Release the lock once.
+
+        Raises:
+            RuntimeError: The calling thread does not hold the lock.
+        """
         if not self._is_owned():
             raise RuntimeError("this thread does not hold the lock")
         self._depth -= 1
@@ -78,16 +100,16 @@ class Lock(Held, Shared):
         self._turn.release()
 
     def locked(self) -> bool:
-        """Whether anybody holds it at this moment, in any process."""
+        """Return True if a thread of any process holds the lock now."""
         return len(self.channels[0]) == 0
 
-    # What a condition asks of its lock, by the names that threading.RLock has for it.
+    # Methods that a condition calls on its lock, with the names of threading.RLock.
 
     def _is_owned(self) -> bool:
         return self._holder == threading.get_ident()
 
     def _release_save(self) -> int:
-        """Releases it as often as the thread has acquired it."""
+        """Release the lock as often as the thread has acquired it, and return that number."""
         depth = self._depth
         for _ in range(depth):
             self.release()
@@ -102,12 +124,23 @@ class Lock(Held, Shared):
 
 
 class Semaphore(Held, Shared):
-    """Lets ``value`` threads at most, of any processes, be inside at the same time; with ``across="hosts"``
-    of processes on several machines.
+    """Semaphore for the threads of several processes, like ``threading.BoundedSemaphore``.
 
-    A process releases what it has acquired, by whichever of its threads, and no more than that: this is
-    ``threading.BoundedSemaphore``. What a process had acquired that dies, in whatever way, is free again. A
-    forked child has acquired nothing.
+    Any thread of a process may release a permit that the process has acquired. If a process dies, its permits
+    are free again. A forked child holds none. With ``across="hosts"``, the semaphore works as long as the
+    process that created it lives.
+
+    Args:
+        value: Number of permits, at least 1 (default: 1).
+        across: ``"processes"`` (default) of one machine, or ``"hosts"``.
+
+    Raises:
+        TypeError: ``value`` is not an int.
+        ValueError: ``value`` is less than 1, or ``across`` is unknown.
+
+    Example:
+        downloads = Semaphore(3)
+        workers = map(8, fetch, downloads, on="process")  # each uses `with downloads:`
     """
 
     @refuses_misspelt("Semaphore")
@@ -116,19 +149,27 @@ class Semaphore(Held, Shared):
         whole("Semaphore", "value", value, 1)
         permits: Channel[None] = Channel(value, across=across)
         permits.put_many([None] * value)
-        permits.close()  # nobody can put more of them
+        permits.close()  # prevents further permits
         self._open((permits,))
 
     def _renew(self) -> None:
-        self._held: list[In[None]] = []  # a port for each, as a port has one item in hand
+        self._held: list[In[None]] = []  # one port per permit, because a port has one item on lease
 
     def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-        """As ``threading.Semaphore.acquire``: whether it was acquired."""
+        """Acquire a permit, like ``threading.Semaphore.acquire``.
+
+        Args:
+            blocking: False to return at once (default: True).
+            timeout: Maximum seconds to wait (default: no limit).
+
+        Returns:
+            True if the permit was acquired.
+        """
         permit = self.channels[0].reader()
         try:
             permit.get(timeout if blocking else 0)
         except BaseException as error:
-            give_back(permit)  # it may have come together with a Ctrl-C
+            give_back(permit)  # it may have arrived together with a Ctrl-C
             if isinstance(error, Empty):
                 return False
             raise
@@ -136,13 +177,15 @@ class Semaphore(Held, Shared):
         return True
 
     def release(self) -> None:
-        """Raises ``ValueError`` if this process has released all that it has acquired."""
+        """Release a permit.
+
+        Raises:
+            ValueError: This process holds no permit.
+        """
         try:
             permit = self._held.pop()
         except IndexError:
-            raise ValueError(
-                "this process has released the semaphore as often as it has acquired it"
-            ) from None
+            raise ValueError("release: this process holds no permit of the semaphore") from None
         give_back(permit)
 
     def __repr__(self) -> str:

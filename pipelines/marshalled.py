@@ -1,7 +1,7 @@
-"""An object that is serialised once and read many times, by any thread of any process that has it.
+"""Serialise an object once, and read it many times in any process.
 
-The serialised object is the one item of a channel in shared memory. Reading takes it on lease and gives it
-back, so a reader that is killed has not taken it away.
+The serialised object is the only item of a channel in shared memory. A reader takes it on lease and gives it
+back, so the death of a reader does not remove it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ T = TypeVar("T")
 
 
 class Marshalled(Generic[T]):
-    """What :func:`marshal` gives. It can be an argument of a process and an item of a channel."""
+    """Handle of a serialised object, returned by :func:`marshal`.
+
+    It can be an argument of a process and an item of a channel.
+    """
 
     def __init__(self, obj: T) -> None:
         self._channel: Channel[T] = Channel(1, across="processes")
@@ -23,7 +26,11 @@ class Marshalled(Generic[T]):
         self._channel.close()
 
     def read(self) -> T:
-        """A new copy of the object. Readers take turns. Raises ``Closed`` after :meth:`close`."""
+        """Return a new copy of the object. Readers take turns.
+
+        Raises:
+            Closed: The handle was closed.
+        """
         port = self._channel.reader()
         try:
             item: T = port.get()
@@ -32,20 +39,30 @@ class Marshalled(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Gives the memory free, for all who have it; nobody can read it any more. May be called again."""
+        """Free the memory in all processes. Later reads raise ``Closed``; further calls have no effect."""
         try:
             self._channel.get()
         except Drained:
-            pass  # somebody has closed it
+            pass  # closed before
 
     def __repr__(self) -> str:
         return f"<Marshalled object{', closed' if self._channel.drained else ''}>"
 
 
 def marshal(obj: T) -> Marshalled[T]:
-    """Serialises ``obj`` once; every ``read()`` of the handle gives a copy of its own.
+    """Serialise an object once; every ``read()`` of the handle returns a new copy.
 
-    Anything that can be an item of a channel between processes can be marshalled: lambdas, closures and NumPy
-    arrays too. Raises ``TypeError`` naming the part that can't be.
+    Args:
+        obj: Any value that a channel between processes accepts, including lambdas, closures and NumPy arrays.
+
+    Returns:
+        The handle.
+
+    Raises:
+        TypeError: A part of ``obj`` cannot be serialised; the message names it.
+
+    Example:
+        table = marshal(load_table())
+        workers = map(4, lookup, table, on="process")  # each calls table.read()
     """
     return Marshalled(obj)

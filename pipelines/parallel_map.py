@@ -1,4 +1,4 @@
-"""``map``: n workers run one function each, and whoever started them gets the results in worker order."""
+"""Run one function in n workers and return the results in worker order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from flowchan.pipelines.user_calls import call, name_of, reason
 
 
 class Workers:
-    """The handle of :func:`map`. Workers that nobody joins run on; they are ended when the program ends."""
+    """Handle of the workers that :func:`map` starts.
+
+    Workers that are not joined continue. The end of the program ends them.
+    """
 
     def __init__(self, n: int, fn: Callable[..., Any], args: tuple[Any, ...], on: PlacementOption) -> None:
         self._n = n
@@ -21,32 +24,44 @@ class Workers:
         self._results: dict[int, Any] = {}
         self._failures: Channel[Failed[Any]] = Channel(
             max(1, n)
-        )  # each is taken out by the one who raises it
+        )  # an item leaves with the call that raises it
         graph = Graph(self._name)
         numbers = graph.source(_numbers, n)
-        # A worker that dies takes its call with it: another one would repeat what it may have done already.
+        # A worker that dies ends its call. A replacement might repeat side effects of the call.
         done = numbers.map(
             _Call(fn, args), name=self._name, on=on, workers=n, ordered=False, max_deaths=1, restarts=2 * n
         )
         done.errors.sink(self._failures.put, name="failures")
-        # Not a method of ours: the run must not refer to its handle, or its memory waits for the collector.
+        # Not a method: if the run referred to its handle, their memory would wait for the garbage collector.
         done.sink(functools.partial(_keep, self._results), name="results")
         self._run = graph.start()
 
     def join(self, timeout: float | None = None) -> list[Any]:
-        """Waits until all workers have ended and gives their results in worker order, a ``None`` in its place
-        too.
+        """Wait until all workers have ended.
 
-        Raises ``RunError`` if workers failed: after all have ended, with one ``StageError`` for each failure
-        that was not raised before. A later call gives the results of the others. Raises ``TimeoutError`` when
-        ``timeout`` seconds are over; the workers go on then.
+        Args:
+            timeout: Maximum seconds to wait (default: no limit).
+
+        Returns:
+            The results in worker order, including ``None``.
+
+        Raises:
+            RunError: Workers failed. It holds one ``StageError`` for each failure that was not raised before.
+                A later call returns the results of the others.
+            TimeoutError: ``timeout`` expired. The workers continue.
         """
         self._run.wait(timeout)
         self.check_errors()
         return [self._results[worker] for worker in range(1, self._n + 1) if worker in self._results]
 
     def check_errors(self) -> None:
-        """Raises ``RunError`` if workers have failed until now, each failure once. Does not wait."""
+        """Raise ``RunError`` if workers have failed so far, without waiting.
+
+        Each failure is raised once.
+
+        Raises:
+            RunError: Workers have failed since the last call.
+        """
         errors = []
         try:
             while True:
@@ -77,7 +92,7 @@ def _keep(results: dict[int, Any], result: tuple[int, Any]) -> None:
 
 
 class _Call:
-    """What a worker calls with its number. A value, so that it can be sent to a process."""
+    """Call of a worker with its number. It is a value, so it can be sent to a process."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.fn = fn
@@ -94,13 +109,26 @@ def map(  # noqa: A001
     *args: Any,
     on: PlacementOption = "thread",
 ) -> Workers:
-    """Starts ``n`` workers, each of which runs ``fn(*args, worker)``, where ``worker`` is its number from 1
-    to n. Returns at once; ``join()`` gives the results.
+    """Start ``n`` workers, each of which calls ``fn(*args, worker)``, and return at once.
 
-    ``on="thread"``: all get the same objects. ``on="process"``: a process each, with copies of the function
-    and its arguments; what can't be sent raises ``GraphError`` here. A worker process that dies is a failure
-    of that worker. On a pool of hosts (``flowchan.hosts``) the processes are spread over them.
+    Args:
+        n: Number of workers, at least 1.
+        fn: Function whose last argument is the number of the worker, from 1 to ``n``.
+        *args: Arguments of all workers. Threads share these objects; each process has a copy.
+        on: ``"thread"`` (default), ``"process"``, or a pool of ``flowchan.hosts``. If a worker process dies,
+            that worker has failed.
+
+    Returns:
+        The handle, whose ``join()`` returns the results.
+
+    Raises:
+        TypeError: ``fn`` cannot be called, or ``n`` is not an int.
+        ValueError: ``n`` is less than 1.
+        GraphError: An argument cannot be sent to a process.
+
+    Example:
+        print(map(4, lambda base, worker: base + worker, 10).join())  # [11, 12, 13, 14]
     """
     if not callable(fn):
-        raise TypeError(f"map: fn must be callable, not {fn!r}")
+        raise TypeError(f"map: fn must be callable, got {fn!r}")
     return Workers(n, fn, args, on)

@@ -1,11 +1,11 @@
-"""Names that hold in all processes of a program: the first one, and those that multiprocessing started from
-it, directly or not, by whichever method.
+"""Register names that are valid in all processes of a program.
 
-What they have in common is the key that multiprocessing gives to every process it starts. An address in the
-abstract namespace of Unix sockets, made of the key and the name, is the claim: the kernel lets one process
-bind it, and takes it back when that process ends, in whatever way. Nobody connects to it. A second address,
-like all addresses readable in ``/proc/net/unix``, tells where the card is: a file in memory with the pickled
-value, signed with the key. So nothing runs in the background and nothing remains.
+These are the first process and those that multiprocessing started from it, directly or not, with any start
+method. They share the key that multiprocessing gives to each process. A claim is an address in the abstract
+namespace of Unix sockets, made of the key and the name. The kernel lets one process bind it, and frees it
+when that process ends. No process connects to it. A second address, which anyone can read in
+``/proc/net/unix``, names the file of the entry. The file is in memory and holds the pickled value, signed
+with the key. So nothing runs in the background and nothing remains.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from flowchan import Broken
 CARD = "flowchan-name"
 
 naming = threading.RLock()
-"""Whoever finds and claims holds it. A fork waits for it: the child must know of every claim, to let go of
-it."""
+"""Held while a name is found or claimed.
+
+A fork waits for this lock, because the child must know every claim to release it.
+"""
 
 
 class Claim(ExitStack):
-    """What :func:`claim` gives: its open files."""
+    """Open files of a name, returned by :func:`claim`."""
 
     def close(self) -> None:
-        """Gives the name up. May be called again."""
-        with naming:  # what a fork caught half closed, the child would keep
+        """Release the name; further calls have no effect."""
+        with naming:  # a forked child would keep a half-closed claim
             super().close()
 
 
@@ -44,8 +46,10 @@ _claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 
 
 def claim(name: str, value: object) -> Claim | None:
-    """Gives the value to all processes by its name until the claim is closed or this process ends. ``None``:
-    the name is taken; :func:`find` finds it in a moment, if its process lives on."""
+    """Publish a value under a name until the claim is closed or this process ends.
+
+    Return ``None`` if the name is taken. Then :func:`find` soon finds it, if its process lives.
+    """
     address = _address(name)
     with naming, Claim() as parts:
         card = parts.enter_context(os.fdopen(os.memfd_create(CARD), "wb", buffering=0))
@@ -64,7 +68,7 @@ def claim(name: str, value: object) -> Claim | None:
 
 
 def find(name: str) -> Any:
-    """The value that a process of this program has given the name to, or ``None``."""
+    """Return the value that a process of this program published under the name, or ``None``."""
     address = _address(name)
     with open("/proc/net/unix", errors="replace") as table:
         places = re.findall(rf" @{address}-(\d+)-(\d+)$", table.read(), re.MULTILINE)
@@ -77,7 +81,7 @@ def find(name: str) -> Any:
             if hmac.compare_digest(signature, _signature(address, pickled)):
                 return pickle.loads(pickled)
         except (OSError, Broken):
-            continue  # its process has just ended or given the name up
+            continue  # its process has just ended or released the name
     return None
 
 

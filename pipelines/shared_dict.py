@@ -1,9 +1,9 @@
-"""A dictionary that several processes share, for settings and results, not for masses of data: each access
-copies it whole.
+"""Share a dictionary between processes, for settings and results.
 
-The dictionary is the one item of a channel, changed under a :class:`~flowchan.pipelines.locks.Lock`. A change
-puts the new dictionary beside the old one and then takes the old one out; whoever dies between the two has
-made the change, and the next one finishes it.
+Each access copies the whole dictionary, so it is not meant for large data. The dictionary is the only item of
+a channel, changed under a :class:`~flowchan.pipelines.locks.Lock`. A change puts the new dictionary next to
+the old one, then takes the old one out. If a process dies between the two steps, the change counts, and the
+next process completes it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,23 @@ V = TypeVar("V")
 
 
 class SharedDict(Shared, MutableMapping[K, V]):
-    """A mapping between processes; with ``across="hosts"`` between those of several machines, as long as the
-    process lives that made it. Each operation is done as a whole; do several as one under ``with
-    mapping.lock:``.
+    """Dictionary that several processes share. Each operation is atomic.
 
-    What is read is a copy: to change a value within, assign it again, or store a ``SharedDict`` in it. Keys
-    and values are whatever can be pickled, by cloudpickle where plain pickle cannot; channels too, what is
-    made of them, and tensors after ``share_memory_()``, all of which stay shared.
+    To do several operations as one, use ``with mapping.lock:``. A value that you read is a copy: to change
+    it, assign it again, or store a ``SharedDict`` in it. Keys and values must be picklable, by pickle or
+    cloudpickle. Channels, patterns made of channels, and tensors after ``share_memory_()`` stay shared. With
+    ``across="hosts"``, the dictionary works as long as the process that created it lives.
+
+    Args:
+        items: Initial items, a mapping or pairs (default: none).
+        across: ``"processes"`` (default) of one machine, or ``"hosts"``.
+
+    Raises:
+        ValueError: ``across`` is unknown.
+
+    Example:
+        counts = SharedDict({"done": 0})
+        workers = map(4, work, counts, on="process")  # each calls counts.increment("done")
     """
 
     @refuses_misspelt("SharedDict")
@@ -40,7 +50,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
         cell.put({key: _packed(value) for key, value in dict(items).items()})
         self.lock = Lock(across=across)
         self._open((cell, *self.lock.channels))
-        cell.reader()._remain()  # the last reader's exit would end the channel for those who write
+        cell.reader()._remain()  # the exit of the last reader would close the channel for the writers
 
     def _renew(self) -> None:
         self._cell, token = self.channels
@@ -49,7 +59,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
     def _read(self) -> dict[K, Any]:
         with self.lock:
             while len(self._cell) == 2:
-                self._cell.get_nowait()  # somebody died after the change, or was interrupted
+                self._cell.get_nowait()  # a process died after its change, or was interrupted
             port = self._cell.reader()
             try:
                 found: dict[K, Any] = port.get()
@@ -58,8 +68,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
         return found
 
     def _change(self, change: Callable[[dict[K, Any]], object]) -> None:
-        """Lets ``change`` work on a copy that then takes the place of what is there; if it raises, nothing is
-        changed."""
+        """Replace the dictionary with a copy that ``change`` has modified; if it raises, change nothing."""
         with self.lock:
             changed = self._read()
             change(changed)
@@ -86,17 +95,29 @@ class SharedDict(Shared, MutableMapping[K, V]):
         return key in self._read()
 
     def copy(self) -> dict[K, V]:
-        """All of it at one moment, as a plain dictionary."""
+        """Return all items at one moment, as a plain dictionary."""
         return {key: unpack(value) for key, value in self._read().items()}
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """As ``dict.update``, and all of it at once."""
+        """Update several items in one step, like ``dict.update``.
+
+        Args:
+            *args: A mapping or an iterable of pairs.
+            **kwargs: Items with string keys.
+        """
         packed = {key: _packed(value) for key, value in dict(*args, **kwargs).items()}
         self._change(lambda items: items.update(packed))
 
     def increment(self, key: K, by: Any = 1) -> Any:
-        """Adds to a number, which is 0 if the key is new, in one step that no other process comes between.
-        Gives the new value."""
+        """Add to a number in one atomic step.
+
+        Args:
+            key: Key of the number. A new key starts at 0.
+            by: Summand (default: 1).
+
+        Returns:
+            The new value.
+        """
         found: list[Any] = []
 
         def add(items: dict[K, Any]) -> None:
@@ -107,21 +128,36 @@ class SharedDict(Shared, MutableMapping[K, V]):
         return found[0]
 
     def clear(self) -> None:
-        """Takes everything out."""
+        """Remove all items."""
         self._change(lambda items: items.clear())
 
     def pop(self, *args: Any) -> Any:
-        """As ``dict.pop``."""
+        """Remove a key and return its value, like ``dict.pop``.
+
+        Args:
+            *args: Key, and optionally the value to return for a missing key.
+
+        Raises:
+            KeyError: The key is missing, and no default is given.
+        """
         with self.lock:
             return super().pop(*args)
 
     def popitem(self) -> tuple[K, V]:
-        """As ``dict.popitem``, without promising which one."""
+        """Remove and return one item, like ``dict.popitem``, in no particular order.
+
+        Raises:
+            KeyError: The dictionary is empty.
+        """
         with self.lock:
             return super().popitem()
 
     def setdefault(self, *args: Any) -> Any:
-        """As ``dict.setdefault``."""
+        """Return the value of a key, after setting it if it is missing, like ``dict.setdefault``.
+
+        Args:
+            *args: Key, and the value for a missing key (default: None).
+        """
         with self.lock:
             return super().setdefault(*args)
 
@@ -130,7 +166,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
 
 
 def _packed(value: Any) -> Any:
-    """Arrays too are copied at each access, so that what is read belongs to who reads it."""
+    """Pack a value. Arrays are also copied at each access, so a reader owns its copy."""
     packed = pack(value)
     if isinstance(packed, bytes):
         return packed

@@ -1,10 +1,11 @@
-"""Background tasks as ``concurrent.futures`` knows them: ``wait``, ``as_completed``, callbacks and asyncio
-work with them.
+"""Run background tasks with the interface of ``concurrent.futures``.
 
-A pool is a graph through which the numbers of tasks go; what they stand for is in the pool's book, so that no
-idle stage keeps a function, an argument or a result alive. On threads a sink calls. On processes a task is
-packed beside its number when its turn comes, and unpacked by the call itself, and so is its result on the way
-back: whatever goes wrong with either, the death of the worker included, the number tells whose future fails.
+``wait``, ``as_completed``, callbacks and asyncio work with the futures.
+
+A pool is a graph through which the numbers of tasks pass. The tasks themselves are in a table of the pool, so
+an idle stage keeps no function, argument or result alive. On threads, a sink calls the task. For processes, a
+task is packed next to its number when its turn comes. The call itself unpacks the task and packs its result.
+So after any failure, also the death of the worker, the number identifies the future that fails.
 """
 
 from __future__ import annotations
@@ -30,26 +31,39 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_THREADS = 32
-"""As many threads as a pool has at most where their number is not said, as with Python's executors."""
+"""Default maximum number of threads of a pool, like that of Python's executors."""
 
 WAITING = 10**12
-"""Tasks that may wait for a worker: ``submit`` never waits, as with every executor."""
+"""Maximum number of waiting tasks. It is so large that ``submit`` never waits, like that of any executor."""
 
 
 class TaskPool(Executor):
-    """Runs tasks on ``workers`` threads or processes, or on processes of hosts (``flowchan.hosts``),
-    where the functions of the tasks must be importable, or those of the main script. Without a number there
-    are as many processes as cores, or four threads more, but at most 32.
+    """Executor of tasks on threads, processes or hosts.
 
-    ``initializer(*initargs)`` is called by each worker before its first task, by a replacement too. If it
-    raises, the pool has failed as a whole: all tasks fail with ``BrokenExecutor``. A worker process that has
-    done ``max_tasks_per_child`` tasks makes room for a new one when the next task comes.
+    ``submit`` returns a ``concurrent.futures.Future``. A task can be cancelled until it has begun. On
+    processes, the next task counts as begun while it waits for a worker. If a worker process dies, its task
+    fails with ``WorkerDied``, and a new worker replaces it. The end of the ``with`` block, ``close()`` and
+    the end of the program wait for the tasks.
 
-    ``submit`` gives a ``concurrent.futures.Future``: its ``result()`` can be asked for any number of times,
-    and what the task raised is raised to whoever asks. A task can be cancelled until it has begun; on
-    processes the next task counts as begun while it waits for a worker. A worker process that dies fails its
-    task with ``WorkerDied``, is replaced, and the others go on. Leave the ``with`` block, or call
-    ``close()``, to wait for the tasks; the end of the program waits for them too.
+    Args:
+        workers: Number of workers (default: one process per core, or four threads more than cores but at most
+            32). Hosts need a number.
+        on: ``"thread"`` (default), ``"process"``, or a pool of ``flowchan.hosts``, whose hosts must be able
+            to import the functions, unless the main script defines them.
+        name: Name of the pool in reports (default: ``"tasks"``).
+        initializer: Function that each worker calls before its first task (default: none). If it raises, all
+            tasks fail with ``BrokenExecutor``.
+        initargs: Arguments of ``initializer``.
+        max_tasks_per_child: Number of tasks after which a worker process is replaced (default: no limit).
+
+    Raises:
+        TypeError: ``initializer`` cannot be called, or ``workers`` is missing for hosts.
+        ValueError: An argument is out of range, or ``max_tasks_per_child`` is given for threads.
+
+    Example:
+        with TaskPool(4, on="process") as pool:
+            future = pool.submit(pow, 2, 100)
+            print(future.result())
     """
 
     @refuses_misspelt("TaskPool")
@@ -65,11 +79,13 @@ class TaskPool(Executor):
         self._place = placement_argument("TaskPool", on)
         workers = _usual_workers(self._place) if workers is None else workers
         if initializer is not None and not callable(initializer):
-            raise TypeError(f"TaskPool: initializer must be callable, or None, not {initializer!r}")
+            raise TypeError(f"TaskPool: initializer must be callable or None, got {initializer!r}")
         if max_tasks_per_child is not None:
             whole("TaskPool", "max_tasks_per_child", max_tasks_per_child, 1)
             if not self._place.apart:
-                raise ValueError("TaskPool: max_tasks_per_child is for processes, not for on='thread'")
+                raise ValueError(
+                    "TaskPool: max_tasks_per_child needs worker processes, got on='thread'; use on='process'"
+                )
         ready = _Ready(initializer, tuple(initargs))
         self._tasks: dict[int, _Task] = {}
         self._numbers = itertools.count(1)
@@ -94,12 +110,24 @@ class TaskPool(Executor):
             target=_watch, args=(run, self._tasks), name=f"{name} watcher", daemon=True
         )
         self._watcher.start()
-        weakref.finalize(self, self._submitted.close)  # a forgotten pool finishes its tasks and ends
+        weakref.finalize(self, self._submitted.close)  # a pool without references finishes its tasks and ends
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Asks for ``fn(*args, **kwargs)`` and returns at once. Raises ``RuntimeError`` when the pool is
-        closed, and ``BrokenExecutor``, which is one too, when it has failed as a whole. What can't be sent to
-        a process fails its future."""
+        """Submit the call ``fn(*args, **kwargs)`` and return at once.
+
+        Args:
+            fn: Function to call.
+            *args: Positional arguments.
+            **kwargs: Keyword arguments.
+
+        Returns:
+            A future. It fails if the call cannot be sent to a process.
+
+        Raises:
+            TypeError: ``fn`` cannot be called.
+            RuntimeError: The pool is closed.
+            BrokenExecutor: The whole pool has failed. It is a ``RuntimeError``.
+        """
         if _exiting.is_set():
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
         future: Future[T] = Future()
@@ -112,14 +140,14 @@ class TaskPool(Executor):
         self, future: Future[Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if not callable(fn):
-            raise TypeError(f"submit: the first argument must be callable, not {fn!r}")
+            raise TypeError(f"submit: the first argument must be callable, got {fn!r}")
         if self._book.broken is not None:
             raise _broken(self._book.broken)
         number = next(self._numbers)
         self._tasks[number] = _Task(future, fn, args, kwargs)
         try:
             self._submitted.put(number)
-        except (ChannelError, ValueError) as error:  # the channel, or our end of it, is closed
+        except (ChannelError, ValueError) as error:  # the channel, or this process's end of it, is closed
             self._tasks.pop(number, None)
             self._refuse(error)
 
@@ -137,19 +165,36 @@ class TaskPool(Executor):
         timeout: float | None = None,
         chunksize: int = 1,
     ) -> Iterator[T]:
-        """``map(fn, *iterables)`` with the calls done by the pool, all of which are asked for at once. On
-        processes ``chunksize`` calls are one task, which is quicker for many short ones. The iterator raises
-        ``TimeoutError`` when a result is not there ``timeout`` seconds after this call."""
+        """Submit ``fn`` for each tuple of arguments, and yield the results in order.
+
+        Args:
+            fn: Function to call.
+            *iterables: Iterables of arguments, read at once.
+            timeout: Maximum seconds from this call to each result (default: no limit).
+            chunksize: Number of calls in one task of a process (default: 1). A larger number is faster for
+                many short calls.
+
+        Returns:
+            An iterator of the results. It raises ``TimeoutError`` if ``timeout`` expires, and the exception
+            of a call that failed.
+
+        Raises:
+            ValueError: ``chunksize`` is less than 1.
+        """
         if chunksize < 1:
-            raise ValueError(f"map: chunksize must be at least 1, not {chunksize!r}")
+            raise ValueError(f"map: chunksize must be at least 1, got {chunksize!r}")
         if not self._place.apart or chunksize == 1:
             return super().map(fn, *iterables, timeout=timeout)
         chunks = _chunks(zip(*iterables, strict=False), chunksize)
         return _one_by_one(super().map(functools.partial(_call_each, fn), chunks, timeout=timeout))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes no more tasks; ``wait``: until those it has are done. ``cancel_futures``: those that have not
-        begun are cancelled. May be called again."""
+        """Accept no more tasks. Further calls have no effect.
+
+        Args:
+            wait: True to wait until all tasks are done (default: True).
+            cancel_futures: True to cancel the tasks that have not begun (default: False).
+        """
         self._is_shut = True
         if cancel_futures:
             for task in list(self._tasks.values()):
@@ -159,16 +204,27 @@ class TaskPool(Executor):
             self._watcher.join()
 
     def close(self) -> None:
-        """``shutdown()``: no more tasks, and waits until those it has are done."""
+        """Accept no more tasks, and wait until all tasks are done, like ``shutdown()``."""
         self.shutdown()
 
 
 class BackgroundTask(Future[T]):
-    """``fn(*args, **kwargs)`` in the background: a ``concurrent.futures.Future`` that has a worker of its
-    own.
+    """Future of one call in the background, with its own worker.
 
-    ``on="process"`` gives it a process. ``result()`` and ``close()`` wait for it; when the program ends it is
-    broken off.
+    ``result()`` and ``close()`` wait for the call. The end of the program ends it.
+
+    Args:
+        fn: Function to call.
+        *args: Positional arguments.
+        on: ``"thread"`` (default), ``"process"``, or a pool of ``flowchan.hosts``.
+        **kwargs: Keyword arguments.
+
+    Raises:
+        TypeError: ``fn`` cannot be called.
+
+    Example:
+        task = BackgroundTask(train, model, on="process")
+        print(task.result())
     """
 
     def __init__(
@@ -176,13 +232,13 @@ class BackgroundTask(Future[T]):
     ) -> None:
         super().__init__()
         if not callable(fn):
-            raise TypeError(f"BackgroundTask: the first argument must be callable, not {fn!r}")
+            raise TypeError(f"BackgroundTask: the first argument must be callable, got {fn!r}")
         self._pool = TaskPool(1, on=on, name=name_of(fn))
         self._pool._enter(self, fn, args, kwargs)
         self._pool.shutdown(wait=False)
 
     def close(self) -> None:
-        """Cancels the task if it has not begun, and waits until its worker is gone. May be called again."""
+        """Cancel the task if it has not begun, and wait until its worker has ended."""
         self.cancel()
         self._pool.shutdown()
 
@@ -195,19 +251,20 @@ class _Task(NamedTuple):
 
 
 class _Book:
-    """The tasks of one pool by number, and what its stages do with them. It does not know the pool, so that a
-    pool which nobody has any more can go. A task is in it until its future has its end; what is called is
-    taken out when it begins.
+    """Tasks of one pool by number, with the functions of its stages.
+
+    It has no reference to the pool, so a pool without other references can be deleted. A task stays in the
+    table until its future is done. The function and its arguments leave it when the call begins.
     """
 
     def __init__(self, tasks: dict[int, _Task], ready: _Ready) -> None:
         self._tasks = tasks
         self._ready, self._threads = ready, threading.local()
         self.broken: BaseException | None = None
-        """What the initializer raised."""
+        """Exception of the initializer, if it raised one."""
 
     def _prepared(self) -> bool:
-        """On a thread: whether its initializer has been called, if need be now."""
+        """Return whether the initializer has run on this thread; run it if necessary."""
         if not hasattr(self._threads, "ready"):
             try:
                 self._ready.call()
@@ -218,7 +275,7 @@ class _Book:
         return True
 
     def work(self, number: int) -> None:
-        """On a thread: the call, and its end."""
+        """Call a task on a thread and set its result."""
         task = self._begun(number)
         if task is None:
             return
@@ -230,17 +287,17 @@ class _Book:
         try:
             value = task.fn(*task.args, **task.kwargs)
         except BaseException as error:
-            # the traceback holds this frame, and whoever keeps the exception shall not keep the arguments
+            # The traceback refers to this frame. So a kept exception would keep the arguments alive.
             del task
             self._end(number, future.set_exception, error)
         else:
             del task
             self._end(number, future.set_result, value)
         finally:
-            del future  # it holds the exception, which holds this frame
+            del future  # it refers to the exception, which refers to this frame
 
     def begin(self, number: int) -> list[Any]:
-        """On the way to a process: the item to send, or none if the task was cancelled or can't be sent."""
+        """Return the item to send to a process; empty if the task was cancelled or cannot be sent."""
         task = self._begun(number)
         if task is None:
             return []
@@ -256,7 +313,7 @@ class _Book:
             del task
 
     def _begun(self, number: int) -> _Task | None:
-        """The task, if it was not cancelled; from now on the book keeps its future only."""
+        """Return the task if it was not cancelled; from now on the table keeps only its future."""
         task = self._tasks[number]
         if not task.future.set_running_or_notify_cancel():
             del self._tasks[number]
@@ -265,7 +322,7 @@ class _Book:
         return task
 
     def finish(self, item: tuple[int, Any]) -> None:
-        """Takes what came back from a process. The user's own code may be part of the unpacking."""
+        """Take a result from a process. Unpacking may run the user's code."""
         number, packed = item
         if number not in self._tasks:
             return
@@ -280,8 +337,11 @@ class _Book:
             del future
 
     def fail(self, failed: Failed[Any]) -> None:
-        """Takes a failure: of a call, of a worker, or of a task that was too large to be sent, which is a
-        number yet. A host may have been lost whose worker had sent the result before."""
+        """Take a failure: of a call, of a worker, or of a task that was too large to be sent.
+
+        The item of such a task is only its number. A result may also have come before, from a host that was
+        lost afterwards.
+        """
         number = failed.item if isinstance(failed.item, int) else failed.item[0]
         if number not in self._tasks:
             return
@@ -300,19 +360,19 @@ def _nothing() -> None: ...
 
 
 def _usual_workers(placement: Placement) -> int:
-    """How many a pool has where it is not said."""
+    """Return the default number of workers."""
     if placement.hosts:
-        raise TypeError("TaskPool: say by workers= how many workers there shall be on the hosts together")
+        raise TypeError("TaskPool: workers must be the number of workers on all hosts, got None")
     cores = len(os.sched_getaffinity(0))
     return cores if placement.apart else min(MOST_THREADS, cores + 4)
 
 
 def _end(end: Callable[[Any], None], value: Any) -> None:
-    """Ends a future. Whatever its callbacks do, the pool goes on."""
+    """End a future. An exception of a callback does not stop the pool."""
     try:
         end(value)
     except InvalidStateError:
-        pass  # somebody else has ended it
+        pass  # the future was done before
     except BaseException:
         logging.getLogger("concurrent.futures").exception(
             "a callback of a future of a TaskPool asked to exit"
@@ -325,7 +385,7 @@ class _NotReady(Exception):
 
 def _broken(error: BaseException) -> BrokenExecutor:
     broken = BrokenExecutor(
-        f"the initializer of the pool raised {type(error).__name__}: {error}; its tasks are not done"
+        f"the initializer of the pool raised {type(error).__name__}: {error}; its tasks will not run"
     )
     broken.__cause__ = error
     return broken
@@ -333,19 +393,19 @@ def _broken(error: BaseException) -> BrokenExecutor:
 
 @dataclass(frozen=True)
 class _Ready:
-    """What a worker does before its first task."""
+    """Initialisation of a worker before its first task."""
 
     initializer: Callable[..., object] | None
     arguments: tuple[Any, ...]
 
     def call(self) -> None:
-        """Once in each worker."""
+        """Call the initializer, once in each worker."""
         if self.initializer is not None:
             self.initializer(*self.arguments)
 
 
 class _Called:
-    """In a process: the calls, as many as there may be."""
+    """Callable of a worker process, for at most ``most`` tasks."""
 
     def __init__(self, ready: _Ready, most: int | None) -> None:
         self._ready: _Ready | None = ready
@@ -367,7 +427,7 @@ class _Called:
 
 
 def _answer(packed: Any) -> Any:
-    """In a process: the call, everything of the user's included."""
+    """Call a task in a process, including all unpacking and packing of the user's objects."""
     try:
         fn, args, kwargs = unpack(packed)
     except ImportError as error:
@@ -377,7 +437,7 @@ def _answer(packed: Any) -> Any:
             )
         raise
     if isinstance(packed, list):
-        packed.clear()  # if the call fails, the item is sent back: its arrays need not be
+        packed.clear()  # If the call fails, the item is sent back without its arrays.
     return pack(fn(*args, **kwargs))
 
 
@@ -395,11 +455,11 @@ def _one_by_one(chunks: Iterator[list[T]]) -> Iterator[T]:
     for chunk in chunks:
         chunk.reverse()
         while chunk:
-            yield chunk.pop()  # keeps nothing that was given
+            yield chunk.pop()  # keeps no yielded result
 
 
 def _watch(run: Run, tasks: dict[int, _Task]) -> None:
-    """Waits for the end of the run. Whatever it ended by, nobody waits for a future in vain."""
+    """Wait for the end of the run, then fail every future that is not done."""
     cause: BaseException | None = None
     try:
         run.wait()
@@ -408,15 +468,15 @@ def _watch(run: Run, tasks: dict[int, _Task]) -> None:
     _running.pop(threading.current_thread(), None)
     while tasks:
         _, task = tasks.popitem()
-        # One that was cancelled is told so to whoever waits for it.
+        # Waiting threads are notified of a cancelled task.
         if task.future.running() or task.future.set_running_or_notify_cancel():
             broken = BrokenExecutor("the pool has failed, and this task was not done")
             broken.__cause__ = cause
             _end(task.future.set_exception, broken)
 
 
-# The watchers of pools that were given tasks, each with what closes the pool. The end of the program waits
-# for them, as it does for every executor.
+# Watchers of pools with tasks, each with the function that closes its pool. The end of the program waits for
+# them, as for every executor.
 _running: dict[threading.Thread, Callable[[], None]] = {}
 _exiting = threading.Event()
 
@@ -431,4 +491,4 @@ def _finish_all() -> None:
 
 
 threading._register_atexit(_finish_all)  # type: ignore[attr-defined]  # what the executors of Python itself use
-os.register_at_fork(after_in_child=_running.clear)  # the parent's pools are not the child's
+os.register_at_fork(after_in_child=_running.clear)  # a child does not own its parent's pools

@@ -1,4 +1,4 @@
-"""Calling a user's function for somebody else, who shall hear of whatever it raises."""
+"""Call a user's function for another caller, who receives whatever it raises."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from flowchan.declare.callables import name_of as declared
 
 
 class AskedToExit(Exception):
-    """The function raised what is no ``Exception``: it asked its own worker to exit, say. That ends the call,
-    and not the workers of others. ``args[0]`` is what it raised."""
+    """The function raised a ``BaseException`` that is not an ``Exception``, such as ``SystemExit``.
+
+    This ends the call, but not the shared worker. ``args[0]`` is the original exception.
+    """
 
 
 def call(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """``fn(*args, **kwargs)``; what it raises is an ``Exception`` in any case."""
+    """Return ``fn(*args, **kwargs)``, and turn any ``BaseException`` into an ``Exception``."""
     try:
         return fn(*args, **kwargs)
     except Exception:
@@ -24,10 +26,10 @@ def call(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def reason(error: BaseException) -> BaseException:
-    """What the function raised, whatever :func:`call` made of it."""
+    """Return the original exception of an error from :func:`call`."""
     return error.args[0] if isinstance(error, AskedToExit) else error
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """A name for what the function does, for messages."""
+    """Return a name of the function for messages."""
     return declared(fn).strip("<>")

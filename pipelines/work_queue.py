@@ -1,9 +1,9 @@
-"""A work queue: one owner puts questions, many workers take them and put answers, over one object.
+"""Work queue: one owner puts questions, and many workers take them and put answers.
 
-The queue is two channels. Who calls decides which one is meant: the owner is the thread that made the queue,
-every other thread, of any process, is a worker. Nobody can stand still because both directions are full: only
-the questions are bounded. So workers go on whatever the owner waits for (a place for a question, the end of a
-worker, something else), and what bounds the answers is what the owner asks for.
+The queue is two channels. The calling thread decides which one a call uses. The owner is the thread
+that created the queue; every other thread of any process is a worker. Only the questions are bounded, so the
+two sides cannot block each other. Workers continue whatever the owner waits for. The owner bounds the answers
+by the number of its questions.
 """
 
 from __future__ import annotations
@@ -24,22 +24,28 @@ from flowchan.pipelines.channel_backed import Shared
 from flowchan.pipelines.registry import claim, find, naming
 
 POLL_INTERVAL_S = 0.1
-"""Seconds between two looks of an owner that waits for the last answers."""
+"""Seconds between two checks of an owner that waits for the last answers."""
 
 ANSWERS = {"threads": 10**12, "processes": 10**7, "hosts": 10**7}
-"""Answers that may wait for the owner: more than memory holds. Between processes each place costs 256 bytes
-of address space, hence the smaller number."""
+"""Maximum number of waiting answers, more than memory holds.
+
+Between processes each place costs 256 bytes of address space, hence the smaller number.
+"""
 
 OWNER_TIMEOUT_S = 10.0
-"""Seconds for which a name may be taken before it can be found: the maker needs microseconds, unless it is
-stopped."""
+"""Maximum seconds from the claim of a name to its publication.
+
+A live creator needs microseconds.
+"""
 
 
 class WorkQueue:
-    """The handle that :func:`workqueue` gives. ``creator``: whether this handle made the queue or opened
-    it."""
+    """Work queue, returned by :func:`workqueue`.
 
-    def __init__(self, sides: _Sides, creator: bool) -> None:
+    ``creator`` is True if this handle created the queue, False if it opened an existing one.
+    """
+
+    def __init__(self, sides: _SharedQueue, creator: bool) -> None:
         self._sides = sides
         self.creator = creator
 
@@ -48,40 +54,74 @@ class WorkQueue:
 
     @property
     def name(self) -> str | None:
-        """The name it was made with."""
+        """Name of the queue, or ``None``."""
         return self._sides.name
 
     @property
     def is_owner(self) -> bool:
-        """Whether the calling thread is the owner."""
+        """True if the calling thread is the owner."""
         return self._sides.is_owner
 
     def put(self, item: Any, timeout: float | None = None) -> None:
-        """The owner puts a question, and waits while ``capacity`` of them are inside; a worker puts an
-        answer. Raises ``Closed`` after :meth:`close`, ``Full`` when ``timeout`` seconds are over."""
+        """Put a question as the owner, or an answer as a worker.
+
+        Args:
+            item: Any value that the queue's channels accept.
+            timeout: Maximum seconds that the owner waits while the queue holds ``capacity`` questions
+                (default: no limit).
+
+        Raises:
+            Closed: The queue is closed.
+            Full: ``timeout`` expired.
+        """
         self._sides.ask(item, timeout) if self.is_owner else self._sides.answer(item, timeout)
 
     def put_many(self, items: Iterable[Any]) -> None:
-        """Puts all of them, one by one."""
+        """Put several items, one by one.
+
+        Args:
+            items: Iterable of questions or answers.
+
+        Raises:
+            Closed: The queue is closed.
+        """
         for item in items:
             self.put(item)
 
     def get(self, timeout: float | None = None) -> Any:
-        """The owner gets an answer, a worker a question. Raises ``Drained`` at the end, ``Empty`` when
-        ``timeout`` seconds are over.
+        """Get an answer as the owner, or a question as a worker.
 
-        A question that a worker got is finished when that worker asks for the next one, calls :meth:`close`,
-        or ends after an answer. If it ends or is killed before, another worker gets the question.
+        A question is finished when its worker gets the next one, calls :meth:`close`, or ends after an
+        answer. If the worker ends or dies before that, another worker gets the question.
+
+        Args:
+            timeout: Maximum seconds to wait (default: no limit).
+
+        Returns:
+            The answer or question.
+
+        Raises:
+            Drained: The queue is closed, and all questions are finished. For the owner, all answers are also
+                read.
+            Empty: ``timeout`` expired.
         """
         return self._sides.next_answer(timeout) if self.is_owner else self._sides.next_question(timeout)
 
     def get_nowait(self) -> Any:
-        """As :meth:`get`; raises ``Empty`` when there is nothing now."""
+        """Get an item if there is one now.
+
+        Raises:
+            Empty: No item is available.
+            Drained: The queue is at its end.
+        """
         return self.get(timeout=0)
 
     def __iter__(self) -> Iterator[Any]:
-        """What :meth:`get` gives, until the end: for a worker when the owner has closed the queue and all
-        questions are finished, for the owner when it has all answers besides."""
+        """Yield items like :meth:`get` until the queue is at its end.
+
+        A worker reaches the end when the owner has closed the queue and all questions are finished. The owner
+        reaches it when it also has all answers.
+        """
         while True:
             try:
                 item = self.get()
@@ -90,18 +130,29 @@ class WorkQueue:
             yield item
 
     def drain(self, timeout: float | None = None) -> None:
-        """Waits until there is an answer to every question, and keeps the answers for :meth:`get`. The owner
-        may call it, where workers give one answer to each question. Raises ``Empty`` when ``timeout`` seconds
-        are over."""
+        """Wait until every question has an answer, and keep the answers for :meth:`get`.
+
+        Only the owner may call it, and each question must have exactly one answer.
+
+        Args:
+            timeout: Maximum seconds to wait (default: no limit).
+
+        Raises:
+            RuntimeError: The calling thread is not the owner.
+            Empty: ``timeout`` expired.
+        """
         if not self.is_owner:
             raise RuntimeError(
-                "drain: only the owner of a work queue, the thread that made it, can wait for its answers"
+                "drain: the caller must be the owner of the work queue, the thread that created it"
             )
         self._sides.drain(timeout)
 
     def close(self) -> None:
-        """The owner: no more questions; those inside are still done, and the answers can be read.
-        A worker: is done with the question it has. May be called again."""
+        """Close the queue as the owner, or finish the current question as a worker.
+
+        After the owner's call, workers still answer the questions inside, and the owner can read the answers.
+        Further calls have no effect.
+        """
         if self.is_owner:
             self._sides.channels[0].close()
         else:
@@ -113,14 +164,14 @@ class WorkQueue:
         return f"<WorkQueue{name}, {len(questions)} questions and {len(answers)} answers inside>"
 
 
-class _Hand:
-    """What one worker holds: its port, and whether it has answered the question it has."""
+class _WorkerState:
+    """State of one worker: its port, and whether it has answered its question."""
 
     def __init__(self, port: In[Any]) -> None:
         self.port = port
         self.answered = [False]
-        # When the thread or the process ends in an orderly way, an answered question is finished. Otherwise
-        # dropping the port gives it back.
+        # At the normal end of the thread or process, an answered question is finished. Otherwise the end of
+        # the port gives the question back.
         self.leave = Finalize(self, _finish, (port, self.answered), exitpriority=0)
 
 
@@ -129,8 +180,8 @@ def _finish(port: In[Any], answered: list[bool]) -> None:
         port.close()
 
 
-class _Sides(Shared):
-    """What all handles of one queue share within a process."""
+class _SharedQueue(Shared):
+    """State that all handles of one queue share within a process."""
 
     name: str | None = None
     give_up_name: Callable[[], object] = staticmethod(lambda: None)
@@ -140,11 +191,12 @@ class _Sides(Shared):
         self.name = name
         self._owner = os.getpid(), threading.current_thread()
         self._open((Channel(capacity, across=across), Channel(ANSWERS[across], across=across)))
-        self._stay = self.channels[0].reader()  # the queue outlives its last worker: another may come
+        # The queue outlives its last worker, because another may come.
+        self._stay = self.channels[0].reader()
 
     def _renew(self) -> None:
         self._worker = threading.local()
-        self._kept: deque[Any] = deque()  # answers that drain took in and the owner has not asked for yet
+        self._kept: deque[Any] = deque()  # answers that drain received and the owner has not read yet
         self._asked = self._received = 0
 
     def claim_name(self, name: str) -> bool:
@@ -154,15 +206,15 @@ class _Sides(Shared):
         return claimed is not None
 
     @property
-    def is_at_home(self) -> bool:
-        """Whether this is the process that made it."""
+    def is_local(self) -> bool:
+        """True if this process created the queue."""
         return self._owner is not None and self._owner[0] == os.getpid()
 
     @property
     def is_owner(self) -> bool:
         return self._owner is not None and self._owner == (os.getpid(), threading.current_thread())
 
-    # --- the owner ---
+    # --- Owner ---
 
     def ask(self, item: Any, timeout: float | None) -> None:
         self.channels[0].put(item, timeout=timeout)
@@ -181,7 +233,7 @@ class _Sides(Shared):
         deadline = _deadline(timeout)
         while True:
             left = _left(deadline)
-            if questions.closed:  # the last worker may leave without a word
+            if questions.closed:  # the last worker may leave without a message
                 if questions.drained and len(answers) == 0:
                     answers.close()
                 left = POLL_INTERVAL_S if left is None else min(left, POLL_INTERVAL_S)
@@ -194,35 +246,35 @@ class _Sides(Shared):
             self._received += 1
             return item
 
-    # --- a worker ---
+    # --- Worker ---
 
     def next_question(self, timeout: float | None) -> Any:
-        hand = self._hand()
-        if hand is None:
-            hand = self._worker.hand = _Hand(self.channels[0].reader())
+        state = self._state()
+        if state is None:
+            state = self._worker.state = _WorkerState(self.channels[0].reader())
         try:
-            item = hand.port.get(timeout=timeout)
-        except Drained:  # every question is finished, so all answers are there
+            item = state.port.get(timeout=timeout)
+        except Drained:  # all questions are finished, so all answers are in the channel
             self.channels[1].close()
             raise
-        hand.answered[0] = False
+        state.answered[0] = False
         return item
 
     def answer(self, item: Any, timeout: float | None) -> None:
         self.channels[1].put(item, timeout=timeout)
-        hand = self._hand()
-        if hand is not None:
-            hand.answered[0] = True
+        state = self._state()
+        if state is not None:
+            state.answered[0] = True
 
     def leave(self) -> None:
-        hand = self._hand()
-        if hand is not None:
-            hand.answered[0] = True
-            hand.leave()
-            del self._worker.hand
+        state = self._state()
+        if state is not None:
+            state.answered[0] = True
+            state.leave()
+            del self._worker.state
 
-    def _hand(self) -> _Hand | None:
-        return getattr(self._worker, "hand", None)
+    def _state(self) -> _WorkerState | None:
+        return getattr(self._worker, "state", None)
 
 
 def _deadline(timeout: float | None) -> float | None:
@@ -233,37 +285,51 @@ def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
-# The named queues that this process made, as long as it has them.
-_named: weakref.WeakValueDictionary[str, _Sides] = weakref.WeakValueDictionary()
+# Named queues that this process created, as long as they exist.
+_named: weakref.WeakValueDictionary[str, _SharedQueue] = weakref.WeakValueDictionary()
 
 
-def _arrive(sides: _Sides, name: str | None) -> WorkQueue:
+def _arrive(sides: _SharedQueue, name: str | None) -> WorkQueue:
     sides.name = name
     return WorkQueue(sides, creator=False)
 
 
 @refuses_misspelt("workqueue")
 def workqueue(name: str | None = None, capacity: int = 64, across: Across = "threads") -> WorkQueue:
-    """A work queue. With a ``name``, whoever asks for the name first makes the queue and owns it; every other
-    call with it opens that queue as a worker's. The options count for the maker. ``capacity``: how many
-    questions may wait for a worker. Answers may wait without number.
+    """Create a work queue, or open the existing queue with this name.
 
-    ``across="threads"``: the name holds in this process. ``across="processes"``: it holds in all processes of
-    the program, however multiprocessing started them and whichever of them made the queue, and the queue can
-    also be sent to them. ``across="hosts"``: it can be sent to other hosts, too, where its name does not
-    hold.
+    The first caller with a name creates the queue and owns it. Later callers open it as workers. The name
+    belongs to the queue until the creating process has no handle of it. So a late worker finds the queue
+    closed. An owner that has closed its queue creates a new one with the next call.
 
-    The name belongs to the queue until the process that made it has no handle of it any more, so that a
-    worker that comes late finds it closed. Its owner, when it has closed the queue, makes a new one with the
-    name. Raises ``TimeoutError`` when the process that has the name does not say where its queue is.
+    Args:
+        name: Name of the queue (default: none, so the queue is always new).
+        capacity: Maximum number of questions that wait for a worker (default: 64). The number of waiting
+            answers is not limited. Only the creator's value counts.
+        across: ``"threads"`` (default): the name is valid in this process. ``"processes"``: the name is valid
+            in all processes of the program, and the queue can be sent to them. ``"hosts"``: the queue can
+            also be sent to other hosts, where the name is not valid.
+
+    Returns:
+        The queue. Its attribute ``creator`` is True if this call created it.
+
+    Raises:
+        TimeoutError: Another process has the name, but did not publish its queue within 10 seconds.
+
+    Example:
+        queue = workqueue(capacity=8)
+        workers = map(3, answer, queue)  # each loops: for question in queue: queue.put(...)
+        queue.put_many(questions)
+        queue.close()
+        answers = list(queue)
     """
-    sides = _Sides()
+    sides = _SharedQueue()
     if name is None:
         sides.make(name, capacity, across)
         return WorkQueue(sides, creator=True)
     with naming:
         known = _named.get(name)
-        if known is not None and known.is_at_home:
+        if known is not None and known.is_local:
             if not (known.is_owner and known.channels[0].closed):
                 return WorkQueue(known, creator=False)
             known.give_up_name()
@@ -279,6 +345,6 @@ def workqueue(name: str | None = None, capacity: int = 64, across: Across = "thr
                 return WorkQueue(sides, creator=True)
             if time.monotonic() > give_up:
                 raise TimeoutError(
-                    f"workqueue: a process has the name {name!r} and does not say where its queue is"
+                    f"workqueue: a process has the name {name!r}, but did not publish its queue in time"
                 )
             time.sleep(0.001)

@@ -144,7 +144,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     ),
     21: (
         "descriptors run out with an obscure message",
-        ("test_complaints.py::test_a_channel_takes_two_descriptors_and_says_so_when_there_is_none",),
+        ("test_complaints.py::test_channel_names_descriptor_limit_when_none_is_left",),
     ),
     22: (
         "CUDA IPC memory is never freed",
@@ -249,7 +249,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     ),
     38: (
         "a launcher hides the real cause",
-        ("cli/test_cli_launch.py::test_the_last_line_says_who_failed_first_and_why",),
+        ("cli/test_cli_launch.py::test_last_line_names_first_failure",),
     ),
 }
 
@@ -292,7 +292,7 @@ def test_a_run_gives_its_memory_back_without_the_garbage_collector() -> None:
         gc.enable()
 
 
-def test_a_channel_takes_two_descriptors_and_says_so_when_there_is_none() -> None:
+def test_channel_names_descriptor_limit_when_none_is_left() -> None:
     def used() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -314,7 +314,7 @@ def test_a_channel_takes_two_descriptors_and_says_so_when_there_is_none() -> Non
     assert [ch.get() for ch in channels] == [1] * 10
 
 
-def test_memory_that_cannot_be_had_is_an_error_where_it_is_asked_for() -> None:
+def test_unavailable_memory_raises_at_the_call() -> None:
     """Here a limit on the child's address space stands in its way; other channels go on, and so does this
     one."""
     pid = os.fork()

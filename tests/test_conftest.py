@@ -55,7 +55,7 @@ def test_nothing():
 """
 
 
-def test_what_a_test_leaves_behind_is_named(tmp_path: Path) -> None:
+def test_leftovers_of_a_test_are_named(tmp_path: Path) -> None:
     said = run_tests(tmp_path, LEAVES)
     assert "left behind: descriptor" in said
     assert "(/dev/null)" in said
@@ -64,7 +64,7 @@ def test_what_a_test_leaves_behind_is_named(tmp_path: Path) -> None:
     assert "3 passed" in said
 
 
-def test_what_a_thread_that_ends_late_held_in_a_cycle_is_not_left_behind() -> None:
+def test_cycle_held_by_late_thread_is_not_a_leftover() -> None:
     """It ends once the check has collected for the first time."""
     collected = threading.Event()
 
@@ -82,7 +82,7 @@ def test_what_a_thread_that_ends_late_held_in_a_cycle_is_not_left_behind() -> No
     threading.Thread(target=hold, args=(cycle,), daemon=True).start()
 
 
-def test_what_a_program_of_a_shared_template_leaves_is_seen(pytestconfig: pytest.Config) -> None:
+def test_leftovers_of_template_programs_are_reported(pytestconfig: pytest.Config) -> None:
     """It is no descendant of the process that runs the test."""
     children = pytestconfig.pluginmanager.get_plugin(str(HERE / "conftest.py")).children
     shared = SharedTemplate("json")
@@ -107,12 +107,12 @@ def test_needs_another():
 """
 
 
-def test_the_last_lines_say_what_was_skipped_and_how_often(tmp_path: Path) -> None:
+def test_summary_lists_skipped_tests_with_counts(tmp_path: Path) -> None:
     *_, many, one, _ = run_tests(tmp_path, SKIPS).splitlines()
     assert (many, one) == ("skipped 3: needs a tool: apt-get install tool", "skipped 1: needs another")
 
 
-def test_files_that_load_large_libraries_are_told_by_their_lines(pytestconfig: pytest.Config) -> None:
+def test_files_with_large_imports_are_recognised(pytestconfig: pytest.Config) -> None:
     """Else all tests of the first half of ``make test`` are forked at four times the cost."""
     assert pytestconfig.getoption("--large") != "without" or pytestconfig.stash[LOADED] == []
 
@@ -168,7 +168,7 @@ def test_failed_tests_run_once_more_alone(tmp_path: Path) -> None:
     ]
 
 
-def test_failure_beside_others_alone_fails_no_run(tmp_path: Path) -> None:
+def test_failure_that_passes_alone_fails_no_run(tmp_path: Path) -> None:
     (tmp_path / "test_small.py").write_text(RERUNS)
     status, said = run_all(tmp_path, "-k", "not always")
     assert status == 0
@@ -338,7 +338,7 @@ def test_nothing():
 """
 
 
-def test_processes_that_share_the_tests_begin_to_import_them_at_different_ones(tmp_path: Path) -> None:
+def test_xdist_workers_import_test_files_in_different_order(tmp_path: Path) -> None:
     """What nobody has compiled yet would be compiled by each of them."""
     for name in "abcd":
         (tmp_path / f"test_{name}.py").write_text(BEGINS)
@@ -360,7 +360,7 @@ def test_nothing():
 """
 
 
-def test_a_file_that_needs_its_folders_conftest_is_collected_after_it(tmp_path: Path) -> None:
+def test_file_that_needs_conftest_is_collected_after_it(tmp_path: Path) -> None:
     """Importing it beforehand fails, which harms nobody."""
     folder = tmp_path / "tests" / "folder"
     folder.mkdir(parents=True)

@@ -55,7 +55,7 @@ def test_using_a_channel_loads_nothing_heavy():
 
 
 @pytest.mark.parametrize(("place", "needed"), [("thread", set()), ("process", {"cloudpickle"})])
-def test_a_graph_runs_without_what_is_heavy(place: str, needed: set[str]) -> None:
+def test_graph_runs_without_heavy_imports(place: str, needed: set[str]) -> None:
     """A program's first run takes no longer than what it does."""
     statement = (
         "import flowchan\n"
@@ -211,7 +211,7 @@ def is_property(node: ast.FunctionDef) -> bool:
     )
 
 
-def test_the_stub_names_exactly_what_the_native_module_has():
+def test_stub_names_match_the_native_module():
     stub = declared(stub_tree().body)
     assert plain(stub) == plain(vars(native)), ACCEPT
 
@@ -261,13 +261,13 @@ def native_text(value: Any) -> str | None:
 
 
 @pytest.mark.parametrize("name", documented())
-def test_the_stub_says_what_the_native_docstrings_say(name):
+def test_stub_docstrings_match_the_native_docstrings(name):
     """Line by line they may break elsewhere; editors show the stub's."""
     stub, module = documented()[name]
     assert (stub or "").split() == (module or "").split(), ACCEPT
 
 
-def test_the_package_carries_the_licences_of_what_is_inside_it() -> None:
+def test_package_contains_licences_of_bundled_code() -> None:
     named = importlib.metadata.metadata("flowchan").get_all("License-File") or []
     texts = {Path(name).stem: (ROOT / name).read_text() for name in named}
     assert "Wenzel Jakob" in texts["nanobind"]

@@ -1,8 +1,8 @@
 """Check that no function of the product is too complex or takes too many parameters.
 
 ``*args``, ``**kwargs``, ``self`` and ``cls`` do not count as parameters. ``tools/complexity_allowed.txt``
-names the functions that were above a limit when it was introduced, with what they had. The list may only
-shrink: an entry that is exceeded, or no longer needed, is an error.
+lists the functions that exceed a limit, with their numbers. The list may only shrink: an entry that is
+exceeded, or no longer needed, is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_PARAMETERS = 8
 
 
 class Measured(NamedTuple):
-    """What was found of one function: its cyclomatic complexity and its number of parameters."""
+    """Cyclomatic complexity and number of parameters of one function."""
 
     complexity: int
     parameters: int
@@ -38,7 +38,7 @@ def is_counted(parameter: str) -> bool:
 
 
 def functions() -> Iterator[tuple[str, Measured]]:
-    """Yield every function of the product as ``path name``, with what was measured."""
+    """Yield every function of the product as ``path name``, with its measurements."""
     for part in PRODUCT:
         for path in sorted((ROOT / part).rglob("*")):
             if path.suffix not in (".py", ".cpp", ".hpp"):
@@ -60,7 +60,7 @@ def allowed() -> dict[str, Measured]:
 
 
 def problems() -> Iterator[str]:
-    """Yield what is wrong, one line each."""
+    """Yield the problems, one line each."""
     exceptions = allowed()
     needed = set()
     for name, found in functions():

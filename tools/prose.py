@@ -60,7 +60,7 @@ class Hit(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """``pattern`` is searched in each sentence, in which code is replaced by ``CODE``."""
+    """Rule whose ``pattern`` is searched in each sentence, in which code is replaced by ``CODE``."""
 
     pattern: re.Pattern[str]
     rule: str
@@ -220,7 +220,7 @@ def texts(paths: Iterable[Path]) -> Iterator[Text]:
 
 
 def hits(text: Text) -> Iterator[Hit]:
-    """Yield what breaks a rule, at most once for each sentence."""
+    """Yield the hits of a text, at most one for each sentence."""
     if text.kind == "test name":
         words = text.text.removeprefix("test_").split("_")
         if len(words) > MOST_WORDS_OF_A_TEST:
@@ -241,7 +241,7 @@ def hits(text: Text) -> Iterator[Hit]:
 
 
 def tree() -> list[Path]:
-    """List the files that have prose of ours."""
+    """List the files whose prose is checked."""
     found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*"))]
     return [path for path in found if not path.name.endswith(".pyi")] + [ROOT / page for page in PAGES]
 
@@ -257,7 +257,7 @@ def record(found: Counter[str]) -> None:
 
 
 def complaints(found: Counter[str]) -> Iterator[str]:
-    """Compare the hits with what is recorded."""
+    """Compare the hits with the recorded numbers."""
     known = allowed()
     for kind in sorted({*found, *known}):
         if found[kind] > known.get(kind, 0):

@@ -3,10 +3,12 @@
 usage: run_tests.py [--part OPTIONS]... [PYTEST OPTIONS] [--files FILE...]
 
 Each part is one pytest run with its own options; they run one after the other. After all of them have ended,
-each failed test runs in a pytest process of its own. A test that fails in both fails the whole run. One that
+each failed test runs in its own pytest process. A test that fails in both fails the whole run. One that
 passes alone does not, but it is listed with its duration and the load average: test or product depends on the
-machine's load. A worker that crashes, a file that cannot be collected, and a pytest process that ends in any
-other way fail the whole run, because some tests have then not run at all.
+machine's load.
+
+These events also fail the whole run, because some tests have then not run: a crashed worker, a file that
+cannot be collected, and a pytest process that ends in any other way.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-# More processes than two cores need, for tests wait as often as they compute. A hang ends its process.
+# More processes than two cores need, because tests wait as often as they compute. A hang ends its process.
 SIDE_BY_SIDE = ("-n", "5", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0")
 MOST = 20
 """More failures than this come from a change, not from load: none is run again."""
@@ -51,7 +53,7 @@ def seconds_at(seconds: float, load: float) -> str:
 
 @dataclass
 class Total:
-    """What all parts came to."""
+    """Results of all parts."""
 
     seconds: float = 0
     counts: dict[str, int] = field(default_factory=dict)
@@ -100,7 +102,7 @@ def pytest_run(*arguments: str) -> tuple[int, dict[str, Any] | None]:
 
 
 def run_alone(test: Test, options: list[str]) -> float:
-    """Run it in a process that has nothing else to do; return what that took."""
+    """Run a test in its own process, and return the seconds that it took."""
     print(f"once more, alone: {test.name}", flush=True)
     load = os.getloadavg()[0]
     status, outcomes = pytest_run(*options, "-n", "0", test.name)

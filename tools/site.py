@@ -1,7 +1,7 @@
-"""What the site shows besides docs/: the README as its first page, the other pages of the repository, every
-example, and the help of each command. A hook of mkdocs, see mkdocs.yml.
+"""Add pages from outside docs/ to the site, as a hook of mkdocs (see mkdocs.yml).
 
-Links keep to the repository, where they are followed too; here they are led to where the site has the page.
+These are the README as the first page, the other pages of the repository, every example, and the help of each
+command. Links in the sources point to files of the repository. The hook points them to pages of the site.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`~?\.?([^`]+)`")
 
 
 def on_startup(**_: Any) -> None:
-    """Lays the package out as it is installed, with the roles in its docstrings as Markdown."""
+    """Lay the package out as installed, with the roles in its docstrings as Markdown."""
     shutil.rmtree(REFERENCE, ignore_errors=True)
     for source, target in (("flowchan", ""), ("pipelines", "pipelines"), ("viz", "viz")):
         for path in (ROOT / source).rglob("*.py*"):
@@ -46,7 +46,7 @@ def on_startup(**_: Any) -> None:
 
 
 def on_config(config: Any) -> Any:
-    """Lists the examples."""
+    """List the examples."""
     for section in config.nav:
         if section.get("Examples"):
             section["Examples"] = [{Path(path).stem: _page_of(path)} for path in EXAMPLES]
@@ -54,7 +54,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds what is not in docs/."""
+    """Add the files from outside docs/."""
     for path, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / path).read_text()))
     for path in EXAMPLES:
@@ -64,7 +64,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Leads links to where the site has what they mean in the repository."""
+    """Point links to the site's pages of the linked files."""
     here = next(
         (path for path, name in PAGES.items() if name == page.file.src_uri), f"docs/{page.file.src_uri}"
     )
@@ -80,7 +80,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _on_site(path: str) -> str:
-    """Where the site has a file of the repository. mkdocs complains of what it does not have."""
+    """Return the site's path of a file of the repository. mkdocs reports missing ones."""
     if path == "examples":
         return _page_of(EXAMPLES[0])
     if path in EXAMPLES:
@@ -99,7 +99,7 @@ def _example(path: str) -> str:
 
 
 def _commands() -> str:
-    """The help of the command and of its subcommands, as they print it."""
+    """Return the help of the command and of its subcommands, as they print it."""
     from flowchan.cli.commands import main
 
     return "\n".join(["# The command", *_helps(main, "flowchan")])

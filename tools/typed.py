@@ -1,6 +1,8 @@
-"""Checks ``tests/typed`` by mypy and by pyright, against the package in its installed layout: in the program
-neither finds anything, and in the file of mistakes both find what stands behind each of them,
-``# wrong: its code by mypy, its rule by pyright``, and nothing else. Run where that layout is."""
+"""Check ``tests/typed`` with mypy and pyright, against the package in its installed layout.
+
+Neither may find an error in the program. In the file of mistakes, both must find exactly the errors in its
+comments, ``# wrong: its code by mypy, its rule by pyright``. Run the script in the folder of that layout.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ Finding = tuple[str, int, str, str]
 
 
 def mypy() -> Iterator[Finding]:
-    """What it finds."""
+    """Yield the findings of mypy."""
     options = ["--strict", "--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"]
     for line in said(BIN / "mypy", *options, "--output", "json", *(file.name for file in FILES)).splitlines():
         one = json.loads(line)
@@ -30,7 +32,7 @@ def mypy() -> Iterator[Finding]:
 
 
 def pyright() -> Iterator[Finding]:
-    """What it finds."""
+    """Yield the findings of pyright."""
     names = [file.name for file in FILES]
     options = {"typeCheckingMode": "strict", "pythonVersion": "3.11", "include": names}
     Path("pyrightconfig.json").write_text(json.dumps(options))
@@ -48,7 +50,7 @@ def said(*command: str | Path) -> str:
 
 
 def expected() -> Iterator[tuple[str, int, str]]:
-    """What the comments say, at least one code of each."""
+    """Yield the expected findings from the comments, at least one code of each."""
     for file in FILES:
         for number, line in enumerate(file.read_text().splitlines(), 1):
             if "# wrong" in line:

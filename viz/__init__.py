@@ -1,7 +1,9 @@
-"""Pictures of a graph, and the live view of a run. Both read frozen values and statistics; while a view is
-drawn on a terminal, a thread of its own reads what is printed.
+"""Draw pictures of a graph, and show a run while it is running.
 
-``draw(graph, "graph.svg")`` writes a picture; :func:`to_dot` and :func:`to_mermaid` give text that needs no
+Both read frozen values and statistics. While a view is drawn on a terminal, an extra thread reads the output
+of the program.
+
+``draw(graph, "graph.svg")`` writes a picture; :func:`to_dot` and :func:`to_mermaid` return text that needs no
 renderer.
 """
 
@@ -22,20 +24,42 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "RenderError", "draw", "svg", "to_dot", "to_mermaid"]
 
 FORMATS = (*PICTURES, "dot", "mmd")
-"""The suffixes that :func:`draw` knows."""
+"""File suffixes that :func:`draw` supports."""
 
 
 def svg(blueprint: Blueprint) -> str:
-    """The picture of ``blueprint`` as SVG, as notebooks show it. Raises :class:`RenderError`."""
+    """Return the picture of a graph as SVG, as notebooks show it.
+
+    Args:
+        blueprint: Graph to draw.
+
+    Raises:
+        RenderError: Graphviz is missing or failed.
+
+    Example:
+        Path("graph.svg").write_text(svg(graph))
+    """
     return _render(to_dot(blueprint), "svg").decode()
 
 
 def draw(blueprint: Blueprint, path: str | os.PathLike[str]) -> Path:
-    """Draw ``blueprint`` into the file ``path`` and return its path. The suffix names the format: .svg, .png
-    and .pdf are rendered by Graphviz, .dot and .mmd (Mermaid) are text and need no renderer.
+    """Draw a graph into a file.
 
-    Raises ``ValueError`` for another suffix, ``OSError`` if the file can't be written, :class:`RenderError`
-    if Graphviz is missing or fails.
+    Args:
+        blueprint: Graph to draw.
+        path: Path of the file. Its suffix names the format: .svg, .png and .pdf are rendered by Graphviz;
+            .dot and .mmd (Mermaid) are text and need no renderer.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ValueError: The suffix is unknown.
+        OSError: The file cannot be written.
+        RenderError: Graphviz is missing or failed.
+
+    Example:
+        draw(graph, "graph.svg")
     """
     path = Path(path)
     suffix = path.suffix[1:].lower()

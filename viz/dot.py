@@ -1,9 +1,9 @@
-"""A graph as DOT text. Text only: :mod:`flowchan.viz.render` makes pictures of it.
+"""Convert a graph to DOT text, from which :mod:`flowchan.viz.render` makes pictures.
 
-A long graph is broken into rows. Where an arrow would lead from one to another, it has two ends that name
-each other's stage.
+A long graph is broken into rows. An arrow between two rows becomes two ends, each labelled with the other
+stage.
 
-Colours are chosen on a light ground that the picture brings along, so it reads the same in a dark viewer.
+The picture has its own light background, so its colours look the same in a dark viewer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOOKS: dict[Role, tuple[str, str, str]] = {
     "unread": (RED, "note", "filled,dashed"),
 }
 END = "#fff5c2"
-# fill, and the legend's words
+# fill, text in the legend
 GROUNDS: dict[Ground, tuple[str, str]] = {
     "threads": ("#eef4fb", "on threads"),
     "processes": ("#fbd99b", "in processes"),
@@ -44,12 +44,20 @@ GROUNDS: dict[Ground, tuple[str, str]] = {
 
 
 LIVE = "{:=^36}"
-"""Stands in a live picture where a stage says what it does, by the stage's number."""
+"""Placeholder in a live picture for the activity of a stage, by the number of the stage."""
 
 
 def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
-    """The graph as DOT text, ready for ``dot`` or for :func:`flowchan.viz.draw`. Starts no stage and no
-    source. ``live``: with room for what each stage does (:mod:`flowchan.viz.live`)."""
+    """Return the graph as DOT text. No stage and no source starts.
+
+    Args:
+        blueprint: Graph to convert.
+        live: True to leave room for the activity of each stage, for :mod:`flowchan.viz.live` (default:
+            False).
+
+    Example:
+        print(to_dot(graph))
+    """
     import graphviz
 
     picture = labels.picture(blueprint)
@@ -138,7 +146,7 @@ def _loose_end(dot: Digraph, node: str, writer: Stage, edge: Edge) -> None:
 
 
 def _broken(dot: Digraph, index: int, picture: Picture, writer: int, reader: int, edge: Edge) -> None:
-    """An arrow from one row to another, as two ends that name each other."""
+    """Draw an arrow from one row to another as two ends that name each other."""
     for node, other, arrow in ((f"to{index}", reader, "→ {}"), (f"from{index}", writer, "{} →")):
         words = escape(arrow.format(picture.stages[other].name))
         dot.node(
@@ -153,8 +161,10 @@ def _broken(dot: Digraph, index: int, picture: Picture, writer: int, reader: int
 
 
 def _begin_rows(dot: Digraph, picture: Picture) -> None:
-    """Puts the rows one below the other: an unseen point at the left of each, with what begins the row behind
-    it."""
+    """Put the rows below each other.
+
+    Each row has an invisible point at its left, with an invisible arrow to the first nodes of the row.
+    """
     rows = max(picture.rows, default=0) + 1
     if rows == 1:
         return
@@ -185,11 +195,11 @@ def _arrow(edge: Edge, said: Mapping[str, str]) -> dict[str, Any]:
     item, rest = labels.channel_text(edge, said)
     if item or rest:
         lines = "<BR/>".join(filter(None, (item and f"<B>{escape(item)}</B>", escape(rest))))
-        # a table for the room around it
+        # a table adds room around the text
         look["label"] = f'<<TABLE BORDER="0" CELLPADDING="3"><TR><TD>{lines}</TD></TR></TABLE>>'
     if edge.transport.copies:
         look |= {"penwidth": "2.2"}
-    if edge.feedback:  # it runs against the order of the stages, which it must not pull apart
+    if edge.feedback:  # it points against the order of the stages, and must not pull them apart
         look |= {"style": "dashed", "constraint": "false"}
     if edge.errors:
         look |= {"color": RED, "fontcolor": RED, "style": "dashed"}
@@ -197,8 +207,7 @@ def _arrow(edge: Edge, said: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _legend(picture: Picture) -> str:
-    """The graph's name, and what explains this picture, no more: a row for its boxes and a row for its
-    arrows."""
+    """Return the title and the legend, with a row for the boxes and a row for the arrows of this picture."""
     ends: set[Role] = {
         labels.end_role(picture.stages[writer]) for writer, reader, _ in picture.arrows if reader is None
     }
@@ -211,7 +220,7 @@ def _legend(picture: Picture) -> str:
         for kind in GROUNDS
         if kind in picture.grounds
     ]
-    # These characters are in the small fonts that renderers bring along; dashed and heavy arrows are not.
+    # The small fonts of renderers have these characters, but not dashed and heavy arrows.
     arrows = []
     if {edge.transport.copies for _, _, edge in picture.arrows} == {True, False}:
         arrows += [

@@ -1,7 +1,7 @@
-"""What the pictures say and where they put it, for every picture format: words, roles, places, rows.
+"""Choose the texts, roles, colours and rows of a picture, for every picture format.
 
-Only what is not the default is said: of a channel its item type, and a capacity that is not the usual one;
-of a stage how many items it takes, whether it tries again, keeps the order, and on which hosts it runs.
+A picture shows only settings that differ from the default. For a channel, these are the item type and an
+unusual capacity. For a stage, these are its number of items, its retries, its order and its hosts.
 """
 
 from __future__ import annotations
@@ -34,19 +34,27 @@ MEANING: Mapping[Role, str] = {
     "sink": "sink",
     "errors": "takes failed items",
     "result": "result",
-    "unread": "read by nobody",
+    "unread": "not read",
 }
 
 PER_ROW = 6
-"""So many stages one behind the other fit the width of a page."""
+"""Number of consecutive stages that fit the width of a page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A graph as a picture needs it. Stages are numbered in declaration order, because names need not be
-    unique in a graph that is still wrong. ``arrows`` are (writer, reader, edge), with the reader ``None``
-    where the channel leaves the graph. ``rows`` has the row of each stage, from the top. ``said`` is what a
-    graph says of a stage itself, in place of its operator and line."""
+    """Content of a picture.
+
+    Stages are numbered in the order of declaration, because names need not be unique in a wrong graph.
+
+    Attributes:
+        name: Name of the graph.
+        stages: Stages that are drawn.
+        roles: Role of each stage.
+        arrows: Triples (writer, reader, edge); the reader is ``None`` if the channel leaves the graph.
+        rows: Row of each stage, counted from the top.
+        said: Labels that the graph sets for stages, instead of their operator and line.
+    """
 
     name: str
     stages: tuple[Stage, ...]
@@ -57,12 +65,12 @@ class Picture:
 
     @property
     def grounds(self) -> set[Ground]:
-        """Which kinds of places there are."""
+        """Kinds of placements in the picture."""
         return {ground(stage.placement) for stage in self.stages}
 
 
 def picture(blueprint: Blueprint) -> Picture:
-    """Read a graph's frozen values into what is drawn. Runs nothing."""
+    """Return the content of a graph's picture. Nothing runs."""
     drawn = blueprint._drawn
     stages = tuple(stage for stage in blueprint.stages if drawn.get(stage.name, "") is not None)
     number: dict[str, int] = {}
@@ -88,7 +96,7 @@ def _role(index: int, stage: Stage, error_readers: set[int]) -> Role:
 
 
 def _rows(stages: Sequence[Stage], arrows: Sequence[tuple[int, int | None, Edge]]) -> tuple[int, ...]:
-    """The row of each stage: as a text into lines, a long graph is broken into rows of one length."""
+    """Return the row of each stage. A long graph is broken into rows of one length."""
     depth = [0] * len(stages)
     for writer, reader, edge in sorted(arrows, key=lambda arrow: arrow[0]):
         if reader is not None and reader > writer and not edge.feedback:
@@ -100,9 +108,9 @@ def _rows(stages: Sequence[Stage], arrows: Sequence[tuple[int, int | None, Edge]
 
 
 def hosts_text(placement: Placement) -> str:
-    """Which hosts a place has; of many the first and the last."""
+    """Return the hosts of a placement; for more than four, the first and the last."""
     if placement.nowhere:
-        return "hosts still to be given"
+        return "hosts not given yet"
     if placement.missing:
         return f"hosts of {placement.name}"
     if not placement.hosts:
@@ -114,23 +122,26 @@ def hosts_text(placement: Placement) -> str:
 
 
 def ground(placement: Placement) -> Ground:
-    """Which of the three colours a place has: threads, processes, or processes on hosts."""
+    """Return the colour group of a placement: threads, processes, or processes on hosts."""
     return "hosts" if placement.is_remote else "processes" if placement.apart else "threads"
 
 
 def end_role(stage: Stage) -> Role:
-    """How the loose end of a channel that nobody in the graph reads is drawn."""
+    """Return the role of the loose end of a channel that no stage reads."""
     return "result" if stage.operator.result else "unread"
 
 
 def workers_text(stage: Stage) -> str:
-    """``x4`` with a real multiplication sign, or nothing for a single worker."""
+    """Return ``x4`` with a real multiplication sign, or an empty text for one worker."""
     return f"\N{MULTIPLICATION SIGN}{stage.workers}" if stage.workers > 1 else ""
 
 
 def channel_text(edge: Edge, said: Mapping[str, str]) -> tuple[str, str]:
-    """The two lines beside a channel, each of which may be empty: its item type, and what else is unusual.
-    Where the graph says itself what a stage is, both: what such stages pass on is their own."""
+    """Return the two lines of a channel's label: its item type and its unusual settings.
+
+    Either may be empty. Both are empty next to a stage whose label the graph sets, because the items of such
+    stages are internal.
+    """
     if edge.writer in said or edge.reader in said:
         return "", ""
     unusual = [f"capacity {edge.capacity:,}"] if edge.capacity != DEFAULT_CAPACITY else []
@@ -140,17 +151,17 @@ def channel_text(edge: Edge, said: Mapping[str, str]) -> tuple[str, str]:
 
 
 def channel_tooltip(edge: Edge) -> str:
-    """Everything of a channel, for whoever points at it."""
+    """Return all settings of a channel, for its tooltip."""
     return f"{edge.name}: capacity {edge.capacity:,}, {edge.transport}"
 
 
 def type_text(item: Any) -> str:
-    """An item type in the words of its annotation; empty when it is not known."""
+    """Return an item type as in its annotation; an empty text if it is unknown."""
     return "" if item is None or item is Any else type_name(item)
 
 
 def option_text(stage: Stage) -> str:
-    """What its declaration says beyond operator and function, where it is not the default."""
+    """Return the options of a stage that differ from the default."""
     return " · ".join(_options(stage))
 
 
@@ -172,8 +183,10 @@ def _options(stage: Stage) -> Iterator[str]:
 
 
 def detail_text(stage: Stage, said: Mapping[str, str]) -> str:
-    """The operator, unless it is the name too, and the place of the function; or what the graph says
-    itself."""
+    """Return the operator and the line of the function, or the label that the graph sets.
+
+    The operator is left out if it is also the name.
+    """
     if stage.name in said:
         return said[stage.name]
     kind = "" if stage.kind == stage.name else f"{stage.kind} · "
@@ -181,8 +194,7 @@ def detail_text(stage: Stage, said: Mapping[str, str]) -> str:
 
 
 def result_name(stage: Stage) -> str:
-    """What the program calls the result of a stage: the variable that it is assigned to, else the
-    name of the stage."""
+    """Return the program's name of a stage's result: the variable that it is assigned to, or the stage."""
     return _assigned(stage.where) or stage.name
 
 
@@ -205,14 +217,16 @@ def _assigned(where: Where) -> str:
 
 
 def place_text(stage: Stage) -> str:
-    """Where the function begins, as ``file:line``; where the stage was declared if the function is not
-    the user's own."""
+    """Return the first line of the function as ``file:line``.
+
+    If the function is not the user's own, return the line that declares the stage.
+    """
     file, line = place(stage)
     return f"{_short(file)}:{line}"
 
 
 def place(stage: Stage) -> tuple[str, int]:
-    """Like :func:`place_text`, with the whole path."""
+    """Return the same line as :func:`place_text`, with the whole path."""
     code = _code(stage.function)
     if code is None or code.co_filename.startswith(_NOT_THE_USERS):
         return stage.where.file, stage.where.line
@@ -221,7 +235,7 @@ def place(stage: Stage) -> tuple[str, int]:
 
 _LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _NOT_THE_USERS = ("<", *(f"{folder}/" for folder in _LIBRARIES))
-"""How the files of functions begin that nobody looks for here."""
+"""Path prefixes of functions that are not the user's."""
 
 
 def _code(function: Any) -> types.CodeType | None:
@@ -235,12 +249,12 @@ def _code(function: Any) -> types.CodeType | None:
 
 
 def relative(file: str) -> str:
-    """The path from the working directory if the file lies below it, else the path as it is."""
+    """Return the path from the working directory if the file is below it, else the whole path."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 def _short(file: str) -> str:
-    """Of a place elsewhere only the file's name, so that a box stays a box."""
+    """Return a short path: outside the working directory only the file name, so that boxes stay small."""
     path = Path(relative(file))
     return path.name if path.is_absolute() else str(path)

@@ -1,6 +1,6 @@
-"""A graph as Mermaid text, which GitHub, GitLab and many editors draw in place.
+"""Convert a graph to Mermaid text, which GitHub, GitLab and many editors render in place.
 
-A limit of theirs, not of the text: most viewers refuse more than 500 arrows. Use a picture for larger graphs.
+Most viewers refuse more than 500 arrows. Use a picture for larger graphs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from flowchan.viz.labels import Ground, Role
 if TYPE_CHECKING:
     from flowchan.declare.blueprint import Blueprint
 
-# What surrounds the label makes the shape. Each class sets the text's colour with the ground's: dark viewers
-# keep both.
+# The brackets around a label select the shape. Each class sets the colours of text and background, so dark
+# viewers keep both.
 SHAPES: dict[Role, tuple[str, str]] = {
     "source": ("([", "])"),
     "stage": ("(", ")"),
@@ -39,7 +39,14 @@ ENDS = "fill:#fff5c2"
 
 
 def to_mermaid(blueprint: Blueprint) -> str:
-    """The graph as a Mermaid flowchart, from left to right. Starts no stage and no source."""
+    """Return the graph as a Mermaid flowchart from left to right. No stage and no source starts.
+
+    Args:
+        blueprint: Graph to convert.
+
+    Example:
+        print(to_mermaid(graph))
+    """
     picture = labels.picture(blueprint)
     lines = ["---", f"title: {json.dumps(picture.name)}", "---", "flowchart LR"]
     classes = {}
@@ -82,7 +89,9 @@ def _arrow(edge: Edge, said: Mapping[str, str]) -> str:
 
 
 def _quoted(words: str) -> str:
-    """In quotes, with entity codes for what Mermaid, or the Markdown and HTML in its labels, would read as
-    its own."""
+    """Return the words in quotes, with entity codes for special characters.
+
+    Mermaid, or the Markdown and HTML in its labels, would interpret these characters.
+    """
     codes = {character: f"#{ord(character)};" for character in '"#<>&`\\'}
     return '"' + "".join(codes.get(character, character) for character in words).replace("\n", "<br/>") + '"'

@@ -1,7 +1,13 @@
-"""DOT text → a picture. Graphviz does it, as one of these, the first that can: the ``dot`` program, which
-knows the fonts of this machine; graphviz-pure, a program that comes with flowchan and needs nothing else; the
-engine in the pygraphviz wheel, which wants libraries of the system. Each runs in a process of its own, so
-that a crash or a warning stays there."""
+"""Render DOT text as a picture with Graphviz.
+
+The first engine that succeeds draws the picture:
+
+- the ``dot`` program, which knows the fonts of this machine;
+- graphviz-pure, which flowchan installs and which needs nothing else;
+- the engine in the pygraphviz wheel, which needs libraries of the system.
+
+Each runs in its own process, which confines crashes and warnings.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +34,18 @@ sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog="dot"))
 
 
 class RenderError(FlowchanError):
-    """No picture could be made: no Graphviz engine is here, or those that are here failed on this graph."""
+    """No picture could be made: Graphviz is missing, or failed for this graph."""
 
 
 def render(dot: str, picture: str) -> bytes:
-    """The picture of ``dot`` in one of the formats of :data:`PICTURES`. Raises :class:`RenderError`."""
+    """Return the picture of ``dot`` in one of the formats of :data:`PICTURES`.
+
+    Raises:
+        ValueError: The format is unknown.
+        RenderError: Graphviz is missing or failed.
+    """
     if picture not in PICTURES:
-        raise ValueError(f"picture={picture!r}: give one of {', '.join(PICTURES)}")
+        raise ValueError(f"render: picture must be one of {', '.join(PICTURES)}, got {picture!r}")
     failures = []
     for engine, command, draw in _engines(picture):
         try:
@@ -45,7 +56,7 @@ def render(dot: str, picture: str) -> bytes:
         raise RenderError(f"Graphviz failed: {'; '.join(failures)}")
     install = "apt install graphviz" if picture == "pdf" else _INSTALL
     raise RenderError(
-        f"nothing here draws .{picture} pictures; to install what does: {install} (.dot and "
+        f"no renderer for .{picture} pictures is installed; install one: {install} (.dot and "
         ".mmd need no renderer)"
     )
 
@@ -61,7 +72,8 @@ def _engines(picture: str) -> Iterator[tuple[str, list[str], Callable[[list[str]
     if picture != "pdf" and (program := shutil.which("graphviz-pure", path=os.pathsep.join(folders))):
         yield "graphviz-pure", [program, f"-T{picture}"], _run_without_fonts
     if importlib.util.find_spec("pygraphviz"):
-        # -P: a file of the user's named like one of ours must not be imported from the working directory.
+        # -P prevents the import of a user's file with the name of one of these modules from the working
+        # directory.
         yield "pygraphviz", [sys.executable, "-P", "-c", _WHEEL, picture], _run
 
 
@@ -69,12 +81,12 @@ def _run(command: list[str], dot: str) -> bytes:
     engine = subprocess.run(command, input=dot.encode(), capture_output=True, check=False)
     if engine.returncode or not engine.stdout:
         said = engine.stderr.decode(errors="replace").strip().splitlines()
-        raise RenderError(f"status {engine.returncode}, {said[-1] if said else 'it said nothing'}")
+        raise RenderError(f"status {engine.returncode}, {said[-1] if said else 'no error output'}")
     return engine.stdout
 
 
 def _run_without_fonts(command: list[str], dot: str) -> bytes:
-    """graphviz-pure knows the measures of a few fonts by name, but of no list of fonts."""
+    """Draw with one font: graphviz-pure knows the sizes of a few fonts, but no lists of fonts."""
     first = FONT.partition(",")[0]
     drawn = _run(command, dot.replace(FONT, first))
     return drawn.replace(f'font-family="{first},sans-Serif"'.encode(), f'font-family="{FONT}"'.encode())

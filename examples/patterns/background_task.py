@@ -1,9 +1,8 @@
-"""A background task packs the Python files below a directory, while the program counts their lines.
+"""Pack the Python files below a directory in a background task, while the program counts their lines.
 
     python examples/patterns/background_task.py [DIRECTORY] [-o ARCHIVE] [--on thread|process]
 
-The directory is the ``json`` package of the running Python unless another is named. Without ``-o`` the
-archive is thrown away.
+The default directory is the ``json`` package of the running Python. Without ``-o`` the archive is deleted.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from flowchan.pipelines import BackgroundTask
 
 
 def pack(directory: Path, archive: Path) -> int:
-    """Writes the archive. Gives the number of files in it."""
+    """Write the archive, and return the number of files in it."""
     files = sorted(directory.rglob("*.py"))
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
         for file in files:

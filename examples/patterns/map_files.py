@@ -1,8 +1,8 @@
-"""The lines of all Python files below a directory, counted by n workers that share the files between them.
+"""Count the lines of all Python files below a directory, with n workers that share the files.
 
     python examples/patterns/map_files.py [DIRECTORY] [--workers N] [--on thread|process]
 
-The directory is the running Python's own standard library unless another is named.
+The default directory is the standard library of the running Python.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from flowchan.pipelines import map  # noqa: A004
 
 
 def count_lines(files: list[Path], workers: int, worker: int) -> tuple[int, int]:
-    """What one worker does: every ``workers``-th file, beginning with its own number. Gives its files and
-    their lines."""
+    """Count every ``workers``-th file, from the worker's own number on.
+
+    Return the number of files and of their lines.
+    """
     mine = files[worker - 1 :: workers]
     return len(mine), sum(file.read_bytes().count(b"\n") for file in mine)
 

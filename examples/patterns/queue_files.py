@@ -1,10 +1,9 @@
-"""The imports in all Python files below a directory: the owner of a work queue asks for files, workers
-answer.
+"""Find the imports of all Python files below a directory with a work queue.
 
     python examples/patterns/queue_files.py [DIRECTORY] [--workers N] [--on thread|process]
 
-Unlike with ``map``, a worker that got short files takes more of them. The directory is the running Python's
-own standard library unless another is named.
+Unlike with ``map``, a worker that gets short files takes more of them. The default directory is the standard
+library of the running Python.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from flowchan.pipelines import WorkQueue, map, workqueue  # noqa: A004
 
 
 def imported(file: Path) -> set[str] | None:
-    """The top-level names of the modules that a file imports; ``None`` if it is no Python of this version."""
+    """Return the top-level names of the imported modules; ``None`` for a file that is not valid Python."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
@@ -37,7 +36,7 @@ def imported(file: Path) -> set[str] | None:
 
 
 def work(queue: WorkQueue, worker: int) -> int:
-    """What one worker does until the owner has closed the queue. Gives the number of files it has done."""
+    """Answer questions until the owner has closed the queue, and return the number of files."""
     done = 0
     for file in queue:
         queue.put(imported(file))

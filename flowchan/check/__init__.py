@@ -1,1 +1,1 @@
-"""Whether a declared graph can run."""
+"""Check whether a declared graph can run."""

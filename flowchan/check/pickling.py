@@ -1,5 +1,7 @@
-"""The rule "pickle": what a stage in a process is made of, its function, arguments and options, must be able
-to get there by cloudpickle."""
+"""Check the rule "pickle": cloudpickle must be able to send a stage to its process.
+
+This holds for the stage's function, arguments and options.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _REMEDY = (
 
 
 def pickle_problems(stage: Stage) -> Iterator[Problem]:
-    """One problem for each part of a stage in a process that cannot be sent there."""
+    """Yield one problem for each part of a stage that cannot be sent to the stage's process."""
     if not stage.placement.apart:
         return
     for name, part in _parts(stage):

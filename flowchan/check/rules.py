@@ -1,27 +1,26 @@
-"""Whether a declared graph can run: every problem at once, in the order of declaration, before anything is
-started.
+"""Find every problem of a declared graph, in the order of declaration, before anything starts.
 
-| rule | what it means |
+| rule | meaning |
 |---|---|
-| empty | nothing is declared, or no stage begins the graph |
-| duplicate | two stages, or two channels, have one name |
-| foreign | a stage reads a stream of another graph, or one that no stage writes |
+| empty | the graph has no stage, or no stage begins it |
+| duplicate | two stages or two channels have the same name |
+| foreign | a stage reads a stream of another graph, or a stream that no stage writes |
 | cycle | stages wait for each other in a loop without a declared feedback |
-| loop | a feedback that nothing feeds, or that another operator than ``stage`` reads |
-| unread | nobody reads an output |
+| loop | no stage feeds a feedback, or an operator other than ``stage`` reads it |
+| unread | no stage reads an output |
 | read-twice | several stages read one stream |
-| ports | streams and arguments do not fit the function's parameters |
-| type | the items are not what the reader's annotation asks for |
-| async | an ``async def`` function in a stage that takes none |
-| pickle | something cannot be sent to a stage's process |
-| hosts | the hosts of a stage are still to be given, or can't be known here |
-| gang | the workers of a stage can't form a group as they are declared |
-| daemon | worker processes are asked for in a daemonic process, which may start none |
+| ports | streams and arguments do not match the function's parameters |
+| type | the item type does not match the reader's annotation |
+| async | an ``async def`` function in a stage that does not support it |
+| pickle | a part of the stage cannot be sent to the stage's process |
+| hosts | the hosts of a stage are not given, or cannot be known here |
+| gang | the workers of a stage cannot form a group as declared |
+| daemon | a daemonic process declares worker processes, but may not start any |
 | spent | a source has an iterator that is at its end, or that an earlier run has read |
 | capacity | a capacity is not an int of at least 1 |
 | memory | the channels between processes need more memory than is free |
-| system | this system refuses what channels between processes are made of |
-| limit | more workers share a channel than it has ports, or selects among more than ``select`` takes |
+| system | this system refuses a resource of channels between processes |
+| limit | a channel has more workers than ports, or a ``select`` has more operations than it supports |
 """
 
 from __future__ import annotations
@@ -51,23 +50,25 @@ MEMINFO = Path("/proc/meminfo")
 _BYTES_PER_ITEM = 64
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOENT)
 _BYTES_PER_CHANNEL = 64 * 1024
-# of a channel between processes: its table has some places more, for processes without a port
+# Ports of a channel between processes. Its table has some more places, for processes without a port.
 _MOST_PORTS = 4096
-_MOST_SELECTED = 128  # operations of one select, which is what Linux can wait for at once
+_MOST_SELECTED = 128  # operations of one select, the most that Linux can wait for at once
 
 Found = Iterator[tuple[int, Problem]]
-"""Problems, each with the index of its stage in the graph (-1: the graph as a whole)."""
+"""Problems, each with the index of its stage in the graph; -1 means the whole graph."""
 
 
 def check(graph: Blueprint) -> tuple[Problem, ...]:
-    """Everything that is wrong with the graph, in the order of declaration; empty if it can run. Starts
-    nothing and raises nothing because of the graph."""
+    """Return every problem of the graph, in the order of declaration; an empty tuple if the graph can run.
+
+    The check starts no stage, and raises no exception because of the graph.
+    """
     stages = graph.stages
     found: list[tuple[int, Problem]] = []
     for rule in _RULES:
         found.extend(rule(graph, stages))
     count = Counter(stage.name for stage in stages)
-    items = {  # what a name given twice means is not certain
+    items = {  # the stage that a duplicate name refers to is ambiguous
         Origin(stage.name, output.port): output
         for stage in stages
         if count[stage.name] == 1
@@ -80,7 +81,7 @@ def check(graph: Blueprint) -> tuple[Problem, ...]:
 
 
 def raise_for(graph: Blueprint) -> None:
-    """``GraphError`` with all problems, if :func:`check` finds any."""
+    """Raise ``GraphError`` with all problems that :func:`check` finds, if there are any."""
     problems = check(graph)
     if problems:
         raise GraphError(graph.name, problems)
@@ -117,7 +118,7 @@ def _duplicates(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             owner = channels.setdefault(name, stage)
             if owner is not stage:
                 message = (
-                    f"its channel {name!r} is named like one of stage {owner.name!r} "
+                    f"its channel {name!r} has the name of a channel of stage {owner.name!r} "
                     f"at {owner.where}; "
                     "give one of the stages another name="
                 )
@@ -141,8 +142,11 @@ def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """One problem per knot of stages that wait for each other. A name given twice joins stages which are not
-    joined, so such names are left out; they have a problem of their own."""
+    """Yield one problem for each set of stages that wait for each other.
+
+    Duplicate names would join stages that are not connected, so these stages are left out. They have their
+    own problem.
+    """
     count = Counter(stage.name for stage in stages)
     indexes = {stage.name: index for index, stage in enumerate(stages) if count[stage.name] == 1}
     edges = [
@@ -153,7 +157,7 @@ def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     ]
     if not _goes_in_circles(edges):
         return
-    import networkx  # takes longer to import than all of flowchan
+    import networkx  # networkx takes longer to import than all of flowchan
 
     joined = networkx.DiGraph(edges)
     for knot in networkx.strongly_connected_components(joined):
@@ -165,9 +169,8 @@ def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         loop = [*loop[turn:], *loop[: turn + 1]]
         stage = stages[indexes[loop[0]]]
         message = (
-            f"the stages wait for each other in a loop: {' → '.join(loop)}; break it at one of "
-            "them, or declare which of "
-            "them leads back: graph.feedback()"
+            f"the stages wait for each other in a loop: {' → '.join(loop)}; break the loop, "
+            "or declare it with graph.feedback()"
         )
         yield indexes[stage.name], Problem("cycle", stage.name, stage.where, message)
 
@@ -184,7 +187,7 @@ def _goes_in_circles(edges: list[tuple[str, str]]) -> bool:
 
 
 def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Each feedback is fed, and who reads it can end by itself."""
+    """Check that each feedback has a writer, and a reader that can end before its inputs end."""
     for origin, loop in graph._loops.items():
         if loop.fed_by is None:
             message = f"nothing feeds {loop.name!r}; close the loop with .feed(stream)"
@@ -194,16 +197,18 @@ def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for index, stage in enumerate(stages):
         if stage.feedback and not stage.operator.ends_loops:
             message = (
-                f"{stage.kind} reads a feedback, and would wait for its own end; let a "
-                "graph.stage read it, which "
+                f"{stage.kind} reads a feedback, so it would wait for its own end; read it in a "
+                "graph.stage that "
                 "returns when its work is done"
             )
             yield index, Problem("loop", stage.name, stage.where, message)
 
 
 def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Each output has exactly one reader; a result may have none. Who reads a name given twice is not
-    certain."""
+    """Check that each output has exactly one reader; a result may have none.
+
+    The reader of a duplicate name is ambiguous, so these stages are left out.
+    """
     count = Counter(stage.name for stage in stages)
     readers: dict[Origin, list[Stage]] = {}
     for stage in stages:
@@ -214,7 +219,7 @@ def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             reading = readers.get(Origin(stage.name, output.port), [])
             if not reading and output is not stage.errors and not stage.operator.result:
                 message = (
-                    f"nobody reads its output {output.name!r}; end it with .sink(function), "
+                    f"no stage reads its output {output.name!r}; end it with .sink(function), "
                     "or with .collect() "
                     "to have the items as a result"
                 )
@@ -233,12 +238,12 @@ def _capacities(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for index, stage in enumerate(stages):
         for output in stage.all_outputs:
             if not _is_capacity(output.capacity):
-                message = f"capacity of {output.name!r} must be an int of at least 1, not {output.capacity!r}"
+                message = f"capacity of {output.name!r} must be an int of at least 1, got {output.capacity!r}"
                 yield index, Problem("capacity", stage.name, stage.where, message)
 
 
 def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """A lower bound, reserved when the run begins; items that are larger need more."""
+    """Check a lower bound of the memory, which a run reserves when it begins. Larger items need more."""
     shared = [edge for edge in graph.edges if edge.transport.copies and _is_capacity(edge.capacity)]
     if not shared:
         return
@@ -255,7 +260,7 @@ def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _free_memory() -> float:
-    """In bytes; infinite where the kernel does not say."""
+    """Return the free memory in bytes; infinity if the kernel does not report it."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
@@ -309,21 +314,23 @@ def _asyncs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             others = ", ".join(
                 sorted(operator.name for operator in OPERATORS.values() if operator.async_body)
             )
-            message = f"{stage.kind} takes no async function; {others} do"
+            message = f"{stage.kind} does not accept an async function; {others} do"
             yield index, Problem("async", stage.name, stage.where, message)
 
 
 def _spent(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """A process iterates over a copy of its iterator, so only those of threads are read; a channel says
-    itself when it is at its end."""
+    """Check the iterators of sources on threads.
+
+    A process iterates over a copy of its iterator, so it uses up none. A channel reports its own end.
+    """
     for index, stage in enumerate(stages):
         items = stage.options.get("iterable")
         if stage.placement.apart or not isinstance(items, Iterator) or isinstance(items, Channel | In):
             continue
         if inspect.isgenerator(items) and inspect.getgeneratorstate(items) == inspect.GEN_CLOSED:
-            how = "is at its end already, so there would be no items"
+            how = "is already at its end, so there would be no items"
         elif stage.name in graph._started and iter(items) is items:
-            how = "was read by an earlier run, and can't begin anew"
+            how = "was read by an earlier run, and can't start again"
         else:
             continue
         message = (
@@ -339,9 +346,9 @@ def _daemonic(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         for index, stage in enumerate(stages):
             if stage.placement.apart:
                 message = (
-                    f"process {process.name!r} is daemonic, and Python lets it start no "
+                    f"process {process.name!r} is daemonic, so it cannot start "
                     "processes; start it with "
-                    "daemon=False, or let the stage run on='thread'"
+                    "daemon=False, or place the stage on='thread'"
                 )
                 yield index, Problem("daemon", stage.name, stage.where, message)
 
@@ -352,7 +359,7 @@ def _hosts(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             yield index, Problem("hosts", stage.name, stage.where, stage.placement.missing)
         elif stage.placement.nowhere:
             message = (
-                "nobody has said which hosts it runs on; give them with `flowchan run FILE --hosts local:2`, "
+                "its hosts are not given; give them with `flowchan run FILE --hosts local:2`, "
                 "or declare it with on=pool"
             )
             yield index, Problem("hosts", stage.name, stage.where, message)
@@ -364,18 +371,20 @@ def _gangs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             message = "its workers form a group, whose operations wait: an async function can't call them"
             yield index, Problem("gang", stage.name, stage.where, message)
         if stage.gang is not None and stage.gang.elastic and not stage.placement.apart:
-            message = "elastic=True is for processes: no thread dies by itself; say on='process' or on=pool"
+            message = (
+                "elastic=True needs processes, because a thread cannot die alone; use on='process' or on=pool"
+            )
             yield index, Problem("gang", stage.name, stage.where, message)
 
 
 def _addressed(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Streams whose items go to the worker that the sender names."""
+    """Check streams whose items go to the worker that the sender names."""
     indexes = {stage.name: index for index, stage in enumerate(stages)}
     for edge in graph.edges:
         if edge.errors and edge.to_worker == 1 and edge.reader is not None:
             message = (
                 f"its per_worker input {edge.reader_port!r} reads the errors stream of {edge.writer!r}, "
-                "whose items name no worker; put a map between them that gives pairs (worker, item)"
+                "whose items name no worker; put a map between them that returns pairs (worker, item)"
             )
             yield indexes[edge.reader], Problem("ports", edge.reader, edge.where, message)
 

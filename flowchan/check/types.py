@@ -1,10 +1,9 @@
-"""The rules "ports" and "type": whether a stage can call its function, and whether the items that reach it
-are what its annotations ask for.
+"""Check the rules "ports" and "type": streams and items must fit the stage's function.
 
-Annotations are believed only as far as they are certain: classes and the class of a generic type are
-compared, and whatever is unknown, abstract in an unusual way or merely convertible passes. (So beartype.door
-is of no help: what it tells for certain is a subtype, not what might fit; it raises for protocols, TypedDicts
-and unresolved names; and loading it takes 77 ms for what are 35 lines here.)
+The checks use annotations only where these are certain. They compare classes, and the classes of generic
+types. An unknown, unusually abstract or merely convertible type passes. beartype.door does not help here: it
+proves subtypes, but does not tell which types may fit. It also raises for protocols, TypedDicts and
+unresolved names. Loading it takes 77 ms, for 35 lines of this module.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _ARGUMENTS = {1: "one argument, the item", 2: "two arguments, the result so far 
 
 
 def port_problems(stage: Stage) -> Iterator[Problem]:
-    """Whether the streams and arguments given fit the parameters of the function."""
+    """Yield a problem for each stream or argument that does not match the function's parameters."""
     if stage.function is None:
         return
     if stage.operator.calls == "ports":
@@ -43,8 +42,10 @@ def port_problems(stage: Stage) -> Iterator[Problem]:
 
 
 def type_problems(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[Problem]:
-    """Whether the annotated item type of each stream fits the annotation of the parameter that takes it.
-    ``outputs``: what the origins of the graph are."""
+    """Yield a problem for each stream whose item type does not fit the parameter that receives it.
+
+    ``outputs`` maps each origin of the graph to its output.
+    """
     if stage.operator.iterates and stage.function is not None:
         given = returned_type(stage.function)
         if not _iterable(given) and not is_async(stage.function):
@@ -70,8 +71,10 @@ def type_problems(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[Pr
 
 
 def fits(given: Any, asked: Any) -> bool:
-    """Whether a value of type ``given`` may be passed where ``asked`` is annotated; true when that is not
-    certain."""
+    """Return whether a value of type ``given`` may be passed to a parameter annotated ``asked``.
+
+    If this is not certain, return True.
+    """
     given, asked = _bare(given), _bare(asked)
     if isinstance(given, tuple):
         return any(fits(member, asked) for member in given)
@@ -84,15 +87,15 @@ def fits(given: Any, asked: Any) -> bool:
             return True
         if issubclass(given, asked) or issubclass(asked, given):
             return True
-        # NumPy's and other libraries' numbers convert; a builtin float where an int is asked for does not.
+        # Numbers of NumPy and other libraries convert; a builtin float does not fit an int.
         foreign = not {given, asked} <= {bool, int, float, complex}
         return foreign and issubclass(given, numbers.Number) and issubclass(asked, numbers.Number)
-    except Exception:  # classes that refuse issubclass, such as TypedDict
+    except Exception:  # classes that do not support issubclass, such as TypedDict
         return True
 
 
 def _iterable(annotation: Any) -> bool:
-    """Whether a value so annotated can be iterated over; true when that is not certain."""
+    """Return whether a value with this annotation is iterable; True if this is not certain."""
     kind = _bare(annotation)
     if isinstance(kind, tuple):
         return any(_iterable(member) for member in kind)
@@ -100,7 +103,7 @@ def _iterable(annotation: Any) -> bool:
 
 
 def _bare(annotation: Any) -> Any:
-    """The class of an annotation, the tuple of a union's members, or ``None`` where nothing is certain."""
+    """Return the class of an annotation, the members of a union, or ``None`` if nothing is certain."""
     while isinstance(annotation, typing.NewType):
         annotation = annotation.__supertype__
     annotation = known(annotation) if annotation is not None else None
@@ -113,7 +116,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def _asked(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tuple[Output, str, Any]]:
-    """Each stream with a known item type, with the parameter it goes to and its annotation."""
+    """Yield each stream with a known item type, with its parameter and the parameter's annotation."""
     if stage.function is None:
         return
     read = {port: outputs[origin] for port, origin in stage.read if origin in outputs}
@@ -133,7 +136,10 @@ def _asked(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tuple[Out
 
 
 def _in_pairs(stream: Output, port: str, asked: Any) -> tuple[Output, str, Any]:
-    """The same for a stream of pairs ``(worker, item)``, of which the item goes to the parameter."""
+    """Return the stream and the annotation for a stream of pairs ``(worker, item)``.
+
+    The parameter receives the item of each pair.
+    """
     args = typing.get_args(stream.item)
     if typing.get_origin(stream.item) is tuple and len(args) == 2 and fits(args[0], int):
         return dataclasses.replace(stream, item=args[1]), port, asked
@@ -149,14 +155,16 @@ def _positional(function: Any) -> list[inspect.Parameter]:
 
 
 def _item_signature(function: Any) -> inspect.Signature | None:
-    """The signature of the call per item. A plain class applied to each item is left alone: its constructor's
-    signature is often not the truth (``__new__``, metaclasses)."""
+    """Return the signature of the call per item, or ``None`` for a plain class.
+
+    The signature of a plain class's constructor is often wrong (``__new__``, metaclasses).
+    """
     made = bare(function)
     return None if inspect.isclass(made) and not is_callable_class(made) else call_signature(function)
 
 
 def _call_messages(stage: Stage) -> Iterator[str]:
-    """An operator that calls the function with the item."""
+    """Yield messages for an operator that calls the function with the item."""
     count = _CALLED_WITH.get(stage.operator.calls or "")
     if count is None:
         return
@@ -185,7 +193,7 @@ def _source_messages(stage: Stage) -> Iterator[str]:
 
 
 def _construction_messages(stage: Stage) -> Iterator[str]:
-    """A callable class must be constructible in the worker, without further arguments."""
+    """Check that the worker can construct a callable class without further arguments."""
     if not is_callable_class(stage.function):
         return
     try:
@@ -202,7 +210,7 @@ def _construction_messages(stage: Stage) -> Iterator[str]:
 
 
 def _port_messages(stage: Stage) -> Iterator[str]:
-    """A general stage: its streams against its ``In`` parameters, its arguments against the rest."""
+    """Check a general stage: its streams against its ``In`` parameters, its arguments against the others."""
     name = _named(stage.function)
     signature = call_signature(stage.function)
     if signature is None:
@@ -227,7 +235,10 @@ def _port_messages(stage: Stage) -> Iterator[str]:
         if parameter.name != seat:
             yield from _parameter_messages(stage, name, parameter, parameter.name in ports)
         elif seat in stage.kwargs:
-            yield f"{seat!r} of {name} is the worker's member of a group, which the run gives; don't give one"
+            yield (
+                f"{seat!r} of {name} is the worker's member of a group, which the run passes; "
+                "remove the argument"
+            )
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     for given in stage.kwargs:
         if given not in signature.parameters and not takes_all:
@@ -238,8 +249,10 @@ def _port_messages(stage: Stage) -> Iterator[str]:
 def _parameter_messages(
     stage: Stage, name: str, parameter: inspect.Parameter, is_port: bool
 ) -> Iterator[str]:
-    """One parameter of a general stage: a port comes from a stream, any other from an argument or its
-    default."""
+    """Check one parameter of a general stage.
+
+    A port gets its value from a stream, and any other parameter from an argument or its default.
+    """
     given = parameter.name in stage.kwargs
     optional = parameter.default is not parameter.empty or parameter.kind in (
         parameter.VAR_POSITIONAL,

@@ -1,1 +1,1 @@
-"""The command ``flowchan``."""
+"""Run the ``flowchan`` command."""

@@ -1,5 +1,4 @@
-"""The ``flowchan`` command: run, check and draw the graph that a Python file declares, and start the members
-of a group.
+"""Define the ``flowchan`` command: run, check and draw graphs in Python files, and launch group members.
 
 Exit codes: 0 done, 1 the run failed, 2 the graph or the call is wrong, 130 interrupted, 143 ended by SIGTERM.
 """
@@ -39,24 +38,29 @@ P = ParamSpec("P")
 def main() -> None:
     """Run, check and draw graphs of stages and channels.
 
-    FILE is a Python file that declares a graph: a Graph object, or a function that returns one and gets ARGS,
-    as the types that its parameters are annotated with. With several of them, say FILE:NAME. A module does as
-    well, package.module:NAME, and - for standard input.
+    FILE is a Python file that declares a graph: a Graph object, or a function that returns one. The function
+    receives ARGS, converted to the types of its annotated parameters.
+
+    If the file declares several graphs, write FILE:NAME. FILE may also be a module, as package.module:NAME,
+    or - for standard input.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # reports have names of stages, and signs, that it may lack
+    # Reports contain stage names and symbols that the terminal's encoding may lack.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class _Targeted(click.Command):
-    """A command whose FILE may be ``-:NAME``, which begins as an option does."""
+    """Command whose FILE may be ``-:NAME``, which looks like an option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, [f"./{one}" if one.startswith("-:") else one for one in args])
 
 
 def _command(function: Callable[P, int]) -> Callable[..., None]:
-    """Makes a subcommand of a function that returns the exit code: adds FILE, ARGS and --debug, and turns
-    errors that are the caller's into one clear line."""
+    """Make a subcommand from a function that returns the exit code.
+
+    The subcommand also has FILE, ARGS and --debug, and reports an error of the caller in one line.
+    """
 
     @main.command(cls=_Targeted)
     @click.argument("file")
@@ -85,9 +89,9 @@ def _exit_code(function: Callable[[], int], debug: bool) -> int:
         if debug:
             traceback.print_exception(error)
         elif isinstance(error, RunError):
-            _tell_failures(error)
+            _print_failures(error)
         elif isinstance(error, GraphError):
-            _tell_problems(error.graph, error.problems, err=True)
+            _print_problems(error.graph, error.problems, err=True)
         else:
             hint = "" if error.__cause__ is None else " (--debug shows the traceback)"
             click.echo(f"flowchan: {error}{hint}", err=True)
@@ -99,18 +103,18 @@ def _exit_code(function: Callable[[], int], debug: bool) -> int:
     "--seed",
     type=click.IntRange(min=0),
     metavar="N",
-    help="What the workers draw by chance; a report names it.",
+    help="Random seed for all workers (shown in the report).",
 )
 @click.option(
     "--hosts",
     metavar="local:2|ssh:a,b|slurm|ray:4",
-    help='Where stages run that are declared with on="hosts".',
+    help='Hosts for the stages declared with on="hosts".',
 )
 def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: str | None) -> int:
-    """Run the graph in FILE and report.
+    r"""Run the graph in FILE and print a report.
 
-    Ctrl-C stops the sources and finishes what is in flight; the second Ctrl-C ends the run at once. Ctrl-\\
-    (SIGQUIT) shows which stage waits on which channel.
+    Ctrl-C stops the sources and finishes the items in flight. A second Ctrl-C ends the run at once. Ctrl-\
+    (SIGQUIT) prints which stage waits on which channel.
     """
     from flowchan.cli.loading import LoadError, load
     from flowchan.cli.result_lines import result_lines
@@ -123,9 +127,9 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
         inputs = [stage.name for stage in graph.stages if stage.operator.outside]
         if inputs:
             raise LoadError(
-                f"{file}: graph {graph.name!r} gets items from outside, by its input {inputs[0]!r}, "
+                f"{file}: graph {graph.name!r} has the input {inputs[0]!r}, "
                 "so only a program can "
-                f"run it: python {file.partition(':')[0]}; `flowchan check` and `flowchan viz` work as ever"
+                f"run it; run python {file.partition(':')[0]}"
             )
         if hosts is not None:
             graph._give_hosts(_pool(hosts))
@@ -152,13 +156,13 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
 
 
 def _width() -> int:
-    """Of the terminal; files have lines of any length."""
+    """Return the width of the terminal; without a terminal, lines have any length."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10**6
 
 
 @contextlib.contextmanager
 def _logging() -> Iterator[None]:
-    """Shows what flowchan logs of deaths and blame, unless the file sets logging up itself."""
+    """Show flowchan's log records of deaths and blame, unless the file configures logging."""
     import logging
 
     handler = logging.StreamHandler()
@@ -185,14 +189,14 @@ def _pool(hosts: str) -> Any:
 
 @_command
 def check(file: str, args: tuple[str, ...], debug: bool) -> int:
-    """Check the graph in FILE without running it: all problems, or one line that all is clear."""
+    """Check the graph in FILE without running it, and print every problem."""
     from flowchan.check.rules import check as problems_of
     from flowchan.cli.loading import load
 
     graph = load(file, args)
     problems = problems_of(graph)
     if problems:
-        _tell_problems(graph.name, problems, err=False)
+        _print_problems(graph.name, problems, err=False)
         return WRONG
     click.echo(f"{graph.name}: all clear: {_counts(graph)}")
     return DONE
@@ -200,11 +204,11 @@ def check(file: str, args: tuple[str, ...], debug: bool) -> int:
 
 @_command
 @click.option(
-    "-o", "output", metavar="FILE.svg|png|pdf|dot|mmd", help="The picture's file. [default: <FILE>.svg]"
+    "-o", "output", metavar="FILE.svg|png|pdf|dot|mmd", help="File of the picture. [default: <FILE>.svg]"
 )
-@click.option("--open", "show", is_flag=True, help="Open the picture in its usual viewer.")
+@click.option("--open", "show", is_flag=True, help="Open the picture in the default viewer.")
 def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show: bool) -> int:
-    """Draw the graph in FILE without running any of it. The output's suffix names the format."""
+    """Draw the graph in FILE without running it. The suffix of the output names the format."""
     from flowchan.cli.loading import load, picture_name
     from flowchan.viz import FORMATS, draw
 
@@ -223,27 +227,29 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
         return WRONG
     click.echo(f"{path}: {_counts(graph)}")
     if show and click.launch(str(path)):
-        click.echo("flowchan: found no viewer to open it with", err=True)
+        click.echo("flowchan: no viewer found for the picture", err=True)
     return DONE
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
 @click.option(
-    *("-n", "count"), type=click.IntRange(1, 1024), help="How many processes, on all hosts together."
+    *("-n", "count"), type=click.IntRange(1, 1024), help="Number of processes on all hosts together."
 )
 @click.option(
     *("--nproc-per-node", "--nproc_per_node", "each"),
     type=click.IntRange(1, 1024),
-    help="How many processes on each host, as torchrun spells it, in place of -n.",
+    help="Number of processes on each host, instead of -n (same name as in torchrun).",
 )
-@click.option("--hosts", "spec", metavar="HOSTS", help="On these, evenly: ssh:a,b, slurm, ray:2.")
+@click.option(
+    "--hosts", "spec", metavar="HOSTS", help="Hosts to spread the processes over: ssh:a,b, slurm or ray:2."
+)
 @click.option(
     "--log-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Write what they say to files there, in place of the terminal: RANK/stdout.log, RANK/stderr.log.",
+    help="Write the output to RANK/stdout.log and RANK/stderr.log in this folder, not to the terminal.",
 )
-@click.option("--pin/--no-pin", default=True, help="Whether each rank has cores of its own, where it can.")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
+@click.option("--pin/--no-pin", default=True, help="Pin each rank to its own cores, if there are enough.")
+@click.option("-m", "--module", is_flag=True, help="Treat SCRIPT as the name of a module, like python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def launch(
@@ -256,17 +262,16 @@ def launch(
     script: str,
     args: tuple[str, ...],
 ) -> None:
-    """Run N processes of SCRIPT, as members of a group: on this host, or on several, which have SCRIPT at the
-    same path.
+    """Run N processes of SCRIPT as the members of a group, on this host or on several.
 
-    Each has torchrun's variables in its environment, so flowchan.collective.group() and torch.distributed
-    find the others. Their lines are shown with the rank before them. When one fails the others are ended,
-    and the last line says who failed first and why.
+    Every host must have SCRIPT at the same path. Each process has the environment variables of torchrun, so
+    flowchan.collective.group() and torch.distributed find the other members. The output of a process is shown
+    with its rank. If a process fails, the others are ended, and the last line names the first failure.
 
-    On a host with as many cores as ranks, or more, each rank has an equal share of them for itself.
+    If a host has at least as many cores as ranks, each rank gets an equal share of the cores.
     """
     if (count is None) == (each is None):
-        raise click.UsageError("it takes one of -n (on all hosts) and --nproc-per-node (on each host)")
+        raise click.UsageError("give one of -n (on all hosts) and --nproc-per-node (on each host)")
     if not module:
         click.Path(exists=True, dir_okay=False)(script, ctx=click.get_current_context())
     command = [*(["-m"] if module else []), script, *args]
@@ -295,17 +300,18 @@ def _launch(
 
 @main.group()
 def hosts() -> None:
-    """Other machines to run stages on."""
+    """Check other machines that can run stages."""
 
 
 @hosts.command("check")
 @click.argument("spec", metavar="HOSTS")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def check_hosts(spec: str, debug: bool) -> None:
-    """Try HOSTS: local:2, ssh:gpu1,user@gpu2, slurm or ray:4.
+    """Check HOSTS: local:2, ssh:gpu1,user@gpu2, slurm or ray:4.
 
-    For each host: whether an agent starts there and reaches this machine, its Python and flowchan, the round
-    trip and bandwidth to it, and the cores, memory and GPUs that an agent may use.
+    For each host, the command prints whether an agent starts there and reaches this machine. It also prints
+    the versions of Python and flowchan, the round trip and the bandwidth, and the cores, memory and GPUs for
+    an agent.
     """
     from flowchan.cli import hosts
 
@@ -313,9 +319,12 @@ def check_hosts(spec: str, debug: bool) -> None:
 
 
 class _Interrupts:
-    """Ctrl-C and SIGTERM while the command runs: they raise ``KeyboardInterrupt`` while the file is loaded,
-    and are only counted once ``hold`` is set, for :func:`_follow` to act on. The third one raises in any
-    case. SIGQUIT (Ctrl-\\) asks who waits for whom."""
+    r"""Handler of Ctrl-C and SIGTERM while the command runs.
+
+    The signals raise ``KeyboardInterrupt`` while the file is loaded. After ``hold`` is set they are only
+    counted, for :func:`_follow`; the third one raises in any case. SIGQUIT (Ctrl-\) requests an explanation
+    of which stage waits on which channel.
+    """
 
     def __init__(self) -> None:
         self.hold = False
@@ -346,7 +355,7 @@ class _Interrupts:
 
 
 def _follow(running: Any, view: LiveView, interrupts: _Interrupts) -> Any:
-    """Wait for the end of the run, and pass interrupts on to it. Gives its results; raises what it raises."""
+    """Wait for the end of the run, pass interrupts on to it, and return its results."""
     heard = 0
     while True:
         if interrupts.count > heard:
@@ -368,13 +377,15 @@ def _interrupt(running: Any, view: LiveView, times: int, number: int) -> None:
         )
         running.stop()
     else:
-        view.say("broken off: what was in flight is discarded")
+        view.say("run ended: items in flight were discarded")
         running.abort()
 
 
-def _tell_failures(error: RunError, debug: bool = False) -> None:
-    """Each failure in a line, and the traceback of the first: the user's own, or with ``debug`` all there
-    is."""
+def _print_failures(error: RunError, debug: bool = False) -> None:
+    """Print each failure in a line, and the traceback of the first one.
+
+    With ``debug``, print all tracebacks instead.
+    """
     if debug:
         traceback.print_exception(error)
         return
@@ -388,7 +399,7 @@ def _tell_failures(error: RunError, debug: bool = False) -> None:
         click.echo(f"flowchan: and {len(others) - MOST_FAILURES + 1} more failures", err=True)
 
 
-def _tell_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
+def _print_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
     from flowchan.errors import Where
     from flowchan.viz.labels import relative
 

@@ -1,4 +1,4 @@
-"""From words of the command line to what a function's parameters are annotated with."""
+"""Convert words of the command line to the annotated types of a function's parameters."""
 
 from __future__ import annotations
 
@@ -12,19 +12,25 @@ from typing import Any
 import click
 
 _ANY = (object, Any)
-"""Types that do not say what a text is to become."""
+"""Annotations for which the text stays a text."""
 
 _SEVERAL = (list, tuple, set, frozenset, dict)
-"""Types that would take the letters of a text."""
+"""Collections, whose constructors would split a text into letters."""
 
 _TRUTH = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 def converted(text: str, annotation: Any) -> Any:
-    """``text`` as a value of that type: numbers, truth values (yes, no, true, false, on, off, 1, 0), paths,
-    members of an ``Enum`` by name, a ``Literal``'s values, ``X | None``, and classes that take one text. The
-    text itself where the annotation says nothing of that. Raises ``ValueError`` with what is allowed, also
-    for a collection: a function would take the letters of a text for its elements."""
+    """Return ``text`` as a value of the annotated type.
+
+    These types are supported: numbers, truth values (yes, no, true, false, on, off, 1, 0), paths, members of
+    an ``Enum`` by name, values of a ``Literal``, ``X | None``, and classes that take one text. For other
+    annotations, return the text.
+
+    Raises:
+        ValueError: The text is not allowed, or the type is a collection. A collection would take the letters
+            of the text as its elements.
+    """
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return _any_of(text, [one for one in typing.get_args(annotation) if one is not types.NoneType])
     if typing.get_origin(annotation) is typing.Literal:
@@ -32,7 +38,8 @@ def converted(text: str, annotation: Any) -> Any:
     kind = typing.get_origin(annotation) or annotation
     if kind in _SEVERAL:
         raise ValueError(
-            f"{text!r} is one text, and no {kind.__name__}; annotate it as str, or take several: *names: str"
+            f"{text!r} is one text, not a {kind.__name__}; "
+            "annotate the parameter as str, or take several: *names: str"
         )
     if not isinstance(annotation, type) or annotation in _ANY or inspect.isabstract(annotation):
         return text
@@ -43,15 +50,15 @@ def converted(text: str, annotation: Any) -> Any:
     try:
         return click.types.convert_type(annotation).convert(text, None, None)
     except click.BadParameter as error:
-        # of truth values click names an empty word, too
-        told = f"{text!r} is none of {', '.join(_TRUTH)}" if annotation is bool else error.message
+        # click also lists an empty word as a truth value
+        told = f"{text!r} must be one of {', '.join(_TRUTH)}" if annotation is bool else error.message
         raise ValueError(told) from error
     except Exception as error:
-        raise ValueError(f"{text!r} is no {annotation.__name__}: {error}") from error
+        raise ValueError(f"{text!r} is not a {annotation.__name__}: {error}") from error
 
 
 def _any_of(text: str, annotations: list[Any]) -> Any:
-    """The first that fits."""
+    """Return the text as a value of the first type that accepts it."""
     for annotation in annotations[:-1]:
         with contextlib.suppress(ValueError):
             return converted(text, annotation)
@@ -62,4 +69,4 @@ def _chosen(text: str, allowed: dict[str, Any]) -> Any:
     try:
         return allowed[text]
     except KeyError:
-        raise ValueError(f"{text!r} is none of {', '.join(allowed)}") from None
+        raise ValueError(f"{text!r} must be one of {', '.join(allowed)}") from None

@@ -1,4 +1,4 @@
-"""``flowchan hosts check``: what hosts are like, as a table."""
+"""Print the properties of hosts as a table, for ``flowchan hosts check``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ HEADS = ("host", "Python", "flowchan", "round trip", "bandwidth", "cores", "memo
 
 
 def check(spec: str) -> bool:
-    """Prints a row for each host that answers, and what is wrong with any. Returns whether all can be used.
-    Raises :class:`flowchan.HostError`."""
+    """Print a row for each host that answers and a line for each problem, and return whether all hosts work.
+
+    Raises:
+        HostError: The hosts cannot be looked up.
+    """
     from flowchan.hosts.probe import look
     from flowchan.hosts.spec import parse
 

@@ -1,8 +1,7 @@
-"""``flowchan launch``: several processes of one script on this host, with torchrun's variables.
+"""Launch several processes of one script on this host, with the environment variables of torchrun.
 
-Each rank is the leader of a process group of its own, so what it has started ends with it, and Ctrl-C reaches
-it through this process. If this process is killed, the kernel kills the ranks, and a guard what they have
-started.
+Each rank leads its own process group. So its children end with it, and Ctrl-C reaches it only through this
+process. If this process is killed, the kernel kills the ranks, and a guard process kills their children.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from flowchan.run.crew.process_exit import signal_name
 from flowchan.transport.tcp import joined, listen
 
 KILL_DELAY_S = 5.0  # seconds from the request to end until the kill
-_OWN_END = 1.0  # seconds in which the others may end by themselves when one has failed
+_OWN_END = 1.0  # seconds in which the other ranks may end on their own after a failure
 _LOOK = 0.05
-_FOLLOWED = ("MemberDied", "MemberLeft")  # what a rank says that failed because another one had
+_FOLLOWED = ("MemberDied", "MemberLeft")  # errors of a rank that failed because another rank had failed
 
 _GUARD = """
 import os, sys
@@ -41,15 +40,20 @@ for group in groups:
 """
 
 Tell = Callable[[int, str, bool], None]
-"""Gets a line that a rank has said: its number, the line, whether it is of its standard error."""
+"""Callback for a line of a rank: its number, the line, and whether it is from standard error."""
 
 
 def show(rank: int, line: str, is_error: bool) -> None:
+    """Print a line of a rank, with the number of the rank."""
     click.echo(f"[{rank}] {line}", err=is_error)
 
 
 class Logs:
-    """Writes what each rank says to files of its own in ``folder``. Raises ``BadParameter`` when it can't."""
+    """Writer of the output of each rank to its own files in ``folder``.
+
+    Raises:
+        BadParameter: A file cannot be written.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,6 +65,7 @@ class Logs:
             raise self._refused(error) from None
 
     def __call__(self, rank: int, line: str, is_error: bool) -> None:
+        """Write a line to the file of its rank and stream."""
         try:
             if (rank, is_error) not in self._files:
                 place = self._folder / str(rank)
@@ -84,8 +89,7 @@ class Logs:
 
 
 def cores_for(local: int, count: int) -> list[int]:
-    """The cores that number ``local`` of ``count`` ranks on this host has for itself; none in particular
-    where there are too few."""
+    """Return the cores for rank ``local`` of ``count`` ranks on this host; empty if too few exist."""
     cores = sorted(os.sched_getaffinity(0))
     return (
         cores[len(cores) * local // count : len(cores) * (local + 1) // count] if len(cores) >= count else []
@@ -93,7 +97,7 @@ def cores_for(local: int, count: int) -> list[int]:
 
 
 class Guard:
-    """A process that kills all that is in the process groups which it was told, once this process is gone."""
+    """Process that kills the registered process groups after this process has ended."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -102,16 +106,17 @@ class Guard:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            process_group=0,  # Ctrl-C is not for it
+            process_group=0,  # keeps Ctrl-C away from the guard
         )
 
     def tell(self, group: int) -> None:
+        """Register a process group."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"%d\n" % group)
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """There is nothing left to be killed."""
+        """End the guard, because no process is left to kill."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -119,7 +124,10 @@ class Guard:
 
 
 class Rank:
-    """One of the processes, and what it has said last. ``cores``: where it runs, if not anywhere."""
+    """Process of one rank, and its last line of standard error.
+
+    ``cores`` are the cores on which it runs; an empty list means all.
+    """
 
     def __init__(
         self, number: int, command: Sequence[str], environ: dict[str, str], tell: Tell, cores: list[int]
@@ -147,7 +155,7 @@ class Rank:
         self._unfinished = {False: b"", True: b""}
 
     def say(self, data: bytes, is_error: bool) -> None:
-        """Passes on whole lines with the rank before them; ``data`` is empty at the end."""
+        """Pass on complete lines; ``data`` is empty at the end of the output."""
         *lines, rest = (self._unfinished[is_error] + data).split(b"\n")
         if not data and rest:
             lines, rest = [rest], b""
@@ -158,8 +166,11 @@ class Rank:
             self.last = text if is_error and text.strip() else self.last
 
     def code(self) -> int | None:
-        """How it ended, as ``Popen`` says it. It is not collected before :meth:`close`, so that its number,
-        and that of its group, mean nobody else."""
+        """Return the exit code like ``Popen``, or ``None`` if the process runs.
+
+        The process is not collected before :meth:`close`. So the system cannot reuse its process id or its
+        group id.
+        """
         if self._code is None:
             end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if end is not None:
@@ -167,7 +178,7 @@ class Rank:
         return self._code
 
     def close(self) -> None:
-        """Leaves nothing of it."""
+        """Kill the process group and close the pipes."""
         self.signal(signal.SIGKILL)
         self.process.wait()
         for pipe in (self.process.stdout, self.process.stderr):
@@ -175,11 +186,12 @@ class Rank:
                 pipe.close()
 
     def signal(self, number: int) -> None:
+        """Send a signal to the process group, if it still exists."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def failure(self) -> str:
-        """Why it failed, in a line; empty if it did not, or has not ended."""
+        """Return the reason of the failure in a line; empty if the rank did not fail or has not ended."""
         code = self.code()
         if not code:
             return ""
@@ -188,8 +200,10 @@ class Rank:
 
 
 class LaunchJob:
-    """The ranks of a script on this host, ``first`` and those after it, from their start until none is
-    left. ``pin``: each has cores of its own, if there are enough."""
+    """Ranks of a script on this host, from their start until none is left.
+
+    ``first`` is the number of the first rank. With ``pin``, each rank has its own cores if there are enough.
+    """
 
     def __init__(
         self,
@@ -201,7 +215,7 @@ class LaunchJob:
         first: int = 0,
     ) -> None:
         self.interrupts = 0
-        self._failed: list[Rank] = []  # by themselves, in the order in which it was noticed
+        self._failed: list[Rank] = []  # that failed without a request to end, in the order of detection
         self._end_by = float("inf")
         self._kill_by = float("inf")
         self._selector = selectors.DefaultSelector()
@@ -224,11 +238,11 @@ class LaunchJob:
 
     @property
     def first_failure(self) -> str:
-        """Who failed first, and why; empty if nobody did."""
+        """Rank that failed first, with the reason; empty if none failed."""
         return first_of([rank.failure() for rank in self._failed])
 
     def run(self) -> None:
-        """Returns when all have ended and all that they said is passed on."""
+        """Return when all ranks have ended and all their output is passed on."""
         while self.goes_on():
             try:
                 self.look()
@@ -236,17 +250,18 @@ class LaunchJob:
                 self.interrupt()
 
     def goes_on(self) -> bool:
+        """Return whether a rank runs or has output that is not passed on."""
         return bool(self._selector.get_map()) or any(rank.code() is None for rank in self.ranks)
 
     def close(self) -> None:
-        """Leaves nothing, whatever has happened."""
+        """Kill all ranks, and end the guard."""
         for rank in self.ranks:
             rank.close()
         self._guard.close()
         self._selector.close()
 
     def look(self) -> None:
-        """Passes on what they have said, and ends them when one has failed. Waits a moment for more."""
+        """Pass on new output, and end all ranks if one has failed. Wait briefly for more output."""
         if not self._selector.get_map():
             time.sleep(_LOOK)
         for key, _ in self._selector.select(_LOOK):
@@ -257,7 +272,7 @@ class LaunchJob:
             if not data:
                 self._selector.unregister(pipe)
         now = time.monotonic()
-        if self._kill_by == float("inf"):  # nobody was told to end
+        if self._kill_by == float("inf"):  # no rank was asked to end
             new = [rank for rank in self.ranks if rank.failure() and rank not in self._failed]
             if new and not self._failed:
                 self._end_by = now + _OWN_END
@@ -268,7 +283,7 @@ class LaunchJob:
             self._end(signal.SIGKILL, now)
 
     def interrupt(self) -> None:
-        """As Ctrl-C; once more kills them."""
+        """Interrupt the ranks like Ctrl-C; the second call kills them."""
         self.interrupts += 1
         self._end(signal.SIGINT if self.interrupts == 1 else signal.SIGKILL, time.monotonic())
 
@@ -282,9 +297,11 @@ class LaunchJob:
 def variables(
     count: int, here: int, master: str, job: str, group: int = 0, groups: int = 1
 ) -> dict[str, str]:
-    """The environment of all ranks on a host, as torchrun sets it; what says which rank it is comes in
-    addition. ``here``: of ``count`` ranks, how many are on this host, which is number ``group`` of
-    ``groups``. ``master``: an address of rank 0's host that is free."""
+    """Return the environment of all ranks on a host, like that of torchrun.
+
+    The variables that name the rank are added later. ``here`` of ``count`` ranks run on this host, which is
+    number ``group`` of ``groups``. ``master`` is a free address of rank 0's host.
+    """
     address, _, port = master.rpartition(":")
     return {
         "OMP_NUM_THREADS": "1",
@@ -305,20 +322,25 @@ def variables(
 
 
 def first_of(failures: Sequence[str]) -> str:
-    """Who fails because another one left may end sooner than that one."""
+    """Return the failure that caused the others.
+
+    A rank that fails because another rank failed may end before that rank.
+    """
     own = (text for text in failures if not any(word in text for word in _FOLLOWED))
     return next(own, (*failures, "")[0])
 
 
 def free_address(host: str) -> str:
-    """With a port that nobody listens at now."""
+    """Return an address of the host with an unused port."""
     with listen(joined((host, 0))) as listener:
         return listener.address
 
 
 def launch(count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, bool]:
-    """Runs all ranks of a script, or after ``-m`` of a module, to their end; its arguments follow. Who failed
-    first and why, empty if nobody did, and whether it was interrupted."""
+    """Run all ranks of a script, or of a module after ``-m``, until they end.
+
+    Return the first failure with its reason, empty if none, and whether an interrupt came.
+    """
     environ = variables(count, count, free_address("127.0.0.1"), secrets.token_hex(8))
     job = LaunchJob(count, [sys.executable, *script], environ, tell, pin)
     try:

@@ -1,7 +1,7 @@
-"""``flowchan launch --hosts``: the ranks of a script on several hosts.
+"""Launch the ranks of a script on several hosts, for ``flowchan launch --hosts``.
 
-It is a graph: on each host a stage runs the ranks there, tells what they say, and hears what the launcher
-wants of them. So a host that is lost ends the job, and nothing is left anywhere.
+The launch is a graph. On each host, a stage runs the ranks, sends their output, and receives orders of the
+launcher. So the loss of a host ends the job, and no process is left anywhere.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from flowchan.cli.launch import LaunchJob, Tell, first_of, free_address, variabl
 from flowchan.hosts.host_pool import Pool
 from flowchan.transport.tcp import route_to
 
-LATER = 1.0  # seconds in which the ranks of other hosts may end by themselves when one has failed
+LATER = 1.0  # seconds in which the ranks of other hosts may end on their own after a failure
 
 
 @dataclass(frozen=True)
 class Begin:
-    """To all hosts: where rank 0 may listen, for torch and for our groups, and what all ranks know."""
+    """Message to all hosts: rank 0's addresses, for torch and for flowchan, and a secret."""
 
     master: str
     at: str
@@ -35,6 +35,8 @@ class Begin:
 
 @dataclass(frozen=True)
 class OutputLine:
+    """Message with a line of output of a rank."""
+
     rank: int
     text: str
     is_error: bool
@@ -42,15 +44,18 @@ class OutputLine:
 
 @dataclass(frozen=True)
 class RankEnded:
-    """No rank is left on a host. ``failure``: who failed there first, and why."""
+    """Message that no rank is left on a host, with the host's first failure and its reason."""
 
     failure: str
 
 
 @dataclass(frozen=True)
 class Share:
-    """Of ``count`` ranks those ``here``, from the number ``first`` on, on host number ``host`` of ``hosts``,
-    which is called ``name``. ``towards``: where the launcher is."""
+    """Ranks of one host.
+
+    ``here`` of ``count`` ranks run on it, from number ``first`` on. ``host`` is its number of ``hosts``, and
+    ``name`` its name. ``towards`` is the address of the launcher.
+    """
 
     name: str
     host: int
@@ -62,7 +67,7 @@ class Share:
 
 
 def ranks_here(share: Share, script: Sequence[str], pin: bool, orders: In[Any], said: Out[Any]) -> None:
-    """Those of one host. The first one offers an address at which the others reach it."""
+    """Run the ranks of one host. The first host offers an address on which the others reach it."""
     if share.host == 0:
         address = route_to(share.towards)
         said.put(Begin(free_address(address), free_address(address), secrets.token_hex(16)))
@@ -84,7 +89,7 @@ def ranks_here(share: Share, script: Sequence[str], pin: bool, orders: In[Any], 
 
 
 class HostLauncher:
-    """Of ``count`` ranks, evenly on the hosts of a pool."""
+    """Launcher of ``count`` ranks, spread evenly over the hosts of a pool."""
 
     def __init__(self, pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool) -> None:
         self._tell = tell
@@ -107,7 +112,7 @@ class HostLauncher:
         self._orders = self._run[orders]
 
     def run(self) -> None:
-        """Until no rank is left, and all that they said is passed on."""
+        """Return when no rank is left and all output is passed on."""
         with self._run as run:
             for word in run.iter(self._said):
                 if isinstance(word, OutputLine):
@@ -128,18 +133,22 @@ class HostLauncher:
             self._orders.close()
 
     def _end(self) -> None:
-        with contextlib.suppress(ChannelError, ValueError):  # all hosts have ended already
+        with contextlib.suppress(ChannelError, ValueError):  # all hosts have ended
             self._orders.put_nowait("end")
 
     def interrupt(self, *_: object) -> None:
-        """As Ctrl-C; once more kills the ranks."""
+        """Interrupt the ranks like Ctrl-C; the second call kills them."""
         self.interrupts += 1
         self._end()
 
 
 def launch_over(pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, bool]:
-    """As ``launch``, on the hosts of a pool. Raises :class:`flowchan.HostError`, and :class:`RunError` when a
-    host is lost."""
+    """Launch the ranks like ``launch``, on the hosts of a pool.
+
+    Raises:
+        HostError: A host cannot be used.
+        RunError: A host was lost.
+    """
     launcher = HostLauncher(pool, count, script, tell, pin)
     before = {number: signal.signal(number, launcher.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,6 +1,6 @@
-"""Finding the graph in a user's file or module, for the command line.
+"""Find the graph in a user's file or module, for the command line.
 
-It is imported, not run: its ``if __name__ == "__main__"`` block stays asleep.
+The file is imported, not run, so its ``if __name__ == "__main__"`` block does not run.
 """
 
 from __future__ import annotations
@@ -27,19 +27,26 @@ STDIN = Path("-")
 
 
 class LoadError(FlowchanError):
-    """No graph came out of the file: it isn't there, is no Python, failed while it was imported, holds no
-    graph or several, or the call does not fit its function. The message is one line; ``__cause__`` is the
-    user's own error."""
+    """No graph could be loaded from the file.
+
+    The file does not exist, is not valid Python, failed during import, or declares no graph or several. Or
+    the arguments do not fit its function. The message is one line; ``__cause__`` is the user's own error.
+    """
 
 
 def load(target: str, args: Sequence[str] = ()) -> Blueprint:
-    """The graph that ``target``, ``FILE`` or ``FILE:NAME``, declares. ``FILE`` may also be ``-``, for what
-    comes by standard input, or the name of a module: ``package.module:graph``.
+    """Return the graph that ``target`` declares.
 
-    That is the module's only graph, or what its only function annotated ``-> Graph`` returns when it is
-    called with ``args``, each converted to what its parameter is annotated with. An object that has a graph,
-    in a property ``graph`` annotated ``-> Graph``, counts as that graph. ``NAME`` chooses among several, and
-    may name a function without the annotation. Raises :class:`LoadError`.
+    ``target`` is ``FILE`` or ``FILE:NAME``. ``FILE`` may be ``-`` for standard input, or the name of a
+    module, for example ``package.module:graph``.
+
+    The graph is the module's only graph, or the result of its only function annotated ``-> Graph``. The
+    function is called with ``args``, converted to the types of its parameters. An object with a property
+    ``graph`` annotated ``-> Graph`` counts as that graph. ``NAME`` chooses among several, and may name a
+    function without the annotation.
+
+    Raises:
+        LoadError: The target declares no graph, or several without ``NAME``.
     """
     path, name = split_target(target)
     module = load_module(path)
@@ -48,18 +55,22 @@ def load(target: str, args: Sequence[str] = ()) -> Blueprint:
 
 
 def split_target(target: str) -> tuple[Path, str | None]:
-    """``FILE:NAME`` in its two parts. A file whose own name holds a colon is found all the same. The first
-    part may also be ``-`` or a module's name."""
+    """Split ``FILE:NAME`` into its two parts.
+
+    The first part may be ``-``, a module's name, or a file whose own name contains a colon.
+    """
     file, colon, name = target.rpartition(":")
     if not colon or Path(target).exists():
         return Path(target), None
     if not name.isidentifier():
-        raise LoadError(f"{target}: after the colon comes the name of a graph or function, not {name!r}")
+        raise LoadError(
+            f"{target}: the name after the colon must be that of a graph or function, got {name!r}"
+        )
     return Path(file), name
 
 
 def picture_name(target: str) -> str:
-    """What a picture of ``target`` is called if nobody says so."""
+    """Return the default name of a picture of ``target``."""
     path, _ = split_target(target)
     if path == STDIN:
         return "stdin.svg"
@@ -67,11 +78,13 @@ def picture_name(target: str) -> str:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Import the file as a module named like it, with its folder on ``sys.path``, as Python does for a
-    script; a module by its name, and standard input, with the working directory there.
+    """Import a file, a module or standard input.
 
-    Of a file and of standard input the functions are pickled by value from then on, because a worker process
-    may not find them.
+    A file becomes a module with the name of the file, with its folder on ``sys.path``, as when Python runs a
+    script. For a module or for standard input, the working directory is on ``sys.path``.
+
+    The functions of a file or of standard input are pickled by value afterwards, because a worker process may
+    not find them.
     """
     if path == STDIN:
         return _from_stdin()
@@ -110,7 +123,7 @@ def _by_value(module: ModuleType) -> ModuleType:
 
 
 def _names_module(path: Path) -> bool:
-    """Whether it is a module's name and not a file's. A package's folder is one."""
+    """Return whether the path is the name of a module. The folder of a package is one."""
     parts = str(path).split(".")
     named = all(map(str.isidentifier, parts)) and parts[-1] != "py"
     return named and (not path.exists() or (path / "__init__.py").is_file())
@@ -126,7 +139,7 @@ def _import(name: str) -> ModuleType:
                 raise
             spec = None
     if spec is None:
-        raise LoadError(f"{name}: no file, and no module that can be imported from here, has that name")
+        raise LoadError(f"{name}: no file or importable module has that name")
     with _one_line(Path(spec.origin or name)):
         return importlib.import_module(name)
 
@@ -134,7 +147,8 @@ def _import(name: str) -> ModuleType:
 def _from_stdin() -> ModuleType:
     _find_in(os.getcwd())
     text, file = sys.stdin.read(), "<stdin>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks
+    # lets tracebacks show the lines
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     module = ModuleType("_stdin")
     module.__file__ = file
     sys.modules[module.__name__] = module
@@ -148,19 +162,17 @@ def _from_stdin() -> ModuleType:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the file as it is now, and leaves no ``__pycache__`` beside it, as when Python runs a
-    script."""
+    """Loader that compiles the current file and writes no ``__pycache__``, as when Python runs a script."""
 
     def get_code(self, fullname: str) -> CodeType:
         try:
             return self.source_to_code(self.get_data(self.path), self.path)
-        except ValueError as error:  # what Python 3.11 says to a binary file
+        except ValueError as error:  # Python 3.11 raises it for a binary file
             raise SyntaxError(str(error)) from error
 
 
 def _module_name(file: Path) -> str:
-    """The file's stem, unless a module of that name is loaded already or belongs to Python: that one
-    stays."""
+    """Return the stem of the file, with underscores added if a loaded or standard module has that name."""
     name = file.stem.replace(".", "_")
     while name in sys.stdlib_module_names or getattr(sys.modules.get(name), "__file__", str(file)) != str(
         file
@@ -171,8 +183,7 @@ def _module_name(file: Path) -> str:
 
 @contextlib.contextmanager
 def _one_line(path: Path) -> Iterator[None]:
-    """Turns whatever the user's code raises into a :class:`LoadError` that says what and where in one
-    line."""
+    """Turn each exception of the user's code into a :class:`LoadError` with its cause and line."""
     try:
         yield
     except (KeyboardInterrupt, GraphError):
@@ -184,7 +195,7 @@ def _one_line(path: Path) -> Iterator[None]:
     except SystemExit as error:
         raise LoadError(
             f"{path}: calls exit when imported{_line_in(path, error)}; "
-            'put that under `if __name__ == "__main__":`'
+            'put the call under `if __name__ == "__main__":`'
         ) from error
     except BaseException as error:
         raise LoadError(
@@ -197,7 +208,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _line_in(path: Path, error: BaseException) -> str:
-    """The last line of the user's own file in the traceback."""
+    """Return the last line of the user's own file in the traceback."""
     lines = []
     trace = error.__traceback__
     while trace is not None:
@@ -210,16 +221,16 @@ def _line_in(path: Path, error: BaseException) -> str:
 def _only(module: ModuleType, path: Path) -> str:
     names = list(_candidates(module))
     if not names:
-        raise LoadError(
-            f"{path}: no graph inside: neither a Graph object nor a function annotated `-> Graph`"
-        )
+        raise LoadError(f"{path}: no graph found; declare a Graph object or a function annotated `-> Graph`")
     if len(names) > 1:
-        raise LoadError(f"{path}: which graph? Say one of {', '.join(f'{path}:{name}' for name in names)}")
+        raise LoadError(
+            f"{path}: several graphs found; choose one of {', '.join(f'{path}:{name}' for name in names)}"
+        )
     return names[0]
 
 
 def _candidates(module: ModuleType) -> Iterator[str]:
-    """Public names of the module's graphs, each graph once, and of its functions that return one."""
+    """Yield the public names of the module's graphs, each graph once, and of functions that return one."""
     seen: set[int] = set()
     for name, value in vars(module).items():
         if name.startswith("_"):
@@ -233,14 +244,14 @@ def _candidates(module: ModuleType) -> Iterator[str]:
 
 
 def _graph_behind(value: Any) -> Blueprint | None:
-    """The graph that a value is or has."""
+    """Return the graph that a value is or has."""
     if not isinstance(value, Blueprint) and _has_graph(type(value)):
         value = value.graph
     return value if isinstance(value, Blueprint) else None
 
 
 def _has_graph(kind: type) -> bool:
-    """Whether a class says of its objects that they have a graph."""
+    """Return whether a class declares that its objects have a graph."""
     found = inspect.getattr_static(kind, "graph", None)
     return isinstance(found, property) and found.fget is not None and _is_graph(_returned(found.fget))
 
@@ -253,7 +264,7 @@ def _builds_graph(value: Any, module: ModuleType) -> bool:
 
 
 def _returned(function: Any) -> Any:
-    """The annotation of what a function returns; as text where it can't be resolved."""
+    """Return the annotation of a function's result, as text if it cannot be resolved."""
     annotation = getattr(function, "__annotations__", {}).get("return")
     with contextlib.suppress(Exception):
         annotation = typing.get_type_hints(function).get("return")
@@ -271,21 +282,17 @@ def _named(module: ModuleType, name: str, path: Path) -> str:
         return name
     names = list(_candidates(module))
     known = f"; it has {', '.join(names)}" if names else ", and no graph either"
-    raise LoadError(f"{path}: no {name!r} inside{known}")
+    raise LoadError(f"{path}: has no {name!r}{known}")
 
 
 def _graph_of(label: str, value: Any, args: Sequence[str], file: Path) -> Blueprint:
     graph = _graph_behind(value)
     if graph is not None:
         if args:
-            raise LoadError(
-                f"{label}: is a graph, not a function, so it takes no arguments: {' '.join(args)}"
-            )
+            raise LoadError(f"{label}: a graph takes no arguments, got {' '.join(args)}")
         return graph
     if not callable(value):
-        raise LoadError(
-            f"{label}: is neither a graph nor a function that returns one, but of type {_type(value)}"
-        )
+        raise LoadError(f"{label}: must be a graph or a function that returns one, got {_type(value)}")
     converted = _converted(label, value, args)
     with _one_line(file):
         returned = value(*converted)
@@ -296,16 +303,16 @@ def _graph_of(label: str, value: Any, args: Sequence[str], file: Path) -> Bluepr
 
 
 def _converted(label: str, function: Callable[..., Any], args: Sequence[str]) -> Sequence[Any]:
-    """The arguments as the parameters are annotated."""
+    """Return the arguments, converted to the annotated types of the parameters."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a callable that tells no signature
+    except ValueError:  # a callable without a signature
         return args
     try:
         bound = signature.bind(*args)
     except TypeError as error:
         takes = signature.replace(return_annotation=inspect.Signature.empty)
-        raise LoadError(f"{label}: {error}: it takes {takes}, {len(args)} given") from error
+        raise LoadError(f"{label}: {error}; the parameters are {takes}, got {len(args)} arguments") from error
     hints: dict[str, Any] = {}
     with contextlib.suppress(Exception):
         hints = typing.get_type_hints(function)

@@ -1,5 +1,7 @@
-"""What a run gave, in lines for a terminal: small values themselves, of larger ones the size and how they
-begin."""
+"""Format the results of a run as lines for a terminal.
+
+A small value is shown whole, a larger one by its size and its beginning.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ WIDTH = 80
 
 
 def result_lines(results: Mapping[Any, Any]) -> Iterator[str]:
-    """A line for each result, by the name of its stream."""
+    """Yield a line for each result, with the name of its stream."""
     if results:
         yield "\nresults"
     for stream, value in results.items():
@@ -22,7 +24,7 @@ def result_lines(results: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def _size(value: Any) -> str:
-    """What a value is that does not show it in one line."""
+    """Return the size of a value that does not fit a line."""
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple):
         return f"{type(value).__name__} of {' × '.join(map(str, shape)) or '1 number'}, "

@@ -1,1 +1,1 @@
-"""The declaration of a graph. Nothing here runs."""
+"""Declare graphs as frozen values. Nothing in this package runs a stage."""

@@ -1,7 +1,7 @@
-"""What the annotations of a user's function say about items and ports.
+"""Read item types and ports from the annotations of a user's function.
 
-Annotations are hints: whatever cannot be resolved counts as unknown (``None``), and nothing here raises
-because of a strange one.
+Annotations are hints. An annotation that cannot be resolved counts as unknown (``None``), and no function of
+this module raises because of one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STANDARD = ("builtins", "collections", "collections.abc")
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One parameter of a general stage that is a port: its name, its direction and its item type."""
+    """Parameter of a general stage that is a port, with its direction and item type."""
 
     name: str
     reads: bool
@@ -32,32 +32,38 @@ class Port:
 
 
 class _Names(dict[str, Any]):
-    """The names that an annotation written as a string may use. A name that exists for the type checker only
-    counts as ``Any``, so that the rest of the annotation is still read; the ports are known wherever they
-    were imported."""
+    """Names that an annotation written as a string may use.
+
+    A name that exists for the type checker only counts as ``Any``, so the rest of the annotation is still
+    read. ``In`` and ``Out`` are always known, wherever the user imported them.
+    """
 
     def __missing__(self, name: str) -> Any:
         return {"In": In, "Out": Out}.get(name, Any)
 
 
 def plain_function(function: Any) -> Any:
-    """The Python function under partials, decorators, bound methods and callable objects or classes, as far
-    as there is one."""
+    """Return the Python function under partials, decorators, bound methods and callable objects.
+
+    Return the argument itself if no function is found.
+    """
     function = bare(function)
     if inspect.isclass(function):
         return function.__call__ if is_callable_class(function) else function
     function = inspect.unwrap(function)
     if inspect.ismethod(function):
         return function.__func__
-    # wanted is the method, not whether there is one
+    # The method is needed, not only the fact that it exists.
     if not inspect.isroutine(function) and hasattr(type(function), "__call__"):  # noqa: B004
         return inspect.unwrap(type(function).__call__)
     return function
 
 
 def call_signature(function: Any) -> inspect.Signature | None:
-    """The signature of the call that a worker makes, with its annotations resolved; ``None`` if Python knows
-    none. For a callable class that is the call of its instance."""
+    """Return the signature of the call that a worker makes, with its annotations resolved.
+
+    For a callable class, this is the call of its instance. Return ``None`` if Python knows no signature.
+    """
     try:
         if is_callable_class(function):
             signature = inspect.signature(plain_function(function))
@@ -76,8 +82,7 @@ def call_signature(function: Any) -> inspect.Signature | None:
 
 
 def returned_type(function: Any) -> Any:
-    """What one call gives: the return annotation, or the class itself where a class is applied to each
-    item."""
+    """Return the result type of a call: the return annotation, or the class applied to each item."""
     made = bare(function)
     if inspect.isclass(made) and not is_callable_class(made):
         return made
@@ -86,7 +91,7 @@ def returned_type(function: Any) -> Any:
 
 
 def element_type(kind: Any) -> Any:
-    """The type of what iterating over a ``kind`` gives, for the standard containers and iterators."""
+    """Return the element type of an iterable type, for the standard containers and iterators."""
     if kind is str:
         return str
     if kind in (bytes, bytearray, range):
@@ -104,7 +109,7 @@ def element_type(kind: Any) -> Any:
 
 
 def ports_of(function: Callable[..., Any]) -> tuple[Port, ...]:
-    """The parameters annotated ``In`` or ``Out``, in the order of the signature."""
+    """Return the parameters annotated ``In`` or ``Out``, in the order of the signature."""
     signature = call_signature(function)
     if signature is None:
         return ()
@@ -120,9 +125,11 @@ def ports_of(function: Callable[..., Any]) -> tuple[Port, ...]:
     return tuple(found)
 
 
-def seat_of(function: Callable[..., Any]) -> tuple[str, Any] | None:
-    """The parameter that takes a worker's member of a group, and what makes such groups: its annotation is a
-    class that can, as ``flowchan.collective.Group``."""
+def group_parameter(function: Callable[..., Any]) -> tuple[str, Any] | None:
+    """Return the parameter that receives a worker's group member, and the class that makes such groups.
+
+    The annotation of the parameter is that class, for example ``flowchan.collective.Group``.
+    """
     signature = call_signature(function)
     for parameter in () if signature is None else signature.parameters.values():
         if inspect.isclass(parameter.annotation) and hasattr(parameter.annotation, "_make_all"):
@@ -131,8 +138,10 @@ def seat_of(function: Callable[..., Any]) -> tuple[str, Any] | None:
 
 
 def known(annotation: Any) -> Any:
-    """The annotation if it says something about a value, else ``None``: only classes, generic types and
-    unions do."""
+    """Return the annotation if it describes a value, else ``None``.
+
+    Only classes, generic types and unions describe a value.
+    """
     if annotation is None:
         return type(None)
     if annotation is Parameter.empty or annotation is Any:
@@ -142,8 +151,10 @@ def known(annotation: Any) -> Any:
 
 
 def type_name(kind: Any) -> str:
-    """The type as the user wrote it, without module names, for messages and pictures: ``int``, ``list[str]``,
-    ``Doc``."""
+    """Return the type as the user wrote it, without module names: ``int``, ``list[str]``, ``Doc``.
+
+    Messages and pictures show this name.
+    """
     if kind is ...:
         return "..."
     if kind is None or kind is type(None):
@@ -179,10 +190,12 @@ def _names_of(function: Any) -> _Names:
 
 
 def _resolved(annotation: Any, names: _Names) -> Any:
-    for _ in range(2):  # twice: quotes under "from __future__ import annotations" make a string of a string
+    # Quotes under "from __future__ import annotations" make a string that contains a string.
+    for _ in range(2):
         if isinstance(annotation, str):
             try:
-                annotation = eval(annotation, {}, names)  # as typing.get_type_hints does, but one by one
+                # Like typing.get_type_hints, but one annotation at a time.
+                annotation = eval(annotation, {}, names)
             except Exception:
                 return Parameter.empty
     if typing.get_origin(annotation) is typing.Annotated:

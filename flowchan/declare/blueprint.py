@@ -1,4 +1,4 @@
-"""The declaration of a graph: how its stages begin. Nothing here runs."""
+"""Declare the first stages of a graph: sources, inputs, merges and feedback loops."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import AsyncIterable, Callable, Iterable
 from typing import Any, TypeVar, Unpack
 
 from flowchan.declare.annotations import element_type, returned_type
+from flowchan.declare.feedback import Feedback
 from flowchan.declare.general import General
 from flowchan.declare.options import SOURCE_OPTIONS, PlainOptions, shows
 from flowchan.declare.placements import PlacementOption
 from flowchan.declare.shapes import Many, SourceObject
-from flowchan.declare.stream import Feedback, Input, Stream, origins, streams_argument, streams_of
+from flowchan.declare.stream import Input, Stream, origins, streams_argument, streams_of
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS
 from flowchan.items.arguments import known_options, no_misspelt_option, refuses_misspelt, text
 from flowchan.items.text import shown
@@ -19,18 +20,16 @@ T = TypeVar("T")
 
 
 class Blueprint(General):
-    """A graph as declared: its ``name``, the stages in the order of declaration, and the channels between
-    them.
+    """Declared graph: its name, its stages in the order of declaration, and the channels between them.
 
-    Stages are declared by :meth:`source`, :meth:`input`, :meth:`merge`, :meth:`stage` and by the operators
-    of the
-    ``Stream`` values which these return. :meth:`feedback` lets a graph lead back.
+    :meth:`source`, :meth:`input`, :meth:`merge`, :meth:`stage` and the operators of their ``Stream`` values
+    declare stages. :meth:`feedback` declares a loop.
     """
 
     @refuses_misspelt("Graph")
     def __init__(self, name: str = "graph") -> None:
         super().__init__(name)
-        self._started: set[str] = set()  # stages that a run has started: an iterator of theirs is read
+        self._started: set[str] = set()  # Stages that a run has started, whose iterators are used up.
 
     def source(
         self,
@@ -44,11 +43,33 @@ class Blueprint(General):
         gpus: int = 0,
         **kwargs: Any,
     ) -> Stream[T]:
-        """A stream of the elements of ``items``: an iterable, or a callable that gives one when it is called
-        with ``args`` and ``kwargs`` inside the run. An async generator function is cancelled where it awaits
-        as soon as nobody wants its elements any more. ``restartable``: iterating again gives the same
-        elements, so a worker process that died may be replaced, up to ``restarts`` times, by one that goes on
-        behind what is out already. ``gpus``: that its worker has for itself."""
+        """Declare a stage that emits the elements of an iterable.
+
+        Args:
+            items: Iterable, or a callable that returns one. The callable may be an async generator function.
+                The run calls it, so nothing is opened when the graph is only checked or drawn.
+            *args: Positional arguments for the callable.
+            name: Name of the stage (default: the name of the callable, or ``"source"``).
+            on: Placement of the worker: ``"thread"`` (default), ``"process"``, ``"hosts"`` or a pool of
+                hosts.
+            capacity: Capacity of the output channel in items (default: 64).
+            restarts: Maximum number of times that a dead worker process is replaced in one run (default: 10).
+            restartable: True if a second iteration yields the same elements. Then a replacement continues
+                after the elements that a dead worker process has emitted.
+            gpus: Number of GPUs reserved for the worker (default: 0). It needs a worker process.
+            **kwargs: Keyword arguments for the callable.
+
+        Returns:
+            The stream of the elements.
+
+        Raises:
+            TypeError: ``items`` is neither iterable nor callable, or an option is unknown.
+            ValueError: An option is out of range.
+
+        Example:
+            graph.source(range(10))
+            graph.source(path.rglob, "*.py", on="process")
+        """
         function: Callable[..., Any] | None = None
         options: dict[str, Any] = {}
         if callable(items) and (args or kwargs or not isinstance(items, Iterable)):
@@ -88,14 +109,42 @@ class Blueprint(General):
 
     @refuses_misspelt("input")
     def input(self, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Input[Any]:
-        """A stream of the items that are put from outside while the graph runs."""
+        """Declare a stream of items that the program puts while the graph runs.
+
+        Args:
+            name: Name of the stage (default: ``"input"``).
+            capacity: Capacity of the channel in items (default: 64).
+
+        Returns:
+            The stream. ``run[stream]`` is the port to put items into.
+
+        Example:
+            questions: Input[str] = graph.input("questions")
+            answers = questions.map(answer).collect()
+            with graph.start() as run:
+                run[questions].put("why?")
+        """
         stage = self._declare("input", name=name, input_ports=(), outputs=[("out", None)], capacity=capacity)
         (out,) = stage.outputs
         return Input(self, stage.name, out.port, out.name)
 
     @shows(PlainOptions)
     def merge(self, *streams: Stream[T], **options: Unpack[PlainOptions]) -> Stream[T]:
-        """The items of all streams, as they come; it ends when the last of them ends."""
+        """Declare a stage that emits the items of several streams in order of arrival.
+
+        Args:
+            *streams: Streams of this graph, at least one.
+            **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
+
+        Returns:
+            One stream, which ends when the last input ends.
+
+        Raises:
+            TypeError: An argument is not a stream, or there is none.
+
+        Example:
+            both = graph.merge(good, repaired)
+        """
         known_options("merge", options, PlainOptions.__annotations__)
         if not streams:
             raise TypeError("merge: give at least one stream")
@@ -111,10 +160,21 @@ class Blueprint(General):
 
     @refuses_misspelt("feedback")
     def feedback(self, name: str = "feedback") -> Feedback[Any]:
-        """A stream of the items that a stage declared later puts: how a graph leads back. A :meth:`stage`
-        reads it, and ``feedback.feed(stream)`` says what it is once that stage is declared. ``name`` stands
-        for it in messages.
+        """Declare a stream whose writer is declared later, to form a loop.
 
-        A loop has no source that ends it. Its stages end it, one of them by returning when its work is done:
-        then its outputs close, and the others see the end of their inputs."""
+        A stage with ports must read it. The loop has no source that ends it, so one of its stages must return
+        when its work is done. Then the outputs of that stage close, and the other stages see the end of their
+        inputs.
+
+        Args:
+            name: Name of the loop in messages (default: ``"feedback"``).
+
+        Returns:
+            The stream. Call ``feed(stream)`` on it to close the loop.
+
+        Example:
+            again = graph.feedback()
+            work, done = graph.stage(steer, start, again)
+            again.feed(work.map(step))
+        """
         return Feedback(self, *self._leads_back(text("feedback", "name", name)), name)

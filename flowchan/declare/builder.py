@@ -1,9 +1,8 @@
-"""What grows while the user declares: the stages of a graph, and the channels that join them. Nothing here
-runs.
+"""Collect the stages of a graph, and the channels that join them, while the user declares them.
 
-Every :class:`~flowchan.declare.values.Stage` is a frozen value; what changes is the list of them. The
-operators
-of streams and graphs add to it, and the checks, the pictures and the run read ``stages`` and ``edges``.
+Every :class:`~flowchan.declare.values.Stage` is a frozen value; only the list of stages changes. The
+operators of streams and graphs add to the list. The checks, the pictures and the run read ``stages`` and
+``edges``.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class Builder:
-    """A graph as far as it is declared: its ``name``, and the index where that was given."""
+    """Graph under declaration: its ``name``, its stages, and in ``where`` the user's line that created it."""
 
     def __init__(self, name: str) -> None:
         self.name = text("Graph", "name", name)
@@ -37,29 +36,37 @@ class Builder:
         self._by_port: dict[Origin, int] = {}
         self._last_number: dict[str, int] = {}
         self._edges: tuple[Edge, ...] | None = None
-        self._loops: dict[Origin, Loop] = {}  # by the origin that stands for it
-        self._strangers: dict[Origin, Stranger] = {}  # streams of other graphs that a stage here reads
+        self._loops: dict[Origin, Loop] = {}  # by the origin that represents the loop
+        # streams of other graphs that a stage of this graph reads
+        self._strangers: dict[Origin, Stranger] = {}
         self._drawn: dict[str, str | None] = {}
-        """What pictures say of a stage, by its name, in index of its operator and line; ``None``: they leave
-        it
-        out."""
+        """Label of a stage in pictures, by stage name, instead of its operator and line. ``None`` hides the
+        stage."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} with {len(self._stages)} stages>"
 
     def __reduce__(self) -> Any:
-        raise TypeError(f"graph {self.name!r} is a declaration and stays in the process that declares it")
+        raise TypeError(f"graph {self.name!r} is a declaration and must stay in the process that declares it")
 
-    # What is declared
+    # --- The declaration ---
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """All stages, in the order of declaration."""
+        """Stages in the order of declaration."""
         return tuple(self._stages)
 
     def stage_named(self, name: str) -> Stage:
-        """The stage of that name, the first one if the name was given twice. ``KeyError`` if there is
-        none."""
+        """Return the stage with this name.
+
+        If two stages have the name, return the first.
+
+        Args:
+            name: Name of a stage.
+
+        Raises:
+            KeyError: The graph has no stage with this name.
+        """
         try:
             return self._stages[self._by_name[name]]
         except KeyError:
@@ -67,14 +74,16 @@ class Builder:
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """Every channel: each output of each stage with its reader, and each error stream that somebody
-        reads. A stream with several readers, which ``check`` reports, gives one edge per reader; one whose
-        reader tells the workers apart gives one per worker."""
+        """Channels of the graph: each output with its reader, and each error stream that a stage reads.
+
+        A stream with several readers, which ``check`` reports, has one edge per reader. If the reader
+        distinguishes the workers, the stream has one edge per worker.
+        """
         if self._edges is None:
             self._edges = tuple(self._joined())
         return self._edges
 
-    # Behind the operators
+    # --- Internal to the operators ---
 
     def _declare(
         self,
@@ -89,8 +98,10 @@ class Builder:
         options: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Stage:
-        """Add one stage, after the checks that all operators share; ``settings`` are
-        :class:`StageSettings`."""
+        """Add one stage after the checks that all operators share.
+
+        ``settings`` are the fields of :class:`StageSettings`.
+        """
         given = StageSettings(**settings)
         placement = given.checked(kind, function)
         name = self._free_name(_name_from(function, kind)) if given.name is None else given.name
@@ -130,8 +141,10 @@ class Builder:
         return stage
 
     def _add(self, stage: Stage) -> None:
-        """Takes a stage in. A name that exists already stays with its first owner, and is for the check to
-        report."""
+        """Add a stage to the list.
+
+        A name that exists already stays with its first stage; ``check`` reports the second one.
+        """
         index = len(self._stages)
         self._stages.append(stage)
         self._by_name.setdefault(stage.name, index)
@@ -140,7 +153,7 @@ class Builder:
         self._edges = None
 
     def _may_be_asked(self, origin: Origin) -> bool:
-        """Whether the program may ask what comes from there."""
+        """Return whether the program may send items through this output with ``ask()``."""
         if origin not in self._by_port:
             return False
         stage = self._stage_at(origin)
@@ -148,25 +161,25 @@ class Builder:
         return (stage.asked or stage.operator.outside) and not failed
 
     def _gives_lists(self, origin: Origin) -> bool:
-        """Whether each item there is a list of several."""
+        """Return whether each item of this output is a list of several items."""
         return origin in self._by_port and self._stage_at(origin).operator.groups
 
     def _stage_at(self, origin: Origin) -> Stage:
-        """The stage that has this output."""
+        """Return the stage that has this output."""
         return self._stages[self._by_port[origin]]
 
     def _without_stage(self) -> Origin:
-        """An origin that stands for something that no stage of this graph puts, as far as is known."""
+        """Return a new origin for a stream that no known stage of this graph writes."""
         return Origin("", str(len(self._loops) + len(self._strangers)))
 
     def _leads_back(self, name: str) -> Origin:
-        """An origin that is declared later."""
+        """Return an origin for a loop whose writer is declared later."""
         origin = self._without_stage()
         self._loops[origin] = Loop(name, users_line())
         return origin
 
     def _is_foreign(self, name: str, graph: Builder) -> Origin:
-        """The origin that stands for a stream of another graph, which ``check`` reports."""
+        """Return an origin for a stream of another graph, which ``check`` reports."""
         origin = self._without_stage()
         self._strangers[origin] = Stranger(name, graph.name, graph.where)
         return origin
@@ -176,8 +189,7 @@ class Builder:
         return origin if loop is None or loop.fed_by is None else loop.fed_by
 
     def _feed(self, feedback: Origin, by: Origin) -> None:
-        """Closes a loop: whoever reads ``feedback`` reads ``by``, by a new value in the index of its
-        stage."""
+        """Close a loop: replace ``feedback`` with ``by`` in the inputs of every stage."""
         self._loops[feedback] = dataclasses.replace(self._loops[feedback], fed_by=by)
         for index, stage in enumerate(self._stages):
             if feedback in stage.inputs:
@@ -186,7 +198,7 @@ class Builder:
         self._edges = None
 
     def _give_hosts(self, pool: Placement) -> None:
-        """Lets the stages whose hosts were still to be given run on those of ``pool``."""
+        """Place the stages that wait for hosts on the hosts of ``pool``."""
         self._stages = [
             dataclasses.replace(stage, placement=pool) if stage.placement.nowhere else stage
             for stage in self._stages
@@ -194,20 +206,20 @@ class Builder:
         self._edges = None
 
     def _resize(self, origin: Origin, capacity: int) -> None:
-        """Gives an output's channel another capacity."""
+        """Set the capacity of an output's channel."""
         self._change_output(origin, capacity=capacity)
 
     def _address(self, per_worker: frozenset[str]) -> None:
-        """Lets the items of these inputs of the last stage go to the worker that the sender names."""
+        """Mark inputs of the last stage as addressed: the sender names the worker."""
         self._stages[-1] = dataclasses.replace(self._stages[-1], per_worker=per_worker)
         self._edges = None
 
     def _tell_apart(self, origin: Origin) -> None:
-        """Gives each worker of a stage a channel of its own for this output."""
+        """Give each worker of a stage its own channel for this output."""
         self._change_output(origin, apart=True)
 
     def _change_output(self, origin: Origin, **changes: Any) -> None:
-        """By a new value in the index of its stage."""
+        """Replace the stage of this output with one whose output has these changes."""
 
         def changed(output: Output) -> Output:
             return dataclasses.replace(output, **changes) if output.port == origin.port else output
@@ -222,7 +234,7 @@ class Builder:
         self._edges = None
 
     def _free_name(self, base: str) -> str:
-        """``base``, or ``base-2``, ``base-3``, … if that is taken."""
+        """Return ``base``, or ``base-2``, ``base-3``, … if that name is taken."""
         name = base
         while name in self._by_name:
             self._last_number[base] = self._last_number.get(base, 1) + 1
@@ -266,13 +278,13 @@ def _edges(stage: Stage, output: Output, reader: Stage | None, port: str | None)
 
 
 def _name_from(function: Any, kind: str) -> str:
-    """A stage's name from its function's: the operator for a lambda, or where there is none."""
+    """Return a stage name for a function: the operator's name for a lambda or without a function."""
     name = "" if function is None else name_of(function)
     return kind if name in ("", "<lambda>") else name.strip("_") or kind
 
 
 def users_line() -> Where:
-    """The index of the call that came from outside this package."""
+    """Return the line of the innermost call that came from outside this package."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_back is not None:
         module = frame.f_globals.get("__name__", "")

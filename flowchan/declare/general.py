@@ -1,6 +1,9 @@
-"""The general stage: a function with ports. Type checkers infer its streams from the ports that the function
-writes: up to three of them, as its last parameters, or behind at most two other parameters. Of four or more
-they know nothing, so they object to nothing."""
+"""Declare a general stage: a function with ports.
+
+Type checkers infer its streams from the output ports in the function's signature. They support up to three
+outputs, as the last parameters or after at most two other parameters. For a function with more outputs, the
+streams are ``Any``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, TypeVar, TypeVarTuple, overload
 
 from flowchan.channel.ports import Out
-from flowchan.declare.annotations import ports_of, seat_of
+from flowchan.declare.annotations import group_parameter, ports_of
 from flowchan.declare.builder import Builder
 from flowchan.declare.options import SOURCE_OPTIONS
 from flowchan.declare.placements import PlacementOption
@@ -29,7 +32,7 @@ Others = TypeVarTuple("Others")
 
 
 class General(Builder):
-    """A graph with :meth:`stage`."""
+    """Graph with :meth:`stage`."""
 
     @overload
     def stage(self, function: Untold, *streams: Stream[Any], **options: Any) -> Any: ...
@@ -150,24 +153,49 @@ class General(Builder):
         per_worker: str | tuple[str, ...] = (),
         **kwargs: Any,
     ) -> Any:
-        """The general stage: ``function`` is called once per worker with its ports, the parameters annotated
-        ``In[T]`` and ``Out[T]``. The streams go to the ``In`` parameters in order, ``kwargs`` to the
-        parameters that are no ports. Returns ``None``, one stream or a tuple of streams, as there are ``Out``
-        parameters. ``restartable``: the function keeps no state between items, so a worker process that died
-        may be replaced, up to ``restarts`` times. ``gpus``: that each worker has for itself.
+        """Declare a stage with ports: each worker calls ``function`` once.
 
-        ``per_worker``: the ``In`` parameter, or several of them, whose items go to the worker that the sender
-        names. The items of such a stream are pairs ``(worker, item)``, with workers numbered from 1, and the
-        worker gets the item. An item for a worker that died goes to its replacement.
+        The parameters annotated ``In[T]`` and ``Out[T]`` are the ports.
 
-        With a parameter annotated ``flowchan.collective.Group`` its workers are a gang: they start together,
-        each with its member of a group. When one dies and the stage is restartable, all begin again, each
-        with what it had in hand. ``elastic``: it is restartable, and only the one that died begins again. For
-        the others the function is called once more, in their processes, first with the group of those that
-        are left, and then with that of all."""
+        Args:
+            function: Function, callable class or ``async def`` function with port parameters.
+            *streams: Streams for the ``In`` parameters, in order.
+            name: Name of the stage (default: the function's name).
+            on: Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"`` or a pool.
+            workers: Number of workers (default: 1).
+            capacity: Capacity of each output channel in items (default: 64).
+            restarts: Maximum number of replacements of dead worker processes in one run (default: 10).
+            restartable: True if the function keeps no state between items. Then a dead worker process is
+                replaced.
+            elastic: For a gang: if a worker dies, only that worker starts again (implies ``restartable``).
+                The others continue in their processes: the function is called again, first with the group of
+                the survivors, then with the complete group.
+            gpus: Number of GPUs reserved for each worker (default: 0). They need worker processes.
+            per_worker: ``In`` parameter, or a tuple of them, whose items are pairs ``(worker, item)``. The
+                worker with that number, counted from 1, receives the item.
+            **kwargs: Values for the parameters that are not ports.
+
+        Returns:
+            ``None``, one stream or a tuple of streams: one for each ``Out`` parameter.
+
+        Raises:
+            TypeError: An argument is not a stream, or an option has the wrong type or an unknown name.
+            ValueError: An option is out of range, or does not fit the function.
+
+        With a parameter annotated ``flowchan.collective.Group``, the workers are a gang: they start together,
+        each with its member of the group. If one dies and the stage is restartable, all start again, each
+        with the items that it had not finished.
+
+        Example:
+            def split(numbers: In[int], even: Out[int], odd: Out[int]) -> None:
+                for number in numbers:
+                    (odd if number % 2 else even).put(number)
+
+            even, odd = graph.stage(split, graph.source(range(6)))
+        """
         ports = ports_of(callable_argument("stage", "function", function))
         no_misspelt_option("stage", function, kwargs, STAGE_OPTIONS)
-        seat = seat_of(function)
+        seat = group_parameter(function)
         if flag("stage", "elastic", elastic) and seat is None:
             raise ValueError(
                 "stage: elastic=True is for a gang, whose function has a parameter annotated "

@@ -1,9 +1,7 @@
-"""What each operator is: one row for everything that the checks, the plan, the run, the report and the
-pictures
-ask of it. None of them knows an operator by its name.
+"""Describe each operator in one row that the checks, the plan, the run, the report and the pictures read.
 
-To add one: a row here, a body (see ``flowchan/run/worker/operator_loops.py``), and a method of ``Stream``
-that declares it.
+None of them tests for the name of an operator. To add an operator, add a row here, a body (see
+``flowchan/run/worker/operator_loops.py``), and a method of ``Stream`` that declares it.
 """
 
 from __future__ import annotations
@@ -14,8 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Calls = Literal["item", "fold", "leaves", "arguments", "ports"]
-"""How the user's function is called: with each item; with the result so far and each item; the same for parts
-of them; once with the declared arguments; once per worker with its ports."""
+"""How the user's function is called.
+
+- ``item``: with each item.
+- ``fold``: with the result so far and each item.
+- ``leaves``: with the result so far and each item, for corresponding parts of them.
+- ``arguments``: once, with the declared arguments.
+- ``ports``: once per worker, with its ports.
+"""
 
 Role = Literal["source", "stage", "sink"]
 
@@ -24,90 +28,94 @@ _BODIES, _ASYNC_BODIES = "flowchan.run.worker.operator_loops", "flowchan.run.wor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """An operator: ``name`` is the word for it in messages and tables."""
+    """Operator; ``name`` is its name in messages and tables."""
 
     name: str
 
     body: str = ""
-    """What a worker on a thread or in a process runs, as ``module:function``. It gets a ``Job`` and the
-    worker's ports by name. Empty where no worker runs: the program itself puts the items."""
+    """Function that a worker runs, as ``module:function``.
+
+    The function receives a ``Job`` and the worker's ports by name. The string is empty if no worker runs,
+    because the program itself puts the items.
+    """
     async_body: str = ""
-    """The same for an ``async def`` function, if the operator takes one."""
+    """Function that a worker runs for an ``async def`` function, if the operator takes one."""
 
     calls: Calls | None = None
-    """How the user's function is called; ``None`` if there is none."""
+    """How the user's function is called; ``None`` if the operator has none."""
     iterates: bool = False
-    """Whether what the function gives is iterated over."""
+    """True if the worker iterates over the function's result."""
 
     per_item: bool = False
-    """Whether it keeps nothing from one item to the next, so that another worker can take the next one up."""
+    """True if it keeps no state between items, so that another worker can continue."""
     one_output: bool = False
-    """Whether each item has exactly one output, so that putting it also passes the item's turn."""
+    """True if each item has exactly one output, so that the put also ends the item's turn."""
     ordered: bool = True
-    """Whether several workers together can keep the order of their input."""
+    """True if several workers can keep the order of their input."""
     worker_per_input: bool = False
-    """Whether each input has a worker of its own."""
+    """True if each input has its own worker."""
     ends_loops: bool = False
-    """Whether it can end although its inputs have not, so that it may read a feedback."""
+    """True if it can end before its inputs do, so that it may read a feedback."""
 
     result: bool = False
-    """Whether its output may leave the graph, as a result of the run."""
+    """True if its output may leave the graph as a result of the run."""
     gathers: bool = False
-    """Whether that result can be had item by item while the run goes on."""
+    """True if the program can read that result item by item during the run."""
 
     role: Role = "stage"
-    """How it is drawn, and what counts as its items: a source's are those that it gives."""
+    """How it is drawn, and which items count: those that a source emits, or those that others take in."""
     owes: bool = False
-    """Whether it owes one item out, or one failed item, for each item in. A sink's items out are those it has
-    finished."""
+    """True if each item in leads to one item out or one failed item. A sink counts a finished item as out."""
     lets_go: str = ""
-    """The word for the items that it takes in and lets go, if it does that."""
+    """Word for the items that it takes in and drops; empty if it drops none."""
     answers: bool = False
-    """Whether an item that was asked passes it, and what comes of it is the answer."""
+    """True if an item sent with ``ask()`` passes it, so that its output is the answer."""
     groups: bool = False
-    """Whether each output is a list of several items."""
+    """True if each output is a list of several items."""
     repeats: bool = False
-    """Whether each output gives every item, so that outputs count once."""
+    """True if every output carries every item, so that the report counts one output only."""
     expects: Callable[[Mapping[str, Any], list[int]], int | None] | None = None
-    """How many items come out, given the stage's options and how many go in at each input; ``None`` where
-    nobody can say before it has ended."""
+    """Function that returns the number of items out, or ``None`` if it is unknown before the end.
+
+    Its arguments are the stage's options and the number of items at each input.
+    """
     says: Callable[[Mapping[str, Any]], str] | None = None
-    """What a picture says of the stage's options."""
+    """Function that returns the label of the stage's options in a picture."""
 
     @property
     def holds_back(self) -> bool:
-        """Whether it takes in many items for each that it gives."""
+        """True if the operator takes in many items for each item that it emits."""
         return self.result or self.groups
 
     @property
     def begins(self) -> bool:
-        """Whether items enter the graph here."""
+        """True if items enter the graph at this operator."""
         return self.role == "source"
 
     @property
     def ends(self) -> bool:
-        """Whether items leave the graph here."""
+        """True if items leave the graph at this operator."""
         return self.role == "sink"
 
     @property
     def outside(self) -> bool:
-        """Whether the program itself puts the items, and no worker runs."""
+        """True if the program itself puts the items, so that no worker runs."""
         return not self.body
 
     def run(self) -> Callable[..., Any]:
-        """The body."""
+        """Return the body."""
         return pkgutil.resolve_name(self.body)  # type: ignore[no-any-return]
 
     def run_async(self) -> Callable[..., Any]:
-        """The body for an ``async def`` function."""
+        """Return the body for an ``async def`` function."""
         return pkgutil.resolve_name(self.async_body)  # type: ignore[no-any-return]
 
 
 def _length(options: Mapping[str, Any], _: list[int]) -> int | None:
-    """Of what a source iterates over, if that can say."""
+    """Return the length of a source's iterable, or ``None`` if it has none."""
     try:
         return len(options["iterable"])
-    except Exception:  # it has none, or it is the user's code
+    except Exception:  # It has no length, or the user's ``__len__`` failed.
         return None
 
 
@@ -224,4 +232,4 @@ _ROWS = (
 )
 
 OPERATORS: dict[str, Operator] = {operator.name: operator for operator in _ROWS}
-"""Every operator by its name."""
+"""Operators by name."""

@@ -1,6 +1,7 @@
-"""The options that operators share: what type checkers accept, what ``help`` shows, the defaults and the
-checks,
-which are those of ``StageSettings``."""
+"""Define the options that operators share: their types, their defaults, and their entry in ``help``.
+
+The defaults and the checks are those of ``StageSettings``.
+"""
 
 from __future__ import annotations
 
@@ -18,63 +19,63 @@ Operator = TypeVar("Operator", bound=Callable[..., Any])
 
 
 class NameOption(TypedDict, total=False):
-    """What every operator takes."""
+    """Options of every operator."""
 
     name: str | None
-    """The stage's name; the function's or the operator's if it is left out."""
+    """Name of the stage (default: the name of the function or the operator)."""
 
 
 class PlainOptions(NameOption, total=False):
-    """What an operator takes that has an output and calls no function of the user's."""
+    """Options of an operator that has an output and calls no function for each item."""
 
     capacity: int
-    """Of the output channel, in items; 64 if left out."""
+    """Capacity of the output channel in items (default: 64)."""
 
 
 class WorkOptions(NameOption, total=False):
-    """What every operator takes that calls a function of the user's for each item."""
+    """Options of every operator that calls a function for each item."""
 
     on: PlacementOption
-    """Its workers run on a ``"thread"`` (default) or in a ``"process"`` each; on the hosts of a pool, or on
-    ``"hosts"``, those of ``flowchan run --hosts``."""
+    """Placement of the workers: ``"thread"`` (default), ``"process"``, or the hosts of a pool of
+    ``flowchan.hosts``. ``"hosts"`` means the hosts of ``flowchan run --hosts``."""
     workers: int
-    """How many of them; 1 if left out."""
+    """Number of workers (default: 1)."""
     retries: int
-    """How many times an item for which the function raised is tried again; 0 if left out."""
+    """Number of retries of an item for which the function raised (default: 0)."""
     retry_delay: float | None
-    """Seconds before each further try; at once if left out, or 0."""
+    """Seconds before each retry (default: 0)."""
     retry_on: type[Exception] | tuple[type[Exception], ...]
-    """Of which errors an item is tried again; of all if left out."""
+    """Exception types that trigger a retry (default: all)."""
     timeout: float | None
-    """Seconds that the function may take for an item, which then counts as failed by ``TimeoutError``; no
-    limit if left out. For an ``async def`` function, and for workers in processes, which are replaced."""
+    """Limit for one item in seconds (default: none). An item that exceeds it fails with ``TimeoutError``. It
+    needs worker processes, of which a late one is replaced, or an ``async def`` function."""
     restarts: int
     """How many worker processes that died are replaced, over the whole run; 10 if left out. If left out, or
     from 10**9 on, four deaths in a row before the worker begins to work end the run too."""
     max_deaths: int
-    """With how many workers an item may die before it counts as failed itself; 3 if left out."""
+    """Number of worker deaths after which an item counts as failed (default: 3)."""
     gpus: int
-    """That each worker, in a process of its own, has for itself; 0 if left out: it sees what the program, or
-    its host, sees."""
+    """GPUs reserved for each worker process (default: 0). With 0, a worker sees all GPUs that the program or
+    its host sees."""
 
 
 class ItemOptions(WorkOptions, total=False):
-    """The same for an operator with an output."""
+    """Options of an operator that calls a function for each item and has an output."""
 
     capacity: int
-    """Of the output channel, in items; 64 if left out."""
+    """Capacity of the output channel in items (default: 64)."""
 
 
 class OrderedOptions(ItemOptions, total=False):
-    """The same for an operator that can keep the order of its input."""
+    """Options of an operator that can keep the order of its input."""
 
     ordered: bool
-    """Whether several workers together keep it; true if left out."""
+    """Keep the order of the input with several workers (default: True)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """What an operator has been given for its stage, with the defaults of all operators."""
+    """Settings of one stage, with the defaults of all operators."""
 
     name: str | None = None
     capacity: int = DEFAULT_CAPACITY
@@ -93,7 +94,7 @@ class StageSettings:
     gang: Gang | None = None
 
     def checked(self, kind: str, function: Callable[..., Any] | None) -> Placement:
-        """Check what all operators share, for a stage of this kind and function, and return its place."""
+        """Check the settings that all operators share, and return the placement."""
         whole(kind, "capacity", self.capacity, 1)
         whole(kind, "workers", self.workers, 1)
         whole(kind, "retries", self.retries, 0)
@@ -122,8 +123,7 @@ SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable", "gpus")
 
 
 def shows(options: type) -> Callable[[Operator], Operator]:
-    """Has ``help`` list the options of an operator by name, with their defaults, instead of its
-    ``**options``."""
+    """Return a decorator that makes ``help`` list an operator's options instead of ``**options``."""
     shared = inspect.signature(StageSettings).parameters
     by_name = [shared[name] for name in options.__annotations__]
 

@@ -1,5 +1,7 @@
-"""Where workers run, and what follows from it: which transport joins two placements, and who can replace a
-worker."""
+"""Define where workers run.
+
+The placements of two stages decide the transport between them, and whether a dead worker can be replaced.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,16 @@ from flowchan.items.text import shown
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A placement for the workers of a stage. ``name`` says where in reports and pictures. ``apart``: each
-    worker
-    has a process of its own; the stage is sent there, and when that process dies another one can take over.
-    Else the workers run on threads of the program's own process, and end with it.
+    """Placement of the workers of a stage.
 
-    ``hosts``: the names of the hosts on which the workers run in turn; without any they run on this machine.
-    ``shares``: of as many workers as these are together, how many each host takes; without any all take as
-    many.
-    ``nowhere``: the hosts are still to be given. ``missing``: why they can't be known here, which matters
-    once the graph is to run.
+    Attributes:
+        name: Name in reports and pictures.
+        apart: True if each worker has its own process, to which the stage is sent. Then another process can
+            replace a dead one. Otherwise the workers are threads of the program's process and end with it.
+        hosts: Names of the hosts on which the workers run in turn; empty for this machine.
+        shares: Relative number of workers on each host; empty for equal numbers.
+        nowhere: True if the hosts are not given yet.
+        missing: Reason why the hosts cannot be known here, which matters only when the graph runs.
     """
 
     name: str
@@ -38,15 +40,15 @@ class Placement:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the workers run on hosts, known or not."""
+        """True if the workers run on hosts, known or not."""
         return bool(self.hosts or self.nowhere or self.missing)
 
     def transport_to(self, other: Placement) -> Transport:
-        """What a channel from here to ``other`` is made of."""
+        """Return the transport of a channel from this placement to ``other``."""
         return PROCESSES if self.apart or other.apart else THREADS
 
     def is_beside(self, other: Placement) -> bool:
-        """Whether both have the same hosts behind them, so that one crew serves both."""
+        """Return whether one crew serves both placements, because neither has hosts."""
         return not self.hosts and not other.hosts
 
 
@@ -57,13 +59,13 @@ HOSTS = Placement("hosts", apart=True, nowhere=True)
 PLACEMENTS: Mapping[str, Placement] = MappingProxyType(
     {placement.name: placement for placement in (THREAD, PROCESS, HOSTS)}
 )
-"""Every placement that has a word for ``on=``."""
+"""Placements by their word for ``on=``."""
 
 PlacementOption = Literal["thread", "process", "hosts"] | Placement
 
 
 def placement_argument(call: str, value: Any) -> Placement:
-    """A placement, or the one that a word of ``on=`` names."""
+    """Return the placement, or the placement that a word of ``on=`` names."""
     if isinstance(value, Placement):
         return value
     placement = PLACEMENTS.get(value) if isinstance(value, str) else None

@@ -1,10 +1,8 @@
-"""The shapes of the functions that operators take, as type checkers see them. ``A`` is what one is called
-with,
-and ``B`` what comes of it.
+"""Define the types of the functions that operators take, for type checkers.
 
-An operator takes a function, or a class whose instances are called: it is built once per worker, by itself
-or by a
-``functools.partial``. Either may be ``async``.
+``A`` is the argument type and ``B`` the result type. An operator takes a function, or a class whose instances
+are called. Each worker builds one instance, from the class or from a ``functools.partial`` of the class. The
+call may be ``async``.
 """
 
 from __future__ import annotations
@@ -19,55 +17,59 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class Called(Protocol[A_contra, B_co]):
-    """An object that is called with an item."""
+    """Object that is called with an item."""
 
-    def __call__(self, item: A_contra, /) -> B_co: ...
+    def __call__(self, item: A_contra, /) -> B_co:
+        """Return the result for an item."""
 
 
 class Folds(Protocol[B, A_contra]):
-    """An object that is called with the result so far and an item."""
+    """Object that is called with the result so far and an item."""
 
-    def __call__(self, so_far: B, item: A_contra, /) -> B: ...
+    def __call__(self, so_far: B, item: A_contra, /) -> B:
+        """Return the next result."""
 
 
 class SourceObject(Protocol[B_co]):
-    """An object that is called with the arguments of a source."""
+    """Object that is called with the arguments of a source."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> B_co: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> B_co:
+        """Return the items of the source."""
 
 
 class Bound(Protocol[B_co]):
-    """A ``functools.partial`` of what gives a ``B``."""
+    """A ``functools.partial`` of a callable that returns a ``B``."""
 
     @property
-    def func(self) -> Callable[..., B_co]: ...
+    def func(self) -> Callable[..., B_co]:
+        """Callable inside the partial."""
 
 
 class Untold(Protocol):
-    """What takes anything, such as a ``Callable[..., None]`` or a ``functools.partial``: nobody knows its
-    parameters."""
+    """Callable with unknown parameters, such as a ``Callable[..., None]`` or a ``functools.partial``."""
 
-    def __call__(self, *args: object, **kwargs: object) -> object: ...
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Accept any arguments."""
 
 
 Built: TypeAlias = type[Called[A, B]] | Bound[Called[A, B]]
-"""A class whose instances are called with an item."""
+"""Class whose instances are called with an item."""
 
 Awaited: TypeAlias = (
     Callable[[A], Coroutine[Any, Any, B]]
     | type[Called[A, Coroutine[Any, Any, B]]]
     | Bound[Called[A, Coroutine[Any, Any, B]]]
 )
-"""An ``async def`` function of an item, or a class whose ``__call__`` is one."""
+"""``async def`` function of an item, or a class whose ``__call__`` is one."""
 
 AnyFunction: TypeAlias = Callable[..., Any] | Bound[Any]
-"""Whatever of these an operator takes."""
+"""Any function or class that an operator takes."""
 
 Many: TypeAlias = Iterable[B] | AsyncIterable[B] | Coroutine[Any, Any, Iterable[B]]
-"""What is iterated over, once it is awaited if need be."""
+"""Result that is iterated over, after it is awaited if it is a coroutine."""
 
 Effect: TypeAlias = Callable[[A], object] | type[Called[A, object]]
-"""A function of an item, whatever it gives."""
+"""Function of an item; its result is ignored or tested for truth."""
 
 Fold: TypeAlias = Callable[[B, A], B] | type[Folds[B, A]]
-"""A function of the result so far and an item."""
+"""Function of the result so far and an item."""

@@ -1,9 +1,8 @@
-"""A stream: the handle of one output channel of a declared stage, with the operators that declare the next
-stage.
+"""Define streams: handles of output channels, with the operators that declare the next stage.
 
-Declaring runs nothing. Each operator adds one frozen ``Stage`` to the graph and returns the
-handle of its output. Arguments that are wrong by themselves raise at once, ``TypeError`` or ``ValueError``,
-by the caller's act; what only the whole graph can tell is left to ``check``.
+Declaring runs nothing. Each operator adds one frozen ``Stage`` to the graph and returns the handle of its
+output. An argument that is wrong on its own raises ``TypeError`` or ``ValueError`` at the caller's line.
+``check`` reports the errors that only the whole graph shows.
 """
 
 from __future__ import annotations
@@ -41,15 +40,20 @@ F_co = TypeVar("F_co", covariant=True)
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Stream(Generic[T_co]):
-    """The output ``port`` of the stage named ``stage`` in ``graph``. ``name`` is the channel's name and
-    ``item`` the type of its items, ``None`` if unknown. Two handles of the same port are equal. To type
-    checkers it is a ``Stream[int]`` if its items are integers.
+    """Output of a stage in a graph, on which you declare the next stage.
 
-    One stage reads a stream; several readers ask for :meth:`tee`.
+    Exactly one stage reads a stream; use :meth:`tee` for several readers. Two handles of the same port are
+    equal. For type checkers, a stream of integers is a ``Stream[int]``.
 
-    The operators that call a function for each item share the options of :class:`ItemOptions`. A callable
-    class
-    is built once per worker.
+    Attributes:
+        graph: Graph that the stream belongs to.
+        stage: Name of the stage that writes the stream.
+        port: Name of the output port of that stage.
+        name: Name of the channel, shown in reports and pictures.
+        item: Type of the items, or ``None`` if unknown.
+
+    The operators that call a function for each item share the options that :meth:`map` lists. If the function
+    is a class with a ``__call__`` method, each worker builds one instance of it.
     """
 
     graph: Builder
@@ -70,8 +74,41 @@ class Stream(Generic[T_co]):
     def map(self, function: Callable[[T_co], B], **options: Unpack[OrderedOptions]) -> Tried[B, T_co]: ...
     @shows(OrderedOptions)
     def map(self, function: AnyFunction, **options: Unpack[OrderedOptions]) -> Stream[Any]:
-        """``function(item)`` for each item: one output per item. Of a batch it may return a list of as many,
-        with an exception in the index of each member that failed: only those count as failed."""
+        """Declare a stage that emits ``function(item)`` for each item.
+
+        Args:
+            function: Function of one item, an ``async def`` function, or a class whose instances are called.
+                After :meth:`batch` it may return a list as long as the batch. An exception in that list fails
+                only the item at its index.
+            **options: Keyword options of the stage:
+                name (str): Name of the stage (default: the function's name).
+                on (str or pool): Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"``
+                    for the hosts of ``flowchan run --hosts``, or a pool of ``flowchan.hosts``.
+                workers (int): Number of workers (default: 1).
+                ordered (bool): Keep the order of the input with several workers (default: True).
+                capacity (int): Capacity of the output channel in items (default: 64).
+                retries (int): Number of retries of an item for which the function raised (default: 0).
+                retry_delay (float): Seconds before each retry (default: 0).
+                retry_on (type or tuple): Exception types that trigger a retry (default: all).
+                timeout (float): Limit for one item in seconds (default: none). An item that exceeds it fails
+                    with ``TimeoutError``. It needs worker processes or an ``async def`` function.
+                restarts (int): Maximum number of replacements of dead worker processes in one run (default:
+                    10).
+                max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
+                gpus (int): GPUs reserved for each worker process (default: 0, which shares all of them).
+
+        Returns:
+            The stream of results. Failed items go to its stream :attr:`errors`, if a stage reads that stream.
+            Otherwise the first failure ends the run.
+
+        Raises:
+            TypeError: ``function`` cannot be called, or an option has the wrong type or an unknown name.
+            ValueError: An option is out of range.
+
+        Example:
+            sizes = paths.map(os.path.getsize, workers=4)
+            parsed = pages.map(parse, on="process", workers=8, retries=2)
+        """
         return self._one("map", function, returned_type, options)
 
     @overload
@@ -84,18 +121,65 @@ class Stream(Generic[T_co]):
     ) -> Tried[B, T_co]: ...
     @shows(OrderedOptions)
     def flat_map(self, function: AnyFunction, **options: Unpack[OrderedOptions]) -> Stream[Any]:
-        """Each element of the iterable that ``function(item)`` gives: any number of outputs per item."""
+        """Declare a stage that emits each element of the iterable ``function(item)``.
+
+        Args:
+            function: Function that returns an iterable, an async generator function, or a class whose
+                instances are called.
+            **options: Keyword options of the stage, listed by :meth:`map`.
+
+        Returns:
+            The stream of the elements: any number for each item.
+
+        Raises:
+            TypeError: ``function`` cannot be called, or an option has the wrong type or an unknown name.
+            ValueError: An option is out of range.
+
+        Example:
+            words = lines.flat_map(str.split)
+        """
         return self._one("flat_map", function, lambda called: element_type(returned_type(called)), options)
 
     @shows(OrderedOptions)
     def filter(self, function: Effect[T_co], **options: Unpack[OrderedOptions]) -> Tried[T_co, T_co]:
-        """The items for which ``function(item)`` is true."""
+        """Declare a stage that emits the items for which ``function(item)`` is true.
+
+        Args:
+            function: Function of one item whose result is tested for truth. It may be an ``async def``
+                function or a class whose instances are called.
+            **options: Keyword options of the stage, listed by :meth:`map`.
+
+        Returns:
+            The stream of the items that pass.
+
+        Raises:
+            TypeError: ``function`` cannot be called, or an option has the wrong type or an unknown name.
+            ValueError: An option is out of range.
+
+        Example:
+            even = numbers.filter(lambda number: number % 2 == 0)
+        """
         return self._one("filter", function, lambda _: self.item, options)
 
     @shows(WorkOptions)
     def sink(self, function: Effect[T_co], **options: Unpack[WorkOptions]) -> None:
-        """``function(item)`` for each item, for its effect. The graph ends here. The item in hand of a worker
-        that died is done again."""
+        """Declare a stage that calls ``function(item)`` for its side effect. Items leave the graph here.
+
+        The side effect may happen twice for an item whose worker dies.
+
+        Args:
+            function: Function of one item; its result is ignored. It may be an ``async def`` function or a
+                class whose instances are called.
+            **options: Keyword options of the stage, listed by :meth:`map`, without ``ordered`` and
+                ``capacity``.
+
+        Raises:
+            TypeError: ``function`` cannot be called, or an option has the wrong type or an unknown name.
+            ValueError: An option is out of range.
+
+        Example:
+            rows.sink(database.insert, workers=2)
+        """
         callable_argument("sink", "function", function)
         known_options("sink", options, WorkOptions.__annotations__)
         self._next("sink", (), options, function=function)
@@ -104,7 +188,25 @@ class Stream(Generic[T_co]):
     def partition(
         self, key: Effect[T_co], n: int, **options: Unpack[ItemOptions]
     ) -> tuple[Tried[T_co, T_co], ...]:
-        """``n`` streams; items for which ``key(item)`` is equal go to the same one."""
+        """Declare a stage that divides the items among ``n`` streams by a key.
+
+        Items with equal keys go to the same stream.
+
+        Args:
+            key: Function that returns the key of an item.
+            n: Number of streams, at least 1.
+            **options: Keyword options of the stage, listed by :meth:`map`, without ``ordered``.
+
+        Returns:
+            A tuple of ``n`` streams.
+
+        Raises:
+            TypeError: ``key`` cannot be called, or an argument has the wrong type or an unknown name.
+            ValueError: ``n`` or an option is out of range.
+
+        Example:
+            low, high = words.partition(len, 2)
+        """
         outputs = [(str(port), self.item) for port in range(whole("partition", "n", n, 1))]
         known_options("partition", options, ItemOptions.__annotations__)
         callable_argument("partition", "key", key)
@@ -120,8 +222,24 @@ class Stream(Generic[T_co]):
     def reduce(
         self, function: Callable[..., Any], initial: Any = _MISSING, **options: Unpack[NameOption]
     ) -> Stream[Any]:
-        """One item: ``function(so_far, item)`` over all items, beginning with ``initial``, or with the first
-        item if there is none. It is a result of the run; no other stage needs to read it."""
+        """Declare a stage that combines all items into one, which is a result of the run.
+
+        Args:
+            function: Function of the result so far and an item, which returns the next result.
+            initial: First result (default: the first item).
+            **options: ``name`` (str) of the stage.
+
+        Returns:
+            A stream of one item, the last result. ``graph.run()[stream]`` returns that item. No stage needs
+            to read the stream.
+
+        Raises:
+            TypeError: ``function`` cannot be called, or an option is unknown.
+
+        Example:
+            total = numbers.reduce(lambda total, number: total + number, 0)
+            print(graph.run()[total])
+        """
         item = returned_type(callable_argument("reduce", "function", function))
         known_options("reduce", options, ("initial", *NameOption.__annotations__))
         own = {} if initial is _MISSING else {"initial": initial}
@@ -129,8 +247,19 @@ class Stream(Generic[T_co]):
 
     @shows(NameOption)
     def collect(self, **options: Unpack[NameOption]) -> Stream[list[T_co]]:
-        """One item: the list of all items. It is a result of the run, ``graph.run()[stream]``; no other stage
-        needs to read it. While none does, ``run.iter(stream)`` gives the items one by one as they come."""
+        """Declare a stage that collects all items in a list, which is a result of the run.
+
+        Args:
+            **options: ``name`` (str) of the stage.
+
+        Returns:
+            A stream of one item, the list. ``graph.run()[stream]`` returns the list. No stage needs to read
+            the stream; if none does, ``run.iter(stream)`` yields the items while the run continues.
+
+        Example:
+            result = numbers.map(str).collect()
+            print(graph.run()[result])
+        """
         known_options("collect", options, NameOption.__annotations__)
         return self._next("collect", [("out", _listed(self.item))], options)[0]
 
@@ -138,27 +267,77 @@ class Stream(Generic[T_co]):
     def batch(
         self, size: int, timeout: float | None = None, **options: Unpack[PlainOptions]
     ) -> Stream[list[T_co]]:
-        """Lists of ``size`` items; the last one may be shorter. A batch that is not full ``timeout`` seconds
-        after its first item goes out as it is."""
+        """Declare a stage that groups items into lists.
+
+        Args:
+            size: Number of items in a list, at least 1. The last list may be shorter.
+            timeout: Maximum seconds between the first item of a list and its output (default: no limit). When
+                the time is over, the stage emits a shorter list.
+            **options: ``name`` (str) and ``capacity`` (lists, default: 64) of the stage.
+
+        Returns:
+            The stream of lists.
+
+        Raises:
+            TypeError: An argument has the wrong type or an unknown name.
+            ValueError: ``size``, ``timeout`` or an option is out of range.
+
+        Example:
+            predictions = images.batch(32, timeout=0.1).map(Model).unbatch()
+        """
         known_options("batch", options, ("timeout", *PlainOptions.__annotations__))
         own = {"size": whole("batch", "size", size, 1), "timeout": seconds("batch", "timeout", timeout)}
         return self._next("batch", [("out", _listed(self.item))], options, own=own)[0]
 
     @shows(PlainOptions)
     def unbatch(self: Stream[Iterable[T]], **options: Unpack[PlainOptions]) -> Stream[T]:
-        """Each element of each item; the items are iterables."""
+        """Declare a stage that emits each element of each item.
+
+        Args:
+            **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
+
+        Returns:
+            The stream of the elements. The items of this stream must be iterables.
+        """
         known_options("unbatch", options, PlainOptions.__annotations__)
         return self._next("unbatch", [("out", element_type(self.item))], options)[0]
 
     @shows(PlainOptions)
     def take(self, n: int, **options: Unpack[PlainOptions]) -> Stream[T_co]:
-        """The first ``n`` items; the stages before it are then stopped, without an error."""
+        """Declare a stage that emits the first ``n`` items, then stops the stages before it without an error.
+
+        Args:
+            n: Maximum number of items, at least 0.
+            **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
+
+        Returns:
+            The stream of at most ``n`` items.
+
+        Raises:
+            TypeError: ``n`` is not an int, or an option is unknown.
+            ValueError: ``n`` is negative.
+
+        Example:
+            first = graph.source(itertools.count()).take(10).collect()
+        """
         known_options("take", options, PlainOptions.__annotations__)
         return self._next("take", [("out", self.item)], options, own={"n": whole("take", "n", n, 0)})[0]
 
     @shows(PlainOptions)
     def tee(self, n: int, **options: Unpack[PlainOptions]) -> tuple[Stream[T_co], ...]:
-        """``n`` streams, each with every item."""
+        """Declare a stage that emits every item on each of ``n`` streams.
+
+        Args:
+            n: Number of streams, at least 1.
+            **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
+
+        Returns:
+            A tuple of ``n`` streams.
+
+        Raises:
+            TypeError: ``n`` is not an int, or an option is unknown.
+            ValueError: ``n`` is less than 1.
+        """
         known_options("tee", options, PlainOptions.__annotations__)
         outputs = [(str(port), self.item) for port in range(whole("tee", "n", n, 1))]
         return self._next("tee", outputs, options, own={"n": n})
@@ -173,7 +352,21 @@ class Stream(Generic[T_co]):
     def zip(self, *others: Stream[Any], **options: Unpack[PlainOptions]) -> Stream[tuple[Any, ...]]: ...
     @shows(PlainOptions)
     def zip(self, *others: Stream[Any], **options: Unpack[PlainOptions]) -> Stream[Any]:
-        """Tuples of one item from each stream, until one of them ends."""
+        """Declare a stage that emits tuples of one item from each stream, until one stream ends.
+
+        Args:
+            *others: Streams to combine with this one.
+            **options: ``name`` (str) and ``capacity`` (tuples, default: 64) of the stage.
+
+        Returns:
+            The stream of tuples; the item of this stream is first.
+
+        Raises:
+            TypeError: An argument is not a stream, or an option is unknown.
+
+        Example:
+            pairs = names.zip(ages)
+        """
         streams = streams_argument("zip", (self, *others))
         known_options("zip", options, PlainOptions.__annotations__)
         item = GenericAlias(tuple, tuple(Any if stream.item is None else stream.item for stream in streams))
@@ -189,18 +382,36 @@ class Stream(Generic[T_co]):
     @overload
     def allreduce(
         self, op: Literal["mean"], **options: Unpack[PlainOptions]
-    ) -> Stream[Reduced[Any]]: ...  # of integers it is a float
+    ) -> Stream[Reduced[Any]]: ...  # the mean of integers is a float
     @overload
     def allreduce(
         self, op: Named | Function = "sum", **options: Unpack[PlainOptions]
     ) -> Stream[Reduced[T_co]]: ...
     @shows(PlainOptions)
     def allreduce(self, op: str | Function = "sum", **options: Unpack[PlainOptions]) -> Stream[Any]:
-        """One :class:`Reduced` for each round: round k combines the k-th item of every worker of this
-        stream's stage that still has one, in the order of the workers, leaf by leaf through dictionaries,
-        lists and tuples. ``op``: "sum", "mean", "prod", "min", "max", "and", "or", "xor", or a function of
-        two. Each worker has a channel of its own, so ``ordered`` does not matter here. Several streams:
-        ``graph.merge(*streams).allreduce(op)``, whose workers have one of them each."""
+        """Declare a stage that combines the items of all workers of this stream's stage, round by round.
+
+        Round k combines the k-th item of every worker that has one, in the order of the workers.
+        Dictionaries, lists and tuples are combined element by element. Each worker has its own channel, so
+        ``ordered`` has no effect here. To combine several streams, use
+        ``graph.merge(*streams).allreduce(op)``.
+
+        Args:
+            op: ``"sum"`` (default), ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, ``"and"``, ``"or"``,
+                ``"xor"``, or a function of two values.
+            **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
+
+        Returns:
+            The stream of :class:`Reduced` values, one for each round.
+
+        Raises:
+            TypeError: ``op`` is neither a string nor a function, or an option is unknown.
+            ValueError: ``op`` is not one of the names above.
+
+        Example:
+            gradients = graph.stage(train, batches, workers=4, on="process")
+            totals = gradients.allreduce("mean")
+        """
         known_options("allreduce", options, ("op", *PlainOptions.__annotations__))
         named = isinstance(op, str)
         if named and op not in OPERATIONS:
@@ -215,14 +426,34 @@ class Stream(Generic[T_co]):
 
     @refuses_misspelt("buffer")
     def buffer(self, capacity: int) -> Self:
-        """This stream, with a channel of ``capacity`` items. It adds no stage."""
+        """Set the capacity of this stream's channel, and return this stream. No stage is added.
+
+        Args:
+            capacity: Capacity in items, at least 1.
+
+        Raises:
+            TypeError: ``capacity`` is not an int.
+            ValueError: ``capacity`` is less than 1, or this stream is a feedback.
+
+        Example:
+            images = paths.map(load).buffer(8)
+        """
         self.graph._resize(self._own("buffer"), whole("buffer", "capacity", capacity, 1))
         return self
 
     @property
     def errors(self) -> Stream[Failed[Any]]:
-        """The items that failed in this stream's stage, as ``Failed`` values. While nobody reads them, a
-        failure ends the run. ``AttributeError`` if the stage calls no function of the user's per item."""
+        """Stream of the items that failed in this stream's stage, as ``Failed`` values.
+
+        If no stage reads it, the first failure ends the run.
+
+        Raises:
+            AttributeError: The stage calls no function for each item, so no item can fail.
+
+        Example:
+            good = lines.map(parse)
+            bad = good.errors.map(lambda failed: (failed.item, failed.error)).collect()
+        """
         output = self.graph._stage_at(self._own("errors")).errors
         if output is None or self.port == output.port:
             raise AttributeError(
@@ -233,7 +464,7 @@ class Stream(Generic[T_co]):
     def _one(
         self, kind: str, function: Any, item_of: Callable[[Any], Any], options: OrderedOptions
     ) -> Tried[Any, Any]:
-        """A stage that calls the user's function for each item and has one output."""
+        """Declare a stage that calls the user's function for each item and has one output."""
         item = item_of(callable_argument(kind, "function", function))
         known_options(kind, options, OrderedOptions.__annotations__)
         own = {"members": True} if self.graph._gives_lists(self._origin) else None
@@ -249,7 +480,10 @@ class Stream(Generic[T_co]):
         own: dict[str, Any] | None = None,
         errors: bool = False,
     ) -> tuple[Tried[Any, Any], ...]:
-        """The outputs of a new stage that reads this stream. ``own``: what only its operator takes."""
+        """Declare a stage that reads this stream, and return its outputs.
+
+        ``own`` holds the options that only its operator has.
+        """
         stage = self.graph._declare(
             kind,
             function=function,
@@ -267,48 +501,31 @@ class Stream(Generic[T_co]):
         return Origin(self.stage, self.port)
 
     def _own(self, call: str) -> Origin:
-        """The origin, of a stream that a stage puts."""
+        """Return the origin of a stream that a stage writes."""
         return self._origin
 
 
 if TYPE_CHECKING:
 
     class Tried(Stream[T_co], Generic[T_co, F_co]):
-        """The stream of a stage that calls a function of the user's with each ``F``: these may fail. At run
-        time it is a plain stream."""
+        """Stream of a stage whose function may fail for an item of type ``F``.
+
+        This class exists for type checkers only. At run time the stream is a plain ``Stream``.
+        """
 
         @property
-        def errors(self) -> Stream[Failed[F_co]]: ...
+        def errors(self) -> Stream[Failed[F_co]]:
+            """Stream of the items that failed, with their type."""
 
 
 class Input(Stream[T]):
-    """A stream of the items that the program puts while the graph runs: ``run[stream]`` is where."""
+    """Stream of the items that the program puts into ``run[stream]`` while the graph runs."""
 
     __slots__ = ()
-
-
-class Feedback(Stream[T]):
-    """A stream whose writer is declared later, which :meth:`feed` names. A ``graph.stage`` reads it."""
-
-    __slots__ = ()
-
-    def feed(self, stream: Stream[T]) -> None:
-        """Closes the loop: the items of ``stream`` are what the reader of this feedback gets. ``stream`` then
-        has its reader. Raises ``ValueError`` when this feedback is fed already."""
-        streams_argument("feed", (stream,))
-        if isinstance(stream, Feedback):
-            raise TypeError(f"feed: takes the stream of a stage, not {stream!r}")
-        fed_by = self.graph._loops[self._origin].fed_by
-        if fed_by is not None:
-            raise ValueError(f"{self!r} is fed by {str(fed_by)!r} already; ask for another graph.feedback()")
-        self.graph._feed(self._origin, *origins(self.graph, stream))
-
-    def _own(self, call: str) -> Origin:
-        raise ValueError(f"{call}: {self!r} is what another stage puts; say it of the stream that feeds it")
 
 
 def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[Stream[Any], ...]:
-    """The values, if all of them are streams; else ``TypeError`` naming the first that is not."""
+    """Return the values if all of them are streams, else raise ``TypeError``."""
     for index, value in enumerate(values, 1):
         if not isinstance(value, Stream):
             hint = f"; write {call}(*streams)" if isinstance(value, (list, tuple, set)) else ""
@@ -317,12 +534,12 @@ def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[Stream[Any], .
 
 
 def streams_of(graph: Builder, stage: Stage) -> tuple[Stream[Any], ...]:
-    """The handles of a stage's outputs."""
+    """Return the handles of a stage's outputs."""
     return tuple(Stream(graph, stage.name, output.port, output.name, output.item) for output in stage.outputs)
 
 
 def origins(graph: Builder, *streams: Stream[Any]) -> tuple[Origin, ...]:
-    """What a stage of ``graph`` that reads these streams has as its inputs."""
+    """Return the origins that a stage of ``graph`` has as inputs if it reads these streams."""
     return tuple(
         stream._origin if stream.graph is graph else graph._is_foreign(stream.name, stream.graph)
         for stream in streams

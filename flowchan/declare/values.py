@@ -1,8 +1,8 @@
-"""The frozen values that a declared graph consists of. Nothing here runs, and nothing here changes.
+"""Define the frozen values of a declared graph.
 
-A declared graph is a list of :class:`Stage` values; :class:`Edge` values are derived from them and name every
-channel of the graph. The checks, the pictures and the supervisor all read these. A stage can be sent to
-another process as it is.
+A declared graph is a list of :class:`Stage` values. :class:`Edge` values are derived from them, one for each
+channel of the graph. The checks, the pictures and the supervisor read both. A stage can be sent to another
+process.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ DEFAULT_MAX_DEATHS = 3
 
 
 class Origin(NamedTuple):
-    """Where the items of an input come from: an output port of a stage. Without a stage (``""``) the port is
-    the number of one of the graph's ``loops`` or ``strangers``, which say what is known of it."""
+    """Output port of a stage, from which the items of an input come.
+
+    If ``stage`` is empty, ``port`` is a number in the graph's tables of loops and of streams of other graphs.
+    """
 
     stage: str
     port: str
@@ -42,8 +44,10 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A feedback: an input whose origin is declared later, and is ``None`` until then. ``name`` and ``where``
-    are those of its declaration."""
+    """Feedback: an input whose origin is declared later, and is ``None`` until then.
+
+    ``name`` and ``where`` are those of its declaration.
+    """
 
     name: str
     where: Where
@@ -52,7 +56,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Stranger:
-    """A stream of another graph that a stage of this one reads: its name, and that graph."""
+    """Stream of another graph that a stage of this graph reads: its name, and the name of that graph."""
 
     name: str
     graph: str
@@ -61,13 +65,17 @@ class Stranger:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One output port of a stage, and what its channel shall be like.
+    """Output port of one stage, with the settings of its channel.
 
-    ``name`` is the channel's name, unique in the graph: the stage's name when it has one output, else
-    ``stage.port``; ``stage.errors`` for the error stream. ``item`` is the annotated item type, ``None`` if
-    unknown; it is for checks and pictures, and stays behind where the stage is sent to another process, for
-    it may be nothing that can be sent. ``apart``: its reader tells the workers apart, so each of them has a
-    channel of its own, ``name worker``.
+    Attributes:
+        name: Name of the channel, unique in the graph. It is the stage's name if the stage has one output,
+            else ``stage.port``; the error stream is ``stage.errors``.
+        port: Name of the port.
+        item: Annotated item type, or ``None`` if unknown. Only checks and pictures use it. It is not sent to
+            other processes with the stage, because it may not be picklable.
+        capacity: Capacity of the channel in items.
+        apart: True if each worker has its own channel, ``name worker``, because the reader distinguishes the
+            workers.
     """
 
     name: str
@@ -82,10 +90,15 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Gang:
-    """That the workers of a stage form a group: ``parameter`` of its function takes a worker's member.
-    ``group`` is the class that makes such groups, as ``flowchan.collective.Group``: ``_make_all(size, name)``
-    gives the members of one on this machine, ``_seat(…)`` a place in one over hosts, as ``hosts.crew`` calls
-    it. ``elastic``: while one of them is replaced the others go on."""
+    """Marks a stage whose workers form a group.
+
+    Attributes:
+        parameter: Parameter of the function that receives the worker's member.
+        group: Class that makes such groups, for example ``flowchan.collective.Group``. ``_make_all(size,
+            name)`` returns the members of a group on this machine. ``_seat(…)`` returns a place in a group
+            over hosts; ``hosts.crew`` calls it.
+        elastic: True if the other workers continue while one is replaced.
+    """
 
     parameter: str
     group: Any
@@ -94,8 +107,10 @@ class Gang:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """A node of the graph. ``options`` holds what only its operator takes (``size`` of batch, ``n`` of take,
-    …)."""
+    """Node of the graph.
+
+    ``options`` holds the options that only its operator has, such as ``size`` of batch and ``n`` of take.
+    """
 
     name: str
     operator: Operator
@@ -115,75 +130,90 @@ class Stage:
     retry_delay: float | None = None
     retry_on: tuple[type[Exception], ...] = (Exception,)
     timeout: float | None = None
-    """Seconds that its function may take for an item."""
+    """Limit for one item in seconds."""
     restarts: int = DEFAULT_RESTARTS
     max_deaths: int = DEFAULT_MAX_DEATHS
     restartable: bool = False
     gpus: int = 0
-    """That each worker has for itself."""
+    """GPUs reserved for each worker."""
     feedback: frozenset[str] = frozenset()
-    """The input ports that read what a stage further on puts."""
+    """Input ports that read the output of a later stage."""
     gang: Gang | None = None
     per_worker: frozenset[str] = frozenset()
-    """The input ports whose items go to the worker that the sender names."""
+    """Input ports whose sender names the worker for each item."""
     asked: bool = False
-    """Whether the program may ask its items: it stands behind an input."""
+    """True if the program may send items to it with ``ask()``, because it reads from an input."""
 
     @property
     def kind(self) -> str:
-        """The name of its operator."""
+        """Name of the operator."""
         return self.operator.name
 
     @property
     def begins(self) -> bool:
-        """Whether the graph begins here: no stage before it gives it items."""
+        """True if the graph begins at this stage: no earlier stage sends items to it."""
         return len(self.inputs) == len(self.feedback)
 
     @property
     def all_outputs(self) -> tuple[Output, ...]:
-        """The outputs, and the error stream if it has one."""
+        """Outputs, with the error stream if the stage has one."""
         return self.outputs if self.errors is None else (*self.outputs, self.errors)
 
     @property
     def worker_count(self) -> int:
-        """How many workers it has."""
+        """Number of workers."""
         return len(self.inputs) if self.operator.worker_per_input else self.workers
 
     @property
     def output_per_worker(self) -> bool:
-        """Whether an output's reader tells the workers apart."""
+        """True if the reader of an output distinguishes the workers."""
         return any(output.apart for output in self.all_outputs)
 
     @property
     def told_apart(self) -> bool:
-        """Whether somebody tells its workers apart by their outputs."""
+        """True if the stage has several workers and a reader distinguishes them by their outputs."""
         return self.worker_count > 1 and self.output_per_worker
 
     @property
     def keeps_its_own(self) -> bool:
-        """Whether what a worker had in hand when it died is its successor's alone: where workers are told
-        apart by outputs, of which some may be out, and where all begin again together."""
+        """True if only the replacement of a dead worker may receive the items on lease to that worker.
+
+        This holds if outputs distinguish the workers, because some outputs may exist already. It also holds
+        for a gang, whose workers all start again together.
+        """
         return self.told_apart or self.gang is not None
 
     def channels(self, output: Output) -> tuple[tuple[int, str], ...]:
-        """The names of an output's channels, each with the number of the worker that writes it; 0: all do."""
+        """Return the names of an output's channels, each with its writing worker; 0 means all workers."""
         if not output.apart or self.worker_count == 1:
             return ((0, output.name),)
         return tuple((worker, f"{output.name} {worker}") for worker in range(1, self.worker_count + 1))
 
     @property
     def read(self) -> tuple[tuple[str, Origin], ...]:
-        """Each input port with what it reads."""
+        """Pairs of an input port and the output that it reads."""
         return tuple(zip(self.input_ports, self.inputs, strict=False))
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A channel of the graph: which port writes it, which stage's port reads it (``reader`` is ``None`` for a
-    result that leaves the graph, or when nobody reads it), and the transport that the places of both ends
-    ask for. ``feedback``: it leads back to a stage that its writer depends on. ``worker``: the number of the
-    only worker that writes it; 0: all of the stage do. ``to_worker``: the number of the only worker that
-    reads it; 0: all of the stage do."""
+    """Channel of a graph: its writer, its reader and its settings.
+
+    Attributes:
+        name: Name of the channel.
+        writer: Name of the stage that writes it.
+        writer_port: Port of that stage.
+        reader: Name of the stage that reads it; ``None`` for a result of the run, or without a reader.
+        reader_port: Port of that stage, or ``None``.
+        item: Type of the items, or ``None`` if unknown.
+        capacity: Capacity in items.
+        transport: Transport that the placements of both ends require.
+        errors: True for an error stream.
+        where: Line that declares the writing stage.
+        feedback: True if the channel leads back to a stage that its writer depends on.
+        worker: Number of the only worker that writes it; 0 means all workers of the stage.
+        to_worker: Number of the only worker that reads it; 0 means all workers of the stage.
+    """
 
     name: str
     writer: str
@@ -201,11 +231,11 @@ class Edge:
 
     @property
     def writing_end(self) -> str:
-        """The name of the port at which it is written."""
+        """Name of the port that writes the channel."""
         return f"{self.writer_port}.{self.to_worker}" if self.to_worker else self.writer_port
 
     @property
     def reading_end(self) -> str:
-        """The name of the port at which it is read."""
+        """Name of the port that reads the channel."""
         assert self.reader_port is not None
         return f"{self.reader_port}.{self.worker}" if self.worker else self.reader_port

@@ -30,7 +30,7 @@ def test_a_graph_that_can_run_has_no_problem(graph: Blueprint) -> None:
     raise_for(graph)
 
 
-def test_all_problems_are_found_at_once_in_the_order_of_declaration(graph: Blueprint) -> None:
+def test_all_problems_are_reported_in_order_of_declaration(graph: Blueprint) -> None:
     lock = threading.Lock()
     start = graph.source(range(3), name="start")
     start.map(lambda item: (lock, item), on="process", name="locked")
@@ -81,7 +81,7 @@ def test_a_graph_without_a_source_is_empty(graph: Blueprint) -> None:
     assert rules(graph) == ["empty", "cycle"]
 
 
-def test_a_name_given_twice_is_reported_with_its_first_owner(graph: Blueprint) -> None:
+def test_duplicate_name_is_reported_with_first_owner(graph: Blueprint) -> None:
     graph.source(range(3), name="same").batch(3, name="same").sink(print)
     first = graph.stages[0].where
     problems = [problem for problem in check(graph) if problem.rule == "duplicate"]
@@ -90,7 +90,7 @@ def test_a_name_given_twice_is_reported_with_its_first_owner(graph: Blueprint) -
     ]
 
 
-def test_a_name_given_twice_leads_to_no_other_problem(graph: Blueprint) -> None:
+def test_duplicate_name_causes_no_other_problem(graph: Blueprint) -> None:
     graph.source(range(3), name="same").map(to_text, name="same").sink(print)
     assert rules(graph) == ["duplicate"]
 
@@ -100,12 +100,12 @@ def test_channels_of_one_name_are_reported(graph: Blueprint) -> None:
     left.batch(3, name="tee.1").sink(print)
     right.sink(print)
     assert only(graph).message == (
-        f"its channel 'tee.1' is named like one of stage 'tee' at {graph.stages[1].where}; "
+        f"its channel 'tee.1' has the name of a channel of stage 'tee' at {graph.stages[1].where}; "
         "give one of the stages another name="
     )
 
 
-def test_a_stream_of_another_graph_is_reported_with_its_home(graph: Blueprint) -> None:
+def test_stream_of_another_graph_is_reported_with_that_graph(graph: Blueprint) -> None:
     other = Blueprint("other")
     strange = other.source("abc", name="letters")
     graph.source(range(3)).zip(strange).sink(print)
@@ -114,7 +114,7 @@ def test_a_stream_of_another_graph_is_reported_with_its_home(graph: Blueprint) -
     assert f"stream 'letters' of another graph, 'other' declared at {other.where}" in problem.message
 
 
-def test_a_stream_that_nobody_writes_is_reported(graph: Blueprint) -> None:
+def test_stream_without_writer_is_reported(graph: Blueprint) -> None:
     graph.merge(graph.source(range(3)), handle(graph, "nothing")).sink(print)
     assert (only(graph).rule, only(graph).message) == (
         "foreign",
@@ -144,7 +144,7 @@ def test_each_cycle_is_reported_once(graph: Blueprint) -> None:
     assert ["self → self" in loops[0], "a → b → a" in loops[1], len(loops)] == [True, True, 2]
 
 
-def test_a_stage_before_a_cycle_is_no_part_of_the_loop(graph: Blueprint) -> None:
+def test_stage_before_a_cycle_is_not_part_of_the_loop(graph: Blueprint) -> None:
     by_hand(graph, "late", handle(graph, "z"))
     by_hand(graph, "y", handle(graph, "z"), handle(graph, "x"))
     by_hand(graph, "z", handle(graph, "y"))
@@ -154,7 +154,7 @@ def test_a_stage_before_a_cycle_is_no_part_of_the_loop(graph: Blueprint) -> None
     assert "loop: y → z → y;" in loops[0]
 
 
-def test_branches_that_meet_again_are_no_cycle(graph: Blueprint) -> None:
+def test_branches_that_meet_again_are_not_a_cycle(graph: Blueprint) -> None:
     left, right = graph.source(range(3)).tee(2)
     left.map(to_text).zip(right).sink(print)
     assert check(graph) == ()
@@ -168,7 +168,7 @@ def test_an_unread_output_is_reported_with_the_remedy(graph: Blueprint) -> None:
     left.sink(print)
     assert (only(graph).rule, only(graph).message) == (
         "unread",
-        "nobody reads its output 'tee.1'; end it with .sink(function), or with .collect() "
+        "no stage reads its output 'tee.1'; end it with .sink(function), or with .collect() "
         "to have the items as a "
         "result",
     )
@@ -247,7 +247,7 @@ def test_a_general_stage_without_ports_is_reported(graph: Blueprint) -> None:
     assert only(graph).message.startswith("'<lambda>' has no parameter annotated In[...] or Out[...]")
 
 
-def test_a_general_stage_whose_signature_is_unknown_is_reported(graph: Blueprint) -> None:
+def test_general_stage_with_unknown_signature_is_reported(graph: Blueprint) -> None:
     def hidden(out: Out[int]) -> None: ...
 
     hidden.__signature__ = "hidden"  # type: ignore[attr-defined]
@@ -335,17 +335,17 @@ def test_arguments_that_a_source_cannot_take_are_reported(graph: Blueprint) -> N
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1.5, True, None])
-def test_a_capacity_that_is_no_positive_int_is_reported(graph: Blueprint, capacity: Any) -> None:
+def test_capacity_that_is_not_a_positive_int_is_reported(graph: Blueprint, capacity: Any) -> None:
     by_hand(graph, "a", graph.source(range(3)), capacity=capacity)
     handle(graph, "a").sink(print, on="process")
     problem = only(graph)
     assert (problem.rule, problem.message) == (
         "capacity",
-        f"capacity of 'a' must be an int of at least 1, not {capacity}",
+        f"capacity of 'a' must be an int of at least 1, got {capacity}",
     )
 
 
-def test_channels_that_do_not_fit_in_memory_are_reported_with_both_numbers(
+def test_channels_larger_than_memory_are_reported_with_both_sizes(
     graph: Blueprint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     told = tmp_path / "meminfo"
@@ -393,9 +393,7 @@ def test_each_stream_of_a_merge_is_one_writer(graph: Blueprint) -> None:
 
 
 @pytest.mark.parametrize("number", [128, 129])
-def test_a_stage_that_selects_from_more_ports_than_select_takes_is_reported(
-    graph: Blueprint, number: int
-) -> None:
+def test_stage_with_too_many_ports_for_select_is_reported(graph: Blueprint, number: int) -> None:
     space: dict[str, Any] = {"In": In, "Any": Any}
     exec(f"def gather({', '.join(f'port{n}: In[Any]' for n in range(number))}): select()", space)
     graph.stage(space["gather"], *[graph.source(range(3), name=f"source{n}") for n in range(number)])

@@ -17,7 +17,7 @@ def numbers() -> Iterator[int]:
 
 
 def spent(graph: Graph) -> str:
-    """What the second run says."""
+    """Return the error message of the second run."""
     with pytest.raises(GraphError, match="give a callable") as caught:
         graph.run()
     (problem,) = caught.value.problems
@@ -34,7 +34,7 @@ def test_the_second_run_of_an_iterator_raises(items: Any) -> None:
     assert type(items).__name__ in spent(graph)
 
 
-def test_an_open_file_does_not_go_on_in_the_middle(tmp_path: Path) -> None:
+def test_second_run_over_open_file_raises(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text("a\nb\nc\n")
     with (tmp_path / "lines").open() as file:
         graph = Graph("spent")
@@ -43,23 +43,23 @@ def test_an_open_file_does_not_go_on_in_the_middle(tmp_path: Path) -> None:
         assert "was read by an earlier run" in spent(graph)
 
 
-def test_a_generator_that_is_at_its_end_is_found_before_any_run() -> None:
+def test_exhausted_generator_is_found_before_any_run() -> None:
     items = numbers()
     list(items)
     graph = Graph("spent")
     graph.source(items).collect()
     (problem,) = graph.check()
     assert problem.rule == "spent"
-    assert "is at its end already" in spent(graph)
+    assert "is already at its end" in spent(graph)
 
 
-def test_an_iterator_that_a_process_gets_a_copy_of_is_not_read() -> None:
+def test_iterator_copied_to_a_process_stays_unread() -> None:
     graph = Graph("spent")
     result = graph.source(iter([1, 2, 3]), on="process").collect()
     assert graph.run()[result] == graph.run()[result] == [1, 2, 3]
 
 
-def test_what_gives_a_new_iterator_each_time_can_be_run_again() -> None:
+def test_iterable_with_new_iterators_can_run_again() -> None:
     graph = Graph("spent")
     results = [graph.source(items).collect() for items in ([1], range(1, 2), {1: 1}, lambda: iter([1]))]
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_what_gives_a_new_iterator_each_time_can_be_run_again() -> None:
         assert [found[result] for result in results] == [[1]] * 4
 
 
-def test_a_channel_says_itself_when_it_is_at_its_end() -> None:
+def test_drained_channel_as_source_reports_its_end() -> None:
     channel: Channel[int] = Channel(8)
     channel.put_many([1, 2])
     channel.close()

@@ -1,4 +1,4 @@
-"""The check of what crosses a graph: the types of items, and what can be sent to a process."""
+"""Check of the values in a graph: item types, and values that must be picklable for a process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_reduction_is_checked_by_its_second_parameter(graph: Blueprint) -> Non
     assert "'item' of 'longest' takes int" in only(graph).message
 
 
-def test_what_cannot_be_iterated_is_reported(graph: Blueprint) -> None:
+def test_result_that_is_not_iterable_is_reported(graph: Blueprint) -> None:
     def one() -> int:
         return 1
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_iterated_is_reported(graph: Blueprint) -> None:
         (int, None),
     ],
 )
-def test_types_that_may_fit_raise_no_alarm(given: Any, asked: Any) -> None:
+def test_types_that_may_fit_are_not_reported(given: Any, asked: Any) -> None:
     assert fits(given, asked)
 
 
@@ -127,7 +127,7 @@ def test_types_that_may_fit_raise_no_alarm(given: Any, asked: Any) -> None:
         (tuple[int, str], dict),
     ],
 )
-def test_types_that_cannot_fit_raise_an_alarm(given: Any, asked: Any) -> None:
+def test_types_that_cannot_fit_are_reported(given: Any, asked: Any) -> None:
     assert not fits(given, asked)
 
 
@@ -200,7 +200,7 @@ def local(value: Any) -> Any:
         (local(Blueprint("g")), "is a flowchan.declare.blueprint.Blueprint (graph 'g' is a declaration"),
     ],
 )
-def test_what_cannot_be_pickled_is_named(graph: Blueprint, function: Any, path: str | None) -> None:
+def test_unpicklable_value_is_named(graph: Blueprint, function: Any, path: str | None) -> None:
     graph.source(range(3)).sink(function, on="process", name="there")
     problems = check(graph)
     if path is None:
@@ -213,7 +213,7 @@ def test_what_cannot_be_pickled_is_named(graph: Blueprint, function: Any, path: 
     assert problem.message.endswith('or use on="thread"')
 
 
-def test_the_arguments_of_a_stage_are_pickled_too(graph: Blueprint) -> None:
+def test_arguments_of_a_stage_must_be_picklable(graph: Blueprint) -> None:
     graph.stage(pass_on, graph.source(range(3)), on="process", limit=LOCK).sink(print)
     assert only(graph).message.startswith(
         "argument 'limit' can't be sent to a process: it is a _thread.lock ("
@@ -223,13 +223,13 @@ def test_the_arguments_of_a_stage_are_pickled_too(graph: Blueprint) -> None:
     assert only(other).message.startswith("argument 1 can't be sent to a process: it is a _thread.lock (")
 
 
-def test_a_generator_in_a_process_has_a_remedy_of_its_own(graph: Blueprint) -> None:
+def test_generator_in_a_process_has_its_own_remedy(graph: Blueprint) -> None:
     graph.source((n for n in range(3)), on="process").sink(print)
     assert only(graph).message.startswith("source's iterable can't be sent to a process: it is a generator (")
     assert only(graph).message.endswith("pass the function that makes it, and its arguments")
 
 
-def test_threads_may_use_what_cannot_be_pickled(graph: Blueprint) -> None:
+def test_stage_on_threads_accepts_unpicklable_values(graph: Blueprint) -> None:
     graph.source(n for n in range(3)).map(local(LOCK)).sink(print)
     assert check(graph) == ()
 
@@ -243,7 +243,7 @@ def test_lambdas_closures_and_functions_of_main_can_be_sent(graph: Blueprint) ->
     assert check(graph) == ()
 
 
-def test_an_object_that_contains_itself_does_not_trap_the_search(graph: Blueprint) -> None:
+def test_search_ends_for_object_that_contains_itself(graph: Blueprint) -> None:
     loop: list[Any] = []
     loop.extend([loop, LOCK])
     graph.source(range(3)).sink(local(loop), on="process")

@@ -86,7 +86,7 @@ def test_ranks_have_the_variables_of_torchrun(tmp_path: Path) -> None:
         assert found[rank] == {name: value.replace("RANK", rank) for name, value in expected.items()}
 
 
-def test_a_module_is_run_as_by_python(tmp_path: Path) -> None:
+def test_launch_runs_a_module_like_python(tmp_path: Path) -> None:
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps" / "train.py").write_text("import sys; print(__name__, __package__, *sys.argv[1:])")
     done = subprocess.run(
@@ -101,7 +101,7 @@ def test_a_module_is_run_as_by_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spelled", [["--nproc-per-node", "2"], ["--nproc_per_node=2"]])
-def test_torchruns_name_for_the_number_of_ranks_is_taken(tmp_path: Path, spelled: list[str]) -> None:
+def test_launch_accepts_nproc_per_node_like_torchrun(tmp_path: Path, spelled: list[str]) -> None:
     with started(tmp_path, "print('here')", *spelled) as launcher:
         lines = launcher.communicate(timeout=100)[0].splitlines()
     assert sorted(lines) == ["[0] here", "[1] here"]
@@ -114,13 +114,11 @@ def test_torchruns_name_for_the_number_of_ranks_is_taken(tmp_path: Path, spelled
         (["-n", "2", "--standalone"], "No such option:? '?--standalone"),
         (["-n", "2", "-m", "--lr"], "No such option:? '?--lr"),
         (["-n", "2", "nowhere.py"], "File 'nowhere.py' does not exist"),
-        ([], "it takes one of -n .* and --nproc-per-node"),
-        (["-n", "2", "--nproc-per-node", "2"], "it takes one of -n .* and --nproc-per-node"),
+        ([], "give one of -n .* and --nproc-per-node"),
+        (["-n", "2", "--nproc-per-node", "2"], "give one of -n .* and --nproc-per-node"),
     ],
 )
-def test_what_it_does_not_take_is_not_taken_for_the_script(
-    tmp_path: Path, args: list[str], said: str
-) -> None:
+def test_launch_rejects_unknown_option_before_script(tmp_path: Path, args: list[str], said: str) -> None:
     with started(tmp_path, "print('here')", *args) as launcher:
         output, errors = launcher.communicate(timeout=100)
     assert (output, launcher.returncode) == ("", 2)
@@ -136,7 +134,7 @@ def test_what_it_does_not_take_is_not_taken_for_the_script(
         ("sys.exit(7)", "ended with exit code 7"),
     ],
 )
-def test_the_last_line_says_who_failed_first_and_why(tmp_path: Path, how: str, said: str) -> None:
+def test_last_line_names_first_failure(tmp_path: Path, how: str, said: str) -> None:
     """Not those that failed because of it."""
     with started(tmp_path, FAILS.replace("HOW", how), "-n", "3") as launcher:
         _, errors = launcher.communicate(timeout=100)
@@ -163,9 +161,7 @@ def cores() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("where", [[], ["--hosts", "local:1"]], ids=["here", "on hosts"])
-def test_ranks_have_cores_of_their_own_and_their_lines_go_to_files(
-    tmp_path: Path, where: list[str], cores: list[int]
-) -> None:
+def test_ranks_are_pinned_and_log_to_files(tmp_path: Path, where: list[str], cores: list[int]) -> None:
     def said(count: int, *options: str) -> list[str]:
         logs = tmp_path / f"logs {count} {len(options)}"
         args = ["-n", str(count), *where, "--log-dir", str(logs), *options]
@@ -180,7 +176,7 @@ def test_ranks_have_cores_of_their_own_and_their_lines_go_to_files(
 
 
 @pytest.mark.parametrize("taken", ["logs", "logs/0"])
-def test_where_logs_cannot_be_written_a_line_says_so(tmp_path: Path, taken: str) -> None:
+def test_unwritable_log_dir_is_reported_in_one_line(tmp_path: Path, taken: str) -> None:
     (tmp_path / taken).parent.mkdir(exist_ok=True)
     (tmp_path / taken).touch()
     logs = tmp_path / ("logs/below" if taken == "logs" else "logs")
@@ -193,8 +189,8 @@ def test_where_logs_cannot_be_written_a_line_says_so(tmp_path: Path, taken: str)
 
 @pytest.mark.parametrize("where", [[], ["--hosts", "local:2"]], ids=["here", "on hosts"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_when_the_launcher_ends(tmp_path: Path, number: int, where: list[str]) -> None:
-    """By Ctrl-C, or killed: no rank, and nothing that a rank has started."""
+def test_launcher_leaves_no_process(tmp_path: Path, number: int, where: list[str]) -> None:
+    """No rank and no child of a rank remains after Ctrl-C or SIGKILL."""
     with started(tmp_path, WAITS, "-n", "2", *where) as launcher:
         assert launcher.stdout is not None
         grandchildren = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
@@ -205,7 +201,7 @@ def test_nothing_is_left_when_the_launcher_ends(tmp_path: Path, number: int, whe
         wait_until(lambda: not any(map(psutil.pid_exists, grandchildren)))
 
 
-def test_a_group_is_signalled_only_while_its_number_is_that_of_the_rank(
+def test_group_is_signalled_only_while_rank_owns_its_id(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once a rank that has ended is collected, another process may have its number."""
@@ -220,7 +216,7 @@ def test_a_group_is_signalled_only_while_its_number_is_that_of_the_rank(
 
 
 def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
-    """With torchrun's numbers: of all, on this host, of the host."""
+    """The ranks have the numbers of torchrun: among all, on their host, and that of the host."""
     script = tmp_path / "script.py"
     script.write_text(SUMS + NUMBERS)
     done = subprocess.run(
@@ -249,7 +245,7 @@ def test_a_rank_that_fails_on_another_host_ends_the_job(tmp_path: Path) -> None:
     assert launcher.returncode == 1
 
 
-def test_a_host_that_is_lost_ends_the_job_and_is_named(tmp_path: Path) -> None:
+def test_lost_host_ends_the_job_and_is_named(tmp_path: Path) -> None:
     with started(tmp_path, WAITS, "-n", "2", "--hosts", "local:2") as launcher:
         assert launcher.stdout is not None
         family = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]

@@ -47,7 +47,7 @@ def command(tmp_path: Path, text: str) -> list[str]:
     ]
 
 
-def test_a_run_that_is_done_ends_with_the_report_and_0(tmp_path: Path) -> None:
+def test_successful_run_prints_report_and_exits_0(tmp_path: Path) -> None:
     result = run(tmp_path, WORKS)
     assert result.exit_code == 0, result.output
     assert "graph 'numbers': done after" in result.output
@@ -55,29 +55,26 @@ def test_a_run_that_is_done_ends_with_the_report_and_0(tmp_path: Path) -> None:
     assert "same    1,000 = 1,000 out" in result.output
 
 
-def test_a_run_that_fails_names_stage_item_and_error_and_ends_with_1(tmp_path: Path) -> None:
+def test_failed_run_names_stage_and_error_and_exits_1(tmp_path: Path) -> None:
     result = run(tmp_path, FAILS)
     assert result.exit_code == 1
     assert "stage 'halve' failed on item 0" in result.output
     assert "ZeroDivisionError" in result.output
 
 
-def test_a_graph_that_is_filled_from_outside_is_for_a_program_to_run(tmp_path: Path) -> None:
+def test_run_rejects_graph_with_input(tmp_path: Path) -> None:
     result = run(tmp_path, HEAD + "graph.input('questions').sink(lambda item: None)\n")
     assert result.exit_code == 2
-    assert (
-        "gets items from outside, by its input 'questions', so only a program can run it: python"
-        in result.output
-    )
+    assert "has the input 'questions', so only a program can run it; run python" in result.output
 
 
-def test_a_wrong_graph_lists_its_problems_and_ends_with_2(tmp_path: Path) -> None:
+def test_run_of_wrong_graph_lists_problems_and_exits_2(tmp_path: Path) -> None:
     result = run(tmp_path, UNREAD)
     assert result.exit_code == 2
     assert "case.py:3: stage 'abs':" in result.output
 
 
-def test_a_function_gets_the_arguments_behind_the_dashes(tmp_path: Path) -> None:
+def test_function_receives_arguments_after_dashes(tmp_path: Path) -> None:
     result = run(tmp_path, FUNCTION, "--", "7")
     assert result.exit_code == 0, result.output
     assert "7 = 7 out" in result.output
@@ -108,7 +105,7 @@ def test_interrupted_run_finishes_says_so_and_ends_with_the_code_of_the_signal(
     assert "Traceback" not in err
 
 
-def test_sigquit_shows_who_waits_for_whom(tmp_path: Path) -> None:
+def test_sigquit_prints_waiting_stages(tmp_path: Path) -> None:
     with subprocess.Popen(
         command(tmp_path, ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -148,7 +145,7 @@ def test_a_terminal_sees_a_live_table(tmp_path: Path) -> None:
     assert process.returncode == 130
 
 
-def test_a_terminal_whose_encoding_lacks_a_sign_of_the_report_shows_its_number(tmp_path: Path) -> None:
+def test_report_escapes_characters_missing_in_encoding(tmp_path: Path) -> None:
     (tmp_path / "named.py").write_text(
         "from flowchan import Graph\ngraph = Graph('g')\ngraph.source([1]).sink(abs, name='\\u5927')\n"
     )

@@ -1,5 +1,5 @@
-"""What ``flowchan run``, ``check`` and ``viz`` take: files, modules, standard input, and arguments as the
-function's parameters are annotated."""
+"""Targets of ``flowchan run``, ``check`` and ``viz``: files, modules, standard input, and converted
+arguments."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_a_module_is_a_target(folder: Path, target: str) -> None:
     [
         (
             "shop.nothing",
-            "shop.nothing: no file, and no module that can be imported from here, has that name",
+            "shop.nothing: no file or importable module has that name",
         ),
         ("nothing.py", "nothing.py: no such file"),
         ("shop.bad", "bad.py: ModuleNotFoundError: No module named 'not_there' (line 1)"),
     ],
 )
-def test_what_is_wrong_with_a_module_is_one_line(folder: Path, target: str, said: str) -> None:
+def test_wrong_module_is_reported_in_one_line(folder: Path, target: str, said: str) -> None:
     (folder / "shop").mkdir()
     (folder / "shop" / "__init__.py").touch()
     (folder / "shop" / "bad.py").write_text("import not_there")
@@ -103,17 +103,19 @@ def test_standard_input_is_a_target() -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_one_of_several_graphs_of_standard_input_is_chosen_by_its_name() -> None:
-    """As the message says that asks for it."""
+def test_graph_of_standard_input_is_chosen_by_name() -> None:
+    """The message about several graphs names the remedy."""
     two = f"{NUMBERS}\nother = Graph('other')\nother.source([1]).sink(print)\n"
-    assert "which graph? Say one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output
+    assert (
+        "several graphs found; choose one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output
+    )
     for arguments in (["-:other"], ["--debug", "-:other"], ["--", "-:other"]):
         result = flowchan("check", *arguments, stdin=two)
         assert result.output.startswith("other: all clear: 2 stages"), arguments
-    assert "no 'third' inside; it has numbers, other" in flowchan("check", "-:third", stdin=two).output
+    assert "has no 'third'; it has numbers, other" in flowchan("check", "-:third", stdin=two).output
 
 
-def test_arguments_become_what_the_parameters_are_annotated_with(folder: Path) -> None:
+def test_arguments_are_converted_to_annotated_types(folder: Path) -> None:
     (folder / "typed.py").write_text(TYPED)
     result = flowchan("run", "typed.py", "--", "3", "a/b", "fast", "b", "7", "1.5", "2")
     assert result.exit_code == 0, result.output
@@ -124,8 +126,8 @@ def test_arguments_become_what_the_parameters_are_annotated_with(folder: Path) -
     ("arguments", "said"),
     [
         (["x", ".", "slow"], "typed.py:made: n: 'x' is not a valid integer"),
-        (["3", ".", "quick"], "typed.py:made: speed: 'quick' is none of slow, fast"),
-        (["3", ".", "slow", "c"], "typed.py:made: mode: 'c' is none of a, b"),
+        (["3", ".", "quick"], "typed.py:made: speed: 'quick' must be one of slow, fast"),
+        (["3", ".", "slow", "c"], "typed.py:made: mode: 'c' must be one of a, b"),
     ],
 )
 def test_an_argument_that_does_not_fit_is_named(folder: Path, arguments: list[str], said: str) -> None:
@@ -136,19 +138,19 @@ def test_an_argument_that_does_not_fit_is_named(folder: Path, arguments: list[st
 
 
 @pytest.mark.parametrize("annotation", [Any, object, Sequence, Iterable, Sequence[str]])
-def test_a_text_stays_one_where_the_annotation_does_not_say_what_it_is_to_become(annotation: Any) -> None:
+def test_argument_without_useful_annotation_stays_text(annotation: Any) -> None:
     assert converted("a text", annotation) == "a text"
 
 
 @pytest.mark.parametrize("annotation", [list, list[str], list[int] | None, tuple[int, ...], set, dict])
-def test_a_text_is_not_taken_for_a_list_of_its_letters(annotation: Any) -> None:
-    with pytest.raises(ValueError, match=r"^'ab' is one text, and no \w+; annotate it as str"):
+def test_argument_annotated_as_list_is_rejected(annotation: Any) -> None:
+    with pytest.raises(ValueError, match=r"^'ab' is one text, not a \w+; annotate the parameter as str"):
         converted("ab", annotation)
 
 
-def test_a_truth_value_is_told_from_what_is_none() -> None:
+def test_argument_annotated_as_bool_rejects_other_words() -> None:
     assert [converted(word, bool) for word in ("yes", "off", "1")] == [True, False, True]
-    with pytest.raises(ValueError, match=r"^'maybe' is none of true, false, yes, no, on, off, 1, 0$"):
+    with pytest.raises(ValueError, match=r"^'maybe' must be one of true, false, yes, no, on, off, 1, 0$"):
         converted("maybe", bool)
 
 

@@ -1,4 +1,4 @@
-"""``flowchan run`` on a terminal: a live table that fits it, and above it what is printed meanwhile."""
+"""``flowchan run`` on a terminal: a live table that fits it, and the program's output above it."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ SAID = [
 
 
 def seen(folder: Path, text: str, until: Sequence[str] = (), then: str = "") -> tuple[list[str], int]:
-    """What ``flowchan run`` shows of this file."""
+    """Return the lines that ``flowchan run`` shows of this file."""
     (folder / "case.py").write_text(text)
     command = [sys.executable, "-c", "from flowchan.cli.commands import main; main()", "run", "case.py"]
     return on_terminal(command, folder, until, then)
 
 
-def test_what_is_printed_appears_above_the_table_and_the_table_fits(tmp_path: Path) -> None:
+def test_output_appears_above_a_table_that_fits(tmp_path: Path) -> None:
     written, code = seen(tmp_path, PRINTS, until=(*SAID, "restarts:", "wait out", "failed:", "! last:"))
     assert code == 130
     for text in SAID:
@@ -65,7 +65,7 @@ def test_what_is_printed_appears_above_the_table_and_the_table_fits(tmp_path: Pa
     assert any("loud · running · " in line for line in written)
 
 
-def test_a_run_that_has_been_stopped_is_shown_as_stopping_until_it_has_ended(tmp_path: Path) -> None:
+def test_stopped_run_is_shown_as_stopping_until_its_end(tmp_path: Path) -> None:
     text = """
 import itertools, os, threading
 from flowchan import Graph

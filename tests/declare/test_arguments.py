@@ -1,4 +1,4 @@
-"""Arguments of the operators that are wrong by themselves: each is refused at once, with what is allowed."""
+"""Wrong arguments of operators raise at once, with the allowed values."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_wrong_argument_is_refused_at_once(stream: Stream, call: Any, error: A
     assert len(stream.graph.stages) == 1
 
 
-def test_an_argument_whose_repr_fails_is_still_refused_clearly(stream: Stream) -> None:
+def test_argument_with_failing_repr_is_rejected_clearly(stream: Stream) -> None:
     class Silent:
         def __repr__(self) -> str:
             raise RuntimeError("no")

@@ -111,7 +111,7 @@ def test_stages_are_frozen(graph: Blueprint, stream: Stream) -> None:
         stream.stage = "other"  # type: ignore[misc]
 
 
-def test_stage_named_finds_a_stage_or_says_what_is_missing(graph: Blueprint, stream: Stream) -> None:
+def test_stage_named_returns_stage_or_raises_key_error(graph: Blueprint, stream: Stream) -> None:
     assert graph.stage_named("start") is graph.stages[0]
     with pytest.raises(KeyError, match="graph 'test' has no stage named 'nothing'"):
         graph.stage_named("nothing")
@@ -150,7 +150,7 @@ def test_an_automatic_name_steps_aside_for_a_given_one(stream: Stream) -> None:
     assert [stream.map(to_text).name for _ in range(2)] == ["to_text", "to_text-3"]
 
 
-def test_names_given_twice_are_held_for_the_check(graph: Blueprint, stream: Stream) -> None:
+def test_duplicate_names_are_left_to_the_check(graph: Blueprint, stream: Stream) -> None:
     first, second = stream.map(to_text, name="same"), stream.batch(3, name="same")
     second.buffer(5)
     assert [stage.name for stage in graph.stages] == ["start", "same", "same"]
@@ -162,7 +162,7 @@ def test_names_given_twice_are_held_for_the_check(graph: Blueprint, stream: Stre
 # Streams
 
 
-def test_streams_are_equal_and_hash_by_what_they_name(graph: Blueprint, stream: Stream) -> None:
+def test_streams_of_one_port_are_equal_and_hash_alike(graph: Blueprint, stream: Stream) -> None:
     again = Stream(graph, "start", "out", "start")
     assert again == stream
     assert {stream: 1}[again] == 1
@@ -194,25 +194,25 @@ def test_buffer_changes_only_its_own_channel(graph: Blueprint, stream: Stream) -
     assert graph.stage_named("to_text").outputs[0].capacity == 64
 
 
-def test_outputs_of_one_stage_have_channels_of_their_own(graph: Blueprint, stream: Stream) -> None:
+def test_each_output_of_a_stage_has_its_own_channel(graph: Blueprint, stream: Stream) -> None:
     assert [out.name for out in stream.tee(2)] == ["tee.0", "tee.1"]
     assert [out.name for out in stream.partition(hash, 3, name="by")] == ["by.0", "by.1", "by.2"]
     assert [out.name for out in graph.stage(split, stream)] == ["split.even", "split.odd"]
 
 
-def test_a_result_is_a_stream_and_a_sink_is_none(stream: Stream) -> None:
+def test_collect_returns_stream_and_sink_returns_none(stream: Stream) -> None:
     assert isinstance(stream.collect(), Stream)
     assert stream.sink(print) is None  # type: ignore[func-returns-value]
 
 
-def test_operator_with_a_function_have_an_errors_stream(stream: Stream) -> None:
+def test_operators_with_a_function_have_an_errors_stream(stream: Stream) -> None:
     for out in (stream.map(int), stream.flat_map(words), stream.filter(bool), stream.reduce(max)):
         assert out.errors.name == f"{out.stage}.errors"
     parts = stream.partition(hash, 2)
     assert parts[0].errors == parts[1].errors
 
 
-def test_other_operator_have_no_errors_stream(stream: Stream) -> None:
+def test_other_operators_have_no_errors_stream(stream: Stream) -> None:
     with pytest.raises(
         AttributeError, match="has no errors stream; map, flat_map, filter, partition and reduce"
     ):
@@ -231,7 +231,7 @@ def test_options_reach_the_stage(graph: Blueprint, stream: Stream) -> None:
     assert stage.outputs[0].capacity == 9
 
 
-def test_options_of_one_operator_are_in_its_options(graph: Blueprint, stream: Stream) -> None:
+def test_stage_options_hold_options_of_its_operator(graph: Blueprint, stream: Stream) -> None:
     stream.batch(4, timeout=0.5)
     stream.take(2)
     stream.tee(3)
@@ -242,7 +242,7 @@ def test_options_of_one_operator_are_in_its_options(graph: Blueprint, stream: St
     assert options == [{"size": 4, "timeout": 0.5}, {"n": 2}, {"n": 3}, {"n": 2}, {}, {"initial": None}]
 
 
-def test_a_source_takes_an_iterable_or_a_callable_with_its_arguments(graph: Blueprint) -> None:
+def test_source_accepts_iterable_or_callable_with_arguments(graph: Blueprint) -> None:
     items = [1, 2]
     graph.source(items)
     graph.source(numbers, 5, step=2)
@@ -260,7 +260,7 @@ def test_general_stages_have_the_ports_of_their_signature(graph: Blueprint, stre
     assert dict(stage.kwargs) == {"limit": 5}
 
 
-def test_a_general_stage_returns_as_many_streams_as_it_has_outputs(graph: Blueprint, stream: Stream) -> None:
+def test_general_stage_returns_one_stream_per_output(graph: Blueprint, stream: Stream) -> None:
     def ends(items: In[int]) -> None: ...
 
     def passes(items: In, out: Out) -> None: ...  # type: ignore[type-arg]
@@ -283,7 +283,7 @@ def test_ports_are_known_when_only_the_type_checker_imports_them(graph: Blueprin
 # Item types
 
 
-def test_item_types_follow_the_verbs(graph: Blueprint, stream: Stream) -> None:
+def test_item_types_follow_the_operators(graph: Blueprint, stream: Stream) -> None:
     text = stream.map(to_text)
     assert stream.item is int
     assert text.item is str
@@ -331,7 +331,7 @@ def test_the_item_type_is_the_element_type_or_unknown(stream: Stream, annotation
     assert stream.flat_map(function).item is item
 
 
-def test_strange_annotations_leave_the_item_type_unknown(stream: Stream) -> None:
+def test_unresolvable_annotation_leaves_item_type_unknown(stream: Stream) -> None:
     class Spiteful:
         def __eq__(self, other: object) -> bool:
             raise RuntimeError("compared")
@@ -347,7 +347,7 @@ def test_strange_annotations_leave_the_item_type_unknown(stream: Stream) -> None
 # Links
 
 
-def test_links_name_both_ends_and_their_medium(graph: Blueprint, stream: Stream) -> None:
+def test_edges_name_both_ends_and_transport(graph: Blueprint, stream: Stream) -> None:
     mapped = stream.map(to_text, on="process")
     left, right = mapped.batch(2).tee(2)
     left.sink(print)
@@ -364,7 +364,7 @@ def test_links_name_both_ends_and_their_medium(graph: Blueprint, stream: Stream)
     ]
 
 
-def test_an_error_stream_is_a_link_once_it_is_read(graph: Blueprint, stream: Stream) -> None:
+def test_error_stream_has_edge_once_it_is_read(graph: Blueprint, stream: Stream) -> None:
     mapped = stream.map(to_text)
     mapped.sink(print)
     assert not any(edge.errors for edge in graph.edges)
@@ -374,7 +374,7 @@ def test_an_error_stream_is_a_link_once_it_is_read(graph: Blueprint, stream: Str
     ]
 
 
-def test_each_reader_of_a_stream_has_a_link(graph: Blueprint, stream: Stream) -> None:
+def test_each_reader_of_a_stream_has_an_edge(graph: Blueprint, stream: Stream) -> None:
     stream.sink(print)
     stream.sink(print)
     assert [edge.reader for edge in graph.edges] == ["print", "print-2"]

@@ -1,4 +1,4 @@
-"""What is declared are values: a stage can be sent as it is, and a place says what follows from it."""
+"""Declared stages and placements are values that can be pickled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowchan.declare.placements import PLACEMENTS, PROCESS, THREAD, Placement
 from flowchan.declare.values import Origin
 
 
-def test_every_stage_can_be_sent_to_another_process_as_it_is() -> None:
+def test_every_stage_can_be_pickled() -> None:
     graph = Graph("sent")
     numbers = graph.source(range(3), name="numbers")
     left, _ = numbers.map(lambda number: -number, name="negative", on="process", workers=2).tee(2)
@@ -28,7 +28,7 @@ def test_every_stage_can_be_sent_to_another_process_as_it_is() -> None:
     assert graph.stage_named("negative").inputs == (Origin("numbers", "out"),)
 
 
-def test_an_item_type_that_cannot_be_sent_does_not_keep_its_stage_back() -> None:
+def test_stage_with_unpicklable_item_type_can_be_pickled() -> None:
     class Unsendable:
         lock = threading.Lock()
 
@@ -52,9 +52,9 @@ def test_an_item_type_that_cannot_be_sent_does_not_keep_its_stage_back() -> None
         (PROCESS, PROCESS, PROCESSES),
     ],
 )
-def test_two_places_say_what_joins_them(one: Placement, other: Placement, transport: Any) -> None:
+def test_two_placements_decide_the_transport(one: Placement, other: Placement, transport: Any) -> None:
     assert one.transport_to(other) is transport
 
 
-def test_only_a_worker_with_a_process_of_its_own_is_apart() -> None:
+def test_only_processes_and_hosts_are_separate_placements() -> None:
     assert [place.name for place in PLACEMENTS.values() if place.apart] == ["process", "hosts"]

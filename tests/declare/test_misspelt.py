@@ -50,9 +50,7 @@ MISSPELT: list[tuple[str, str, Callable[[Graph, Stream], Any]]] = [
 
 
 @pytest.mark.parametrize(("operator", "meant", "call"), MISSPELT)
-def test_a_misspelt_option_names_the_operator_and_what_was_meant(
-    operator: str, meant: str, call: Any
-) -> None:
+def test_misspelt_option_names_operator_and_closest_option(operator: str, meant: str, call: Any) -> None:
     graph = Graph("g")
     with pytest.raises(TypeError, match=rf"^{operator}: has no option '\w+'; did you mean '{meant}'\?$"):
         call(graph, graph.source([1]))
@@ -92,13 +90,15 @@ CALLS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
 
 
 @pytest.mark.parametrize(("name", "meant", "call", "given"), CALLS)
-def test_other_calls_do_the_same(name: str, meant: str, call: Callable[..., Any], given: tuple[Any]) -> None:
+def test_other_calls_name_the_closest_option(
+    name: str, meant: str, call: Callable[..., Any], given: tuple[Any]
+) -> None:
     misspelt = f"{meant[0]}{meant}"
     with pytest.raises(TypeError, match=f"^{name}: has no option '{misspelt}'; did you mean '{meant}'\\?$"):
         call(*given, **{misspelt: 1})
 
 
-def test_operations_of_a_group_do_the_same() -> None:
+def test_group_operations_name_the_closest_option() -> None:
     (alone,) = members(1)
     with (
         alone,
@@ -112,12 +112,12 @@ def test_help_shows_the_options_that_a_call_has() -> None:
     assert list(inspect.signature(Channel).parameters) == ["capacity", "across", "max_bytes"]
 
 
-def test_an_option_like_no_other_of_a_native_call_is_told_what_there_is() -> None:
+def test_unknown_option_of_native_call_lists_known_options() -> None:
     with pytest.raises(TypeError, match=r"^put: has no option 'colour'; it has item, timeout$"):
         Channel(1).put(1, colour=1)  # type: ignore[call-arg]
 
 
-def test_an_option_like_no_other_is_told_what_there_is() -> None:
+def test_unknown_option_lists_known_options() -> None:
     with pytest.raises(TypeError, match=r"^map: has no option 'threads'; it has .*workers"):
         Graph("g").source([1]).map(abs, threads=2)  # type: ignore[call-arg]
 
@@ -146,7 +146,7 @@ def test_help_lists_every_option_by_name(operator: Callable[..., Any]) -> None:
     )
 
 
-def test_arguments_of_the_users_function_are_no_options() -> None:
+def test_arguments_of_users_function_are_not_options() -> None:
     def read(worker: int = 0, **rest: int) -> list[int]:
         return [worker, *rest.values()]
 
@@ -202,7 +202,7 @@ NONE = [
 
 
 @pytest.mark.parametrize("timeout", NONE, ids=repr)
-def test_what_is_no_real_number_is_no_timeout(timeout: Any) -> None:
+def test_timeout_rejects_values_that_are_not_real_numbers(timeout: Any) -> None:
     with pytest.raises(ValueError, match="timeout must be None"):
         Channel[int](1).get(timeout=timeout)
     with pytest.raises((TypeError, ValueError), match="batch: timeout must be"):

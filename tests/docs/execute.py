@@ -31,8 +31,11 @@ PRINTS = re.compile(r"# → (.*)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block: its language, its text, the line it begins on, the file it is to be written to, and the
-    output it owes, ``None`` where none is stated."""
+    """Fenced block of a page.
+
+    It has a language, a text, its first line, the file that it must be written to, and its expected output or
+    ``None``.
+    """
 
     language: str
     text: str
@@ -69,7 +72,7 @@ def run_commands(block: Block) -> None:
 
 
 def printed_by(action: Callable[[], None]) -> str:
-    """What the action, its threads and its child processes write to standard output."""
+    """Return the standard output of the action, its threads and its child processes."""
     sys.stdout.flush()
     before = os.dup(1)
     with tempfile.TemporaryFile("w+") as captured:

@@ -48,7 +48,7 @@ def execute(programs: Template, directory: Path, *pages: Path) -> subprocess.Com
 
 
 @pytest.mark.parametrize("pages", RUNS)
-def test_the_code_on_a_page_runs_and_prints_what_the_page_says(
+def test_code_on_a_page_prints_the_stated_output(
     torch_programs: Template, pages: str, tmp_path: Path
 ) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
@@ -109,7 +109,7 @@ def test_the_reference_has_every_public_name_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("name", ["Graph", "Stream"])
-def test_the_reference_of_a_class_has_all_its_public_members_in_its_own_order(name: str) -> None:
+def test_reference_lists_all_public_members_in_class_order(name: str) -> None:
     page = (DOCS / "reference/graphs.md").read_text()
     (listed,) = re.findall(
         rf"::: flowchan\.{name}\n    options:\n      group_by_category: false\n      members: \[(.*)\]", page
@@ -142,14 +142,14 @@ def template(node: ast.expr) -> str:
 
 
 def assigned(function: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """What the names in a function stand for."""
+    """Yield the names in a function with their assigned expressions."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             yield from ((to.id, node.value) for to in node.targets if isinstance(to, ast.Name))
 
 
 def wordings(node: ast.expr, names: list[tuple[str, ast.expr]]) -> Iterator[str]:
-    """What an argument may say: a name says whatever was assigned to it."""
+    """Yield the possible texts of an argument; a name may have any value that was assigned to it."""
     match node:
         case ast.Name(id=name):
             yield from (template(value) for assigned_name, value in names if assigned_name == name)
@@ -160,8 +160,10 @@ def wordings(node: ast.expr, names: list[tuple[str, ast.expr]]) -> Iterator[str]
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """What flowchan's own exceptions and the problems of a graph are made with anywhere, with the place; not
-    those that say next to nothing by themselves."""
+    """Yield the messages of flowchan's own exceptions and of a graph's problems, with their places.
+
+    Messages with almost no fixed text are left out.
+    """
     for file in (file for room in ("flowchan", "pipelines", "viz") for file in (ROOT / room).rglob("*.py")):
         for function in ast.walk(ast.parse(file.read_text())):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -181,7 +183,7 @@ def messages() -> Iterator[tuple[str, str]]:
 
 
 def messages_of_the_core() -> Iterator[tuple[str, str]]:
-    """The same, of what the native core raises: what stands between its literals is an ellipsis."""
+    """Yield the messages of the native core, with an ellipsis between their literals."""
     literal = r'"((?:[^"\\]|\\.)*)"'
     for file in (ROOT / "flowchan" / "_core").glob("*.cpp"):
         text = re.sub(r'"\s*"', "", file.read_text())  # a literal in several pieces
@@ -201,7 +203,7 @@ NEVER_SHOWN = {"unknown port number ", "the run is over"}
 
 
 def says(one: str, other: str) -> bool:
-    """Whether the second text holds the first one, an ellipsis of which stands for anything."""
+    """Return whether the second text contains the first one, whose ellipsis matches any text."""
     return re.search(".*".join(map(re.escape, one.strip("… ").split("…"))), other, re.DOTALL) is not None
 
 

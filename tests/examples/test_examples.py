@@ -57,7 +57,7 @@ def test_producer_consumer_accounts_for_every_item(across: str) -> None:
         assert counts[1] == counts[2]
 
 
-def test_producer_consumer_graph_gets_what_its_sources_hold() -> None:
+def test_producer_consumer_graph_receives_all_source_items() -> None:
     output = run(FLOWCHAN, "run", EXAMPLES / "producer_consumer.py")
     for number in range(3):
         assert f"producer {number}: 10,000 items got" in output
@@ -130,7 +130,7 @@ def test_duplicates_finds_those_of_the_standard_library(real_files: Path) -> Non
     assert f"{len(expected):,} groups of equal files" in output
 
 
-def test_hosts_find_the_same_duplicates_and_say_who_did_what(tmp_path: Path) -> None:
+def test_hosts_find_the_same_duplicates_and_report_shares(tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"{number:02}").write_text(f"{number % 4}")
     lines = python("duplicates_hosts.py", tmp_path).splitlines()

@@ -38,7 +38,7 @@ def lines_of(files: list[Path]) -> int:
 
 
 @everywhere
-def test_map_over_files_gives_each_worker_its_share_and_counts_every_line(on: str) -> None:
+def test_map_over_files_counts_every_line_once(on: str) -> None:
     files = sorted(REAL_FILES.rglob("*.py"))
     shares = [files[0::3], files[1::3], files[2::3]]
     assert python("map_files.py", REAL_FILES, "--workers", 3, "--on", on) == [
@@ -55,7 +55,7 @@ def test_map_over_files_reads_the_standard_library_by_itself() -> None:
 
 
 @everywhere
-def test_a_work_queue_over_files_finds_what_a_search_for_import_lines_finds(on: str, tmp_path: Path) -> None:
+def test_work_queue_over_files_finds_all_import_lines(on: str, tmp_path: Path) -> None:
     sources = [*REAL_FILES.glob("*.py"), *REAL_FILES.parent.joinpath("json").glob("*.py")]
     for number, file in enumerate(sources):
         (tmp_path / f"{number}.py").write_bytes(file.read_bytes())

@@ -34,7 +34,7 @@ def test_replicas_learn_together_until_the_data_ends(torch_programs: Template) -
     assert float(found[1]) >= 80
 
 
-def test_ctrl_c_lets_the_whole_graph_finish_what_it_has_begun(torch_programs: Template) -> None:
+def test_ctrl_c_lets_the_graph_finish_items_in_flight(torch_programs: Template) -> None:
     """What was learned until then is there."""
     command = ("-c", COMMAND, "run", EXAMPLE, "--", 2, 1000000)
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}

@@ -18,9 +18,7 @@ def lines_of(programs: Template, *arguments: object) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_both_trainings_learn_along_one_curve_and_know_the_held_out_digits(
-    torch_programs: Template, tmp_path: Path
-) -> None:
+def test_both_trainings_follow_one_curve_and_generalise(torch_programs: Template, tmp_path: Path) -> None:
     head, *epochs, plain, in_parts, same, picture = lines_of(
         torch_programs, "--epochs", 8, "--picture", tmp_path / "steps.json"
     )

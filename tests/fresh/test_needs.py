@@ -1,5 +1,7 @@
-"""What a machine lacks for an installation is named at once, with its Debian packages, and nothing half-made
-stays. ``make fresh`` proves the same in a real bare Debian."""
+"""Requirements of an installation: all missing ones are named at once, with their Debian packages.
+
+Nothing half-made remains. ``make fresh`` proves the same in a real bare Debian.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,19 @@ def program(path: Path, script: str) -> str:
     return str(path)
 
 
-def test_a_machine_that_lacks_nothing_is_told_nothing() -> None:
+def test_complete_machine_gets_no_message() -> None:
     checked = needs(sys.executable)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
-def test_all_that_is_missing_is_named_at_once_with_its_packages(tmp_path: Path) -> None:
+def test_all_missing_tools_are_named_with_their_packages(tmp_path: Path) -> None:
     checked = needs("python3", tmp_path)
     assert checked.returncode == 1
     assert "a compiler for C++20" in checked.stderr
     assert checked.stderr.endswith("On Debian and Ubuntu: apt install python3 python3-dev python3-venv g++\n")
 
 
-def test_missing_modules_and_headers_are_named_for_this_version_of_python(tmp_path: Path) -> None:
+def test_missing_modules_are_named_for_this_python(tmp_path: Path) -> None:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     answer = f'case "$2" in *ensurepip*|*Python.h*) exit 1;; *) exec {sys.executable} "$@";; esac'
     checked = needs(program(tmp_path / "python", answer))
@@ -47,7 +49,7 @@ def test_missing_modules_and_headers_are_named_for_this_version_of_python(tmp_pa
     assert line.replace(version, "python3").endswith("apt install python3-venv python3-dev")
 
 
-def test_a_python_that_is_too_old_is_named_with_its_version(tmp_path: Path) -> None:
+def test_too_old_python_is_named_with_its_version(tmp_path: Path) -> None:
     old = program(tmp_path / "python", '[ "$1" = -V ] && echo Python 3.9.2 && exit; exit 1')
     checked = needs(old)
     assert checked.returncode == 1
@@ -56,7 +58,7 @@ def test_a_python_that_is_too_old_is_named_with_its_version(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed: apt-get install make")
-def test_a_virtual_environment_that_could_not_be_made_does_not_stay(tmp_path: Path) -> None:
+def test_failed_virtual_environment_is_removed(tmp_path: Path) -> None:
     shutil.copy(HERE / "Makefile", tmp_path)
     shutil.copytree(NEEDS.parent, tmp_path / "tools")
     fails = f'[ "$1" = -c ] && exec {sys.executable} "$@"; mkdir -p .venv/bin; touch .venv/bin/python; exit 1'

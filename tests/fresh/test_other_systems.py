@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_the_build_ends_with_what_to_use_there(system: str, tmp_path: Path) -> None:
-    """By the build's own reading of ``pyproject.toml``, told that it is there."""
+def test_build_on_other_systems_ends_with_a_remedy(system: str, tmp_path: Path) -> None:
+    """The build backend reads ``pyproject.toml`` for another system."""
     build = optional("scikit_build_core.build", "scikit-build-core").__name__
     code = f"import sys; sys.platform = {system!r}; import {build} as b; b.build_wheel({str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

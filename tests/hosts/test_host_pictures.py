@@ -40,7 +40,7 @@ def drawn(pool: object) -> Graph:
 def test_a_picture_names_the_hosts_of_a_stage(draw: object) -> None:
     assert "2 hosts: local-1, local-2" in draw(drawn(local(2)))  # type: ignore[operator]
     assert "host local-1" in draw(drawn(local(2)["local-1"]))  # type: ignore[operator]
-    assert "hosts still to be given" in draw(drawn("hosts"))  # type: ignore[operator]
+    assert "hosts not given yet" in draw(drawn("hosts"))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("draw", [to_dot, to_mermaid])

@@ -20,7 +20,7 @@ PEERS: dict[str, Any] = {"processes": ProcessPeer, "hosts": HostPeer}
 
 
 class _OnHosts:
-    """As ``map``, with a program apart for each worker."""
+    """Workers like those of ``map``, with a separate program for each."""
 
     def __init__(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._args = args  # there until the peers have it

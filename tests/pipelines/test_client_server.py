@@ -48,7 +48,7 @@ def free_address():
 
 
 def test_listen_and_connect(server):
-    """testListenAndConnect: tags and numbers are told, and tags may be set anew."""
+    """testListenAndConnect: the server sees tags and numbers, and may change the tags."""
     peer = beside(server, lambda client: (client.id, client.recv()), tag="first")
     (client,) = server.clients(1)
     assert (client.tag, client.id) == ("first", 1)
@@ -198,11 +198,11 @@ def test_bytes_go_both_ways(server):
     ],
     ids=["size", "dimensions", "number of dimensions", "type", "array"],
 )
-def test_what_does_not_fit_is_refused_and_stays_the_next_message(server, wrong):
+def test_message_that_does_not_fit_stays_the_next_one(server, wrong):
     """testStorageSizeMismatch, testTensorNumDimensionsMismatch, testTensorDimensionSizeMismatch."""
     peer = beside(server, lambda client: client.send(torch.ones(2, 3)))
     (client,) = server.clients(1)
-    with pytest.raises(ValueError, match="does not go into"):
+    with pytest.raises(ValueError, match="into must"):
         client.recv(into=wrong())
     assert torch.equal(client.recv(into=torch.zeros(2, 3)), torch.ones(2, 3))
     peer.result()
@@ -304,7 +304,7 @@ def test_a_servers_farewell_is_the_clean_end():
     assert peer.result() == ("one", "two")
 
 
-def test_nobody_comes_any_more_once_the_server_was_closed():
+def test_closed_server_accepts_no_client():
     server = Server()
     server.close()
     with pytest.raises(HostError, match=server.address):
@@ -314,7 +314,7 @@ def test_nobody_comes_any_more_once_the_server_was_closed():
 ImpatientHome = partial(ChannelServer, peer_timeout=2)
 
 
-def test_a_client_that_dies_is_told_apart_from_one_that_goes(monkeypatch):
+def test_death_of_client_differs_from_its_close(monkeypatch):
     """All that it had sent is received first."""
     monkeypatch.setattr(joining, "ChannelServer", ImpatientHome)
 
@@ -336,7 +336,7 @@ def test_a_client_that_dies_is_told_apart_from_one_that_goes(monkeypatch):
             server.recv_any(timeout=0.01)
 
 
-def test_a_server_that_dies_is_told_apart_from_one_that_goes():
+def test_death_of_server_differs_from_its_close():
     address = free_address()
 
     def serve():
@@ -360,12 +360,12 @@ def test_tls_is_yes_or_no(end):
         end(tls="x")
 
 
-def test_a_wrong_secret_lets_nobody_in(server):
+def test_client_with_wrong_secret_is_rejected(server):
     with pytest.raises(HostError, match="secret"):
         Client(server.address, SECRET, timeout=0.5)
     assert server.clients() == []
 
 
-def test_too_few_clients_are_an_error_that_counts_them(server):
+def test_clients_raises_with_counts_when_too_few_come(server):
     with pytest.raises(Empty, match="0 of 2 clients 'x'"):
         server.clients(2, tag="x", timeout=0.01)

@@ -37,7 +37,7 @@ def test_each_iteration_is_an_epoch() -> None:
     assert data.epoch == 3
 
 
-def test_an_epoch_that_is_left_early_ends_its_run_and_the_next_one_begins_anew() -> None:
+def test_epoch_left_early_ends_its_run_before_the_next() -> None:
     graph = Graph("endless")
     ended = []
 
@@ -59,7 +59,7 @@ def pid(number: int) -> tuple[int, int]:
     return number, os.getpid()
 
 
-def test_in_its_block_workers_last_over_epochs_also_those_left_early_or_that_fail() -> None:
+def test_workers_last_over_all_epochs_of_a_block() -> None:
     numbers = [1, 2, 3]
     data = dataset(Graph("lasting").source(lambda: map(checked, numbers)).map(pid, on="process"), seed=1)
     with data:
@@ -86,7 +86,7 @@ def checked(number: int) -> int:
     return number
 
 
-def test_a_seed_gives_the_same_epochs_again_and_each_its_own() -> None:
+def test_seed_repeats_epochs_that_differ_from_each_other() -> None:
     first, again, other = (dataset(Graph("g").source(shuffled, 50), seed=seed) for seed in (1, 1, 2))
     epochs = [list(first), list(first)]
     assert [list(again), list(again)] == epochs
@@ -120,7 +120,7 @@ def test_workers_of_a_dataloader_are_refused_with_the_remedy() -> None:
         list(torch_data.DataLoader(squares(), batch_size=None, num_workers=1))
 
 
-def test_a_failure_is_raised_in_the_loop_and_the_next_epoch_begins_anew() -> None:
+def test_failure_raises_in_the_loop_and_next_epoch_runs() -> None:
     divisors = [1, 0]
     graph = Graph("halves")
     data = dataset(graph.source(lambda: divisors).map(lambda divisor: 8 // divisor))
@@ -130,7 +130,7 @@ def test_a_failure_is_raised_in_the_loop_and_the_next_epoch_begins_anew() -> Non
     assert list(data) == [8, 4]
 
 
-def test_an_epoch_that_was_not_gone_through_ends_with_the_block() -> None:
+def test_unfinished_epoch_ends_with_the_block() -> None:
     graph = Graph("counted")
     with dataset(graph.source(count).map(abs, on="process")) as data:
         items = iter(data)
@@ -139,7 +139,7 @@ def test_an_epoch_that_was_not_gone_through_ends_with_the_block() -> None:
         next(items)
 
 
-def test_tensors_are_pinned_where_there_is_a_gpu_on_a_thread_of_the_graph(
+def test_tensors_are_pinned_on_a_thread_with_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -155,7 +155,7 @@ def test_without_a_gpu_nothing_is_pinned() -> None:
 
 
 def test_a_wrong_argument_is_named() -> None:
-    with pytest.raises(TypeError, match=r"takes a stream of a graph, not \[1\]"):
+    with pytest.raises(TypeError, match=r"stream must be a stream of a graph, got \[1\]"):
         dataset([1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="seed must be an int or None, not 'x'"):
         squares(seed="x")

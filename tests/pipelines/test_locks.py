@@ -151,7 +151,7 @@ def test_a_waiting_process_gets_it_when_the_holder_is_killed(across: Any) -> Non
 
 
 @between
-def test_a_forked_child_does_not_hold_what_its_parent_holds(across: Any) -> None:
+def test_forked_child_does_not_hold_its_parents_lock(across: Any) -> None:
     lock = Lock(across=across)
     told = Channel[bool](2, across="processes")
 
@@ -189,7 +189,7 @@ def test_a_lock_is_an_argument_of_a_spawned_process() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_process_that_is_silent_holds_it_no_longer_than_the_patience() -> None:
+def test_silent_process_loses_the_lock_after_peer_timeout() -> None:
     """C11: as one whose host is lost, though it lives; and when it is heard of again it has nothing."""
     lock, silence = Lock(across="hosts"), Channel[None](across="hosts")
 
@@ -243,7 +243,7 @@ def test_a_process_releases_no_more_than_it_has_acquired() -> None:
     semaphore = Semaphore(2)
     semaphore.acquire()
     map(1, lambda worker: semaphore.release()).join()
-    with pytest.raises(ValueError, match="as often as it has acquired"):
+    with pytest.raises(ValueError, match="holds no permit"):
         semaphore.release()
     with pytest.raises(ValueError, match="at least 1"):
         Semaphore(0)
@@ -251,7 +251,7 @@ def test_a_process_releases_no_more_than_it_has_acquired() -> None:
 
 @between
 @pytest.mark.parametrize("end", ENDS)
-def test_what_a_process_had_acquired_that_dies_is_free_again(across: Any, end: str) -> None:
+def test_permits_of_a_dead_process_are_free_again(across: Any, end: str) -> None:
     semaphore, others = Semaphore(3, across=across), Channel[None](across=across)
 
     def hold() -> None:

@@ -1,4 +1,5 @@
-"""``map``: n workers run one function; the results come in worker order, the failures to whoever joins."""
+"""``map``: n workers run one function; ``join`` returns the results in worker order or raises the
+failures."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def test_arguments_and_results_may_be_several_and_nested(on: Any) -> None:
 
 
 @everywhere
-def test_results_come_in_worker_order_whoever_ends_first(on: Any) -> None:
+def test_results_come_in_worker_order_regardless_of_finish(on: Any) -> None:
     ended = Channel[int](8, across="processes")
 
     def last_first(n: int, worker: int) -> int:
@@ -117,7 +118,7 @@ def test_join_raises_only_after_all_have_ended() -> None:
 
 
 @everywhere
-def test_join_raises_all_errors_and_once_and_then_gives_the_other_results(on: Any) -> None:
+def test_join_raises_each_error_once_then_returns_results(on: Any) -> None:
     def odd_fails(worker: int) -> int:
         if worker % 2:
             raise ValueError(worker)
@@ -135,7 +136,7 @@ def test_join_raises_all_errors_and_once_and_then_gives_the_other_results(on: An
 
 
 @everywhere
-def test_check_errors_raises_while_others_still_work_and_join_gives_their_results(on: Any) -> None:
+def test_check_errors_raises_early_and_join_returns_other_results(on: Any) -> None:
     gate = Channel[None](1, across="processes")
 
     def work(worker: int) -> int:
@@ -166,7 +167,7 @@ def test_check_errors_is_silent_while_nothing_has_failed() -> None:
 
 
 @everywhere
-def test_a_worker_that_asks_to_exit_is_an_error_and_no_exit(on: Any) -> None:
+def test_worker_that_raises_system_exit_fails(on: Any) -> None:
     def leave(worker: int) -> int:
         if worker == 2:
             raise SystemExit(3)
@@ -179,7 +180,7 @@ def test_a_worker_that_asks_to_exit_is_an_error_and_no_exit(on: Any) -> None:
     assert workers.join() == [1, 3]
 
 
-def test_a_worker_process_that_is_killed_is_that_workers_failure_and_its_call_is_not_repeated() -> None:
+def test_killed_worker_process_fails_without_repeating_its_call() -> None:
     begun = Channel[int](8, across="processes")
 
     def work(worker: int) -> int:
@@ -258,6 +259,6 @@ def test_the_channels_of_workers_go_with_their_handle(on: Any) -> None:
         gc.enable()
 
 
-def test_a_misspelt_option_names_what_was_meant() -> None:
+def test_misspelt_option_names_the_closest_option() -> None:
     with pytest.raises(TypeError, match=r"^map: has no option 'onn'; did you mean 'on'\?$"):
         map(2, abs, onn="process")  # type: ignore[call-arg]

@@ -103,7 +103,7 @@ def test_none_and_large_objects_can_be_marshalled() -> None:
     assert marshal(list(range(100_000))).read() == list(range(100_000))
 
 
-def test_after_close_nobody_reads_it() -> None:
+def test_read_after_close_raises() -> None:
     handle = marshal([1])
     handle.close()
     handle.close()
@@ -111,7 +111,7 @@ def test_after_close_nobody_reads_it() -> None:
         handle.read()
 
 
-def test_what_cannot_be_serialised_raises_at_the_call() -> None:
+def test_marshal_of_unpicklable_object_raises_at_the_call() -> None:
     with pytest.raises(TypeError, match="its item 'lock'"):
         marshal({"fine": 1, "lock": threading.Lock()})
 
@@ -137,7 +137,7 @@ def test_a_killed_reader_has_not_taken_it_away() -> None:
     os.waitpid(pid, 0)
 
 
-def test_channels_in_it_outlive_whoever_marshalled_them() -> None:
+def test_channels_in_marshalled_object_outlive_their_creator() -> None:
     """C14: each reader gets them, though the process has been killed."""
     handles: Channel[Any] = Channel(across="processes")
 

@@ -24,9 +24,8 @@ from flowchan.pipelines import Barrier, Condition, Event, Lock, Semaphore, Share
 # Barrier
 
 
-def test_nobody_passes_before_all_are_there_and_writers_do_not_mix() -> None:
-    """As torch-ipc's one test of its mutex: a shared array is seen unchanged before and changed after a
-    meeting."""
+def test_barrier_releases_no_thread_before_all_arrive() -> None:
+    """A shared array is unchanged before and changed after a meeting, as in torch-ipc's only mutex test."""
     lock, barrier, shared = Lock(), Barrier(4), np.zeros(10_000)
 
     def work(worker: int) -> bool:
@@ -58,7 +57,7 @@ def test_a_barrier_is_used_again_and_again(across: Any, on: Any) -> None:
         for number in range(rounds):
             arrived.put(number)
             places.append(barrier.wait())
-            assert arrived.stats().items_in >= 3 * (number + 1)  # nobody has passed too early
+            assert arrived.stats().items_in >= 3 * (number + 1)  # no thread has passed too early
         return places
 
     places = start(on, 3, work, Barrier(3, across=across)).join()
@@ -99,7 +98,7 @@ def test_a_timeout_breaks_it_for_all(across: Any, on: Any) -> None:
 
 
 @between
-def test_a_place_left_by_a_participant_that_died_lets_nobody_pass_too_early(across: Any) -> None:
+def test_death_of_participant_lets_no_other_pass_early(across: Any) -> None:
     barrier = Barrier(2, across=across)
     first = PEERS[across](barrier.wait)
     wait_blocked(barrier._room.gates[0], readers=1)
@@ -157,7 +156,7 @@ def outcome(wait: Callable[[], object]) -> object:
 
 
 @everywhere
-def test_a_reset_sends_away_who_waits_and_the_next_ones_meet(across: Any, on: Any) -> None:
+def test_reset_breaks_current_wait_and_later_waits_meet(across: Any, on: Any) -> None:
     barrier = Barrier(3, across=across)
 
     def meet(barrier: Barrier, worker: int) -> object:
@@ -175,7 +174,7 @@ def test_a_reset_sends_away_who_waits_and_the_next_ones_meet(across: Any, on: An
 
 
 @between
-def test_a_reset_is_seen_by_processes_that_had_seen_it_broken(across: Any) -> None:
+def test_reset_reaches_processes_that_saw_broken_barrier(across: Any) -> None:
     barrier, states = Barrier(2, across=across), Channel[bool](across=across)
 
     def look() -> None:
@@ -199,7 +198,7 @@ def test_a_reset_is_seen_by_processes_that_had_seen_it_broken(across: Any) -> No
 
 
 @everywhere
-def test_an_event_lets_all_go_who_wait_and_all_who_come(across: Any, on: Any) -> None:
+def test_set_event_releases_current_and_later_waiters(across: Any, on: Any) -> None:
     event = Event(across=across)
     assert not event.wait(timeout=0.01)
     waiting = start(on, 3, lambda event, worker: event.wait(), event)
@@ -226,7 +225,7 @@ def test_an_event_that_was_cleared_is_waited_for_again(across: Any) -> None:
 
 
 @between
-def test_who_waited_when_an_event_was_set_goes_though_it_is_cleared_at_once(across: Any) -> None:
+def test_waiter_of_set_event_continues_after_immediate_clear(across: Any) -> None:
     event = Event(across=across)
     waiting = [PEERS[across](event.wait) for _ in range(2)]
     wait_blocked(event._gates["now"], readers=2)
@@ -236,7 +235,7 @@ def test_who_waited_when_an_event_was_set_goes_though_it_is_cleared_at_once(acro
 
 
 @between
-def test_an_event_is_not_changed_by_who_dies(across: Any) -> None:
+def test_death_of_a_process_does_not_change_the_event(across: Any) -> None:
     """Neither one that waits, nor one that has set it."""
     event = Event(across=across)
     waiting = PEERS[across](event.wait)
@@ -257,7 +256,7 @@ def test_an_event_is_not_changed_by_who_dies(across: Any) -> None:
 
 
 @between
-def test_a_condition_and_an_event_cross_by_pickling_within_a_program(across: Any) -> None:
+def test_condition_and_event_can_be_pickled_within_a_program(across: Any) -> None:
     event, condition = Event(across=across), Condition(across=across)
     pickle.loads(pickle.dumps(event)).set()
     assert event.is_set()
@@ -275,7 +274,7 @@ def waiters(condition: Condition) -> int:
 
 @everywhere
 def test_items_of_a_shared_list_are_taken_one_for_one(across: Any, on: Any) -> None:
-    """As with every condition: who waits has the lock when it looks."""
+    """A waiter holds the lock when it tests the predicate, as with every condition."""
     condition, store = Condition(across=across), SharedDict[str, Any]({"items": []}, across=across)
 
     def take(condition: Condition, store: SharedDict[str, Any], worker: int) -> list[int]:
@@ -325,7 +324,7 @@ def test_notify_wakes_as_many_as_it_says_the_first_first(across: Any, on: Any) -
 
 
 @between
-def test_a_wait_that_is_over_has_the_lock_again_and_leaves_no_trace(across: Any) -> None:
+def test_expired_wait_holds_the_lock_and_leaves_no_trace(across: Any) -> None:
     condition = Condition(across=across)
     with condition, condition:  # given up as a whole, however often it was taken
         assert condition.wait(timeout=0.01) is False
@@ -383,7 +382,7 @@ def test_a_waiter_that_was_killed_takes_no_notification_with_it(across: Any) -> 
 
 
 @between
-def test_a_notifier_that_is_killed_leaves_the_lock_and_those_it_has_not_woken(across: Any) -> None:
+def test_killed_notifier_releases_lock_and_keeps_waiters(across: Any) -> None:
     condition, told = Condition(across=across), Channel[None](across=across)
     waiting = PEERS[across](wait_in, condition)
     wait_until(lambda: waiters(condition) == 1)
@@ -414,7 +413,7 @@ def home_of_all(told: Channel[Any]) -> None:
         condition.wait()
 
 
-def test_nobody_waits_on_when_the_process_that_made_them_is_killed() -> None:
+def test_waiters_end_after_death_of_creating_process() -> None:
     """C11: as at its channels."""
     told: Channel[Any] = Channel(across="hosts")
     home = PEERS["hosts"](home_of_all, told)
@@ -438,7 +437,7 @@ def test_nobody_waits_on_when_the_process_that_made_them_is_killed() -> None:
 
 @everywhere
 def test_gates_that_are_not_used_any_more_leave_nothing(across: Any, on: Any) -> None:
-    """C12: whoever made them."""
+    """C12, for gates of every process."""
     event, barrier = Event(across=across), Barrier(1, across=across)
 
     def use(event: Event, barrier: Barrier, worker: int) -> None:
@@ -459,7 +458,7 @@ def test_gates_that_are_not_used_any_more_leave_nothing(across: Any, on: Any) ->
     "pattern", [functools.partial(Barrier, 2), Event, Condition, SharedDict, Lock, Semaphore]
 )
 @pytest.mark.parametrize("across", ["threads", "planets"])
-def test_what_holds_between_processes_is_not_made_between_threads(pattern: Any, across: Any) -> None:
+def test_synchronisation_rejects_across_threads(pattern: Any, across: Any) -> None:
     name = pattern.func.__name__ if isinstance(pattern, functools.partial) else pattern.__name__
-    with pytest.raises(ValueError, match=f"{name}: across must be 'processes' or 'hosts', not '{across}'"):
+    with pytest.raises(ValueError, match=f"{name}: across must be 'processes' or 'hosts', got '{across}'"):
         pattern(across=across)

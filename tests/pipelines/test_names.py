@@ -22,7 +22,7 @@ from flowchan.pipelines import registry, work_queue, workqueue
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-# What the programs begin and end with. Each is run under every start method, which its main() is told.
+# First and last lines of the programs. Each runs under every start method, which its main() receives.
 BEGIN = """
 import multiprocessing, os, signal, sys
 from flowchan import Channel, Drained, Graph
@@ -197,11 +197,11 @@ def end(child: Any) -> None:
 
 
 def taken(name: str) -> bool:
-    """Whether anybody in this program has the name."""
+    """Return whether a process of this program has the name."""
     return registry._address(name) in Path("/proc/net/unix").read_text(errors="replace")
 
 
-def test_a_name_is_free_when_its_owner_gives_the_queue_up() -> None:
+def test_name_is_free_after_owner_drops_the_queue() -> None:
     queue = workqueue("given up", across="processes")
     assert taken("given up")
     queue.close()
@@ -215,7 +215,7 @@ def test_a_name_is_free_when_its_owner_gives_the_queue_up() -> None:
     assert not taken("given up")
 
 
-def test_a_worker_that_comes_when_all_is_done_finds_the_end() -> None:
+def test_late_worker_finds_the_end() -> None:
     queue, told = workqueue("late", across="processes"), Channel[object](across="processes")
     queue.close()
     assert list(queue) == []
@@ -229,7 +229,7 @@ def test_a_worker_that_comes_when_all_is_done_finds_the_end() -> None:
     end(child)
 
 
-def test_a_creator_killed_in_the_middle_does_not_keep_the_name() -> None:
+def test_creator_killed_during_claim_does_not_keep_the_name() -> None:
     def killed() -> None:
         real, made = socket.socket, []
 
@@ -258,7 +258,7 @@ def test_a_creator_stopped_in_the_middle_is_waited_for(monkeypatch: pytest.Monke
     assert workqueue("stopped", across="processes").creator
 
 
-def test_a_child_that_was_forked_from_the_owner_does_not_keep_the_name() -> None:
+def test_forked_child_of_owner_does_not_keep_the_name() -> None:
     ready, go = Channel[bool](across="processes"), Channel[None](across="processes")
 
     def own() -> None:
@@ -279,7 +279,7 @@ def test_a_child_that_was_forked_from_the_owner_does_not_keep_the_name() -> None
     wait_until(lambda: not go.stats().readers)
 
 
-def test_children_that_are_forked_while_a_name_comes_and_goes_do_not_keep_it() -> None:
+def test_children_forked_during_claims_do_not_keep_the_name() -> None:
     told, go = Channel[bool](across="processes"), Channel[None](across="processes")
 
     def fork() -> None:
@@ -309,7 +309,7 @@ def test_children_that_are_forked_while_a_name_comes_and_goes_do_not_keep_it() -
     assert not kept
 
 
-def test_a_queue_between_threads_has_its_name_in_its_process_alone() -> None:
+def test_name_of_thread_queue_holds_in_its_process_only() -> None:
     queue, told = workqueue("threads"), Channel[object](across="processes")
     child = forked(lambda: told.put(workqueue("threads", across="processes").creator))
     assert told.get() is True
@@ -319,7 +319,7 @@ def test_a_queue_between_threads_has_its_name_in_its_process_alone() -> None:
     queue.close()
 
 
-def test_what_is_not_signed_with_the_key_is_not_opened() -> None:
+def test_entry_without_valid_signature_is_ignored() -> None:
     address = registry._address("forged")
     with (
         os.fdopen(os.memfd_create("flowchan-name"), "wb", buffering=0) as card,
@@ -330,7 +330,7 @@ def test_what_is_not_signed_with_the_key_is_not_opened() -> None:
         assert registry.find("forged") is None
 
 
-def test_whoever_opens_a_closed_queue_sees_its_end() -> None:
+def test_opened_closed_queue_is_at_its_end() -> None:
     queue = workqueue("closed", across="processes")
     queue.put("last")
     queue.close()

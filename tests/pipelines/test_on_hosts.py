@@ -33,29 +33,27 @@ def fail_at(number: int) -> int:
     return number
 
 
-def test_map_on_a_pool_gives_the_results_in_worker_order_and_uses_all_hosts() -> None:
+def test_map_on_pool_uses_all_hosts_in_worker_order() -> None:
     results = pipelines.map(4, where, on=local(2)).join()
     assert [number for number, _ in results] == [1, 2, 3, 4]
     assert {host for _, host in results} <= {"local-1", "local-2"}
 
 
-def test_what_a_worker_on_a_host_raises_is_raised_by_join() -> None:
+def test_join_raises_error_of_worker_on_host() -> None:
     workers = pipelines.map(3, fail_at, on=local(1))
     with pytest.raises(RunError) as caught:
         workers.join()
     assert repr(caught.value.exceptions[0].__cause__) == "ValueError('two')"
 
 
-def test_a_task_pool_on_a_pool_of_hosts_is_an_executor() -> None:
+def test_task_pool_on_hosts_is_an_executor() -> None:
     with pipelines.TaskPool(3, on=local(2)) as pool:
         assert list(pool.map(math.factorial, range(20))) == [math.factorial(number) for number in range(20)]
         with pytest.raises(ValueError, match="not defined for negative"):
             pool.submit(math.factorial, -1).result()
 
 
-def test_a_task_whose_module_is_not_on_its_host_fails_with_the_names_of_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_task_with_module_missing_on_host_names_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_here.py").write_text("def use(): pass")
     with pipelines.TaskPool(1, on=local(1)) as pool:
         assert pool.submit(abs, -1).result() == 1  # so the agent is there, and looks elsewhere
@@ -67,13 +65,13 @@ def test_a_task_whose_module_is_not_on_its_host_fails_with_the_names_of_both(
     assert note.startswith("raised on host 'local-1': what a task uses must be importable there, or of")
 
 
-def test_a_process_on_a_host_makes_room_for_another_after_as_many_tasks_as_it_may_do() -> None:
+def test_process_on_host_is_replaced_after_max_tasks() -> None:
     with pipelines.TaskPool(2, on=local(2), max_tasks_per_child=2) as pool:
         where = [future.result() for future in [pool.submit(os.getpid) for _ in range(7)]]
     assert max(map(where.count, where)) <= 2
 
 
-def test_a_worker_that_dies_on_a_host_fails_its_task_and_the_others_go_on() -> None:
+def test_worker_death_on_host_fails_only_its_task() -> None:
     with pipelines.TaskPool(2, on=local(2)) as pool:
         dead = pool.submit(os._exit, 9)
         after = [pool.submit(math.factorial, number) for number in range(5)]
@@ -99,7 +97,7 @@ def hold_one(text: str, number: int) -> int:
 
 
 @pytest.mark.parametrize("kind", ["map", "TaskPool"])
-def test_a_call_whose_host_is_lost_fails_and_is_not_made_again(tmp_path: Path, kind: str) -> None:
+def test_call_on_lost_host_fails_and_is_not_repeated(tmp_path: Path, kind: str) -> None:
     """It may have done already what it does; the others go on, on the agent's successor."""
     text, error = HOLD.format(str(tmp_path)), None
     if kind == "map":
@@ -136,8 +134,8 @@ def has_begun(crew: object) -> bool:
     )
 
 
-def test_ctrl_c_ends_a_program_that_waits_for_calls_on_hosts(tmp_path: Path) -> None:
-    """The second one, as what holds them up does not end."""
+def test_ctrl_c_ends_program_that_waits_for_remote_calls(tmp_path: Path) -> None:
+    """The second Ctrl-C ends it, because the calls do not end."""
     script = tmp_path / "interrupted.py"
     script.write_text(
         textwrap.dedent("""
@@ -171,7 +169,7 @@ def test_ctrl_c_ends_a_program_that_waits_for_calls_on_hosts(tmp_path: Path) -> 
     assert not left
 
 
-def test_a_work_queue_across_hosts_is_served_by_workers_on_them() -> None:
+def test_workers_on_hosts_serve_a_work_queue() -> None:
     queue = pipelines.workqueue(capacity=4, across="hosts")
 
     def serve(number: int) -> int:
@@ -184,7 +182,7 @@ def test_a_work_queue_across_hosts_is_served_by_workers_on_them() -> None:
     assert sum(workers.join()) == 100
 
 
-def test_a_question_of_a_worker_that_is_killed_on_a_host_goes_to_another() -> None:
+def test_question_of_worker_killed_on_host_goes_to_another() -> None:
     queue = pipelines.workqueue(across="hosts")
 
     def serve(number: int) -> None:

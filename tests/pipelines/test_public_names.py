@@ -1,4 +1,4 @@
-"""What ``flowchan.pipelines`` shows, and that it is written on the public names of flowchan only."""
+"""``flowchan.pipelines`` exports documented names, and imports only public names of flowchan."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def test_every_public_name_and_method_has_a_docstring(name: str) -> None:
         assert not bare
 
 
-# What patterns may use besides the public names: what placement, argument checks, refusals and failures are
-# for everybody.
+# Modules that patterns may use besides the public names: placements, argument checks, refusals and failures.
 SHARED = {
     "flowchan.channel.transports",
     "flowchan.items.arguments",

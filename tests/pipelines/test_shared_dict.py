@@ -17,7 +17,7 @@ from flowchan import Channel
 from flowchan.pipelines import Lock, SharedDict
 
 
-def test_it_begins_with_what_it_is_given_and_the_source_stays() -> None:
+def test_shared_dict_copies_its_initial_items() -> None:
     source = {"a": 1, "b": None}
     shared = SharedDict(source)
     assert len(shared) == len(source) == 2
@@ -49,7 +49,7 @@ def test_it_is_a_mutable_mapping(across: Any) -> None:
     assert not shared
 
 
-def test_what_is_read_is_a_copy() -> None:
+def test_read_value_is_a_copy() -> None:
     shared = SharedDict({"list": [1]})
     shared["list"].append(2)
     assert shared["list"] == [1]
@@ -108,7 +108,7 @@ def test_an_increment_is_one_step_between_all_processes(across: Any, on: Any) ->
     assert table.copy() == {"n": 74.5, "new": 2}
 
 
-def test_what_cant_be_added_changes_nothing() -> None:
+def test_increment_of_wrong_type_changes_nothing() -> None:
     table = SharedDict({"word": "a"})
     with pytest.raises(TypeError):
         table.increment("word")
@@ -126,7 +126,7 @@ def test_a_change_that_raises_changes_nothing() -> None:
     assert shared.copy() == {"a": 1}
 
 
-def test_what_only_one_machine_can_share_is_refused_over_hosts() -> None:
+def test_shared_dict_over_hosts_rejects_local_values() -> None:
     """C13: and nothing is changed."""
     shared: SharedDict[str, Any] = SharedDict({"a": 1}, across="hosts")
 
@@ -142,7 +142,7 @@ def test_what_only_one_machine_can_share_is_refused_over_hosts() -> None:
 
 @between
 @pytest.mark.parametrize("done", [False, True])
-def test_a_process_that_dies_in_the_middle_of_a_change_has_made_it_or_not(across: Any, done: bool) -> None:
+def test_death_during_change_leaves_it_complete_or_absent(across: Any, done: bool) -> None:
     shared, told = SharedDict({"n": 0}, across=across), Channel[None](1, across=across)
 
     def die() -> None:
@@ -171,7 +171,7 @@ def test_it_outlives_the_processes_that_come_and_go(across: Any) -> None:
 
 @everywhere
 def test_a_mapping_that_only_another_one_holds_can_be_changed(across: Any, on: Any) -> None:
-    """Nobody has an object of it between two accesses."""
+    """No process has an object of the inner mapping between two accesses."""
     outer = SharedDict({"inner": SharedDict[int, int](across=across)}, across=across)
 
     def change(outer: SharedDict[str, SharedDict[int, int]], worker: int) -> None:
@@ -183,7 +183,7 @@ def test_a_mapping_that_only_another_one_holds_can_be_changed(across: Any, on: A
     assert sorted(outer["inner"].items()) == [(0, 3), (1, 1), (2, 2), (3, 3), (4, 4)]
 
 
-def test_channels_in_it_outlive_whoever_put_them_there() -> None:
+def test_channels_in_shared_dict_outlive_their_creator() -> None:
     """C14: the process that assigned them was killed, and others have changed the mapping since."""
     shared: SharedDict[str, Any] = SharedDict()
 

@@ -33,7 +33,7 @@ def fail(number: int) -> None:
 
 
 @everywhere
-def test_a_task_gives_its_result_as_often_as_it_is_asked(on: Any) -> None:
+def test_result_can_be_read_several_times(on: Any) -> None:
     task = BackgroundTask(lambda a, b, c: (a, [b], {"c": c}), 1, None, c="x", on=on)
     assert task.result() == task.result() == (1, [None], {"c": "x"})
     task.close()
@@ -59,7 +59,7 @@ def test_a_task_without_a_result_gives_none(on: Any) -> None:
 
 
 @everywhere
-def test_a_task_that_fails_raises_to_whoever_asks_and_is_done(on: Any) -> None:
+def test_failed_task_raises_in_every_caller_and_is_done(on: Any) -> None:
     gate = Gate()
     task: BackgroundTask[None] = BackgroundTask(lambda: fail(gate.wait(8)), on=on)
     gate.wait_held()
@@ -205,7 +205,7 @@ def test_close_waits_for_all_tasks_and_takes_no_more(on: Any) -> None:
 
 
 @everywhere
-def test_shutdown_can_cancel_what_has_not_begun_and_need_not_wait(on: Any) -> None:
+def test_shutdown_can_cancel_tasks_and_skip_waiting(on: Any) -> None:
     gate = Gate()
     pool = TaskPool(1, on=on)
     held = pool.submit(gate.wait, "held")
@@ -220,7 +220,7 @@ def test_shutdown_can_cancel_what_has_not_begun_and_need_not_wait(on: Any) -> No
 
 
 @everywhere
-def test_a_pool_that_nobody_has_any_more_finishes_its_tasks_and_ends(on: Any) -> None:
+def test_pool_without_references_finishes_its_tasks(on: Any) -> None:
     gate = Gate()
     pool = TaskPool(1, on=on)
     futures = [pool.submit(gate.wait, number) for number in range(3)]
@@ -230,7 +230,7 @@ def test_a_pool_that_nobody_has_any_more_finishes_its_tasks_and_ends(on: Any) ->
     assert [future.result() for future in futures] == [0, 1, 2]
 
 
-def test_a_process_makes_room_for_another_after_as_many_tasks_as_it_may_do() -> None:
+def test_process_is_replaced_after_max_tasks() -> None:
     """No task is lost or done twice by it, none is held up by the pauses after deaths, and the initializer is
     called in each."""
     begun = Channel[int](across="processes")
@@ -242,7 +242,7 @@ def test_a_process_makes_room_for_another_after_as_many_tasks_as_it_may_do() -> 
     assert list(begun) == list(counted)
 
 
-def test_a_killed_worker_fails_its_task_and_the_others_go_on() -> None:
+def test_killed_worker_fails_only_its_task() -> None:
     with TaskPool(2, on="process") as pool:
         before = [pool.submit(abs, -number) for number in range(10)]
         killed = pool.submit(lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -261,7 +261,7 @@ def test_more_killed_workers_than_the_pool_has() -> None:
         assert pool.submit(abs, -1).result() == 1
 
 
-def test_what_cannot_be_sent_fails_its_own_task() -> None:
+def test_unpicklable_argument_fails_only_its_task() -> None:
     with TaskPool(1, on="process") as pool:
         there = pool.submit(print, threading.Lock())
         back = pool.submit(threading.Lock)
@@ -305,14 +305,14 @@ def test_wrong_arguments_raise_at_the_call() -> None:
         TaskPool(1, on="processes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_tasks_per_child must be at least 1"):
         TaskPool(1, on="process", max_tasks_per_child=0)
-    with pytest.raises(ValueError, match="for processes"):
+    with pytest.raises(ValueError, match="needs worker processes"):
         TaskPool(1, max_tasks_per_child=1)
     with TaskPool(1) as pool, pytest.raises(TypeError, match="callable"):
         pool.submit(42)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("task", ["time.sleep, 1000, on='process'", "channel.get, on='thread'"])
-def test_a_program_ends_though_nobody_waits_for_its_task(task: str) -> None:
+def test_program_ends_without_waiting_for_background_task(task: str) -> None:
     program = f"""
 import time
 from flowchan import Channel

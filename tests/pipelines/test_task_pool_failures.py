@@ -1,5 +1,7 @@
-"""``TaskPool``: whatever goes wrong with one task stays with its future; a pool that fails as a whole says
-so; and idle workers keep nothing alive."""
+"""``TaskPool``: an error of a task stays with its future, and a failed pool reports its cause.
+
+Idle workers keep no object alive.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ not_pickled, not_made = functools.partial(refuse, PicklingError), functools.part
         "the result can't be unpickled",
     ],
 )  # fmt: skip
-def test_what_cannot_cross_fails_its_own_future_only(task: Any, error: type[BaseException]) -> None:
+def test_unpicklable_value_fails_only_its_future(task: Any, error: type[BaseException]) -> None:
     with TaskPool(1, on="process") as pool:
         for _ in range(3):
             failed, fine = pool.submit(*task()), pool.submit(abs, -1)
@@ -82,7 +84,7 @@ def test_what_cannot_cross_fails_its_own_future_only(task: Any, error: type[Base
             assert fine.result() == 1
 
 
-def test_a_task_that_kills_has_arrays_and_its_own_future_fails() -> None:
+def test_killing_task_with_arrays_fails_its_own_future() -> None:
     with TaskPool(1, on="process") as pool:
         array = np.zeros(100_000)
         killed = [pool.submit(lambda array: die(), array), pool.submit(id, [array, Pickles(here=die)])]
@@ -92,7 +94,7 @@ def test_a_task_that_kills_has_arrays_and_its_own_future_fails() -> None:
         assert pool.submit(np.sum, array).result() == 0
 
 
-def test_a_task_too_large_to_be_sent_fails_its_own_future(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_task_fails_its_own_future(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sysconf", lambda name: 1 << 10)  # a machine with a megabyte
     with TaskPool(1, on="process") as pool:
         there, back = pool.submit(len, bytes(3 << 20)), pool.submit(bytes, 3 << 20)
@@ -112,9 +114,7 @@ def test_any_keyword_goes_to_the_function(on: Any) -> None:
 
 
 @everywhere
-def test_a_callback_that_asks_to_exit_does_not_end_the_pool(
-    on: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_callback_that_raises_system_exit_keeps_the_pool(on: Any, caplog: pytest.LogCaptureFixture) -> None:
     with TaskPool(1, on=on) as pool:
         start = Channel[int](across="processes")
         future = pool.submit(start.get)
@@ -127,7 +127,7 @@ def test_a_callback_that_asks_to_exit_does_not_end_the_pool(
 
 
 @everywhere
-def test_a_future_that_somebody_else_ended_does_not_end_the_pool(on: Any) -> None:
+def test_externally_finished_future_keeps_the_pool(on: Any) -> None:
     with TaskPool(1, on=on) as pool:
         start = Channel[None](across="processes")
         future = pool.submit(start.get)
@@ -137,7 +137,7 @@ def test_a_future_that_somebody_else_ended_does_not_end_the_pool(on: Any) -> Non
         assert pool.submit(abs, -3).result() == 3
 
 
-# What idle workers keep
+# Objects that idle workers keep
 
 
 class Told:
@@ -210,7 +210,7 @@ def test_an_idle_pool_keeps_neither_argument_nor_result_nor_exception(on: Any, m
 
 
 @everywhere
-def test_a_task_after_shutdown_is_refused_in_the_words_of_python(on: Any) -> None:
+def test_submit_after_shutdown_raises_message_of_python(on: Any) -> None:
     pool = TaskPool(1, on=on)
     pool.shutdown()
     with pytest.raises(RuntimeError, match=r"^cannot schedule new futures after shutdown$") as caught:
@@ -218,7 +218,7 @@ def test_a_task_after_shutdown_is_refused_in_the_words_of_python(on: Any) -> Non
     assert not isinstance(caught.value, BrokenExecutor)
 
 
-def test_a_pool_that_fails_as_a_whole_breaks_its_futures_and_takes_no_more(tmp_path: Path) -> None:
+def test_failed_pool_breaks_futures_and_rejects_tasks(tmp_path: Path) -> None:
     """Its workers can't start: they import the program, which makes a pool."""
     program = tmp_path / "program.py"
     program.write_text(
@@ -245,7 +245,7 @@ pool.shutdown()
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_the_end_of_the_program_waits_for_the_tasks_of_pools(on: str) -> None:
+def test_program_exit_waits_for_tasks_of_pools(on: str) -> None:
     program = f"""
 import threading
 from flowchan import Channel

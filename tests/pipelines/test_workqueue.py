@@ -164,7 +164,7 @@ def test_only_the_owner_drains() -> None:
     queue = workqueue()
     with pytest.raises(Exception, match="1 of 1 workers") as caught:
         start(1, lambda worker: queue.drain()).join()
-    assert "only the owner" in str(caught.value.exceptions[0].__cause__)  # type: ignore[attr-defined]
+    assert "must be the owner" in str(caught.value.exceptions[0].__cause__)  # type: ignore[attr-defined]
 
 
 @everywhere
@@ -179,13 +179,13 @@ def test_many_items_come_in_order(across: Across) -> None:
 def test_both_directions_full_is_no_standstill(across: Across, workers: int) -> None:
     with echoed(across, workers, capacity=1) as queue:
         for number in range(100):
-            queue.put(number)  # nobody reads the answers yet
+            queue.put(number)  # no thread reads the answers yet
         assert sum(queue.get() for _ in range(100)) == 4950
 
 
 @everywhere
 @pytest.mark.parametrize("workers", [1, 3])
-def test_an_owner_may_join_the_workers_before_it_reads_any_answer(across: Across, workers: int) -> None:
+def test_owner_may_join_threads_before_reading_answers(across: Across, workers: int) -> None:
     queue = workqueue(capacity=4, across=across)
     running = start(workers, echo, queue, on=on(across))
     queue.put_many(range(100))
@@ -194,7 +194,7 @@ def test_an_owner_may_join_the_workers_before_it_reads_any_answer(across: Across
     assert sorted(queue) == list(range(100))
 
 
-def test_an_owner_may_join_processes_before_it_reads_any_answer() -> None:
+def test_owner_may_join_processes_before_reading_answers() -> None:
     queue = workqueue(across="processes")
     children = [multiprocessing.get_context("fork").Process(target=echo, args=(queue, n)) for n in range(2)]
     for child in children:
@@ -208,7 +208,7 @@ def test_an_owner_may_join_processes_before_it_reads_any_answer() -> None:
 
 
 @everywhere
-def test_workers_with_more_answers_than_questions_do_not_wait_for_an_owner_that_waits_for_them(
+def test_workers_with_many_answers_do_not_block_on_owner(
     across: Across,
 ) -> None:
     def repeat(queue: WorkQueue, told: WorkQueue, worker: int) -> None:
@@ -236,7 +236,7 @@ def test_a_put_that_cannot_go_on_ends_with_its_timeout(across: Across) -> None:
         queue.get(timeout=0.01)
 
 
-def test_a_queue_without_a_name_and_a_lock_go_to_a_worker_that_writes_after_the_owner_closed() -> None:
+def test_queue_and_lock_reach_worker_after_owner_closed() -> None:
     queue, lock, closed = workqueue(), Lock(), threading.Event()
 
     def write(queue: WorkQueue, lock: Lock, worker: int) -> None:
@@ -254,7 +254,7 @@ def test_a_queue_without_a_name_and_a_lock_go_to_a_worker_that_writes_after_the_
         queue.put("no more")
 
 
-def test_the_first_who_asks_for_a_name_is_its_creator() -> None:
+def test_first_caller_with_a_name_creates_the_queue() -> None:
     first, second = workqueue("creator"), workqueue("creator")
     assert (first.creator, second.creator) == (True, False)
     assert first.is_owner
@@ -263,7 +263,7 @@ def test_the_first_who_asks_for_a_name_is_its_creator() -> None:
     ]
 
 
-def test_of_many_threads_that_ask_at_once_one_is_the_creator() -> None:
+def test_one_of_many_concurrent_callers_creates_the_queue() -> None:
     made = start(50, lambda worker: workqueue("contended")).join()
     assert sum(queue.creator for queue in made) == 1
     assert len({id(queue._sides) for queue in made}) == 1
@@ -278,7 +278,7 @@ def test_any_thread_opens_a_queue_by_its_name() -> None:
     running.join()
 
 
-def test_a_name_is_free_again_when_its_owner_has_closed_or_nobody_has_the_queue() -> None:
+def test_name_is_free_after_close_or_without_handles() -> None:
     queue = workqueue("again")
     queue.close()
     queue = workqueue("again")
@@ -304,7 +304,7 @@ def echo_by_name(queue: WorkQueue, answer: Any) -> None:
     echo(workqueue("spawned"), 1)
 
 
-def test_a_spawned_process_gets_the_queue_as_an_argument_and_then_knows_its_name() -> None:
+def test_spawned_process_knows_name_of_passed_queue() -> None:
     queue, told = workqueue("spawned", across="processes"), workqueue(across="processes")
     child = multiprocessing.get_context("spawn").Process(target=echo_by_name, args=(queue, told))
     child.start()
@@ -318,7 +318,7 @@ def test_a_spawned_process_gets_the_queue_as_an_argument_and_then_knows_its_name
 
 
 @everywhere
-def test_many_workers_and_the_owner_see_every_answer_and_then_the_end(across: Across) -> None:
+def test_owner_and_workers_see_all_items_then_the_end(across: Across) -> None:
     queue = workqueue(capacity=4, across=across)
     running = start(4, echo, queue, on=on(across))
     queue.put_many(range(500))
@@ -348,7 +348,7 @@ def take_one(queue: WorkQueue, worker: int) -> None:
 
 
 @everywhere
-def test_a_worker_that_leaves_after_its_answer_has_finished_its_question(across: Across) -> None:
+def test_question_of_leaving_worker_is_finished_after_answer(across: Across) -> None:
     queue = workqueue(across=across)
     queue.put_many([1, 2, 3])
     start(1, take_one, queue, on=on(across)).join()
@@ -357,7 +357,7 @@ def test_a_worker_that_leaves_after_its_answer_has_finished_its_question(across:
     assert sorted(queue) == [1, 2, 3]
 
 
-def test_a_forked_process_that_ends_after_its_answer_has_finished_its_question() -> None:
+def test_question_of_forked_process_is_finished_after_answer() -> None:
     queue = workqueue(across="processes")
     queue.put_many([1, 2])
     for _ in range(2):
@@ -369,7 +369,7 @@ def test_a_forked_process_that_ends_after_its_answer_has_finished_its_question()
 
 
 @everywhere
-def test_a_question_that_a_worker_left_without_an_answer_goes_to_another(across: Across) -> None:
+def test_unanswered_question_goes_to_another_worker(across: Across) -> None:
     def leave(queue: WorkQueue, worker: int) -> Any:
         return queue.get()
 
@@ -418,7 +418,7 @@ def echo_workers(queue: WorkQueue, across: Across) -> Iterator[None]:
     running.join()
 
 
-def test_a_waiting_owner_hears_the_end_though_the_last_worker_leaves_without_a_word() -> None:
+def test_waiting_owner_ends_after_silent_exit_of_last_worker() -> None:
     queue = workqueue()
     got: list[Any] = []
     go = threading.Event()

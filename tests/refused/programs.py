@@ -1,5 +1,7 @@
-"""What the tests run in processes of their own: ``python programs.py FUNCTION CALL ERROR`` has the system
-call refused, or ``/proc`` hidden, and says what came of it."""
+"""Programs that the tests run in their own processes, with a refused system call or without ``/proc``.
+
+``python programs.py FUNCTION CALL ERROR`` prints the result.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,7 @@ def channel() -> None:
 
 
 def threads() -> None:
-    """What needs no channel between processes."""
+    """Use channels between threads only."""
     graph = Graph("threads")
     doubled = graph.source(range(100)).map(double, workers=2).reduce(int.__add__, 0)
     full = Channel()

@@ -1,5 +1,8 @@
-"""Kernels that lack a system call (ENOSYS) and filters that refuse it (EPERM or ENOSYS): whatever flowchan
-uses has another way, or an error that names it. The refusals are real ones, in processes of their own."""
+"""Kernels that lack a system call (ENOSYS), and filters that refuse it (EPERM or ENOSYS).
+
+flowchan uses another way, or raises an error that names the call. The refusals are real ones, in separate
+processes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def said(function: str, call: str, error: int = 0) -> str:
 
 
 @both_errors
-def test_c10_a_blocked_select_sleeps_and_wakes_up_without_futex_waitv(error: int) -> None:
+def test_c10_blocked_select_sleeps_and_wakes_without_futex_waitv(error: int) -> None:
     assert said("blocked_select", "futex_waitv", error) == "sleeps item"
 
 
@@ -47,7 +50,7 @@ def test_workers_in_processes_work_without_pidfd_open(error: int) -> None:
 
 
 @both_errors
-def test_r4_the_death_of_a_worker_is_noticed_without_pidfd_open(error: int) -> None:
+def test_r4_death_of_worker_is_noticed_without_pidfd_open(error: int) -> None:
     assert said("death", "pidfd_open", error) == "4950 1"
 
 
@@ -75,9 +78,7 @@ def test_tls_works_and_ends_with_its_process_without_pidfd_open(error: int) -> N
 
 @both_errors
 @pytest.mark.parametrize("call", ["memfd_create", "fallocate"])
-def test_a_call_that_channels_between_processes_cannot_do_without_is_named_when_it_is_refused(
-    call: str, error: int
-) -> None:
+def test_refused_system_call_of_process_channels_is_named(call: str, error: int) -> None:
     reason = (
         f"channels between processes need {call}, which is refused here, likely by the seccomp "
         "filter of a container or "
@@ -90,7 +91,7 @@ def test_a_call_that_channels_between_processes_cannot_do_without_is_named_when_
     assert said("threads", call, error) == "9900 item"
 
 
-def test_channels_between_processes_say_that_they_need_proc_where_it_is_not_mounted() -> None:
+def test_process_channels_without_proc_name_the_missing_mount() -> None:
     try:
         channel = said("channel", "proc")
     except AssertionError as error:
@@ -106,5 +107,5 @@ def test_channels_between_processes_say_that_they_need_proc_where_it_is_not_moun
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed: pip install torch")
 def test_parts_in_processes_work_without_sched_setaffinity() -> None:
-    """With one of the errors, for nobody asks which it is, and torch takes long to import."""
+    """One error is enough: the code does not distinguish them, and torch takes long to import."""
     assert said("parts", "sched_setaffinity", errno.EPERM) == "(4, 3)"

@@ -146,5 +146,5 @@ def test_wrong_declarations_are_refused_with_the_allowed_values() -> None:
     assert found == {("late", "gang"), ("given", "ports"), ("threads", "gang")}
     with pytest.raises(ValueError, match="elastic=True is for a gang"):
         graph.stage(lonely, graph.source([1]), elastic=True)
-    with pytest.raises(GraphError, match="which the run gives"):
+    with pytest.raises(GraphError, match="which the run passes"):
         graph.run()

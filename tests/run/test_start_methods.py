@@ -275,9 +275,7 @@ def test_daemonic_process_cannot_start_workers(method: str, tmp_path: Path) -> N
             process.join()
     """
     said = run_python(script(tmp_path, text))
-    assert said.startswith(
-        "daemon process 'helper' is daemonic, and Python lets it start no processes; start it with"
-    )
+    assert said.startswith("daemon process 'helper' is daemonic, so it cannot start processes; start it with")
 
 
 @pytest.mark.usefixtures("_method")

@@ -101,7 +101,7 @@ def test_toy_operator_refuses_async_functions_without_an_async_body() -> None:
     (problem,) = graph.check()
     assert (problem.rule, problem.message.partition(";")[0]) == (
         "async",
-        "every_other takes no async function",
+        "every_other does not accept an async function",
     )
 
 

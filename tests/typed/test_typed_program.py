@@ -1,11 +1,11 @@
-"""What ``make lint`` has checked by mypy and pyright is a program that runs, too."""
+"""The program that ``make lint`` checks with mypy and pyright also runs."""
 
 from __future__ import annotations
 
 from tests.typed import program
 
 
-def test_the_typed_program_gives_what_its_types_say():
+def test_typed_program_returns_its_declared_types():
     assert program.main() == {
         "channels": (4, ["B"]),
         "awaited": [5],

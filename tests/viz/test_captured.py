@@ -1,4 +1,4 @@
-"""What is printed while something is drawn on the terminal: whoever prints, and however it ends."""
+"""Output of any process during a drawing on the terminal, for every kind of end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PRINTED = """
 """
 
 
-def test_neither_a_line_that_cannot_be_shown_nor_one_who_prints_on_holds_it_up(
+def test_capture_ends_despite_failing_show_and_late_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("LC_ALL", "C"), ("PYTHONCOERCECLOCALE", "0"), ("PYTHONUTF8", "0")):
@@ -105,8 +105,8 @@ ENDS = """
 """
 
 
-def test_the_streams_lead_back_to_the_terminal_however_it_ends(tmp_path: Path) -> None:
-    """When the table can't be begun, or ended; by Ctrl-C; and of two that are drawn at a time."""
+def test_streams_are_restored_after_every_kind_of_end(tmp_path: Path) -> None:
+    """The table cannot begin or end, Ctrl-C ends it, or two are drawn at the same time."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, ENDS))], tmp_path)
     assert (code, lines[-2:]) == (0, ["all as at first", ""]), lines
 
@@ -145,7 +145,7 @@ LATE = """
 """
 
 
-def test_what_is_printed_last_does_not_draw_the_bars_once_more(tmp_path: Path) -> None:
+def test_last_output_does_not_draw_bars_again(tmp_path: Path) -> None:
     """They would stand on the line where the program writes on."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, LATE))], tmp_path)
     assert code == 0, lines
@@ -174,13 +174,13 @@ AT_A_TIME = """
 """
 
 
-def test_who_shows_what_was_printed_draws_alone(tmp_path: Path) -> None:
+def test_output_is_drawn_under_the_lock(tmp_path: Path) -> None:
     lines, code = on_terminal([sys.executable, str(script(tmp_path, AT_A_TIME))], tmp_path)
     assert code == 0, lines
     assert "True True" in lines, lines
 
 
-def test_of_a_line_that_is_drawn_over_for_ever_only_the_last_is_kept() -> None:
+def test_overwritten_line_keeps_only_its_last_state() -> None:
     shown: list[str] = []
     captured, text = Captured(shown.append), b""
     for percent in range(100):
@@ -210,9 +210,7 @@ POOL = """
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_the_workers_of_a_pool_print_on_when_the_progress_of_a_run_has_gone(
-    method: str, tmp_path: Path
-) -> None:
+def test_pool_workers_can_print_after_progress_has_ended(method: str, tmp_path: Path) -> None:
     lines, code = on_terminal([sys.executable, str(script(tmp_path, POOL)), method], tmp_path)
     assert code == 0, lines
     assert "printed 100" in lines

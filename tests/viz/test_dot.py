@@ -30,11 +30,11 @@ def arrow(name: str, dot: str = DOT) -> list[str]:
     return [line for line in dot.splitlines() if "->" in line and f"tooltip={name}" in line.replace('"', "")]
 
 
-def test_it_runs_from_left_to_right() -> None:
+def test_dot_runs_from_left_to_right() -> None:
     assert "rankdir=LR" in DOT
 
 
-def test_a_stage_shows_its_name_workers_and_the_place_of_its_function() -> None:
+def test_stage_shows_name_workers_and_line_of_function() -> None:
     assert "×2" in node("counts")
     assert "×" not in node("files")
     graphs = Path(__file__).with_name("picture_graphs.py")
@@ -47,7 +47,7 @@ def test_a_place_below_the_working_directory_is_relative(monkeypatch: pytest.Mon
     assert "map · picture_graphs.py:" in node("counts", to_dot(wordcount()))
 
 
-def test_a_function_that_is_not_python_shows_where_it_was_declared() -> None:
+def test_native_function_shows_its_declaration() -> None:
     assert place(stage("print", function=print)) == (str(Path(__file__).with_name("picture_graphs.py")), 1)
 
 
@@ -81,7 +81,7 @@ def test_the_colour_of_a_stage_says_where_it_runs() -> None:
     assert fills["files"] == fills["total"] != fills["counts"]
 
 
-def test_a_channel_shows_its_item_type_and_what_is_unusual() -> None:
+def test_channel_shows_item_type_and_unusual_settings() -> None:
     (files,) = arrow("files")
     assert "<B>Path</B>" in files
     assert "64" not in files.partition("tooltip=")[0]
@@ -107,11 +107,11 @@ def test_a_channel_shows_its_item_type_and_what_is_unusual() -> None:
         ({}, ""),
     ],
 )
-def test_a_stage_shows_what_is_unusual_about_it(options: dict[str, Any], words: str) -> None:
+def test_stage_shows_its_unusual_settings(options: dict[str, Any], words: str) -> None:
     assert option_text(replace(stage("any"), **options)) == words
 
 
-def test_a_long_graph_is_broken_into_rows_whose_ends_name_each_other() -> None:
+def test_long_graph_is_broken_into_labelled_rows() -> None:
     dot = to_dot(chain(15, 7))
     assert dot.count("shape=point") == 3
     rows = {0: "s4", 1: "s9"}  # the last of the row; rows are equally long
@@ -122,14 +122,14 @@ def test_a_long_graph_is_broken_into_rows_whose_ends_name_each_other() -> None:
     assert "shape=point" not in to_dot(chain(6, 7))
 
 
-def test_a_result_is_named_as_the_program_calls_it(tmp_path: Path) -> None:
+def test_result_is_named_like_its_variable(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("total = (\n    numbers\n    .reduce(add)\n)\nx.y = numbers.collect()\n")
     for line, name in ((3, "total"), (5, "any")):
         assert result_name(replace(stage("any"), where=Where(str(file), line))) == name
 
 
-def test_a_graph_may_say_of_its_stages_itself_what_they_are_and_leave_some_out() -> None:
+def test_graph_may_label_or_hide_its_stages() -> None:
     edges = [edge("a", "b"), edge("b", "c")]
     graph = Declared("g", (stage("a"), stage("b"), stage("c")), tuple(edges), {"a": "Linear", "c": None})
     dot = to_dot(graph)  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def test_sources_sinks_results_and_errors_look_different_from_stages() -> None:
     assert "dashed" in errors
 
 
-def test_feedback_is_dashed_and_does_not_pull_its_stages_apart() -> None:
+def test_feedback_is_dashed_and_does_not_constrain_ranks() -> None:
     dot = to_dot(leading_back())
     (back,) = arrow("worker", dot)
     assert "style=dashed" in back
@@ -160,13 +160,13 @@ def test_feedback_is_dashed_and_does_not_pull_its_stages_apart() -> None:
     assert ">feedback<" not in DOT
 
 
-def test_a_channel_that_nobody_reads_is_a_result_only_behind_reduce_and_collect() -> None:
+def test_unread_channel_is_result_only_after_reduce_or_collect() -> None:
     dot = to_dot(declared("g", [stage("a"), stage("b", "collect")], [edge("a", None), edge("b", None)]))
-    assert "read by nobody" in dot.split("end0 [")[1].split("end1 [")[0]
+    assert "not read" in dot.split("end0 [")[1].split("end1 [")[0]
     assert "result" in dot.split("end1 [")[1]
 
 
-def test_the_legend_explains_what_is_drawn_and_nothing_else() -> None:
+def test_legend_explains_only_drawn_elements() -> None:
     legend = next(line for line in DOT.splitlines() if line.strip().startswith("graph ["))
     for words in (
         "source",
@@ -182,11 +182,11 @@ def test_the_legend_explains_what_is_drawn_and_nothing_else() -> None:
     assert "failed items" not in only
 
 
-def test_the_picture_brings_its_own_ground_for_dark_viewers() -> None:
+def test_picture_has_its_own_background() -> None:
     assert re.search(r'bgcolor="#f\w+"', DOT)
 
 
-def test_names_with_markup_quotes_and_unicode_stay_names() -> None:
+def test_names_with_markup_and_unicode_are_escaped() -> None:
     name = '<b>&"\\N →é'
     dot = to_dot(declared(name, [stage(name), stage("b:c")], [edge(name, "b:c")]))
     assert "<B>&lt;b&gt;&amp;&quot;" in dot

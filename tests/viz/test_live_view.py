@@ -14,7 +14,7 @@ from flowchan.viz.live.terminal import LiveView
 
 
 class Stream(io.StringIO):
-    """Takes so many writes, and no more."""
+    """Stream that accepts a limited number of writes."""
 
     def __init__(self, terminal: bool, takes: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Stream(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_view_that_fails_ends_no_run(terminal: bool) -> None:
+def test_failing_view_does_not_end_the_run(terminal: bool) -> None:
     graph = Graph("shown")
     numbers = graph.source(range(3)).map(abs).collect()
     stream = Stream(terminal, takes=10**6)
@@ -48,7 +48,7 @@ def test_a_view_that_fails_ends_no_run(terminal: bool) -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_view_that_fails_once_goes_on_with_plain_lines(terminal: bool, caplog: Any) -> None:
+def test_failing_view_continues_with_plain_lines(terminal: bool, caplog: Any) -> None:
     graph = Graph("shown")
     graph.source(range(3)).map(abs).sink(abs)
     stream = Stream(terminal, takes=10**6)
@@ -70,9 +70,7 @@ def test_a_view_that_fails_once_goes_on_with_plain_lines(terminal: bool, caplog:
 
 
 @pytest.mark.parametrize(("kind", "drawn"), [("xterm", True), ("dumb", False)])
-def test_a_terminal_that_can_t_be_drawn_on_has_plain_lines(
-    kind: str, drawn: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dumb_terminal_gets_plain_lines(kind: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", kind)
     graph = Graph("shown")
     graph.source(range(3)).map(abs).sink(abs)

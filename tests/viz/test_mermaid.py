@@ -9,11 +9,11 @@ from flowchan.viz import to_mermaid
 TEXT = to_mermaid(wordcount())
 
 
-def test_it_runs_from_left_to_right_under_its_title() -> None:
+def test_mermaid_runs_from_left_to_right_under_its_title() -> None:
     assert TEXT.startswith('---\ntitle: "wordcount"\n---\nflowchart LR\n')
 
 
-def test_a_class_says_what_a_stage_is_and_where_it_runs() -> None:
+def test_class_encodes_role_and_placement() -> None:
     assert ":::source_threads" in TEXT
     assert '"counts \N{MULTIPLICATION SIGN}2<br/>' in TEXT
     assert ":::stage_processes" in TEXT
@@ -37,13 +37,13 @@ def test_feedback_is_dashed_and_not_red() -> None:
     assert "linkStyle" not in text
 
 
-def test_every_class_sets_the_colour_of_text_with_its_ground_for_dark_viewers() -> None:
+def test_every_class_sets_text_and_background_colours() -> None:
     classes = [line for line in TEXT.splitlines() if "classDef" in line]
     assert classes
     assert all("fill:" in line and ",color:" in line for line in classes)
 
 
-def test_what_mermaid_reads_as_its_own_is_coded() -> None:
+def test_special_characters_of_mermaid_are_encoded() -> None:
     text = to_mermaid(declared('g"1"', [stage('<b>"#x"</b>'), stage("end")], [edge('<b>"#x"</b>', "end")]))
     assert "#60;b#62;#34;#35;x#34;#60;/b#62;" in text
     assert 'title: "g\\"1\\""' in text

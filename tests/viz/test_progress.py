@@ -1,4 +1,4 @@
-"""How far a run is: totals where they can be known, and the bars that show them."""
+"""Progress of a run: known totals, and the bars that show them."""
 
 from __future__ import annotations
 
@@ -79,9 +79,7 @@ def held(_: Any) -> None:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_a_total_is_known_at_the_nearest_stage_that_allows_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_total_comes_from_nearest_stage_that_knows_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     declare, expected = GRAPHS[name]
     monkeypatch.setitem(globals(), "gate", Gate())
     graph = Graph("far")
@@ -93,7 +91,7 @@ def test_a_total_is_known_at_the_nearest_stage_that_allows_it(
     assert [(bar.stage, bar.total) for bar in found] == expected
 
 
-def test_what_has_ended_is_known_exactly() -> None:
+def test_totals_of_ended_stages_are_exact() -> None:
     graph = Graph("far")
     odd = graph.source(range(100)).filter(lambda number: number % 2 == 1)
     odd.sink(abs, name="end")
@@ -103,7 +101,7 @@ def test_what_has_ended_is_known_exactly() -> None:
     assert (bar.stage, bar.done, bar.total) == ("end", 50, 50)
 
 
-def test_items_that_fail_are_not_expected_behind() -> None:
+def test_failed_items_are_not_expected_downstream() -> None:
     graph = Graph("far")
     halves = graph.source([4, 0, 2]).map(lambda number: 8 // number)
     halves.sink(abs, name="end")
@@ -140,7 +138,7 @@ class Seen:
             self.stopping.set()
 
 
-def test_what_is_in_flight_after_ctrl_c_is_shown_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_in_flight_after_ctrl_c_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen()
     monkeypatch.setattr(live, "watching", lambda graph: contextlib.nullcontext(seen))
 
@@ -176,7 +174,7 @@ PROGRAM = """
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_a_terminal_shows_bars_and_above_them_what_is_printed(method: str, tmp_path: Path) -> None:
+def test_output_appears_above_bars_on_a_terminal(method: str, tmp_path: Path) -> None:
     lines, code = on_terminal([sys.executable, str(script(tmp_path, PROGRAM)), method], tmp_path)
     assert code == 0, lines
     assert "said by a worker, through the bars: False" in lines, lines
@@ -204,7 +202,7 @@ AGAIN = """
 """
 
 
-def test_workers_of_a_forkserver_print_on_when_the_bars_have_gone(tmp_path: Path) -> None:
+def test_forkserver_workers_can_print_after_bars_have_ended(tmp_path: Path) -> None:
     """The server would keep the terminal that stands in for the user's while there are bars."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, AGAIN))], tmp_path)
     assert code == 0, lines
@@ -232,7 +230,7 @@ POOLED = """
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_workers_that_last_print_above_the_bars_of_each_run(method: str, tmp_path: Path) -> None:
+def test_pool_workers_print_above_bars_of_each_run(method: str, tmp_path: Path) -> None:
     """They were started before the bars, and print on when these have gone."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, POOLED)), method], tmp_path)
     assert code == 0, lines
@@ -262,17 +260,17 @@ UNGUARDED = """
 """
 
 
-def test_a_process_that_finds_itself_unguarded_says_so_with_bars_too(tmp_path: Path) -> None:
-    """One that the program has started by itself; what it says must not go to a terminal of ours."""
+def test_unguarded_script_is_reported_with_bars(tmp_path: Path) -> None:
+    """The script starts another process; its message must not go to the pseudoterminal."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, UNGUARDED))], tmp_path)
     assert code == 0, lines
     assert any('put that under `if __name__ == "__main__":`' in line for line in lines), lines
 
 
-def test_the_server_is_started_before_the_bars_where_it_is_the_default(
+def test_default_fork_server_starts_before_bars(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As from Python 3.14 on, where nobody has chosen a method."""
+    """Python 3.14 and later start a fork server if the program chooses no method."""
     started: list[bool] = []
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: None)
     monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["forkserver", "spawn", "fork"])
@@ -289,7 +287,7 @@ class Gone(io.StringIO):
         raise BrokenPipeError
 
 
-def test_a_display_that_fails_hides_nothing_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_display_does_not_hide_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "PLAIN_EVERY", 0.0)
     monkeypatch.setattr(sys, "stderr", Gone())
     graph = Graph("far")
@@ -298,7 +296,7 @@ def test_a_display_that_fails_hides_nothing_of_the_run(monkeypatch: pytest.Monke
         graph.run(progress=True)
 
 
-def test_elsewhere_there_is_a_plain_line_now_and_then(
+def test_progress_without_terminal_prints_plain_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(lines, "PLAIN_EVERY", 0.0)
@@ -308,10 +306,10 @@ def test_elsewhere_there_is_a_plain_line_now_and_then(
     assert re.search(r"^\d+ s done: end 10/10 .*/s$", capsys.readouterr().err, re.MULTILINE)
 
 
-def test_of_several_runs_at_a_time_one_has_the_terminal(
+def test_one_of_several_runs_draws_on_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The others write lines, whoever has it."""
+    """The other runs write lines."""
     monkeypatch.setattr(lines, "PLAIN_EVERY", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
@@ -327,7 +325,7 @@ def test_of_several_runs_at_a_time_one_has_the_terminal(
     assert "\x1b" not in written
 
 
-def test_progress_is_true_or_false() -> None:
+def test_progress_rejects_values_other_than_bool() -> None:
     with pytest.raises(TypeError, match="run: progress must be True or False, not 'yes'"):
         Graph("far").run(progress="yes")  # type: ignore[arg-type]
 
@@ -348,7 +346,7 @@ NOTEBOOK = """
 """
 
 
-def test_a_notebook_shows_the_picture_with_what_each_stage_does_and_bars(tmp_path: Path) -> None:
+def test_notebook_shows_picture_with_activity_and_bars(tmp_path: Path) -> None:
     for needed in ("nbclient", "ipykernel"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed: pip install {needed}")

@@ -27,7 +27,7 @@ PYGRAPHVIZ = not subprocess.run(
 
 
 @pytest.mark.parametrize("suffix", HEADS)
-def test_each_format_is_what_its_suffix_says(suffix: str, tmp_path: Path) -> None:
+def test_draw_writes_the_format_of_the_suffix(suffix: str, tmp_path: Path) -> None:
     if suffix == "pdf" and not (PYGRAPHVIZ or shutil.which("dot")):
         pytest.skip("neither dot nor pygraphviz is here to draw a .pdf: apt-get install graphviz")
     path = draw(wordcount(), tmp_path / f"graph.{suffix}")
@@ -48,14 +48,14 @@ def test_the_dot_program_draws_where_it_is_installed(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("script", ["exit 1", "kill -SEGV $$", ""], ids=["fails", "crashes", "draws nothing"])
-def test_where_one_renderer_fails_the_next_one_draws(
+def test_next_renderer_draws_after_a_failure(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dot_program(tmp_path, script, monkeypatch)
     assert b"counts" in render("digraph { counts }", "svg")
 
 
-def test_without_a_dot_program_what_comes_with_flowchan_draws_in_the_usual_fonts(
+def test_graphviz_pure_draws_without_dot_in_usual_fonts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -78,7 +78,7 @@ def test_pygraphviz_draws_where_nothing_else_does(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("picture", "install"), [("svg", "pip install graphviz-pure"), ("pdf", "apt install graphviz")]
 )
-def test_without_any_renderer_the_error_names_the_line_that_installs_one(
+def test_missing_renderer_error_names_install_command(
     picture: str, install: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
@@ -122,12 +122,12 @@ def test_an_unknown_suffix_is_refused_by_name(tmp_path: Path) -> None:
         draw(wordcount(), tmp_path / "graph.gif")
 
 
-def test_text_that_is_no_graph_is_an_error_with_graphviz_words() -> None:
+def test_invalid_dot_raises_with_graphviz_message() -> None:
     with pytest.raises(RenderError, match="Graphviz failed"):
         render("digraph { a -> ", "svg")
 
 
-def test_a_crash_of_graphviz_is_an_error_and_not_the_end_of_the_program(
+def test_crash_of_graphviz_raises_render_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     crash = subprocess.CompletedProcess([], -11, b"", b"")

@@ -1,5 +1,8 @@
-"""Live views of a run. They are subscribers of its feed: each gets statistics, and shows what the model makes
-of them on a terminal, in a notebook, or by lines."""
+"""Live views of a run.
+
+A view subscribes to the run's feed of statistics. It shows the model of these on a terminal, in a notebook,
+or as lines.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from flowchan.viz.live.terminal import LiveView
 
 
 def watching(graph: Blueprint) -> AbstractContextManager[ProgressView]:
-    """Choose the view that shows how far a run of ``graph`` is. It is open from before the run starts until
-    the run has ended: what is printed in between appears above it."""
+    """Choose the view that shows the progress of a run of ``graph``.
+
+    The view is open from before the start of the run to its end. Output of the program appears above the
+    view.
+    """
     return nullcontext(Notebook(graph)) if in_notebook() else LiveView(graph=graph)

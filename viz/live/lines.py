@@ -1,4 +1,4 @@
-"""A line every few seconds that says how a run goes."""
+"""Print a line about a run every few seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAIN_EVERY = 5.0
 
 
 class Lines:
-    """Writes to ``stream`` what ``words`` makes of a run. ``clock`` tells the time that spaces the lines."""
+    """Writer of the text that ``words`` makes from a run's statistics. ``clock`` times the lines."""
 
     def __init__(
         self, stream: TextIO, words: Callable[[RunStats], str], clock: Callable[[], float] = time.monotonic
@@ -22,7 +22,7 @@ class Lines:
         self._next = clock() + PLAIN_EVERY
 
     def show(self, stats: RunStats) -> None:
-        """Write a line, if one is due."""
+        """Write a line if one is due."""
         if self._clock() >= self._next:
             self._next = self._clock() + PLAIN_EVERY
             self.say(self._words(stats))

@@ -1,5 +1,7 @@
-"""What the views show of a run: how far it is, where that can be known, and what its stages do. Text and
-values; how they are drawn is for each view to say."""
+"""Compute the content of the views: the progress of a run, if its total is known, and the work of its stages.
+
+The content is text and values. Each view decides how to draw them.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,22 @@ from flowchan.run.observe.report import count, rate, share
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 PLAIN_STAGES = 6
-"""How many stages one line has room for."""
+"""Maximum number of stages in one line."""
 
 
 class ProgressView(Protocol):
-    """Where a run is shown."""
+    """View of a run."""
 
     def show(self, stats: RunStats) -> None:
-        """Show a run at this moment."""
+        """Show the current state of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """``done`` of ``total`` items at a stage, at ``rate`` a second; the total is ``None`` while nobody knows
-    it."""
+    """Progress of a stage: ``done`` of ``total`` items at ``rate`` items per second.
+
+    The total is ``None`` while it is unknown.
+    """
 
     stage: str
     done: int
@@ -36,8 +40,12 @@ class Bar:
 
 
 def bars(graph: Blueprint, stats: RunStats) -> list[Bar]:
-    """One for each end of the graph: of the stage nearest to it whose total is known; or else that gathers
-    items, for what stands behind it has little to do until the end; or else of the end itself."""
+    """Return one bar for each end of the graph.
+
+    The bar is that of the stage nearest to the end with a known total. If there is none, it is that of a
+    stage that gathers items, because later stages have little to do until the end. Otherwise it is that of
+    the end.
+    """
     known = _Totals(graph, stats)
     read = {edge.writer for edge in stats.edges if edge.reader is not None}
     ends = [stage.name for stage in graph.stages if stage.name not in read]
@@ -45,7 +53,7 @@ def bars(graph: Blueprint, stats: RunStats) -> list[Bar]:
 
 
 class _Totals:
-    """What is known of one run at one moment."""
+    """Totals of one run that are known at one moment."""
 
     def __init__(self, graph: Blueprint, stats: RunStats) -> None:
         self._stages = {stage.name: stage for stage in graph.stages}
@@ -63,7 +71,7 @@ class _Totals:
         return Bar(name, done, self.total(name), about.rate)
 
     def nearest(self, end: str) -> str:
-        """The stage nearest to an end whose total is known, or else that gathers, or else the end."""
+        """Return the stage nearest to an end with a known total, else one that gathers, else the end."""
         now, seen = [end], {end}
         gathers: list[str] = []
         while now:
@@ -79,23 +87,25 @@ class _Totals:
         return list(dict.fromkeys(edge.writer for name in names for edge in self._into[name]))
 
     def total(self, name: str) -> int | None:
-        """How many items a stage takes in, or gives, if it is a source."""
+        """Return the number of items that a stage takes in, or that a source emits; ``None`` if unknown."""
         into = self._into[name]
         return _sum([self._put(edge) for edge in into]) if into else self._gives(self._stages[name])
 
     def _put(self, edge: EdgeStats) -> int | None:
-        """How many items come into a channel. Whoever has ended has put what it puts, unless the run has
-        broken off."""
+        """Return the number of items that will enter a channel; ``None`` if unknown.
+
+        A stage that has ended will put no more items, unless the run broke off.
+        """
         writer = self._stages[edge.writer]
         if not self._broken and not writer.operator.outside and not self._stats[writer.name].alive:
             return edge.passed + edge.inside
         if edge.name not in [output.name for output in writer.outputs]:
-            return None  # it takes failures, or what a single worker puts
+            return None  # it receives failures, or the items of one worker
         return self._gives(writer)
 
     def _gives(self, stage: Stage) -> int | None:
         if stage.name not in self._given:
-            self._given[stage.name] = None  # what leads back to itself is not known
+            self._given[stage.name] = None  # unknown inside a loop
             into = [self._put(edge) for edge in self._into[stage.name]]
             known = [number for number in into if number is not None]
             if stage.operator.expects is not None and len(known) == len(into):
@@ -111,18 +121,18 @@ def _sum(numbers: list[int | None]) -> int | None:
 
 
 def bars_line(graph: Blueprint, stats: RunStats) -> str:
-    """One line that says how far a run is."""
+    """Return a line with the progress of a run."""
     words = [*(f"{bar.stage} {headline(bar)}" for bar in bars(graph, stats)), ", ".join(troubles(stats))]
     return f"{stats.elapsed:.0f} s {stats.state}: {' | '.join(filter(None, words))}"
 
 
 def headline(bar: Bar) -> str:
-    """How many items of how many, and how fast."""
+    """Return the number of items done, their total and their rate."""
     return f"{count(bar.done)}/{'?' if bar.total is None else count(bar.total)} {rate(bar.rate)}"
 
 
 def times(bar: Bar, stats: RunStats) -> str:
-    """How long it has taken, and how long it will take at the rate so far."""
+    """Return the elapsed time, and the remaining time at the rate so far."""
     spent = _clock(stats.elapsed)
     if bar.total is None or not bar.done or stats.state not in ("running", "stopping"):
         return spent
@@ -136,8 +146,10 @@ def _clock(seconds: float) -> str:
 
 
 def plain_line(stats: RunStats) -> str:
-    """One line that says how the run goes: of each stage its items and rate, how busy it is, what waits for
-    it and what failed. Of many stages it takes the busiest."""
+    """Return a line about a run: items, rate, load, queue and failures of each stage.
+
+    It shows only the busiest of many stages.
+    """
     chosen = busiest(stats, PLAIN_STAGES)
     waiting = queues(stats)
     parts = [_plain_stage(stage, waiting.get(stage.name), stage.name == stats.bottleneck) for stage in chosen]
@@ -156,12 +168,12 @@ def _plain_stage(stage: StageStats, queue: tuple[int, int] | None, bottleneck: b
 
 
 def items_of(stage: StageStats) -> int:
-    """What a stage has worked on: what came in, or, at a source, what went out."""
+    """Return the number of items that a stage has worked on: items in, or items out for a source."""
     return stage.items_out if OPERATORS[stage.kind].begins else stage.items_in
 
 
 def busiest(stats: RunStats, most: int) -> list[StageStats]:
-    """At most ``most`` stages, the bottleneck and the busiest, in the order of the graph."""
+    """Return at most ``most`` stages, the bottleneck and the busiest, in the order of the graph."""
     ranked = sorted(
         stats.stages, key=lambda stage: (stage.name == stats.bottleneck, stage.busy), reverse=True
     )
@@ -170,7 +182,7 @@ def busiest(stats: RunStats, most: int) -> list[StageStats]:
 
 
 def queues(stats: RunStats) -> dict[str, tuple[int, int]]:
-    """How many items wait for each stage, and how many could."""
+    """Return the number of items that wait for each stage, and the capacity of its channels."""
     waiting: dict[str, tuple[int, int]] = {}
     for edge in stats.edges:
         if edge.reader is not None:
@@ -180,7 +192,7 @@ def queues(stats: RunStats) -> dict[str, tuple[int, int]]:
 
 
 def troubles(stats: RunStats) -> Iterator[str]:
-    """How many items have failed and were tried again, and how many workers were replaced, by stage."""
+    """Yield texts with the numbers of failed items, retries and restarts, by stage."""
     for word, number_of in _TROUBLES.items():
         stages = [f"{count(number_of(stage))} {stage.name}" for stage in stats.stages if number_of(stage)]
         if stages:

@@ -1,5 +1,7 @@
-"""A run in the output of a notebook's cell: the graph with what its stages do, and bars. The picture is drawn
-once: what changes is written over words that keep the room for it."""
+"""Show a run in the output of a notebook cell: the graph with the work of its stages, and bars.
+
+The picture is drawn once, with placeholders. Each update replaces the placeholders.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ PICTURES_EVERY = 0.5
 
 
 def in_notebook() -> bool:
-    """Whether this program is the kernel of a notebook."""
+    """Return whether this program is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 class Notebook:
-    """The output of a cell, which is changed in place."""
+    """Output of a cell, which is updated in place."""
 
     def __init__(self, graph: Blueprint) -> None:
         self._graph = graph
@@ -37,10 +39,10 @@ class Notebook:
         self._picture = ""
         with contextlib.suppress(RenderError):
             drawn = render(to_dot(graph, live=True), "svg").decode()
-            self._picture = drawn[drawn.index("<svg") :]  # it stands within a page
+            self._picture = drawn[drawn.index("<svg") :]  # only the element, for use in a page
 
     def show(self, stats: RunStats) -> None:
-        """Draw a run, if a picture is due."""
+        """Draw a run if a picture is due."""
         from IPython.display import display
 
         going_on = stats.state in ("running", "stopping")
@@ -67,11 +69,11 @@ def _row(bar: Bar, stats: RunStats) -> str:
 
 
 def _filled(picture: str, stats: RunStats) -> str:
-    """The picture, as SVG, of the run at that moment."""
+    """Return the SVG picture with the current statistics of the run."""
     for number, stage in enumerate(stats.stages):
-        color = SLOW if stage.name == stats.bottleneck else INK  # the ground is light in a dark page too
+        color = SLOW if stage.name == stats.bottleneck else INK  # the background is light in a dark page too
         does = _does(stage)
-        room = " " * (len(LIVE.format(0)) - len(does))  # a space is half as wide, so this is the middle
+        room = " " * (len(LIVE.format(0)) - len(does))  # a space is half as wide, so this centres the text
         words = f'<tspan fill="{color}">{room}{escape(does)}</tspan>'
         picture = picture.replace(LIVE.format(number), words)
     return picture

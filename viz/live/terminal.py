@@ -1,10 +1,9 @@
-"""A run on a terminal: a table of its stages, or bars that say how far it is. Where nothing can be drawn,
-lines.
+"""Show a run on a terminal: a table of its stages, or progress bars; lines if drawing is impossible.
 
-What is printed while something is drawn appears above it and not through it. The table stands on the
-terminal; whoever else writes there would write into it: the program, its threads, C libraries, worker
-processes, and what these start. So for that time the standard streams lead to a terminal of ours, which a
-thread reads. It is a terminal, so that all go on to write line by line, and in colour.
+Output during the drawing appears above it. The program, its threads, C libraries, worker processes and their
+children would otherwise write into the table. So during that time the standard streams lead to a
+pseudoterminal, which a thread reads. Because it is a terminal, all of them still write line by line and in
+colour.
 """
 
 from __future__ import annotations
@@ -50,23 +49,25 @@ if TYPE_CHECKING:
 log = logging.getLogger("flowchan.viz")
 
 AROUND = 9
-"""Lines of the terminal that the table's rows leave free: for its head and for what stands below it."""
+"""Lines of the terminal that the rows leave free, for the head of the table and the lines below it."""
 _GRACE_MS = 50
-"""How long what was written last takes to come through."""
+"""Milliseconds that the last output takes to arrive."""
 _LAST = 1.0
-"""Seconds after which nobody listens any more to a process that prints on when the table has gone."""
+"""Maximum seconds to read on from a process that still prints when the table has gone."""
 
 
 _PRINTS_ONLY = ("dumb", "unknown")
-"""Terminals on which rich draws nothing before the end."""
+"""Terminals on which rich draws only at the end."""
 
 
 _drawing = threading.Lock()
 
 
 def claim(stream: TextIO, ends: contextlib.ExitStack) -> bool:
-    """Whether it leads to a terminal that can be drawn on, and nobody else in this process does. Then the
-    terminal is the caller's until ``ends``."""
+    """Return whether the stream is a terminal to draw on that no other view of this process uses.
+
+    If so, the terminal belongs to the caller until ``ends`` closes.
+    """
     if not stream.isatty() or os.environ.get("TERM", "").lower() in _PRINTS_ONLY:
         return False
     if not _drawing.acquire(blocking=False):
@@ -76,12 +77,14 @@ def claim(stream: TextIO, ends: contextlib.ExitStack) -> bool:
 
 
 def draw_on(stream: TextIO, stays: bool, ends: contextlib.ExitStack) -> tuple[Live, threading.RLock]:
-    """What draws on ``stream`` until ``ends``; what was drawn last stays then, or goes. If that is the
-    standard error stream, what is printed meanwhile by this process and by those that it starts appears above
-    it. Both at its beginning and at its end the caller holds interrupts.
+    """Return a drawing on ``stream`` that lasts until ``ends`` closes; then it stays or disappears.
 
-    Whoever draws holds the lock that comes with it: rich settles what is to be drawn over before it writes,
-    and of two threads the later would go by what the other has drawn over already."""
+    If the stream is standard error, output of this process and its children appears above the drawing. The
+    caller must hold interrupts at the beginning and at the end.
+
+    The caller must draw under the returned lock. rich decides which lines to overwrite before it writes.
+    Without the lock, the later of two threads would use lines that the other has overwritten.
+    """
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -100,13 +103,13 @@ def draw_on(stream: TextIO, stays: bool, ends: contextlib.ExitStack) -> tuple[Li
     ends.callback(_quietly, drawn.stop)
     drawn.start()
     if captured is not None:
-        ends.callback(captured.stop)  # before the drawing, or what came last would be drawn with it once more
+        ends.callback(captured.stop)  # before the drawing ends, or the last lines would be drawn twice
         captured.start()
     return drawn, lock
 
 
 def _is_standard_error(stream: TextIO) -> bool:
-    """Whether what is written to it comes out where the standard error stream of this process does."""
+    """Return whether the stream leads to the standard error stream of this process."""
     try:
         return stream.fileno() == 2
     except (OSError, ValueError):
@@ -114,9 +117,11 @@ def _is_standard_error(stream: TextIO) -> bool:
 
 
 class Captured:
-    """While it is open, what comes by those standard streams of this process and its children that are
-    terminals goes to ``show``, line by line; what is drawn over within a line (a progress bar) is left out,
-    and so is what ``show`` fails at. ``terminal`` leads to the terminal itself."""
+    """Capture of the standard streams of this process and its children, as far as these are terminals.
+
+    While it is open, each line goes to ``show``. Overwritten parts of a line (a progress bar) are left out,
+    and an exception of ``show`` is ignored. ``terminal`` leads to the terminal itself.
+    """
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show = show
@@ -131,7 +136,7 @@ class Captured:
                     fcntl.ioctl(theirs, termios.TIOCSWINSZ, fcntl.ioctl(2, termios.TIOCGWINSZ, bytes(8)))
                 self._over = os.eventfd(0, os.EFD_CLOEXEC)
                 ends.callback(os.close, self._over)
-                # As the program writes to it, but what that encoding lacks is shown by its number.
+                # Same encoding as standard error; missing characters are shown by their number.
                 encoding = getattr(sys.stderr, "encoding", None)
                 self.terminal = open(os.dup(2), "w", 1, encoding=encoding, errors="backslashreplace")
                 ends.callback(_quietly, self.terminal.close)
@@ -147,11 +152,11 @@ class Captured:
         return self
 
     def start(self) -> None:
-        """From now on ``show`` is called, on another thread."""
+        """Start to call ``show``, on another thread."""
         self._reader.start()
 
     def stop(self) -> None:
-        """The streams lead where they led; what came by them until now has been shown."""
+        """Restore the streams, after showing all output so far."""
         self._captures.close()
 
     def __exit__(
@@ -177,7 +182,7 @@ class Captured:
             if self._ours in ready:
                 try:
                     read = os.read(self._ours, 65536)
-                except OSError:  # all who had the other end have closed it
+                except OSError:  # all processes have closed the other end
                     break
                 text = self._pass_on(text + read)
             elif not ready:
@@ -186,7 +191,7 @@ class Captured:
             self._pass_on(text + b"\n")
 
     def _pass_on(self, text: bytes) -> bytes:
-        """Shows the whole lines, and gives what is to be seen of the rest."""
+        """Show the complete lines, and return the visible part of the rest."""
         *lines, rest = text.split(b"\n")
         for line in lines:
             _quietly(self._show, _last_drawn(line).decode(errors="replace"))
@@ -198,7 +203,7 @@ def _last_drawn(line: bytes) -> bytes:
 
 
 def _lead(fd: int, to: int, ends: contextlib.ExitStack) -> None:
-    """Until ``ends`` what is written to ``fd`` goes there."""
+    """Redirect ``fd`` to the descriptor ``to`` until ``ends`` closes."""
     kept = os.dup(fd)
     ends.callback(os.close, kept)
     ends.callback(os.dup2, kept, fd)
@@ -206,7 +211,7 @@ def _lead(fd: int, to: int, ends: contextlib.ExitStack) -> None:
 
 
 def _quietly(call: Callable[..., object], *args: object) -> None:
-    """A terminal that fails is no reason for anything else to."""
+    """Call a function and ignore its exceptions, because a failing terminal must not stop other work."""
     with contextlib.suppress(Exception):
         call(*args)
 
@@ -225,12 +230,15 @@ def _leave_bytes_alone(terminal: int) -> None:
 
 
 class LiveView:
-    """Shows one run: ``with LiveView() as view:`` and :meth:`show` as often as you like, several times a
-    second. With a ``graph`` it shows how far that is, else what its stages do.
+    """View of one run on a stream.
 
-    Writes to ``stream`` (the standard error stream, so that the program's own output stays clean). On a
-    terminal, what is printed meanwhile by this process and by those that it starts appears above what is
-    drawn. ``clock`` tells the time that spaces the plain lines.
+    Use ``with LiveView() as view:`` and call :meth:`show` several times a second.
+
+    Args:
+        stream: Stream to write to (default: standard error, which keeps the program's own output clean). On a
+            terminal, output of this process and its children appears above the drawing.
+        clock: Clock that times the plain lines (default: ``time.monotonic``).
+        graph: Graph whose progress is shown (default: none, which shows the work of the stages).
     """
 
     def __init__(
@@ -251,7 +259,7 @@ class LiveView:
             with interrupts_deferred():
                 if claim(self._stream, ends):
                     if self._graph is not None:
-                        start_server()  # it keeps the streams that it begins with, also after our end
+                        start_server()  # it keeps its initial streams beyond the end of this view
                     self._live, self._lock = draw_on(self._stream, self._graph is not None, ends)
             self._ends = ends.pop_all()
         return self
@@ -261,10 +269,10 @@ class LiveView:
     ) -> None:
         self._live = None
         with interrupts_deferred():
-            self._ends.close()  # what was printed last comes out now
+            self._ends.close()  # shows the last output
 
     def show(self, stats: RunStats) -> None:
-        """Show ``stats``: at once on a terminal, if a line is due elsewhere."""
+        """Show ``stats``: at once on a terminal, otherwise if a line is due."""
         with self._whatever_fails():
             live = self._live
             if live is None:
@@ -278,7 +286,7 @@ class LiveView:
                 live.update(drawn, refresh=True)
 
     def say(self, line: str) -> None:
-        """Write one line above what is drawn."""
+        """Write one line above the drawing."""
         with self._whatever_fails():
             if (live := self._live) is not None:
                 with self._lock:
@@ -292,8 +300,10 @@ class LiveView:
 
     @contextlib.contextmanager
     def _whatever_fails(self) -> Iterator[None]:
-        """When the view fails, the run has not: it goes on, with plain lines. Those that the stream does not
-        take are lost, but it may take the next."""
+        """Continue with plain lines if the view fails, because the run has not failed.
+
+        A line that the stream refuses is lost, but the stream may accept the next one.
+        """
         try:
             yield
         except Exception as error:
@@ -304,7 +314,7 @@ class LiveView:
 
 
 def _bars(graph: Blueprint, stats: RunStats) -> RenderableType:
-    """How far a run is."""
+    """Return the progress bars of a run."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -322,7 +332,7 @@ def _bars(graph: Blueprint, stats: RunStats) -> RenderableType:
 
 
 def _stages(stats: RunStats, width: int, height: int) -> RenderableType:
-    """The table, and below it what goes wrong, each in a line that a narrow terminal cuts."""
+    """Return the table, and below it the problems, one per line, cut at the width of the terminal."""
     from rich.console import Group
     from rich.text import Text
 
@@ -353,7 +363,7 @@ def _table(stats: RunStats, width: int, height: int) -> Table:
     )  # fmt: skip
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     left = width - sum(widths) - len(widths)
-    table.add_column("stage", no_wrap=True, max_width=max(left, 8))  # the one that may be cut
+    table.add_column("stage", no_wrap=True, max_width=max(left, 8))  # the only column that may be cut
     for name, wide in zip(titles, widths, strict=True):
         table.add_column(name, justify="left" if name == "queue" else "right", no_wrap=True, min_width=wide)
     for stage, cells in zip(chosen, rows, strict=True):
