@@ -1,4 +1,4 @@
-"""The ways to do the operations of a group: which one is taken, and how another one is chosen."""
+"""Algorithms of the operations: the choice of one, by a group or by its user."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from flowchan.collective import array_access
 from flowchan.collective.operations import COMBINING, MOVING, NAMES, REDUCE_SCATTER, TELL
 
 BACKENDS = ("gloo", "mpi", "nccl")
-"""Those of torch.distributed."""
+"""Backends of torch.distributed."""
 BY_DEVICE = {"cuda": "nccl"}
-"""Which of them does what lies on a device."""
+"""Backend for the tensors of each device type."""
 COMBINED = (*COMBINING, NAMES[REDUCE_SCATTER])
 
 
 def ways_of(operation: str) -> tuple[str, ...]:
-    """Those that can be chosen."""
+    """Return the names that ``set_algorithm`` accepts for an operation."""
     if operation in COMBINING:
         return ("exchange", "slices", *BACKENDS)
     if operation in MOVING:
@@ -25,7 +25,7 @@ def ways_of(operation: str) -> tuple[str, ...]:
 
 
 class Ways:
-    """What a group has of it."""
+    """Methods of a group that select algorithms."""
 
     if TYPE_CHECKING:
 
@@ -40,7 +40,21 @@ class Ways:
         self._backends: dict[str, Any] = {}
 
     def explain(self, operation: str, x: Any = None) -> str:
-        """How an operation would be done, in a sentence."""
+        """Describe the algorithm of an operation in one sentence.
+
+        Args:
+            operation: Name of an operation, such as ``"allreduce"``.
+            x: The value for the operation (default None).
+
+        Returns:
+            The sentence. If the operation does not accept ``x``, it gives the reason.
+
+        Raises:
+            ValueError: The group has no such operation.
+
+        Example:
+            print(g.explain("allreduce", np.zeros(100_000)))
+        """
         try:
             array_access.is_dense(x)
             backend = self._backend_for(number_of(operation), x) if array_access.is_array(x) else None
@@ -53,18 +67,21 @@ class Ways:
         return f"{operation}: {backend} of torch.distributed, among all {self.size} members"
 
     def set_algorithm(self, operation: str, name: str | None) -> None:
-        """Do an operation on arrays by one algorithm from now on, whatever their size.
+        """Select the algorithm of an operation on arrays of any size. All members must make the same call.
 
         Args:
-            operation: ``allreduce``, ``reduce``, ``reduce_scatter``, ``broadcast``, ``allgather``,
-                ``gather`` or ``alltoall``.
-            name: "exchange" (up to 512 KB) or "slices" for ``allreduce`` and ``reduce``; "chunks" for the
-                others; "direct" for these but ``reduce_scatter``, where members may read each other's memory;
-                "gloo", "mpi" or "nccl" of torch for all of them. None: the quickest one. All members give the
-                same name.
+            operation: ``"allreduce"``, ``"reduce"``, ``"reduce_scatter"``, ``"broadcast"``, ``"allgather"``,
+                ``"gather"`` or ``"alltoall"``.
+            name: The algorithm; None selects the fastest. ``allreduce`` and ``reduce`` have ``"exchange"``
+                and ``"slices"``. The other operations have ``"chunks"`` and, if members may read each other's
+                memory, ``"direct"`` (not ``reduce_scatter``). All of them have ``"gloo"``, ``"mpi"`` and
+                ``"nccl"`` of torch.
 
         Raises:
-            ValueError: The operation has no such algorithm.
+            ValueError: The operation has no such algorithm, or the backend is not available.
+
+        Example:
+            g.set_algorithm("broadcast", "direct")
         """
         doing, known = number_of(operation), ways_of(operation)
         if name is not None and name not in known:
@@ -79,17 +96,18 @@ class Ways:
             self._chosen_backends.pop(doing, None)
         else:
             self._chosen_backends[doing] = backend
-        self._queue(bool(self._chosen_backends) - before)  # then the core leaves all operations to us
+        self._queue(bool(self._chosen_backends) - before)  # the core then leaves every operation to Python
 
     def _backend_for(self, doing: int, x: Any) -> str | None:
-        """Which of torch's backends does it, if one does: for tensors on a device that of the device."""
+        """Return the backend of torch that runs the operation, or None; a tensor on a device uses the backend
+        of that device."""
         chosen = self._chosen_backends.get(doing)
         if chosen is None and not array_access.is_here(x):
             return BY_DEVICE.get(x.device.type)
         return chosen
 
     def _by(self, doing: int, x: Any) -> Any:
-        """Who does it: this group, or one of torch's backends."""
+        """Return the object that runs the operation: this group or a backend of torch."""
         name = self._backend_for(doing, x)
         if name is None:
             return self
@@ -120,11 +138,11 @@ def not_here(call: str, x: Any) -> str:
 
 
 def check_combined(x: Any) -> None:
-    """Raises ``TypeError`` where arrays of this type are only moved."""
+    """Raise ``TypeError`` if arrays of this type can be moved but not combined."""
     one = array_access.contiguous(x[(*[slice(1)] * x.ndim, ...)])
     try:
         _core._combine(one, [], "min")
-    except TypeError:  # as of complex numbers
+    except TypeError:  # such as for complex numbers
         _core._combine(one, [], "sum")
 
 
@@ -136,7 +154,7 @@ def number_of(operation: str) -> int:
 
 
 def check_backend(name: str) -> None:
-    """Raises ``ValueError``, with the remedy, where it can't be used."""
+    """Raise ``ValueError`` with the remedy if the backend is not available."""
     try:
         from flowchan.collective.torch_algorithms import check
     except ImportError as error:

@@ -1,5 +1,7 @@
-"""The operations of a group that move arrays, or combine them into parts: what is checked before anything is
-sent, and in which memory the result comes."""
+"""Operations of a group that move arrays, or combine them into parts.
+
+Each checks its arguments before anything is sent, and chooses the memory for the result.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from flowchan.collective.value_bytes import dumps, loads
 
 
 class Moving(Ways):
-    """What a group has of it."""
+    """Methods of a group that move data."""
 
     if TYPE_CHECKING:
 
@@ -42,14 +44,14 @@ class Moving(Ways):
     def _collect(
         self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
     ) -> list[bytes]:
-        """What all have, at ``root``."""
+        """Gather the data of all members at ``root``."""
         only = -1 if self.rank == root else self.rank
         return self._exchange(doing, key, data, only, timeout, x, more)
 
     def _tell(
         self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
     ) -> bytes:
-        """What ``root`` has, at all."""
+        """Send the data of ``root`` to all members."""
         (told,) = self._exchange(doing, key, data, root, timeout, x, more)
         return told
 
@@ -108,7 +110,7 @@ class Moving(Ways):
         timeout: float | None,
         root: int | None = None,
     ) -> None:
-        """All of them of one type."""
+        """Exchange arrays of one type between all members."""
         parts_argument(NAMES[doing], "xs", xs, self.size)
         for x in parts_argument(NAMES[doing], "out", out, self.size):
             array_access.check_place(xs[0], x)
@@ -123,7 +125,7 @@ class Moving(Ways):
             array_access.give_back(flat, x)
 
     def _swap(self, doing: int, parts: list[bytes], timeout: float | None, root: int = 0) -> list[bytes]:
-        """Bytes for each member against those that each has for this one."""
+        """Send bytes to each member and return the bytes that each member sent to this one."""
         lengths, left = dumps([len(part) for part in parts]), countdown(timeout)
         more = root if doing == SCATTER else None
         said = self._exchange(doing, VALUES + 4 * root, lengths, -1, left(), parts, more)
