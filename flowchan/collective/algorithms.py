@@ -63,7 +63,7 @@ class Ways:
                     check_combined(x)
                 return self._explain(operation, x)
         except TypeError as error:
-            return f"{operation}: not at all: {error}"
+            return f"{operation}: not possible: {error}"
         return f"{operation}: {backend} of torch.distributed, among all {self.size} members"
 
     def set_algorithm(self, operation: str, name: str | None) -> None:
@@ -85,8 +85,8 @@ class Ways:
         """
         doing, known = number_of(operation), ways_of(operation)
         if name is not None and name not in known:
-            those = " or ".join(map(repr, known)) or "no other algorithm"
-            raise ValueError(f"{operation} has {those}, not {name!r}")
+            those = " or ".join(map(repr, known)) or "None"
+            raise ValueError(f"{operation}: name must be {those}, got {name!r}")
         backend = name if name in BACKENDS else None
         if backend is not None:
             check_backend(backend)
@@ -113,9 +113,9 @@ class Ways:
             return self
         if name == "nccl" and array_access.is_here(x):
             raise TypeError(
-                f"{NAMES[doing]} by nccl takes CUDA tensors, not {array_access.described(x)}: move it to a "
-                f"device, "
-                "or set another algorithm"
+                f"{NAMES[doing]} by nccl: x must be a CUDA tensor, got "
+                f"{array_access.described(x)}; move it to a "
+                "device, or set another algorithm"
             )
         if name not in self._backends:
             check_backend(name)
@@ -130,10 +130,10 @@ class Ways:
 
 
 def not_here(call: str, x: Any) -> str:
-    remedy = "it has no contents" if x.device.type == "meta" else "copy it, as by .cpu()"
+    remedy = "it has no contents" if x.device.type == "meta" else "copy it, for example with .cpu()"
     return (
-        f"{call} takes arrays and tensors in this machine's memory, and CUDA tensors, not "
-        f"{array_access.described(x)}: {remedy}"
+        f"{call}: x must be in this machine's memory or a CUDA tensor, got {array_access.described(x)}; "
+        f"{remedy}"
     )
 
 
@@ -159,6 +159,6 @@ def check_backend(name: str) -> None:
         from flowchan.collective.torch_algorithms import check
     except ImportError as error:
         raise ValueError(
-            f"{name} is an algorithm of torch.distributed, which can't be imported: {error}"
+            f"{name} is an algorithm of torch.distributed, which cannot be imported: {error}"
         ) from error
     check(name)

@@ -32,29 +32,31 @@ def is_dense(x: Any) -> bool:
     if is_tensor(x):
         if x.is_nested:
             raise TypeError(
-                f"a group's operations take no nested tensors such as one of {_type_of(x)}: give its "
-                ".values() and .offsets(), or .to_padded_tensor(…)"
+                f"x must be a dense tensor, got a nested tensor of {_type_of(x)}; pass its .values() and "
+                ".offsets(), or .to_padded_tensor(…)"
             )
         if x.layout is not sys.modules["torch"].strided:
             kind = str(x.layout).removeprefix("torch.")
             raise TypeError(
-                f"a group's operations take dense tensors, not {described(x)} in the layout {kind}: "
-                "convert it, as by .to_dense()"
+                f"x must be a dense tensor, got {described(x)} in the layout {kind}; convert it, "
+                "for example with "
+                ".to_dense()"
             )
         if x.is_quantized:
             raise TypeError(
-                f"a group's operations take no quantized tensors such as {described(x)}: give its "
-                ".dequantize(), or its .int_repr() where all have the same scale"
+                f"x must be a dense tensor, got the quantized {described(x)}; pass its .dequantize(), or its "
+                ".int_repr() if all members have the same scale"
             )
         if not _has_memory(x):
             raise TypeError(
-                f"a group's operations take tensors with memory of their own, not {described(x)} of the type "
-                f"{type(x).__name__}, which has none: give the tensor that it stands for, as by .to_local()"
+                f"x must be a tensor with memory, got {described(x)} of the type "
+                f"{type(x).__name__}, which has "
+                "none; pass the tensor that it wraps, for example .to_local()"
             )
         return True
     if is_numpy(x) and _is_masked(x):
         raise TypeError(
-            f"a group's operations take no masked arrays such as {described(x)}: give its .filled(…), or its "
+            f"x must be an array without a mask, got the masked {described(x)}; pass its .filled(…), or its "
             ".data and its .mask"
         )
     return is_numpy(x)
@@ -100,7 +102,7 @@ def check_out(x: Any, out: Any, parts: int = 1) -> None:
     """Raise ``ValueError`` unless ``out`` can hold one of ``parts`` equal parts of the result for ``x``."""
     count, has = math.prod(x.shape) // parts, math.prod(out.shape)
     if kind(out)[0] != kind(x)[0] or has != count:
-        raise ValueError(f"out must have the type of the input, and {count} elements, not {described(out)}")
+        raise ValueError(f"out must have the type of the input and {count} elements, got {described(out)}")
     check_place(x, out)
     check_writable(out)
 
@@ -110,7 +112,7 @@ def check_type(call: str, x: Any, other: Any) -> None:
     type_of_x, its = kind(x)[0], kind(other)[0]
     if its != type_of_x:
         raise ValueError(
-            f"{call}: what is given and what is filled must be of one type, not {type_of_x} and {its}: "
+            f"{call}: inputs and outputs must have one element type, got {type_of_x} and {its}; "
             "convert one of them"
         )
 
@@ -119,7 +121,7 @@ def check_place(x: Any, out: Any) -> None:
     """Raise ``ValueError`` unless both are on the same device."""
     place, has = (str(place_of(one) or "cpu") for one in (x, out))
     if has != place:
-        raise ValueError(f"out must lie on {place}, as what is given does, not on {has}")
+        raise ValueError(f"out must be on {place} like the input, got {has}")
 
 
 def check_apart(x: Any, out: Any) -> None:
@@ -130,7 +132,9 @@ def check_apart(x: Any, out: Any) -> None:
     begins, of_out = _address(x), _address(out)
     overlap = of_out < begins + x.nbytes and begins < of_out + out.nbytes
     if overlap and (of_out - begins) % out.nbytes:
-        raise ValueError("x and out overlap, and do not begin alike: give a copy of one")
+        raise ValueError(
+            "x and out must not overlap, unless they begin at the same element; pass a copy of one"
+        )
 
 
 def _address(x: Any) -> int:
@@ -140,17 +144,17 @@ def _address(x: Any) -> int:
 def check_room(rank: int, given: int, room: int) -> None:
     """Raise ``ValueError`` unless the bytes from that member fill its part of ``out``."""
     if given != room:
-        raise ValueError(f"rank {rank} gives {given} bytes, and out has room for {room} from it")
+        raise ValueError(f"out must have room for the {given} bytes from rank {rank}, got room for {room}")
 
 
 def check_writable(x: Any) -> None:
     if is_numpy(x) and not x.flags.writeable:
-        raise ValueError(f"the result can't be written into a read-only array: {x!r}")
+        raise ValueError(f"out must be writable, got a read-only array: {x!r}")
     strides = x.stride() if is_tensor(x) else x.strides
     if x.nbytes and any(not by and extent > 1 for by, extent in zip(strides, x.shape, strict=True)):
         raise ValueError(
-            f"the result can't be written into {described(x)} whose elements share memory, as after expand: "
-            "give a copy"
+            f"out must be writable, got {described(x)}, whose elements share memory, as after "
+            "expand; pass a copy"
         )
 
 
@@ -197,7 +201,9 @@ def memory(x: Any) -> memoryview:
     """Return a writable view of the bytes of a contiguous array, or a view of a bytes object."""
     if is_tensor(x):
         if not is_here(x):
-            raise TypeError(f"{described(x)} is not in this machine's memory: copy it, as by .cpu()")
+            raise TypeError(
+                f"{described(x)} is not in this machine's memory; copy it, for example with .cpu()"
+            )
         if not x.nbytes:
             return memoryview(bytearray())
         # A view made by numpy() would prevent later resizing, which FSDP does.
@@ -284,8 +290,7 @@ def part_like(x: Any, parts: int) -> Any:
     """Create an empty array for one of ``parts`` equal parts of ``x`` along the first dimension."""
     if not x.shape or x.shape[0] % parts:
         raise ValueError(
-            f"the first dimension must have as many entries for each of the {parts} members; it is "
-            f"{described(x)}"
+            f"x must have a first dimension that is divisible by the {parts} members, got {described(x)}"
         )
     library, dtype, shape = like(x)
     return make((library, dtype, (shape[0] // parts, *shape[1:])), place_of(x))
@@ -296,7 +301,7 @@ def parts_of(x: Any, parts: int) -> list[Any]:
     count = math.prod(x.shape)
     if count % parts:
         raise ValueError(
-            f"out must have as many elements for each of the {parts} members; it is {described(x)}"
+            f"out must have a number of elements that is divisible by the {parts} members, got {described(x)}"
         )
     flat = x.reshape(-1) if is_numpy(x) else x.view(-1)
     each = count // parts

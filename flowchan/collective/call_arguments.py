@@ -54,10 +54,12 @@ def parts_argument(call: str, argument: str, xs: Any, size: int) -> Sequence[Any
     """Raise unless ``xs`` is a list with one part for each member; return it."""
     if not isinstance(xs, Sized) or not hasattr(xs, "__getitem__"):
         raise TypeError(
-            f"{call}: {argument} must be a list with a part for each of the {size} members, not {shown(xs)}"
+            f"{call}: {argument} must be a list with one part for each of the {size} members, not {shown(xs)}"
         )
     if len(xs) != size:
-        raise ValueError(f"{call} takes a part for each of the {size} members, not {len(xs)}")
+        raise ValueError(
+            f"{call}: {argument} must have one part for each of the {size} members, got {len(xs)}"
+        )
     parts: Sequence[Any] = xs  # type: ignore[assignment]
     return parts
 
@@ -71,10 +73,7 @@ def sizes_differ(call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> st
     for source, to in itertools.product(range(len(sizes)), repeat=2):
         given, room = sizes[source][0][to], sizes[to][1][source : source + 1]
         if room != [given]:
-            return (
-                f"in {call} rank {source} gives {given} bytes to rank {to}, which has room for {sum(room)} "
-                "from it"
-            )
+            return f"{call}: rank {source} sends {given} bytes to rank {to}, which has room for {sum(room)}"
     return ""
 
 
@@ -104,5 +103,5 @@ def seconds_argument(call: str, argument: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{call}: {argument} must be a number of seconds, not {shown(value)}")
     if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{call}: {argument} must be at least 0 seconds, and not without end, not {value}")
+        raise ValueError(f"{call}: {argument} must be a finite number of at least 0 seconds, not {value}")
     return float(value)

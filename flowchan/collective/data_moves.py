@@ -81,7 +81,7 @@ class Moving(Ways):
             array_access.check_type(NAMES[ALLGATHER], x, part)
             array_access.check_writable(part)
         if each and len(given) != self.size:
-            raise ValueError(f"out must have a part for each of the {self.size} members, not {len(given)}")
+            raise ValueError(f"out must have one part for each of the {self.size} members, not {len(given)}")
         flats = [array_access.contiguous(part) for part in given]
         parts = flats if each else array_access.parts_of(flats[0], self.size)
         self._by(ALLGATHER, x)._allgather_into(ALLGATHER, TYPED, [array_access.contiguous(x)], parts, timeout)
@@ -92,8 +92,8 @@ class Moving(Ways):
     def _part_reduced(self, x: Any, target: Any, op: str, timeout: float | None) -> Any:
         if math.prod(x.shape) % self.size:
             raise ValueError(
-                f"reduce_scatter: x must have a number of elements that {self.size} divides, not "
-                f"{array_access.described(x)}: pad it"
+                f"reduce_scatter: x must have a number of elements that is divisible by {self.size}, got "
+                f"{array_access.described(x)}; pad it"
             )
         array_access.check_out(x, target, self.size)
         flat, source = array_access.contiguous(target), array_access.contiguous(x)

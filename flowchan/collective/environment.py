@@ -68,8 +68,8 @@ def _place_by(launcher: Launcher, environ: Mapping[str, str]) -> Launched:
         rank, size = -1, 0
     if not 0 <= rank < size:
         raise GroupError(
-            f"{launcher.rank} and {launcher.size} must be a member's number and how many members there are, "
-            f"not {environ[launcher.rank]!r} and {environ[launcher.size]!r}"
+            f"{launcher.rank} and {launcher.size} must be the rank and the number of members, "
+            f"got {environ[launcher.rank]!r} and {environ[launcher.size]!r}"
         )
     said = (int(environ[name]) for name in launcher.local if environ.get(name, "").isdigit())
     here = next(said, _slurm_here(environ) if launcher.name == "Slurm" else size)

@@ -82,7 +82,7 @@ class Connections:
         """Return the error for a lost leader of that host."""
         rank = self.ranks[host]
         return MemberDied(
-            f"{call} can't be done: rank {rank}, which connects its host to the others, died, gave up, "
+            f"{call} failed: rank {rank}, which connects its host to the others, died, gave up, "
             f"or is out of reach ({why})",
             (rank,),
             call,
@@ -195,10 +195,10 @@ class ExchangeStep:
                 self._done(host)
             passed = time.monotonic() - self._begun
             if self._timeout is not None and passed > self._timeout:
-                raise TimeoutError(f"{self.call[0]} was not done in time: {self._absent()} has not come")
+                raise TimeoutError(f"{self.call[0]} timed out: {self._absent()} has not arrived")
             if passed > STALLED and not ready and not said:
                 said = True
-                log.warning("%s has waited for %.0f s: for %s", self.call[0], passed, self._absent())
+                log.warning("%s has waited %.0f s for %s", self.call[0], passed, self._absent())
 
     def _done(self, host: int) -> None:
         self._waiting.discard(host)
@@ -304,7 +304,9 @@ class ExchangeStep:
 
     def _left(self, host: int) -> MemberLeft:
         rank, call = self._links.ranks[host], self.call[0]
-        return MemberLeft(f"{call} can't be done: rank {rank} and its host have left", (rank,), call)
+        return MemberLeft(
+            f"{call} failed: rank {rank} and the other members of its host have left", (rank,), call
+        )
 
     def _gone(self, host: int, why: str) -> MemberDied:
         return self._links.gone(host, self.call[0], why)

@@ -371,7 +371,7 @@ class Group(GroupSteps):
         """
         self._take_seat()
         if self.size == 1:
-            raise ValueError("receive_any takes what other members have sent, and here is no other one")
+            raise ValueError("receive_any: the group must have another member, got a group of 1")
         return self._messages.receive_any(timeout)
 
     def sendreceive(self, x: Any, *, to: int, source: int, timeout: float | None = None) -> Any:

@@ -93,7 +93,9 @@ class Later:
             try:
                 self._last.exception(timeout)
             except unless_interrupted(TimeoutError):
-                raise TimeoutError("what was started before, with wait=False, was not done in time") from None
+                raise TimeoutError(
+                    "operations that were started with wait=False are not done in time"
+                ) from None
             self._last = None
 
     def leave(self) -> None:

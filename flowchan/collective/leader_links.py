@@ -229,14 +229,12 @@ class Links(Connections):
         """
         with self._in_use:
             if self._closed:
-                raise GroupError(
-                    f"{step.call[0]} can't be done: the connections to the other hosts are closed"
-                )
+                raise GroupError(f"{step.call[0]} failed: the connections to the other hosts are closed")
             try:
                 step.run()
             except Leaves:
                 self._torn = {host for host, peer in step.peers.items() if peer.is_torn}
-                raise GroupError(f"{step.call[0]} was not done: this member has left") from None
+                raise GroupError(f"{step.call[0]} failed: this member has left") from None
             except MemberDied as error:
                 self._say_last(step, error)
                 raise
@@ -279,7 +277,7 @@ class Links(Connections):
         except (GroupError, TimeoutError, MemoryError) as error:
             if peers[host].has_come or not isinstance(error, TimeoutError):
                 return error
-        return self.gone(host, call, "its last word has not come")
+        return self.gone(host, call, "its last message has not arrived")
 
     def interrupt(self) -> None:
         """Interrupt the step of another thread, before :meth:`leave`."""

@@ -128,7 +128,7 @@ class LinkedGroup(Group):
         return {} if self._links is None else self._links.edges
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError(f"{self!r} is in use; a member of a group over hosts can't be sent")
+        raise TypeError(f"{self!r} cannot be sent, because it is in use on several hosts")
 
     # --- operations on which the others build ---
 
@@ -149,9 +149,8 @@ class LinkedGroup(Group):
     def _shrunk(self, name: str, give_up: float) -> Group:
         if self._meet_again is None:
             raise GroupError(
-                f"{self!r} has members on several hosts, and they did not meet at an address (at=) where "
-                "those that are left could meet again: let these make a new group, or run a graph, whose "
-                "gangs begin again by themselves"
+                f"{self!r} cannot be shrunk: its members are on several hosts and did not meet at an address "
+                "(at=); make a new group, or run a graph with an elastic gang"
             )
         if self._node._see(self._node.rank)[-1]:
             raise GroupError(f"{self!r} was closed")
@@ -276,7 +275,7 @@ class LinkedGroup(Group):
                 found |= parts
                 all_sizes |= theirs
             if why := sizes_differ(call[0], all_sizes):  # all leaders know the sizes, so all raise or none
-                raise Mismatch(f"the members of {self._title()} did not call the same: {why}")
+                raise Mismatch(f"the calls of {self._title()} do not match: {why}")
             return pickle.dumps(found, 5)
 
         found = pickle.loads(self._over_links(call, swap, (ins, more), left))
@@ -449,7 +448,7 @@ class LinkedGroup(Group):
             found = links.swap((NAMES[TELL], TELL, 0), lambda _: [said])
             texts = {host: bytes(part).decode() for host, part in found.items()} | {self._host: text}
             calls = "; ".join(f"{_those(self._hosts[host])} called {texts[host]}" for host in sorted(texts))
-            raise Mismatch(f"the members of {self._title()} did not call the same: {calls}") from None
+            raise Mismatch(f"the calls of {self._title()} do not match: {calls}") from None
 
 
 def _packed(found: Mapping[int, Any]) -> bytes:

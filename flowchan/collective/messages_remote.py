@@ -92,7 +92,7 @@ class Way:
                 is_quick = isinstance(error, Refused) and time.monotonic() - begun < REFUSED_QUICKLY_S
                 refused_since = min(refused_since, begun) if is_quick else math.inf
                 if time.monotonic() - refused_since > STRANGER_TIMEOUT_S:
-                    reason = f"another program has {address} now: {error}"
+                    reason = f"another program listens at {address}: {error}"
                     raise ConnectionRefusedError(errno.ECONNREFUSED, reason) from error
             time.sleep(PAUSE_S)
         raise TimeoutError(f"{address} has not answered in time")
@@ -148,7 +148,7 @@ class RemotePeers:
             if gone:
                 raise gone[0].gone("connecting")
             if left <= 0:
-                raise TimeoutError(f"of the leaders of other hosts {missing} have not connected in time")
+                raise TimeoutError(f"the leaders {missing} of other hosts have not connected in time")
             if time.monotonic() > watch_at:
                 for peer in map(self.peer, missing):
                     peer.incoming()
@@ -440,11 +440,11 @@ class RemotePeer:
 
     def gone(self, call: str) -> GroupError:
         if self._sends_no_more:
-            return GroupError(f"{call} was not done: this member has left")
+            return GroupError(f"{call} failed: this member has left")
         left = self._ended == LEFT or (self._ended == UNKNOWN and call == "receive_any")
         kind, word = (MemberLeft, "has left") if left else (MemberDied, "died, has left, or is out of reach")
         rank = self._rank
-        return kind(f"{call} can't be done: rank {rank}, on another host, {word}", (rank,), call)
+        return kind(f"{call} failed: rank {rank}, on another host, {word}", (rank,), call)
 
 
 def start(what: str, work: Callable[..., None], *given: Any) -> threading.Thread:

@@ -56,7 +56,7 @@ _WAYS = ("", *_HOW)
 """Names of the algorithms, in the order of the core."""
 
 
-def _manner(way: int, piece: int, shows_past: bool, keeps_past: bool, by_two: bool) -> str:
+def _plan(way: int, piece: int, shows_past: bool, keeps_past: bool, by_two: bool) -> str:
     """Describe a plan of the core."""
     if _WAYS[way] == "direct":
         return "direct" + " by two threads" * by_two
@@ -154,10 +154,10 @@ class SharedGroup(_core.Group, Group):
             how = not_here(operation, x)
         else:
             size //= self.size if number in (REDUCE_SCATTER, ALLTOALL) else 1
-            manner = self._manner(number, size)
-            way = _WAYS[manner[0]]
-            took = {_manner(*one): f"{round(ns / 1000)} µs" for one, ns in self._took(number, size)}
-            how = f"{_manner(*manner) if took else way}: "
+            plan = self._plan(number, size)
+            way = _WAYS[plan[0]]
+            took = {_plan(*one): f"{round(ns / 1000)} µs" for one, ns in self._took(number, size)}
+            how = f"{_plan(*plan) if took else way}: "
             how += _OF_PARTS if number == REDUCE_SCATTER else _HOW[way]
             if took:
                 how += ", as measured: " + ", ".join(map(" ".join, took.items()))
@@ -188,21 +188,22 @@ class SharedGroup(_core.Group, Group):
             calls = "; ".join(
                 f"rank {rank} called {text}" for rank, text in zip(self._ranks, said, strict=True)
             )
-            raise Mismatch(f"the members of {self._title()} did not call the same: {calls}")
+            raise Mismatch(f"the calls of {self._title()} do not match: {calls}")
         if end == NO_MEMORY:
-            raise MemoryError(f"there is no shared memory for {call} of {self._title()}")
+            raise MemoryError(f"{call} of {self._title()} failed: the system refused more shared memory")
         if end == TAKEN:
-            raise GroupError(f"{self!r} is used by another process already; each member is one process's")
+            raise GroupError(f"{self!r} is already used by another process; give each process its own member")
         if end == CLOSED:
             raise GroupError(f"{self!r} was closed")
         if end == WITHIN:
             raise GroupError(
-                f"{call} was called by the handler of a signal, while its thread was in another operation of "
-                f"{self!r}: let the handler set a flag, and call it afterwards"
+                f"{call} was called by a signal handler during another operation of {self!r}; set "
+                "a flag in the "
+                f"handler, and call {call} later"
             )
         if end == BUSY:
             raise TimeoutError(
-                f"{call} of {self._title()} was not begun in time: another thread was in an operation of it"
+                f"{call} of {self._title()} timed out before it began: another thread was in an operation"
             )
         if self._failure is None:
             self._failure = self._late(call) if end == TIMED_OUT else self._death(call)
@@ -212,14 +213,18 @@ class SharedGroup(_core.Group, Group):
     def _stalled(self, doing: int, seconds: float) -> None:
         """Log once which members an operation waits for."""
         log.warning(
-            "%s of %s has waited for %.0f s: %s", NAMES[doing], self._title(), seconds, self._absent()
+            "%s of %s has waited %.0f s for these members: %s",
+            NAMES[doing],
+            self._title(),
+            seconds,
+            self._absent(),
         )
 
     def _take_seat(self) -> None:
         if self._joined:
             return
         if self._join():
-            raise GroupError(f"{self!r} is used by another process already; each member is one process's")
+            raise GroupError(f"{self!r} is already used by another process; give each process its own member")
         if self._maker not in (None, os.getpid()):  # a forked process also inherits the others' descriptors
             for other in list(_unused):
                 if other is not self and other._family == self._family and not other._joined:
@@ -278,7 +283,7 @@ class SharedGroup(_core.Group, Group):
         self._give_up()
 
     def _late(self, call: str) -> TimeoutError:
-        return TimeoutError(f"{call} of {self._title()} was not done in time: {self._absent()}")
+        return TimeoutError(f"{call} of {self._title()} timed out: {self._absent()}")
 
     def _death(self, call: str) -> MemberDied:
         seen = {rank: self._see(rank) for rank in range(self.size) if rank != self.rank}
@@ -286,20 +291,21 @@ class SharedGroup(_core.Group, Group):
             died = [rank for rank, s in seen.items() if s[1] != LEFT and not s[5]]
             who = "".join(f"; rank {self._ranks[rank]} {_state(*seen[rank][:6])}" for rank in died)
             return MemberDied(
-                f"{call} of {self._title()} can't be done: the group was ended: a member on another host has "
-                f"died, or the gang meets anew{who}",
+                f"{call} of {self._title()} failed: the group was ended, because a member on "
+                "another host died or "
+                f"the gang forms a new group{who}",
                 tuple(self._ranks[rank] for rank in died),
                 call,
             )
         if self._gave_up_alone(seen):
             return MemberDied(
-                f"{self!r} has given up in the middle of an operation", (self._ranks[self.rank],), call
+                f"{self!r} gave up in the middle of an operation", (self._ranks[self.rank],), call
             )
         gone = {rank: s for rank, s in seen.items() if not s[6] and (s[1] != HERE or not s[5])}
         kind = MemberLeft if gone and all(s[1] == LEFT for s in gone.values()) else MemberDied
         who = "; ".join(f"rank {self._ranks[rank]} {_state(*s[:6])}" for rank, s in gone.items())
         return kind(
-            f"{call} of {self._title()} can't be done: {who}", tuple(self._ranks[rank] for rank in gone), call
+            f"{call} of {self._title()} failed: {who}", tuple(self._ranks[rank] for rank in gone), call
         )
 
     @staticmethod
@@ -361,7 +367,7 @@ def share(gather: Gather, rank: int, mates: Sequence[int], name: str) -> SharedG
                 member = SharedGroup(_core.Group._make(len(mates)), 0, name)
                 place = os.getpid(), member._fd, os.fstat(member._fd).st_ino
         except OSError as failed:
-            error = f"rank {rank} can't make the memory: {failed}"
+            error = f"rank {rank} cannot create the memory: {failed}"
         places = gather(place)
         try:
             if mates and member is None and places[mates[0]] is not None:
@@ -369,7 +375,7 @@ def share(gather: Gather, rank: int, mates: Sequence[int], name: str) -> SharedG
                 opened, _ = take_over(Borrowed(pid, fd, -1, inode))
                 member = SharedGroup(opened, mates.index(rank), name)
         except OSError as failed:
-            error = f"rank {rank} can't open the memory of rank {mates[0]}: {failed}"
+            error = f"rank {rank} cannot open the memory of rank {mates[0]}: {failed}"
         if member is not None:
             member._take_seat()  # before the others rely on this member; from now on they notice its end
         if errors := [text for text in gather(error) if text]:

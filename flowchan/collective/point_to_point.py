@@ -111,7 +111,7 @@ class Messages:
             if over:
                 raise others[min(over)].gone("receive_any")
             if left() == 0:
-                raise TimeoutError(f"nobody has sent anything to rank {self._rank} in time")
+                raise TimeoutError(f"rank {self._rank} has received nothing in time")
 
     def _opened(self, peers: dict[int, Peer]) -> dict[int, Any]:
         """Return the channels of the peers that have one."""
@@ -280,7 +280,7 @@ class SameHostPeer:
 
     def gone(self, call: str) -> GroupError:
         if self._member._see(self._member.rank)[-1]:
-            return GroupError(f"{call} was not done: this member has left")
+            return GroupError(f"{call} failed: this member has left")
         kind, how = (MemberLeft, "has left") if self.has_left() else (MemberDied, "died")
         rank = self._member._ranks[self._place]
-        return kind(f"{call} can't be done: rank {rank} {how}", (rank,), call)
+        return kind(f"{call} failed: rank {rank} {how}", (rank,), call)

@@ -109,7 +109,7 @@ class Shrinking(Generic[M]):
         if time.monotonic() > self._give_up:
             absent = [self._old._ranks[member] for member in left if member in self._others]
             late = [rank for rank in absent if not self._has_come(rank)] or absent
-            raise TimeoutError(f"shrink of {self._old._title()} was not done in time: {late} have not come")
+            raise TimeoutError(f"shrink of {self._old._title()} timed out: {late} have not arrived")
         time.sleep(self._pause)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 

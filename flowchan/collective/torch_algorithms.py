@@ -78,7 +78,7 @@ def _gloo(store: Any, rank: int, size: int, host: str, device: torch.device) -> 
 def _mpi(store: Any, rank: int, size: int, host: str, device: torch.device) -> Any:
     backend = _dist.ProcessGroupMPI.create([])
     if (backend.rank(), backend.size()) != (rank, size):
-        raise GroupError("mpi joins all processes that mpirun has started, in their order, and no others")
+        raise GroupError("mpi: the group must have all processes that mpirun has started, in their order")
     return backend
 
 
@@ -112,7 +112,7 @@ class TorchWay:
     def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any:
         mine = root in (-1, self._group.rank)
         if array_access.is_numpy(x) and x.dtype.kind in "Mm":
-            raise TypeError(f"{self.name} combines no elements of type {x.dtype}: set another algorithm")
+            raise TypeError(f"{self.name} cannot combine elements of type {x.dtype}; set another algorithm")
         wide = array_access.widened(x) if op == "mean" else x  # a half-precision sum may overflow
         given, result = _tensor(wide), out if wide is x else wide
         reduction = _reduction(op, given)
@@ -267,7 +267,7 @@ class TorchWay:
             self.close()
             (rank, (differ, words)), *_ = told.items()
             if differ:
-                raise Mismatch(f"the members of {self._group._title()} did not call the same: {words}")
+                raise Mismatch(f"the calls of {self._group._title()} do not match: {words}")
             raise GroupError(f"{NAMES[doing]} by {self.name} has failed at rank {rank}: {words}") from failed
 
     def _address(self) -> str | None:
@@ -332,7 +332,7 @@ class TorchWay:
         lost_since: float | None = None
         while not ended(POLL_INTERVAL_S):
             if left() == 0:
-                raise TimeoutError("it was not done in time")
+                raise TimeoutError("the backend has not answered in time")
             now = time.monotonic()
             if not self._group._has_lost_any():
                 lost_since = None
@@ -373,7 +373,7 @@ def _bytes(x: Any) -> torch.Tensor:
 def _reduction(op: str, x: torch.Tensor) -> Any:
     floating = x.is_floating_point() or x.is_complex()
     if (op == "mean" and not floating) or (x.is_complex() and op not in ("sum", "mean")):
-        raise TypeError(f"there is no {op} of elements of type {x.dtype}")
+        raise TypeError(f"elements of type {x.dtype} cannot be combined by {op}")
     names = {"mean": "SUM", "prod": "PRODUCT", "and": "BAND", "or": "BOR", "xor": "BXOR"}
     return getattr(_dist.ReduceOp, names.get(op, op.upper()))
 

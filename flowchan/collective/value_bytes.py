@@ -25,9 +25,7 @@ def dumps(value: Any) -> bytes:
     if isinstance(packed, bytes):
         return packed + bytes([_WHOLE])
     if any(isinstance(part, _core.Channel) for part in packed):
-        raise TypeError(
-            "a channel can't be given to a group's members by a collective; put it into a channel"
-        )
+        raise TypeError("a collective operation cannot send a channel; put it into another channel")
     return pickle.dumps([bytes(part) for part in packed], 5) + bytes([_PARTS])
 
 

@@ -54,7 +54,7 @@ class Curve:
             self.losses.append(mean.over(self.group))
 
 
-def test_two_replicas_have_the_curve_of_one_on_the_digits(batches: Batches) -> None:
+def test_engine_with_two_replicas_matches_one_replica(batches: Batches) -> None:
     """In float64, where the mean of two halves differs from the mean of the whole by rounding only. Samples
     are made ahead by a graph."""
 
@@ -79,7 +79,7 @@ def test_two_replicas_have_the_curve_of_one_on_the_digits(batches: Batches) -> N
     assert one.losses[-1] < one.losses[0] / 4
 
 
-def test_hooks_are_called_in_order_and_replicas_with_fewer_samples_take_part(batches: Batches) -> None:
+def test_hooks_run_in_order_on_replicas_with_fewer_samples(batches: Batches) -> None:
     def train(g: Any) -> list[str]:
         told: list[str] = []
         hook = SimpleNamespace(
@@ -101,9 +101,7 @@ def test_hooks_are_called_in_order_and_replicas_with_fewer_samples_take_part(bat
     assert second == ["on_start 0", *step, *again, "on_end_epoch 2"]
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
-    batches: Batches, tmp_path: Path
-) -> None:
+def test_training_resumes_exactly_from_a_checkpoint(batches: Batches, tmp_path: Path) -> None:
     path = tmp_path / "kept.pt"
 
     def train(g: Any) -> Any:
@@ -126,7 +124,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
 
 
 @pytest.mark.parametrize("rate", [0.25, np.float64(0.25), np.float32(0.25), torch.tensor(0.25)])
-def test_a_learning_rate_of_any_type_is_kept(rate: Any, tmp_path: Path) -> None:
+def test_checkpoint_keeps_learning_rate_of_any_type(rate: Any, tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=rate)
     kept = Engine(nn.Linear(2, 1), nn.functional.mse_loss, optimizer)
     kept.save(tmp_path / "kept.pt")
@@ -135,7 +133,7 @@ def test_a_learning_rate_of_any_type_is_kept(rate: Any, tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_a_hook_may_test_and_what_trains_goes_on_as_before(batches: Batches) -> None:
+def test_hook_can_test_during_training(batches: Batches) -> None:
     """Also a layer that is kept from training."""
     seen = []
 
@@ -154,12 +152,12 @@ def test_a_hook_may_test_and_what_trains_goes_on_as_before(batches: Batches) -> 
     assert seen == [(True, True, True, False), (False, False, False, False)] * 2
 
 
-def test_a_hook_with_a_name_that_nobody_calls_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"on_start, on_sample, .*has on_updat"):
+def test_hook_with_unknown_method_raises() -> None:
+    with pytest.raises(ValueError, match=r"on_start, on_sample, .*with on_updat"):
         engine(hooks=[SimpleNamespace(on_updat=print)])
 
 
-def test_a_mean_weighs_what_is_added_and_is_nan_of_nothing() -> None:
+def test_mean_is_weighted_and_nan_without_values() -> None:
     mean = Mean()
     assert mean.over() != mean.over()
     mean.add(2.0, 3)
@@ -167,7 +165,7 @@ def test_a_mean_weighs_what_is_added_and_is_nan_of_nothing() -> None:
     assert mean.over() == 3.0
 
 
-def test_a_mean_keeps_nothing_of_what_a_tensor_was_computed_from() -> None:
+def test_mean_does_not_keep_the_computation_graph() -> None:
     def over(g: Any) -> tuple[float, type]:
         mean = Mean()
         for x in 2.0, 4.0:
@@ -177,9 +175,9 @@ def test_a_mean_keeps_nothing_of_what_a_tensor_was_computed_from() -> None:
     assert in_threads(2, over) == [(6.0, float)] * 2
 
 
-def test_an_iterator_does_not_pass_for_the_batches_of_several_epochs(batches: Batches) -> None:
+def test_train_rejects_an_iterator_for_several_epochs(batches: Batches) -> None:
     made = engine()
-    with pytest.raises(ValueError, match="ends with its first epoch, and 2 are to be done"):
+    with pytest.raises(ValueError, match="batches must be iterable for each of 2 epochs"):
         made.train(iter(batches), epochs=2)
     assert made.state.step == 0
     made.train(iter(batches), epochs=1)

@@ -45,7 +45,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Callable[[], Pair]]:
         yield lambda: request.param(stack)
 
 
-def test_first_messages_of_several_threads_all_arrive(pair: Callable[[], Pair]) -> None:
+def test_first_messages_of_several_threads_arrive(pair: Callable[[], Pair]) -> None:
     for _ in range(10):
         mine, other = pair()
         together = threading.Barrier(4)
@@ -78,7 +78,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_after_a_first_message_that_ctrl_c_cut_off_the_next_ones_arrive(when: str) -> None:
+def test_messages_arrive_after_ctrl_c_in_the_first_one(when: str) -> None:
     with ExitStack() as stack:
         mine, other = near(stack)
         peer = mine.peer(1)
@@ -89,7 +89,7 @@ def test_after_a_first_message_that_ctrl_c_cut_off_the_next_ones_arrive(when: st
         assert other.receive(0, 20.0) == "next"
 
 
-def test_after_a_first_message_to_another_host_that_ctrl_c_cut_off_the_next_ones_arrive(
+def test_remote_messages_arrive_after_ctrl_c_in_the_first_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There must be no other connection: that might be the one that is listened to."""
@@ -112,7 +112,7 @@ def test_after_a_first_message_to_another_host_that_ctrl_c_cut_off_the_next_ones
         assert [other.receive(0, 20.0) for _ in range(2)] == ["next", "last"]
 
 
-def test_who_has_left_sends_nothing_to_another_host() -> None:
+def test_send_to_another_host_raises_after_close() -> None:
     with ExitStack() as stack:
         doors = [WAY.door({"rank": rank}) for rank in (0, 1)]
         peers = RemotePeers(0, doors[0], [door.address for door in doors], WAY)
@@ -120,7 +120,7 @@ def test_who_has_left_sends_nothing_to_another_host() -> None:
         stack.callback(doors[1].close)
         mine.send("before", 1, None)
         peers.close(wait=False)
-        with pytest.raises(GroupError, match="send was not done: this member has left"):
+        with pytest.raises(GroupError, match="send failed: this member has left"):
             mine.send("after", 1, None)
 
 
@@ -143,7 +143,7 @@ def stranger() -> Iterator[AuthenticatedListener]:
             listener.result()
 
 
-def test_close_does_not_wait_for_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_ignores_another_program_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which has the port of a member that is gone."""
     monkeypatch.setattr(messages_remote, "STRANGER_TIMEOUT_S", 0.0)
     with stranger() as there:
@@ -154,7 +154,9 @@ def test_close_does_not_wait_for_another_program(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("call", ["receive", "receive_any"])
-def test_receive_does_not_wait_for_another_program(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receive_raises_if_another_program_has_the_address(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(messages_remote, "STRANGER_TIMEOUT_S", 0.0)
     with stranger() as there:
         mine = RemotePeers(0, WAY.door({}), ["", there.address], WAY)

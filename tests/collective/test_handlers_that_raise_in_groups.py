@@ -87,7 +87,7 @@ def after_what_was_started(g: Any) -> None:
     ],
     ids=range(8),
 )
-def test_it_comes_out_of_a_call_that_waits(
+def test_handler_exception_leaves_a_waiting_call(
     interrupted: Any, hosts: str | None, call: Callable[[Any], Any]
 ) -> None:
     over = threading.Event()
@@ -101,7 +101,7 @@ def test_it_comes_out_of_a_call_that_waits(
         g._abandon()
 
 
-def test_others_hear_of_a_death_and_not_of_somebody_elses_time_limit(interrupted: Any) -> None:
+def test_handler_exception_is_a_death_for_other_members(interrupted: Any) -> None:
     """On the host of the one that it has interrupted between the hosts."""
     over = threading.Event()
 
@@ -122,14 +122,14 @@ def test_others_hear_of_a_death_and_not_of_somebody_elses_time_limit(interrupted
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_it_comes_out_of_a_meeting(interrupted: Any, rank: int) -> None:
+def test_handler_exception_leaves_a_rendezvous(interrupted: Any, rank: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         at = free_address() if rank == 0 else f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(TimeIsUp):
             interrupted(lambda: collective.group(rank=rank, size=2, at=at, secret=SECRET))
 
 
-def test_it_comes_out_of_a_backend_of_torch(interrupted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handler_exception_leaves_a_torch_backend(interrupted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     from flowchan.collective.torch_algorithms import TorchWay
 
@@ -156,7 +156,9 @@ class Interrupted:
 
 @pytest.mark.parametrize("kind", [TimeIsUp, BlockingIOError, ConnectionResetError])
 @pytest.mark.parametrize("call", ["sendmsg", "recv_into"])
-def test_it_is_not_taken_for_a_connections(interrupted: Any, call: str, kind: type[OSError]) -> None:
+def test_handler_exception_is_not_treated_as_connection_error(
+    interrupted: Any, call: str, kind: type[OSError]
+) -> None:
     def handler(*_: Any) -> None:
         raise kind
 

@@ -97,7 +97,7 @@ def interrupted(after: int, call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("any_source", [False, True])
-def test_receive_after_ctrl_c_anywhere_goes_on(to_us: Received, any_source: bool) -> None:
+def test_receive_continues_after_ctrl_c(to_us: Received, any_source: bool) -> None:
     """A message may be lost that is received just then, as it is between a call's return and its use."""
 
     def receive() -> Any:
@@ -123,7 +123,7 @@ def test_receive_after_ctrl_c_anywhere_goes_on(to_us: Received, any_source: bool
 
 
 @pytest.mark.parametrize("any_source", [False, True])
-def test_first_message_arrives_wherever_ctrl_c_cut_off_a_receive(any_source: bool) -> None:
+def test_first_message_arrives_after_ctrl_c_in_receive(any_source: bool) -> None:
     """Which begins to watch its sender."""
     for after in range(0, 60, 3):
         here, there = two()
@@ -157,7 +157,7 @@ class Now:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OSError(errno.EMFILE, "too many")])
-def test_what_can_not_be_unpickled_now_is_received_again(to_us: Received, error: BaseException) -> None:
+def test_message_that_fails_to_unpickle_is_received_again(to_us: Received, error: BaseException) -> None:
     with sender(to_us, 1) as there:
         there.sendall(SIZE.pack(len(message := dumps(Now()))) + message)
         Now.error = error
@@ -166,7 +166,7 @@ def test_what_can_not_be_unpickled_now_is_received_again(to_us: Received, error:
         assert to_us.receive(1, 60.0) == "made"
 
 
-def test_a_time_limit_that_a_handler_raises_costs_no_message(to_us: Received) -> None:
+def test_handler_exception_loses_no_message(to_us: Received) -> None:
     class TimeIsUp(Exception):
         pass
 
@@ -189,7 +189,7 @@ def test_a_time_limit_that_a_handler_raises_costs_no_message(to_us: Received) ->
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_what_can_never_be_unpickled_does_not_hold_up_what_follows(to_us: Received) -> None:
+def test_message_that_never_unpickles_is_skipped(to_us: Received) -> None:
     with sender(to_us, 1) as there:
         for message in (dumps(Now()), dumps("next")):
             there.sendall(SIZE.pack(len(message)) + message)
@@ -199,7 +199,7 @@ def test_what_can_never_be_unpickled_does_not_hold_up_what_follows(to_us: Receiv
         assert to_us.receive(1, 60.0) == "next"
 
 
-def test_silent_peer_that_is_not_there_is_noticed(to_us: Received) -> None:
+def test_missing_silent_peer_is_noticed(to_us: Received) -> None:
     with pytest.raises(MemberDied) as died:
         to_us.receive(1, None)
     assert died.value.ranks == (1,)
@@ -208,7 +208,7 @@ def test_silent_peer_that_is_not_there_is_noticed(to_us: Received) -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_end_of_a_silent_peer_that_is_watched_is_noticed(leaves: bool) -> None:
+def test_end_of_watched_peer_is_noticed(leaves: bool) -> None:
     """Whether it has left, or its connections have just ended."""
     here, there = two()
     found = ThreadPeer(Messages(0, 2, here.peer).receive_any, None)
@@ -223,7 +223,7 @@ def test_end_of_a_silent_peer_that_is_watched_is_noticed(leaves: bool) -> None:
 
 
 @pytest.mark.parametrize("where", [in_threads, over_hosts])
-def test_several_threads_of_a_member_share_what_another_one_sends(where: Any) -> None:
+def test_threads_of_one_member_share_received_messages(where: Any) -> None:
     def body(g: Any) -> Any:
         if g.rank:
             for number in range(300):
@@ -240,7 +240,7 @@ def test_several_threads_of_a_member_share_what_another_one_sends(where: Any) ->
     assert all(numbers == sorted(numbers) for numbers in found)
 
 
-def test_no_secret_is_shown() -> None:
+def test_repr_hides_the_group_secret() -> None:
     seat = Membership(0, 0, 2, "group", "host").reached("127.0.0.1:1", SECRET, False)
     assert SECRET.decode() not in repr([seat, WAY])
 
@@ -258,7 +258,7 @@ def hosts_apart() -> tuple[str, str]:
     return this_host(), os.read(heard, 1000).decode()
 
 
-def test_processes_that_do_not_see_each_other_are_on_different_hosts() -> None:
+def test_processes_in_different_namespaces_count_as_hosts() -> None:
     """Containers of one pod: there a number is another process's, or none's."""
     here, there = ProcessPeer(hosts_apart).result()
     if not here:
@@ -269,7 +269,7 @@ def test_processes_that_do_not_see_each_other_are_on_different_hosts() -> None:
     assert pid != pid_there
 
 
-def test_members_of_two_users_of_one_machine_are_connected_as_two_hosts() -> None:
+def test_members_of_two_users_count_as_two_hosts() -> None:
     """No user opens another one's memory."""
     if os.geteuid():
         pytest.skip("only root can become another user: run it as root")
@@ -305,7 +305,7 @@ def test_close_ends_the_receive_of_another_thread(to_us: Received) -> None:
         to_us.peers.close()
         thread.join()
     assert type(found[0]) is GroupError
-    assert str(found[0]) == "receive was not done: this member has left"
+    assert str(found[0]) == "receive failed: this member has left"
 
 
 def sending() -> list[threading.Thread]:

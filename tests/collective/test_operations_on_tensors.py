@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-def test_halves_are_added_up_in_float32_and_rounded_once(run: Any) -> None:
+def test_halves_are_summed_in_float32_and_rounded_once(run: Any) -> None:
 
     def normal(rank: int, length: int, dtype: Any) -> Any:
         return torch.randn(length, generator=torch.Generator().manual_seed(rank)).to(dtype)
@@ -42,7 +42,7 @@ def test_halves_are_added_up_in_float32_and_rounded_once(run: Any) -> None:
                 assert (found[f"{dtype} {length}"] == total.to(dtype).float().numpy()).all()
 
 
-def test_what_does_not_lie_in_one_piece_is_reduced_in_place_all_the_same(run: Any) -> None:
+def test_noncontiguous_tensors_are_reduced_in_place(run: Any) -> None:
 
     def body(g: Any) -> Any:
         x = np.arange(20.0).reshape(4, 5)
@@ -81,7 +81,7 @@ def test_tensors_of_every_type_can_be_moved(run: Any) -> None:
     assert all(run(2, body))
 
 
-def test_an_array_and_a_tensor_of_one_type_match() -> None:
+def test_array_and_tensor_of_one_type_match() -> None:
     """As on one host."""
 
     def body(g: Any) -> Any:
@@ -103,7 +103,7 @@ def odd_tensors() -> dict[str, Any]:
         }
 
 
-def test_tensors_that_do_not_lie_in_memory_as_they_are_are_refused_with_a_remedy() -> None:
+def test_tensors_that_are_not_dense_raise_with_remedy() -> None:
     """On every member that has one, before anything is sent."""
     odd = odd_tensors()
 
@@ -136,8 +136,11 @@ def test_tensors_that_do_not_lie_in_memory_as_they_are_are_refused_with_a_remedy
     ("dtype", "remedy"),
     [("float8_e4m3fn", "float32"), ("float8_e5m2", "float32"), ("complex32", "complex64")],
 )
-def test_a_type_that_can_only_be_moved_is_refused_with_a_remedy(run: Any, dtype: str, remedy: str) -> None:
-    said = f"no sum of elements of type torch.{dtype}; convert them first, as to {remedy}"
+def test_uncombinable_type_raises_with_remedy(run: Any, dtype: str, remedy: str) -> None:
+    said = (
+        f"elements of type torch.{dtype} cannot be combined by sum; convert them first, for "
+        f"example to {remedy}"
+    )
 
     def body(g: Any) -> int:
         x = torch.zeros(2).to(getattr(torch, dtype))

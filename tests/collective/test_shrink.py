@@ -20,7 +20,7 @@ from flowchan.errors import MemberDied, MemberLeft
 
 
 @pytest.mark.parametrize("victims", [{0}, {2}, {0, 1}, {1, 3}, {0, 1, 2}])
-def test_the_survivors_become_a_group_in_their_order(victims: set[int]) -> None:
+def test_shrink_keeps_the_order_of_the_survivors(victims: set[int]) -> None:
     def body(g: Any) -> Any:
         g.barrier()
         if g.rank in victims:
@@ -40,7 +40,9 @@ def test_the_survivors_become_a_group_in_their_order(victims: set[int]) -> None:
         *((rank, call) for rank in (0, 1, 3) for call in ("_take_seat", "_wait_for_all")),
     ],
 )  # fmt: skip
-def test_a_death_during_it_is_survived(victim: int, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shrink_survives_a_death_during_the_call(
+    victim: int, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the first one, who makes the group, and of others: before it is offered or taken, before they have
     a seat in it, before all have met."""
 
@@ -66,7 +68,7 @@ def test_a_death_during_it_is_survived(victim: int, at: str, monkeypatch: pytest
     assert found == {old: (new, 2, 2, left) for new, old in enumerate(left)}
 
 
-def test_who_has_left_is_not_waited_for_and_who_works_on_hears_of_it() -> None:
+def test_shrink_ignores_left_members_and_interrupts_others() -> None:
     """Whether it has left before, or after it gave up."""
     left = threading.Event()
 
@@ -99,7 +101,7 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", WAITS)
-def test_who_waits_for_a_message_hears_of_it(call: str) -> None:
+def test_shrink_interrupts_a_waiting_receive(call: str) -> None:
     """Where messages have crossed before, and nobody has died."""
 
     def body(g: Any) -> Any:
@@ -113,7 +115,7 @@ def test_who_waits_for_a_message_hears_of_it(call: str) -> None:
     assert in_threads(2, body) == [[0, 1]] * 2
 
 
-def test_what_is_sent_and_not_received_holds_up_nobody_who_gives_up() -> None:
+def test_shrink_does_not_wait_for_unread_messages() -> None:
     gave_up = threading.Event()
 
     def body(g: Any) -> None:
@@ -128,7 +130,7 @@ def test_what_is_sent_and_not_received_holds_up_nobody_who_gives_up() -> None:
     raised(in_threads(2, body))
 
 
-def test_what_has_been_started_ends_before_it() -> None:
+def test_shrink_ends_started_operations_first() -> None:
     """And publishes nothing any more."""
     gave_up = threading.Event()
 
@@ -141,13 +143,13 @@ def test_what_has_been_started_ends_before_it() -> None:
         with pytest.raises(TimeoutError):
             g.shrink(timeout=0)
         gave_up.set()
-        with pytest.raises(MemberDied, match="given up"):
+        with pytest.raises(MemberDied, match="gave up"):
             handle.wait()
 
     raised(in_threads(2, body))
 
 
-def test_a_leader_that_is_interrupted_lets_those_go_that_have_their_seats(
+def test_interrupted_shrink_releases_members_that_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     interrupted, done = threading.Event(), threading.Event()
@@ -181,7 +183,7 @@ def test_a_leader_that_is_interrupted_lets_those_go_that_have_their_seats(
     assert in_threads(3, body) == [None, [1, 2], [1, 2]]
 
 
-def test_who_lacks_descriptors_for_the_new_group_says_so_and_the_others_go_on(
+def test_shrink_raises_only_where_descriptors_are_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     take_over, at_their_limit = shrink.take_over, set()
@@ -204,7 +206,7 @@ def test_who_lacks_descriptors_for_the_new_group_says_so_and_the_others_go_on(
     assert in_threads(3, body) == [[0, 2], None, [0, 2]]
 
 
-def test_a_timeout_names_who_has_not_come_and_is_only_that_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shrink_timeout_names_missing_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits looks ever less often for the others."""
     late = threading.Event()
     looks: list[tuple[int, int]] = []
@@ -220,7 +222,7 @@ def test_a_timeout_names_who_has_not_come_and_is_only_that_one_s(monkeypatch: py
         if g.rank == 2:
             late.wait()
         if g.rank == 0:
-            with pytest.raises(TimeoutError, match=r"shrink of a group of 3 .*: \[1, 2\] have not come"):
+            with pytest.raises(TimeoutError, match=r"shrink of a group of 3 .*: \[1, 2\] have not arrived"):
                 g.shrink(timeout=0.05)
             looked = looks.count((0, 1))
             late.set()
@@ -233,7 +235,7 @@ def test_a_timeout_names_who_has_not_come_and_is_only_that_one_s(monkeypatch: py
     assert looked < 10
 
 
-def test_a_group_that_has_been_shrunk_can_be_shrunk_again_until_one_is_left() -> None:
+def test_group_can_shrink_until_one_member_is_left() -> None:
     """Killed at any moment: all survivors have done the same number of operations, each with all members."""
     chance = random.Random(3)
 

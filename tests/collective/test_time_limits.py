@@ -59,13 +59,13 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_clock")
 @pytest.mark.parametrize("call", CALLS)
-def test_the_steps_of_a_call_share_its_time(call: str) -> None:
+def test_steps_of_a_call_share_its_timeout(call: str) -> None:
     shared(in_threads(2, steps_of, CALLS[call]))
 
 
 @pytest.mark.usefixtures("_clock")
 @pytest.mark.parametrize("call", OVER_HOSTS)
-def test_the_steps_of_a_call_over_hosts_share_its_time(call: str) -> None:
+def test_steps_of_a_call_over_hosts_share_its_timeout(call: str) -> None:
     shared(over_hosts(2, steps_of, OVER_HOSTS[call]))
 
 
@@ -77,14 +77,16 @@ def shared(found: list[Any]) -> None:
         assert lefts[-1] < lefts[0] <= 60
 
 
-def test_the_time_that_what_was_started_before_takes_is_the_call_s(run: Any) -> None:
+def test_timeout_includes_wait_for_started_operations(run: Any) -> None:
     def body(g: Any) -> None:
         if g.rank == 0:
             g.receive(1)  # once the other one has given up
             g.barrier()
             return
         started = g.barrier(wait=False)
-        with pytest.raises(TimeoutError, match="what was started before, with wait=False, was not done in"):
+        with pytest.raises(
+            TimeoutError, match="operations that were started with wait=False are not done in"
+        ):
             g.allreduce(np.ones(3), timeout=0.01)
         g.send("late", 0)
         started.wait()
@@ -92,7 +94,7 @@ def test_the_time_that_what_was_started_before_takes_is_the_call_s(run: Any) -> 
     run(2, body)
 
 
-def test_a_part_of_a_group_over_hosts_waits_for_its_members_without_a_limit() -> None:
+def test_part_over_hosts_waits_without_limit() -> None:
     """Only connecting, when all have said that they come, has one of its own."""
 
     def split(g: Any, _: float) -> None:

@@ -54,7 +54,7 @@ def meet_at(
                     coordinator.assemble(door.accept)
                 met = meet_by(coordinator.gather, 0, Way(secret, where), left() or 0.0, name, host)
         else:
-            why = f"rank {rank} of {size} has waited in vain for rank 0"
+            why = f"rank {rank} of {size} timed out: rank 0 has not answered"
             try:
                 sock, _ = reach(at, secret, {"rank": rank, "size": size}, why=why, within=timeout, tls=False)
             except unless_interrupted(OSError) as error:
@@ -101,11 +101,11 @@ class Place:
                 if is_interrupt(error) or time.monotonic() >= give_up:
                     raise
         raise GroupError(
-            f"{old!r} can't be shrunk: again and again one of those that are left ended; {REMEDY}"
+            f"{old!r} cannot be shrunk: a survivor died in each of {old.size} attempts; {REMEDY}"
         )
 
 
-REMEDY = "make a new group, or run a graph, whose gangs begin again by themselves"
+REMEDY = "make a new group, or run a graph with an elastic gang"
 
 
 def _lead(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: float) -> Group:
@@ -130,7 +130,7 @@ def _listener(old: LinkedGroup, at: str) -> Listener:
     try:
         return listen(at)
     except OSError as error:
-        raise GroupError(f"{old!r} can't be shrunk: {error}; {REMEDY}") from None
+        raise GroupError(f"{old!r} cannot be shrunk: {error}; {REMEDY}") from None
 
 
 def _let_in(
@@ -151,8 +151,8 @@ def _let_in(
                 return
             patient = time.monotonic() + REJOIN_TIMEOUT_S
         if (left := give_up - time.monotonic()) <= 0:
-            late = sorted(expected - came.keys()) or "all of other hosts"
-            raise TimeoutError(f"shrink of {old._title()} was not done in time: {late} have not come")
+            late = sorted(expected - came.keys()) or "the members of other hosts"
+            raise TimeoutError(f"shrink of {old._title()} timed out: {late} have not arrived")
         try:
             sock, hello = door.accept(min(POLL_INTERVAL_S, left))
         except unless_interrupted(TimeoutError):
@@ -186,7 +186,7 @@ def _rejoin_timeout(give_up: float) -> float:
 
 def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: float) -> Group:
     hello = {"rank": old.rank, "alive": old._alive_here()}
-    why = f"rank {old.rank} can't go on in a smaller group: rank 0, which says who is left, can't be reached"
+    why = f"rank {old.rank} cannot join the smaller group: rank 0, which decides who is left, is out of reach"
     while True:
         within = _rejoin_timeout(give_up)
         try:
@@ -195,7 +195,7 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
         except unless_interrupted(OSError) as error:
             late = _is_late(old, [0], give_up)
             if time.monotonic() > give_up:
-                raise TimeoutError(f"shrink of {old._title()} was not done in time: {error}") from None
+                raise TimeoutError(f"shrink of {old._title()} timed out: {error}") from None
             if not late:
                 raise GroupError(f"{error}; {REMEDY}") from None
     with contextlib.closing(Participant(sock, "rank 0")) as participant:
@@ -204,7 +204,7 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
         try:
             left = participant.hear()
         except unless_interrupted(TimeoutError) as error:
-            raise TimeoutError(f"shrink of {old._title()} was not done in time: {error}") from None
+            raise TimeoutError(f"shrink of {old._title()} timed out: {error}") from None
         within = _rejoin_timeout(give_up)
         sock.settimeout(max(0.001, min(2 * REJOIN_TIMEOUT_S, give_up - time.monotonic())))
         way = Way(secret, route_to(split(place.at)[0]))

@@ -44,9 +44,7 @@ def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> Shar
             if ended.refused:
                 raise GroupError(str(ended)) from None
         if time.monotonic() > give_up:
-            raise TimeoutError(
-                f"rank {rank} of {size} waited in vain for rank 0 to listen, or for the others"
-            )
+            raise TimeoutError(f"rank {rank} of {size} timed out: rank 0 or other members have not arrived")
         time.sleep(PAUSE_S)
 
 
@@ -67,8 +65,8 @@ def _listen(listener: socket.socket, address: str, give_up: float) -> None:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > give_up:
                 raise GroupError(
-                    "another group with the same name of its job is meeting on this host; give this one "
-                    "another MASTER_PORT, or at="
+                    "another group of a job with the same name is meeting on this host; use another "
+                    "MASTER_PORT or at= for this one"
                 ) from error
         time.sleep(PAUSE_S)
 
@@ -103,7 +101,9 @@ def _follow(address: str, rank: int, size: int, give_up: float, name: str) -> Sh
         except (ConnectionError, BlockingIOError):
             return None
         if _user_of(sock) != os.getuid():
-            raise GroupError("another user of this host has taken the name of this job's meeting")
+            raise GroupError(
+                "another user of this host uses the name of this job; use another MASTER_PORT or at="
+            )
         return share(Participant(sock, "rank 0").gather, rank, range(size), name)
 
 

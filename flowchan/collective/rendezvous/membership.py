@@ -52,7 +52,7 @@ class Membership:
             MemberDied: Another member ended before all have met.
             OSError: The driver cannot be reached.
         """
-        why = f"rank {self.rank} of group {self.name!r} can't reach the driver"
+        why = f"rank {self.rank} of group {self.name!r} cannot reach the driver"
         hello = {"group": self.group, "rank": self.rank}
         sock, _ = reach(self.at, self.secret, hello, why=why, within=WITHIN, tls=self.tls)
         secret = hmac.digest(self.secret, f"group {self.group}".encode(), "sha256")
@@ -70,7 +70,7 @@ class Membership:
                     self._member._abandon()
                 if not isinstance(error, RendezvousEnded) and participant.goes_on():
                     raise
-                raise MemberDied(f"group {self.name!r} can't begin: {error}", (), "joining") from None
+                raise MemberDied(f"group {self.name!r} cannot begin: {error}", (), "joining") from None
         return self._member
 
     def close(self) -> None:

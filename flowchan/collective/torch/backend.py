@@ -148,7 +148,7 @@ class Receives:
             try:
                 while (came := self._of(source, tag)) is None:
                     if self._closed:
-                        raise GroupError(f"receive can't be done: {self._member!r} is closed")
+                        raise GroupError(f"receive failed: {self._member!r} is closed")
                     if self._may_hear(source):
                         self._hear(source)
                     else:
@@ -422,9 +422,9 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         others = [one for one in named.split(",") if one.partition(":")[2] not in ("", "flowchan")]
         if set(others) - {"cuda:nccl"}:
             raise ValueError(
-                f'the backend "flowchan" stands for all of a process group, and this one, "{named}", names '
-                'others: init_process_group("flowchan"), where CUDA tensors go to NCCL; or make a group for '
-                'the other one: dist.new_group(backend="gloo")'
+                f'the backend must be "flowchan" alone, got "{named}"; CUDA tensors use NCCL '
+                "without a second "
+                'backend, and dist.new_group(backend="gloo") makes a group with another one'
             )
         self._is_alone = True
 
@@ -458,7 +458,9 @@ def _op(opts: Any) -> str:
     op = getattr(opts, "reduceOp", _Reduce.SUM if opts is None or isinstance(opts, int) else opts)
     op = getattr(op, "op", op)
     if op not in _OPS:
-        raise ValueError(f"the backend flowchan has no reduction {op}; it has {', '.join(_OPS.values())}")
+        raise ValueError(
+            f"the reduction must be one of {', '.join(_OPS.values())} with the backend flowchan, got {op}"
+        )
     return _OPS[op]
 
 

@@ -80,14 +80,14 @@ def mean_by(compress: str | Callable[[], Code] | None, dtype: torch.dtype) -> Me
         return lambda group, x: group._reduced(ALLREDUCE, x, "mean", None, -1, None)
     if isinstance(compress, str) and compress in _TYPES:
         if dtype.is_complex:
-            raise ValueError(f"compress={compress!r} has no imaginary parts, and a parameter is of {dtype}")
+            raise ValueError(
+                f"compress={compress!r} must be None for complex parameters, got a parameter of {dtype}"
+            )
         return lambda group, x: _rounded(group, x, _TYPES[compress])
     made = _CODES.get(compress) if isinstance(compress, str) else compress
     if not callable(made):
         names = ", ".join(map(repr, [*_TYPES, *_CODES]))
-        raise ValueError(
-            f"compress must be {names} or what makes an object with encode and decode, not {shown(compress)}"
-        )
+        raise ValueError(f"compress must be {names} or a function that makes a Code, got {shown(compress)}")
     code = made()
     return lambda group, x: code.decode(group._values(code.encode(x), None), x)
 

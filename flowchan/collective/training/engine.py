@@ -101,8 +101,9 @@ class Engine:
         left = epochs - self.state.epoch
         if isinstance(batches, Iterator) and left > 1:
             raise ValueError(
-                f"train: {shown(batches)} ends with its first epoch, and {left} are to be done: "
-                "give a function that makes the batches of an epoch, or what can be iterated again"
+                f"train: batches must be iterable for each of {left} epochs, got the iterator "
+                f"{shown(batches)}; "
+                "pass a function of the epoch, or a list"
             )
         self.module.train()
         self.state.training = True
@@ -275,5 +276,7 @@ def _plain(state: Any) -> Any:
 def _known(hook: Any) -> Any:
     strange = [name for name in dir(hook) if name.startswith("on_") and name not in HOOKS]
     if strange:
-        raise ValueError(f"a hook can have the methods {', '.join(HOOKS)}; {hook!r} has {', '.join(strange)}")
+        raise ValueError(
+            f"hooks must have only the methods {', '.join(HOOKS)}, got {hook!r} with {', '.join(strange)}"
+        )
     return hook

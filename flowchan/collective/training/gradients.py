@@ -186,7 +186,9 @@ class Gradients:
         if self._accumulating:
             return
         if parameter not in buffer.missing:
-            raise RuntimeError("backward has been called twice without Gradients.wait(), or accumulate()")
+            raise RuntimeError(
+                "backward was called twice without Gradients.wait() or accumulate() in between"
+            )
         buffer.missing.remove(parameter)
         while len(self._started) < len(self._buffers) and not self._buffers[len(self._started)].missing:
             self._start(self._buffers[len(self._started)])
