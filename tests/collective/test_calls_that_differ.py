@@ -1,5 +1,5 @@
-"""Calls that have the same name and the same arrays, and differ in what else they were given, give no wrong
-result: they raise on all sides, and both are named."""
+"""Calls with different operations or arguments raise ``Mismatch`` on all members, and the error names both
+calls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from flowchan.errors import Mismatch
 def test_different_operations_or_roots_raise_mismatch(
     run: Any, first: Any, second: Any, said: tuple[str, str]
 ) -> None:
-    """And the group goes on."""
+    """The group can still be used."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch) as info:
@@ -87,7 +87,7 @@ def test_mismatch_names_array_and_root_on_one_of_two_hosts() -> None:
 
 
 def test_functions_of_different_members_match(run: Any) -> None:
-    """They may be made anew in each process."""
+    """Each process may have its own copy of the function."""
     found = run(2, lambda g: g.allreduce(g.rank + 3, op=lambda a, b: a * b))
     assert found == [12, 12]
 
@@ -98,7 +98,7 @@ MOVED = [*TYPES, "S4", "U1", "V4", ">f", ">i", "M8[s]", "m8[s]", "m8[ms]", [("x"
 
 @pytest.mark.parametrize("call", ["allreduce", "reduce", "reduce_scatter", "broadcast"])
 def test_arrays_of_two_types_raise_mismatch(run_on_one_host: Any, call: str) -> None:
-    """Also of as many bytes."""
+    """The two arrays may have the same number of bytes."""
     pairs = list(itertools.combinations(map(np.dtype, MOVED if call == "broadcast" else TYPES), 2))
 
     def body(g: Any) -> Any:
@@ -115,7 +115,7 @@ def test_arrays_of_two_types_raise_mismatch(run_on_one_host: Any, call: str) -> 
 
 @pytest.mark.parametrize("way", ["at once", "by a handle", "not in one piece"])
 def test_receive_memory_has_the_type_of_the_sender(run: Any, way: str) -> None:
-    """Else bytes of one type would be read as another's."""
+    """Otherwise bytes of one type would be read as another type."""
 
     def numbers(count: int, dtype: str) -> Any:
         return np.zeros(2 * count, dtype)[::2] if way == "not in one piece" else np.zeros(count, dtype)

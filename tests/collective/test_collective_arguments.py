@@ -1,5 +1,7 @@
-"""What a group's calls are given by mistake is refused before anything is sent, with the argument, the value,
-and what is allowed."""
+"""Invalid arguments of a group's calls raise before anything is sent.
+
+The error names the argument, its value and the allowed values.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ OPS = "'sum', 'mean', 'prod', 'min', 'max', 'and', 'or', 'xor'"
         (lambda g: g.allreduce_with(1, 3), TypeError, "fn must be a function of two values, got 3 (int)"),
         (lambda g: next(g.join("sum")), TypeError, "fn must be a function of two values, got 'sum' (str)"),
         (lambda g: g.scatter(5, g.rank), TypeError,
-         "scatter: xs must be a list with a part for each of the 2 members, not 5 (int)"),
+         "scatter: xs must be a list with one part for each of the 2 members, not 5 (int)"),
         (lambda g: g.scatter(None, g.rank), TypeError, "scatter: xs must be a list"),
         (lambda g: g.scatter([1], g.rank), ValueError,
-         "scatter takes a part for each of the 2 members, not 1"),
-        (lambda g: g.alltoall(5), TypeError, "alltoall: xs must be a list with a part for each"),
-        (lambda g: g.alltoall(iter([1, 2])), TypeError, "alltoall: xs must be a list with a part for each"),
-        (lambda g: g.alltoall([1, 2], out=5), TypeError, "alltoall: out must be a list with a part for each"),
+         "scatter: xs must have one part for each of the 2 members, got 1"),
+        (lambda g: g.alltoall(5), TypeError, "alltoall: xs must be a list with one part for each"),
+        (lambda g: g.alltoall(iter([1, 2])), TypeError, "alltoall: xs must be a list with one part for each"),
+        (lambda g: g.alltoall([1, 2], out=5), TypeError, "alltoall: out must be a list with one part for each"),
         (lambda g: g.alltoall([np.ones(1), 2], out=[np.ones(1), np.ones(1)]), TypeError,
          "each of xs must be an array or a tensor, not 2 (int)"),
         (lambda g: g.allreduce(np.ones(2), out=5), TypeError,
@@ -72,7 +74,7 @@ OPS = "'sum', 'mean', 'prod', 'min', 'max', 'and', 'or', 'xor'"
 def test_invalid_argument_error_names_value_and_allowed_values(
     call: Any, error: type[Exception], said: str
 ) -> None:
-    """And the group goes on."""
+    """The group can still be used."""
 
     def body(g: Any) -> Any:
         with pytest.raises(error) as info:
@@ -112,7 +114,7 @@ def test_group_checks_arguments_before_it_connects(
     with pytest.raises(error) as info:
         collective.group(**GIVEN | given)
     assert said in str(info.value)
-    assert "only members" not in str(info.value)  # no secret is shown
+    assert "only members" not in str(info.value)  # the error does not show the secret
 
 
 def test_short_secret_in_environment_raises(monkeypatch: pytest.MonkeyPatch) -> None:

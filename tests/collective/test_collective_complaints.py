@@ -1,6 +1,8 @@
-"""What users of other libraries complain about when processes work together, and the tests that show how it
-is here. Each complaint is mapped to tests by ``file::name``, which are checked to exist. The test at the end
-shows what no other test does."""
+"""Problems that users of other libraries report, and the tests that show the behaviour of flowchan.
+
+Each problem lists tests as ``file::name``; this file checks that they exist. The last test covers a problem
+that no other file tests.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,8 @@ print(*sorted(found, key=str), sep="\\n")
     platform.machine() != "x86_64", reason="system calls are refused by their numbers on x86-64"
 )
 def test_all_members_raise_memory_error_and_continue() -> None:
-    """As in a container with 64 MB of shared memory: what does not fit is refused when it is reserved."""
+    """As in a container with 64 MB of shared memory, an allocation that does not fit is refused when it is
+    reserved."""
     command = [sys.executable, "-c", WITHOUT_MEMORY, str(TESTS / "refused")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     why = "there is no shared memory for allreduce of group 'full'"

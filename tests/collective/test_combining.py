@@ -1,4 +1,4 @@
-"""Members combine nested values by any function, also when some have run out of them."""
+"""Members combine nested values by any function, even if some members have run out of values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add(a: Any, b: Any) -> Any:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13])
 def test_members_agree_each_round_until_all_run_out(size: int) -> None:
-    """As many steps as the longest has; who has run out follows."""
+    """There are as many steps as the longest member has; the others follow with ``join``."""
 
     def body(g: Any) -> Any:
         weights, counts = np.zeros(3), []
@@ -41,7 +41,7 @@ def test_members_agree_each_round_until_all_run_out(size: int) -> None:
 
 
 def test_random_function_returns_one_result_on_all_members(run: Any) -> None:
-    """Rank 0 runs it for all."""
+    """Rank 0 runs the function for all members."""
 
     def body(g: Any) -> Any:
         def draw(a: Any, b: Any) -> Any:
@@ -55,7 +55,7 @@ def test_random_function_returns_one_result_on_all_members(run: Any) -> None:
 
 
 def test_function_error_is_raised_on_all_members(run: Any) -> None:
-    """Whoever would have run it without."""
+    """Members that would not have raised also raise."""
 
     def body(g: Any) -> Any:
         def broken(a: int, b: int) -> int:
@@ -85,7 +85,7 @@ def test_ctrl_c_in_function_ends_the_group(run: Any) -> None:
 
 
 def test_operator_and_function_do_not_match() -> None:
-    """All run the operators of Python themselves, in one step."""
+    """All members run Python's operators themselves, in one step."""
 
     def body(g: Any) -> str:
         with pytest.raises(Mismatch) as info:

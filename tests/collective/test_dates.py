@@ -1,5 +1,4 @@
-"""NumPy's dates and spans of time are combined as NumPy combines them: what is none (NaT) stays none, and
-what has no meaning is refused."""
+"""NumPy's dates and time spans are combined as in NumPy: NaT stays NaT, and meaningless operations raise."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ BY_NUMPY = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
 
 def given(rank: int, dtype: str, length: int) -> Any:
-    """Some of them before 1970, or negative; in each place in turn one member has none, but for one."""
+    """Return dates with some before 1970 or negative; at each index but one, one member has NaT."""
     found = np.random.default_rng((rank, length)).integers(-(10**6), 10**6, length).astype(dtype)
     found[rank::4] = "NaT"
     return found
@@ -103,7 +102,7 @@ def test_meaningless_operation_on_dates_raises(run: Any, call: str, dtype: str, 
 
 
 def test_dates_of_two_units_do_not_match(run: Any) -> None:
-    """One second and one millisecond were two of either."""
+    """One second and one millisecond would otherwise add up to two."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch, match=r"timedelta64\[s\]\[2\].*timedelta64\[ms\]\[2\]"):

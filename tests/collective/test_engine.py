@@ -1,5 +1,4 @@
-"""The loop that trains replicas has the curve of one module, calls its hooks in order, and goes on from what
-it has saved."""
+"""The engine trains replicas like one module, calls its hooks in order, and resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ Batches = list[tuple[Any, Any]]
 
 @pytest.fixture(scope="module")
 def batches() -> Batches:
-    """The digits, 64 of them at a time."""
+    """Return the digits data set in batches of 64."""
     found = pytest.importorskip("sklearn.datasets").load_digits()
     x, y = torch.tensor(found.data / 16), torch.tensor(found.target)
     return [(x[i : i + 64], y[i : i + 64]) for i in range(0, 64 * 12, 64)]
@@ -42,7 +41,7 @@ def engine(group: Any = None, hooks: Any = (), seed: int = 0) -> Engine:
 
 
 class Curve:
-    """The loss of each step, over all replicas."""
+    """A hook that records the loss of each step over all replicas."""
 
     def __init__(self, group: Any = None) -> None:
         self.group, self.losses = group, []  # type: ignore[var-annotated]
@@ -55,8 +54,8 @@ class Curve:
 
 
 def test_engine_with_two_replicas_matches_one_replica(batches: Batches) -> None:
-    """In float64, where the mean of two halves differs from the mean of the whole by rounding only. Samples
-    are made ahead by a graph."""
+    """In float64 the mean of two halves differs from the mean of the whole only by rounding. A graph prepares
+    the samples."""
 
     def half(g: Any, epoch: int) -> Any:
         whole = Graph("samples").source(batches)
@@ -64,7 +63,7 @@ def test_engine_with_two_replicas_matches_one_replica(batches: Batches) -> None:
 
     def train(g: Any) -> tuple[list[float], float]:
         curve = Curve(g)
-        made = engine(g, [curve], seed=g.rank)  # all get the parameters of rank 0
+        made = engine(g, [curve], seed=g.rank)  # all members get the parameters of rank 0
         made.train(lambda epoch: half(g, epoch), epochs=2)
         check_equal(made.module, g)
         return curve.losses, made.test(batches)
@@ -134,7 +133,7 @@ def test_checkpoint_keeps_learning_rate_of_any_type(rate: Any, tmp_path: Path) -
 
 
 def test_hook_can_test_during_training(batches: Batches) -> None:
-    """Also a layer that is kept from training."""
+    """A layer that is frozen in eval mode stays in it."""
     seen = []
 
     def validate(state: Any) -> None:

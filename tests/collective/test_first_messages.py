@@ -1,4 +1,4 @@
-"""The first message from one member to another makes the way there, which all that follow take."""
+"""The first message from one member to another creates the channel for all later ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pair = tuple[Any, Any]
 
 
 def near(stack: ExitStack) -> Pair:
-    """The messages of two members on one host."""
+    """Make the messages of two members on one host."""
     mine, other = (stack.enter_context(member) for member in members(2))
     mine._take_seat()
     other._take_seat()
@@ -31,7 +31,7 @@ def near(stack: ExitStack) -> Pair:
 
 
 def far(stack: ExitStack) -> Pair:
-    """Those of two members on two hosts."""
+    """Make the messages of two members on two hosts."""
     doors = [WAY.door({"rank": rank}) for rank in (0, 1)]
     both = [RemotePeers(rank, doors[rank], [door.address for door in doors], WAY) for rank in (0, 1)]
     for one in both:
@@ -61,7 +61,7 @@ def test_first_messages_of_several_threads_arrive(pair: Callable[[], Pair]) -> N
 
 
 class Interrupted:
-    """A member whose first call to show where messages are is cut off by Ctrl-C."""
+    """A member whose first call to publish a channel is interrupted by Ctrl-C."""
 
     def __init__(self, member: Any, when: str) -> None:
         self._member, self._when = member, when
@@ -92,7 +92,7 @@ def test_messages_arrive_after_ctrl_c_in_the_first_one(when: str) -> None:
 def test_remote_messages_arrive_after_ctrl_c_in_the_first_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There must be no other connection: that might be the one that is listened to."""
+    """There must be no second connection, because the receiver might read only that one."""
     begun = messages_remote.start
 
     def cut_off(what: str, *given: Any) -> Any:
@@ -126,7 +126,7 @@ def test_send_to_another_host_raises_after_close() -> None:
 
 @contextmanager
 def stranger() -> Iterator[AuthenticatedListener]:
-    """Another program at a port of this host, which knows another secret."""
+    """Run another program at a port of this host, with another secret."""
     over = threading.Event()
 
     def listen() -> None:
@@ -144,7 +144,7 @@ def stranger() -> Iterator[AuthenticatedListener]:
 
 
 def test_close_ignores_another_program_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which has the port of a member that is gone."""
+    """The program has the port of a member that is gone."""
     monkeypatch.setattr(messages_remote, "STRANGER_TIMEOUT_S", 0.0)
     with stranger() as there:
         mine = RemotePeers(0, WAY.door({}), ["", there.address], WAY)

@@ -1,5 +1,7 @@
-"""What a group says when a member dies, leaves, is late, or calls something else. That all survivors find the
-same, wherever a member dies, is walked through in tests/native/test_group_walk.py."""
+"""Errors of a group whose member dies, leaves, is late, or makes another call.
+
+tests/native/test_group_walk.py checks that all survivors agree, for a death at any point.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 
 
 def test_all_survivors_name_a_killed_member() -> None:
-    """While the others work with it, in the middle of a large operation, too."""
+    """The member dies while the others work with it, also in the middle of a large operation."""
 
     def body(g: Any) -> Any:
         x = np.ones(500_000, np.float32)
@@ -107,12 +109,12 @@ def test_signal_handler_can_close_the_group_it_interrupts() -> None:
 
 
 def test_signal_handler_can_use_another_group() -> None:
-    """What it gives to another group is not given to this one."""
+    """Data for the other group does not reach this one."""
 
     def body(g: Any) -> list[str]:
         if g.rank == 1:
             wait_until(lambda: bool(g._see(0)[4]))
-            for _ in range(20):  # the first may come before it waits
+            for _ in range(20):  # the first signal may come before the thread waits
                 os.kill(g._see(0)[0], signal.SIGUSR1)
                 called.get(timeout=60)
             g.barrier()
@@ -131,7 +133,7 @@ def test_signal_handler_can_use_another_group() -> None:
 
 
 def test_dropped_member_counts_as_left() -> None:
-    """At once, also if it has started operations."""
+    """It leaves at once, even if it has started operations."""
     first, second = collective.members(2)
     handle = first.barrier(wait=False)
     second.barrier(wait=False).wait()
@@ -157,7 +159,7 @@ def test_dropped_member_counts_as_left() -> None:
     ],
 )  # fmt: skip
 def test_mismatch_names_the_calls_of_all_members(first: Any, second: Any, said: str) -> None:
-    """And the group goes on."""
+    """The group can still be used."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch) as info:
@@ -175,7 +177,7 @@ def test_mismatch_names_the_calls_of_all_members(first: Any, second: Any, said: 
 @pytest.mark.parametrize("where", [in_threads, over_hosts])
 @pytest.mark.parametrize("size", [2, 3])
 def test_unexpected_part_sizes_raise_mismatch(where: Any, size: int) -> None:
-    """Over hosts also in members that got what they had room for, and in those that are on one host."""
+    """Over hosts, members whose parts fit raise too, and so do members on one host."""
 
     def body(g: Any) -> Any:
         out = [np.empty(3 + (g.rank == 1 and not source)) for source in range(size)]
@@ -193,7 +195,7 @@ def test_timeout_names_absent_member_and_its_last_operation() -> None:
         g.allreduce(np.ones(3))
         if g.rank == 1:
             arrived.wait()
-            g.barrier()  # rank 0 had come to it
+            g.barrier()  # rank 0 had called it
             with pytest.raises(MemberDied, match=r"rank 0 .*gave up in barrier, its operation 2"):
                 g.barrier()
             return None
@@ -208,7 +210,7 @@ def test_timeout_names_absent_member_and_its_last_operation() -> None:
 
 
 def test_stall_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """By the log: without ``timeout`` nothing ends for being slow."""
+    """It is only logged: without ``timeout`` no operation ends for being slow."""
     first, second = collective.members(2)
     with first, second, caplog.at_level(logging.WARNING, "flowchan.collective"):
         handle = first.barrier(wait=False)
@@ -228,7 +230,7 @@ first._stalled(1, 10.0)
 
 
 def test_stall_is_shown_without_logging_configuration() -> None:
-    """Else who wonders why nothing goes on would see nothing."""
+    """Otherwise a user would not see why the program waits."""
     ended = subprocess.run([sys.executable, "-c", STALL], capture_output=True, text=True, timeout=300)
     assert ended.stderr.startswith("barrier of a group of 2 has waited 10 s for these members: ")
 
@@ -306,7 +308,7 @@ def test_invalid_argument_raises_on_one_member_only() -> None:
 
 
 def test_groups_leave_no_resources_in_any_close_order() -> None:
-    """The fixture looks for descriptors, mappings and threads."""
+    """The fixture checks descriptors, mappings and threads."""
     groups = [collective.members(3) for _ in range(20)]
     for number, made in enumerate(groups):
         for member in made if number % 2 else reversed(made):
@@ -317,7 +319,7 @@ def test_groups_leave_no_resources_in_any_close_order() -> None:
 
 
 def test_death_is_noticed_while_another_member_is_slow() -> None:
-    """Who waits need not wait for the slow one first."""
+    """The waiting member does not wait for the slow one first."""
     told = threading.Event()
     first, second, third = collective.members(3)
     pid = os.fork()
@@ -346,7 +348,7 @@ def test_death_is_noticed_while_another_member_is_slow() -> None:
 
 
 def test_member_killed_before_joining_counts_as_dead() -> None:
-    """Also where forks of the same parent had its member, too."""
+    """Forks of the same parent may also have inherited the member."""
 
     def enter(member: Any, answers: Channel[Any]) -> None:
         if member.rank == 1:
@@ -383,7 +385,7 @@ def test_parent_closes_member_that_it_sent_to_a_process() -> None:
         os._exit(0)
     os.waitpid(pid, 0)
     with first, pytest.raises(TimeoutError, match="has not joined"):
-        first.barrier(timeout=0.05)  # it may still be used here
+        first.barrier(timeout=0.05)  # the group can still be used here
     first, second = collective.members(2)
     with first:
         second.close()
@@ -415,7 +417,7 @@ def test_explain_describes_each_operation() -> None:
     for operation in ("scatter", "split", "allreduce_with"):
         assert "serialize" in first.explain(operation, large)
     assert "each member combines its own part of all inputs" in first.explain("reduce_scatter", large)
-    assert "not at all: a group's operations take no masked" in first.explain("allreduce", np.ma.ones(2))
+    assert "not possible: x must be an array without a mask" in first.explain("allreduce", np.ma.ones(2))
     for moved in (np.array(["a"]), np.ones(2, ">f8"), np.ones(2, np.clongdouble)):
         assert "not possible: elements of type" in first.explain("allreduce", moved)
         assert "chunks" in first.explain("broadcast", moved)

@@ -1,5 +1,7 @@
-"""What the handler of a signal raises, as one does for a time limit, comes out of the call of a group that
-waits, also when it is a ``TimeoutError``: it is taken neither for the call's own nor for a connection's."""
+"""An exception from a signal handler leaves the waiting call of a group unchanged.
+
+Even a ``TimeoutError`` is not treated as the call's own timeout or as a connection error.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def raises(*_: Any) -> None:
 
 @pytest.fixture
 def interrupted() -> Iterator[Callable[..., None]]:
-    """Calls what waits, for ever but for the handler, which is called a little later."""
+    """Return a function that runs a waiting call, which only the handler interrupts a little later."""
 
     def run(call: Callable[..., Any], *arguments: Any) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -41,7 +43,7 @@ def interrupted() -> Iterator[Callable[..., None]]:
 
 
 def beside(hosts: str | None, others: Callable[[Any], Any]) -> tuple[Any, list[Any], Callable[[], None]]:
-    """Rank 0 of a group, what came of ``others`` in threads of their own, and what waits for these."""
+    """Return rank 0 of a group, the results of ``others`` in threads, and a function that waits for these."""
     size, found, at = len(hosts or "aa"), [None] * len(hosts or "aa"), free_address()
     here = collective.members(size) if hosts is None else None
 
@@ -102,7 +104,7 @@ def test_handler_exception_leaves_a_waiting_call(
 
 
 def test_handler_exception_is_a_death_for_other_members(interrupted: Any) -> None:
-    """On the host of the one that it has interrupted between the hosts."""
+    """The interrupted member is on the same host, between the hosts."""
     over = threading.Event()
 
     def others(g: Any) -> Any:
@@ -143,7 +145,7 @@ def test_handler_exception_leaves_a_torch_backend(interrupted: Any, monkeypatch:
 
 
 class Interrupted:
-    """A connection in the middle of whose call of that name the handler is called."""
+    """A connection that calls the handler in the middle of one of its methods."""
 
     def __init__(self, sock: socket.socket, call: str) -> None:
         self._sock, self._call = sock, call

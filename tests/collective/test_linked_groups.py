@@ -1,5 +1,7 @@
-"""Groups over several hosts: how they meet, what they say when something goes wrong, groups within them. That
-their operations are those of groups on one host is tested in the other files of this folder."""
+"""Groups over several hosts: their formation, their errors, and the groups within them.
+
+The other files of this folder test that their operations match those on one host.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def test_sum_is_equal_whole_sliced_and_in_blocks(
 
 @pytest.mark.parametrize("victim", [1, 2, 3])
 def test_death_raises_on_all_hosts(victim: int) -> None:
-    """Of a leader, and of a member that is none."""
+    """The victim is a leader or another member."""
 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
@@ -125,7 +127,7 @@ def test_mismatch_between_hosts_names_both_calls() -> None:
 )
 @pytest.mark.parametrize("hosts", ["aabb", "abb", "aab"])
 def test_mismatch_on_one_host_is_found_before_others_complete(hosts: str, most: Any, one: Any) -> None:
-    """So all raise, and the group goes on."""
+    """All members raise, and the group can still be used."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch):
@@ -179,11 +181,13 @@ def test_parts_on_one_host_share_memory() -> None:
 
 
 def test_close_ends_started_operations() -> None:
-    """What waits for another host, on the first member of a host and on others. Who comes later may find it
-    done, for all was there that it needs."""
+    """Operations that wait for another host end, on the leader and on other members.
+
+    A member that comes later may find its operation done, because all its data had arrived.
+    """
 
     def body(g: Any) -> Any:
-        if g.rank == 0:  # it comes when the others have left
+        if g.rank == 0:  # it calls after the others have left
             with pytest.raises(MemberDied):
                 g.receive(2)
             g.barrier()
@@ -192,7 +196,7 @@ def test_close_ends_started_operations() -> None:
             return left.value.ranks
         handle = g.barrier(wait=False)
         if g.rank == 1:
-            wait_until(lambda: g.stats()[0].sent > 0)  # so rank 2 has come, too
+            wait_until(lambda: g.stats()[0].sent > 0)  # so rank 2 has also arrived
             g.send("both wait", 2)
         else:
             g.receive(1)
@@ -206,7 +210,7 @@ def test_close_ends_started_operations() -> None:
 
 @pytest.mark.parametrize("victim", [0, 2, 3])
 def test_death_while_parts_connect_raises(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a leader, that others wait for or dial, and of a member that is none: nobody waits for it."""
+    """The victim is a leader that others dial or wait for, or another member."""
 
     def body(g: Any) -> Any:
         def die(*_: Any) -> None:
@@ -221,7 +225,7 @@ def test_death_while_parts_connect_raises(victim: int, monkeypatch: pytest.Monke
 
 
 def test_death_on_another_host_loses_no_sent_message() -> None:
-    """And who has sent nothing, and ends, may as well have left."""
+    """A member that sent nothing and ended counts as left."""
 
     def body(g: Any) -> Any:
         if g.rank == 0:
@@ -253,7 +257,7 @@ def send_for_ever(g: Any, to: int) -> None:
 
 
 def test_receive_from_another_host_raises_after_a_death() -> None:
-    """Of one that has sent something, and of one that has not; what came before is received."""
+    """The sender has sent a message or none; earlier messages are received."""
 
     def body(g: Any) -> Any:
         if g.rank:
@@ -336,8 +340,8 @@ def test_explain_describes_operations_over_hosts() -> None:
 
 
 def test_stats_report_traffic_of_each_connection() -> None:
-    """One side has sent what the other has received; only leaders have connections, and each has one to each
-    other host."""
+    """Each side has received the bytes that the other sent. Only leaders have connections, one to each other
+    host."""
 
     def body(g: Any) -> Any:
         g.allreduce(np.ones(100_000))
@@ -385,7 +389,7 @@ def test_timeout_covers_all_blocks_of_an_operation(monkeypatch: pytest.MonkeyPat
     "error", [MemberDied("rank 3 died", (3,), "allreduce"), TimeoutError("it was not done in time")]
 )
 def test_ended_connection_reports_last_message(error: Exception) -> None:
-    """And not that its sender died."""
+    """It does not report that the sender died."""
 
     def body(g: Any) -> Any:
         if g.rank:

@@ -1,5 +1,5 @@
-"""What lies in the memory that a call is given comes whole to the others, and their results into it, however
-it lies; what can't be is refused before anything is sent."""
+"""Calls read and write any memory layout of their arguments; impossible layouts raise before anything is
+sent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_result_fills_noncontiguous_out(run: Any, length: int) -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("listed", [True, False])
 def test_input_inside_out_reaches_other_members_unchanged(run: Any, length: int, listed: bool) -> None:
-    """Its own place may be its own."""
+    """Each member's own part of ``out`` may be its input."""
 
     def body(g: Any, own: int) -> Any:
         room = np.zeros((g.size, length), np.float32)

@@ -1,4 +1,4 @@
-"""Messages from one member to another arrive in order, whole, and without a receiver that waits for them."""
+"""Messages between two members arrive in order and complete, without a waiting receiver."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_messages_of_all_types_arrive_in_order(run: Any) -> None:
 
 
 def test_receive_converts_between_array_and_tensor(run: Any) -> None:
-    """As in every other operation: only their types and sizes have to match."""
+    """As in every operation, only the types and sizes must match."""
 
     def body(g: Any) -> Any:
         import torch
@@ -110,7 +110,7 @@ def test_receive_from_dead_member_raises() -> None:
 
 
 def test_send_raises_if_receiver_ends_without_receiving() -> None:
-    """Though as many are on their way as can be, and nobody has looked for them."""
+    """The channel is full, and the receiver has never opened it."""
 
     def body(g: Any, dies: bool) -> Any:
         if g.rank == 0:
@@ -140,7 +140,7 @@ class Counted:
 
 
 def test_waiting_message_is_serialized_once() -> None:
-    """While its receiver has not looked for any message."""
+    """Its receiver has not opened the channel."""
     mine, other = members(2)
     item = Counted()
     with mine, other:
@@ -191,7 +191,7 @@ def test_invalid_ranks_and_timeouts_raise() -> None:
 def test_receive_any_returns_sender_and_keeps_its_order(
     run: Any, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    """Also from more members than one select takes."""
+    """There are more members than one ``select`` accepts."""
     monkeypatch.setattr(point_to_point, "CHANNELS_OF_ONE_SELECT", at_once)
 
     def body(g: Any) -> Any:
@@ -211,7 +211,8 @@ def test_receive_any_returns_sender_and_keeps_its_order(
 
 
 def test_receive_any_loses_no_message_after_a_death() -> None:
-    """All is received, then the death is raised: the dead might have been who was waited for."""
+    """All messages are received before the death is raised, because the caller might wait for the dead
+    member."""
 
     def body(g: Any) -> Any:
         if g.rank == 1:

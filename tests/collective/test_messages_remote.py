@@ -1,4 +1,4 @@
-"""Messages between members on several hosts, as one member receives them that the test sends bytes to."""
+"""Messages between hosts, as one member receives the bytes that the test sends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAY = Way(SECRET, "127.0.0.1")
 
 
 class Received:
-    """The messages that rank 0 receives from the test, which is the others; where it is none, one is gone."""
+    """The messages of rank 0; the test sends for the other members, and one of them may be gone."""
 
     def __init__(self) -> None:
         addresses = ["", free_address(), free_address(), free_address()]
@@ -55,7 +55,7 @@ def sender(to_us: Received, rank: int) -> socket.socket:
 
 
 def two() -> tuple[RemotePeers, RemotePeers]:
-    """Two members on two hosts, as they see each other."""
+    """Make two members on two hosts."""
     doors = [WAY.door({"rank": rank}) for rank in (0, 1)]
     here, there = (
         RemotePeers(rank, door, [door.address for door in doors], WAY) for rank, door in enumerate(doors)
@@ -79,8 +79,10 @@ def test_receive_that_times_out_amid_a_message_gets_it_later(to_us: Received) ->
 
 
 def interrupted(after: int, call: Callable[[], Any]) -> Any:
-    """What the call gives, or whether Ctrl-C has come: at so many of the points in it where that is raised,
-    which are the begin of a function of Python, and the end of one of the system."""
+    """Return the result of the call, or whether Ctrl-C was raised at point number ``after``.
+
+    The points are the start of each Python function and the end of each system call.
+    """
     points = itertools.count()
 
     def look(frame: Any, event: str, _: Any) -> None:
@@ -98,7 +100,8 @@ def interrupted(after: int, call: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("any_source", [False, True])
 def test_receive_continues_after_ctrl_c(to_us: Received, any_source: bool) -> None:
-    """A message may be lost that is received just then, as it is between a call's return and its use."""
+    """The message that is being received may be lost, as between the return of a call and the use of its
+    result."""
 
     def receive() -> Any:
         return to_us.receive_any(60.0)[0] if any_source else to_us.receive(1, 60.0)
@@ -124,7 +127,7 @@ def test_receive_continues_after_ctrl_c(to_us: Received, any_source: bool) -> No
 
 @pytest.mark.parametrize("any_source", [False, True])
 def test_first_message_arrives_after_ctrl_c_in_receive(any_source: bool) -> None:
-    """Which begins to watch its sender."""
+    """The interrupted receive starts to watch its sender."""
     for after in range(0, 60, 3):
         here, there = two()
         mine, other = Messages(0, 2, here.peer), Messages(1, 2, there.peer)
@@ -141,7 +144,7 @@ def test_first_message_arrives_after_ctrl_c_in_receive(any_source: bool) -> None
 
 
 class Now:
-    """Can't be unpickled now, and can later."""
+    """An object that fails to unpickle now and succeeds later."""
 
     error: BaseException | Callable[[], BaseException] | None = None
 
@@ -209,7 +212,7 @@ def test_missing_silent_peer_is_noticed(to_us: Received) -> None:
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_end_of_watched_peer_is_noticed(leaves: bool) -> None:
-    """Whether it has left, or its connections have just ended."""
+    """The peer has left, or its connections have ended."""
     here, there = two()
     found = ThreadPeer(Messages(0, 2, here.peer).receive_any, None)
     wait_until(lambda: bool(there._watchers))
@@ -246,7 +249,7 @@ def test_repr_hides_the_group_secret() -> None:
 
 
 def hosts_apart() -> tuple[str, str]:
-    """This host, and the same in a container that shares the network, but not the processes."""
+    """Return the identity of this host, and of a container that shares its network but not its processes."""
     alone, user = 0x20000000, 0x10000000  # CLONE_NEWPID, CLONE_NEWUSER
     if ctypes.CDLL(None).unshare(alone | (user if os.geteuid() else 0)):
         return "", ""
@@ -259,7 +262,7 @@ def hosts_apart() -> tuple[str, str]:
 
 
 def test_processes_in_different_namespaces_count_as_hosts() -> None:
-    """Containers of one pod: there a number is another process's, or none's."""
+    """In the containers of one pod, a process id belongs to another process or to none."""
     here, there = ProcessPeer(hosts_apart).result()
     if not here:
         pytest.skip("a process can't leave the namespace of its processes here")
@@ -270,7 +273,7 @@ def test_processes_in_different_namespaces_count_as_hosts() -> None:
 
 
 def test_members_of_two_users_count_as_two_hosts() -> None:
-    """No user opens another one's memory."""
+    """No user can open the memory of another."""
     if os.geteuid():
         pytest.skip("only root can become another user: run it as root")
     at = free_address()
@@ -283,7 +286,7 @@ def test_members_of_two_users_count_as_two_hosts() -> None:
         with meet_at(at, SECRET, rank, 2, 60) as g:
             return work(g)
 
-    raised(over_hosts(2, work))  # imports here what the other user may not be allowed to read
+    raised(over_hosts(2, work))  # imports modules that the other user may not be allowed to read
     peers = [ProcessPeer(member, rank, user) for rank, user in ((0, 0), (1, 65534))]
     assert [peer.result() for peer in peers] == [(3, "LinkedGroup")] * 2
 
@@ -315,7 +318,7 @@ def sending() -> list[threading.Thread]:
 @pytest.mark.parametrize("lets_in", [False, True])
 @pytest.mark.parametrize("tls", [False, True])
 def test_abandoned_messages_leave_no_thread_that_sends(lets_in: bool, tls: bool) -> None:
-    """Whether the other one never lets it in, or takes nothing."""
+    """The peer never accepts the connection, or reads nothing."""
     if tls:
         pytest.importorskip("cryptography")
     way = Way(SECRET, "127.0.0.1", tls)
@@ -323,7 +326,7 @@ def test_abandoned_messages_leave_no_thread_that_sends(lets_in: bool, tls: bool)
         doors = [way.door({"rank": rank}) for rank in range(2)]
         addresses = [doors[0].address, doors[1].address if lets_in else silent.address]
         here, there = (RemotePeers(rank, door, addresses, way) for rank, door in enumerate(doors))
-        for _ in range(20):  # more than its threads take that nobody receives from
+        for _ in range(20):  # more than its threads accept without a receiver
             here.peer(1).send(bytes(4 << 20), None)
         if lets_in:
             wait_until(lambda: there.peer(0).incoming().stats().inside == READ_AHEAD)

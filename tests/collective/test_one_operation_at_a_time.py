@@ -1,5 +1,4 @@
-"""A member does one operation at a time. Who calls another one meanwhile waits, or is told why that would be
-for ever."""
+"""A member runs one operation at a time. A second call waits, or raises if it would wait forever."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def is_inside(member: Any) -> bool:
 
 @contextlib.contextmanager
 def inside(members: Any) -> Iterator[Any]:
-    """One of these, while its other thread is in an operation."""
+    """Yield one of the members while its other thread is in an operation."""
     thread = threading.Thread(target=members[0].barrier)
     thread.start()
     wait_until(lambda: is_inside(members[0]))

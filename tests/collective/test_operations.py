@@ -1,5 +1,8 @@
-"""Every operation gives what its definition says, on threads and on processes, for every size at which the
-way of doing it changes, and everybody gets the same bits."""
+"""Every operation returns the defined result, on threads and processes, for all sizes at which the algorithm
+changes.
+
+All members get the same bits.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ def test_allreduce_supports_each_type_and_op(run: Any, dtype: str, length: int) 
 
 
 def test_halves_are_converted_as_in_numpy(run: Any) -> None:
-    """All of them, infinities and subnormal ones included; NaN stays NaN."""
+    """All values are tested, with infinities and subnormals; NaN stays NaN."""
     every = np.arange(65536, dtype=np.uint16).view(np.float16)
 
     def body(g: Any) -> Any:
@@ -164,7 +167,7 @@ def test_allgather_returns_arrays_of_any_shape_and_values(run: Any, size: int) -
 
 
 def test_allgather_with_wrong_out_raises_and_writes_nothing(run: Any) -> None:
-    """Only who gave too little room raises; for the others it is done."""
+    """Only the member whose ``out`` is too small raises; the others complete the operation."""
 
     def body(g: Any) -> str:
         room = [np.zeros(3 if g.rank else 2, np.float32), np.zeros(4, np.float32)]
@@ -271,7 +274,7 @@ def test_every_operation_supports_wait_false(run: Any) -> None:
 
 
 def test_split_makes_groups_by_key(run: Any) -> None:
-    """Of any size, made by any key; also within each other."""
+    """Groups may have any size and any key, and can be split again."""
 
     def body(g: Any) -> Any:
         third = g.split(g.rank % 3)
@@ -286,7 +289,7 @@ def test_split_makes_groups_by_key(run: Any) -> None:
 
 
 def test_split_makes_a_group_of_leaders(run: Any) -> None:
-    """It is left with theirs."""
+    """Closing a part also closes its ``leaders``."""
 
     def body(g: Any) -> Any:
         part = g.split(g.rank % 2 if g.rank else None)

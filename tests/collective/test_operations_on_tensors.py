@@ -1,5 +1,4 @@
-"""What is particular about tensors in the operations of a group; the rest is told of arrays, by files that
-need no torch."""
+"""Operations on tensors where they differ from arrays, which the files without torch test."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ def test_tensors_of_every_type_can_be_moved(run: Any) -> None:
             try:
                 x = torch.arange(16, dtype=torch.uint8).add(16 * g.rank).view(dtype)
             except RuntimeError:
-                continue  # not even torch has a way to make one
+                continue  # torch itself cannot make such a tensor
             shown = g.allgather(x)
             assert [part.dtype for part in shown] == [dtype, dtype]
             assert shown[1].view(torch.uint8).tolist() == list(range(16, 32))
@@ -82,7 +81,7 @@ def test_tensors_of_every_type_can_be_moved(run: Any) -> None:
 
 
 def test_array_and_tensor_of_one_type_match() -> None:
-    """As on one host."""
+    """It also holds over hosts."""
 
     def body(g: Any) -> Any:
         x = torch.ones(2) if g.rank else np.ones(2, "f4")
@@ -95,7 +94,7 @@ def test_array_and_tensor_of_one_type_match() -> None:
 def odd_tensors() -> dict[str, Any]:
     dense = torch.eye(2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of some that they are new, or old
+        warnings.simplefilter("ignore")  # torch warns that some types are new or old
         return {
             "sparse_coo: convert it, as by .to_dense()": dense.to_sparse(),
             "sparse_csr: convert it, as by .to_dense()": dense.to_sparse_csr(),
@@ -104,7 +103,7 @@ def odd_tensors() -> dict[str, Any]:
 
 
 def test_tensors_that_are_not_dense_raise_with_remedy() -> None:
-    """On every member that has one, before anything is sent."""
+    """Every member with such a tensor raises before anything is sent."""
     odd = odd_tensors()
 
     calls: list[Callable[[Any, Any], Any]] = [

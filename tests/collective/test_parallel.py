@@ -1,4 +1,4 @@
-"""Replicas that are trained by the members of a group stay equal, and reach what one module reaches alone."""
+"""Replicas that the members of a group train stay equal, and learn like one module."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def accuracy(net: Any, digits: Any) -> float:
 
 @pytest.mark.parametrize("run", [in_threads, in_processes], ids=["threads", "processes"])
 def test_gradients_of_two_replicas_match_one_module(run: Any, digits: Any) -> None:
-    """In float64, where the mean of two halves differs from the mean of the whole by rounding only."""
+    """In float64 the mean of two halves differs from the mean of the whole only by rounding."""
 
     def train(g: Any) -> tuple[list[float], float]:
         net = model(seed=g.rank)
@@ -237,7 +237,7 @@ def test_compression_of_complex_parameters_raises(compress: str) -> None:
 @pytest.mark.parametrize("run", [in_threads, over_hosts], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_replicas_stay_equal_with_unequal_batch_counts(run: Any, size: int, digits: Any) -> None:
-    """Bit for bit, and they do what one does with the mean gradients of those that still have a batch."""
+    """They match one module with the mean gradients of the members that still have a batch, bit for bit."""
 
     def train(g: Any) -> tuple[list[int], list[Tensor]]:
         net = model()
@@ -269,8 +269,8 @@ def test_replicas_stay_equal_with_unequal_batch_counts(run: Any, size: int, digi
 
 
 def test_mean_gradients_use_one_buffer_per_type() -> None:
-    """Whatever type a parameter has, whether it has a gradient, and whether that is sparse; who has run out
-    has them, too."""
+    """Parameters may have any type, no gradient, or a sparse one. Members without a batch also have the
+    buffers."""
 
     def train(g: Any) -> tuple[int, list[list[float]]]:
         table = nn.Embedding(2, 2, sparse=True)
@@ -294,7 +294,7 @@ def test_mean_gradients_use_one_buffer_per_type() -> None:
 
 @pytest.mark.parametrize("run", [in_threads, over_hosts], ids=["one host", "two hosts"])
 def test_elastic_average_trains_one_shared_centre(run: Any, digits: Any) -> None:
-    """As one averaging of all members after the other would; with uneven ends."""
+    """It matches consecutive averages of all members, with unequal numbers of batches."""
 
     def train(g: Any) -> tuple[float, list[Tensor]]:
         net = model(seed=g.rank)
@@ -318,7 +318,7 @@ def test_elastic_average_trains_one_shared_centre(run: Any, digits: Any) -> None
 
 
 def pulled(g: Any, to: float) -> tuple[Any, ElasticAverage]:
-    """A weight of 1 that has become ``to`` since."""
+    """Return an average whose weight was 1 and is now ``to``."""
     net = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         net.weight.fill_(1.0)
@@ -385,7 +385,7 @@ def test_synchronize_rejects_buffer_with_shared_elements() -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_check_equal_names_first_difference_and_rank(change: str) -> None:
-    """And modules that can't be made equal are refused before anything is written."""
+    """Modules that cannot be made equal raise before anything is written."""
     function, said = CHANGES[change]
 
     def look(g: Any) -> None:
@@ -405,7 +405,7 @@ def test_check_equal_names_first_difference_and_rank(change: str) -> None:
 
 
 class Nothing:
-    """A code for a device without memory, on which no member reads or writes anything."""
+    """A code for a device without memory, which reads and writes nothing."""
 
     def encode(self, x: Tensor) -> Any:
         return str(x.device), x.numel()
@@ -415,7 +415,7 @@ class Nothing:
 
 
 def test_gradient_buffers_use_the_device_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer is on one device, and what the device still has to do to it is done before others read it."""
+    """A buffer is on one device, and the device finishes its work before other members read the buffer."""
     finished: list[str] = []
     monkeypatch.setattr(array_access, "finish", lambda x: finished.append(str(x.device)))
 

@@ -1,4 +1,5 @@
-"""``shrink``: the survivors of a group agree on who is left, whoever dies meanwhile, and go on."""
+"""``shrink``: the survivors of a group agree on who is left and form a new group, even if more members
+die."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ def test_shrink_keeps_the_order_of_the_survivors(victims: set[int]) -> None:
 def test_shrink_survives_a_death_during_the_call(
     victim: int, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the first one, who makes the group, and of others: before it is offered or taken, before they have
-    a seat in it, before all have met."""
+    """The victim is the first survivor, which makes the group, or another. It dies before the offer, before
+    it joins, or before all have met."""
 
     def body(g: Any) -> Any:
         g.barrier()
@@ -57,7 +58,7 @@ def test_shrink_survives_a_death_during_the_call(
     before = getattr(SharedGroup, at, None)
 
     def dies(self: Any, *arguments: Any) -> Any:
-        """In what belongs to the new group."""
+        """Die in a call of the new group."""
         if isinstance(self, SharedGroup) and self.size == 4:
             assert before is not None
             return before(self, *arguments)
@@ -69,7 +70,7 @@ def test_shrink_survives_a_death_during_the_call(
 
 
 def test_shrink_ignores_left_members_and_interrupts_others() -> None:
-    """Whether it has left before, or after it gave up."""
+    """The member left before, or after it gave up."""
     left = threading.Event()
 
     def body(g: Any) -> Any:
@@ -102,7 +103,7 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("call", WAITS)
 def test_shrink_interrupts_a_waiting_receive(call: str) -> None:
-    """Where messages have crossed before, and nobody has died."""
+    """Messages were exchanged before, and nobody has died."""
 
     def body(g: Any) -> Any:
         assert g.sendreceive(g.rank, to=1 - g.rank, source=1 - g.rank) == 1 - g.rank
@@ -131,7 +132,7 @@ def test_shrink_does_not_wait_for_unread_messages() -> None:
 
 
 def test_shrink_ends_started_operations_first() -> None:
-    """And publishes nothing any more."""
+    """They publish nothing more."""
     gave_up = threading.Event()
 
     def body(g: Any) -> None:
@@ -156,7 +157,7 @@ def test_interrupted_shrink_releases_members_that_joined(
     follow, wait = Shrinking._follow, Shrinking._wait
 
     def wait_or_interrupt(self: Any, left: list[int]) -> None:
-        if self._old.rank == 0 and left == [2]:  # once the member 1 has its seat
+        if self._old.rank == 0 and left == [2]:  # once member 1 has joined
             raise KeyboardInterrupt
         wait(self, left)
 
@@ -174,7 +175,7 @@ def test_interrupted_shrink_releases_members_that_joined(
                 g.shrink()
             interrupted.set()
             done.wait()
-            del caught  # until now it keeps all that the leader has made
+            del caught  # it kept everything that the leader made
             return None
         found = g.shrink().allgather(g.rank)
         done.set()
@@ -207,7 +208,7 @@ def test_shrink_raises_only_where_descriptors_are_missing(
 
 
 def test_shrink_timeout_names_missing_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits looks ever less often for the others."""
+    """A waiting member looks less and less often for the others."""
     late = threading.Event()
     looks: list[tuple[int, int]] = []
     is_left = Shrinking._is_left
@@ -236,7 +237,7 @@ def test_shrink_timeout_names_missing_members(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_group_can_shrink_until_one_member_is_left() -> None:
-    """Killed at any moment: all survivors have done the same number of operations, each with all members."""
+    """Members are killed at any time. All survivors complete the same operations with all members."""
     chance = random.Random(3)
 
     def body(g: Any) -> Any:

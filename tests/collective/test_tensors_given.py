@@ -1,5 +1,4 @@
-"""What is particular about the memory of tensors that a call is given; the rest is told of arrays, by
-test_memory_given.py."""
+"""Memory of tensor arguments where it differs from arrays, which test_memory_given.py tests."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 
 def negated() -> Any:
-    """-2, which lies in memory as 2."""
+    """Return a tensor of -2 whose memory holds 2."""
     return torch.tensor([1 + 2j]).conj().imag
 
 
@@ -105,9 +104,9 @@ def nested(layout: Any) -> Any:
     ],
     ids=["freed", "masked", "faked", "jagged", "nested", "sparse"],
 )
-@pytest.mark.filterwarnings("ignore")  # torch's own of such tensors
+@pytest.mark.filterwarnings("ignore")  # torch's own warnings
 def test_tensor_without_memory_raises(run: Any, call: str, make: Any, said: str) -> None:
-    """And nobody reads at no address."""
+    """No member reads at address zero."""
 
     def body(g: Any) -> Any:
         with pytest.raises(TypeError, match=said):

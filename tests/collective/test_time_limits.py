@@ -1,5 +1,4 @@
-"""A time-out is for all that a call does, one step after the other; without one nothing ends for being
-slow."""
+"""A timeout covers all steps of a call; without one, no call ends for being slow."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ STEPS = ("_exchange", "_allgather_into", "_alltoall", "_reduce", "_spread", "sen
 
 
 def steps_of(g: Any, call: Calls) -> list[float]:
-    """The seconds that each step is given of a call that has 60."""
+    """Return the timeout of each step of a call with 60 seconds."""
     lefts: list[float] = []
 
     def noting(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,7 +51,7 @@ def steps_of(g: Any, call: Calls) -> list[float]:
 
 @pytest.fixture
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goes on with each look at it."""
+    """Advance the clock each time it is read."""
     ticks = itertools.count(0.0, 0.001)
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
 
@@ -70,7 +69,7 @@ def test_steps_of_a_call_over_hosts_share_its_timeout(call: str) -> None:
 
 
 def shared(found: list[Any]) -> None:
-    """One time for all steps, of each member."""
+    """Check that all steps of each member share one timeout."""
     for lefts in raised(found):
         assert len(lefts) > 1
         assert lefts == sorted(lefts, reverse=True)
@@ -80,7 +79,7 @@ def shared(found: list[Any]) -> None:
 def test_timeout_includes_wait_for_started_operations(run: Any) -> None:
     def body(g: Any) -> None:
         if g.rank == 0:
-            g.receive(1)  # once the other one has given up
+            g.receive(1)  # once the other member has given up
             g.barrier()
             return
         started = g.barrier(wait=False)
@@ -95,7 +94,7 @@ def test_timeout_includes_wait_for_started_operations(run: Any) -> None:
 
 
 def test_part_over_hosts_waits_without_limit() -> None:
-    """Only connecting, when all have said that they come, has one of its own."""
+    """Only connecting, once all members have agreed, has a limit."""
 
     def split(g: Any, _: float) -> None:
         g.split(0).close()

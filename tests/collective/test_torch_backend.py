@@ -1,4 +1,4 @@
-"""Programs on torch.distributed give bit for bit with the backend ``flowchan`` what they give with gloo."""
+"""Programs on torch.distributed give the same bits with the backend ``flowchan`` as with gloo."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def answers(programs: Template, backend: str, store: Path) -> list[Any]:
     found = [rank.communicate(timeout=500) for rank in ranks]
     for rank, (_, errors) in zip(ranks, found, strict=True):
         assert rank.returncode == 0, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in found]  # gloo of torch 2.8 prints, too
+    return [json.loads(output.splitlines()[-1]) for output, _ in found]  # gloo of torch 2.8 also prints
 
 
 @pytest.fixture(scope="module")
 def found(torch_programs: Template, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """By both backends, and by ours where each rank believes to be on a host of its own."""
+    """Return the results of both backends, and of flowchan with each rank on a simulated host."""
     folder = tmp_path_factory.mktemp("stores")
     backends = ("flowchan", "over hosts", "gloo")
     return {backend: answers(torch_programs, backend, folder / backend) for backend in backends}
@@ -56,7 +56,7 @@ def found(torch_programs: Template, tmp_path_factory: pytest.TempPathFactory) ->
 def test_results_match_gloo(found: dict[str, list[Any]], backend: str, name: str) -> None:
     if found["gloo"][0][name] == LACKS:
         pytest.skip("gloo of this torch lacks it: install a newer torch")
-    as_in_gloo = "ddp" if name == "fsdp2" else name  # gloo of torch 2.7 adds up where FSDP2 wants the mean
+    as_in_gloo = "ddp" if name == "fsdp2" else name  # gloo of torch 2.7 sums where FSDP2 requests the mean
     for rank in range(2):
         assert found[backend][rank][name] == found["gloo"][rank][as_in_gloo]
 
@@ -79,7 +79,7 @@ except Exception as error:
 
 
 def test_death_in_ddp_raises_on_the_other_rank(torch_programs: Template, tmp_path: Path) -> None:
-    """Where other backends hang."""
+    """Other backends hang in this case."""
     ranks = [
         torch_programs.popen("-c", DEATH, rank, tmp_path / "store", stdout=subprocess.PIPE)
         for rank in range(2)
@@ -92,8 +92,8 @@ def test_death_in_ddp_raises_on_the_other_rank(torch_programs: Template, tmp_pat
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_groups_leave_no_keys_in_the_store(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else who begins again with it, as under torchrun, would take what the last group told for the new one's
-    words."""
+    """Otherwise the next group in the same store, as under torchrun, would read the values of the last
+    one."""
     store, ranks = torch.distributed.HashStore(), {}
     monkeypatch.setattr(forming, "this_host", lambda: f"host {ranks[threading.get_ident()] % hosts}")
 
@@ -157,11 +157,11 @@ for call in (lambda: dist.all_reduce(torch.ones(2)), dist.barrier):
 
 @pytest.mark.parametrize("named", ["cpu:flowchan,cuda:gloo", "cuda:gloo,cpu:flowchan"])
 def test_second_backend_raises(torch_programs: Template, named: str) -> None:
-    """For torch drops it."""
+    """torch would ignore it."""
     program = torch_programs.popen("-c", BESIDE, named, stdout=subprocess.PIPE, text=True)
     lines = program.communicate(timeout=100)[0].splitlines()
     assert len(lines) >= 2
-    for line in lines[-2:]:  # gloo of torch 2.8 says something before
+    for line in lines[-2:]:  # gloo of torch 2.8 prints lines before
         assert f'stands for all of a process group, and this one, "{named}", names others' in line
 
 
@@ -199,16 +199,16 @@ def test_wrong_list_lengths_and_sparse_tensors_raise(
 ) -> None:
     program = torch_programs.popen("-W", "ignore", "-c", ODD, stdout=subprocess.PIPE, text=True)
     assert program.communicate(timeout=100)[0].splitlines() == [
-        "out must have a part for each of the 1 members, not 2",
-        "gather takes a part for each of the 1 members, not 2",
-        "scatter takes a part for each of the 1 members, not 2",
-        "reduce_scatter takes a part for each of the 1 members, not 2",
-        "alltoall takes a part for each of the 1 members, not 2",
-        "alltoall takes a part for each of the 1 members, not 2",
+        "out must have one part for each of the 1 members, not 2",
+        "gather: out must have one part for each of the 1 members, got 2",
+        "scatter: xs must have one part for each of the 1 members, got 2",
+        "reduce_scatter: input_list must have one part for each of the 1 members, got 2",
+        "alltoall: xs must have one part for each of the 1 members, got 2",
+        "alltoall: xs must have one part for each of the 1 members, got 2",
         "out must have room for the 12 bytes from rank 0, got room for 24",
-        "out must have the type of the input, and 6 elements, not float32[3]",
-        "a group's operations must be a dense tensor, got float32[2, 2] in the layout sparse_coo: convert "
-        "it, as by .to_dense()",
+        "out must have the type of the input and 6 elements, got float32[3]",
+        "x must be a dense tensor, got float32[2, 2] in the layout sparse_coo; convert it, for example "
+        "with .to_dense()",
     ]
 
 
@@ -271,7 +271,7 @@ except TypeError as error:
 
 
 def test_thread_waits_for_the_device_of_a_tensor(torch_programs: Template) -> None:
-    """On a device that no group can use, so that it ends there."""
+    """The device is one that groups do not support, so the test ends there."""
     program = torch_programs.popen("-c", ON_A_DEVICE, stdout=subprocess.PIPE, text=True)
     first, second = program.communicate(timeout=100)[0].splitlines()
     assert first == "finished meta"

@@ -1,4 +1,4 @@
-"""torch knows the backend ``flowchan`` once it is imported, and imports nothing of it before its use."""
+"""torch knows the backend ``flowchan`` after its import, and imports it only on first use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""Backends of torch.distributed as ways of a group: they give what our own ways give, a death in them is told
-as anywhere, and CUDA tensors go to NCCL. That needs devices; without them which backend is taken is tested on
-a backend that does nothing, and on tensors that have no memory."""
+"""Backends of torch.distributed as algorithms of a group.
+
+They match the native algorithms, and a death in them raises as anywhere. CUDA tensors use NCCL, which needs
+devices. Without devices, the choice of the backend is tested with a dummy backend and with tensors without
+memory.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ needs_cuda = pytest.mark.skipif(not DEVICES, reason="no CUDA device: run it wher
 
 @pytest.fixture(autouse=True, scope="module")
 def used_before(one_compute_thread: None) -> None:
-    """What torch keeps in a process from its first store on is no leftover of a test."""
+    """Create a store first, so that the resources that torch keeps do not count as leaks."""
     in_threads(2, lambda g: (by(g, "gloo"), g.allreduce(torch.ones(1))))
 
 
@@ -42,7 +45,7 @@ def by(g: Any, way: str | None) -> None:
 
 
 def all_results(g: Any, make: Callable[[Any], Any]) -> list[Any]:
-    """What operations give on arrays that ``make`` makes of NumPy's."""
+    """Return the results of the operations on arrays that ``make`` converts from NumPy."""
     x = make(np.arange(6 * g.size, dtype="f4").reshape(g.size, 6) * (g.rank + 1))
     found = [g.allreduce(make(x), op) for op in ("sum", "mean", "max", "prod")]
     out = make(x)
@@ -58,7 +61,7 @@ def all_results(g: Any, make: Callable[[Any], Any]) -> list[Any]:
 
 
 class Noted:
-    """A backend that notes what it is asked for, and has it done at once. ``first`` is called before that."""
+    """A backend that records its calls and completes them at once; ``first`` is called before."""
 
     def __init__(self, first: Callable[[], Any] = lambda: None) -> None:
         self.calls: list[str] = []
@@ -85,7 +88,7 @@ def fail() -> None:
 
 
 def in_place_of(g: Any, backend: Noted) -> None:
-    """``backend`` in place of the member's gloo, whose connections it keeps."""
+    """Replace the member's gloo by ``backend``, which keeps its connections."""
     backend.before, g._backends["gloo"]._backend = g._backends["gloo"]._backend, backend
 
 
@@ -104,7 +107,7 @@ def test_gloo_matches_native_algorithms(run: Any) -> None:
 
 
 def test_gloo_checks_out_before_it_starts(run: Any) -> None:
-    """By all ways alike."""
+    """All algorithms behave alike."""
 
     def body(g: Any) -> Any:
         x = np.full(4, 1.5)
@@ -200,7 +203,7 @@ def test_backends_do_not_affect_torch_groups() -> None:
 
 
 def test_mismatched_gloo_calls_raise_on_all_members(run: Any) -> None:
-    """In shape, in the way, and in what members of an alltoall have for each other."""
+    """The calls differ in shape, in algorithm, or in the sizes of an alltoall."""
 
     def body(g: Any) -> Any:
         by(g, "gloo")
@@ -219,12 +222,12 @@ def test_mismatched_gloo_calls_raise_on_all_members(run: Any) -> None:
 
 
 def test_backend_failure_raises_on_all_members(run: Any) -> None:
-    """Also when it fails for one of them only, which the others wait for."""
+    """The backend may fail on one member only, for which the others wait."""
 
     def body(g: Any) -> Any:
         by(g, "gloo")
         with pytest.raises(GroupError, match=r"allreduce by gloo has failed at rank \d: "):
-            g.allreduce(torch.zeros(3, dtype=torch.uint32))  # a type that gloo has not
+            g.allreduce(torch.zeros(3, dtype=torch.uint32))  # a type that gloo lacks
         before = g.allreduce(torch.ones(3)).tolist()
         if g.rank == 1:
             in_place_of(g, Noted(fail))
@@ -258,7 +261,7 @@ def test_failure_during_connect_raises_on_all_members(monkeypatch: pytest.Monkey
 
 
 def dies_in(g: Any, step: str, victim: int) -> None:
-    """The victim dies when it comes to this step of its backend's next operation."""
+    """Kill the victim at this step of its backend's next operation."""
     by(g, "gloo")
     if step != "_connect":
         g.allreduce(torch.ones(3))
@@ -283,7 +286,7 @@ def test_death_in_backend_raises_on_all_members(step: str) -> None:
 
 
 def test_interrupted_member_in_backend_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Ctrl-C: its connections stay, so the backends of the others notice nothing."""
+    """Ctrl-C interrupts it. Its connections stay, so the backends of the others notice nothing."""
     monkeypatch.setattr(torch_algorithms, "GRACE", 0.05)
     read, write = os.pipe()
 
@@ -367,7 +370,7 @@ def test_unavailable_algorithm_raises_with_remedy(monkeypatch: pytest.MonkeyPatc
 
 
 def test_device_tensors_use_the_backend_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is taken without being chosen, and not for what lies in this machine's memory."""
+    """It is used without being selected, but not for tensors in this machine's memory."""
     made: list[Noted] = []
 
     def make(*_: Any) -> Noted:
@@ -399,7 +402,7 @@ def test_device_tensors_use_the_backend_of_the_device(monkeypatch: pytest.Monkey
 
 
 class Mpi(Noted):
-    """As where mpirun has started one process."""
+    """A backend like that of an mpirun with one process."""
 
     def rank(self) -> int:
         return 0
@@ -439,7 +442,7 @@ def nccl_results(g: Any) -> Any:
 
 @needs_cuda
 def test_nccl_matches_native_algorithms() -> None:
-    """Of CUDA tensors, with a device for each member."""
+    """Each member has a CUDA device."""
     size = min(DEVICES, 3)
     found = Processes(size, nccl_results, method="spawn").results(size)
     if size == 1:

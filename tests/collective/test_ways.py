@@ -1,5 +1,8 @@
-"""Every way to do an operation gives the same, also where members may not read each other's memory; which way
-is taken is said, and can be chosen. Values of built-in types arrive as they were, without a pickle."""
+"""Every algorithm of an operation gives the same result, even without direct reads.
+
+``explain`` reports the algorithm, and ``set_algorithm`` selects one. Built-in types arrive unchanged without
+a pickle.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ WAYS = {
 
 
 def moved(g: Any, length: int) -> list[Any]:
-    """What operations that move arrays of so many elements give."""
+    """Return the results of the operations that move arrays of ``length`` elements."""
     mine = np.arange(length) + g.rank
     first = g.broadcast(mine.copy(), root=1)
     rooms = [np.empty(length * (rank + 1), int) for rank in range(g.size)]
@@ -68,7 +71,8 @@ def test_each_algorithm_gives_the_same_result(run: Any, operation: str) -> None:
 
 @pytest.mark.parametrize(("way", "times"), [("direct", 1), (None, 40)])
 def test_results_are_equal_without_direct_reads(way: str | None, times: int) -> None:
-    """As where a sandbox or Yama forbids it. It is tried once: when it is chosen, or when its turn comes."""
+    """As in a sandbox or with Yama. A direct read is tried once: when it is selected, or in its first
+    trial."""
     if os.getuid():
         pytest.skip("only root can become somebody whose memory others may not read")
 
@@ -106,8 +110,8 @@ def test_large_and_small_arrays_are_gathered_together() -> None:
 
 @pytest.mark.parametrize("way", [None, *WAYS["alltoall"]])
 def test_alltoall_can_receive_into_its_input(way: str | None) -> None:
-    """Each array in its own place; and, as parts of one array whose sizes differ, in those of others. Members
-    whose arrays are large go together with some whose are small."""
+    """Each array is received in its own place; or parts of one array with different sizes in other places.
+    Large and small arrays are mixed."""
 
     def body(g: Any) -> None:
         g.set_algorithm("alltoall", way)
@@ -149,14 +153,14 @@ QUICKEST = re.compile(_MANNER + ": .*, as measured: (.*); shared")
 
 @pytest.mark.parametrize("operation", ["allreduce", "reduce_scatter", "broadcast"])
 def test_fastest_plan_is_found_and_used_by_all(run_on_one_host: Any, operation: str) -> None:
-    """By figures that all of them say alike."""
+    """All members report the same times."""
 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
         before = g.explain(operation, x)
-        for _ in range(80):  # some in each way
+        for _ in range(80):  # some with each plan
             g.reduce_scatter(x) if operation == "reduce_scatter" else getattr(g, operation)(x)
-        for _ in range(2):  # with the first one rank 0 hears of the last operation
+        for _ in range(2):  # rank 0 learns the times of the last operation with the first one
             g.barrier()
         found = g.explain(operation, x)
         g.barrier()
@@ -228,7 +232,7 @@ def test_fastest_other_plan_is_found_without_direct_reads() -> None:
 
 
 def test_time_before_a_failed_operation_is_not_counted(run_on_one_host: Any) -> None:
-    """How long it took is said in the next one that all call alike, where by then another one has been."""
+    """Its time is published in the next matching call, which follows another operation."""
 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
@@ -304,7 +308,7 @@ def test_set_algorithm_names_allowed_algorithms() -> None:
 
 
 def test_gathers_run_while_their_caller_works() -> None:
-    """Of sizes that nobody knows before, and of values."""
+    """The arrays have unknown sizes, or the inputs are values."""
 
     def body(g: Any) -> Any:
         handles = [
@@ -351,7 +355,8 @@ def test_values_arrive_unchanged(value: Any) -> None:
 
 
 def test_only_built_in_types_avoid_pickle() -> None:
-    """And no very large ones. Without a GIL no list and no dictionary, which others may change meanwhile."""
+    """Very large values are pickled. Without a GIL, so are lists and dictionaries, because other threads may
+    change them."""
     fixed = [value for value in PLAIN if not isinstance(value, list | dict)]
     without_gil = sysconfig.get_config_var("Py_GIL_DISABLED")
     assert {dumps(value)[-1:] for value in (fixed if without_gil else PLAIN)} == {b"\2"}

@@ -97,7 +97,7 @@ def test_wrong_words_are_refused_with_what_is_allowed():
         serve(peer_timeout=-1)
 
 
-def test_repr_hides_the_group_secret():
+def test_no_secret_is_shown():
     channel = make()
     assert channel.secret.hex() not in repr(channel) + repr(vars(channel))
     assert HostPeer(lambda: repr(channel.secret) not in repr(channel)).result()

@@ -143,7 +143,7 @@ def test_one_arrow_stands_for_the_channels_of_all_workers() -> None:
         assert "Reduced" in text
 
 
-def test_group_argument_errors_name_allowed_values() -> None:
+def test_wrong_arguments_say_what_is_allowed() -> None:
     numbers = Graph("wrong").source([1])
     with pytest.raises(ValueError, match=r"op must be one of 'sum', 'mean'.* or a function"):
         numbers.allreduce("add")
