@@ -113,8 +113,7 @@ print(*sorted(found, key=str), sep="\\n")
     platform.machine() != "x86_64", reason="system calls are refused by their numbers on x86-64"
 )
 def test_all_members_raise_memory_error_and_continue() -> None:
-    """As in a container with 64 MB of shared memory, an allocation that does not fit is refused when it is
-    reserved."""
+    """An allocation that does not fit is refused early, as in a container with 64 MB of shared memory."""
     command = [sys.executable, "-c", WITHOUT_MEMORY, str(TESTS / "refused")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     why = "there is no shared memory for allreduce of group 'full'"

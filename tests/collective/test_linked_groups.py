@@ -286,7 +286,7 @@ def test_message_waits_for_receiver_and_receive_can_time_out() -> None:
         if g.rank:
             x = np.arange(1_000_000)
             for _ in range(3):
-                g.send(x, 0)  # nobody receives yet
+                g.send(x, 0)  # the receiver is late
             g.barrier()
             return g.receive(0)
         g.barrier()

@@ -90,14 +90,14 @@ def shared(length: int) -> Any:
     ("call", "said"),
     [
         (lambda g: g.allreduce(np.ones(4, np.float32), out=np.ones(4)),
-         r"out must have the type of the input, and 4 elements, not float64\[4\]"),
+         r"out must have the type of the input and 4 elements, got float64\[4\]"),
         (lambda g: g.allreduce(read_only(4)), "got a read-only array"),
         (lambda g: g.allreduce(np.ones(4), out=shared(4)), "whose elements share memory, as after expand"),
         (lambda g: g.allgather(np.ones(2), out=read_only(4)), "got a read-only array"),
         (lambda g: g.allgather(np.ones(2), out=[read_only(2), np.ones(2)]), "got a read-only array"),
         (lambda g: g.alltoall([np.ones(2)] * 2, out=[read_only(2), np.ones(2)]), "got a read-only array"),
         (lambda g: g.reduce_scatter(np.ones(3), out=np.ones(1)),
-         r"x must have a number of elements that 2 divides, not float64\[3\]: pad it"),
+         r"x must have a number of elements that is divisible by 2, got float64\[3\]; pad it"),
     ],
     ids=range(7),
 )  # fmt: skip

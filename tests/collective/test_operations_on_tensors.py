@@ -96,9 +96,9 @@ def odd_tensors() -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that some types are new or old
         return {
-            "sparse_coo: convert it, as by .to_dense()": dense.to_sparse(),
-            "sparse_csr: convert it, as by .to_dense()": dense.to_sparse_csr(),
-            "give its .dequantize()": torch.quantize_per_tensor(dense, 0.1, 0, torch.quint8),
+            "sparse_coo; convert it, for example with .to_dense()": dense.to_sparse(),
+            "sparse_csr; convert it, for example with .to_dense()": dense.to_sparse_csr(),
+            "pass its .dequantize()": torch.quantize_per_tensor(dense, 0.1, 0, torch.quint8),
         }
 
 

@@ -103,7 +103,7 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("call", WAITS)
 def test_shrink_interrupts_a_waiting_receive(call: str) -> None:
-    """Messages were exchanged before, and nobody has died."""
+    """Messages were exchanged before, and all members are alive."""
 
     def body(g: Any) -> Any:
         assert g.sendreceive(g.rank, to=1 - g.rank, source=1 - g.rank) == 1 - g.rank

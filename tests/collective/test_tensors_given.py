@@ -44,12 +44,12 @@ def elsewhere(length: int) -> Any:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda g: g.allreduce(torch.ones(4), out=elsewhere(4)), "out must be on cpu, as what is given"),
+        (lambda g: g.allreduce(torch.ones(4), out=elsewhere(4)), "out must be on cpu like the input"),
         (lambda g: g.reduce_scatter(torch.ones(4), out=elsewhere(2)), "out must be on cpu"),
         (lambda g: g.allgather(torch.ones(4), out=elsewhere(8)), "out must be on cpu"),
         (lambda g: g.allgather(torch.ones(4), out=[elsewhere(4)] * 2), "out must be on cpu"),
         (lambda g: g.alltoall([torch.ones(4)] * 2, out=[elsewhere(4)] * 2), "out must be on cpu"),
-        (lambda g: g.allreduce(torch.ones(1).expand(4)), "share memory, as after expand: give a copy"),
+        (lambda g: g.allreduce(torch.ones(1).expand(4)), "share memory, as after expand; pass a copy"),
     ],
     ids=range(6),
 )  # fmt: skip

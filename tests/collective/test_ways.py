@@ -71,8 +71,7 @@ def test_each_algorithm_gives_the_same_result(run: Any, operation: str) -> None:
 
 @pytest.mark.parametrize(("way", "times"), [("direct", 1), (None, 40)])
 def test_results_are_equal_without_direct_reads(way: str | None, times: int) -> None:
-    """As in a sandbox or with Yama. A direct read is tried once: when it is selected, or in its first
-    trial."""
+    """Sandboxes and Yama may forbid direct reads. One is tried once: when selected, or in its first trial."""
     if os.getuid():
         pytest.skip("only root can become somebody whose memory others may not read")
 
