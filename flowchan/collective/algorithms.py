@@ -24,7 +24,7 @@ def ways_of(operation: str) -> tuple[str, ...]:
     return ("chunks", *BACKENDS) if operation == NAMES[REDUCE_SCATTER] else ()
 
 
-class Ways:
+class AlgorithmChoice:
     """Methods of a group that select algorithms."""
 
     if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Ways:
         def _explain(self, operation: str, x: Any) -> str: ...
         def _set_algorithm(self, doing: int, name: str | None) -> None: ...
 
-    def _begin_ways(self) -> None:
+    def _begin_algorithms(self) -> None:
         self._chosen_backends: dict[int, str] = {}
         self._backends: dict[str, Any] = {}
 
@@ -119,9 +119,9 @@ class Ways:
             )
         if name not in self._backends:
             check_backend(name)
-            from flowchan.collective.torch_algorithms import TorchWay
+            from flowchan.collective.torch_algorithms import TorchAlgorithm
 
-            self._backends[name] = TorchWay(name, self)
+            self._backends[name] = TorchAlgorithm(name, self)
         return self._backends[name]
 
     def _close_backends(self) -> None:
@@ -129,7 +129,7 @@ class Ways:
             backend.close()
 
 
-def not_here(call: str, x: Any) -> str:
+def wrong_device_message(call: str, x: Any) -> str:
     remedy = "it has no contents" if x.device.type == "meta" else "copy it, for example with .cpu()"
     return (
         f"{call}: x must be in this machine's memory or a CUDA tensor, got {array_access.described(x)}; "

@@ -124,7 +124,7 @@ def check_place(x: Any, out: Any) -> None:
         raise ValueError(f"out must be on {place} like the input, got {has}")
 
 
-def check_apart(x: Any, out: Any) -> None:
+def check_overlap(x: Any, out: Any) -> None:
     """Raise ``ValueError`` if writing ``out`` would overwrite elements of ``x`` that are still to be read.
 
     Both are contiguous. ``out`` may be ``x`` itself or one of its parts of that size.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowchan.collective import array_access
-from flowchan.collective.algorithms import Ways, not_here
+from flowchan.collective.algorithms import AlgorithmChoice, wrong_device_message
 from flowchan.collective.call_arguments import array_argument, parts_argument
 from flowchan.collective.deadline import countdown
 from flowchan.collective.operations import (
@@ -27,7 +27,7 @@ from flowchan.collective.operations import (
 from flowchan.collective.value_bytes import dumps, loads
 
 
-class Moving(Ways):
+class Moving(AlgorithmChoice):
     """Methods of a group that move data."""
 
     if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Moving(Ways):
         left = countdown(timeout)
         by, source = self._by(doing, x), array_access.contiguous(x)
         if by is self and not array_access.is_here(x):
-            raise TypeError(not_here("gather" if doing == GATHER else "allgather", x))
+            raise TypeError(wrong_device_message("gather" if doing == GATHER else "allgather", x))
         more = root if doing == GATHER else None
         likes = self._exchange(doing, ARRAYS + 4 * root, dumps(array_access.like(x)), -1, left(), x, more)
         place = array_access.place_of(x)
@@ -97,9 +97,9 @@ class Moving(Ways):
             )
         array_access.check_out(x, target, self.size)
         flat, source = array_access.contiguous(target), array_access.contiguous(x)
-        array_access.check_apart(source, flat)
+        array_access.check_overlap(source, flat)
         if self._by(REDUCE_SCATTER, x)._reduce_scatter(source, flat, op, timeout) is NotImplemented:
-            raise TypeError(not_here("reduce_scatter", x))
+            raise TypeError(wrong_device_message("reduce_scatter", x))
         return array_access.give_back(flat, target)
 
     def _swap_arrays(

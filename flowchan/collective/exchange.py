@@ -231,7 +231,7 @@ class ExchangeStep:
             except unless_interrupted(OSError) as error:
                 if isinstance(error, BlockingIOError):
                     return
-                self._hear_last_word(host, error)
+                self._receive_last_message(host, error)
                 peer.out.clear()
                 peer.waits = False
                 return
@@ -243,7 +243,7 @@ class ExchangeStep:
                 if not peer.out[0]:
                     del peer.out[0]
 
-    def _hear_last_word(self, host: int, error: OSError) -> None:
+    def _receive_last_message(self, host: int, error: OSError) -> None:
         """Receive the last message of a leader that no longer accepts data, because it may give the
         reason."""
         peer = self.peers[host]
@@ -295,7 +295,7 @@ class ExchangeStep:
 
     # --- errors ---
 
-    def raise_what_they_say(self) -> None:
+    def raise_reported_errors(self) -> None:
         for peer in self.peers.values():
             if peer.kind != DATA:
                 assert peer.into is not None
@@ -314,10 +314,10 @@ class ExchangeStep:
     def _absent(self) -> str:
         """Describe the hosts that the step waits for, except those that only wait for others of them."""
         late = {host for host in self._waiting if self.peers[host].out or not self.peers[host].has_come}
-        names = [self._links.ranks[host] for host in sorted(late) if late.isdisjoint(self._waits_for(host))]
+        names = [self._links.ranks[host] for host in sorted(late) if late.isdisjoint(self._needs_hosts(host))]
         return " and ".join(f"rank {rank} with its host" for rank in names)
 
-    def _waits_for(self, host: int) -> Sequence[int]:
+    def _needs_hosts(self, host: int) -> Sequence[int]:
         """Return the hosts on whose messages that host's message depends."""
         return ()
 
@@ -350,7 +350,7 @@ class Gathering(ExchangeStep):
         self.peers[self._parent].say(self.call, parts if all(peer.is_right for peer in below) else [])
         self._send(self._parent)
 
-    def _waits_for(self, host: int) -> Sequence[int]:
+    def _needs_hosts(self, host: int) -> Sequence[int]:
         return self._tree.children[host]
 
 
@@ -383,7 +383,7 @@ class Spreading(ExchangeStep):
             peer.waits = parent.is_right and not parent.has_come
             self._send(child)
 
-    def _waits_for(self, host: int) -> Sequence[int]:
+    def _needs_hosts(self, host: int) -> Sequence[int]:
         return [self._tree.parent[host]] if host in self._tree.parent else []
 
 

@@ -58,7 +58,7 @@ class Group(GroupSteps):
         self.name = name
         self._failure: BaseException | None = None
         self._later = None
-        self._begin_ways()
+        self._begin_algorithms()
 
     _loads = staticmethod(loads)
 

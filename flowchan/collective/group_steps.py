@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowchan.collective import array_access
-from flowchan.collective.algorithms import not_here
+from flowchan.collective.algorithms import wrong_device_message
 from flowchan.collective.call_arguments import (
     array_argument,
     function_argument,
@@ -123,10 +123,10 @@ class GroupSteps(Moving, Starting):
             source = flat if target is x else array_access.contiguous(x)
             if root in (-1, self.rank):
                 array_access.check_out(x, target)
-                array_access.check_apart(source, flat)
+                array_access.check_overlap(source, flat)
             by = self._by(doing, source)
             if by._reduce(doing, source, flat, op, root, timeout) is NotImplemented:
-                raise TypeError(not_here(NAMES[doing], x))
+                raise TypeError(wrong_device_message(NAMES[doing], x))
             return array_access.give_back(flat, target)
         function = OPERATIONS[op] if isinstance(op, str) else op
 
@@ -159,7 +159,7 @@ class GroupSteps(Moving, Starting):
                 array_access.check_writable(x)
             flat = array_access.contiguous(x)
             if self._by(BROADCAST, flat)._spread(flat, root, timeout) is NotImplemented:
-                raise TypeError(not_here("broadcast", x))
+                raise TypeError(wrong_device_message("broadcast", x))
             return array_access.give_back(flat, x)
         mine = dumps(x) if self.rank == root else b""
         found = self._tell(BROADCAST, VALUES + 4 * root, mine, root, timeout, x, root)

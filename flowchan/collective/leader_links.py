@@ -199,7 +199,7 @@ class Links(Connections):
 
     def _heard(self, step: ExchangeStep) -> dict[int, memoryview]:
         self._go(step)
-        step.raise_what_they_say()
+        step.raise_reported_errors()
         if any(peer.differs for peer in step.peers.values()):
             raise Differs
         return {host: peer.into for host, peer in step.peers.items() if peer.into is not None}
@@ -236,13 +236,13 @@ class Links(Connections):
                 self._torn = {host for host, peer in step.peers.items() if peer.is_torn}
                 raise GroupError(f"{step.call[0]} failed: this member has left") from None
             except MemberDied as error:
-                self._say_last(step, error)
+                self._report_death(step, error)
                 raise
             except BaseException:
                 self.close()
                 raise
 
-    def _say_last(self, step: ExchangeStep, error: MemberDied) -> None:
+    def _report_death(self, step: ExchangeStep, error: MemberDied) -> None:
         """Report to the others which leader died, so that they do not blame this one."""
         word = LeaderPeer(step.call, [dumps(error)], FAILED)
         for host, peer in step.peers.items():
@@ -264,7 +264,7 @@ class Links(Connections):
                 return host
         return None
 
-    def last_word(self, host: int, call: str) -> BaseException:
+    def last_message(self, host: int, call: str) -> BaseException:
         """Return the error by which the leader of that host ended; :meth:`ended` returned the host.
 
         The connections cannot be used after that.
@@ -273,7 +273,7 @@ class Links(Connections):
         step = ExchangeStep(self, (call, 0, 0), peers, lambda _: None, LAST)
         try:
             self._go(step)
-            step.raise_what_they_say()
+            step.raise_reported_errors()
         except (GroupError, TimeoutError, MemoryError) as error:
             if peers[host].has_come or not isinstance(error, TimeoutError):
                 return error

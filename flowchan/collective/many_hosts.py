@@ -428,7 +428,7 @@ class LinkedGroup(Group):
         """
         host = None if self._links is None else self._links.ended()
         if self._links is not None and host is not None:
-            self._failure = self._links.last_word(host, call)
+            self._failure = self._links.last_message(host, call)
             self._give_up_all()
             raise self._failure
 

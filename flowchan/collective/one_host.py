@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from flowchan import _core
 from flowchan.collective import array_access
-from flowchan.collective.algorithms import not_here, number_of
+from flowchan.collective.algorithms import number_of, wrong_device_message
 from flowchan.collective.call_arguments import called
 from flowchan.collective.deadline import countdown
 from flowchan.collective.group import Group
@@ -52,16 +52,16 @@ _OF_VALUES = {
     "function of yours, rank 0 combines them and sends the result",
 }
 _OF_ANY_VALUE = "the members serialize their values, and each reads those of the others"
-_WAYS = ("", *_HOW)
+_ALGORITHMS = ("", *_HOW)
 """Names of the algorithms, in the order of the core."""
 
 
 def _plan(way: int, piece: int, shows_past: bool, keeps_past: bool, by_two: bool) -> str:
     """Describe a plan of the core."""
-    if _WAYS[way] == "direct":
+    if _ALGORITHMS[way] == "direct":
         return "direct" + " by two threads" * by_two
     past = " shown past the caches" * shows_past + " received past the caches" * keeps_past
-    return f"{_WAYS[way]} of {piece >> 10} KB{past}"
+    return f"{_ALGORITHMS[way]} of {piece >> 10} KB{past}"
 
 
 log = logging.getLogger("flowchan.collective")
@@ -151,11 +151,11 @@ class SharedGroup(_core.Group, Group):
         if size is None or operation not in (*COMBINING, *MOVING, NAMES[REDUCE_SCATTER]):
             how = _OF_VALUES.get(operation, _OF_ANY_VALUE)
         elif not array_access.is_here(x):
-            how = not_here(operation, x)
+            how = wrong_device_message(operation, x)
         else:
             size //= self.size if number in (REDUCE_SCATTER, ALLTOALL) else 1
             plan = self._plan(number, size)
-            way = _WAYS[plan[0]]
+            way = _ALGORITHMS[plan[0]]
             took = {_plan(*one): f"{round(ns / 1000)} µs" for one, ns in self._took(number, size)}
             how = f"{_plan(*plan) if took else way}: "
             how += _OF_PARTS if number == REDUCE_SCATTER else _HOW[way]
@@ -165,7 +165,7 @@ class SharedGroup(_core.Group, Group):
         return f"{operation}: {how}; shared memory, {members} on this host"
 
     def _set_algorithm(self, doing: int, name: str | None) -> None:
-        self._choose(doing, 0 if name is None else _WAYS.index(name))
+        self._choose(doing, 0 if name is None else _ALGORITHMS.index(name))
         self._chosen[doing] = name
 
     def __reduce__(self) -> tuple[Any, ...]:

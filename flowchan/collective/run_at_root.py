@@ -15,7 +15,7 @@ from flowchan.collective.value_bytes import dumps, loads
 from flowchan.items.combining import OPERATIONS
 from flowchan.run.policy.failures import Portable
 
-_GIVEN, _TOLD = 4, 8
+_COLLECT_KEY, _TELL_KEY = 4, 8
 """Keys of its two steps, distinct from those in ``operations.py``."""
 
 REPEATABLE = (*OPERATIONS.values(), min, max)
@@ -61,7 +61,7 @@ def run_once(
     messages.
     """
     left, first = countdown(timeout), group.rank == 0
-    found = group._collect(doing, _GIVEN, mine, 0, left(), x, function)
+    found = group._collect(doing, _COLLECT_KEY, mine, 0, left(), x, function)
     result, error, told = None, None, b""
     if first:
         try:
@@ -74,7 +74,7 @@ def run_once(
         except BaseException:  # Ctrl-C: the others wait for this member
             group._give_up_all()
             raise
-    told = group._tell(doing, _TOLD, told, 0, left(), x, function)
+    told = group._tell(doing, _TELL_KEY, told, 0, left(), x, function)
     if not first:
         result, error = loads(told)
     if error is not None:

@@ -94,7 +94,7 @@ MAKERS = {"gloo": _gloo, "mpi": _mpi, "nccl": _nccl}
 """Functions that create one member's part of a backend; each waits for the other members."""
 
 
-class TorchWay:
+class TorchAlgorithm:
     """One backend for one member, with the operations on which those of a group build."""
 
     def __init__(self, name: str, group: Any) -> None:

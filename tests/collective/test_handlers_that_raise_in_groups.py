@@ -133,10 +133,10 @@ def test_handler_exception_leaves_a_rendezvous(interrupted: Any, rank: int) -> N
 
 def test_handler_exception_leaves_a_torch_backend(interrupted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from flowchan.collective.torch_algorithms import TorchWay
+    from flowchan.collective.torch_algorithms import TorchAlgorithm
 
-    monkeypatch.setattr(TorchWay, "_address", lambda _: "")
-    monkeypatch.setattr(TorchWay, "_connect", lambda *_: signal.raise_signal(signal.SIGALRM))
+    monkeypatch.setattr(TorchAlgorithm, "_address", lambda _: "")
+    monkeypatch.setattr(TorchAlgorithm, "_connect", lambda *_: signal.raise_signal(signal.SIGALRM))
     (g,) = collective.members(1)
     g.set_algorithm("allreduce", "gloo")
     with pytest.raises(TimeIsUp):

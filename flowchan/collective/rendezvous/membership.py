@@ -75,17 +75,17 @@ class Membership:
 
     def close(self) -> None:
         """Leave the group, if it was joined."""
-        self._hear_no_more()
+        self._stop_listener()
         if self._member is not None:
             self._member.close()
 
     def _abandon(self) -> None:
         """Leave the group after a failure; the other members raise ``MemberDied``."""
-        self._hear_no_more()
+        self._stop_listener()
         if self._member is not None:
             self._member._abandon()
 
-    def _hear_no_more(self) -> None:
+    def _stop_listener(self) -> None:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
