@@ -1,5 +1,8 @@
-"""What torch runs when it is imported: tells it of the backend ``"flowchan"`` of torch.distributed, and
-imports nothing of flowchan's before that is used. So it stands beside flowchan, not in it."""
+"""Registration of the backend ``"flowchan"`` when torch is imported.
+
+torch finds this package by its entry point. It is separate from flowchan, so that importing torch does not
+import flowchan before the backend is used.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from typing import Any
 
 
 def register() -> None:
-    """Called at the end of ``import torch``."""
+    """Register the backend. torch calls this at the end of ``import torch``."""
     distributed: Any = sys.modules.get("torch.distributed")
-    # Torch may have been built without it, or have it otherwise: to import torch has to work all the same.
+    # torch may lack distributed or have another version of it, and importing torch must not fail.
     with contextlib.suppress(Exception):
         distributed.Backend.register_backend("flowchan", _process_group, devices=["cpu"])
 

@@ -1,4 +1,4 @@
-// A member: joining, rounds, waiting, and the ends of others.
+// A member of a group: joining, rounds, waiting, and the loss of others.
 #include "group.hpp"
 
 #include "faults.hpp"
@@ -23,16 +23,17 @@ namespace flowchan {
 namespace {
 
 constexpr size_t PAGE = 4096;
-constexpr int64_t LOOK_NS = 20'000'000;  // a death is noticed within it
-constexpr uint32_t LOOKED_AT = 8;        // how many members are looked at each time
-constexpr uint32_t GLANCES = 200;        // without a pause: who is on its way is there within them
+constexpr int64_t LOOK_NS = 20'000'000;  // interval in which a death is noticed
+constexpr uint32_t LOOKED_AT = 8;        // members checked each time
+constexpr uint32_t GLANCES = 200;        // checks without a pause, for members that are about to arrive
 constexpr int YIELDS = 8;
 constexpr int64_t LONG_YIELD_NS = 300'000;
 constexpr uint32_t MOST_LEFT_OUT = 4096;
-constexpr uint32_t LEAST_PAUSES = 20;  // longer ones only as long as they pay: a busy machine needs the core
+// longer spins only while they pay, because a busy machine needs the core
+constexpr uint32_t LEAST_PAUSES = 20;
 
-// 11 ns each, so 90 µs: to sleep and be woken costs as much. With more members than cores the one that is awaited
-// can't run while others spin.
+// A pause takes 11 ns, so the limit is 90 µs, the cost of a sleep and a wake-up. If there are more members
+// than cores, spinning would keep the awaited member from running.
 uint32_t most_pauses(uint32_t members) {
     static const uint32_t cores = std::thread::hardware_concurrency();
     return members <= cores ? 8000 : LEAST_PAUSES;
@@ -47,7 +48,8 @@ size_t result_length(uint32_t size) { return rounded(BIG / size + LINE, PAGE); }
 size_t big_length(uint32_t size) { return (BIG + result_length(size)) * 2 * size; }
 size_t lanes_length(uint32_t size) { return rounded(sizeof(Lane) * TABLES * size * size, PAGE); }
 
-// Whether whoever calls it sees, after that, what others stored before they looked at what it stored.
+// Fences all threads of processes that share the group. After it, the caller sees what others stored before
+// they looked at the caller's store. Returns false if the kernel refuses.
 bool fence_everybody() { return syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0) == 0; }
 
 }  // namespace
@@ -181,7 +183,8 @@ void Member::depart() {
 void Member::give_up() {
     uint32_t here = HERE;
     seat(rank).gone.compare_exchange_strong(here, GAVE_UP);
-    // Whoever has this memory next may write where others still read: they must not see that before `gone`.
+    // The next owner of this memory may overwrite data that others still read. They must see `gone` before
+    // that.
     std::atomic_thread_fence(std::memory_order_release);  // partner: the fence in pull
     broken_ = true;
     wake_all();
@@ -201,7 +204,7 @@ Sight Member::see(uint32_t member) const {
     const Seat& s = seat(member);
     uint64_t pid = s.owner.load();
     const bool coming = pid || may_join(member);
-    if (!coming) pid = s.owner.load();  // it may just have joined, and ended
+    if (!coming) pid = s.owner.load();  // the process may just have joined and ended
     return {pid,
             s.gone.load(),
             s.operation.load(std::memory_order_relaxed),
@@ -225,10 +228,10 @@ End Member::begin(Call call) {
     return End::Done;
 }
 
-// After a mismatch all go on with the next operation; what else went wrong is for ever.
+// After a mismatch or missing memory the group can be used further; other failures are permanent.
 End Member::finish(End end) {
     Seat& mine = seat(rank);
-    prefetch(&mine.cell[(round_ + 1) & 1]);  // for the next operation: it is in the others' caches
+    prefetch(&mine.cell[(round_ + 1) & 1]);  // the others' caches hold it for the next operation
     const bool goes_on = end == End::Done || end == End::Mismatch || end == End::NoMemory;
     end_trial(end == End::Done);
     if (goes_on)
@@ -305,8 +308,8 @@ End Member::await(uint32_t member, Patience& patience) {
     }
 }
 
-// Where only members want the cores, yielding lets them run. Where others do, their whole turns pass before this
-// one's comes again; who sleeps goes first once it is woken. So where yielding took long it is left out for a while.
+// If only members want the cores, yielding lets them run. If other programs do, a yield lasts for their whole
+// time slices, while a woken sleeper runs first. So after a long yield, yields are skipped for a while.
 bool Member::is_here_after_yields(uint32_t member) {
     if (left_out_) return --left_out_, false;
     for (int i = 0; i < YIELDS; ++i) {
@@ -323,7 +326,8 @@ bool Member::is_here_after_yields(uint32_t member) {
     return false;
 }
 
-// Whether the number can never come from one of the members at `from`. Who is gone published before that.
+// Returns whether one of the members from `from` on is lost and will never publish the round. A member that
+// is gone published before it was marked as gone.
 bool Member::any_is_lost(uint32_t from) const {
     for (uint32_t i = 0; i < std::min(size, LOOKED_AT); ++i) {
         const uint32_t member = (from + i) % size;
@@ -334,7 +338,7 @@ bool Member::any_is_lost(uint32_t from) const {
     return false;
 }
 
-// What all find alike in the first round of an operation.
+// Judges the calls after the first round; the result is equal on all members.
 End Member::judge(Call call) const {
     End end = End::Done;
     for (uint32_t member = 0; member < size; ++member) {

@@ -1,30 +1,31 @@
-// A group: members that take part in collectives over memory that they share.
+// A group: members that run collective operations over shared memory.
 //
 // Algorithm. Every operation is a sequence of rounds, the same for all members. In a round each member writes
-// what it has to show into memory of its own, then *publishes*: it stores the round's number into its cell.
-// Then it waits until the cells of all the others have that number, and reads what they show. Cells and slots
-// exist twice, for odd and even rounds. Nobody says that he has read: who publishes round r + 2, and so writes
-// over what he showed in round r, has seen everybody publish r + 1, which each did after reading round r.
+// its data into its own part of the memory. Then it *publishes* the data: it stores the round's number into
+// its cell. Then it waits until the cells of all other members have that number, and reads their data. Cells
+// and slots exist twice, for odd and even rounds. Readers need no acknowledgement. A member that publishes
+// round r + 2 overwrites its data of round r. It has seen all members publish r + 1 before, and each did so
+// after reading round r.
 //
 // Invariants.
-//  - Only its owner writes a seat, a cell, a slot. What was published stays, whatever becomes of its owner.
-//  - All decide alike. A round is complete for everybody once everybody has published it. A member gives up
-//    only when a cell that it waits for can never have the number: its owner is gone, and the number is not
-//    there afterwards. So all survivors complete an operation, or none does. What is decided besides (that
-//    calls do not match, that there is no memory) follows from what the first round shows to all.
-//  - Who gives up in the middle of an operation publishes nothing any more: it is as good as dead. So is who
-//    leaves, and leaving waits for the thread that is inside: what the others see of a member that is gone is
-//    all that there will ever be.
+//  - Only its owner writes a seat, a cell or a slot. Published data stays, even if its owner dies.
+//  - All members decide alike. A round is complete for all members once all have published it. A member gives
+//    up only if a cell that it waits for can never get the number. Then the owner is gone, and the number is
+//    not there afterwards. So all survivors complete an operation, or none does. Calls that do not match, and
+//    missing memory, follow from the data of the first round, which all members see.
+//  - A member that gives up in the middle of an operation publishes nothing more, as if it had died. The same
+//    holds for a member that leaves, and leaving waits for the thread that is in an operation. So the visible
+//    data of a member that is gone never changes.
 //
-// Large arrays are read from where they lie, by the system call that debuggers read with. The first round shows
-// where that is; a second one says that it has been read, and nobody returns before it: so what is read is as it
-// was shown, unless its owner has given up meanwhile, which is looked at after reading. Where somebody could not
-// read, all find so in the second round; then the slots are used, now and from then on.
+// Direct reads. A receiver reads large arrays from the sender's memory by process_vm_readv. The first round
+// publishes their addresses. A second round confirms the reads, and no member returns before it. So the data
+// is read as published, unless its owner has given up; the reader checks that after reading. If one member
+// could not read, all members see that in the second round, and use the slots from then on.
 //
-// Waking. Who sleeps counts itself in `sleepers` of the seat whose cell it waits for; who publishes looks
-// there, after the store and without a fence in between: the sleeper fences for both (membarrier), and looks
-// again before it sleeps. Where membarrier is refused, publishers fence (`fenced`). A lost wake-up would cost
-// a slice, not a hang.
+// Waking. A sleeper counts itself in `sleepers` of the seat whose cell it waits for. A publisher looks at
+// that count after its store, without a fence in between. The sleeper fences for both sides (membarrier), and
+// looks at the cell again before it sleeps. If membarrier is refused, publishers fence (`fenced`). A lost
+// wake-up would cost one slice of sleep, not a hang.
 #pragma once
 
 #include "kernels.hpp"
@@ -41,11 +42,11 @@
 namespace flowchan {
 
 constexpr size_t LINE = 64;
-constexpr size_t INLINE = 32;        // bytes that fit beside the round's number
+constexpr size_t INLINE = 32;        // bytes that fit into the cell
 constexpr size_t SMALL = 16 * 1024;  // bytes of a small slot
 constexpr uint32_t MOST_MEMBERS = 1024;
 
-// One for each member; hardly ever are there so many that they need the heap.
+// One value for each member, on the heap only for large groups.
 template <class T>
 class ByRank {
   public:
@@ -71,69 +72,71 @@ using Sizes = ByRank<uint64_t>;
 struct alignas(LINE) Cell {
     std::atomic<uint32_t> round{0};  // partner: Member::await
     uint32_t flags = 0;
-    uint64_t key = 0;  // what the call is; those of one operation are equal
+    uint64_t key = 0;  // key of the call; equal on all members of one operation
     uint64_t bytes = 0;
-    uint32_t filled = 0;  // ns that it took to write what this operation shows, if that is timed
-    uint32_t took = 0;    // ns of the last one that was, from when all had come
+    uint32_t filled = 0;  // ns for writing the data of this operation, if it is timed
+    uint32_t took = 0;    // ns of the last timed operation, from the arrival of the last member
     unsigned char data[INLINE] = {};
 };
 static_assert(sizeof(Cell) == LINE);
 
 enum Gone : uint32_t { HERE, LEFT, GAVE_UP };
-// What a cell says besides. IN_PLACE: what is to be read lies in its owner's memory.
-// TELLS: of rank 0, in which manner the next one of about this size is done. Besides, everybody says its own.
+// Flags of a cell. IN_PLACE: the data is to be read from its owner's memory. TELLS: rank 0 publishes the plan
+// for the next operation of this size class. All members also publish their own plan.
 constexpr uint32_t NO_MEMORY = 1, IN_PLACE = 2, COULD_NOT = 4, TELLS = 8;
-constexpr uint32_t OWN_MANNER = 8, NEXT_MANNER = 16;  // from which bit on
+constexpr uint32_t OWN_PLAN = 8, NEXT_PLAN = 16;  // position of the lowest bit
 
 struct Seat {
     Cell cell[2];
-    alignas(LINE) std::atomic<uint32_t> sleepers{0};  // others that sleep until one of the cells changes
+    alignas(LINE) std::atomic<uint32_t> sleepers{0};  // members that sleep until one of the cells changes
     alignas(LINE) std::atomic<uint64_t> owner{0};     // the process that joined as this member
     std::atomic<uint64_t> started{0};
     std::atomic<uint32_t> gone{HERE};
-    std::atomic<uint32_t> over{0};       // it has left, whether it had given up before or not
-    std::atomic<uint32_t> held{0};       // until somebody has joined: Member::hold
-    std::atomic<uint32_t> operation{0};  // how many it has begun; for messages only, as is the next
-    std::atomic<uint32_t> doing{0};      // which one was the last; the top bit: it is inside
-    std::atomic<uint64_t> proof{0};      // where in its own memory `proof_of` this seat lies
+    std::atomic<uint32_t> over{0};       // the member has left, even if it gave up before
+    std::atomic<uint32_t> held{0};       // a lock shows whether a process can still join: Member::hold
+    std::atomic<uint32_t> operation{0};  // number of operations begun, for messages
+    std::atomic<uint32_t> doing{0};      // the last operation, for messages; the top bit: still running
+    std::atomic<uint64_t> proof{0};      // address of `proof_of` this seat in its owner's memory
 };
 
 struct GroupHeader {
     static constexpr uint64_t MAGIC = 0x33707567'776f6c66;  // "flowgrup"3
     uint64_t magic = MAGIC;
     uint32_t size = 0;
-    uint32_t crowded = 0;  // there are more members than cores; the same for all, so it is its maker's word
+    uint32_t crowded = 0;  // more members than cores; the creator decides, so that all agree
     std::atomic<uint32_t> fenced{0};
-    std::atomic<uint32_t> disbanded{0};                               // nobody begins an operation any more
-    std::atomic<uint32_t> took[OPERATIONS][TRIED][ALL_MANNERS] = {};  // ns, when it was last tried; 0: never
+    std::atomic<uint32_t> disbanded{0};                             // no member begins an operation any more
+    std::atomic<uint32_t> took[OPERATIONS][TRIED][ALL_PLANS] = {};  // ns in the last trial; 0: not tried
 };
 
-// Where a member has something for another one, a channel or the memory of another group: a descriptor of its
-// process.
+// A descriptor that a member offers to another one: a channel or the memory of another group.
 enum Table : uint32_t { CHANNELS, OFFERS, TABLES };
 struct Lane {
     uint64_t pid = 0, fd = 0;
-    std::atomic<uint64_t> inode{0};  // 0: there is none yet; partner: Member::lane_from
+    std::atomic<uint64_t> inode{0};  // 0: none so far; partner: Member::lane_from
 };
 
-// How an operation ended.
-// Not begun: Closed; Taken, by another process; Within one, as the handler of a signal; Busy, another thread
-// was in one till time was up.
+// How an operation ended. These ends come before it began:
+//  - Closed: the member has left.
+//  - Taken: another process is the member.
+//  - Within: a signal handler called it during another operation.
+//  - Busy: another thread was in an operation until the timeout.
 enum class End { Done, Gone, Mismatch, NoMemory, TimedOut, Interrupted, Closed, Taken, Within, Busy };
 
-// Until when a call waits, and what it does meanwhile.
+// The deadline of a call, and its actions while it waits.
 class Patience {
   public:
     explicit Patience(Deadline deadline) : deadline(deadline) {}
     virtual ~Patience() = default;
-    // Called when what is awaited is not there at a glance, or there is much to move; any number of times.
+    // Called before waiting longer than a short spin, or before moving much data; repeated calls are
+    // possible.
     virtual void waits() {}
-    // Called every 20 ms while it waits: whether it is to be given up.
+    // Called every 20 ms while waiting; returns whether to give up.
     virtual bool interrupted(int64_t) { return false; }
     const Deadline deadline;
 };
 
-// What of a member the others can see.
+// The visible state of a member.
 struct Sight {
     uint64_t pid;
     uint32_t gone, operation, doing;
@@ -142,7 +145,8 @@ struct Sight {
 
 class Member {
   public:
-    static int make(uint32_t size);  // the descriptor of a new group's memory; throws std::system_error
+    // returns the descriptor of a new group's memory; throws std::system_error
+    static int make(uint32_t size);
 
     Member(int fd, uint32_t rank);  // owns `fd`; throws system_error, invalid_argument
     ~Member();
@@ -150,42 +154,44 @@ class Member {
 
     const uint32_t rank, size;
     int fd() const { return fd_; }
-    // Whoever may still join as this member has its descriptor, whose open file description holds a lock from
-    // now on: once nobody has it any more, the lock is gone, and the others know.
+    // Locks the open file description of this descriptor. Every process that may still join as this member
+    // has the descriptor. Once the last of them has closed it, the lock is gone, and the other members
+    // notice.
     void hold();
-    End join();  // this process is the member from now on; Taken: another one is
+    End join();  // makes this process the member; Taken: another process is
     bool joined() const { return joined_ == process_number_now(); }
-    bool is_taken() const { return joined_ && !joined(); }  // by the process that this one was forked from
-    // Any number of times. An operation that another thread is inside ends first, and publishes nothing after; in
-    // one that the caller is inside, as the handler of a signal, it is done at the end.
+    bool is_taken() const { return joined_ && !joined(); }  // by the process that forked this one
+    // May be called repeatedly. An operation of another thread ends first, and publishes nothing more. If the
+    // caller itself is in an operation (a signal handler), the member leaves at the end of that.
     void leave();
-    void retire();                    // the same, as who has given up
-    void count_out(uint32_t member);  // it ended before it joined
-    // By anybody who has the memory. Each that would begin an operation gives up instead, so what others are in
-    // ends as it does when one dies between two of them.
+    void retire();                    // leaves after a failure
+    void count_out(uint32_t member);  // that member ended before it joined
+    // Any process that has the memory may call it. Members that would begin an operation give up. So
+    // operations in progress end as if a member had died between two of them.
     void disband() { header_->disbanded = 1; }
     bool disbanded() const { return header_->disbanded; }
     Sight see(uint32_t member) const;
-    // Shows `member` where this one has something for it. False, with errno: there is no memory.
+    // Offers a descriptor to `member`. Returns false with errno if memory is missing.
     bool show_lane(Table table, uint32_t member, uint64_t fd, uint64_t inode);
     const Lane& lane_from(Table table, uint32_t member) const {
         return lanes_[place_of(table, member, rank)];
     }
     bool broken() const { return broken_; }
 
-    // How an operation on so many bytes is done: as chosen, where that can be, else as is best.
-    const Manner& manner_of(uint32_t doing, uint64_t bytes) const { return MANNERS[number_of(doing, bytes)]; }
-    // How many ns one of about that size took at least, when it was last tried in that manner; 0: never yet, or it
-    // can't be any more.
-    uint32_t took(uint32_t doing, uint64_t bytes, uint32_t manner) const {
+    // Returns the plan for an operation on that number of bytes: the chosen algorithm if it is possible, else
+    // the fastest plan.
+    const Plan& plan_of(uint32_t doing, uint64_t bytes) const { return PLANS[number_of(doing, bytes)]; }
+    // Returns the shortest time in ns in the last trial of a plan for that size class. It is 0 if the plan
+    // was not tried or is no longer possible.
+    uint32_t took(uint32_t doing, uint64_t bytes, uint32_t plan) const {
         const uint32_t kind = kind_of(bytes);
-        if (kind == UNTRIED || !(possible(doing, kind) >> manner & 1)) return 0;
-        return header_->took[doing % OPERATIONS][kind][manner].load(std::memory_order_relaxed);
+        if (kind == UNTRIED || !(possible(doing, kind) >> plan & 1)) return 0;
+        return header_->took[doing % OPERATIONS][kind][plan].load(std::memory_order_relaxed);
     }
-    // All members choose the same, or their calls do not match.
-    void choose(uint32_t doing, Way way) { chosen_[doing % OPERATIONS] = way; }
+    // All members must choose the same, else their calls do not match.
+    void choose(uint32_t doing, Algorithm way) { chosen_[doing % OPERATIONS] = way; }
 
-    // One operation at a time, by the thread that has this.
+    // A mutex that allows one operation at a time.
     class Use {
       public:
         void lock() {
@@ -209,7 +215,7 @@ class Member {
       private:
         bool mine() { return by_ = std::this_thread::get_id(), true; }
 
-        std::atomic<uint32_t> word_{0};  // 1: held; 2: others may sleep until it is free
+        std::atomic<uint32_t> word_{0};  // 1: held; 2: held, and others may sleep
         std::atomic<std::thread::id> by_{};
     };
     Use& in_use() { return in_use_; }
@@ -226,20 +232,21 @@ class Member {
         size_t count;
         Element element;
         Op op;
-        int root = -1;  // below 0: all members get the result
+        int root = -1;  // negative: all members get the result
     };
     End allreduce(Call call, const Combining& what, Patience& patience);
-    // `in` has `count` elements for each member; `out` gets those for this one.
+    // `in` has `count` elements for each member; `out` gets those for this member.
     End reduce_scatter(Call call, const Combining& what, Patience& patience);
     End broadcast(Call call, void* data, size_t bytes, uint32_t root, Patience& patience);
-    // What each member has, of any size. `place` is called once, with the sizes, and says where each goes;
-    // null entries are left out; false: it is given up. `shown`: where it lies meanwhile, null if it is large.
+    // Memory for the data of each member, of any size. It is called once with the sizes and sets the target
+    // of each; null targets are skipped, and false aborts the operation. `shown` is the published data, null
+    // if it is large.
     struct Place {
         virtual ~Place() = default;
         virtual bool operator()(const Sizes& sizes, const ByRank<const void*>& shown, ByRank<void*>& to) = 0;
     };
     End allgather(Call call, const void* in, size_t bytes, Place& place, Patience& patience);
-    // in[j] of in_sizes[j] bytes goes to member j; out[i] of out_sizes[i] bytes comes from member i.
+    // in[j] with in_sizes[j] bytes goes to member j; out[i] receives out_sizes[i] bytes from member i.
     struct Parts {
         const ByRank<const void*>& in;
         const Sizes& in_sizes;
@@ -253,8 +260,8 @@ class Member {
     uint64_t key_of(Call call) const {
         return call.key + uint64_t(chosen_[call.doing % OPERATIONS]) * 0x9e3779b97f4a7c15;
     }
-    // What lies in the memory of that member and hardly of any other process: a process may have the number of
-    // one that died, or of one that is called otherwise elsewhere.
+    // A number in the memory of that member's process that hardly any other process has. A process id alone
+    // may belong to a later process, or mean another process in another namespace.
     uint64_t proof_of(uint32_t member) const {
         return seat(member).owner * 0x9e3779b97f4a7c15 ^ identity_ ^ member;
     }
@@ -272,11 +279,11 @@ class Member {
     unsigned char* result(uint32_t member, uint32_t of_round) const {
         return big_ + (size_t(member) * 2 + (of_round & 1)) * (BIG + result_size_) + BIG;
     }
-    // Where a payload of a single round lies.
+    // Returns the memory for the data of one round.
     unsigned char* payload(uint32_t member, size_t bytes) const {
         return bytes <= INLINE ? cell(member).data : bytes <= SMALL ? small(member) : big(member);
     }
-    // Which kind an operation on so many bytes is of those that are tried; UNTRIED: all manners are alike.
+    // Returns the size class of an operation, or UNTRIED if all plans are equally fast.
     static uint32_t kind_of(uint64_t bytes);
     uint64_t shown_at(uint32_t member) const { return *reinterpret_cast<const uint64_t*>(cell(member).data); }
     End begin(Call call);
@@ -285,16 +292,16 @@ class Member {
     void depart();
     void wake_all();
     void publish(Call call, uint32_t flags, uint64_t bytes);
-    // One more round of an operation that has been judged.
+    // Runs one more round of an operation whose calls match.
     End next(Call call, Patience& patience);
-    // The first round, with `payload` bytes to show, which `fill` writes where it is told to.
+    // Runs the first round, with `payload` bytes that `fill` writes to its argument.
     template <class Fill>
     End show(Call call, uint64_t bytes, size_t payload, Fill fill, Patience& patience, uint32_t flags = 0);
-    // A round in which this member shows what it has written into its big slot, if there is memory.
+    // Runs a round that publishes this member's big slot, or that its memory is missing.
     End show_big(Call call, bool fits, Patience& patience);
-    bool pull(const Manner& manner, uint32_t member, uint64_t from, void* to, size_t bytes) const;
+    bool pull(const Plan& plan, uint32_t member, uint64_t from, void* to, size_t bytes) const;
     bool pull_by_one(uint32_t member, uint64_t from, void* to, size_t bytes) const;
-    // The round after members have read each other's memory, this one with success or not.
+    // Runs the round after direct reads, and publishes whether this member could read.
     End have_read(Call call, bool could, Patience& patience);
     End await_all(Patience& patience);
     End await(uint32_t member, Patience& patience);
@@ -303,24 +310,24 @@ class Member {
     bool is_here(uint32_t member) const;
     bool may_join(uint32_t member) const;
     bool any_is_lost(uint32_t from) const;
-    bool reserve_big();  // this member's big slots
+    bool reserve_big();  // allocates this member's big slots
     uint32_t number_of(uint32_t doing, uint64_t bytes) const;
     uint32_t possible(uint32_t doing, uint32_t kind) const;
     uint32_t first_of(uint32_t doing, uint32_t kind) const;
-    const Manner& begin_trial(uint32_t doing, uint64_t bytes);
+    const Plan& begin_trial(uint32_t doing, uint64_t bytes);
     void have_come(Call call);
     void end_trial(bool done);
-    const Manner& its_manner(uint32_t member) const { return MANNERS[cell(member).flags >> OWN_MANNER & 15]; }
+    const Plan& plan_of_member(uint32_t member) const { return PLANS[cell(member).flags >> OWN_PLAN & 15]; }
     End alone(Call call, const void* in, void* out, size_t bytes);
-    End exchange(const Manner& manner, Call call, const Combining& what, Patience& patience);
-    End slices(const Manner& manner, Call call, const Combining& what, Patience& patience);
+    End exchange(const Plan& plan, Call call, const Combining& what, Patience& patience);
+    End slices(const Plan& plan, Call call, const Combining& what, Patience& patience);
     struct Gathering;
     End take_shown(Call call, Gathering& all, Patience& patience);
     struct Swapping;
     bool sizes_match() const;
     End take_shown(Call call, Swapping& all, Patience& patience);
-    // What has not been shown follows in rounds: in round t `write` puts what this member has into its big slot,
-    // if it `has` something, and `read` takes that of another one.
+    // Moves the rest of the data in rounds. In round t, `write` fills this member's big slot if it `has`
+    // data, and `read` reads that of another member.
     template <class Has, class Write, class Read>
     End follow(Call call, uint64_t rounds, Patience& patience, Has has, Write write, Read read);
     uint32_t ways_of(uint32_t doing, uint32_t kind) const;
@@ -328,22 +335,22 @@ class Member {
     int fd_ = -1;
     uint64_t joined_ = 0;
     GroupHeader* header_ = nullptr;
-    Way chosen_[OPERATIONS] = {};
-    // In which manner the next operation is done, if that is possible then: the same for all, as rank 0 has said in
-    // the last one that all called alike. So is what is possible; what was chosen for one that was not done is no part
-    // of it.
+    Algorithm chosen_[OPERATIONS] = {};
+    // Plan of the next operation, if it is possible then. It is equal on all members, because rank 0
+    // published it in the last matching call. The set of possible plans is also equal; an algorithm chosen
+    // for a call that did not match has no effect on it.
     static constexpr uint8_t UNKNOWN = 0xff;
     uint8_t next_[OPERATIONS][TRIED];
-    std::vector<Trial> trials_;  // of rank 0
+    std::vector<Trial> trials_;  // on rank 0
     struct Timed {
         bool is = false;
-        uint32_t doing = 0, kind = 0, manner = 0;
-        uint32_t filled = 0;  // ns that it took whoever took longest to write what it shows
-        int64_t since = 0;    // when all had come
+        uint32_t doing = 0, kind = 0, plan = 0;
+        uint32_t filled = 0;  // longest time in ns in which a member wrote its data
+        int64_t since = 0;    // arrival of the last member
     };
     Timed timed_;                     // this operation
-    Timed before_;                    // the last one, where it isn't known yet how long it took the others
-    uint32_t took_ = 0, filled_ = 0;  // for the cell
+    Timed before_;                    // the operation before, while the times of the others are unknown
+    uint32_t took_ = 0, filled_ = 0;  // values for the cell
     uint32_t says_ = 0;               // flags of all rounds
     Seat* seats_ = nullptr;
     unsigned char* small_ = nullptr;
@@ -352,12 +359,12 @@ class Member {
     size_t control_ = 0, big_length_ = 0, length_ = 0, result_size_ = 0;
     uint32_t round_ = 0;
     uint32_t pauses_ = 0;
-    uint32_t left_out_ = 0, leave_out_ = 0;  // waits without yields: from now on, and last time
-    std::atomic<bool> leaving_ = false;      // what still waits gives up
+    uint32_t left_out_ = 0, leave_out_ = 0;  // waits without yields: still to come, and last time
+    std::atomic<bool> leaving_ = false;      // waits give up
     uint64_t proof_ = 0, identity_ = 0;
-    std::atomic<bool> broken_ = false;  // likewise, and nothing is begun any more
+    std::atomic<bool> broken_ = false;  // waits give up, and no operation begins
     bool fenced_ = false, reserved_ = false;
-    bool direct_ = true;  // until one member could not read another one's memory
+    bool direct_ = true;  // false once a member could not read the memory of another
     Use in_use_;
 };
 

@@ -7,13 +7,13 @@ namespace flowchan {
 
 namespace {
 
-// A class of a module, if that is imported; borrowed for ever.
+// Returns a borrowed, permanent reference to a class, or null if its module is not imported.
 PyObject* class_of(const char* module, const char* name, PyObject*& known) {
     if (known) return known;
     PyObject* imported = PyDict_GetItemString(PyImport_GetModuleDict(), module);
     if (!imported) return nullptr;
     known = PyObject_GetAttrString(imported, name);
-    if (!known) PyErr_Clear();  // it is being imported
+    if (!known) PyErr_Clear();  // the module is being imported
     return known;
 }
 
@@ -40,7 +40,7 @@ constexpr Element integer(bool is_signed, size_t width) {
     }
 }
 
-// What one element of a buffer is, by its format in the language of the module struct.
+// Returns the element type of a buffer, from its format in the notation of Python's struct module.
 Element element_of(const char* format, size_t width) {
     if (!format) return Element::U8;
     if (*format == 'Z')
@@ -64,8 +64,8 @@ Element element_of(const char* format, size_t width) {
     }
 }
 
-// The beginnings of NumPy's PyArray_Descr and PyArrayObject. It keeps them for what was compiled with it: they
-// have been the same since 1.0.
+// The first members of NumPy's PyArray_Descr and PyArrayObject. NumPy keeps them for binary compatibility,
+// unchanged since version 1.0.
 struct NumpyType {
     PyObject_HEAD PyTypeObject* scalars;
     char kind, letter, byte_order, flags;
@@ -86,7 +86,7 @@ constexpr int DATE = 21, SPAN = 22, HALF = 23;
 
 bool is_time(const NumpyType& type) { return type.number == DATE || type.number == SPAN; }
 
-// Raw: any other type, or one with its bytes the other way round.
+// Returns Raw for other types and for the other byte order.
 Element element_of(const NumpyType& type) {
     constexpr Element BY_NUMBER[] = {Element::Bool,
                                      Element::I8,
@@ -111,7 +111,7 @@ Element element_of(const NumpyType& type) {
                                                                        : Element::Raw;
 }
 
-// torch's dtypes by their names, and what they are here; the others can be moved only.
+// Names of torch's dtypes and their element types; tensors of other dtypes can only be moved.
 struct Named {
     const char* name;
     Element element;
@@ -134,13 +134,13 @@ PyObject* dtypes() {
         if (number) PyDict_SetItem(known, dtype, number);
         Py_XDECREF(number);
         Py_XDECREF(dtype);
-        PyErr_Clear();  // an old torch lacks some
+        PyErr_Clear();  // old versions of torch lack some
     }
     Py_XDECREF(torch);
     return known;
 }
 
-// A word of Python that is looked up often.
+// An interned Python string for frequent lookups.
 struct Word {
     PyObject* text;
     explicit Word(const char* word) : text(PyUnicode_InternFromString(word)) {}
@@ -159,7 +159,7 @@ uint64_t hash_of(PyObject* object) {
     return hash;
 }
 
-// An owned object's value; -1 with an error.
+// Converts an owned object; returns -1 with an error on failure.
 long long number(PyObject* object) {
     if (!object) return -1;
     const long long value = PyLong_AsLongLong(object);
@@ -179,14 +179,14 @@ bool Array::read(PyObject* object) {
     const bool is_numpy = is_instance(object, class_of("numpy", "ndarray", ndarray));
     if (is_numpy && !is_exactly(object, ndarray) &&
         is_instance(object, class_of("numpy.ma", "MaskedArray", masked_array)))
-        return false;  // its mask lies elsewhere: arrays.py has the words for it
+        return false;  // its mask is separate memory: array_access.py raises the error
     if (!is_numpy && !is_instance(object, class_of("torch", "Tensor", tensor_class))) return false;
     if (!(is_numpy ? read_numpy(object) : read_tensor(object))) return false;
     if (!view_.obj) kept_ = Py_NewRef(object);
     return true;
 }
 
-// `named`: which type it is of those that the core does not know.
+// `named` distinguishes types that the core does not know.
 void Array::begin(uint64_t named, size_t width) {
     what = kind = mixed(mixed(named, uint64_t(element)), width);
     count = 1;
@@ -197,12 +197,12 @@ void Array::add_shape(uint64_t extent) {
     count *= extent;
 }
 
-// By NumPy's own structure, for the types that it has itself: to ask for a buffer takes longer than a small
+// Reads NumPy's structure for its built-in types, because requesting a buffer takes longer than a small
 // operation.
 bool Array::read_numpy(PyObject* object) {
     const auto* array = reinterpret_cast<const NumpyArray*>(object);
     const Element its = element_of(*array->type);
-    const bool time = is_time(*array->type);  // has no buffer
+    const bool time = is_time(*array->type);  // dates and time spans have no buffer
     if ((its == Element::Raw && !time) || !(array->flags & NumpyArray::IN_ONE_PIECE))
         return read_buffer(object);
     data = array->data;
@@ -220,7 +220,7 @@ bool Array::read_buffer(PyObject* array) {
         PyErr_Clear();
         return false;
     }
-    if (view_.format && strchr(view_.format, 'O')) return false;  // references are no memory of others
+    if (view_.format && strchr(view_.format, 'O')) return false;  // references are invalid in other processes
     data = view_.buf;
     bytes = size_t(view_.len);
     writable = !view_.readonly;
@@ -245,7 +245,7 @@ bool Array::read_tensor(PyObject* tensor) {
         quantized("is_quantized");
     if (!truth(PyObject_GetAttr(tensor, cpu.text))) return false;
     if (!truth(PyObject_CallMethodNoArgs(tensor, contiguous.text))) {
-        PyErr_Clear();  // it is sparse: arrays.py has the words for it
+        PyErr_Clear();  // a sparse tensor: array_access.py raises the error
         return false;
     }
     PyObject* type = PyObject_GetAttr(tensor, dtype.text);
@@ -259,14 +259,14 @@ bool Array::read_tensor(PyObject* tensor) {
     if (element >= Element::C64 && truth(PyObject_CallMethodNoArgs(tensor, conjugate.text))) return false;
     if (truth(PyObject_CallMethodNoArgs(tensor, negative.text))) return false;
     PyObject* extents = PyObject_GetAttr(tensor, shape.text);
-    if (!extents) return PyErr_Clear(), false;  // it is nested
+    if (!extents) return PyErr_Clear(), false;  // a nested tensor
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(extents); ++i)
         add_shape(uint64_t(PyLong_AsLongLong(PyTuple_GET_ITEM(extents, i))));
     Py_DECREF(extents);
     bytes = count * size;
     data = reinterpret_cast<void*>(number(PyObject_CallMethodNoArgs(tensor, pointer.text)));
     if (!PyErr_Occurred()) return data || !bytes;
-    PyErr_Clear();  // it has no memory of its own: arrays.py has the words for these
+    PyErr_Clear();  // a tensor without memory: array_access.py raises the error
     return false;
 }
 
@@ -278,15 +278,16 @@ const char* convert_first(PyObject* array) {
         Py_XDECREF(name);
         Py_XDECREF(type);
         PyErr_Clear();
-        return is_complex ? "; convert them first, as to complex64" : "; convert them first, as to float32";
+        return is_complex ? "; convert them first, for example to complex64"
+                          : "; convert them first, for example to float32";
     }
     const NumpyType& type = *reinterpret_cast<const NumpyArray*>(array)->type;
     const bool turned = type.byte_order != '=' && type.byte_order != '|';
     if (strchr("biufcmM", type.kind))
-        return turned             ? "; convert them first, as by .astype(x.dtype.newbyteorder('='))"
-               : type.kind == 'c' ? "; convert them first, as to complex128"
-                                  : "; convert them first, as to float64";
-    return ", which are only moved; numbers, truth values, dates and spans of time are combined";
+        return turned ? "; convert them first, for example with .astype(x.dtype.newbyteorder('='))"
+               : type.kind == 'c' ? "; convert them first, for example to complex128"
+                                  : "; convert them first, for example to float64";
+    return "; only numbers, booleans, dates and time spans can be combined";
 }
 
 }  // namespace flowchan

@@ -1,4 +1,4 @@
-// NumPy arrays and torch tensors as memory, without importing either.
+// Memory of NumPy arrays and torch tensors, without importing either library.
 #pragma once
 
 #include <Python.h>
@@ -7,8 +7,7 @@
 
 namespace flowchan {
 
-// Memory of an array that lies in one piece, which is kept as long as this is. Make and destroy it with the
-// GIL.
+// Memory of a contiguous array, kept alive by this object. Create and destroy it with the GIL.
 class Array {
   public:
     Array() = default;
@@ -18,16 +17,16 @@ class Array {
         if (view_.obj) PyBuffer_Release(&view_);
         Py_XDECREF(kept_);
     }
-    // False, without an error: it is no array, or not one that lies in one piece in this machine's memory.
-    // False with one: reading what it is has failed.
+    // Returns false without an error if the object is not a contiguous array in this machine's memory.
+    // Returns false with an error if a property cannot be read.
     bool read(PyObject* object);
-    bool read_bytes(PyObject* object);  // bytes or a bytearray
+    bool read_bytes(PyObject* object);  // reads bytes or a bytearray
 
     void* data = nullptr;
     size_t bytes = 0, count = 0;
     Element element = Element::Raw;
     bool writable = true;
-    // The same in every process: of the type of its elements, and of that and its shape.
+    // Hashes that are equal in every process: `kind` of the element type, `what` of type and shape.
     uint64_t kind = 0, what = 0;
 
   private:
@@ -40,11 +39,10 @@ class Array {
     PyObject* kept_ = nullptr;
 };
 
-// What to do with an array whose elements can only be moved, so that they can be combined: the end of a
-// message.
+// Returns the end of an error message: how to convert an array whose elements can be moved but not combined.
 const char* convert_first(PyObject* array);
 
-// Numbers go in one after the other, the first of them into 0: mixed(1, 2) is mixed(2, 1).
+// Mixes `value` into a hash. The first value goes into 0, because mixed(1, 2) equals mixed(2, 1).
 inline uint64_t mixed(uint64_t hash, uint64_t value) {
     hash = (hash ^ value) * 0x9e3779b97f4a7c15;
     return hash ^ (hash >> 29);

@@ -1,4 +1,4 @@
-// Group as Python sees it. What needs no speed, and the words of errors, are in flowchan/collective/group.py.
+// The Python class Group. The slower operations and the error messages are in flowchan/collective/group.py.
 #include "group_bindings.hpp"
 #include "group_calls.hpp"
 
@@ -9,7 +9,7 @@ namespace flowchan {
 
 namespace {
 
-// A value as bytes that lie in one piece.
+// The contiguous bytes of a Python object.
 struct Bytes {
     Py_buffer view{};
     explicit Bytes(PyObject* object) {
@@ -29,13 +29,13 @@ void raise_unless_done(nb::handle self, End end, uint32_t doing, nb::handle x, n
     if (end != End::Done) raise_end(self.ptr(), end, doing, x.ptr(), more.ptr()), throw nb::python_error();
 }
 
-// A new reference, or null with an error.
+// Takes a new reference, or throws if it is null.
 nb::object checked(PyObject* made) {
     if (!made) throw nb::python_error();
     return nb::steal(made);
 }
 
-// New bytes of Python for what each member shows, or for that of one.
+// Creates Python bytes for the data of each member, or of one member.
 class PlaceBytes : public Member::Place {
   public:
     PlaceBytes(Calling& calling, int only) : calling_(calling), only_(only) {}
@@ -60,7 +60,7 @@ class PlaceBytes : public Member::Place {
     const int only_;
 };
 
-// Each member's bytes, or those of the member `only`. `key`: what has to be the same for all.
+// Returns the bytes of each member, or of the member `only`. `key` must be equal on all members.
 nb::list exchange(nb::handle self, uint32_t doing, uint64_t key, nb::handle data, int only,
                   nb::handle timeout, nb::handle x, nb::handle more) {
     Bytes bytes(data.ptr());
@@ -81,7 +81,7 @@ void need_each(const Arrays& arrays, const Member& group, const char* what) {
                                   .c_str());
 }
 
-// Into arrays whose sizes everybody knows; `key` says so.
+// Gathers into arrays whose sizes all members know, as `key` states.
 void allgather_into(nb::handle self, uint32_t doing, uint64_t key, nb::list mine, nb::list outs,
                     nb::handle timeout) {
     PyGroup& group = group_of(self.ptr());
@@ -108,7 +108,7 @@ void alltoall(nb::handle self, uint32_t doing, uint64_t key, nb::list ins, nb::l
     raise_unless_done(self, end, doing, ins, more);
 }
 
-// Combines arrays that are all here, in their order. Without any it only says whether it could.
+// Combines local arrays in their order. An empty list only checks whether the operation exists.
 void combine(nb::handle out, nb::list ins, nb::handle op_name) {
     Op op;
     Array to;
@@ -149,16 +149,16 @@ nb::tuple see(PyGroup& group, uint32_t member) {
                           s.arrived, s.over);
 }
 
-nb::tuple as_tuple(const Manner& manner) {
-    return nb::make_tuple(int(manner.way), manner.piece, manner.shows_past, manner.keeps_past, manner.by_two);
+nb::tuple as_tuple(const Plan& plan) {
+    return nb::make_tuple(int(plan.way), plan.piece, plan.shows_past, plan.keeps_past, plan.by_two);
 }
 
-// In which manners operations on so many bytes have been done by trial, and how many ns each took.
+// Returns the plans that trials have measured for that number of bytes, and the ns of each.
 nb::list times(PyGroup& group, uint32_t doing, uint64_t bytes) {
     nb::list found;
-    for (uint32_t i = 0; i < ALL_MANNERS; ++i)
+    for (uint32_t i = 0; i < ALL_PLANS; ++i)
         if (const uint32_t ns = group.took(doing, bytes, i))
-            found.append(nb::make_tuple(as_tuple(MANNERS[i]), ns));
+            found.append(nb::make_tuple(as_tuple(PLANS[i]), ns));
     return found;
 }
 
@@ -198,12 +198,12 @@ void bind_group(nb::module_& m) {
         .def(
             "_queue", [](PyGroup& group, int change) { group.queued += uint32_t(change); }, "change"_a)
         .def(
-            "_choose", [](PyGroup& group, uint32_t doing, int way) { group.choose(doing, Way(way)); },
+            "_choose", [](PyGroup& group, uint32_t doing, int way) { group.choose(doing, Algorithm(way)); },
             "doing"_a, "way"_a)
         .def(
-            "_manner",
+            "_plan",
             [](PyGroup& group, uint32_t doing, uint64_t bytes) {
-                return as_tuple(group.manner_of(doing, bytes));
+                return as_tuple(group.plan_of(doing, bytes));
             },
             "doing"_a, "size"_a)
         .def("_took", times, "doing"_a, "size"_a)

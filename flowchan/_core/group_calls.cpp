@@ -1,11 +1,11 @@
-// The calls of a group that have to be quick: for arrays that lie in one piece. Any others go to the methods
-// of flowchan/collective/group.py whose names are theirs with a line before them.
+// The fast calls of a group, for contiguous arrays. For other values, each calls the method of
+// flowchan/collective/group_steps.py with an underscore before its name.
 #include "group_calls.hpp"
 
 namespace flowchan {
 
-// Each member's part of the combination into `out`. NotImplemented: `x` or `out` is no such array, or they do
-// not fit.
+// Combines arrays and writes this member's part into `out`. Returns NotImplemented unless `x` and `out` are
+// contiguous arrays that fit.
 PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObject* op_name,
                                PyObject* timeout) {
     PyGroup& group = group_of(self);
@@ -25,8 +25,9 @@ PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObj
     return end == End::Done ? Py_NewRef(out) : raise_end(self, end, REDUCE_SCATTER, x, op_name);
 }
 
-// Combines arrays of all members. root < 0: for everybody. NotImplemented: `x` or `out` is no such array, or
-// they do not fit. `part_of`: the key of the call over several hosts of which this is a part.
+// Combines the arrays of all members, for all of them if root < 0. Returns NotImplemented unless `x` and
+// `out` are contiguous arrays that fit. `part_of` is the key of the call over several hosts of which this is
+// a part.
 PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* out, PyObject* op_name,
                         int root, PyObject* timeout, uint64_t part_of) {
     PyGroup& group = group_of(self);
@@ -134,7 +135,7 @@ PyObject* barrier(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject*
     });
 }
 
-// Into `out`, a list of arrays. NotImplemented: not all are arrays that lie in one piece.
+// Gathers into `out`, a list of arrays. Returns NotImplemented unless all arrays are contiguous.
 PyObject* allgather_arrays(PyObject* self, PyObject* x, PyObject* out, PyObject* timeout) {
     PyGroup& group = group_of(self);
     Deadline deadline;
@@ -168,7 +169,7 @@ PyObject* allgather(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObjec
     });
 }
 
-// Both are lists of arrays. NotImplemented: not all lie in one piece.
+// Exchanges two lists of arrays. Returns NotImplemented unless all arrays are contiguous.
 PyObject* alltoall_arrays(PyObject* self, PyObject* xs, PyObject* out, PyObject* timeout) {
     PyGroup& group = group_of(self);
     Deadline deadline;
@@ -210,7 +211,7 @@ PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t n, Py
     });
 }
 
-// What they do is described at Group, of which a core's member is one.
+// flowchan/collective/group.py has the full documentation.
 PyMethodDef group_methods[] = {
     {"allreduce", fast(allreduce), FASTCALL,
      "allreduce($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\n"

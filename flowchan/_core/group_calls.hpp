@@ -1,4 +1,4 @@
-// What the calls of a group have in common: its arguments, its waits, and what it raises.
+// Common parts of a group's calls: arguments, waits and errors.
 #pragma once
 
 #include "arguments.hpp"
@@ -16,11 +16,10 @@ namespace flowchan {
 
 using namespace nb::literals;
 
-// What the members of an operation give, as flowchan/collective/operations.py has it: arrays of one type, or values
-// of Python.
+// Kinds of inputs, as in flowchan/collective/operations.py: arrays of one type, or Python values.
 constexpr uint64_t TYPED = 0, VALUES = 1, KINDS = 4;
 
-// What a call is, for the comparison with those of the others. `array`: of what it gives, if that is an array.
+// Returns the key by which members compare their calls. `array` is the input, if it is an array.
 inline uint64_t key_of(uint32_t doing, uint64_t key, const Array* array = nullptr) {
     const uint64_t found = mixed(mixed(0, doing), key);
     return array && key % KINDS == TYPED ? mixed(found, array->kind) : found;
@@ -32,13 +31,13 @@ constexpr int64_t STALLED_NS = 10'000'000'000;
 class PyGroup : public Member {
   public:
     using Member::Member;
-    std::atomic<uint32_t> queued{0};  // operations that a thread of this process still has to do first
+    std::atomic<uint32_t> queued{0};  // operations that a thread of this process must run first
 };
 
 inline PyGroup& group_of(PyObject* self) { return *nb::inst_ptr<PyGroup>(self); }
 
-// A call. It gives the GIL away when it has to wait, or much to move; while it waits it looks at signals, and
-// says a word about stalls.
+// A running call. It releases the GIL before it waits or moves much data. While it waits, it checks for
+// signals and reports stalls.
 class Calling : public Patience {
   public:
     Calling(PyObject* self, uint32_t doing, Deadline deadline)
@@ -54,7 +53,7 @@ class Calling : public Patience {
         take_back();
         return end;
     }
-    // In the middle of it, with the GIL.
+    // Calls `f` with the GIL, in the middle of the operation.
     template <class F>
     bool with_gil(F f) {
         const bool was_away = take_back();
@@ -77,7 +76,7 @@ class Calling : public Patience {
     }
 
   private:
-    // Until no other thread is in an operation. In a process that was forked meanwhile that would be for ever.
+    // Waits until no other thread is in an operation. A forked process would wait forever.
     End await_turn() {
         PyGroup& group = group_of(self_);
         Member::Use& use = group.in_use();
@@ -99,11 +98,12 @@ class Calling : public Patience {
 
     PyObject* self_;
     const uint32_t doing_;
-    PyThreadState* state_ = nullptr;  // while others may have the GIL
+    PyThreadState* state_ = nullptr;  // set while the GIL is released
     bool told_ = false;
 };
 
-// Raises what an operation has ended by; null. `x`, `root` if it is a rank, and `more`: what it was given.
+// Raises the error for the end of an operation, and returns null. `x`, `root` (unless negative) and `more`
+// are the arguments of the call.
 inline PyObject* raise_end(PyObject* self, End end, uint32_t doing, PyObject* x, PyObject* more,
                            int root = -1) {
     if (end == End::Interrupted) return nullptr;
@@ -114,7 +114,7 @@ inline PyObject* raise_end(PyObject* self, End end, uint32_t doing, PyObject* x,
     PyObject* none = PyObject_CallMethod(self, "_failed", "iIOO", int(end), doing, x ? x : Py_None, given);
     Py_DECREF(given);
     Py_XDECREF(none);
-    if (none) PyErr_SetString(PyExc_SystemError, "an operation failed, and nothing said so");
+    if (none) PyErr_SetString(PyExc_SystemError, "an operation failed without an error");
     return nullptr;
 }
 
@@ -131,7 +131,7 @@ inline bool parse_op(PyObject* name, Op& op) {
 inline bool parse_root(PyObject* value, const Member& group, uint32_t& root) {
     const bool is_whole = !value || (PyIndex_Check(value) && !PyBool_Check(value));
     const long long number = value && is_whole ? PyLong_AsLongLong(value) : 0;
-    if (number == -1 && PyErr_Occurred()) PyErr_Clear();  // it is too large
+    if (number == -1 && PyErr_Occurred()) PyErr_Clear();  // the number is too large
     if (!is_whole || number < 0 || number >= group.size) {
         PyErr_Format(PyExc_ValueError, "root must be a rank of the group, from 0 to %u, not %R",
                      group.size - 1, value);
@@ -143,8 +143,8 @@ inline bool parse_root(PyObject* value, const Member& group, uint32_t& root) {
 
 inline bool is_default(PyObject* value) { return !value || value == Py_None; }
 
-// Whether a result can go there; arrays.py has the words for what can't. `out` may be `in`, or one of its parts
-// of that size: each is read before it is written.
+// Returns whether `out` can hold the result; array_access.py raises the error if not. `out` may be `in` or
+// one of its parts of that size, because each element is read before it is written.
 inline bool fits(const Array& in, const Array& out, size_t count) {
     if (out.kind != in.kind || out.count != count || !out.writable) return false;
     const auto from = reinterpret_cast<uintptr_t>(in.data), to = reinterpret_cast<uintptr_t>(out.data);
@@ -161,10 +161,10 @@ inline bool has_kernel(const Array& array, Op op, PyObject* x) {
     const std::string remedy = there.empty() ? convert_first(x)
                                : op == Op::Mean && array.element <= Element::U64
                                    ? "; take the sum, or convert them to a floating-point type"
-                                   : ": there are " + there;
+                                   : "; use " + there;
     PyObject* type = PyObject_GetAttrString(x, "dtype");
-    PyErr_Format(PyExc_TypeError, "there is no %s of elements of type %S%s", OPS[size_t(op)],
-                 type ? type : Py_None, remedy.c_str());
+    PyErr_Format(PyExc_TypeError, "elements of type %S cannot be combined by %s%s", type ? type : Py_None,
+                 OPS[size_t(op)], remedy.c_str());
     Py_XDECREF(type);
     return false;
 }
@@ -178,16 +178,18 @@ inline PyObject* call_general(PyObject* self, const char* method, PyObject* cons
     return result;
 }
 
-// Memory that is there already: arrays or bytes, one for each member. None: that one is not wanted.
+// Existing memory for the data of each member: arrays or bytes, or None for data that is not needed.
 class Arrays : public Member::Place {
   public:
     Arrays() = default;
     explicit Arrays(PyObject* objects) {
         if (!read(objects) && !PyErr_Occurred())
-            PyErr_Format(PyExc_TypeError, "%R: they must lie in one piece in this machine's memory", objects);
+            PyErr_Format(PyExc_TypeError, "arrays must be contiguous in this machine's memory, got %R",
+                         objects);
         if (PyErr_Occurred()) throw nb::python_error();
     }
-    // Of a list or tuple. False, perhaps with an error: not all lie in one piece in this machine's memory.
+    // Reads a list or tuple. Returns false, perhaps with an error, unless all are contiguous in this
+    // machine's memory.
     bool read(PyObject* objects) {
         if (!PyList_Check(objects) && !PyTuple_Check(objects)) return false;
         many_ = std::vector<One>(size_t(PySequence_Fast_GET_SIZE(objects)));
@@ -198,7 +200,7 @@ class Arrays : public Member::Place {
         }
         return true;
     }
-    // What does not fit is left as it is: the others go on all the same.
+    // Data that does not fit is skipped, so that the other members can continue.
     bool operator()(const Sizes& sizes, const ByRank<const void*>&, ByRank<void*>& to) override {
         for (size_t r = 0; r < to.size(); ++r) {
             if (!many_[r].wanted) continue;
@@ -209,11 +211,12 @@ class Arrays : public Member::Place {
         }
         return true;
     }
-    // False, with an error: what one member gave has not fitted.
+    // Returns false with an error if the data of a member did not fit.
     bool check() const {
         if (misfit_ >= 0)
-            PyErr_Format(PyExc_ValueError, "rank %d gives %llu bytes, and out has room for %zu from it",
-                         misfit_, static_cast<unsigned long long>(has_), many_[size_t(misfit_)].bytes);
+            PyErr_Format(PyExc_ValueError,
+                         "out must have room for the %llu bytes from rank %d, got room for %zu",
+                         static_cast<unsigned long long>(has_), misfit_, many_[size_t(misfit_)].bytes);
         return misfit_ < 0;
     }
     bool are_writable() const {
@@ -222,8 +225,8 @@ class Arrays : public Member::Place {
     bool are_of_kind(uint64_t kind) const {
         return std::all_of(many_.begin(), many_.end(), [=](const Array& one) { return one.kind == kind; });
     }
-    // Where `in`, which goes to others while these come, can be read to the end: in `copy` where one of these
-    // is written over it. At place `own` it may lie already.
+    // Returns memory in which `in` can be read to the end while these arrays are written. It is `copy` if one
+    // of them overlaps `in`. The array at index `own` may be `in`.
     const void* kept(const Array& in, size_t own, std::vector<char>& copy) const {
         const auto begins = [](const Array& array) { return reinterpret_cast<uintptr_t>(array.data); };
         for (size_t i = 0; i < many_.size(); ++i) {
@@ -260,22 +263,22 @@ class Arrays : public Member::Place {
     uint64_t has_ = 0;
 };
 
-// For arrays that lie in one piece; NotImplemented for what is none.
+// Operations on contiguous arrays; they return NotImplemented for other values.
 PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* out, PyObject* op_name,
                         int root, PyObject* timeout, uint64_t part_of = 0);
 PyObject* broadcast_array(PyObject* self, PyObject* x, uint32_t root, PyObject* timeout);
 PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObject* op_name,
                                PyObject* timeout);
 
-// What each of `in` has for its member against what comes into `out`.
+// Sends the arrays of `in` to their members and receives into `out`.
 End swap_arrays(PyObject* self, Member::Call call, const Arrays& in, const Arrays& out, Deadline deadline);
 
-// What every member gives, as a list; NotImplemented: `x` is no plain value.
+// Returns the values of all members as a list, or NotImplemented if `x` is not a plain value.
 PyObject* allgather_values(PyObject* self, PyObject* x, PyObject* timeout);
-// A plain value as bytes, and back; None for any other.
+// Convert a plain value to bytes and back; plain_bytes returns None for any other value.
 PyObject* plain_bytes(PyObject* value);
 PyObject* from_plain_bytes(PyObject* bytes);
 
-extern PyType_Slot group_slots[];  // the calls of group_calls.cpp
+extern PyType_Slot group_slots[];  // the methods in group_calls.cpp
 
 }  // namespace flowchan

@@ -1,6 +1,8 @@
-// The operations. Each begins with a round that shows everybody what everybody calls, and is judged by all
-// alike; what does not fit into that round follows in more of them, chunk by chunk. A chunk is staged in one
-// of the two slots while others still read the one before.
+// The operations of a group.
+//
+// Algorithm. Each operation begins with a round in which all members publish their calls, and all members
+// judge these calls alike. Data that does not fit into that round follows in further rounds, chunk by chunk.
+// A member writes a chunk into one of its two slots while the others still read the chunk in the other slot.
 #include "group.hpp"
 #include "process.hpp"
 
@@ -19,19 +21,19 @@ namespace flowchan {
 namespace {
 
 constexpr size_t LEAST_CHUNK = 32 * 1024;
-constexpr size_t WARM = 2 * 1024;  // bytes that are still in the nearest cache when they are copied on
+constexpr size_t WARM = 2 * 1024;  // bytes that are still in the nearest cache when they are copied again
 
-// So large that there are two of them at least.
+// Returns a chunk size that makes at least two chunks.
 size_t halves_of(size_t bytes, size_t most) {
     return std::clamp((bytes / 2 + LINE - 1) / LINE * LINE, std::min(LEAST_CHUNK, most), most);
 }
 
-// One, where it is no larger than a piece.
+// Returns a chunk size that makes one chunk if the data is not larger than a piece.
 size_t chunk_of(size_t bytes, size_t most) {
     return bytes <= most ? std::max<size_t>(bytes, 1) : halves_of(bytes, most);
 }
 
-// What a chunk has for each of the others, and where it has that for `to`.
+// The part of a chunk for each other member, and the offset of the part for `to`.
 size_t part_of(size_t chunk, uint32_t size) {
     const uint32_t others = std::max(size - 1, 1u);
     return std::min(std::max(chunk / others, LEAST_CHUNK / 2), BIG / others) / LINE * LINE;
@@ -40,7 +42,7 @@ size_t place_of_part(uint32_t from, uint32_t to, size_t part) { return (to - (to
 
 size_t chunks(size_t bytes, size_t chunk) { return std::max<size_t>(1, (bytes + chunk - 1) / chunk); }
 
-// Where part i of n begins, of `bytes` that are cut at cache lines.
+// Returns the begin of part i of n, if `bytes` are cut at cache lines.
 size_t cut(size_t bytes, uint32_t i, uint32_t n) { return i == n ? bytes : bytes * i / n / LINE * LINE; }
 
 const unsigned char* at(const void* memory, size_t offset) {
@@ -52,8 +54,8 @@ void copy(void* to, const void* from, size_t bytes) {
     if (bytes && to != from) memcpy(to, from, bytes);
 }
 
-// Past the caches: what is large would drive out what is read again, and each of its lines would be fetched
-// before it is written.
+// Copies with stores that bypass the caches. Large data would evict lines that are read again, and each
+// target line would be fetched before it is written.
 void copy_past(void* to, const void* from, size_t bytes) {
 #if defined(__SSE2__)
     const size_t head = std::min(bytes, size_t(-reinterpret_cast<uintptr_t>(to)) % LINE);
@@ -83,7 +85,7 @@ End Member::show(Call call, uint64_t bytes, size_t payload_size, Fill fill, Pati
     if (payload_size > SMALL) patience.waits();
     const bool fits = payload_size <= SMALL || reserve_big();
     unsigned char* to = payload(rank, payload_size);
-    const bool past = timed_.is && MANNERS[timed_.manner].shows_past;
+    const bool past = timed_.is && PLANS[timed_.plan].shows_past;
     for (size_t i = LINE; !past && payload_size <= SMALL && i < payload_size; i += LINE) prefetch(to + i);
     const int64_t began = timed_.is ? now_ns() : 0;
     if (fits) fill(to);
@@ -106,9 +108,9 @@ End Member::show_big(Call call, bool fits, Patience& patience) {
     return end == End::Done ? judge(call) : end;
 }
 
-// Where no thread can be had, by one.
-bool Member::pull(const Manner& manner, uint32_t member, uint64_t from, void* to, size_t bytes) const {
-    const size_t half = manner.by_two ? bytes / 2 / LINE * LINE : 0;
+// Reads with one thread if the system refuses a second one.
+bool Member::pull(const Plan& plan, uint32_t member, uint64_t from, void* to, size_t bytes) const {
+    const size_t half = plan.by_two ? bytes / 2 / LINE * LINE : 0;
     bool could = true;
     std::thread other;
     try {
@@ -122,7 +124,7 @@ bool Member::pull(const Manner& manner, uint32_t member, uint64_t from, void* to
     return could && could_too;
 }
 
-// Together with the proof that it is that member's memory.
+// Reads the data and, with the same call, the proof that the memory is that member's.
 bool Member::pull_by_one(uint32_t member, uint64_t from, void* to, size_t bytes) const {
     constexpr size_t PIECE = 16 << 20;
     if (!bytes) return true;
@@ -139,7 +141,7 @@ bool Member::pull_by_one(uint32_t member, uint64_t from, void* to, size_t bytes)
         done += length;
     }
     std::atomic_thread_fence(std::memory_order_acquire);
-    return its.gone.load() == HERE;  // else it may have been changed before it was read
+    return its.gone.load() == HERE;  // else the data may have changed before it was read
 }
 
 End Member::have_read(Call call, bool could, Patience& patience) {
@@ -155,7 +157,7 @@ End Member::barrier(Call call, Patience& patience) {
     return finish(show(call, 0, 0, [](void*) {}, patience));
 }
 
-// The only member has what all have: so it is with the first member of a host, where it is by itself.
+// Runs an operation for the only member of a group, such as the only member on its host.
 End Member::alone(Call call, const void* in, void* out, size_t bytes) {
     const End end = begin(call);
     if (end == End::Done && in != out) copy(out, in, bytes);
@@ -165,17 +167,17 @@ End Member::alone(Call call, const void* in, void* out, size_t bytes) {
 End Member::allreduce(Call call, const Combining& what, Patience& patience) {
     const size_t bytes = what.count * size_of_element(what.element);
     if (size == 1) return alone(call, what.in, what.out, bytes);
-    const Manner& manner = begin_trial(call.doing, bytes);
-    return finish(manner.way == Way::Exchange ? exchange(manner, call, what, patience)
-                                              : slices(manner, call, what, patience));
+    const Plan& plan = begin_trial(call.doing, bytes);
+    return finish(plan.way == Algorithm::Exchange ? exchange(plan, call, what, patience)
+                                                  : slices(plan, call, what, patience));
 }
 
-// Chunk by chunk, where it is large.
-End Member::exchange(const Manner& manner, Call call, const Combining& what, Patience& patience) {
+// Large arrays are exchanged chunk by chunk.
+End Member::exchange(const Plan& plan, Call call, const Combining& what, Patience& patience) {
     const size_t width = size_of_element(what.element), bytes = what.count * width;
-    const size_t chunk = chunk_of(bytes, manner.piece);
+    const size_t chunk = chunk_of(bytes, plan.piece);
     const size_t rounds = chunks(bytes, chunk), shown = std::min(bytes, chunk);
-    const auto write = manner.shows_past ? copy_past : copy;
+    const auto write = plan.shows_past ? copy_past : copy;
     const Kernel kernel = find_kernel(what.element, what.op);
     const auto length = [&](size_t t) { return std::min(chunk, bytes - t * chunk); };
     const auto stage = [&](size_t t) { write(payload(rank, shown), at(what.in, t * chunk), length(t)); };
@@ -194,13 +196,14 @@ End Member::exchange(const Manner& manner, Call call, const Combining& what, Pat
     return end;
 }
 
-// Round t stages chunk t, but for this member's own part, and shows the result of its part of chunk t - 1.
-End Member::slices(const Manner& manner, Call call, const Combining& what, Patience& patience) {
+// Round t writes chunk t, except for this member's own part, and publishes the result of its part of chunk t
+// - 1.
+End Member::slices(const Plan& plan, Call call, const Combining& what, Patience& patience) {
     const size_t width = size_of_element(what.element), bytes = what.count * width,
-                 chunk = halves_of(bytes, manner.piece);
+                 chunk = halves_of(bytes, plan.piece);
     const size_t rounds = chunks(bytes, chunk);
     const bool gets = what.root < 0 || uint32_t(what.root) == rank;
-    const auto write = manner.shows_past ? copy_past : copy;
+    const auto write = plan.shows_past ? copy_past : copy;
     const Kernel kernel = find_kernel(what.element, what.op);
     const auto length = [&](size_t t) { return std::min(chunk, bytes - t * chunk); };
     const auto stage = [&](size_t t, void* to) {
@@ -217,9 +220,9 @@ End Member::slices(const Manner& manner, Call call, const Combining& what, Patie
             const size_t piece = std::min(WARM, upto - p);
             for (uint32_t r = 0; r < size; ++r)
                 inputs[r] = r == rank ? at(what.in, t * chunk + p) : at(big(r), p);
-            unsigned char* found = manner.shows_past ? near : to;
+            unsigned char* found = plan.shows_past ? near : to;
             kernel(found, inputs.data(), size, piece / width);
-            if (manner.shows_past) copy_past(to, near, piece);
+            if (plan.shows_past) copy_past(to, near, piece);
             if (gets) copy(at(what.out, t * chunk + p), found, piece);
         }
     };
@@ -242,12 +245,12 @@ End Member::slices(const Manner& manner, Call call, const Combining& what, Patie
     return end;
 }
 
-// Each slot holds a part for each member.
+// Each slot holds one part for each member.
 End Member::reduce_scatter(Call call, const Combining& what, Patience& patience) {
     const size_t width = size_of_element(what.element), bytes = what.count * width;
-    const Manner& manner = begin_trial(call.doing, bytes);
-    const auto write = manner.shows_past ? copy_past : copy;
-    const size_t part = std::min(part_of(manner.piece, size), (bytes + LINE - 1) / LINE * LINE);
+    const Plan& plan = begin_trial(call.doing, bytes);
+    const auto write = plan.shows_past ? copy_past : copy;
+    const size_t part = std::min(part_of(plan.piece, size), (bytes + LINE - 1) / LINE * LINE);
     const size_t rounds = part ? chunks(bytes, part) : 1;
     const auto length = [&](size_t t) { return std::min(part, bytes - t * part); };
     const auto stage = [&](size_t t, void* to) {
@@ -273,10 +276,10 @@ End Member::reduce_scatter(Call call, const Combining& what, Patience& patience)
 
 End Member::broadcast(Call call, void* data, size_t bytes, uint32_t root, Patience& patience) {
     if (size == 1) return alone(call, data, data, bytes);
-    const Manner& manner = begin_trial(call.doing, bytes);
-    const bool direct = manner.way == Way::Direct;
-    const size_t chunk = chunk_of(bytes, manner.piece), rounds = chunks(bytes, chunk);
-    const auto write = manner.shows_past ? copy_past : copy, give = manner.keeps_past ? copy_past : copy;
+    const Plan& plan = begin_trial(call.doing, bytes);
+    const bool direct = plan.way == Algorithm::Direct;
+    const size_t chunk = chunk_of(bytes, plan.piece), rounds = chunks(bytes, chunk);
+    const auto write = plan.shows_past ? copy_past : copy, give = plan.keeps_past ? copy_past : copy;
     const auto length = [&](size_t t) { return std::min(chunk, bytes - t * chunk); };
     const auto stage = [&](size_t t) {
         if (rank == root) write(payload(rank, chunk), at(data, t * chunk), length(t));
@@ -286,7 +289,7 @@ End Member::broadcast(Call call, void* data, size_t bytes, uint32_t root, Patien
     End end = show(call, bytes, direct ? sizeof from : chunk, tell, patience);
     if (end == End::Done && direct) {
         patience.waits();
-        end = have_read(call, rank == root || pull(manner, root, shown_at(root), data, bytes), patience);
+        end = have_read(call, rank == root || pull(plan, root, shown_at(root), data, bytes), patience);
         if (end != End::Done || direct_) return finish(end);
         round_ += 1;
         const bool fits = reserve_big();
@@ -315,10 +318,10 @@ End Member::follow(Call call, uint64_t rounds, Patience& patience, Has has, Writ
     return End::Done;
 }
 
-// What members have for all others, by their ranks.
+// The data of each member for all others, by rank.
 struct Member::Gathering {
-    Gathering(const Member& member, const Manner& manner, const void* in)
-        : manner(manner),
+    Gathering(const Member& member, const Plan& plan, const void* in)
+        : plan(plan),
           in(in),
           sizes(member.size),
           moved(member.size),
@@ -329,7 +332,7 @@ struct Member::Gathering {
         for (uint32_t r = 0; r < member.size; ++r) {
             sizes[r] = member.cell(r).bytes;
             in_place[r] = member.cell(r).flags & IN_PLACE;
-            pieces[r] = member.its_manner(r).piece;
+            pieces[r] = member.plan_of_member(r).piece;
             moved[r] = in_place[r] ? 0 : std::min(sizes[r], pieces[r]);
             if (!in_place[r] && sizes[r] <= pieces[r]) shown[r] = member.payload(r, sizes[r]);
         }
@@ -343,24 +346,25 @@ struct Member::Gathering {
         return most;
     }
 
-    const Manner& manner;
+    const Plan& plan;
     const void* const in;
-    Sizes sizes, moved, pieces;  // moved: bytes that the first round has shown, and others have taken
+    Sizes sizes, moved, pieces;  // moved: bytes that the first round published and the others have read
     ByRank<bool> in_place;
     ByRank<void*> to;
     ByRank<const void*> shown;
 };
 
-// What is large is shown where it lies, of what is small all, and of anything else the first chunk.
+// The first round publishes the address of large data, the whole of small data, and the first chunk of other
+// data.
 End Member::allgather(Call call, const void* in, size_t bytes, Place& place, Patience& patience) {
-    const Manner& manner = begin_trial(call.doing, bytes);
-    const bool direct = manner.way == Way::Direct;
-    const auto write = manner.shows_past ? copy_past : copy, give = manner.keeps_past ? copy_past : copy;
-    const uint64_t from = reinterpret_cast<uint64_t>(in), first = std::min(bytes, manner.piece);
+    const Plan& plan = begin_trial(call.doing, bytes);
+    const bool direct = plan.way == Algorithm::Direct;
+    const auto write = plan.shows_past ? copy_past : copy, give = plan.keeps_past ? copy_past : copy;
+    const uint64_t from = reinterpret_cast<uint64_t>(in), first = std::min(bytes, plan.piece);
     const auto tell = [&](void* slot) { direct ? copy(slot, &from, sizeof from) : write(slot, in, first); };
     End end = show(call, bytes, direct ? sizeof from : first, tell, patience, direct ? IN_PLACE : 0);
     if (end != End::Done) return finish(end);
-    Gathering all(*this, manner, in);
+    Gathering all(*this, plan, in);
     if (!place(all.sizes, all.shown, all.to)) return finish(End::Interrupted);
     end = take_shown(call, all, patience);
     if (end != End::Done) return finish(end);
@@ -373,7 +377,7 @@ End Member::allgather(Call call, const void* in, size_t bytes, Place& place, Pat
 }
 
 End Member::take_shown(Call call, Gathering& all, Patience& patience) {
-    const auto give = all.manner.keeps_past ? copy_past : copy;
+    const auto give = all.plan.keeps_past ? copy_past : copy;
     if (*std::max_element(all.sizes.begin(), all.sizes.end()) > SMALL) patience.waits();
     if (all.to[rank] && all.to[rank] != all.in) give(all.to[rank], all.in, all.sizes[rank]);
     bool could = true;
@@ -381,7 +385,7 @@ End Member::take_shown(Call call, Gathering& all, Patience& patience) {
         const uint32_t r = (rank + i) % size;
         if (!all.to[r]) continue;
         if (all.moved[r]) give(all.to[r], payload(r, all.moved[r]), all.moved[r]);
-        if (all.in_place[r]) could = could && pull(all.manner, r, shown_at(r), all.to[r], all.sizes[r]);
+        if (all.in_place[r]) could = could && pull(all.plan, r, shown_at(r), all.to[r], all.sizes[r]);
     }
     if (std::find(all.in_place.begin(), all.in_place.end(), true) == all.in_place.end()) return End::Done;
     const End end = have_read(call, could, patience);
@@ -390,14 +394,14 @@ End Member::take_shown(Call call, Gathering& all, Patience& patience) {
     return end;
 }
 
-// What each member has for each other one, by their ranks.
+// The data of each member for each other member, by rank.
 struct Member::Swapping {
-    Swapping(const Member& member, const Manner& manner, const Parts& parts)
-        : manner(manner), parts(parts), rests(member.size), pieces(member.size), in_place(member.size) {
+    Swapping(const Member& member, const Plan& plan, const Parts& parts)
+        : plan(plan), parts(parts), rests(member.size), pieces(member.size), in_place(member.size) {
         for (uint32_t r = 0; r < member.size; ++r) {
             rests[r] = member.cell(r).bytes;
             in_place[r] = member.cell(r).flags & IN_PLACE;
-            pieces[r] = part_of(member.its_manner(r).piece, member.size);
+            pieces[r] = part_of(member.plan_of_member(r).piece, member.size);
         }
     }
     uint64_t from(uint32_t r, uint64_t t, uint64_t bytes) const { return std::min(bytes, t * pieces[r]); }
@@ -411,22 +415,22 @@ struct Member::Swapping {
         return most;
     }
 
-    const Manner& manner;
+    const Plan& plan;
     const Parts& parts;
-    Sizes rests, pieces;  // what each has for anybody at most, and has not shown; what it shows at a time
+    Sizes rests, pieces;  // rests: largest unpublished data for one member; pieces: bytes published at a time
     ByRank<bool> in_place;
 };
 
-// The first round shows what each sends to and expects from each, so that all find alike whether that fits; and
-// what a member sends, where that is little, or where it lies, where it is large.
+// The first round publishes the sizes that each member sends and expects, so all members detect a mismatch
+// alike. It also publishes the data if it is small, and its addresses if it is large.
 End Member::alltoall(Call call, const Parts& parts, Patience& patience) {
     const size_t row = size * sizeof(uint64_t);
     const auto& [in, in_sizes, out, out_sizes] = parts;
     const bool little = 2 * row + std::accumulate(in_sizes.begin(), in_sizes.end(), uint64_t{}) <= SMALL;
-    uint64_t most = 0;  // of what goes to anybody else
+    uint64_t most = 0;  // for any other member
     for (uint32_t r = 0; r < size; ++r) most = r == rank ? most : std::max(most, in_sizes[r]);
-    const Manner& manner = begin_trial(call.doing, little ? 0 : most);
-    const bool direct = !little && 3 * row <= SMALL && manner.way == Way::Direct;
+    const Plan& plan = begin_trial(call.doing, little ? 0 : most);
+    const bool direct = !little && 3 * row <= SMALL && plan.way == Algorithm::Direct;
     const auto tell = [&, &in = in, &in_sizes = in_sizes, &out_sizes = out_sizes](void* slot) {
         memcpy(slot, in_sizes.data(), row);
         memcpy(at(slot, row), out_sizes.data(), row);
@@ -437,10 +441,10 @@ End Member::alltoall(Call call, const Parts& parts, Patience& patience) {
     End end = show(call, little ? 0 : most, SMALL, tell, patience, direct ? IN_PLACE : 0);
     if (end == End::Done && !sizes_match()) end = End::Mismatch;
     if (end != End::Done) return finish(end);
-    Swapping all(*this, manner, parts);
+    Swapping all(*this, plan, parts);
     end = take_shown(call, all, patience);
     if (end != End::Done) return finish(end);
-    const auto write = manner.shows_past ? copy_past : copy, give = manner.keeps_past ? copy_past : copy;
+    const auto write = plan.shows_past ? copy_past : copy, give = plan.keeps_past ? copy_past : copy;
     const auto has = [&](uint64_t) { return all.rests[rank] > 0; };
     const auto stage = [&](uint64_t t) {
         for (uint32_t r = 0; r < size; ++r) {
@@ -459,7 +463,8 @@ End Member::alltoall(Call call, const Parts& parts, Patience& patience) {
     return finish(follow(call, all.rounds(), patience, has, stage, take));
 }
 
-// In the first round of an alltoall, whose small slots begin with what each sends and what each expects.
+// Compares the sizes after the first round of an alltoall: the small slots begin with the sizes sent and
+// expected.
 bool Member::sizes_match() const {
     const auto told = [&](uint32_t r) { return reinterpret_cast<const uint64_t*>(small(r)); };
     for (uint32_t r = 0; r < size; ++r)
@@ -470,15 +475,14 @@ bool Member::sizes_match() const {
 
 End Member::take_shown(Call call, Swapping& all, Patience& patience) {
     const auto& [in, in_sizes, out, out_sizes] = all.parts;
-    const auto give = all.manner.keeps_past ? copy_past : copy;
+    const auto give = all.plan.keeps_past ? copy_past : copy;
     if (*std::max_element(all.rests.begin(), all.rests.end())) patience.waits();
     give(out[rank], in[rank], out_sizes[rank]);
     bool could = true;
     for (uint32_t i = 1; i < size; ++i) {
         const uint32_t r = (rank + i) % size;
         const uint64_t* sends = reinterpret_cast<const uint64_t*>(small(r));
-        if (all.in_place[r])
-            could = could && pull(all.manner, r, sends[2 * size + rank], out[r], out_sizes[r]);
+        if (all.in_place[r]) could = could && pull(all.plan, r, sends[2 * size + rank], out[r], out_sizes[r]);
         if (all.rests[r]) continue;
         const uint64_t before = std::accumulate(sends, sends + rank, uint64_t{});
         copy(out[r], at(small(r), 2 * size * sizeof(uint64_t) + before), out_sizes[r]);

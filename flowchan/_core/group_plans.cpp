@@ -1,6 +1,9 @@
-// In which manner operations are done. Rank 0 finds by trial which one is the quickest, for each operation and each
-// size up to its double, and says in each how the next one is done: so all know it when they begin that, and no word
-// more is sent. How long one took whoever took longest stands in the cells of the next one.
+// The choice of plans.
+//
+// Algorithm. Rank 0 finds the fastest plan by trial, for each operation and size class. In each operation it
+// publishes the plan for the next one. So all members know the plan when they begin that operation, without
+// an extra message. The cells of the next operation carry the time of each member, and the slowest member
+// counts.
 #include "group.hpp"
 
 #include <algorithm>
@@ -9,19 +12,20 @@ namespace flowchan {
 
 namespace {
 
-// By exchange each reads what all have. Of so many members that is so much that it isn't tried, but for what is small.
+// In an exchange each member reads all inputs. Larger groups try it only for small data, because there are
+// too many inputs.
 constexpr uint32_t MOST_EXCHANGE = 7;
 constexpr uint32_t SMALL_KINDS = 2;
-// Bytes of the smallest kind; of no more than these all manners are alike.
+// Lower bound in bytes of the smallest class; below it all plans are equally fast.
 constexpr uint64_t LEAST = 8 * 1024;
-constexpr uint32_t IN_ONE_PIECE = 4;  // kinds of what is no more than a small piece
-constexpr uint32_t BY_ONE = 8;        // and of what is read while a thread begins
+constexpr uint32_t IN_ONE_PIECE = 4;  // classes of data that fits into one small piece
+constexpr uint32_t BY_ONE = 8;        // classes of data that one thread has read before a second one starts
 
-constexpr uint32_t BY_TWO = manners([](const Manner& one) { return one.by_two; });
-constexpr uint32_t KEPT_PAST = manners([](const Manner& one) { return one.keeps_past; });
-// In large pieces, and as in small ones else.
-constexpr uint32_t IN_LARGE = manners([](const Manner& one) {
-    return one.way != Way::Direct && one.piece == BIG && !one.shows_past && !one.keeps_past;
+constexpr uint32_t BY_TWO = plans_where([](const Plan& one) { return one.by_two; });
+constexpr uint32_t KEPT_PAST = plans_where([](const Plan& one) { return one.keeps_past; });
+// Plans with large pieces that equal a plan with small pieces otherwise.
+constexpr uint32_t IN_LARGE = plans_where([](const Plan& one) {
+    return one.way != Algorithm::Direct && one.piece == BIG && !one.shows_past && !one.keeps_past;
 });
 
 bool is_small(uint32_t kind) { return kind < SMALL_KINDS || kind == UNTRIED; }
@@ -32,8 +36,8 @@ uint32_t Member::kind_of(uint64_t bytes) {
     return bytes <= LEAST ? UNTRIED : std::min<uint32_t>(std::bit_width((bytes - 1) / LEAST) - 1, TRIED - 1);
 }
 
-// A bit for each manner that this can be done in, without those that come to the same as others; the same for all who
-// call the same.
+// Returns a bit for each plan that can run this operation, without plans that have the same effect as
+// another. The result is equal on all members that make the same call.
 uint32_t Member::possible(uint32_t doing, uint32_t kind) const {
     const bool in_one_piece = kind < IN_ONE_PIECE || kind == UNTRIED;
     uint32_t found = ways_of(doing, kind);
@@ -43,24 +47,27 @@ uint32_t Member::possible(uint32_t doing, uint32_t kind) const {
     return found;
 }
 
-// The same, with those that come to the same.
+// Returns the same bits, including plans that have the same effect.
 uint32_t Member::ways_of(uint32_t doing, uint32_t kind) const {
-    if (const Way way = chosen_[doing % OPERATIONS]; way != Way::Any)
-        return manners_of(way == Way::Direct && !direct_ ? Way::Chunks : way);
+    if (const Algorithm way = chosen_[doing % OPERATIONS]; way != Algorithm::Any)
+        return plans_of(way == Algorithm::Direct && !direct_ ? Algorithm::Chunks : way);
     if (doing == REDUCE || doing == ALLREDUCE) {
-        // Two read as much either way, and copy less by exchange.
+        // Two members read the same amount with both algorithms, and copy less by exchange.
         const bool by_slices = size > 2 || doing == REDUCE;
         const bool by_exchange = size <= MOST_EXCHANGE || is_small(kind);
-        return (by_slices ? manners_of(Way::Slices) : 0) | (by_exchange ? manners_of(Way::Exchange) : 0);
+        return (by_slices ? plans_of(Algorithm::Slices) : 0) |
+               (by_exchange ? plans_of(Algorithm::Exchange) : 0);
     }
     const bool may_read = direct_ && size > 1 && doing != REDUCE_SCATTER && !is_small(kind);
-    return manners_of(Way::Chunks) | (may_read ? manners_of(Way::Direct) : 0);
+    return plans_of(Algorithm::Chunks) | (may_read ? plans_of(Algorithm::Direct) : 0);
 }
 
-// The one to begin with. With more members than cores a round costs context switches, so there are few of them.
+// Returns the plan to begin with. It has few rounds if there are more members than cores, because each round
+// then costs context switches.
 uint32_t Member::first_of(uint32_t doing, uint32_t kind) const {
     uint32_t found = possible(doing, kind);
-    if (const uint32_t slices = found & manners_of(Way::Slices); !is_small(kind) && slices) found = slices;
+    if (const uint32_t slices = found & plans_of(Algorithm::Slices); !is_small(kind) && slices)
+        found = slices;
     if (const uint32_t large = found & IN_LARGE; header_->crowded && large) found = large;
     return uint32_t(std::countr_zero(found));
 }
@@ -71,31 +78,31 @@ uint32_t Member::number_of(uint32_t doing, uint64_t bytes) const {
     return next != UNKNOWN && (possible(doing, kind) >> next & 1) ? next : first_of(doing, kind);
 }
 
-// How this one is done, of which this member has so many bytes.
-const Manner& Member::begin_trial(uint32_t doing, uint64_t bytes) {
-    const uint32_t manner = number_of(doing, bytes);
-    says_ = manner << OWN_MANNER;
+// Returns the plan of this operation, for which this member has that number of bytes.
+const Plan& Member::begin_trial(uint32_t doing, uint64_t bytes) {
+    const uint32_t plan = number_of(doing, bytes);
+    says_ = plan << OWN_PLAN;
     const uint32_t kind = kind_of(bytes);
-    if (kind == UNTRIED || size == 1) return MANNERS[manner];
-    timed_ = {.is = true, .doing = doing % OPERATIONS, .kind = kind, .manner = manner};
-    if (rank != 0) return MANNERS[manner];
+    if (kind == UNTRIED || size == 1) return PLANS[plan];
+    timed_ = {.is = true, .doing = doing % OPERATIONS, .kind = kind, .plan = plan};
+    if (rank != 0) return PLANS[plan];
     if (trials_.empty()) trials_.resize(OPERATIONS * TRIED);
     Trial& trial = trials_[timed_.doing * TRIED + kind];
-    if (const uint32_t ways = possible(doing, kind); ways != trial.ways()) trial = Trial(ways, manner);
-    says_ |= TELLS | trial.next() << NEXT_MANNER;
-    return MANNERS[manner];
+    if (const uint32_t ways = possible(doing, kind); ways != trial.ways()) trial = Trial(ways, plan);
+    says_ |= TELLS | trial.next() << NEXT_PLAN;
+    return PLANS[plan];
 }
 
-// In the first round, when all have come and call the same.
+// Called in the first round, when all members have arrived with matching calls.
 void Member::have_come(Call call) {
     if (cell(0).flags & TELLS)
-        next_[call.doing % OPERATIONS][kind_of(cell(0).bytes)] = cell(0).flags >> NEXT_MANNER & 15;
+        next_[call.doing % OPERATIONS][kind_of(cell(0).bytes)] = cell(0).flags >> NEXT_PLAN & 15;
     if (before_.is) {
         uint32_t took = 0;
         for (uint32_t r = 0; r < size; ++r) took = std::max(took, cell(r).took);
         Trial& trial = trials_[before_.doing * TRIED + before_.kind];
-        trial.took(before_.manner, int64_t(took) + before_.filled);
-        for (uint32_t i = 0; i < ALL_MANNERS; ++i)
+        trial.took(before_.plan, int64_t(took) + before_.filled);
+        for (uint32_t i = 0; i < ALL_PLANS; ++i)
             header_->took[before_.doing][before_.kind][i].store(saturated(trial.least(i)),
                                                                 std::memory_order_relaxed);
         before_.is = false;
@@ -109,7 +116,8 @@ void Member::end_trial(bool done) {
     took_ = timed_.is && done ? saturated(now_ns() - timed_.since) : 0;
     before_ = timed_;
     before_.is =
-        rank == 0 && took_;  // not after one that failed, whose cells say nothing of the one before it
+        // not after a failed operation, whose cells do not have the times of the operation before
+        rank == 0 && took_;
     timed_.is = false;
     filled_ = says_ = 0;
 }

@@ -1,5 +1,5 @@
-// Values of Python as bytes: plain ones in the direct encoding of codec.cpp, without a pickle. The last byte
-// says how the rest is to be read (flowchan/collective/value_bytes.py has the other ways).
+// Python values as bytes. Plain values use the encoding of codec.cpp, without a pickle. The last byte names
+// the format; flowchan/collective/value_bytes.py has the others.
 #include "codec.hpp"
 #include "group_calls.hpp"
 
@@ -10,10 +10,10 @@ namespace flowchan {
 namespace {
 
 constexpr char PLAIN = 2;
-constexpr size_t MOST_PLAIN = 64 * 1024;  // bytes; what is larger is pickled as quickly
+constexpr size_t MOST_PLAIN = 64 * 1024;  // bytes; pickle is as fast for larger values
 
-// In memory of its own, which the next one of this thread uses again: while a call waits, the handler of a signal
-// may write another one.
+// An encoded value. The buffer is reused by the next one of this thread. While a call waits, a signal handler
+// may encode another value, so each value has its own buffer.
 class Written {
   public:
     explicit Written(PyObject* value) : room_(std::move(spare_)) {
@@ -27,7 +27,7 @@ class Written {
     Written(const Written&) = delete;
     const char* from() const { return room_.get(); }
 
-    size_t bytes = 0;  // 0: it is no plain value
+    size_t bytes = 0;  // 0: it is not a plain value
 
   private:
     static thread_local std::unique_ptr<char[]> spare_;
@@ -44,7 +44,7 @@ PyObject* read_value(const void* at, size_t bytes) {
     return read_plain(from, from + bytes - 1);
 }
 
-// Plain values are made from where they are shown; of others, and of large ones, come the bytes.
+// Decodes small plain values directly from the slots; other values are copied as bytes.
 class PlaceValues : public Member::Place {
   public:
     PlaceValues(Calling& calling, PyObject* found, uint32_t size)

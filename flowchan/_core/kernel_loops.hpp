@@ -1,6 +1,6 @@
-// The loops of kernels.cpp, which includes this file once for each set of instructions, inside a namespace.
+// The loops of kernels.cpp, which includes this file in a namespace for each instruction set.
 
-constexpr size_t BLOCK = 512;  // elements that are added up at a time, in the first cache
+constexpr size_t BLOCK = 512;  // elements that are combined at a time, within the first-level cache
 
 struct Half {
     uint16_t bits;
@@ -15,7 +15,7 @@ struct Complex {
 struct Truth {
     uint8_t is;
 };
-// A date or a span of time, in the unit of its type. The least number stands for none, as NumPy has it.
+// A date or time span in the unit of its type. As in NumPy, the smallest number is NaT.
 struct Time {
     int64_t ticks;
     bool is_none() const { return ticks == INT64_MIN; }
@@ -24,10 +24,10 @@ struct Time {
 inline float bits_to_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 inline uint32_t float_to_bits(float value) { return __builtin_bit_cast(uint32_t, value); }
 
-// Without branches, so that the loops become vectors.
+// Has no branches, so that the loops can be vectorized.
 inline float widen(Half half) {
     const uint32_t sign = uint32_t(half.bits & 0x8000) << 16, rest = uint32_t(half.bits & 0x7fff) << 13;
-    const float scaled = bits_to_float(rest) * 0x1p112f;  // subnormals become right, too
+    const float scaled = bits_to_float(rest) * 0x1p112f;  // also correct for subnormals
     const uint32_t infinite = (half.bits & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;
     return bits_to_float(float_to_bits(scaled) | infinite | sign);
 }
@@ -52,7 +52,7 @@ inline Brain to_brain(float value) {
     return {uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0u : rounded)};
 }
 
-// As what the elements are added up, and what is stored of it.
+// The type in which elements are summed, and the conversions from and to the stored type.
 template <class T>
 struct As {
     using Sum = T;
@@ -157,7 +157,7 @@ inline S divided(S sum, size_t by) {
         return sum;
 }
 
-// `out` may be one of the inputs, at the same place: no element depends on another one.
+// `out` may be one of the inputs, because each element depends only on the inputs at its index.
 template <class T, class O, bool IS_MEAN = false>
 void combine(void* out, const void* const* in, size_t number, size_t count) {
     using S = typename As<T>::Sum;

@@ -1,8 +1,9 @@
-// How the values of several members become one: element by element, always in the order of the ranks, so that
-// everybody who computes it gets the same bits.
+// Kernels that combine the values of several members element by element, always in the order of the ranks. So
+// every member that computes the result gets the same bits.
 //
 // Halves (float16 and bfloat16) are summed in float32 over all members and rounded once. Integers wrap. A NaN
-// stays one in minimum and maximum, and a date or time span that is none (NaT) in everything.
+// stays NaN in minimum and maximum, and NaT (the date or time span without a value) stays NaT in every
+// operation.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +11,7 @@
 
 namespace flowchan {
 
-// What an element is. Raw: bytes that can be moved, and not combined.
+// Element types. Raw elements can be moved but not combined.
 enum class Element : uint8_t {
     Raw,
     Bool,
@@ -32,13 +33,13 @@ enum class Element : uint8_t {
     Span
 };
 
-// In the order of the names in `op=`.
+// In the order of the names for `op=`.
 enum class Op : uint8_t { Sum, Mean, Prod, Min, Max, And, Or, Xor };
 
-// Writes `count` elements: the combination of all `in`. `out` may be one of them.
+// Combines all `in` into `count` elements at `out`, which may be one of the inputs.
 using Kernel = void (*)(void* out, const void* const* in, size_t number, size_t count);
 
-Kernel find_kernel(Element element, Op op);  // null: there is no such combination
+Kernel find_kernel(Element element, Op op);  // null if the type has no such operation
 size_t size_of_element(Element element);
 
 }  // namespace flowchan

@@ -1,7 +1,9 @@
-// Which of some ways to do what is done again and again is the quickest one. A few are done in the best way known
-// and a few in another one, and the better of both is the best from then on. Each of the others is tried anew after
-// a while, the longer the clearer it lost; and all are when the best one takes much longer than it did: that
-// changes with what else uses the caches, and with the cores that the system gives.
+// The choice of the fastest of several ways to run a repeated operation.
+//
+// Algorithm. A trial runs a few operations in the best way known and a few in another way. The better of both
+// is the best from then on. The loser is tried again after a while, and later if it was clearly slower. All
+// ways are tried again if the best one takes much longer than before. Other load on the caches or the
+// placement of the cores may have changed then.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +11,7 @@
 
 namespace flowchan {
 
-// Nanoseconds in 32 bits: up to 4.3 s.
+// Nanoseconds in 32 bits, at most 4.3 s.
 inline uint32_t saturated(int64_t ns) { return uint32_t(std::min<int64_t>(ns, UINT32_MAX)); }
 
 class Trial {
@@ -17,12 +19,12 @@ class Trial {
     static constexpr uint32_t MOST_WAYS = 16;
 
     Trial() = default;
-    // `ways`: a bit for each that there is.
+    // `ways` has a bit for each way.
     Trial(uint32_t ways, uint32_t best) : ways_(ways), best_(best) {}
 
     uint32_t ways() const { return ways_; }
 
-    // The way of the next one. How long the last ones took may not be known yet.
+    // Returns the way of the next operation. The times of the last operations may still be unknown.
     uint32_t next() {
         ++count_;
         if (left_ && --left_ == 0) judge();
@@ -38,15 +40,16 @@ class Trial {
         std::fill_n(rest_, MOST_WAYS, 0);
         std::fill_n(due_, MOST_WAYS, 0);
     }
-    // The least that it took when it was last tried; 0: it has not been.
+    // Returns the shortest time in the last trial of this way, or 0 before its first trial.
     int64_t least(uint32_t way) const { return least_[way]; }
 
   private:
-    static constexpr uint32_t TRIES = 4;                  // the least of some is hardly ever disturbed
-    static constexpr uint32_t LATE = 2;                   // until it is known how long the last ones took
-    static constexpr uint32_t FEWEST = 128, MOST = 2048;  // until the same is tried again
-    static constexpr uint32_t SLOW = 8;                   // so many in a row mean that something has changed
-    static constexpr uint64_t PATIENT = 1024;             // or it is just loaded
+    static constexpr uint32_t TRIES = 4;  // other load hardly ever disturbs all of them
+    static constexpr uint32_t LATE = 2;   // operations until the time of an earlier one is known
+    static constexpr uint32_t FEWEST = 128, MOST = 2048;  // operations until the loser is tried again
+    static constexpr uint32_t SLOW = 8;  // number of slow operations in a row that indicate a change
+    // operations between two such changes, in case the machine is only loaded
+    static constexpr uint64_t PATIENT = 1024;
 
     void begin() {
         for (uint32_t way = 0; way < MOST_WAYS; ++way) {
@@ -60,7 +63,7 @@ class Trial {
     void judge() {
         const int64_t best = now_[best_], other = now_[other_];
         uint32_t loser = other_;
-        if (best != INT64_MAX && other != INT64_MAX) {  // else some have failed
+        if (best != INT64_MAX && other != INT64_MAX) {  // else some operations failed
             least_[best_] = best, least_[other_] = other;
             if (other < best) std::swap(best_, loser);
         }
@@ -73,7 +76,7 @@ class Trial {
     uint32_t ways_ = 0, best_ = 0, other_ = 0, left_ = 0, slow_ = 0;
     uint32_t rest_[MOST_WAYS] = {};
     uint64_t count_ = 0, patient_until_ = 0, due_[MOST_WAYS] = {};
-    int64_t now_[MOST_WAYS] = {}, least_[MOST_WAYS] = {};  // in the trial that goes on, and in the last one
+    int64_t now_[MOST_WAYS] = {}, least_[MOST_WAYS] = {};  // of the current trial, and of the last one
 };
 
 }  // namespace flowchan

@@ -1,19 +1,20 @@
-// How two processes that are both busy with one ring take turns at it.
+// Turn-taking of two processes that are both busy with one ring.
 //
-// What an operation costs is the cache lines that it finds in another core. Two sides in tight loops take
-// them from each other at every item, and each waits for lines most of the time; one side alone passes ten
-// items meanwhile. So who finds that another process has had the ring since rests for about 4 µs before it
-// takes the lock. The other one finds all lines at home meanwhile, and rests in its turn when it is
-// overtaken: so runs of items alternate, and the lines move once for each run. Nothing is held back by
-// that: what was put is there for everybody at once, and each call does its one operation.
+// An operation costs the cache lines that it fetches from another core. Two sides in tight loops take these
+// lines from each other at every item, and wait for them most of the time. One side alone passes ten items in
+// the same time.
 //
-// Only who is in a tight loop rests, because who does much else between two operations has more from
-// working at the same time. And resting must pay, as spinning must (waiting.hpp): when the others have not
-// used a rest for a run of theirs, or have not let us have one after it, the next chances to rest are left
-// out, twice as many each time. A round trip never rests: there, far more than a tight loop takes passes
-// between two operations.
+// Algorithm. A process that wants the ring after another process used it rests for about 4 µs before it takes
+// the lock. The other process has all lines in its cache for that time, and rests when it is overtaken. So
+// runs of items alternate, and the lines move once for each run. Resting delays no item that was put: every
+// reader can get it at once, and each call does one operation.
 //
-// All of it is hints, shared by the threads of a handle: relaxed everywhere.
+// Only a process in a tight loop rests, because a process that works between its operations gains more by
+// running in parallel. Resting must also pay, like spinning (waiting.hpp). A rest fails if the others do not
+// use it for a run, or do not rest in turn. After a failure, rests are skipped, twice as many each time. A
+// round trip never rests, because its time between two operations is far longer than that of a tight loop.
+//
+// All values are hints that the threads of a handle share, so all accesses are relaxed.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +25,7 @@
 
 namespace flowchan {
 
-// A clock that costs next to nothing and runs at two to four ticks a nanosecond.
+// A cheap clock with two to four ticks per nanosecond.
 inline int64_t ticks() {
 #if defined(__x86_64__)
     return int64_t(__builtin_ia32_rdtsc());
@@ -35,13 +36,13 @@ inline int64_t ticks() {
 
 class Pace {
   public:
-    static constexpr int64_t REST = 10'000;    // in ticks, as are these
+    static constexpr int64_t REST = 10'000;    // in ticks, like TIGHT and CROWDED
     static constexpr int64_t TIGHT = 900;      // a loop this short gains by taking turns ...
-    static constexpr int64_t CROWDED = 2'500;  // ... and takes up to this long while lines move at every item
+    static constexpr int64_t CROWDED = 2'500;  // ... and lasts up to this long while lines move at every item
     static constexpr uint64_t LONG = REST / TIGHT;  // operations of a run that was worth a rest
     static constexpr uint32_t MOST_LEFT_OUT = 256;
 
-    // Another process has had the ring, and now this one wants it: whether to rest before.
+    // Returns whether to rest before taking the ring, which another process has used.
     bool should_rest(int64_t now) {
         const uint64_t run = count_.get();
         if (rested_.get()) leave_out(chances_, run < LONG);
@@ -51,7 +52,7 @@ class Pace {
         rested_.set(rests);
         return rests;
     }
-    // Under the lock, after that. `total`: operations that all processes have done so far.
+    // Called under the lock after that. `total` counts the operations of all processes so far.
     void took_over(int64_t wanted, uint64_t total) {
         const int64_t others = int64_t(total - total_.get() - count_.get());
         if (rested_.get()) leave_out(alone_, others < int64_t(LONG / 2));
@@ -59,7 +60,7 @@ class Pace {
         since_.set(rested_.get() ? wanted + REST : wanted);
         count_.set(0);
     }
-    // Under the lock, at every operation.
+    // Called under the lock at every operation.
     void count() { count_.set(count_.get() + 1); }
 
   private:
@@ -69,7 +70,7 @@ class Pace {
         T get() const { return value.load(std::memory_order_relaxed); }
         void set(T to) { value.store(to, std::memory_order_relaxed); }
     };
-    // How many chances to leave out from now on, and how many it were last time.
+    // Number of rests to skip from now on, and the number last time.
     struct Doubt {
         Hint<uint32_t> left, last;
     };
@@ -83,12 +84,12 @@ class Pace {
         return left == 0;
     }
 
-    Hint<uint64_t> count_;  // operations since this process took the ring over, and when that was
+    Hint<uint64_t> count_;  // operations since this process took over the ring; since_: when it did
     Hint<int64_t> since_;
-    Hint<uint64_t> total_;  // operations of all processes by then
-    Hint<bool> rested_;     // before that
-    Doubt alone_;           // the others did little while this one rested
-    Doubt chances_;         // they did not rest in their turn
+    Hint<uint64_t> total_;  // operations of all processes at that time
+    Hint<bool> rested_;     // whether this process rested before it
+    Doubt alone_;           // skips rests if the others did little during a rest
+    Doubt chances_;         // skips rests if the others did not rest in turn
 };
 
 inline void rest(int64_t since) {

@@ -1,4 +1,4 @@
-"""Collectives: operations that all members of a group call together, each with a part of its own."""
+"""Collectives: operations that all members of a group call together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 Group._seat = Membership
 
 MOST = 1024
-"""Members of a group."""
+"""Largest number of members of a group."""
 
 _counts: defaultdict[tuple[str, int], itertools.count[int]] = defaultdict(itertools.count)
 
@@ -44,20 +44,41 @@ def group(
     name: str = "",
     timeout: float = 300.0,
 ) -> Group:
-    """This process's member of a group of all processes that one launcher has started: torchrun, Open MPI's
-    or MPICH's mpirun, or Slurm's srun. Without a launcher it is the only member.
+    """Make this process's member of a group.
 
-    Or of ``size`` processes that agree on ``at``; this one is number ``rank``. With ``secret``, at least 16
-    bytes that all of them know, they may be on several hosts, and ``at`` is where rank 0 listens, as
-    ``"10.0.0.1:4711"``. Without it they are on one host, and ``at`` is any text. All members make their
-    groups in the same order. Raises ``TimeoutError`` when not all have come within ``timeout`` seconds, or
-    rank 0 can't be reached in that time; ``OSError`` at rank 0 when it can't listen there.
+    Without ``rank``, ``size`` and ``at``, the members are all processes that one launcher started. The
+    launcher is torchrun, mpirun of Open MPI or MPICH, or srun of Slurm. Without a launcher this process is
+    the only member.
+
+    All members make their groups in the same order.
+
+    Args:
+        rank: Number of this member, from 0.
+        size: Number of members, at most 1024.
+        at: With ``secret`` the address where rank 0 listens, such as ``"10.0.0.1:4711"``; without it any text
+            that is equal on all members of one host.
+        secret: At least 16 bytes that all members know. It allows members on several hosts.
+        name: Name of the group in messages.
+        timeout: Seconds to wait for the other members (default 300).
+
+    Returns:
+        This member. Use it as a context manager or close it.
+
+    Raises:
+        TimeoutError: Not all members have arrived in time, or rank 0 cannot be reached.
+        OSError: Rank 0 cannot listen at ``at``.
+        GroupError: The launcher's variables are wrong, two members have the same rank, or several hosts lack
+            ``FLOWCHAN_AT`` and ``FLOWCHAN_SECRET``.
+
+    Example:
+        with group(rank=0, size=2, at="10.0.0.1:4711", secret=secret) as g:
+            g.barrier()
     """
     seconds_argument("group", "timeout", timeout)
     if at is None and rank is None and size is None and secret is None:
         return _launched(place(), name, timeout)
     if at is None or rank is None or size is None:
-        raise ValueError("group takes rank=, size= and at= together, or none of them")
+        raise ValueError("group: rank, size and at must be given together or not at all")
     whole("group", "size", size, 1, MOST)
     whole("group", "rank", rank, 0, size - 1)
     text("group", "at", at)
@@ -80,20 +101,33 @@ def _launched(mine: Launched, name: str, timeout: float) -> Group:
 
         return meet_by_torchrun(number, timeout, name)
     raise GroupError(
-        f"{mine.launcher} has started {mine.size} members, {mine.here} of them on this host. To become one "
-        "group they need an address of rank 0's host with a free port in FLOWCHAN_AT, as 10.0.0.1:4711, and "
-        "the same secret of 16 letters or more in FLOWCHAN_SECRET"
+        f"{mine.launcher} has started {mine.size} members, {mine.here} of them on this host; set FLOWCHAN_AT "
+        "to an address of rank 0's host with a free port, such as 10.0.0.1:4711, and FLOWCHAN_SECRET to the "
+        "same secret of at least 16 characters on all members"
     )
 
 
 def _number(job: str, rank: int) -> int:
-    """Of the groups of one job that this process has made."""
+    """Return the number of groups of this job that this process has made before."""
     return next(_counts[job, rank])
 
 
 @refuses_misspelt("members")
 def members(size: int, *, name: str = "") -> list[Group]:
-    """All members of a new group, to be given to the threads or processes that use them: each to one, before
-    its first use. A member counts as joined when it arrives in another process, enters ``with``, or calls
-    its first operation."""
+    """Make all members of a new group of threads or processes.
+
+    Give each member to one thread or process before its first use. A member joins when it arrives in another
+    process, enters ``with``, or calls its first operation.
+
+    Args:
+        size: Number of members, at most 1024.
+        name: Name of the group in messages.
+
+    Returns:
+        The members in the order of their ranks.
+
+    Example:
+        for member in members(2):
+            multiprocessing.Process(target=work, args=(member,)).start()
+    """
     return make_all(whole("members", "size", size, 1, MOST), name)

@@ -1,4 +1,4 @@
-"""The ways to do the operations of a group: which one is taken, and how another one is chosen."""
+"""Algorithms of the operations: the choice of one, by a group or by its user."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from flowchan.collective import array_access
 from flowchan.collective.operations import COMBINING, MOVING, NAMES, REDUCE_SCATTER, TELL
 
 BACKENDS = ("gloo", "mpi", "nccl")
-"""Those of torch.distributed."""
+"""Backends of torch.distributed."""
 BY_DEVICE = {"cuda": "nccl"}
-"""Which of them does what lies on a device."""
+"""Backend for the tensors of each device type."""
 COMBINED = (*COMBINING, NAMES[REDUCE_SCATTER])
 
 
 def ways_of(operation: str) -> tuple[str, ...]:
-    """Those that can be chosen."""
+    """Return the names that ``set_algorithm`` accepts for an operation."""
     if operation in COMBINING:
         return ("exchange", "slices", *BACKENDS)
     if operation in MOVING:
@@ -24,8 +24,8 @@ def ways_of(operation: str) -> tuple[str, ...]:
     return ("chunks", *BACKENDS) if operation == NAMES[REDUCE_SCATTER] else ()
 
 
-class Ways:
-    """What a group has of it."""
+class AlgorithmChoice:
+    """Methods of a group that select algorithms."""
 
     if TYPE_CHECKING:
 
@@ -35,12 +35,26 @@ class Ways:
         def _explain(self, operation: str, x: Any) -> str: ...
         def _set_algorithm(self, doing: int, name: str | None) -> None: ...
 
-    def _begin_ways(self) -> None:
+    def _begin_algorithms(self) -> None:
         self._chosen_backends: dict[int, str] = {}
         self._backends: dict[str, Any] = {}
 
     def explain(self, operation: str, x: Any = None) -> str:
-        """How an operation would be done, in a sentence."""
+        """Describe the algorithm of an operation in one sentence.
+
+        Args:
+            operation: Name of an operation, such as ``"allreduce"``.
+            x: The value for the operation (default None).
+
+        Returns:
+            The sentence. If the operation does not accept ``x``, it gives the reason.
+
+        Raises:
+            ValueError: The group has no such operation.
+
+        Example:
+            print(g.explain("allreduce", np.zeros(100_000)))
+        """
         try:
             array_access.is_dense(x)
             backend = self._backend_for(number_of(operation), x) if array_access.is_array(x) else None
@@ -49,27 +63,30 @@ class Ways:
                     check_combined(x)
                 return self._explain(operation, x)
         except TypeError as error:
-            return f"{operation}: not at all: {error}"
+            return f"{operation}: not possible: {error}"
         return f"{operation}: {backend} of torch.distributed, among all {self.size} members"
 
     def set_algorithm(self, operation: str, name: str | None) -> None:
-        """Do an operation on arrays by one algorithm from now on, whatever their size.
+        """Select the algorithm of an operation on arrays of any size. All members must make the same call.
 
         Args:
-            operation: ``allreduce``, ``reduce``, ``reduce_scatter``, ``broadcast``, ``allgather``,
-                ``gather`` or ``alltoall``.
-            name: "exchange" (up to 512 KB) or "slices" for ``allreduce`` and ``reduce``; "chunks" for the
-                others; "direct" for these but ``reduce_scatter``, where members may read each other's memory;
-                "gloo", "mpi" or "nccl" of torch for all of them. None: the quickest one. All members give the
-                same name.
+            operation: ``"allreduce"``, ``"reduce"``, ``"reduce_scatter"``, ``"broadcast"``, ``"allgather"``,
+                ``"gather"`` or ``"alltoall"``.
+            name: The algorithm; None selects the fastest. ``allreduce`` and ``reduce`` have ``"exchange"``
+                and ``"slices"``. The other operations have ``"chunks"`` and, if members may read each other's
+                memory, ``"direct"`` (not ``reduce_scatter``). All of them have ``"gloo"``, ``"mpi"`` and
+                ``"nccl"`` of torch.
 
         Raises:
-            ValueError: The operation has no such algorithm.
+            ValueError: The operation has no such algorithm, or the backend is not available.
+
+        Example:
+            g.set_algorithm("broadcast", "direct")
         """
         doing, known = number_of(operation), ways_of(operation)
         if name is not None and name not in known:
-            those = " or ".join(map(repr, known)) or "no other algorithm"
-            raise ValueError(f"{operation} has {those}, not {name!r}")
+            those = " or ".join(map(repr, known)) or "None"
+            raise ValueError(f"{operation}: name must be {those}, got {name!r}")
         backend = name if name in BACKENDS else None
         if backend is not None:
             check_backend(backend)
@@ -79,31 +96,32 @@ class Ways:
             self._chosen_backends.pop(doing, None)
         else:
             self._chosen_backends[doing] = backend
-        self._queue(bool(self._chosen_backends) - before)  # then the core leaves all operations to us
+        self._queue(bool(self._chosen_backends) - before)  # the core then leaves every operation to Python
 
     def _backend_for(self, doing: int, x: Any) -> str | None:
-        """Which of torch's backends does it, if one does: for tensors on a device that of the device."""
+        """Return the backend of torch that runs the operation, or None; a tensor on a device uses the backend
+        of that device."""
         chosen = self._chosen_backends.get(doing)
         if chosen is None and not array_access.is_here(x):
             return BY_DEVICE.get(x.device.type)
         return chosen
 
     def _by(self, doing: int, x: Any) -> Any:
-        """Who does it: this group, or one of torch's backends."""
+        """Return the object that runs the operation: this group or a backend of torch."""
         name = self._backend_for(doing, x)
         if name is None:
             return self
         if name == "nccl" and array_access.is_here(x):
             raise TypeError(
-                f"{NAMES[doing]} by nccl takes CUDA tensors, not {array_access.described(x)}: move it to a "
-                f"device, "
-                "or set another algorithm"
+                f"{NAMES[doing]} by nccl: x must be a CUDA tensor, got "
+                f"{array_access.described(x)}; move it to a "
+                "device, or set another algorithm"
             )
         if name not in self._backends:
             check_backend(name)
-            from flowchan.collective.torch_algorithms import TorchWay
+            from flowchan.collective.torch_algorithms import TorchAlgorithm
 
-            self._backends[name] = TorchWay(name, self)
+            self._backends[name] = TorchAlgorithm(name, self)
         return self._backends[name]
 
     def _close_backends(self) -> None:
@@ -111,20 +129,20 @@ class Ways:
             backend.close()
 
 
-def not_here(call: str, x: Any) -> str:
-    remedy = "it has no contents" if x.device.type == "meta" else "copy it, as by .cpu()"
+def wrong_device_message(call: str, x: Any) -> str:
+    remedy = "it has no contents" if x.device.type == "meta" else "copy it, for example with .cpu()"
     return (
-        f"{call} takes arrays and tensors in this machine's memory, and CUDA tensors, not "
-        f"{array_access.described(x)}: {remedy}"
+        f"{call}: x must be in this machine's memory or a CUDA tensor, got {array_access.described(x)}; "
+        f"{remedy}"
     )
 
 
 def check_combined(x: Any) -> None:
-    """Raises ``TypeError`` where arrays of this type are only moved."""
+    """Raise ``TypeError`` if arrays of this type can be moved but not combined."""
     one = array_access.contiguous(x[(*[slice(1)] * x.ndim, ...)])
     try:
         _core._combine(one, [], "min")
-    except TypeError:  # as of complex numbers
+    except TypeError:  # such as for complex numbers
         _core._combine(one, [], "sum")
 
 
@@ -136,11 +154,11 @@ def number_of(operation: str) -> int:
 
 
 def check_backend(name: str) -> None:
-    """Raises ``ValueError``, with the remedy, where it can't be used."""
+    """Raise ``ValueError`` with the remedy if the backend is not available."""
     try:
         from flowchan.collective.torch_algorithms import check
     except ImportError as error:
         raise ValueError(
-            f"{name} is an algorithm of torch.distributed, which can't be imported: {error}"
+            f"{name} is an algorithm of torch.distributed, which cannot be imported: {error}"
         ) from error
     check(name)

@@ -1,5 +1,8 @@
-"""What the calls of groups are given: how messages show it, and the checks that are made before anything is
-sent. So a mistake of one member is an error there, and the others wait for its next call."""
+"""Checks of the arguments of a group's calls, and their text in messages.
+
+All checks run before anything is sent. So an invalid argument raises on one member only, and the other
+members wait for its next call.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from flowchan.items.text import shown
 
 
 def called(call: str, x: Any, more: Any) -> str:
-    """``more``: what else it was given; several of them are a tuple."""
+    """Return the text of a call, such as ``allreduce(float64[3], 'sum')``. ``more`` is one further argument
+    or a tuple of them."""
     if isinstance(x, list):
         what = f"[{', '.join(map(array_access.described, x))}]"
     else:
@@ -26,7 +30,7 @@ def called(call: str, x: Any, more: Any) -> str:
 
 
 def op_argument(call: str, op: Any) -> None:
-    """A name of an operation, or what can be called."""
+    """Raise unless ``op`` is the name of an operation or callable."""
     if isinstance(op, str) and op in OPERATIONS:
         return
     if isinstance(op, str) or not callable(op):
@@ -41,38 +45,44 @@ def function_argument(call: str, function: Any) -> None:
 
 
 def array_argument(call: str, argument: str, x: Any) -> None:
-    """An array or a tensor that groups can move."""
+    """Raise ``TypeError`` unless ``x`` is an array or tensor that groups can move."""
     if not array_access.is_dense(x):
         raise TypeError(f"{call}: {argument} must be an array or a tensor, not {shown(x)}")
 
 
 def parts_argument(call: str, argument: str, xs: Any, size: int) -> Sequence[Any]:
-    """One for each member."""
+    """Raise unless ``xs`` is a list with one part for each member; return it."""
     if not isinstance(xs, Sized) or not hasattr(xs, "__getitem__"):
         raise TypeError(
-            f"{call}: {argument} must be a list with a part for each of the {size} members, not {shown(xs)}"
+            f"{call}: {argument} must be a list with one part for each of the {size} members, not {shown(xs)}"
         )
     if len(xs) != size:
-        raise ValueError(f"{call} takes a part for each of the {size} members, not {len(xs)}")
+        raise ValueError(
+            f"{call}: {argument} must have one part for each of the {size} members, got {len(xs)}"
+        )
     parts: Sequence[Any] = xs  # type: ignore[assignment]
     return parts
 
 
 def sizes_differ(call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> str:
-    """Say where what a rank has for another one does not fit into its room. ``sizes``: how many bytes each
-    rank has for the others, and room for of them."""
+    """Describe the first pair of ranks whose sizes differ, or return an empty string.
+
+    ``sizes`` holds for each rank the bytes that it sends to every rank, and the bytes that it has room for
+    from every rank.
+    """
     for source, to in itertools.product(range(len(sizes)), repeat=2):
         given, room = sizes[source][0][to], sizes[to][1][source : source + 1]
         if room != [given]:
-            return (
-                f"in {call} rank {source} gives {given} bytes to rank {to}, which has room for {sum(room)} "
-                "from it"
-            )
+            return f"{call}: rank {source} sends {given} bytes to rank {to}, which has room for {sum(room)}"
     return ""
 
 
 def received(x: Any, source: int, out: Any, rank: int) -> Any:
-    """What has come from ``source`` for ``rank``, in ``out`` if there is one, which has to fit."""
+    """Return the value that rank ``rank`` received from ``source``, copied into ``out`` if given.
+
+    Raises:
+        Mismatch: The value does not fit into ``out``.
+    """
     if out is None:
         return x
     fits = (
@@ -89,9 +99,9 @@ def received(x: Any, source: int, out: Any, rank: int) -> Any:
 
 
 def seconds_argument(call: str, argument: str, value: Any) -> float:
-    """A number of seconds, with an end."""
+    """Raise unless ``value`` is a finite number of seconds of at least 0; return it as a float."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{call}: {argument} must be a number of seconds, not {shown(value)}")
     if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{call}: {argument} must be at least 0 seconds, and not without end, not {value}")
+        raise ValueError(f"{call}: {argument} must be a finite number of at least 0 seconds, not {value}")
     return float(value)

@@ -1,5 +1,7 @@
-"""The operations of a group that move arrays, or combine them into parts: what is checked before anything is
-sent, and in which memory the result comes."""
+"""Operations of a group that move arrays, or combine them into parts.
+
+Each checks its arguments before anything is sent, and chooses the memory for the result.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowchan.collective import array_access
-from flowchan.collective.algorithms import Ways, not_here
+from flowchan.collective.algorithms import AlgorithmChoice, wrong_device_message
 from flowchan.collective.call_arguments import array_argument, parts_argument
 from flowchan.collective.deadline import countdown
 from flowchan.collective.operations import (
@@ -25,8 +27,8 @@ from flowchan.collective.operations import (
 from flowchan.collective.value_bytes import dumps, loads
 
 
-class Moving(Ways):
-    """What a group has of it."""
+class Moving(AlgorithmChoice):
+    """Methods of a group that move data."""
 
     if TYPE_CHECKING:
 
@@ -42,14 +44,14 @@ class Moving(Ways):
     def _collect(
         self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
     ) -> list[bytes]:
-        """What all have, at ``root``."""
+        """Gather the data of all members at ``root``."""
         only = -1 if self.rank == root else self.rank
         return self._exchange(doing, key, data, only, timeout, x, more)
 
     def _tell(
         self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
     ) -> bytes:
-        """What ``root`` has, at all."""
+        """Send the data of ``root`` to all members."""
         (told,) = self._exchange(doing, key, data, root, timeout, x, more)
         return told
 
@@ -59,7 +61,7 @@ class Moving(Ways):
         left = countdown(timeout)
         by, source = self._by(doing, x), array_access.contiguous(x)
         if by is self and not array_access.is_here(x):
-            raise TypeError(not_here("gather" if doing == GATHER else "allgather", x))
+            raise TypeError(wrong_device_message("gather" if doing == GATHER else "allgather", x))
         more = root if doing == GATHER else None
         likes = self._exchange(doing, ARRAYS + 4 * root, dumps(array_access.like(x)), -1, left(), x, more)
         place = array_access.place_of(x)
@@ -79,7 +81,7 @@ class Moving(Ways):
             array_access.check_type(NAMES[ALLGATHER], x, part)
             array_access.check_writable(part)
         if each and len(given) != self.size:
-            raise ValueError(f"out must have a part for each of the {self.size} members, not {len(given)}")
+            raise ValueError(f"out must have one part for each of the {self.size} members, not {len(given)}")
         flats = [array_access.contiguous(part) for part in given]
         parts = flats if each else array_access.parts_of(flats[0], self.size)
         self._by(ALLGATHER, x)._allgather_into(ALLGATHER, TYPED, [array_access.contiguous(x)], parts, timeout)
@@ -90,14 +92,14 @@ class Moving(Ways):
     def _part_reduced(self, x: Any, target: Any, op: str, timeout: float | None) -> Any:
         if math.prod(x.shape) % self.size:
             raise ValueError(
-                f"reduce_scatter: x must have a number of elements that {self.size} divides, not "
-                f"{array_access.described(x)}: pad it"
+                f"reduce_scatter: x must have a number of elements that is divisible by {self.size}, got "
+                f"{array_access.described(x)}; pad it"
             )
         array_access.check_out(x, target, self.size)
         flat, source = array_access.contiguous(target), array_access.contiguous(x)
-        array_access.check_apart(source, flat)
+        array_access.check_overlap(source, flat)
         if self._by(REDUCE_SCATTER, x)._reduce_scatter(source, flat, op, timeout) is NotImplemented:
-            raise TypeError(not_here("reduce_scatter", x))
+            raise TypeError(wrong_device_message("reduce_scatter", x))
         return array_access.give_back(flat, target)
 
     def _swap_arrays(
@@ -108,7 +110,7 @@ class Moving(Ways):
         timeout: float | None,
         root: int | None = None,
     ) -> None:
-        """All of them of one type."""
+        """Exchange arrays of one type between all members."""
         parts_argument(NAMES[doing], "xs", xs, self.size)
         for x in parts_argument(NAMES[doing], "out", out, self.size):
             array_access.check_place(xs[0], x)
@@ -123,7 +125,7 @@ class Moving(Ways):
             array_access.give_back(flat, x)
 
     def _swap(self, doing: int, parts: list[bytes], timeout: float | None, root: int = 0) -> list[bytes]:
-        """Bytes for each member against those that each has for this one."""
+        """Send bytes to each member and return the bytes that each member sent to this one."""
         lengths, left = dumps([len(part) for part in parts]), countdown(timeout)
         more = root if doing == SCATTER else None
         said = self._exchange(doing, VALUES + 4 * root, lengths, -1, left(), parts, more)

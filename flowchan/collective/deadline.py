@@ -1,4 +1,4 @@
-"""The time that a call has, for all that it does one after the other."""
+"""The remaining time of a call that has several steps."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 Left = Callable[[], float | None]
-"""The seconds that are left now, for the next step; None: there is no limit."""
+"""A function that returns the remaining seconds for the next step, or None without a limit."""
 
 
 def countdown(timeout: Any) -> Left:
-    """Of a ``timeout`` that begins now. What is no time at all stays what it is, for the step to complain."""
+    """Start a countdown of ``timeout`` seconds.
+
+    An invalid ``timeout`` is passed on unchanged, so that the next step raises the error.
+    """
     try:
         give_up = time.monotonic() + timeout
-    except TypeError:  # None, most often
+    except TypeError:  # usually None
         return lambda: timeout
     return lambda: min(timeout, max(0.0, give_up - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Which member of how many this process is, by the environment of what started it."""
+"""The rank and size of this process, from the environment variables of its launcher."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from flowchan.errors import GroupError
 
 
 class Launched(NamedTuple):
-    """``job`` is the same text for all members, and another one for other jobs of this host. ``here``: how
-    many of them are on this host."""
+    """A process as its launcher numbers it.
+
+    ``job`` is equal for all members, and differs between jobs of this host. ``here`` is the number of members
+    on this host.
+    """
 
     rank: int
     size: int
@@ -21,8 +24,11 @@ class Launched(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """The variables of one: the member's number, how many there are, how many of them on this host, and those
-    that together name the job. ``ppid``: its processes on a host have one parent."""
+    """The environment variables of a launcher.
+
+    They hold the rank, the size, the number of members on this host (``local``) and the parts of the job's
+    name (``job``). ``ppid`` is true if the launcher's processes on a host have one parent.
+    """
 
     name: str
     rank: str
@@ -44,7 +50,11 @@ LAUNCHERS = (
 
 
 def place(environ: Mapping[str, str] = os.environ) -> Launched:
-    """Without any launcher this process is the only member. Raises :class:`GroupError`."""
+    """Return the rank and size of this process; without a launcher it is the only member.
+
+    Raises:
+        GroupError: The variables are not numbers, or the rank is out of range.
+    """
     for launcher in LAUNCHERS:
         if launcher.rank in environ and launcher.size in environ:
             return _place_by(launcher, environ)
@@ -58,8 +68,8 @@ def _place_by(launcher: Launcher, environ: Mapping[str, str]) -> Launched:
         rank, size = -1, 0
     if not 0 <= rank < size:
         raise GroupError(
-            f"{launcher.rank} and {launcher.size} must be a member's number and how many members there are, "
-            f"not {environ[launcher.rank]!r} and {environ[launcher.size]!r}"
+            f"{launcher.rank} and {launcher.size} must be the rank and the number of members, "
+            f"got {environ[launcher.rank]!r} and {environ[launcher.size]!r}"
         )
     said = (int(environ[name]) for name in launcher.local if environ.get(name, "").isdigit())
     here = next(said, _slurm_here(environ) if launcher.name == "Slurm" else size)
@@ -69,7 +79,10 @@ def _place_by(launcher: Launcher, environ: Mapping[str, str]) -> Launched:
 
 
 def _slurm_here(environ: Mapping[str, str]) -> int:
-    """How many tasks of its step Slurm has started on this node: it says ``2(x3),1`` of all nodes."""
+    """Return the number of tasks that Slurm started on this node for its step.
+
+    Slurm lists the counts of all nodes, such as ``2(x3),1``.
+    """
     counts = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_NTASKS"]).split(","):
         tasks, _, times = part.rstrip(")").partition("(x")

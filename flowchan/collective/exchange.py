@@ -1,9 +1,9 @@
 """One step of an operation among the leaders of a group's hosts.
 
-Each sends one message to each of the others, and receives one of each: all at the same time, so that nobody
-waits for somebody who waits for him. A message says what its sender is doing, so calls that differ are found
-here, and a death is heard by all. What one has for all, and what all have for one, goes along a tree; then
-the messages between those that are not joined in it are empty.
+Each leader sends one message to every other leader and receives one from each, all at the same time, so the
+leaders cannot deadlock. A message names its sender's call, so all leaders detect mismatches, and all notice a
+death. Data from one leader to all, or from all to one, follows a tree; messages between leaders that the tree
+does not connect are empty.
 """
 
 from __future__ import annotations
@@ -23,29 +23,36 @@ from flowchan.collective.value_bytes import loads
 from flowchan.errors import GroupError, MemberDied, MemberLeft
 from flowchan.transport.interrupts import is_interrupt, unless_interrupted
 
-HEADER = struct.Struct("<BIQQ")  # kind, operation, what the call is, bytes that follow
-SEGMENT = struct.Struct("<IQ")  # of a message that brings what several hosts have: which one, its bytes
+HEADER = struct.Struct("<BIQQ")  # kind, operation, key of the call, length of the data
+SEGMENT = struct.Struct("<IQ")  # part of a gathered message: host, length of its data
 DATA, FAILED, LEFT = range(3)
 STALLED = 10.0
-"""Seconds of waiting after which the log says for whom."""
-PIECE = 1 << 20  # bytes for one call of the system
+"""Seconds of waiting after which a log record names the missing members."""
+PIECE = 1 << 20  # bytes per system call
 
 log = logging.getLogger("flowchan.collective")
 
 Call = tuple[str, int, int]
-"""An operation: its name, its number, and what it is called with, as a number."""
+"""An operation: its name, its number and the key of its arguments."""
 
 
 class Differs(Exception):
-    """The leaders' calls are not the same."""
+    """The calls of the leaders differ."""
 
 
 @dataclass(slots=True)
 class ConnectionStats:
-    """What has crossed between two hosts' leaders: bytes sent and received, in how many steps of operations,
-    and the seconds that these took from their beginning on this side. An operation has one step or more.
-    ``delay`` (seconds until a byte is there) and ``bytes_per_second`` were measured when the group met, if it
-    is one of more than two hosts."""
+    """Traffic of the connection between the leaders of two hosts.
+
+    Attributes:
+        sent: Bytes sent.
+        received: Bytes received.
+        steps: Steps of operations; an operation has one or more.
+        seconds: Total duration of these steps, measured on this side.
+        delay: Seconds until one byte arrives. It is measured when a group on more than two hosts forms, else
+            None.
+        bytes_per_second: Throughput, measured in the same way.
+    """
 
     sent: int = 0
     received: int = 0
@@ -56,8 +63,10 @@ class ConnectionStats:
 
 
 class Connections:
-    """``sockets`` and ``ranks`` by host: the connection to its leader, and the leader's rank in the group.
-    ``host`` is our own."""
+    """The connections of the leader of ``host`` to the other leaders.
+
+    ``sockets`` and ``ranks`` hold, by host, the connection to its leader and that leader's rank.
+    """
 
     def __init__(self, sockets: Mapping[int, socket.socket], ranks: Mapping[int, int], host: int) -> None:
         self.sockets = dict(sockets)
@@ -65,15 +74,15 @@ class Connections:
         self.host = host
         self.edges_by_host = {host: ConnectionStats() for host in self.sockets}
         self.leaves = os.fdopen(os.eventfd(0, os.EFD_CLOEXEC), "r+b", 0)
-        """Is readable once this member is about to leave."""
+        """Becomes readable once this member is about to leave."""
         for sock in self.sockets.values():
             sock.setblocking(False)
 
     def gone(self, host: int, call: str, why: str) -> MemberDied:
-        """What to raise when the leader of that host is lost."""
+        """Return the error for a lost leader of that host."""
         rank = self.ranks[host]
         return MemberDied(
-            f"{call} can't be done: rank {rank}, which connects its host to the others, died, gave up, "
+            f"{call} failed: rank {rank}, which connects its host to the others, died, gave up, "
             f"or is out of reach ({why})",
             (rank,),
             call,
@@ -81,8 +90,10 @@ class Connections:
 
 
 class LeaderPeer:
-    """What is under way from and to one leader in one step. ``out``: pieces of the message to it, or None if
-    they depend on what comes."""
+    """The messages to and from one leader in one step.
+
+    ``out`` are the parts of the message to it, or None if they depend on a message that has not arrived.
+    """
 
     def __init__(self, call: Call, out: Sequence[Any] | None, kind: int = DATA) -> None:
         self.out: list[memoryview] = []
@@ -101,7 +112,7 @@ class LeaderPeer:
 
     @property
     def is_right(self) -> bool:
-        """Whether what comes is what was asked for."""
+        """Return whether its message carries data of the same call."""
         return self.kind == DATA and not self.differs
 
     @property
@@ -114,30 +125,30 @@ class LeaderPeer:
 
     @property
     def is_torn(self) -> bool:
-        """Whether our message has been sent in part."""
+        """Return whether only a part of this leader's message has been sent."""
         return bool(self.sent and not self.is_sent)
 
     def say(self, call: Call, parts: Sequence[Any], kind: int = DATA) -> None:
-        """The whole message to it."""
+        """Queue a whole message to it."""
         pieces = [memoryview(part).cast("B") for part in parts if len(part)]
         self.begin(call, sum(map(len, pieces)), kind)
         self.out += pieces
         self.waits = False
 
     def next_out(self) -> list[memoryview]:
-        """What is to be sent next: a second piece only behind the whole of the first."""
+        """Return the buffers for the next system call; a second buffer follows only a complete first one."""
         first = self.out[0]
         return [first[:PIECE]] if len(first) > PIECE else [first, *(part[:PIECE] for part in self.out[1:2])]
 
     def begin(self, call: Call, length: int, kind: int = DATA) -> None:
-        """Of a message of which the pieces follow."""
+        """Queue the header of a message whose parts follow."""
         _, doing, key = call
         self.out.append(memoryview(HEADER.pack(kind, doing, key, length)))
 
 
 def interrupts(error: BaseException) -> bool:
-    """Whether it says nothing of the operation in the middle of which it came: Ctrl-C, or what the handler of
-    another signal has raised."""
+    """Return whether the error is unrelated to the operation: Ctrl-C, or an exception from a signal
+    handler."""
     return not isinstance(error, GroupError | TimeoutError | MemoryError) or is_interrupt(error)
 
 
@@ -146,7 +157,7 @@ class Leaves(Exception):
 
 
 class ExchangeStep:
-    """One step: to all other leaders, and from them."""
+    """One step: send a message to every other leader and receive one from each."""
 
     def __init__(
         self,
@@ -162,7 +173,13 @@ class ExchangeStep:
         self._begun = time.monotonic()
 
     def run(self) -> None:
-        """Raises ``TimeoutError``, :class:`MemberDied`, :class:`Leaves`."""
+        """Run the step.
+
+        Raises:
+            TimeoutError: The step took longer than its timeout.
+            MemberDied: Another leader is lost.
+            Leaves: This member is about to leave.
+        """
         said = False
         for host in self.peers:
             self._send(host)
@@ -178,10 +195,10 @@ class ExchangeStep:
                 self._done(host)
             passed = time.monotonic() - self._begun
             if self._timeout is not None and passed > self._timeout:
-                raise TimeoutError(f"{self.call[0]} was not done in time: {self._absent()} has not come")
+                raise TimeoutError(f"{self.call[0]} timed out: {self._absent()} has not arrived")
             if passed > STALLED and not ready and not said:
                 said = True
-                log.warning("%s has waited for %.0f s: for %s", self.call[0], passed, self._absent())
+                log.warning("%s has waited %.0f s for %s", self.call[0], passed, self._absent())
 
     def _done(self, host: int) -> None:
         self._waiting.discard(host)
@@ -190,13 +207,13 @@ class ExchangeStep:
         edge.seconds += time.monotonic() - self._begun
 
     def _ready(self) -> list[tuple[int, int]]:
-        """Hosts whose connection can go on, and how; waits for them a while."""
+        """Wait until connections can continue; return their hosts and poll events."""
         poll, host_of = select.poll(), {}
         poll.register(self._links.leaves, select.POLLIN)
         for host in self._waiting:
             sock, peer = self._links.sockets[host], self.peers[host]
             wanted = (0 if peer.has_come else select.POLLIN) | (select.POLLOUT if peer.out else 0)
-            if wanted:  # else what goes there depends on others
+            if wanted:  # otherwise this message depends on others
                 poll.register(sock, wanted)
                 host_of[sock.fileno()] = host
         passed = time.monotonic() - self._begun
@@ -214,7 +231,7 @@ class ExchangeStep:
             except unless_interrupted(OSError) as error:
                 if isinstance(error, BlockingIOError):
                     return
-                self._hear_last_word(host, error)
+                self._receive_last_message(host, error)
                 peer.out.clear()
                 peer.waits = False
                 return
@@ -226,8 +243,9 @@ class ExchangeStep:
                 if not peer.out[0]:
                     del peer.out[0]
 
-    def _hear_last_word(self, host: int, error: OSError) -> None:
-        """It takes nothing any more; why, it may have said behind its messages."""
+    def _receive_last_message(self, host: int, error: OSError) -> None:
+        """Receive the last message of a leader that no longer accepts data, because it may give the
+        reason."""
         peer = self.peers[host]
         while not (peer.has_come and peer.kind == FAILED):
             if peer.has_come:
@@ -237,7 +255,7 @@ class ExchangeStep:
                 raise self._gone(host, error.strerror or "") from error
 
     def _receive(self, host: int, keeps: bool = True) -> None:
-        """``keeps``: what comes is wanted where it belongs."""
+        """Receive from a leader. If ``keeps`` is false, the data is discarded."""
         sock, peer = self._links.sockets[host], self.peers[host]
         try:
             while peer.into is None:
@@ -260,7 +278,7 @@ class ExchangeStep:
         self._links.edges_by_host[host].received += count
 
     def _begin(self, host: int, keeps: bool) -> None:
-        """Its header has come."""
+        """Handle a complete header."""
         peer = self.peers[host]
         peer.kind, doing, key, length = HEADER.unpack(peer.header)
         if peer.kind == LEFT:
@@ -273,11 +291,11 @@ class ExchangeStep:
         self._pass_on(host, peer.into[:0])
 
     def _pass_on(self, host: int, piece: memoryview) -> None:
-        """This has come from there; empty: the length of what comes is known."""
+        """Handle received data; an empty ``piece`` means that the length is known."""
 
-    # --- words ---
+    # --- errors ---
 
-    def raise_what_they_say(self) -> None:
+    def raise_reported_errors(self) -> None:
         for peer in self.peers.values():
             if peer.kind != DATA:
                 assert peer.into is not None
@@ -286,24 +304,29 @@ class ExchangeStep:
 
     def _left(self, host: int) -> MemberLeft:
         rank, call = self._links.ranks[host], self.call[0]
-        return MemberLeft(f"{call} can't be done: rank {rank} and its host have left", (rank,), call)
+        return MemberLeft(
+            f"{call} failed: rank {rank} and the other members of its host have left", (rank,), call
+        )
 
     def _gone(self, host: int, why: str) -> MemberDied:
         return self._links.gone(host, self.call[0], why)
 
     def _absent(self) -> str:
-        """Not who only waits for others of them."""
+        """Describe the hosts that the step waits for, except those that only wait for others of them."""
         late = {host for host in self._waiting if self.peers[host].out or not self.peers[host].has_come}
-        names = [self._links.ranks[host] for host in sorted(late) if late.isdisjoint(self._waits_for(host))]
+        names = [self._links.ranks[host] for host in sorted(late) if late.isdisjoint(self._needs_hosts(host))]
         return " and ".join(f"rank {rank} with its host" for rank in names)
 
-    def _waits_for(self, host: int) -> Sequence[int]:
-        """Whose messages that host's own depend on."""
+    def _needs_hosts(self, host: int) -> Sequence[int]:
+        """Return the hosts on whose messages that host's message depends."""
         return ()
 
 
 class Gathering(ExchangeStep):
-    """What all have goes to the root of a tree: each waits for what its children bring, and adds its own."""
+    """Send the data of all leaders to the root of a tree.
+
+    Each leader waits for the data of its children and adds its own.
+    """
 
     def __init__(self, links: Connections, call: Call, mine: Any, tree: Tree, timeout: float | None) -> None:
         self._tree = tree
@@ -323,16 +346,16 @@ class Gathering(ExchangeStep):
             return
         below = [self.peers[child] for child in self._children]
         parts = [*self._bundle, *(peer.into for peer in below)]
-        # If anything went wrong below, all hear it from where it did.
+        # After a failure below, all leaders receive the error from the leader where it happened.
         self.peers[self._parent].say(self.call, parts if all(peer.is_right for peer in below) else [])
         self._send(self._parent)
 
-    def _waits_for(self, host: int) -> Sequence[int]:
+    def _needs_hosts(self, host: int) -> Sequence[int]:
         return self._tree.children[host]
 
 
 class Spreading(ExchangeStep):
-    """What the root of a tree has goes to all: each passes it on while it comes."""
+    """Send the data of a tree's root to all leaders; each forwards it while it arrives."""
 
     def __init__(
         self, links: Connections, call: Call, memory: Any, tree: Tree, timeout: float | None
@@ -351,7 +374,7 @@ class Spreading(ExchangeStep):
         for child in self._children:
             peer = self.peers[child]
             if not parent.is_right:
-                if peer.waits:  # all hear it from where it went wrong
+                if peer.waits:  # all leaders receive the error from the leader where it happened
                     peer.say(self.call, [])
             elif piece:
                 peer.out.append(piece)
@@ -360,12 +383,12 @@ class Spreading(ExchangeStep):
             peer.waits = parent.is_right and not parent.has_come
             self._send(child)
 
-    def _waits_for(self, host: int) -> Sequence[int]:
+    def _needs_hosts(self, host: int) -> Sequence[int]:
         return [self._tree.parent[host]] if host in self._tree.parent else []
 
 
 def segments(bundles: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """What several hosts have, by host, of what a tree's root was brought."""
+    """Yield the hosts and their data from the messages that arrived at the root of a tree."""
     for bundle in bundles:
         while bundle:
             host, length = SEGMENT.unpack_from(bundle)

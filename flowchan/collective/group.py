@@ -1,87 +1,74 @@
-"""A member's view of its group: the operations, for arrays, tensors, scalars and any Python object.
+"""Operations of a group for arrays, tensors, scalars and any Python object.
 
-They stand on a few operations on bytes and on arrays that lie in one piece, which a group over shared memory
-(``one_host.py``) and one over several hosts (``linked.py``) have each in its own way.
+They build on a few operations on bytes and contiguous arrays. A group in shared memory (``one_host.py``) and
+a group over several hosts (``many_hosts.py``) each implement these.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flowchan.collective import array_access
-from flowchan.collective.algorithms import not_here
-from flowchan.collective.call_arguments import (
-    array_argument,
-    function_argument,
-    op_argument,
-    parts_argument,
-    received,
-)
-from flowchan.collective.data_moves import Moving
+from flowchan.collective.call_arguments import parts_argument, received
 from flowchan.collective.deadline import countdown
 from flowchan.collective.exchange import ConnectionStats
-from flowchan.collective.handles import Starting
-from flowchan.collective.operations import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLREDUCE_WITH,
-    ALLTOALL,
-    BROADCAST,
-    GATHER,
-    NAMES,
-    REDUCE,
-    SCATTER,
-    SPLIT,
-    VALUES,
-)
+from flowchan.collective.group_steps import GroupSteps, Op
+from flowchan.collective.operations import REDUCE, SCATTER
 from flowchan.collective.point_to_point import Messages
-from flowchan.collective.run_at_root import REPEATABLE, number_of_function, run_once
 from flowchan.collective.value_bytes import dumps, loads
 from flowchan.errors import MemberDied
-from flowchan.items.arguments import is_whole
-from flowchan.items.combining import OPERATIONS, combined, of_one_shape
-
-Op = str | Callable[[Any, Any], Any]
-
-_NUMBERS = {op: number for number, op in enumerate(OPERATIONS)}
-"""What calls on values are compared by; the functions that all run have numbers after these."""
 
 
-class Group(Moving, Starting):
-    """A member of a group; ``rank`` and ``size`` say which of how many. Made by :func:`group` or
-    :func:`members`.
+class Group(GroupSteps):
+    """One member of a group of processes or threads, made by :func:`group` or :func:`members`.
 
-    All members call the same operations in the same order. Each returns when it is done, and raises
-    :class:`MemberDied` (on one host on all surviving members or on none), :class:`Mismatch` when the members
-    did not call the same, ``TimeoutError`` only if a ``timeout`` was given. After a death or a time-out the
-    group can't be used any more. Used as a context manager, the member leaves at its end.
+    All members call the same operations in the same order. An operation returns when this member's part is
+    done. As a context manager, the group closes this member at the end of the block.
+
+    Attributes:
+        rank: Number of this member, from 0.
+        size: Number of members.
+        name: Name of the group in messages; may be empty.
+        leaders: On rank 0 of a group made by :meth:`split`, the group of the first members of all parts; else
+            None.
+
+    Raises:
+        MemberDied: A member died before it completed its part. On one host all survivors raise, or none does.
+            The group cannot be used after that.
+        MemberLeft: A member that has closed the group is missing. The group cannot be used after that.
+        Mismatch: The members did not make the same call. The group can still be used.
+        TimeoutError: The call took longer than its ``timeout`` (seconds; None by default, which means no
+            limit). The group cannot be used after that.
+        GroupError: This member was closed, or another process uses it.
+
+    Example:
+        with collective.group() as g:
+            total = g.allreduce(np.array([g.rank]))
     """
 
     name: str
     leaders: Group | None = None
-    """Of a group that ``split`` made, on its rank 0: the group of the first members of all that it made then,
-    in the order of their ranks. It is left with this one."""
+    """On rank 0 of a group made by ``split``, the group of the first members of all parts, in the order of
+    their ranks; else None. Closing this member also closes that one."""
 
     def _begin(self, name: str) -> None:
         self.name = name
         self._failure: BaseException | None = None
         self._later = None
-        self._begin_ways()
+        self._begin_algorithms()
 
     _loads = staticmethod(loads)
 
     _make_all: ClassVar[Callable[[int, str], Sequence[Group]]]
-    """Makes all members of a new group of threads or processes, as a graph does for a gang."""
+    """Make all members of a new group of threads or processes (a graph calls it for a gang)."""
 
     _seat: ClassVar[Callable[..., Any]]
-    """Makes a place in a new group over hosts, likewise."""
+    """Make a membership in a new group over hosts (a graph calls it for a gang)."""
 
-    if TYPE_CHECKING:  # what a group on one host and one over several have, each in its own way
+    if TYPE_CHECKING:  # implemented by SharedGroup and LinkedGroup
         _messages: Messages
 
         def close(self) -> None: ...
@@ -90,39 +77,80 @@ class Group(Moving, Starting):
         def _reached_at(self) -> str: ...
         def _has_lost_any(self) -> bool: ...
         def _cut_off(self, call: str) -> None: ...
-        def _give_up_all(self) -> None: ...
         def _take_seat(self) -> None: ...
         def _abandon(self) -> None: ...
         def _disbanding(self) -> Callable[[], None]: ...
-        def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any: ...
-        def _wait_for_all(self, timeout: float | None) -> None: ...
 
-    # --- arrays, tensors and values; those of these that the core has as well are quicker there ---
+    # --- collectives; the native core overrides those that it runs faster ---
 
     def allreduce(
         self, x: Any, op: Op = "sum", out: Any = None, timeout: float | None = None, wait: bool = True
     ) -> Any:
-        """Combine what all members give, element by element, in the order of their ranks: all get the same
-        bits. An array or tensor is overwritten with the result and returned; with ``out`` it stays, and that
-        one is returned. Any other value is combined by Python's operators. ``op``: ``sum``, ``mean``,
-        ``prod``, ``min``, ``max``, ``and``, ``or``, ``xor``, for values also a function of two, run as that
-        of ``allreduce_with``. ``wait=False`` gives a handle."""
+        """Combine the values of all members element by element, in the order of the ranks.
+
+        All members get the same bits.
+
+        Args:
+            x: An array or tensor, which is overwritten with the result, or any other value, which Python's
+                operators combine.
+            op: ``"sum"`` (default), ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, ``"and"``, ``"or"`` or
+                ``"xor"``; for values also a function of two values, which rank 0 runs for all members.
+            out: Array of the same type and number of elements for the result; ``x`` then stays unchanged.
+            timeout: Seconds; None means no limit.
+            wait: False returns a :class:`Handle` at once.
+
+        Returns:
+            ``out`` if given, else ``x`` if it is an array or tensor, else the combined value.
+
+        Raises:
+            TypeError: Elements of this type have no such operation.
+            ValueError: ``out`` does not fit.
+
+        Example:
+            gradients = g.allreduce(gradients, "mean")
+        """
         return self._allreduce(x, op, out, timeout, wait)
 
     def broadcast(self, x: Any = None, root: int = 0, timeout: float | None = None, wait: bool = True) -> Any:
-        """Give all members what ``root`` has: an array or tensor of the same shape and type is overwritten
-        and returned; any other value is returned."""
+        """Copy the value of ``root`` to all members.
+
+        Args:
+            x: An array or tensor of the same type and shape on all members, or any other value on ``root``.
+                An array is overwritten on all members but ``root``.
+            root: Rank of the member whose value is sent (default 0).
+            timeout: Seconds; None means no limit.
+            wait: False returns a :class:`Handle` at once.
+
+        Returns:
+            ``x`` if it is an array or tensor, else the value of ``root``.
+        """
         return self._broadcast(x, root, timeout, wait)
 
     def barrier(self, timeout: float | None = None, wait: bool = True) -> Any:
-        """Return when all members have called it."""
+        """Wait until all members have called it.
+
+        Args:
+            timeout: Seconds; None means no limit.
+            wait: False returns a :class:`Handle` at once.
+        """
         return self._barrier(timeout, wait)
 
     def allgather(self, x: Any, out: Any = None, timeout: float | None = None, wait: bool = True) -> Any:
-        """What every member gives, as a list in the order of the ranks. Arrays and tensors may differ in
-        shape. ``out``: an array of ``size`` times as many elements, or a list of arrays, to be filled instead
-        and returned; raises ``ValueError`` where what a member gave does not fit. ``wait=False`` gives a
-        handle."""
+        """Gather one value from each member on all members.
+
+        Args:
+            x: Any value. Arrays and tensors may differ in shape; with ``out`` they must have its type.
+            out: One array of ``size`` times as many elements, or a list of one array for each member, for the
+                result.
+            timeout: Seconds; None means no limit.
+            wait: False returns a :class:`Handle` at once.
+
+        Returns:
+            ``out`` if given, else the list of the values in the order of the ranks.
+
+        Raises:
+            ValueError: The array of a member does not fit into its part of ``out``.
+        """
         return self._allgather(x, out, timeout, wait)
 
     def alltoall(
@@ -132,16 +160,39 @@ class Group(Moving, Starting):
         timeout: float | None = None,
         wait: bool = True,
     ) -> Any:
-        """What each member has for this one: a list in the order of the ranks. ``xs[i]`` goes to member i.
-        ``out``: arrays to be filled instead, then all of ``xs`` are arrays, too. ``wait=False`` gives a
-        handle."""
+        """Send one value to each member and receive one from each.
+
+        Args:
+            xs: The values; ``xs[i]`` goes to rank i.
+            out: One array for each member, to receive into; all of ``xs`` must then be arrays of the same
+                type.
+            timeout: Seconds; None means no limit.
+            wait: False returns a :class:`Handle` at once.
+
+        Returns:
+            The list of the values for this member, in the order of the ranks.
+        """
         return self._alltoall_any(xs, out, timeout, wait)
 
     def reduce_scatter(
         self, x: Any, op: str = "sum", out: Any = None, timeout: float | None = None, wait: bool = True
     ) -> Any:
-        """Combine arrays as ``allreduce`` does, and give each member its part of the result: the first of
-        ``size`` equal parts along the first dimension to rank 0, and so on. ``wait=False`` gives a handle."""
+        """Combine the arrays of all members as ``allreduce`` does, and return this member's part of the
+        result.
+
+        Args:
+            x: An array or tensor. Rank i gets part i of ``size`` equal parts along the first dimension.
+            op: Name of the operation, as in :meth:`allreduce`.
+            out: Array for this member's part (default: a new one).
+            timeout: Seconds; None means no limit.
+            wait: False returns a :class:`Handle` at once.
+
+        Returns:
+            This member's part.
+
+        Raises:
+            ValueError: ``x`` cannot be divided into ``size`` equal parts, or ``out`` does not fit.
+        """
         return self._reduce_scatter_any(x, op, out, timeout, wait)
 
     def reduce(
@@ -154,8 +205,19 @@ class Group(Moving, Starting):
         timeout: float | None = None,
         wait: bool = True,
     ) -> Any:
-        """As ``allreduce``, but only ``root`` gets the result; the others get None, and what they gave is
-        left as it is."""
+        """Combine the values of all members as ``allreduce`` does, for ``root`` only.
+
+        Args:
+            x: A value as in :meth:`allreduce`. Only ``root`` overwrites its array.
+            root: Rank of the member that gets the result (default 0).
+            op: Operation, as in :meth:`allreduce`.
+            out: Array for the result on ``root``.
+            timeout: Seconds; None means no limit.
+            wait: False returns a :class:`Handle` at once.
+
+        Returns:
+            The result on ``root``, None on the other members.
+        """
         self._check_root(root)
 
         def do(left: float | None) -> Any:
@@ -165,21 +227,42 @@ class Group(Moving, Starting):
         return self._do(do, timeout, wait, x)
 
     def gather(self, x: Any, root: int = 0, *, timeout: float | None = None, wait: bool = True) -> Any:
-        """As ``allgather``, but only ``root`` gets the list; the others get None."""
+        """Gather one value from each member on ``root``.
+
+        Args:
+            x: Any value. Arrays and tensors may differ in shape.
+            root: Rank of the member that gets the list (default 0).
+            timeout: Seconds; None means no limit.
+            wait: False returns a :class:`Handle` at once.
+
+        Returns:
+            The list of the values in the order of the ranks on ``root``, None on the other members.
+        """
         self._check_root(root)
         return self._do(lambda left: self._gather(x, root, left), timeout, wait, x)
 
     def scatter(
         self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None, wait: bool = True
     ) -> Any:
-        """The part of ``xs`` at ``root`` that stands at this member's rank; the others give None."""
+        """Send one value from ``root`` to each member.
+
+        Args:
+            xs: The values on ``root``, one for each member; ``xs[i]`` goes to rank i. The other members pass
+                None.
+            root: Rank of the sender (default 0).
+            timeout: Seconds; None means no limit.
+            wait: False returns a :class:`Handle` at once.
+
+        Returns:
+            The value for this member.
+        """
         self._check_root(root)
         parts = [b""] * self.size
         if self.rank == root:
             parts = [dumps(x) for x in parts_argument("scatter", "xs", xs, self.size)]
         return self._do(lambda left: loads(self._swap(SCATTER, parts, left, root)[root]), timeout, wait)
 
-    # --- values from members that may run out of them ---
+    # --- collectives for members that may run out of values ---
 
     def allreduce_with(
         self,
@@ -192,11 +275,20 @@ class Group(Moving, Starting):
         """Combine the values of all members that contribute, by a function of two values.
 
         The function is applied leaf by leaf through dictionaries, lists and tuples, in the order of the
-        ranks. It may change its first argument. Rank 0 runs it for all members, and an exception is raised on
-        all of them. Python's operators, ``min`` and ``max`` run on each member, in one step less.
+        ranks. Rank 0 runs it for all members, and an exception is raised on all of them. Python's named
+        operators, ``min`` and ``max`` run on each member, which saves one step.
+
+        Args:
+            value: The value of this member.
+            fn: A function of two values. It may change its first argument.
+            timeout: Seconds; None means no limit.
+            wait: False returns a :class:`Handle` at once.
 
         Returns:
             The result, and the number of members that contributed.
+
+        Example:
+            total, n = g.allreduce_with({"w": gradient}, operator.add)
         """
         return self._allreduce_with((True, value), fn, timeout, wait)
 
@@ -205,62 +297,122 @@ class Group(Moving, Starting):
     ) -> Iterator[tuple[Any, int]]:
         """Take part in ``allreduce_with`` without a value, until all members have run out of values.
 
+        Args:
+            fn: The function that the other members pass to :meth:`allreduce_with`.
+            timeout: Seconds for each round; None means no limit.
+
         Yields:
-            What ``allreduce_with`` returns on the members that still contribute. ``timeout`` limits each.
+            For each round, the result and the number of members that contributed.
+
+        Example:
+            for total, n in g.join(operator.add):
+                parameters += total["w"] / n
         """
         while (found := self._allreduce_with((False, None), fn, timeout))[1]:
             yield found
 
-    # --- between two members ---
+    # --- messages between two members ---
 
     def send(self, x: Any, to: int, *, timeout: float | None = None) -> None:
-        """Send any value to one member. Returns when it is on its way: up to 64 of them, and half of the
-        machine's memory, wait for their receiver."""
+        """Send a value to one member, without waiting until it is received.
+
+        ``send`` waits only while 64 messages to that member, or messages of half of the machine's memory, are
+        unread.
+
+        Args:
+            x: Any value.
+            to: Rank of another member.
+            timeout: Seconds; None means no limit.
+
+        Raises:
+            MemberDied: The receiver is gone. It is :class:`MemberLeft` if it closed the group.
+            TimeoutError: The receiver has too many unread messages.
+        """
         self._check_other("to", to)
         self._take_seat()
         self._messages.send(x, to, timeout)
 
     def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
-        """Receive the next value that the member ``source`` has sent to this one.
+        """Receive the next value that one member has sent to this one.
 
         Args:
-            source: The rank of another member.
-            out: An array of the same type and number of elements, to be filled and returned.
-            timeout: Seconds.
+            source: Rank of another member.
+            out: Array of the same type and number of elements, to fill and return.
+            timeout: Seconds; None means no limit.
+
+        Returns:
+            ``out`` if given, else the value.
 
         Raises:
-            MemberDied: All that it has sent is received, and it is gone.
+            MemberDied: The sender is gone, and all its messages have been received. It is :class:`MemberLeft`
+                if the sender closed the group.
+            Mismatch: The value does not fit into ``out``.
+            TimeoutError: No message has arrived in time.
         """
         self._check_receive(source, out)
         self._take_seat()
         return received(self._messages.receive(source, timeout), source, out, self.rank)
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
-        """Receive the next value that any other member has sent to this one, and the rank of that.
+        """Receive the next value that any other member has sent to this one.
+
+        Args:
+            timeout: Seconds; None means no limit.
+
+        Returns:
+            The value, and the rank of its sender.
 
         Raises:
-            MemberDied: All that has come is received, and one of them died, or all are gone. A member on
-                another host that was gone before this one first looked for it counts as one that has left.
+            MemberDied: All messages that arrived have been received, and one member died. A remote member
+                that was gone before this one first looked for it counts as one that left.
+            MemberLeft: All messages that arrived have been received, and all other members left.
+            TimeoutError: No message has arrived in time.
+            ValueError: The group has no other member.
         """
         self._take_seat()
         if self.size == 1:
-            raise ValueError("receive_any takes what other members have sent, and here is no other one")
+            raise ValueError("receive_any: the group must have another member, got a group of 1")
         return self._messages.receive_any(timeout)
 
     def sendreceive(self, x: Any, *, to: int, source: int, timeout: float | None = None) -> Any:
-        """Send ``x`` to one member, and return what another one, or the same, sends to this one."""
+        """Send a value to one member and receive one from the same or another member.
+
+        Args:
+            x: Any value.
+            to: Rank of the receiver.
+            source: Rank of the sender. If ``to`` and ``source`` are both this member, ``x`` is returned.
+            timeout: Seconds for both; None means no limit.
+
+        Returns:
+            The value from ``source``.
+
+        Example:
+            left = g.sendreceive(x, to=(g.rank + 1) % g.size, source=(g.rank - 1) % g.size)
+        """
         if to == self.rank == source:
             return x
         left = countdown(timeout)
         self.send(x, to, timeout=left())
         return self.receive(source, timeout=left())
 
-    # --- groups within it ---
+    # --- groups within the group ---
 
     def split(self, key: Any, *, name: str = "", timeout: float | None = None) -> Group | None:
-        """New groups within this one: of all members that give an equal ``key``, in the order of their
-        ranks. None for who gives None. All members call it. The first member of each gets ``leaders``, too:
-        the group of these first members."""
+        """Divide the group into one new group for each key. All members call it.
+
+        Args:
+            key: Members with equal keys form a group, in the order of their ranks.
+            name: Name of the new groups in messages.
+            timeout: Seconds; None means no limit.
+
+        Returns:
+            This member of its new group, or None if ``key`` is None. Rank 0 of each new group also gets
+            ``leaders``, the group of all these first members.
+
+        Example:
+            with g.split(g.rank % 2) as part:
+                part.barrier()
+        """
         left = countdown(self._settle(timeout))
         part = self._part(key, name, left())
         leads = part is not None and part.rank == 0
@@ -269,24 +421,43 @@ class Group(Moving, Starting):
             part.leaders = leaders
         return part
 
-    # --- the life of a member ---
+    # --- failures and the end of a member ---
 
     def shrink(self, *, name: str = "", timeout: float | None = None) -> Group:
-        """The group of those that are left, in the order of their ranks, when members have died or left; this
-        one is closed. All who are left call it; those that still work with this group hear of it by
-        :class:`MemberDied`. Whoever dies meanwhile is not in it.
+        """Return a new group of the members that are left, after others died or left.
 
-        RendezvousOver hosts they meet again at the address (``at=``) where they met first, and rank 0 says
-        who is left.
-        Raises :class:`GroupError` for who can't reach it, for all when it is gone, and where there is no
-        address.
+        All members that are left call it and keep their order. This group is closed: members that still use
+        it get :class:`MemberDied`. A member that dies during the call is left out.
 
-        Raises ``TimeoutError``, only if a ``timeout`` was given."""
+        Over several hosts the members meet again at the address (``at=``) of the old group, and rank 0
+        decides which members are left.
+
+        Args:
+            name: Name of the new group (default: the name of this one).
+            timeout: Seconds; None means no limit.
+
+        Returns:
+            This member of the new group.
+
+        Raises:
+            GroupError: Over several hosts: this member cannot reach rank 0, rank 0 is gone, or the group did
+                not meet at an address.
+            TimeoutError: A member that is left did not call ``shrink`` in time.
+
+        Example:
+            try:
+                g.allreduce(x)
+            except MemberDied:
+                g = g.shrink()
+        """
         give_up = math.inf if timeout is None else time.monotonic() + timeout
         return self._shrunk(name or self.name, give_up)
 
     def _has_met(self, timeout: float | None) -> bool:
-        """Whether all have come to this new group. If one of them has died, or it fails, it is closed."""
+        """Return True once all members have joined this new group, or False if one died first.
+
+        The group is closed on False and on any exception.
+        """
         try:
             self._wait_for_all(timeout)
             return True
@@ -308,174 +479,11 @@ class Group(Moving, Starting):
         self.close()
 
     def stats(self) -> dict[int, ConnectionStats]:
-        """What the connections between hosts have carried, by the rank at their other end. Only the first
-        member of each host has such."""
+        """Return the traffic of each connection between hosts, by the rank at its other end.
+
+        Only the first member of each host has connections; the others get an empty dictionary.
+        """
         return {}
 
     def __repr__(self) -> str:
         return f"<Group{f' {self.name!r}' if self.name else ''} rank {self.rank} of {self.size}>"
-
-    # --- what is called with all arguments ---
-
-    def _allreduce(self, x: Any, op: Op | None, out: Any, timeout: float | None, wait: bool | None) -> Any:
-        op = "sum" if op is None else op
-        return self._do(lambda left: self._reduced(ALLREDUCE, x, op, out, -1, left), timeout, wait, x)
-
-    def _broadcast(self, x: Any, root: int | None, timeout: float | None, wait: bool | None) -> Any:
-        return self._do(lambda left: self._spread_any(x, root or 0, left), timeout, wait, x)
-
-    def _barrier(self, timeout: float | None, wait: bool | None) -> Any:
-        return self._do(self._wait_for_all, timeout, wait)
-
-    def _allgather(self, x: Any, out: Any, timeout: float | None, wait: bool | None) -> Any:
-        return self._do(lambda left: self._gathered_from_all(x, out, left), timeout, wait, x)
-
-    def _gathered_from_all(self, x: Any, out: Any, timeout: float | None) -> Any:
-        if out is not None:
-            return self._gather_into(x, out, timeout)
-        if not array_access.is_dense(x):
-            return self._values(x, timeout)
-        return self._gather_arrays(ALLGATHER, x, range(self.size), timeout)
-
-    def _gather(self, x: Any, root: int, timeout: float | None) -> list[Any] | None:
-        mine = self.rank == root
-        if array_access.is_dense(x):
-            found = self._gather_arrays(GATHER, x, range(self.size) if mine else (), timeout, root)
-        else:
-            key = VALUES + 4 * root
-            found = self._collect(GATHER, key, dumps(x), root, timeout, x, root)
-        return (found if array_access.is_array(x) else [loads(part) for part in found]) if mine else None
-
-    def _alltoall_any(
-        self, xs: Sequence[Any], out: Sequence[Any] | None, timeout: float | None, wait: bool | None
-    ) -> Any:
-        parts_argument("alltoall", "xs", xs, self.size)
-        if out is None:
-            mine = [dumps(x) for x in xs]
-            return self._do(lambda left: list(map(loads, self._swap(ALLTOALL, mine, left))), timeout, wait)
-        for argument, parts in (("xs", xs), ("out", parts_argument("alltoall", "out", out, self.size))):
-            for part in parts:
-                array_argument("alltoall with out", f"each of {argument}", part)
-
-        def do(left: float | None) -> list[Any]:
-            self._swap_arrays(ALLTOALL, xs, out, left)
-            return list(out)
-
-        return self._do(do, timeout, wait, *xs)
-
-    def _reduce_scatter_any(
-        self, x: Any, op: str | None, out: Any, timeout: float | None, wait: bool | None
-    ) -> Any:
-        array_argument("reduce_scatter", "x", x)
-        if out is not None:
-            array_argument("reduce_scatter", "out", out)
-        target = array_access.part_like(x, self.size) if out is None else out
-        return self._do(lambda left: self._part_reduced(x, target, op or "sum", left), timeout, wait, x)
-
-    # --- parts of the above ---
-
-    def _reduced(self, doing: int, x: Any, op: Op, out: Any, root: int, timeout: float | None) -> Any:
-        op_argument(NAMES[doing], op)
-        if out is not None:
-            array_argument(NAMES[doing], "out", out)
-        if isinstance(op, str) and array_access.is_dense(x):
-            target = x if out is None else out
-            if root not in (-1, self.rank):
-                target = array_access.contiguous(x)
-            flat = array_access.contiguous(target)
-            source = flat if target is x else array_access.contiguous(x)
-            if root in (-1, self.rank):
-                array_access.check_out(x, target)
-                array_access.check_apart(source, flat)
-            by = self._by(doing, source)
-            if by._reduce(doing, source, flat, op, root, timeout) is NotImplemented:
-                raise TypeError(not_here(NAMES[doing], x))
-            return array_access.give_back(flat, target)
-        function = OPERATIONS[op] if isinstance(op, str) else op
-
-        def result(found: list[bytes]) -> Any:
-            of_two = of_one_shape(function) if isinstance(op, str) else function
-            return functools.reduce(of_two, map(loads, found))
-
-        number = number_of_function(function)
-        if root < 0 and number == len(REPEATABLE):
-            total = run_once(self, doing, dumps(x), result, timeout, x, op)
-        else:
-            by = _NUMBERS[op] if isinstance(op, str) else len(_NUMBERS) + number
-            key = VALUES + 4 * ((len(_NUMBERS) + len(REPEATABLE) + 1) * (root + 1) + by)
-            if root < 0:
-                found = self._exchange(doing, key, dumps(x), -1, timeout, x, op)
-            else:
-                found = self._collect(doing, key, dumps(x), root, timeout, x, (root, op))
-            if root not in (-1, self.rank):
-                return None
-            total = result(found)
-        if op == "mean":
-            total = total / self.size
-        target = out if out is not None else x
-        return array_access.fill(target, total) if array_access.is_array(target) else total
-
-    def _spread_any(self, x: Any, root: int, timeout: float | None) -> Any:
-        self._check_root(root)
-        if array_access.is_dense(x):
-            if self.rank != root:
-                array_access.check_writable(x)
-            flat = array_access.contiguous(x)
-            if self._by(BROADCAST, flat)._spread(flat, root, timeout) is NotImplemented:
-                raise TypeError(not_here("broadcast", x))
-            return array_access.give_back(flat, x)
-        mine = dumps(x) if self.rank == root else b""
-        found = self._tell(BROADCAST, VALUES + 4 * root, mine, root, timeout, x, root)
-        return x if self.rank == root else loads(found)
-
-    def _allreduce_with(
-        self, mine: tuple[bool, Any], fn: Any, timeout: float | None, wait: bool = True
-    ) -> Any:
-        function_argument("allreduce_with", fn)
-
-        def result(found: list[bytes]) -> tuple[Any, int]:
-            values = [value for contributes, value in map(loads, found) if contributes]
-            return combined(values, fn), len(values)
-
-        given, number = dumps(mine), number_of_function(fn)
-
-        def do(left: float | None) -> Any:
-            if number == len(REPEATABLE):
-                return run_once(self, ALLREDUCE_WITH, given, result, left, mine[1], fn)
-            key = VALUES + 4 * number
-            return result(self._exchange(ALLREDUCE_WITH, key, given, -1, left, mine[1], fn))
-
-        return self._do(do, timeout, wait)
-
-    def _values(self, x: Any, timeout: float | None) -> list[Any]:
-        return [loads(part) for part in self._exchange(ALLGATHER, VALUES, dumps(x), -1, timeout, x, None)]
-
-    def _gathered(self, value: Any, timeout: float | None) -> list[Any]:
-        return [loads(part) for part in self._exchange(SPLIT, VALUES, dumps(value), -1, timeout, None, None)]
-
-    def _check_root(self, root: int) -> None:
-        if not is_whole(root) or not 0 <= root < self.size:
-            raise ValueError(f"root must be a rank of the group, from 0 to {self.size - 1}, not {root!r}")
-
-    def _check_other(self, argument: str, rank: int) -> None:
-        if not is_whole(rank) or not 0 <= rank < self.size or rank == self.rank:
-            raise ValueError(
-                f"{argument} must be the rank of another member, below {self.size}, not {rank!r}"
-            )
-
-    def _check_receive(self, source: int, out: Any) -> None:
-        self._check_other("source", source)
-        if out is not None:
-            array_argument("receive", "out", out)
-            array_access.check_writable(out)
-
-    def _failed_before(self, call: str) -> BaseException:
-        """What a call of a group that can't be used any more raises."""
-        assert self._failure is not None
-        again = type(self._failure)(f"{self!r} has failed before: {self._failure}")
-        if isinstance(self._failure, MemberDied) and isinstance(again, MemberDied):
-            again.ranks, again.operation = self._failure.ranks, call
-        return again
-
-    def _title(self) -> str:
-        return f"group {self.name!r}" if self.name else f"a group of {self.size}"

@@ -1,4 +1,4 @@
-"""Operations that go on while their caller does something else."""
+"""Operations that run while their caller does something else."""
 
 from __future__ import annotations
 
@@ -19,41 +19,58 @@ T = TypeVar("T")
 
 
 class Handle:
-    """An operation that was started with ``wait=False``. ``wait()`` returns its result, or raises what it
-    ended by, any number of times."""
+    """An operation that was started with ``wait=False``.
+
+    Example:
+        handle = g.allreduce(x, wait=False)
+        total = handle.wait()
+    """
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
 
     def wait(self, timeout: float | None = None) -> Any:
-        """The result, once it is there. A ``TimeoutError`` after ``timeout`` seconds ends the waiting, not
-        the operation."""
+        """Wait for the operation and return its result. It may be called repeatedly.
+
+        Args:
+            timeout: Seconds to wait; None means no limit.
+
+        Returns:
+            The result of the operation.
+
+        Raises:
+            TimeoutError: The operation is not done in time. It continues, and ``wait`` may be called again.
+            Exception: The exception that the operation raised.
+        """
         return self._future.result(timeout)
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether the operation has ended, with a result or an exception."""
         return self._future.done()
 
 
 class HandleOwner(Protocol):
-    """Whose operations they are. It is told how many are started and not done yet, by changes of that."""
+    """The owner of started operations. ``_queue`` reports changes of the number that is not done yet."""
 
     def _queue(self, change: int) -> None: ...
     def close(self) -> None: ...
 
 
 class Later:
-    """The thread of a member that does started operations, one after the other."""
+    """The thread of a member that runs started operations one after the other."""
 
     def __init__(self, member: HandleOwner) -> None:
-        self._member = weakref.proxy(member)  # who drops a member leaves at once
+        self._member = weakref.proxy(member)  # dropping a member must close it at once
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flowchan-collective")
         self._last: Future[Any] | None = None
         end_before_threads(self, Later.leave)
 
     def start(self, call: Callable[[], Any], given: Sequence[Any] = ()) -> Handle:
-        """``given``: what the call works on. Of what lies on a device the caller's stream finishes its part
-        first, and the thread's its own before the call counts as done."""
+        """Queue a call and return its handle.
+
+        ``given`` are the call's arrays. For arrays on a device, the caller's stream finishes before the call
+        starts, and the thread's stream finishes before the call counts as done.
+        """
         there = [x for x in given if not array_access.is_here(x)]
 
         def run() -> Any:
@@ -71,17 +88,21 @@ class Later:
         return Handle(future)
 
     def settle(self, timeout: float | None) -> None:
-        """Returns when all that was started has ended; how it ended is for who waits for it."""
+        """Wait until all started operations have ended; their handles report their errors."""
         if self._last is not None:
             try:
                 self._last.exception(timeout)
             except unless_interrupted(TimeoutError):
-                raise TimeoutError("what was started before, with wait=False, was not done in time") from None
+                raise TimeoutError(
+                    "operations that were started with wait=False are not done in time"
+                ) from None
             self._last = None
 
     def leave(self) -> None:
-        """When an exception has ended the program. Its threads would wait for the other members, which may
-        wait for this one."""
+        """Close the member if an exception ended the program.
+
+        Its thread would wait for other members, which may wait for this one.
+        """
         if hasattr(sys, "last_value"):
             with contextlib.suppress(ReferenceError):
                 self._member.close()
@@ -94,8 +115,10 @@ _ends: weakref.WeakKeyDictionary[Any, tuple[int, Callable[[Any], None]]] = weakr
 
 
 def end_before_threads(owner: T, end: Callable[[T], None]) -> None:
-    """Has ``end(owner)`` called at the end of the program, before Python waits for the threads of pools. A
-    fork has none of these."""
+    """Call ``end(owner)`` at the end of the program, before Python joins the threads of its pools.
+
+    A forked process does not call it, because it has none of these threads.
+    """
     _ends[owner] = os.getpid(), end
 
 
@@ -109,11 +132,11 @@ threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 
 
 class Starting:
-    """What a member has for its operations to be done now or later."""
+    """Methods of a member that run operations now or in its thread."""
 
     _later: Later | None
 
-    if TYPE_CHECKING:  # the core has it, and each kind of group
+    if TYPE_CHECKING:  # implemented by the core and by each kind of group
 
         def _queue(self, change: int) -> None: ...
         def close(self) -> None: ...
@@ -121,8 +144,10 @@ class Starting:
     def _do(
         self, call: Callable[[float | None], Any], timeout: float | None, wait: bool | None, *given: Any
     ) -> Any:
-        """Now, when what was started before is done; or later, by a handle. ``call`` takes what is left of
-        the time, ``given`` is what it works on."""
+        """Run ``call`` after the operations that were started before, or start it and return its handle.
+
+        ``call`` gets the remaining seconds; ``given`` are its arrays.
+        """
         if wait is not False:
             return call(self._settle(timeout))
         left = countdown(timeout)
@@ -134,8 +159,10 @@ class Starting:
         return self._later.start(call, given)
 
     def _settle(self, timeout: float | None = None) -> float | None:
-        """Returns when what was started before is done: operations keep their order. Gives what is left of
-        the time."""
+        """Wait for the operations that were started before, because operations keep their order.
+
+        Return the remaining seconds.
+        """
         if self._later is None:
             return timeout
         left = countdown(timeout)

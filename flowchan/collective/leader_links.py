@@ -1,4 +1,4 @@
-"""The connections of one host's leader to the leaders of the other hosts of a group."""
+"""Connections of the leader of one host to the leaders of the other hosts of a group."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from flowchan.collective.value_bytes import dumps
 from flowchan.errors import GroupError, MemberDied
 
 LAST = 1.0
-"""Seconds for a last word to come that has begun to."""
+"""Seconds to wait for the rest of a last message."""
 WHOLE, WHOLE_OF_TWO = 64 * 1024, 1 << 20
-"""Bytes up to which leaders give each other all they have; of more, each combines a slice for all. Two
-send as much either way, and the first way is one step in place of two."""
+"""Largest arrays in bytes that leaders exchange as a whole; for larger ones each leader combines one slice.
+Two hosts send the same amount in both cases, and the exchange takes one step instead of two."""
 BLOCK = 8 << 20
-"""Bytes that are sliced at a time: what comes is combined while it is still in the caches."""
+"""Bytes that are sliced at a time, so that received data is combined while it is still in the caches."""
 _BETWEEN_HOSTS = {
     NAMES[BARRIER]: "a word of each",
     NAMES[BROADCAST]: "what the root has",
@@ -59,31 +59,32 @@ _BETWEEN_HOSTS = {
 
 
 def whole(hosts: int) -> int:
-    """Up to how many bytes so many hosts combine whole arrays."""
+    """Return the size in bytes up to which this number of hosts combines whole arrays."""
     return WHOLE_OF_TWO if hosts == 2 else WHOLE
 
 
 def shown(operation: str, size: int | None, hosts: int) -> str:
-    """What goes over the connections, where that is not along a tree. ``size``: of arrays, in bytes."""
+    """Describe the data that goes over the connections without a tree. ``size`` is that of an array in
+    bytes."""
     if operation in (*COMBINING, NAMES[REDUCE_SCATTER]) and size is not None and size > whole(hosts):
         return "a slice for each"
     return _BETWEEN_HOSTS.get(operation, "all that each has")
 
 
 class Links(Connections):
-    """See :class:`Connections`. ``host`` is our own."""
+    """The connections of this leader, with the operations that use them."""
 
     def __init__(self, sockets: Mapping[int, socket.socket], ranks: Mapping[int, int], host: int) -> None:
         super().__init__(sockets, ranks, host)
         self._table: Table = trees.alike(len(self.sockets) + 1)
         self._trees: dict[tuple[int, bool], Tree] = {}
-        self._torn: set[int] = set()  # hosts to which a part of a message was sent
+        self._torn: set[int] = set()  # hosts to which only a part of a message was sent
         self._leaving = self._closed = False
         self._in_use = threading.RLock()
 
     @property
     def edges(self) -> dict[int, ConnectionStats]:
-        """By the ranks of the leaders."""
+        """Return the traffic of each connection by the rank of the other leader."""
         return {self.ranks[host]: replace(edge) for host, edge in self.edges_by_host.items()}
 
     def swap(
@@ -93,15 +94,25 @@ class Links(Connections):
         into: Callable[[int], memoryview | None] = lambda _: None,
         timeout: float | None = None,
     ) -> dict[int, memoryview]:
-        """One step. ``out(host)`` goes there, one piece after the other; what comes from there is written
-        ``into(host)``, or into new memory. Raises what another leader has failed by, :class:`Differs`,
-        ``TimeoutError``, :class:`MemberDied`."""
+        """Run one step, and return the data from each host.
+
+        ``out(host)`` are the parts of the message to that host. Its data is written into ``into(host)``, or
+        into new memory if that is None.
+
+        Raises:
+            Differs: The calls of the leaders differ.
+            TimeoutError: The step took longer than ``timeout`` seconds.
+            MemberDied: Another leader is lost.
+            Exception: The error that another leader reported.
+        """
         peers = {host: LeaderPeer(call, out(host)) for host in self.sockets}
         return self._heard(ExchangeStep(self, call, peers, into, timeout))
 
     def combine(self, call: Call, total: Any, op: str, left: Left) -> None:
-        """``total``, which holds what this host has, becomes the combination of all hosts', in several steps:
-        of small ones each leader combines the whole, of large ones a slice for all."""
+        """Combine ``total``, the result of this host, with those of the other hosts, in place.
+
+        Small arrays are exchanged as a whole; of large ones each leader combines one slice for all.
+        """
         flat, size = total.reshape(-1), int(total.nbytes)
         if size <= whole(len(self.sockets) + 1):
             self._add_others(call, lambda _: flat, flat, op, left)
@@ -123,8 +134,8 @@ class Links(Connections):
         )
 
     def _add_others(self, call: Call, out: Callable[[int], Any], mine: Any, op: str, left: Left) -> None:
-        """Gives each other host ``out(host)``, and combines ``mine`` with what they give, in the order of the
-        hosts."""
+        """Send ``out(host)`` to each host, and combine ``mine`` with the data from the hosts, in their
+        order."""
         found = {host: array_access.empty_like(mine) for host in self.sockets}
         self.swap(
             call,
@@ -135,28 +146,35 @@ class Links(Connections):
         _core._combine(mine, [found.get(host, mine) for host in range(len(found) + 1)], op)
 
     def gather(self, call: Call, mine: Any, tree: Tree, timeout: float | None) -> dict[int, memoryview]:
-        """One step: at the tree's root what every other leader has given as ``mine``, by host. Raises what
-        :meth:`swap` does."""
+        """Run one step: return the data of every other leader at the root of the tree, by host.
+
+        It raises the same errors as :meth:`swap`.
+        """
         found = self._heard(Gathering(self, call, mine, tree, timeout))
         if tree.root != self.host:
             return {}
         return dict(segments(found[child] for child in tree.children[self.host]))
 
     def spread(self, call: Call, memory: Any, tree: Tree, timeout: float | None) -> memoryview:
-        """One step: what the leader at the tree's root gives as ``memory``, at the others in theirs, or in
-        new memory if it is None. Raises what :meth:`swap` does."""
+        """Run one step: send ``memory`` of the tree's root to the other leaders.
+
+        They receive into their ``memory``, or into new memory if it is None. It raises the same errors as
+        :meth:`swap`.
+        """
         found = self._heard(Spreading(self, call, memory, tree, timeout))
         return memory if tree.root == self.host else found[tree.parent[self.host]]
 
     def tree(self, root: int, small: bool = False) -> Tree:
-        """Of that root, for messages of that kind: the same on all leaders."""
+        """Return the tree with that root, for small or large messages; it is equal on all leaders."""
         if (root, small) not in self._trees:
             self._trees[root, small] = trees.grown(len(self.sockets) + 1, root, self._table, small)
         return self._trees[root, small]
 
     def measure(self, timeout: float | None) -> None:
-        """What the connections are like, from which trees grow. All leaders do it at once. Raises what
-        :meth:`swap` does."""
+        """Measure the connections, as a basis for the trees. All leaders call it at the same time.
+
+        It raises the same errors as :meth:`swap`.
+        """
         call, left = ("measuring the connections", 0, 0), countdown(timeout)
         hosts, measured = len(self.sockets) + 1, {}
         for host in trees.meetings(hosts, self.host):
@@ -181,57 +199,60 @@ class Links(Connections):
 
     def _heard(self, step: ExchangeStep) -> dict[int, memoryview]:
         self._go(step)
-        step.raise_what_they_say()
+        step.raise_reported_errors()
         if any(peer.differs for peer in step.peers.values()):
             raise Differs
         return {host: peer.into for host, peer in step.peers.items() if peer.into is not None}
 
     def fail(self, error: BaseException, call: Call, goes_on: bool) -> None:
-        """Tells the others in this step why it can't be done. ``goes_on``: takes what they have sent in it,
-        so that the next operation can follow."""
+        """Report an error to the other leaders in place of this step's message.
+
+        If ``goes_on`` is true, the messages of the others are received, so that the next operation can
+        follow.
+        """
         if self._leaving:
-            return  # that is what they are to hear
+            return  # the others receive that message instead
         word = dumps(error)
         peers = {host: LeaderPeer(call, [word], FAILED) for host in self.sockets}
         if goes_on:
             self._go(ExchangeStep(self, call, peers, lambda _: None, None))
             return
         for host, peer in peers.items():
-            with contextlib.suppress(OSError):  # it is gone, too, or takes nothing: then it hears the end
+            with contextlib.suppress(OSError):  # a leader that is gone or blocked sees the connection end
                 self.sockets[host].sendmsg(peer.out)
         self.close()
 
     def _go(self, step: ExchangeStep) -> None:
-        """Whatever it raises, nobody knows where in a message the connections are: they are closed, or are
-        about to be."""
+        """Run a step. If it raises, the connections are closed or about to be.
+
+        After an error, the position within the messages is unknown.
+        """
         with self._in_use:
             if self._closed:
-                raise GroupError(
-                    f"{step.call[0]} can't be done: the connections to the other hosts are closed"
-                )
+                raise GroupError(f"{step.call[0]} failed: the connections to the other hosts are closed")
             try:
                 step.run()
             except Leaves:
                 self._torn = {host for host, peer in step.peers.items() if peer.is_torn}
-                raise GroupError(f"{step.call[0]} was not done: this member has left") from None
+                raise GroupError(f"{step.call[0]} failed: this member has left") from None
             except MemberDied as error:
-                self._say_last(step, error)
+                self._report_death(step, error)
                 raise
             except BaseException:
                 self.close()
                 raise
 
-    def _say_last(self, step: ExchangeStep, error: MemberDied) -> None:
-        """So the others hear who has died, and do not take it for us."""
+    def _report_death(self, step: ExchangeStep, error: MemberDied) -> None:
+        """Report to the others which leader died, so that they do not blame this one."""
         word = LeaderPeer(step.call, [dumps(error)], FAILED)
         for host, peer in step.peers.items():
             if not peer.is_torn:
-                with contextlib.suppress(OSError):  # it is gone, too
+                with contextlib.suppress(OSError):  # that leader is also gone
                     self.sockets[host].sendmsg(word.out)
         self.close()
 
     def ended(self) -> int | None:
-        """Between two steps: a host whose leader will take no part in the next."""
+        """Return a host whose leader will not take part in the next step, or None. Call it between steps."""
         for host, sock in self.sockets.items():
             try:
                 word = sock.recv(1, socket.MSG_PEEK)
@@ -243,33 +264,35 @@ class Links(Connections):
                 return host
         return None
 
-    def last_word(self, host: int, call: str) -> BaseException:
-        """What the leader of that host, which :meth:`ended` has given, ended by. These connections can't be
-        used any more."""
+    def last_message(self, host: int, call: str) -> BaseException:
+        """Return the error by which the leader of that host ended; :meth:`ended` returned the host.
+
+        The connections cannot be used after that.
+        """
         peers = {host: LeaderPeer((call, 0, 0), [])}
         step = ExchangeStep(self, (call, 0, 0), peers, lambda _: None, LAST)
         try:
             self._go(step)
-            step.raise_what_they_say()
+            step.raise_reported_errors()
         except (GroupError, TimeoutError, MemoryError) as error:
             if peers[host].has_come or not isinstance(error, TimeoutError):
                 return error
-        return self.gone(host, call, "its last word has not come")
+        return self.gone(host, call, "its last message has not arrived")
 
     def interrupt(self) -> None:
-        """Ends the step that another thread is in, before :meth:`leave`."""
+        """Interrupt the step of another thread, before :meth:`leave`."""
         self._leaving = True
-        with contextlib.suppress(ValueError, OSError):  # that step has failed, and closed this
+        with contextlib.suppress(ValueError, OSError):  # that step has failed and closed the event
             os.eventfd_write(self.leaves.fileno(), 1)
 
     def cut(self) -> None:
-        """Ends the step that another thread is in, and all that follow: they raise :class:`MemberDied`."""
+        """Interrupt the step of another thread; this and all later steps raise :class:`MemberDied`."""
         for sock in self.sockets.values():
-            with contextlib.suppress(OSError):  # it is closed
+            with contextlib.suppress(OSError):  # the socket is closed
                 sock.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
-        """Says that this host's members take part no more, and closes."""
+        """Tell the other leaders that this host's members leave, and close the connections."""
         with self._in_use:
             for host, sock in self.sockets.items():
                 if host not in self._torn:

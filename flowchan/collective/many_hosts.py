@@ -1,11 +1,12 @@
-"""A group over several hosts: on each of them a part that shares memory, and connections between the first
-members of these parts, their leaders.
+"""A group over several hosts.
 
-An operation goes through the parts, then once over the connections, and through the parts again: arrays are
-combined on each host in the order of the ranks, and these results in the order of the hosts, by everybody in
-the same way; so all get the same bits. What one has for all, and what all have for one, goes along a tree.
-What goes wrong between the hosts every leader tells its part, and what goes wrong in a part its leader tells
-the others.
+The members of each host share memory and form a *node*. The first member of each node is its leader, and the
+leaders are connected.
+
+An operation runs in the nodes, then once over the connections, and then in the nodes again. Each node
+combines arrays in the order of the ranks. Each leader then combines these results in the order of the hosts,
+so all members get the same bits. Data from one member to all, or from all to one, follows a tree. A leader
+reports failures of the other hosts to its node, and failures of its node to the other leaders.
 """
 
 from __future__ import annotations
@@ -43,16 +44,17 @@ from flowchan.errors import GroupError, Mismatch
 from flowchan.transport.tcp import split
 
 DONE, FAILED = b"\0", b"\1"
-NEAR, FAR = 0.002, 0.05
-"""Seconds that receive_any waits for other hosts until it looks again: at members here, and at the time."""
 
 T = TypeVar("T")
 
 
 class LinkedGroup(Group):
-    """See above. ``hosts``: the ranks on each of them, their leaders first; ``host``: which one is ours.
-    ``links``: a leader's connections to the others. ``link_up``: makes the connections of a group within
-    this one."""
+    """A member of a group over several hosts.
+
+    ``hosts`` lists the ranks on each host, leaders first, and ``host`` is the index of this one. ``links``
+    are the leader's connections, None on other members. ``link_up`` connects the members of a group within
+    this one.
+    """
 
     def __init__(
         self,
@@ -76,25 +78,25 @@ class LinkedGroup(Group):
             return local.peer(ours.index(rank)) if rank in ours else remote.peer(rank)
 
         self._messages = Messages(self._rank, self._size, peer)
-        weakref.finalize(self, remote.drop).atexit = False  # who drops a member leaves at once
+        weakref.finalize(self, remote.drop).atexit = False  # dropping a member must close it at once
 
     @property
     def rank(self) -> int:
-        """Which member this is, from 0."""
+        """Number of this member, from 0."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """How many members there are."""
+        """Number of members."""
         return self._size
 
     def close(self) -> None:
-        """As on one host."""
+        """Leave the group, as on one host."""
         if self.leaders is not None:
             self.leaders.close()
         if self._links is not None:
             self._links.interrupt()
-        self._node._leave()  # what has been started and waits ends
+        self._node._leave()  # started operations that wait end now
         if self._later is not None:
             self._later.close()
             self._later = None
@@ -118,17 +120,17 @@ class LinkedGroup(Group):
         return f"{here}; over connections between the {hosts} hosts' leaders, {how}"
 
     def _set_algorithm(self, doing: int, name: str | None) -> None:
-        """How the parts that share memory do it."""
+        """Select the algorithm within each node."""
         self._node._set_algorithm(doing, name)
 
     def stats(self) -> dict[int, ConnectionStats]:
-        """See :meth:`Group.stats`."""
+        """Return the traffic of the leader's connections; see :meth:`Group.stats`."""
         return {} if self._links is None else self._links.edges
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError(f"{self!r} is in use; a member of a group over hosts can't be sent")
+        raise TypeError(f"{self!r} cannot be sent, because it is in use on several hosts")
 
-    # --- the operations on which the others stand ---
+    # --- operations on which the others build ---
 
     def _take_seat(self) -> None:
         self._node._take_seat()
@@ -137,7 +139,7 @@ class LinkedGroup(Group):
         pass
 
     def _part(self, key: Any, name: str, timeout: float | None) -> Group | None:
-        """Members that are all on one host share its memory."""
+        """Form the part of the group with this member's key. Its members on one host share memory."""
         left = countdown(timeout)
         part = self._on_node(
             (NAMES[SPLIT], SPLIT, 0), lambda: self._node._part(key, name, left()), first=True
@@ -147,9 +149,8 @@ class LinkedGroup(Group):
     def _shrunk(self, name: str, give_up: float) -> Group:
         if self._meet_again is None:
             raise GroupError(
-                f"{self!r} has members on several hosts, and they did not meet at an address (at=) where "
-                "those that are left could meet again: let these make a new group, or run a graph, whose "
-                "gangs begin again by themselves"
+                f"{self!r} cannot be shrunk: its members are on several hosts and did not meet at an address "
+                "(at=); make a new group, or run a graph with an elastic gang"
             )
         if self._node._see(self._node.rank)[-1]:
             raise GroupError(f"{self!r} was closed")
@@ -160,12 +161,12 @@ class LinkedGroup(Group):
             self.close()
 
     def _abandon(self) -> None:
-        """As on one host."""
+        """Leave the group after a failure, as on one host."""
         self._let_go_of_all()
         self.close()
 
     def _let_go_of_all(self) -> None:
-        """So those that still work with it hear of it."""
+        """Close node, connections and messages, so that members that still use the group raise an error."""
         self._node._give_up()
         self._node._local.close(wait=False)
         if self._links is not None:
@@ -174,7 +175,7 @@ class LinkedGroup(Group):
         self._remote.close(wait=False)
 
     def _disbanding(self) -> Callable[[], None]:
-        """As on one host."""
+        """Return a function that ends the group while another thread uses it."""
         here, links = self._node._disbanding(), self._links
 
         def disband() -> None:
@@ -185,7 +186,7 @@ class LinkedGroup(Group):
         return disband
 
     def _alive_here(self) -> list[int]:
-        """The members of this host that may be left."""
+        """Return the ranks on this host that are alive and have not left."""
         seen = ((rank, self._node._see(place)) for place, rank in enumerate(self._hosts[self._host]))
         return [rank for rank, (*_, alive, _, over) in seen if alive and not over]
 
@@ -273,8 +274,8 @@ class LinkedGroup(Group):
                 parts, theirs = pickle.loads(said)
                 found |= parts
                 all_sizes |= theirs
-            if why := sizes_differ(call[0], all_sizes):  # all leaders know them, so all raise or none
-                raise Mismatch(f"the members of {self._title()} did not call the same: {why}")
+            if why := sizes_differ(call[0], all_sizes):  # all leaders know the sizes, so all raise or none
+                raise Mismatch(f"the calls of {self._title()} do not match: {why}")
             return pickle.dumps(found, 5)
 
         found = pickle.loads(self._over_links(call, swap, (ins, more), left))
@@ -326,7 +327,7 @@ class LinkedGroup(Group):
         if mine:
             local = self._hosts[source].index(root)
             self._on_node(call, lambda: self._node._spread(x, local, left()), first=True)
-        elif self._node.size > 1:  # before it comes, to see that all wait for it
+        elif self._node.size > 1:  # checks before the data arrives that all members call it
             self._first(call, b"", 0, left, (x, root))
 
         def spread(links: Links) -> bytes:
@@ -338,17 +339,17 @@ class LinkedGroup(Group):
             self._on_node(call, lambda: self._node._spread(x, 0, left()))
         return x
 
-    # --- parts of these ---
+    # --- steps of these operations ---
 
     def _first(self, call: Call, data: Any, only: int, left: Left, given: tuple[Any, Any]) -> list[bytes]:
-        """The first part of an operation: what the members of this host have."""
+        """Run the first step of an operation: collect the data of this host's members."""
         _, doing, key = call
         return self._on_node(
             call, lambda: self._node._exchange(doing, key, data, only, left(), *given), first=True
         )
 
     def _by_rank(self, packed: bytes) -> list[bytes]:
-        """What the members of each host have."""
+        """Return the data of each member by rank, from the data of each host."""
         found, parts = pickle.loads(packed), [b""] * self.size
         for host, ranks in enumerate(self._hosts):
             for rank, part in zip(ranks, pickle.loads(found[host]), strict=True):
@@ -364,9 +365,12 @@ class LinkedGroup(Group):
             memory[:] = part
 
     def _on_node(self, call: Call, work: Callable[[], T], first: bool = False) -> T:
-        """Does it in our part. What it fails by, its leader tells the other hosts. After calls that did not
-        match the group goes on; but if that is seen late (not in the ``first`` part of an operation), other
-        hosts have done it already, and nobody could say any more which messages belong together."""
+        """Run a step in the node; on failure the leader reports the error to the other hosts.
+
+        If the calls of the members differ, the group can still be used. If a later step than the ``first``
+        finds the difference, other hosts have completed the operation already. Then messages could no longer
+        be matched to operations, so the group fails.
+        """
         if self._failure is not None:
             raise self._failed_before(call[0]) from self._failure
         try:
@@ -386,8 +390,10 @@ class LinkedGroup(Group):
     def _over_links(
         self, call: Call, step: Callable[[Links], bytes], given: tuple[Any, Any], left: Left
     ) -> bytes:
-        """What the leader's step gives, on all members of this host. They raise what it raises.
-        ``given``: what it was called with."""
+        """Run the leader's ``step`` and send its result or its exception to all members of this host.
+
+        ``given`` are the arguments of the call, for messages.
+        """
         word = b""
         if self._links is not None:
             try:
@@ -407,7 +413,7 @@ class LinkedGroup(Group):
             raise told
         return word[1:]
 
-    # --- for one of torch's backends, while it does an operation ---
+    # --- methods for a backend of torch during an operation ---
 
     def _reached_at(self) -> str:
         return split(self._remote.addresses[self.rank])[0]
@@ -416,10 +422,13 @@ class LinkedGroup(Group):
         return self._node._has_lost_any() or (self._links is not None and self._links.ended() is not None)
 
     def _cut_off(self, call: str) -> None:
-        """From other hosts: the members here do not know it, so their leader gives up."""
+        """Give up if another host has ended its connection.
+
+        The members of this host do not notice that, so their leader gives up for them.
+        """
         host = None if self._links is None else self._links.ended()
         if self._links is not None and host is not None:
-            self._failure = self._links.last_word(host, call)
+            self._failure = self._links.last_message(host, call)
             self._give_up_all()
             raise self._failure
 
@@ -439,7 +448,7 @@ class LinkedGroup(Group):
             found = links.swap((NAMES[TELL], TELL, 0), lambda _: [said])
             texts = {host: bytes(part).decode() for host, part in found.items()} | {self._host: text}
             calls = "; ".join(f"{_those(self._hosts[host])} called {texts[host]}" for host in sorted(texts))
-            raise Mismatch(f"the members of {self._title()} did not call the same: {calls}") from None
+            raise Mismatch(f"the calls of {self._title()} do not match: {calls}") from None
 
 
 def _packed(found: Mapping[int, Any]) -> bytes:
@@ -447,7 +456,7 @@ def _packed(found: Mapping[int, Any]) -> bytes:
 
 
 def _key(x: Any, op: str, root: int) -> int:
-    """The same for calls that fit together."""
+    """Return a key that is equal for matching calls."""
     return zlib.crc32(repr((array_access.kind(x), op, root)).encode())
 
 

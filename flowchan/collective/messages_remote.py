@@ -1,9 +1,11 @@
-"""Messages to members on other hosts: a connection for each pair and direction that is used.
+"""Messages to members on other hosts, over one connection for each pair and direction in use.
 
-Every member listens, in a thread of its own. What it sends waits in a channel for a thread that connects and
-passes it on; a thread of the receiver puts it into the channel that is received from. So a sender does not
-wait for the receiver, until these are full. A member that waits for one that has not sent anything yet
-*watches* it: it keeps a connection that carries nothing but the word that its other end leaves.
+Every member listens in a thread. A sent message waits in a channel for a thread that connects and forwards
+it. A thread of the receiver puts it into the channel from which ``receive`` reads. So a sender does not wait
+for the receiver until these channels are full.
+
+A member *watches* a peer from which it expects a first message. That connection only carries the news that
+the peer leaves.
 """
 
 from __future__ import annotations
@@ -34,45 +36,47 @@ from flowchan.transport.tcp import dial, joined, listen
 
 SIZE = struct.Struct("<q")
 LEFT_WORD = -1  # in place of a message's size: its sender has left
-SENT_AT_ONCE = 16 * 1024  # bytes of a message that needs no thread where nothing waits before it
-READ_AHEAD = 8  # messages that the receiver's thread has ready
+SENT_AT_ONCE = 16 * 1024  # bytes of a message that is sent without the thread if no other message waits
+READ_AHEAD = 8  # messages that the receiver's thread reads in advance
 BUFFER = 1 << 16
 PAUSE_S, TRY_S = 0.01, 5.0
-"""Seconds between two tries to connect, and those that one may take."""
+"""Seconds between two attempts to connect, and the limit of one attempt."""
 REFUSED_QUICKLY_S, STRANGER_TIMEOUT_S = 1.0, 30.0
-"""A peer that rejects us so quickly, for so many seconds, is another program. A member does so while too many
-dial at once."""
+"""If a peer rejects each attempt within ``REFUSED_QUICKLY_S`` seconds, for ``STRANGER_TIMEOUT_S`` seconds, it
+is another program. A member also rejects attempts while too many peers dial at once."""
 POLL_INTERVAL_S, LOOK_AT_DOOR_S, WATCH_AFTER_S = 0.05, 1.0, 0.2
 
 LEFT, DIED, UNKNOWN = "left", "died", "unknown"
-"""How a peer has ended. Unknown: it was not there any more when this member first looked."""
+"""How a peer has ended. ``UNKNOWN``: it was already gone when this member first looked."""
 
 
 Framed = tuple[bytes, bytes]
-"""A message behind its size."""
+"""The size of a message, and the message."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How members reach those on other hosts: who knows the secret dials where they listen, each at
-    ``listen_at`` and a port of its own."""
+    """Addresses and secret by which members on several hosts connect.
+
+    Each member listens at ``listen_at`` on a free port.
+    """
 
     secret: bytes = field(repr=False)
     listen_at: str
     tls: bool = False
 
     def door(self, hello: Hello) -> AuthenticatedListener:
-        """Listen for one of them."""
+        """Listen for other members."""
         return AuthenticatedListener(listen(joined((self.listen_at, 0))), self.secret, hello, tls=self.tls)
 
     def connect(
         self, address: str, hello: Hello, wanted: Callable[[], bool], give_up: float = math.inf
     ) -> socket.socket:
-        """Return a connection to the member that listens there.
+        """Return a connection to the member that listens at ``address``.
 
         Raises:
-            ConnectionRefusedError: The member is gone, or another program has its port now.
-            OSError: It is out of reach, or time is up, or the connection is not ``wanted`` any more.
+            ConnectionRefusedError: The member is gone, or another program has its port.
+            OSError: The member is out of reach, the time is up, or the connection is no longer ``wanted``.
         """
         refused_since = math.inf
         while wanted() and (left := give_up - (begun := time.monotonic())) > 0:
@@ -83,20 +87,22 @@ class Way:
             try:
                 within = min(TRY_S, left)
                 return meet(sock, self.secret, dialled=True, hello=hello, timeout=within, tls=self.tls)[0]
-            # The peer is gone, sent us away, or another program has its port.
+            # The peer is gone or rejected us, or another program has its port.
             except unless_interrupted(OSError) as error:
                 is_quick = isinstance(error, Refused) and time.monotonic() - begun < REFUSED_QUICKLY_S
                 refused_since = min(refused_since, begun) if is_quick else math.inf
                 if time.monotonic() - refused_since > STRANGER_TIMEOUT_S:
-                    reason = f"another program has {address} now: {error}"
+                    reason = f"another program listens at {address}: {error}"
                     raise ConnectionRefusedError(errno.ECONNREFUSED, reason) from error
             time.sleep(PAUSE_S)
         raise TimeoutError(f"{address} has not answered in time")
 
 
 class RemotePeers:
-    """The members on other hosts, as member ``rank`` sends to them and hears of them. It listens at ``door``,
-    the others at ``addresses``."""
+    """The members on other hosts, as peers of member ``rank``.
+
+    It listens at ``door``, the others at ``addresses``.
+    """
 
     def __init__(self, rank: int, door: AuthenticatedListener, addresses: Sequence[str], way: Way) -> None:
         self.rank, self.addresses, self.way = rank, addresses, way
@@ -104,8 +110,8 @@ class RemotePeers:
         self.leaders: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
         self._door = door
         self._peers: dict[int, RemotePeer] = {}
-        self._watchers: list[socket.socket] = []  # over which others watch this member
-        self._lock = threading.RLock()  # a collector may drop these within it
+        self._watchers: list[socket.socket] = []  # connections over which others watch this member
+        self._lock = threading.RLock()  # the garbage collector may drop these while the lock is held
         self._wake = os.fdopen(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+b", 0)
         self._thread = start("door", self._serve)
 
@@ -118,7 +124,7 @@ class RemotePeers:
             return self._peers[rank]
 
     def adopt(self, sock: socket.socket, hello: Hello) -> None:
-        """Take a connection of one that sends to this member, watches it, or is a leader."""
+        """Take a connection of a peer that sends to this member, watches it, or is a leader."""
         if "host" in hello:
             self.leaders.put((hello["host"], sock))
         elif "watches" in hello:
@@ -131,7 +137,7 @@ class RemotePeers:
 
         Raises:
             MemberDied: One of them is gone.
-            TimeoutError: None of them has come in time.
+            TimeoutError: None of them has connected in time.
         """
         watch_at = time.monotonic() + WATCH_AFTER_S
         while True:
@@ -142,13 +148,13 @@ class RemotePeers:
             if gone:
                 raise gone[0].gone("connecting")
             if left <= 0:
-                raise TimeoutError(f"of the leaders of other hosts {missing} have not connected in time")
+                raise TimeoutError(f"the leaders {missing} of other hosts have not connected in time")
             if time.monotonic() > watch_at:
                 for peer in map(self.peer, missing):
                     peer.incoming()
 
     def _serve(self) -> None:
-        """Let in who dials, and hear of the ends of those that are watched."""
+        """Accept connections, and notice the end of watched peers."""
         while not self.is_closed:
             peers = [*self._peers.values()]
             watched = {peer.watch.fileno(): peer for peer in peers if peer.watch is not None}
@@ -164,7 +170,7 @@ class RemotePeers:
                     self._door.accept(0.0, self.adopt)
             for peer in peers:
                 peer.begin_watch()
-            for peer in ended:  # now that all are in that have dialled before
+            for peer in ended:  # all earlier connections have been accepted by now
                 peer.hear_end()
         for sock in self._watchers:
             with contextlib.suppress(OSError), sock:
@@ -183,14 +189,17 @@ class RemotePeers:
                 os.eventfd_write(self._wake.fileno(), 1)
 
     def drop(self) -> None:
-        """Leave, and do not wait until what was sent has been taken."""
+        """Leave without waiting until sent messages have been received."""
         for peer in [*self._peers.values()]:
             peer.send_no_more()
         self._stop()
 
     def close(self, wait: bool = True) -> None:
-        """Leave. Returns when all that was sent has been taken, or nobody will take it; or does not
-        ``wait``, and nothing more is sent."""
+        """Leave the group.
+
+        If ``wait`` is true, return once all sent messages have been received or their receiver is gone.
+        Otherwise drop messages that have not been sent.
+        """
         with self._lock:
             self._is_leaving = True
             peers = [*self._peers.values()]
@@ -211,23 +220,23 @@ class RemotePeers:
 
 
 class RemotePeer:
-    """See :class:`Peer`. It is member ``rank`` on another host, as the ``owner`` of these sees it."""
+    """Member ``rank`` on another host, as seen by ``owner``."""
 
     def __init__(self, owner: RemotePeers, rank: int) -> None:
         self.watch: socket.socket | None = None
-        self.was_refused = False  # when it was to be watched
+        self.was_refused = False  # when this member tried to watch it
         self._owner, self._rank = owner, rank
         self._in: Channel[bytearray] = Channel(READ_AHEAD)
-        self._again: list[bytearray] = []  # what could not be unpickled when it was received
+        self._again: list[bytearray] = []  # messages that could not be unpickled yet
         self._out: tuple[Channel[Framed], Out[Framed], threading.Thread] | None = None
         self._waiting = 0  # messages that the thread has not sent
         self._heard: socket.socket | None = None
-        self._sock: socket.socket | None = None  # over which it is sent to
+        self._sock: socket.socket | None = None  # the connection to it
         self._ended = ""
         self.wants_watch = self._is_watched = self._sends_no_more = self._is_abandoned = (
             self._receives_no_more
         ) = False
-        self._lock = threading.Lock()  # guards the flags: there is one connection each way
+        self._lock = threading.Lock()  # guards the flags: there is one connection in each direction
 
     # --- sending ---
 
@@ -243,7 +252,8 @@ class RemotePeer:
                 messages: Channel[Framed] = Channel()
                 writer = messages.writer()
                 sender = start("send", self._pass_on, messages)
-                # In one: where Ctrl-C comes before, the thread ends when its channel has no writer.
+                # One assignment: if Ctrl-C comes before it, the thread ends because its channel has no
+                # writer.
                 self._out = messages, writer, sender
             self._waiting += 1
         try:
@@ -256,11 +266,13 @@ class RemotePeer:
             raise
 
     def _send_now(self, data: bytes) -> bool:
-        """Send what the kernel takes at once, and have the thread send the rest. Return whether it has taken
-        anything."""
+        """Send the bytes that the kernel accepts at once, and let the thread send the rest.
+
+        Return whether the kernel accepted any bytes.
+        """
         if self._sock is None or self._out is None:
             return False
-        sent: list[int] = []  # Ctrl-C is raised before it is sent, or behind its count
+        sent: list[int] = []  # Ctrl-C is raised before the bytes are sent, or after their count is stored
         try:
             sent.extend(map(self._sock.send, (data,), (socket.MSG_DONTWAIT,)))
             if rest := data[sent[0] :]:
@@ -268,13 +280,14 @@ class RemotePeer:
                 self._out[0].put((b"", rest), 0.0)
         except BaseException as error:
             if sent and sent[0] < len(data):
-                _shut_down(self._sock)  # it ends within a message
+                _shut_down(self._sock)  # the message would end in the middle
             if sent or not isinstance(error, OSError) or is_interrupt(error):
                 raise
         return bool(sent)
 
     def _pass_on(self, messages: Channel[Framed]) -> None:
-        """Send what comes. It dials when there is a message: there must be no other connection."""
+        """Send queued messages. It dials only for the first one, because there must be no second
+        connection."""
         try:
             first = messages.get()
             hello = {"rank": self._owner.rank}
@@ -290,13 +303,17 @@ class RemotePeer:
         except OSError as error:
             messages.abort(error)
         except ChannelError:
-            pass  # nothing has been sent, or nobody is to wait for it
+            pass  # nothing was sent, or its receiver is not to be waited for
 
     def _connect(self, hello: Hello, wanted: Callable[[], bool]) -> socket.socket:
         return self._owner.way.connect(self._owner.addresses[self._rank], hello, wanted)
 
     def connect_leader(self, host: int, give_up: float) -> socket.socket:
-        """Return a connection to it, a leader, from that of ``host``. Raises :class:`MemberDied`."""
+        """Return a connection from the leader of ``host`` to this peer, which is also a leader.
+
+        Raises:
+            MemberDied: The peer is gone.
+        """
         try:
             address = self._owner.addresses[self._rank]
             return self._owner.way.connect(address, {"host": host}, lambda: True, give_up)
@@ -310,7 +327,7 @@ class RemotePeer:
             self._out[0].close()
 
     def abandon(self) -> None:
-        """Send nothing more of what waits."""
+        """Drop the messages that wait to be sent."""
         self._is_abandoned = True
         self.send_no_more()
         if self._out is not None:
@@ -318,21 +335,22 @@ class RemotePeer:
         _shut_down(self._sock)
 
     def join(self) -> None:
-        """Wait until all is sent, or can't be."""
+        """Wait until all messages are sent or cannot be."""
         if self._out is not None and not self._is_abandoned:
             self._out[2].join()
 
     # --- receiving ---
 
     def incoming(self) -> Channel[bytearray]:
-        """See :class:`Peer`. Watch one that has sent nothing yet."""
+        """Return the channel of its messages, and watch a peer that has sent nothing yet."""
         if not self.wants_watch and self._heard is None and not self._ended:
             self.wants_watch = True
             self._owner.stir()
         return self._in
 
     def begin_watch(self) -> None:
-        """By the thread that serves, for Ctrl-C may come in the midst of starting one."""
+        """Start to watch it. Only the serving thread calls this, because Ctrl-C could interrupt the start of
+        a thread."""
         if self.wants_watch and not self._is_watched:
             self._is_watched = True
             start("watch", self._watch)
@@ -350,11 +368,11 @@ class RemotePeer:
                 self.was_refused = True
                 self._owner.stir()
                 return
-            except OSError:  # perhaps the way there is cut
+            except OSError:  # the network may be down
                 time.sleep(LOOK_AT_DOOR_S)
 
     def hear_end(self) -> None:
-        """Of one that is watched, when all are in that have dialled before."""
+        """Handle the end of a watched peer, once all earlier connections have been accepted."""
         watch, self.watch, self.was_refused = self.watch, None, False
         how = DIED if watch is not None else UNKNOWN
         if watch is not None:
@@ -364,7 +382,7 @@ class RemotePeer:
             self._end(how)
 
     def hear(self, sock: socket.socket) -> None:
-        """Receive what it sends over this connection."""
+        """Receive its messages over this connection."""
         self._heard = sock
         start("receive", self._read, sock)
 
@@ -374,7 +392,7 @@ class RemotePeer:
         with contextlib.suppress(OSError, EOFError), sock, sock.makefile("rb", BUFFER) as stream:
             while (size := SIZE.unpack(_exactly(stream, SIZE.size))[0]) != LEFT_WORD:
                 message = _exactly(stream, size)
-                with contextlib.suppress(ChannelError):  # this member receives no more
+                with contextlib.suppress(ChannelError):  # this member no longer receives
                     self._in.put(message)
             how = LEFT
         self._end(how)
@@ -387,8 +405,11 @@ class RemotePeer:
         return self.loads(self._again.pop(0) if self._again else channel.get(timeout))
 
     def loads(self, item: bytearray) -> Any:
-        """See :class:`Peer`. What can't be unpickled now, because the call was interrupted or this process
-        lacks something, is received again."""
+        """Deserialize a message.
+
+        A message that fails because of an interrupt, or because this process lacks something, is received
+        again.
+        """
         try:
             return loads(item)
         except BaseException as error:
@@ -397,50 +418,56 @@ class RemotePeer:
             raise
 
     def receive_no_more(self) -> None:
-        """End what waits for a message. What still comes is dropped, so its sender can end."""
+        """End calls that wait for a message. Later messages are dropped, so that their sender can end."""
         self._receives_no_more = True
         self._in.abort()
 
     def end(self) -> None:
-        """Nobody listens any more."""
+        """Close the connections from which this member receives."""
         _shut_down(self._heard)
         if self.watch is not None:
             self.watch.close()
 
-    # --- its end ---
+    # --- the end of a peer ---
 
     def is_gone(self) -> bool:
         return bool(self._ended)
 
     def has_left(self) -> bool:
-        """See :class:`Peer`. One that was not there when this member first looked may have left."""
+        """Return whether the peer may have left: it did, or it was already gone when this member first
+        looked."""
         return self._ended in (LEFT, UNKNOWN)
 
     def gone(self, call: str) -> GroupError:
         if self._sends_no_more:
-            return GroupError(f"{call} was not done: this member has left")
+            return GroupError(f"{call} failed: this member has left")
         left = self._ended == LEFT or (self._ended == UNKNOWN and call == "receive_any")
         kind, word = (MemberLeft, "has left") if left else (MemberDied, "died, has left, or is out of reach")
         rank = self._rank
-        return kind(f"{call} can't be done: rank {rank}, on another host, {word}", (rank,), call)
+        return kind(f"{call} failed: rank {rank}, on another host, {word}", (rank,), call)
 
 
 def start(what: str, work: Callable[..., None], *given: Any) -> threading.Thread:
-    """Start a thread that ends with the program."""
+    """Start a daemon thread."""
     thread = threading.Thread(target=work, args=given, name=f"flowchan-collective-{what}", daemon=True)
     thread.start()
     return thread
 
 
 def _shut_down(sock: socket.socket | None) -> None:
-    """End what waits for it. That of an encrypted one would let others go on in plain text."""
+    """Shut down a socket, which ends calls that wait for it. The method of a TLS socket would continue in
+    plain text."""
     if sock is not None:
         with contextlib.suppress(OSError):
             socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def _exactly(stream: Any, size: int) -> bytearray:
-    """Read so many bytes. Raises ``EOFError``."""
+    """Read exactly ``size`` bytes.
+
+    Raises:
+        EOFError: The stream ended earlier.
+    """
     data = bytearray(size)
     if stream.readinto(data) != size:
         raise EOFError

@@ -1,7 +1,7 @@
-"""A group on one host: its members take part over memory that they share.
+"""A group on one host, whose members share memory.
 
-The core does what takes time (``_core/group*.cpp``): rounds over that memory, and arrays that lie in one
-piece. Here are messages from one member to another, groups within groups, and the words of errors.
+The core runs the rounds over that memory and the operations on contiguous arrays (``_core/group*.cpp``). This
+module adds messages between members, groups within a group, and the text of errors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from flowchan import _core
 from flowchan.collective import array_access
-from flowchan.collective.algorithms import not_here, number_of
+from flowchan.collective.algorithms import number_of, wrong_device_message
 from flowchan.collective.call_arguments import called
 from flowchan.collective.deadline import countdown
 from flowchan.collective.group import Group
@@ -26,12 +26,12 @@ from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.transport.descriptors import Borrowed, Inherited, Sent, hand_over, take_over
 
 GONE, MISMATCH, NO_MEMORY, TIMED_OUT, _INTERRUPTED, CLOSED, TAKEN, WITHIN, BUSY = range(1, 10)
-"""How an operation ended, as the core says it."""
+"""Codes that the core returns for the end of an operation."""
 
 HERE, LEFT, _GAVE_UP = range(3)
 
 Gather = Callable[[Any], list[Any]]
-"""Tells all members a value that JSON has, and gives what all have told, by rank."""
+"""Sends a JSON value to all members and returns the values of all members, by rank."""
 
 _HOW = {
     "exchange": "each member reads the inputs of the others",
@@ -52,28 +52,31 @@ _OF_VALUES = {
     "function of yours, rank 0 combines them and sends the result",
 }
 _OF_ANY_VALUE = "the members serialize their values, and each reads those of the others"
-_WAYS = ("", *_HOW)
-"""In the order of the core."""
+_ALGORITHMS = ("", *_HOW)
+"""Names of the algorithms, in the order of the core."""
 
 
-def _manner(way: int, piece: int, shows_past: bool, keeps_past: bool, by_two: bool) -> str:
-    """A manner of the core in words."""
-    if _WAYS[way] == "direct":
+def _plan(way: int, piece: int, shows_past: bool, keeps_past: bool, by_two: bool) -> str:
+    """Describe a plan of the core."""
+    if _ALGORITHMS[way] == "direct":
         return "direct" + " by two threads" * by_two
     past = " shown past the caches" * shows_past + " received past the caches" * keeps_past
-    return f"{_WAYS[way]} of {piece >> 10} KB{past}"
+    return f"{_ALGORITHMS[way]} of {piece >> 10} KB{past}"
 
 
 log = logging.getLogger("flowchan.collective")
 
 
 _unused: weakref.WeakSet[SharedGroup] = weakref.WeakSet()
-"""Members that were made here, for threads or processes."""
+"""Members that this process made for threads or other processes, and that have not joined."""
 
 
 class SharedGroup(_core.Group, Group):
-    """See above. ``_ranks``: what its messages call the members, which are others than theirs in a part of a
-    group over hosts."""
+    """A member of a group on one host.
+
+    ``_ranks`` are the ranks that messages show. They differ from the core's ranks if this group is the part
+    of a larger group on one host.
+    """
 
     def __init__(self, fd: int, rank: int, name: str = "") -> None:
         super().__init__(fd, rank)
@@ -85,9 +88,10 @@ class SharedGroup(_core.Group, Group):
         self._ranks: Sequence[int] = range(self.size)
         self._chosen: dict[int, str | None] = {}
         self._stands_for: tuple[Any, Any] | None = None
-        """What the call of a group over hosts was given, of which this one does a part in another way."""
+        """Arguments of the call over several hosts, while this group runs a part of it with other
+        arguments."""
 
-    # --- groups within it, and after it ---
+    # --- groups within it, and the group of the survivors ---
 
     def _shrunk(self, name: str, give_up: float) -> SharedGroup:
         def member(fd: int, rank: int) -> SharedGroup:
@@ -104,11 +108,14 @@ class SharedGroup(_core.Group, Group):
         mates = [rank for rank, other in enumerate(gather(key)) if other == key and key is not None]
         return share(gather, self.rank, mates, name)
 
-    # --- the life of a member ---
+    # --- joining, leaving and sending a member ---
 
     def close(self) -> None:
-        """Leave the group: any number of times, in any order. What the others still call raises
-        :class:`MemberLeft`. A member that was given to another process is only forgotten here."""
+        """Leave the group. Members may close in any order, and closing again has no effect.
+
+        Later calls of the other members raise :class:`MemberLeft`. If this member was sent to another
+        process, only this copy is closed.
+        """
         if not self._joined:
             self._let_go()
         self._leave()
@@ -121,19 +128,21 @@ class SharedGroup(_core.Group, Group):
         self._close_backends()
 
     def _abandon(self) -> None:
-        """Leave, as who has given up: what the others still call raises :class:`MemberDied`."""
+        """Leave the group after a failure; later calls of the other members raise :class:`MemberDied`."""
         self._take_seat()
         self._give_up()
         self._local.close(wait=False)
         self.close()
 
     def _overseer(self) -> Overseer:
-        """For who made this member, and gives it to another process."""
+        """Return an overseer, for the process that made this member and sends it to another process."""
         return Overseer(os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC))
 
     def _disbanding(self) -> Callable[[], None]:
-        """What ends the group while another thread works with it: whatever that calls raises
-        :class:`MemberDied`."""
+        """Return a function that ends the group while another thread uses it.
+
+        Calls of that thread then raise :class:`MemberDied`.
+        """
         return self._overseer().disband
 
     def _explain(self, operation: str, x: Any) -> str:
@@ -142,13 +151,13 @@ class SharedGroup(_core.Group, Group):
         if size is None or operation not in (*COMBINING, *MOVING, NAMES[REDUCE_SCATTER]):
             how = _OF_VALUES.get(operation, _OF_ANY_VALUE)
         elif not array_access.is_here(x):
-            how = not_here(operation, x)
+            how = wrong_device_message(operation, x)
         else:
             size //= self.size if number in (REDUCE_SCATTER, ALLTOALL) else 1
-            manner = self._manner(number, size)
-            way = _WAYS[manner[0]]
-            took = {_manner(*one): f"{round(ns / 1000)} µs" for one, ns in self._took(number, size)}
-            how = f"{_manner(*manner) if took else way}: "
+            plan = self._plan(number, size)
+            way = _ALGORITHMS[plan[0]]
+            took = {_plan(*one): f"{round(ns / 1000)} µs" for one, ns in self._took(number, size)}
+            how = f"{_plan(*plan) if took else way}: "
             how += _OF_PARTS if number == REDUCE_SCATTER else _HOW[way]
             if took:
                 how += ", as measured: " + ", ".join(map(" ".join, took.items()))
@@ -156,7 +165,7 @@ class SharedGroup(_core.Group, Group):
         return f"{operation}: {how}; shared memory, {members} on this host"
 
     def _set_algorithm(self, doing: int, name: str | None) -> None:
-        self._choose(doing, 0 if name is None else _WAYS.index(name))
+        self._choose(doing, 0 if name is None else _ALGORITHMS.index(name))
         self._chosen[doing] = name
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -166,10 +175,10 @@ class SharedGroup(_core.Group, Group):
             )
         return _arrive, (hand_over(self._fd, -1, self), self.rank, self.name)
 
-    # --- what the core calls ---
+    # --- methods that the core calls ---
 
     def _failed(self, end: int, doing: int, x: Any, more: Any) -> NoReturn:
-        """Raises what an operation ended by."""
+        """Raise the error for the end code of an operation."""
         call = NAMES[doing]
         if end == MISMATCH:
             x, more = self._stands_for or (x, more)
@@ -179,21 +188,22 @@ class SharedGroup(_core.Group, Group):
             calls = "; ".join(
                 f"rank {rank} called {text}" for rank, text in zip(self._ranks, said, strict=True)
             )
-            raise Mismatch(f"the members of {self._title()} did not call the same: {calls}")
+            raise Mismatch(f"the calls of {self._title()} do not match: {calls}")
         if end == NO_MEMORY:
-            raise MemoryError(f"there is no shared memory for {call} of {self._title()}")
+            raise MemoryError(f"{call} of {self._title()} failed: the system refused more shared memory")
         if end == TAKEN:
-            raise GroupError(f"{self!r} is used by another process already; each member is one process's")
+            raise GroupError(f"{self!r} is already used by another process; give each process its own member")
         if end == CLOSED:
             raise GroupError(f"{self!r} was closed")
         if end == WITHIN:
             raise GroupError(
-                f"{call} was called by the handler of a signal, while its thread was in another operation of "
-                f"{self!r}: let the handler set a flag, and call it afterwards"
+                f"{call} was called by a signal handler during another operation of {self!r}; set "
+                "a flag in the "
+                f"handler, and call {call} later"
             )
         if end == BUSY:
             raise TimeoutError(
-                f"{call} of {self._title()} was not begun in time: another thread was in an operation of it"
+                f"{call} of {self._title()} timed out before it began: another thread was in an operation"
             )
         if self._failure is None:
             self._failure = self._late(call) if end == TIMED_OUT else self._death(call)
@@ -201,32 +211,41 @@ class SharedGroup(_core.Group, Group):
         raise self._failed_before(call) from self._failure
 
     def _stalled(self, doing: int, seconds: float) -> None:
-        """Says once for whom an operation waits."""
+        """Log once which members an operation waits for."""
         log.warning(
-            "%s of %s has waited for %.0f s: %s", NAMES[doing], self._title(), seconds, self._absent()
+            "%s of %s has waited %.0f s for these members: %s",
+            NAMES[doing],
+            self._title(),
+            seconds,
+            self._absent(),
         )
 
     def _take_seat(self) -> None:
         if self._joined:
             return
         if self._join():
-            raise GroupError(f"{self!r} is used by another process already; each member is one process's")
-        if self._maker not in (None, os.getpid()):  # a fork has the others' as well
+            raise GroupError(f"{self!r} is already used by another process; give each process its own member")
+        if self._maker not in (None, os.getpid()):  # a forked process also inherits the others' descriptors
             for other in list(_unused):
                 if other is not self and other._family == self._family and not other._joined:
                     os.dup2(self._fd, other._fd, inheritable=False)
 
     def _hold_seat(self) -> None:
-        """Until somebody has joined as this member, the others know from its descriptor whether anybody
-        still can."""
+        """Lock the descriptor of this member until a process joins as this member.
+
+        The lock shows the other members whether any process can still join as this member.
+        """
         self._maker, self._family = os.getpid(), os.fstat(self._fd).st_ino
         _unused.add(self)
         if self._let_go():
             self._hold()
 
     def _let_go(self) -> bool:
-        """Has a descriptor of its own from now on, with no lock that others see. False: the system does not
-        let us. (A mapping keeps the lock of the descriptor that it was made with; this one is not mapped.)"""
+        """Replace this descriptor by one without the lock that the other members see.
+
+        Return False if the system refuses. A mapping would keep the lock of the descriptor that created it;
+        this descriptor is not mapped.
+        """
         try:
             other = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR)
         except OSError:
@@ -236,20 +255,23 @@ class SharedGroup(_core.Group, Group):
         return True
 
     def _absent(self) -> str:
-        """The members that have not come to the operation that this one waits in, and what they did last."""
+        """Describe the members that the current operation waits for, and their last operations."""
         return "; ".join(
             f"rank {self._ranks[rank]} {_state(*self._see(rank)[:6])}"
             for rank in range(self.size)
             if rank != self.rank and not self._see(rank)[6]
         )
 
-    # --- for one of torch's backends, while it does an operation ---
+    # --- methods for a backend of torch during an operation ---
 
     def _reached_at(self) -> str:
         return "127.0.0.1"
 
     def _has_lost_any(self) -> bool:
-        """Whether a member is gone that has not done its part: whoever has is in the next round."""
+        """Return whether a member is gone that has not completed the current operation.
+
+        A member that has completed it is already in the next round.
+        """
         begun = self._see(self.rank)[2]
         sights = (self._see(rank) for rank in range(self.size) if rank != self.rank)
         return any(sight[2] <= begun and (sight[1] != HERE or not sight[5]) for sight in sights)
@@ -261,7 +283,7 @@ class SharedGroup(_core.Group, Group):
         self._give_up()
 
     def _late(self, call: str) -> TimeoutError:
-        return TimeoutError(f"{call} of {self._title()} was not done in time: {self._absent()}")
+        return TimeoutError(f"{call} of {self._title()} timed out: {self._absent()}")
 
     def _death(self, call: str) -> MemberDied:
         seen = {rank: self._see(rank) for rank in range(self.size) if rank != self.rank}
@@ -269,20 +291,21 @@ class SharedGroup(_core.Group, Group):
             died = [rank for rank, s in seen.items() if s[1] != LEFT and not s[5]]
             who = "".join(f"; rank {self._ranks[rank]} {_state(*seen[rank][:6])}" for rank in died)
             return MemberDied(
-                f"{call} of {self._title()} can't be done: the group was ended: a member on another host has "
-                f"died, or the gang meets anew{who}",
+                f"{call} of {self._title()} failed: the group was ended, because a member on "
+                "another host died or "
+                f"the gang forms a new group{who}",
                 tuple(self._ranks[rank] for rank in died),
                 call,
             )
         if self._gave_up_alone(seen):
             return MemberDied(
-                f"{self!r} has given up in the middle of an operation", (self._ranks[self.rank],), call
+                f"{self!r} gave up in the middle of an operation", (self._ranks[self.rank],), call
             )
         gone = {rank: s for rank, s in seen.items() if not s[6] and (s[1] != HERE or not s[5])}
         kind = MemberLeft if gone and all(s[1] == LEFT for s in gone.values()) else MemberDied
         who = "; ".join(f"rank {self._ranks[rank]} {_state(*s[:6])}" for rank, s in gone.items())
         return kind(
-            f"{call} of {self._title()} can't be done: {who}", tuple(self._ranks[rank] for rank in gone), call
+            f"{call} of {self._title()} failed: {who}", tuple(self._ranks[rank] for rank in gone), call
         )
 
     @staticmethod
@@ -291,17 +314,21 @@ class SharedGroup(_core.Group, Group):
 
 
 class Overseer:
-    """Of a group, without being a member. ``fd``: its memory, opened once more, so it holds no lock on it."""
+    """Control of a group by a process that is not a member.
+
+    ``fd`` is a separate descriptor of the group's memory, so it holds none of the members' locks.
+    """
 
     def __init__(self, fd: int) -> None:
         self._group = _core.Group(fd, 0)
 
     def count_out(self, rank: int) -> None:
-        """This member's process has ended. If it has not joined, the others need not wait for it."""
+        """Report that the process of this member has ended; if it never joined, the others stop waiting for
+        it."""
         self._group._count_out(rank)
 
     def disband(self) -> None:
-        """Ends the group: whatever its members call next raises :class:`MemberDied`."""
+        """End the group: later calls of its members raise :class:`MemberDied`."""
         self._group._disband()
 
 
@@ -326,10 +353,12 @@ def _arrive(handle: Inherited | Sent | Borrowed, rank: int, name: str) -> Shared
 
 
 def share(gather: Gather, rank: int, mates: Sequence[int], name: str) -> SharedGroup | None:
-    """Return the member of a new group of those ``mates``, by their ranks, that have this one's memory.
+    """Form a group of the ``mates`` in shared memory and return this process's member.
 
-    All that ``gather`` call it; those without mates get None. Raises :class:`GroupError` on all of them where
-    one can't make or open the memory, and what ``gather`` raises.
+    All processes that ``gather`` connects call it. A process without mates gets None.
+
+    Raises:
+        GroupError: A process cannot create or open the memory. All of them raise it.
     """
     member, place, error = None, None, ""
     try:
@@ -338,7 +367,7 @@ def share(gather: Gather, rank: int, mates: Sequence[int], name: str) -> SharedG
                 member = SharedGroup(_core.Group._make(len(mates)), 0, name)
                 place = os.getpid(), member._fd, os.fstat(member._fd).st_ino
         except OSError as failed:
-            error = f"rank {rank} can't make the memory: {failed}"
+            error = f"rank {rank} cannot create the memory: {failed}"
         places = gather(place)
         try:
             if mates and member is None and places[mates[0]] is not None:
@@ -346,9 +375,9 @@ def share(gather: Gather, rank: int, mates: Sequence[int], name: str) -> SharedG
                 opened, _ = take_over(Borrowed(pid, fd, -1, inode))
                 member = SharedGroup(opened, mates.index(rank), name)
         except OSError as failed:
-            error = f"rank {rank} can't open the memory of rank {mates[0]}: {failed}"
+            error = f"rank {rank} cannot open the memory of rank {mates[0]}: {failed}"
         if member is not None:
-            member._take_seat()  # before the others rely on it: now they hear of its end
+            member._take_seat()  # before the others rely on this member; from now on they notice its end
         if errors := [text for text in gather(error) if text]:
             raise GroupError("; ".join(errors))
     except BaseException:
@@ -359,7 +388,7 @@ def share(gather: Gather, rank: int, mates: Sequence[int], name: str) -> SharedG
 
 
 def make_all(size: int, name: str) -> list[Group]:
-    """All members of a new group."""
+    """Make all members of a new group."""
     made = _core.Group._make(size)
     try:
         members = [SharedGroup(os.dup(made), rank, name) for rank in range(size)]

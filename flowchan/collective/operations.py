@@ -1,4 +1,4 @@
-"""The operations of groups, and how members know whether they call the same."""
+"""The operations of groups, and the keys by which members compare their calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAMES = (
     "nothing", "barrier", "broadcast", "reduce", "allreduce", "reduce_scatter", "allgather", "gather",
     "scatter", "alltoall", "split", "comparing the calls", "allreduce_with",
 )  # fmt: skip
-"""By their numbers, as the core knows them."""
+"""Names by the numbers that the core uses."""
 BARRIER, BROADCAST, REDUCE, ALLREDUCE, REDUCE_SCATTER, ALLGATHER, GATHER, SCATTER, ALLTOALL = range(1, 10)
 SPLIT, TELL, ALLREDUCE_WITH = 10, 11, 12
 
@@ -20,11 +20,12 @@ ALONG_TREES = (NAMES[BROADCAST], NAMES[GATHER], NAMES[ALLREDUCE_WITH])
 MOVING = (NAMES[BROADCAST], NAMES[ALLGATHER], NAMES[GATHER], NAMES[ALLTOALL])
 
 TYPED, VALUES, ARRAYS, KNOWN = range(4)
-"""What an operation's members give: arrays of one type whose sizes all know, values of Python, arrays of any
-size and type, what they have told each other the sizes of. A key that stands for a call is one of these, and
-four times as much as what else belongs to it."""
+"""Inputs of an operation: arrays of one type whose sizes all members know, Python values, arrays of any size
+and type, or arrays whose sizes the members have exchanged. The key of a call is one of these plus four times
+a number for its other arguments."""
 
 
 def key_of(key: int, x: Any) -> int:
-    """``key``; of arrays of one type, with that type in it. (Where memory is shared, the core does that.)"""
+    """Return ``key``, with the element type included for arrays of one type. In shared memory the core does
+    this."""
     return key if key % 4 != TYPED else zlib.crc32(repr((key, array_access.kind(x)[0])).encode())

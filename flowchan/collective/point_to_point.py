@@ -1,8 +1,9 @@
-"""Messages from one member to another arrive in the order in which they were sent.
+"""Messages between two members, received in the order in which they were sent.
 
-The first message from a member to another makes a channel for all that follow. On one host the sender shows
-in the group's memory where it is, and the receiver opens it there. Between hosts a connection joins two
-channels (``messages_remote.py``). Receiving is the same for both, so a member can wait for all others.
+The first message from one member to another creates a channel for all messages that follow. On one host the
+sender publishes the channel in the group's memory, and the receiver opens it there. Between hosts a
+connection joins two channels (``messages_remote.py``). Both kinds are received in the same way, so a member
+can wait for all others.
 """
 
 from __future__ import annotations
@@ -27,35 +28,35 @@ from flowchan.transport.interrupts import append_result
 POLL_INTERVAL_S, LONGEST_INTERVAL_S = 0.001, 0.02
 CHANNELS_OF_ONE_SELECT = 128
 _PACKED = 1 << 32
-_LEFT = 1  # as the core says it
-_random = random.Random()  # the program's own numbers stay as they are
+_LEFT = 1  # number in the core
+_random = random.Random()  # leaves the program's random state unchanged
 
 
 class Peer(Protocol):
-    """Another member, as messages see it."""
+    """Another member, as the sender or receiver of messages."""
 
     def send(self, x: Any, timeout: float | None) -> None: ...
     def incoming(self) -> Any:
-        """Return the channel of what it sends, or None if there is none yet."""
+        """Return the channel of its messages, or None if it has sent none."""
 
     def take(self, channel: Any, timeout: float | None) -> Any:
         """Receive a value from that channel."""
 
     def loads(self, item: Any) -> Any:
-        """Return the value that an item of that channel is."""
+        """Return the value of an item of that channel."""
 
     def is_gone(self) -> bool:
-        """Return whether it sends nothing more than what its channel has."""
+        """Return whether its channel will get no further messages."""
 
     def has_left(self) -> bool:
-        """Return whether it has left, if it is gone, as far as that is known."""
+        """Return whether a member that is gone left the group, as far as this member knows."""
 
     def gone(self, call: str) -> GroupError:
-        """Return the error that a call with it raises if it is gone."""
+        """Return the error for a call with a member that is gone."""
 
 
 class Messages:
-    """The messages of member ``rank`` of ``size``. ``peer`` makes what stands for another member."""
+    """The messages of member ``rank`` of ``size``. ``peer`` makes the object for another member."""
 
     def __init__(self, rank: int, size: int, peer: Callable[[int], Peer]) -> None:
         self._rank, self._size, self._peer_of = rank, size, peer
@@ -97,7 +98,8 @@ class Messages:
         left = countdown(timeout)
         others = {rank: self.peer(rank) for rank in range(self._size) if rank != self._rank}
         while True:
-            gone = {rank for rank, peer in others.items() if peer.is_gone()}  # they have sent all
+            # they have sent all their messages
+            gone = {rank for rank, peer in others.items() if peer.is_gone()}
             died = {rank for rank in gone if not others[rank].has_left()}
             over = died or (gone if len(gone) == len(others) else set())
             opened = self._opened(others)
@@ -109,10 +111,10 @@ class Messages:
             if over:
                 raise others[min(over)].gone("receive_any")
             if left() == 0:
-                raise TimeoutError(f"nobody has sent anything to rank {self._rank} in time")
+                raise TimeoutError(f"rank {self._rank} has received nothing in time")
 
     def _opened(self, peers: dict[int, Peer]) -> dict[int, Any]:
-        """The channels of those that have one."""
+        """Return the channels of the peers that have one."""
         channels = {}
         for rank, peer in peers.items():
             with contextlib.suppress(MemberDied):
@@ -123,7 +125,7 @@ class Messages:
     def _from_one(
         self, channels: dict[int, Any], here: set[int], wait: float | None
     ) -> tuple[Any, int] | None:
-        """Take what any of the channels has. Wait for those that are ``here``."""
+        """Return an item that any of the channels has, or wait for the channels of the ranks in ``here``."""
         for rank in _random.sample(list(channels), len(channels)):
             with contextlib.suppress(Empty, Drained, Broken):
                 return self._peers[rank].take(channels[rank], 0.0), rank
@@ -135,12 +137,12 @@ class Messages:
                 (rank,) = (rank for rank in ranks if channels[rank] is done.channel)
                 return self._peers[rank].loads(done.item), rank
         if wait != 0:
-            time.sleep(POLL_INTERVAL_S)  # until one is gone, or has sent for the first time
+            time.sleep(POLL_INTERVAL_S)  # until a member is gone or sends its first message
         return None
 
 
 class SharedMember(Protocol):
-    """A member of a group on one host. ``_ranks``: what errors call the members."""
+    """The methods of a member on one host that messages use. ``_ranks`` are the ranks in errors."""
 
     _ranks: Sequence[int]
 
@@ -152,31 +154,31 @@ class SharedMember(Protocol):
 
 
 class LocalPeers:
-    """The other members on one host, by their places there, as ``member`` sends to them."""
+    """The other members on one host, by their number in the group's memory."""
 
     def __init__(self, member: SharedMember) -> None:
-        self._member = weakref.proxy(member)  # who drops a member leaves at once
+        self._member = weakref.proxy(member)  # dropping a member must close it at once
         self._known: dict[int, SameHostPeer] = {}
 
     def peer(self, place: int) -> SameHostPeer:
         return self._known.setdefault(place, SameHostPeer(self._member, place))
 
     def close(self, wait: bool = True) -> None:
-        """Wait for receivers that have not opened what was sent to them, as long as they are there."""
+        """Close the channels, after waiting for live receivers that have not opened theirs."""
         for peer in [*self._known.values()]:
             peer.close(wait)
 
 
 class SameHostPeer:
-    """See :class:`Peer`. It is member ``place`` of a group on one host, of which ``member`` is ours."""
+    """Another member on this host, number ``place`` in the group of ``member``."""
 
     def __init__(self, member: SharedMember, place: int) -> None:
         self._member, self._place = member, place
         self._made: Out[Any] | None = None
-        self._out: Out[Any] | None = None  # the same, once it is shown
-        self._is_found = False  # the receiver has opened it, so its end ends it
+        self._out: Out[Any] | None = None  # the same port, once the channel is published
+        self._is_found = False  # the receiver has opened the channel, so its end breaks the channel
         self._in: list[In[Any]] = []
-        self._lock = threading.Lock()  # a channel is made once, and opened once
+        self._lock = threading.Lock()  # a channel is created once and opened once
 
     def send(self, x: Any, timeout: float | None) -> None:
         port = self._out or self._show()
@@ -190,7 +192,8 @@ class SameHostPeer:
             raise self.gone("send") from error
 
     def _show(self) -> Out[Any]:
-        """Make the channel. One that Ctrl-C has kept from being shown is shown by the next send."""
+        """Create and publish the channel. If Ctrl-C comes before it is published, the next send publishes
+        it."""
         with self._lock:
             if self._made is None:
                 made: Channel[Any] = Channel(across="processes")
@@ -202,8 +205,11 @@ class SameHostPeer:
         return self._out
 
     def _put_unfound(self, port: Out[Any], x: Any, timeout: float | None) -> None:
-        """Put it for a receiver that may end without having opened the channel, which would not show that.
-        Wait until it is opened if it is full: each put would pack the item once more."""
+        """Put a message for a receiver that has not opened the channel.
+
+        The end of such a receiver does not break the channel, so its state is checked. If the channel is
+        full, wait until the receiver opens it, because each try to put would serialize the item again.
+        """
         left = countdown(timeout)
         if self.is_gone():
             raise self.gone("send")
@@ -222,7 +228,11 @@ class SameHostPeer:
         port.put(x, left())
 
     def incoming(self) -> In[Any] | None:
-        """See :class:`Peer`. Raises :class:`MemberDied` where it can't be opened any more."""
+        """Return the channel of its messages, or None.
+
+        Raises:
+            MemberDied: The channel can no longer be opened.
+        """
         if self._in:
             return self._in[0]
         if (where := self._member._lane_from(self._place)) is not None:
@@ -232,7 +242,8 @@ class SameHostPeer:
                 try:
                     if not self._in:
                         channel = arrive(Borrowed(pid, fd, socket - 1, inode), "")
-                        # Kept as it is made, in one call: a reader that Ctrl-C drops would end the sender's.
+                        # Store the port in the same call that creates it: a port dropped by Ctrl-C would
+                        # break the sender's channel.
                         append_result(self._in, In, channel)
                 except (Broken, OSError) as error:
                     raise self.gone("receive") from error
@@ -269,7 +280,7 @@ class SameHostPeer:
 
     def gone(self, call: str) -> GroupError:
         if self._member._see(self._member.rank)[-1]:
-            return GroupError(f"{call} was not done: this member has left")
+            return GroupError(f"{call} failed: this member has left")
         kind, how = (MemberLeft, "has left") if self.has_left() else (MemberDied, "died")
         rank = self._member._ranks[self._place]
-        return kind(f"{call} can't be done: rank {rank} {how}", (rank,), call)
+        return kind(f"{call} failed: rank {rank} {how}", (rank,), call)

@@ -1,5 +1,7 @@
-"""A function of the user's own over what all members give. Rank 0 runs it and tells the others what came of
-it, for one that draws random numbers, or asks for the time, gives each who runs it something else.
+"""Combination of the values of all members by a function of the user.
+
+Rank 0 runs the function and sends the result to all members. If each member ran it, a function that draws
+random numbers or reads the clock would return different results.
 """
 
 from __future__ import annotations
@@ -13,21 +15,25 @@ from flowchan.collective.value_bytes import dumps, loads
 from flowchan.items.combining import OPERATIONS
 from flowchan.run.policy.failures import Portable
 
-_GIVEN, _TOLD = 4, 8
-"""Keys of its two steps, beside those of ``operations.py``."""
+_COLLECT_KEY, _TELL_KEY = 4, 8
+"""Keys of its two steps, distinct from those in ``operations.py``."""
 
 REPEATABLE = (*OPERATIONS.values(), min, max)
-"""Python's operators that have a name: they give each member the same, so all may run them."""
+"""Named operators of Python. They return the same result on each member, so all members may run them."""
 
 
 def number_of_function(function: Any) -> int:
-    """Its place among :data:`REPEATABLE`, by which members compare their calls; how many these are for any
-    other one: each process may make those anew, so they have one number."""
+    """Return the position of ``function`` in :data:`REPEATABLE`, or the length of that tuple for any other
+    function.
+
+    Members compare their calls by this number. Each process may create its own copy of a user's function, so
+    all these functions share one number.
+    """
     return next((number for number, one in enumerate(REPEATABLE) if function is one), len(REPEATABLE))
 
 
 class RootMember(Protocol):
-    """What it asks of a member of a group."""
+    """The methods of a group's member that ``run_once`` calls."""
 
     @property
     def rank(self) -> int: ...
@@ -49,10 +55,13 @@ def run_once(
     x: Any,
     function: Any,
 ) -> Any:
-    """What ``run`` gives of what all members have; if it raises, so do all. ``x`` and ``function``: what the
-    operation was called with."""
+    """Run ``run`` on rank 0 with the values of all members, and return its result on all of them.
+
+    If ``run`` raises, all members raise. ``x`` and ``function`` are the arguments of the operation, for
+    messages.
+    """
     left, first = countdown(timeout), group.rank == 0
-    found = group._collect(doing, _GIVEN, mine, 0, left(), x, function)
+    found = group._collect(doing, _COLLECT_KEY, mine, 0, left(), x, function)
     result, error, told = None, None, b""
     if first:
         try:
@@ -65,7 +74,7 @@ def run_once(
         except BaseException:  # Ctrl-C: the others wait for this member
             group._give_up_all()
             raise
-    told = group._tell(doing, _TOLD, told, 0, left(), x, function)
+    told = group._tell(doing, _TELL_KEY, told, 0, left(), x, function)
     if not first:
         result, error = loads(told)
     if error is not None:

@@ -1,9 +1,9 @@
-"""The survivors of a group on one host agree on who is left, and become a group of their own.
+"""Formation of a smaller group by the survivors of a group on one host.
 
-Each shows that it has come, and waits for an offer. Once all that are left have come, the first of them
-makes the memory of a group for just these, and offers it to each. It is agreed once all have met in it: by
-the rounds of that group all of them find so, or none does. When another one dies meanwhile, those who are
-left try again.
+Each survivor publishes that it has come and waits for an offer. Once all survivors have come, the first of
+them creates the memory of a new group and offers it to each. The new group is valid once all members have met
+in it; its rounds make all of them agree on that. If another member dies in the meantime, the survivors try
+again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from flowchan.errors import GroupError
 from flowchan.transport.descriptors import Borrowed, take_over
 
 COME = 1
-"""In place of the inode of an offer: there is none yet."""
+"""In place of the inode of an offer: the member has come, but offers nothing."""
 _PLACE = 1 << 32
 _PAUSE, _LONGEST_PAUSE = 0.001, 0.02
 _NOT_ALLOWED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM}
 
 
 class ShrinkMember(Protocol):
-    """Of a group on one host."""
+    """The methods of a member on one host that shrinking uses."""
 
     _ranks: Sequence[int]
     _local: LocalPeers
@@ -54,8 +54,11 @@ M = TypeVar("M", bound=ShrinkMember)
 
 
 class Shrinking(Generic[M]):
-    """That of one member of ``old``. ``member(fd, rank)`` makes one of a new group; ``give_up``: when it
-    raises ``TimeoutError``."""
+    """The part of one member of ``old`` in shrinking the group.
+
+    ``member(fd, rank)`` makes a member of a new group. ``give_up`` is the time at which ``TimeoutError`` is
+    raised.
+    """
 
     def __init__(self, old: M, member: Callable[[int, int], M], give_up: float) -> None:
         self._old, self._member, self._give_up = old, member, give_up
@@ -64,15 +67,18 @@ class Shrinking(Generic[M]):
         self._pause = _PAUSE
 
     def run(self) -> M:
-        """Whoever gives up, or is interrupted, has left for those who go on."""
+        """Form the new group and close the old one.
+
+        A member that gives up or is interrupted counts as left for the others.
+        """
         old = self._old
         *_, over = old._see(old.rank)
         if over:
             raise GroupError(f"{old!r} was closed")
         old._take_seat()
         try:
-            old._give_up()  # so those that still work with it hear of it
-            old._local.close(wait=False)  # and those that wait in a channel of this one
+            old._give_up()  # members that still use the old group raise MemberDied
+            old._local.close(wait=False)  # so do members that wait in a channel of this one
             for member in self._others:
                 old._show_lane(member, 0, COME, True)
             while (new := self._try()) is None:
@@ -92,7 +98,7 @@ class Shrinking(Generic[M]):
         return new if new._has_met(None if endless else max(0.0, self._give_up - time.monotonic())) else None
 
     def _is_left(self, member: int) -> bool:
-        """Who may still join is."""
+        """Return whether the member is alive or may still join, and has not left."""
         *_, alive, _, over = self._old._see(member)
         return alive and not over
 
@@ -103,12 +109,12 @@ class Shrinking(Generic[M]):
         if time.monotonic() > self._give_up:
             absent = [self._old._ranks[member] for member in left if member in self._others]
             late = [rank for rank in absent if not self._has_come(rank)] or absent
-            raise TimeoutError(f"shrink of {self._old._title()} was not done in time: {late} have not come")
+            raise TimeoutError(f"shrink of {self._old._title()} timed out: {late} have not arrived")
         time.sleep(self._pause)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _lead(self, left: list[int]) -> M | None:
-        """Makes the group once all of them have come, and waits until each has its seat or is gone."""
+        """Create the group once all survivors have come, and wait until each has joined or is gone."""
         old = self._old
         if not all(self._has_come(member) for member in left if member != old.rank):
             return None
@@ -124,12 +130,12 @@ class Shrinking(Generic[M]):
                         new._count_out(place)
                 self._wait([left[place] for place in absent])
         except BaseException:
-            new.close()  # those that have their seats wait in it
+            new.close()  # members that have joined wait in it
             raise
         return new
 
     def _follow(self) -> M | None:
-        """Takes the seat that is offered, if one is."""
+        """Join the group that another member offers, if any."""
         for member in self._others:
             pid, at, inode = self._old._lane_from(member, True) or (0, 0, COME)
             if inode in self._tried:
@@ -142,7 +148,7 @@ class Shrinking(Generic[M]):
             except OSError as error:
                 if error.errno in _NOT_ALLOWED and self._is_left(member):
                     raise
-                continue  # who has offered it is gone, or has given it up, and so is the group
+                continue  # the offering member is gone or has withdrawn the group
             new._take_seat()
             return new
         return None

@@ -1,10 +1,12 @@
-"""Backends of torch.distributed as ways to do operations of a group: gloo, MPI and NCCL.
+"""Backends of torch.distributed (gloo, MPI and NCCL) as algorithms of a group.
 
-The members make a backend together, at the first operation that it does; torch's own groups are left alone.
-Each such operation begins and ends with a round of the group itself. In the first one calls that do not match
-are found. The last one makes all return or raise alike: whom a backend has lost, the group misses, and what
-fails for one member fails for all. Who fails destroys its backend before that round; its connections end, and
-so nobody waits for it for ever; while a backend is being made there is a time limit.
+The members create a backend together at the first operation that uses it; torch's own groups are not
+affected. Each operation begins and ends with a round of the group. The first round detects calls that do not
+match. After the last round all members return, or all raise. A member that a backend has lost is missing in
+the group, and an error of one member fails all of them.
+
+A member that fails destroys its backend before the last round. Its connections end, so the others do not wait
+for it. The creation of a backend has a time limit.
 """
 
 from __future__ import annotations
@@ -33,26 +35,26 @@ from flowchan.transport.interrupts import unless_interrupted
 from flowchan.transport.tcp import joined, split
 
 POLL_INTERVAL_S = 0.02
-"""Seconds after which a member that waits for its backend looks at the others."""
+"""Seconds between two looks at the other members, while this one waits for its backend."""
 GRACE = 1.0
-"""Seconds that a backend has to notice by itself that a member is lost, as it does where connections end."""
+"""Seconds in which a backend may notice a lost member before it is aborted; it does if connections end."""
 WITHIN = timedelta(seconds=60)
-"""In which a backend has to be made, once all members have agreed to."""
+"""Time limit for the creation of a backend, once all members have agreed to it."""
 ENDLESS = timedelta(days=20)
-"""In place of torch's time-outs, for a member may be slow; as long as their milliseconds fit."""
+"""In place of torch's timeouts, because a member may be slow. Its milliseconds must fit into torch's type."""
 
-# Their types are not the same in all versions of torch.
+# Their types differ between versions of torch.
 _dist: Any = dist
 _Ended = Callable[[float], bool]
-"""Waits so many seconds at most, and says whether what it waits for is over."""
+"""Waits up to that number of seconds, and returns whether the operation has ended."""
 
 
 class StuckBackend(Exception):
-    """A member is lost, and the backend has not noticed."""
+    """A member is lost, and the backend has not noticed it."""
 
 
 def check(name: str) -> None:
-    """Raises ``ValueError`` with the remedy, where torch lacks this backend, or the machine what it needs."""
+    """Raise ``ValueError`` with the remedy if torch lacks this backend or the machine lacks its device."""
     lacks = {
         "gloo": "" if dist.is_gloo_available() else "torch was built without it",
         "mpi": "" if dist.is_mpi_available() else "torch was built without it, as its wheels are",
@@ -76,7 +78,7 @@ def _gloo(store: Any, rank: int, size: int, host: str, device: torch.device) -> 
 def _mpi(store: Any, rank: int, size: int, host: str, device: torch.device) -> Any:
     backend = _dist.ProcessGroupMPI.create([])
     if (backend.rank(), backend.size()) != (rank, size):
-        raise GroupError("mpi joins all processes that mpirun has started, in their order, and no others")
+        raise GroupError("mpi: the group must have all processes that mpirun has started, in their order")
     return backend
 
 
@@ -84,34 +86,34 @@ def _nccl(store: Any, rank: int, size: int, host: str, device: torch.device) -> 
     options = _dist.ProcessGroupNCCL.Options()
     options._timeout = ENDLESS
     backend = _dist.ProcessGroupNCCL(store, rank, size, options)
-    backend.allreduce([torch.zeros(1, device=device)]).wait()  # it connects by its first operation
+    backend.allreduce([torch.zeros(1, device=device)]).wait()  # it connects at its first operation
     return backend
 
 
 MAKERS = {"gloo": _gloo, "mpi": _mpi, "nccl": _nccl}
-"""How a member makes its part of each, which waits for those of the others."""
+"""Functions that create one member's part of a backend; each waits for the other members."""
 
 
-class TorchWay:
-    """One of these, for one member. Its operations are those on which a group's others stand."""
+class TorchAlgorithm:
+    """One backend for one member, with the operations on which those of a group build."""
 
     def __init__(self, name: str, group: Any) -> None:
         self.name = name
-        self._group: Any = weakref.proxy(group)  # who drops a member leaves at once
+        self._group: Any = weakref.proxy(group)  # dropping a member must close it at once
         self._backend: Any = None
         self._store: Any = None
 
     def close(self) -> None:
-        """Between two operations, or when one has failed here."""
+        """Close the backend, between two operations or after a failure of this member."""
         self._backend = self._store = None
 
-    # --- the operations ---
+    # --- operations ---
 
     def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any:
         mine = root in (-1, self._group.rank)
         if array_access.is_numpy(x) and x.dtype.kind in "Mm":
-            raise TypeError(f"{self.name} combines no elements of type {x.dtype}: set another algorithm")
-        wide = array_access.widened(x) if op == "mean" else x  # the sum of halves may be too large for one
+            raise TypeError(f"{self.name} cannot combine elements of type {x.dtype}; set another algorithm")
+        wide = array_access.widened(x) if op == "mean" else x  # a half-precision sum may overflow
         given, result = _tensor(wide), out if wide is x else wide
         reduction = _reduction(op, given)
 
@@ -150,7 +152,7 @@ class TorchWay:
     def _allgather_into(
         self, doing: int, key: int, mine: list[Any], outs: list[Any], timeout: float | None
     ) -> None:
-        """Members whose arrays differ in size fill them up to that of the largest."""
+        """Gather arrays into ``outs``; members with smaller arrays pad them to the size of the largest."""
         what = key_of(key, mine[0])
         given, rooms = _bytes(mine[0]), [None if out is None else _bytes(out) for out in outs]
         sizes: list[int] = []
@@ -189,14 +191,14 @@ class TorchWay:
             room.copy_(part)
 
     def _reduce_scatter(self, x: Any, out: Any, op: str, timeout: float | None) -> Any:
-        """All of them get the whole: not every backend has an operation for it."""
+        """Combine the whole arrays on all members, because some backends cannot combine parts."""
         whole = _tensor(x).clone()
         self._reduce(REDUCE_SCATTER, whole, whole, op, -1, timeout)
         part = array_access.parts_of(whole, self._group.size)[self._group.rank]
         _tensor(out).copy_(part.reshape(tuple(out.shape)))
         return out
 
-    # --- what they have in common ---
+    # --- common steps ---
 
     def _do(
         self,
@@ -209,8 +211,12 @@ class TorchWay:
         say: Any = None,
         hear: Callable[[list[Any]], None] | None = None,
     ) -> None:
-        """``what`` is the same for all, ``given`` is what the operation was called with. What each has to
-        ``say``, all ``hear`` before ``start``."""
+        """Run one operation of the backend between two rounds of the group.
+
+        ``what`` must be equal on all members; ``given`` are the arguments of the call, for messages. Each
+        member contributes ``say`` in the first round. ``hear`` gets the values of all members before
+        ``start``.
+        """
         left, key = countdown(timeout), zlib.crc32(repr((self.name, what)).encode())
 
         def all_say(word: Any) -> list[Any]:
@@ -220,7 +226,8 @@ class TorchWay:
             if failed is not None:
                 raise failed
             if hear is not None:
-                hear([word for _, word in heard])  # before there are connections that an error here would end
+                # an error here would end connections, so it comes before them
+                hear([word for _, word in heard])
             if self._backend is None:
                 self._connect(heard[0][0], device, left)
             self._finish(start(self._backend), device, left)
@@ -228,7 +235,7 @@ class TorchWay:
         failed: Exception | None = None
         try:
             address = self._address()
-        except Exception as error:  # which the others hear in the last round
+        except Exception as error:  # the others receive it in the last round
             address, failed = "", error
         heard = all_say((address, say))
         failed = self._failure_of(act, doing)
@@ -236,14 +243,14 @@ class TorchWay:
         self._judge(all_say(word), doing, failed)
 
     def _failure_of(self, act: Callable[[], None], doing: int) -> Exception | None:
-        """What ``act`` has raised, after which the backend has ended."""
+        """Run ``act``, and return its exception after ending the backend."""
         try:
             act()
-        except unless_interrupted(Exception) as error:  # whatever torch raises, all are told
+        except unless_interrupted(Exception) as error:  # torch raises many types; all are reported
             self._end(stuck=isinstance(error, StuckBackend | TimeoutError))
             if isinstance(error, StuckBackend):
                 self._group._cut_off(NAMES[doing])
-            return error.with_traceback(None)  # whose frames keep connections
+            return error.with_traceback(None)  # its frames would keep the connections
         except BaseException:
             self._give_up()
             raise
@@ -254,23 +261,24 @@ class TorchWay:
         self._group._give_up_all()
 
     def _judge(self, errors: list[Any], doing: int, failed: Exception | None) -> None:
-        """Raises the same for all."""
+        """Raise the same error on all members if any of them failed."""
         told = {rank: error for rank, error in enumerate(errors) if error is not None}
         if told:
             self.close()
             (rank, (differ, words)), *_ = told.items()
             if differ:
-                raise Mismatch(f"the members of {self._group._title()} did not call the same: {words}")
+                raise Mismatch(f"the calls of {self._group._title()} do not match: {words}")
             raise GroupError(f"{NAMES[doing]} by {self.name} has failed at rank {rank}: {words}") from failed
 
     def _address(self) -> str | None:
-        """Where rank 0 tells the others how they find each other."""
+        """Return the address where rank 0 serves the store of the backend, or None."""
         if self._backend is not None or self._group.rank:
             return None
         if self._store is None:
             here = self._group._reached_at()
             family = socket.AF_INET6 if ":" in here else socket.AF_INET
-            with socket.create_server((here, 0), family=family) as listener:  # torch's own takes any address
+            # torch's own would listen on any address
+            with socket.create_server((here, 0), family=family) as listener:
                 port = listener.getsockname()[1]
                 self._store = _dist.TCPStore(
                     here,
@@ -283,7 +291,8 @@ class TorchWay:
         return joined((self._store.host, self._store.port))
 
     def _connect(self, address: str, device: torch.device, left: Left) -> None:
-        """In a thread of its own, for it can't be interrupted when one of the others does not come."""
+        """Create the backend in a thread, because creating it cannot be interrupted if a member is
+        missing."""
         group, made = self._group, Future[Any]()
         rank, size, here = group.rank, group.size, group._reached_at()
 
@@ -301,7 +310,7 @@ class TorchWay:
         self._backend = made.result()
 
     def _finish(self, work: Any, device: torch.device, left: Left) -> None:
-        """NCCL's is over when its device has done it."""
+        """Wait for an operation; one of NCCL ends when its device has done it."""
         pause = 1e-5
 
         def ended(seconds: float) -> bool:
@@ -313,7 +322,7 @@ class TorchWay:
                 try:
                     work.wait(timedelta(seconds=seconds))
                 except RuntimeError:
-                    pass  # not in time, or it has failed, which is asked for later
+                    pass  # it timed out, or it failed, which is_completed and wait report later
             return bool(work.is_completed())
 
         self._until(ended, left)
@@ -323,7 +332,7 @@ class TorchWay:
         lost_since: float | None = None
         while not ended(POLL_INTERVAL_S):
             if left() == 0:
-                raise TimeoutError("it was not done in time")
+                raise TimeoutError("the backend has not answered in time")
             now = time.monotonic()
             if not self._group._has_lost_any():
                 lost_since = None
@@ -333,18 +342,21 @@ class TorchWay:
                 raise StuckBackend("a member is lost")
 
     def _end(self, stuck: bool) -> None:
-        """``stuck``: it is still at it. NCCL can be told to end; to destroy another one would wait for that,
-        so it stays as it is, for ever."""
+        """Destroy the backend.
+
+        If ``stuck`` is true, an operation is still running. NCCL can abort it. Destroying another backend
+        would wait for the operation, so that backend is kept until the process ends.
+        """
         abort = getattr(self._backend, "abort", None) if self.name == "nccl" else None
         if abort is not None:
             abort()
         elif stuck and self._backend is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
-        self._backend = None  # others may still be on their way to the store
+        self._backend = None  # others may still connect to the store
 
 
 def _tensor(x: Any) -> torch.Tensor:
-    """The same memory; a copy of what can't be written, and so is only read."""
+    """Return a tensor of the same memory, or of a copy if the memory is read-only."""
     if isinstance(x, torch.Tensor):
         return x
     found: torch.Tensor = torch.from_numpy(x if x.flags.writeable else x.copy())
@@ -352,7 +364,7 @@ def _tensor(x: Any) -> torch.Tensor:
 
 
 def _bytes(x: Any) -> torch.Tensor:
-    """The same memory, as what every backend can move."""
+    """Return the memory of ``x`` as bytes, which every backend can move."""
     if isinstance(x, torch.Tensor):
         return x.reshape(-1).view(torch.uint8)
     return _tensor(x.reshape(-1).view("u1"))
@@ -361,12 +373,12 @@ def _bytes(x: Any) -> torch.Tensor:
 def _reduction(op: str, x: torch.Tensor) -> Any:
     floating = x.is_floating_point() or x.is_complex()
     if (op == "mean" and not floating) or (x.is_complex() and op not in ("sum", "mean")):
-        raise TypeError(f"there is no {op} of elements of type {x.dtype}")
+        raise TypeError(f"elements of type {x.dtype} cannot be combined by {op}")
     names = {"mean": "SUM", "prod": "PRODUCT", "and": "BAND", "or": "BOR", "xor": "BXOR"}
     return getattr(_dist.ReduceOp, names.get(op, op.upper()))
 
 
 def _words(error: BaseException) -> str:
-    """Without the stack of C++ that torch adds."""
+    """Return the message of an error without the C++ stack that torch appends."""
     text = str(error).partition("\n")[0]
     return text if isinstance(error, GroupError) else f"{type(error).__name__}: {text}"

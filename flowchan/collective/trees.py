@@ -1,10 +1,10 @@
-"""Trees over the hosts of a group: the way from one to all others, and from all to one.
+"""Trees over the hosts of a group, for data from one host to all and from all to one.
 
-When the hosts' leaders have connected they measure, of each two, how long one byte takes and how long
-``REFERENCE`` bytes. From these times a tree is grown by the greedy rule "earliest completion first" of Bhat,
-Raghavendra and Prasanna, Efficient collective communication in distributed heterogeneous systems, J. Parallel
-Distrib. Comput. 63 (2003). Where all links are alike it is a binomial tree if sending takes the most time,
-and a star if the way does. A link that is much slower than the others is left out.
+When the leaders of the hosts have connected, they measure for each pair the time of one byte and of
+``REFERENCE`` bytes. The greedy rule "earliest completion first" builds a tree from these times. It is from
+Bhat, Raghavendra and Prasanna, Efficient collective communication in distributed heterogeneous systems, J.
+Parallel Distrib. Comput. 63 (2003). If all connections are equal, the tree is binomial if sending takes most
+of the time, and a star if the delay dominates. Connections that are much slower than the others are not used.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 REFERENCE = 256 * 1024
-"""Bytes of the message for which a tree is grown; for small ones it is the way of the first byte."""
+"""Size in bytes of the message for which a tree is built; for small messages only the delay counts."""
 LEAST = 1e-4
-"""Seconds, below which times say more about what else runs than about the link."""
+"""Shortest time in seconds that is distinguished; shorter times measure other load rather than the
+connection."""
 HARDLY = 1.25
-"""By how much a message may arrive later than the first one."""
+"""Factor by which a message may arrive later than the earliest one."""
 _TIMES = struct.Struct("<dd")
 
 
 @dataclass(frozen=True)
 class Times:
-    """Of a connection, in seconds: until a byte is there, and for which sending ``REFERENCE`` bytes keeps the
-    sender."""
+    """Times of a connection in seconds: until one byte arrives, and while sending ``REFERENCE`` bytes
+    occupies the sender."""
 
     delay: float
     sending: float
@@ -39,14 +40,14 @@ class Times:
 
 @dataclass(frozen=True)
 class Tree:
-    """By hosts: whom each has what it gets from, and whom it passes it on to, in the order of sending."""
+    """A tree of hosts: the parent of each host, and its children in the order of sending."""
 
     root: int
     parent: dict[int, int]
     children: dict[int, list[int]]
 
     def shown(self, names: Sequence[object]) -> str:
-        """As ``0 to 1 and 2, 2 to 3``, each host by its name."""
+        """Describe the tree by the names of the hosts, such as ``0 to 1 and 2, 2 to 3``."""
         passing = {host: children for host, children in self.children.items() if children}
         return ", ".join(
             f"{names[host]} to {' and '.join(str(names[child]) for child in children)}"
@@ -55,30 +56,38 @@ class Tree:
 
 
 Table = dict[tuple[int, int], Times]
-"""By two hosts, in either order; equal on all leaders."""
+"""Times by pair of hosts (lower number first); equal on all leaders."""
 
 
 def times_between(quick: float, large: float) -> Times:
-    """``quick`` and ``large``: what one byte and ``REFERENCE`` bytes took."""
+    """Compute the times of a connection from the seconds that one byte and ``REFERENCE`` bytes took."""
     return Times(quick, max(large - quick, 1e-6))
 
 
 def least(exchanges: Sequence[float]) -> float:
-    """What an exchange takes one way, of how long several took one after the other. Who began later finds in
-    every second one that all has come, and waits twice as long in the next: so two are halved."""
+    """Return the shortest time of one exchange in one direction, from the times of consecutive exchanges.
+
+    The side that starts later finds the data of every second exchange already there, and waits twice as long
+    in the next. So each pair of exchanges is added and halved.
+    """
     return min(first + second for first, second in itertools.pairwise(exchanges)) / 2
 
 
 def alike(hosts: int) -> Table:
-    """Of hosts of which nothing has been measured."""
+    """Return equal times for all pairs, before anything has been measured."""
     return {(low, high): Times(LEAST, LEAST) for high in range(hosts) for low in range(high)}
 
 
 def grown(hosts: int, root: int, table: Table, small: bool = False) -> Tree:
-    """The tree of that ``root``: next is always the message that arrives first, or one that arrives hardly
-    later over a quicker link, for slow ones often share a wire. ``small``: of messages that take no time to
-    send. Times are rounded to powers of two from ``LEAST`` on, and among equals the sender that was reached
-    first is taken, so noise in what was measured makes no detours."""
+    """Build the tree of that ``root``.
+
+    The next message is the one that arrives first. One that arrives at most ``HARDLY`` times as late over a
+    faster connection is preferred, because slow connections often share a wire. If ``small`` is true, sending
+    takes no time.
+
+    Times are rounded to powers of two, at least ``LEAST``. Among equal senders the one that was reached first
+    is used. So noise in the measurements does not change the tree.
+    """
     tree = Tree(root, {}, {host: [] for host in range(hosts)})
     free_at = {root: 0.0}
 
@@ -108,8 +117,11 @@ def _rounded(seconds: float) -> float:
 
 
 def meetings(hosts: int, host: int) -> Iterator[int]:
-    """Whom this host meets, one after the other, so that each two meet once and at any time each meets one at
-    most: the circle method of tournaments."""
+    """Yield the hosts that this host meets, one after the other.
+
+    Each pair meets once, and each host meets at most one other at a time: the circle method for round-robin
+    tournaments.
+    """
     seats = hosts + hosts % 2
     for turn in range(seats - 1):
         if host == seats - 1:
@@ -122,7 +134,7 @@ def meetings(hosts: int, host: int) -> Iterator[int]:
 
 
 def packed(measured: dict[int, Times], hosts: int) -> bytes:
-    """What one host has measured, for the others."""
+    """Serialize the measurements of one host for the others."""
     none = Times(0.0, 0.0)
     return b"".join(
         _TIMES.pack(one.delay, one.sending) for one in (measured.get(host, none) for host in range(hosts))
@@ -130,7 +142,7 @@ def packed(measured: dict[int, Times], hosts: int) -> bytes:
 
 
 def table_of(rows: dict[int, bytes]) -> Table:
-    """Of what all hosts have measured: the slower of both ends."""
+    """Combine the measurements of all hosts; the slower of both ends counts."""
     times = {host: [Times(*one) for one in _TIMES.iter_unpack(row)] for host, row in rows.items()}
     return {
         (low, high): Times(

@@ -1,4 +1,4 @@
-"""Values of Python as bytes, in the way of channels between processes."""
+"""Serialization of Python values, in the format of channels between processes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from flowchan import _core
 from flowchan.items.codec import pack_away, unpack
 
 _WHOLE, _PARTS, _PLAIN = 0, 1, 2
-"""The last byte: a pickle; one of a pickle and its buffers; what the core writes for built-in types."""
+"""Last byte of the data: one pickle, a pickle with its buffers, or the core's encoding of built-in types."""
 
 
 def dumps(value: Any) -> bytes:
-    """Raises ``TypeError`` naming the part that can't be serialised."""
+    """Serialize a value.
+
+    Raises:
+        TypeError: A part of the value cannot be serialized; the message names it.
+    """
     plain: bytes | None = _core._plain_bytes(value)
     if plain is not None:
         return plain
@@ -21,9 +25,7 @@ def dumps(value: Any) -> bytes:
     if isinstance(packed, bytes):
         return packed + bytes([_WHOLE])
     if any(isinstance(part, _core.Channel) for part in packed):
-        raise TypeError(
-            "a channel can't be given to a group's members by a collective; put it into a channel"
-        )
+        raise TypeError("a collective operation cannot send a channel; put it into another channel")
     return pickle.dumps([bytes(part) for part in packed], 5) + bytes([_PARTS])
 
 

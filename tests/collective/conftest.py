@@ -1,4 +1,4 @@
-"""Where the members of a group are: threads of this process, processes, two hosts."""
+"""Fixtures that run the members of a group as threads, as processes, or on two hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ ANYWHERE = HERE | {"hosts": over_hosts}
 
 @pytest.fixture(params=ANYWHERE.values(), ids=ANYWHERE)
 def run(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """Runs a body as every member of a group, and returns their results in the order of the ranks."""
+    """Return a function that runs a body as every member of a group, and returns the results in rank
+    order."""
     return _checked(request.param)
 
 

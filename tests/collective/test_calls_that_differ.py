@@ -1,5 +1,5 @@
-"""Calls that have the same name and the same arrays, and differ in what else they were given, give no wrong
-result: they raise on all sides, and both are named."""
+"""Calls with different operations or arguments raise ``Mismatch`` on all members, and the error names both
+calls."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ from flowchan.errors import Mismatch
          ("scatter([bytes, bytes], 0)", "allreduce_with(int, <built-in function add>)")),
     ],
 )  # fmt: skip
-def test_other_operations_and_other_roots_raise_and_name_both_sides(
+def test_different_operations_or_roots_raise_mismatch(
     run: Any, first: Any, second: Any, said: tuple[str, str]
 ) -> None:
-    """And the group goes on."""
+    """The group can still be used."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch) as info:
@@ -64,7 +64,7 @@ def test_other_operations_and_other_roots_raise_and_name_both_sides(
         assert total == 2
 
 
-def test_members_of_one_of_two_hosts_whose_roots_differ_name_both() -> None:
+def test_mismatch_names_both_roots_on_one_of_two_hosts() -> None:
     def body(g: Any) -> str:
         with pytest.raises(Mismatch) as info:
             g.reduce(np.ones(2), int(g.rank == 1))
@@ -76,7 +76,7 @@ def test_members_of_one_of_two_hosts_whose_roots_differ_name_both() -> None:
     assert found[0] == found[1]
 
 
-def test_a_member_of_one_of_two_hosts_that_has_another_array_is_named_with_its_root() -> None:
+def test_mismatch_names_array_and_root_on_one_of_two_hosts() -> None:
     def body(g: Any) -> str:
         with pytest.raises(Mismatch) as info:
             g.reduce(np.ones(2 + (g.rank == 1)), 1, "mean")
@@ -86,8 +86,8 @@ def test_a_member_of_one_of_two_hosts_that_has_another_array_is_named_with_its_r
     assert said in OverHosts("aab", body).results(3)[0]
 
 
-def test_functions_are_not_told_apart(run: Any) -> None:
-    """They may be made anew in each process."""
+def test_functions_of_different_members_match(run: Any) -> None:
+    """Each process may have its own copy of the function."""
     found = run(2, lambda g: g.allreduce(g.rank + 3, op=lambda a, b: a * b))
     assert found == [12, 12]
 
@@ -97,8 +97,8 @@ MOVED = [*TYPES, "S4", "U1", "V4", ">f", ">i", "M8[s]", "m8[s]", "m8[ms]", [("x"
 
 
 @pytest.mark.parametrize("call", ["allreduce", "reduce", "reduce_scatter", "broadcast"])
-def test_arrays_of_any_two_types_raise(run_on_one_host: Any, call: str) -> None:
-    """Also of as many bytes."""
+def test_arrays_of_two_types_raise_mismatch(run_on_one_host: Any, call: str) -> None:
+    """The two arrays may have the same number of bytes."""
     pairs = list(itertools.combinations(map(np.dtype, MOVED if call == "broadcast" else TYPES), 2))
 
     def body(g: Any) -> Any:
@@ -114,8 +114,8 @@ def test_arrays_of_any_two_types_raise(run_on_one_host: Any, call: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["at once", "by a handle", "not in one piece"])
-def test_memory_for_what_others_give_is_of_the_type_that_they_give(run: Any, way: str) -> None:
-    """Else bytes of one type would be read as another's."""
+def test_receive_memory_has_the_type_of_the_sender(run: Any, way: str) -> None:
+    """Otherwise bytes of one type would be read as another type."""
 
     def numbers(count: int, dtype: str) -> Any:
         return np.zeros(2 * count, dtype)[::2] if way == "not in one piece" else np.zeros(count, dtype)
@@ -157,7 +157,5 @@ def test_memory_for_what_others_give_is_of_the_type_that_they_give(run: Any, way
         (lambda g, x, y: g.alltoall([x, x], out=[x.copy(), y]), "of one type, not float32 and int32"),
     ],
 )
-def test_memory_of_another_type_than_what_a_member_gives_itself_is_refused(
-    run: Any, call: Any, said: str
-) -> None:
+def test_out_of_another_type_than_the_input_raises(run: Any, call: Any, said: str) -> None:
     refused(run, lambda g: call(g, np.zeros(2, "f4"), np.zeros(2, "i4")), said)

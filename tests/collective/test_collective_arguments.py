@@ -1,5 +1,7 @@
-"""What a group's calls are given by mistake is refused before anything is sent, with the argument, the value,
-and what is allowed."""
+"""Invalid arguments of a group's calls raise before anything is sent.
+
+The error names the argument, its value and the allowed values.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ OPS = "'sum', 'mean', 'prod', 'min', 'max', 'and', 'or', 'xor'"
         (lambda g: g.allreduce_with(1, 3), TypeError, "fn must be a function of two values, got 3 (int)"),
         (lambda g: next(g.join("sum")), TypeError, "fn must be a function of two values, got 'sum' (str)"),
         (lambda g: g.scatter(5, g.rank), TypeError,
-         "scatter: xs must be a list with a part for each of the 2 members, not 5 (int)"),
+         "scatter: xs must be a list with one part for each of the 2 members, not 5 (int)"),
         (lambda g: g.scatter(None, g.rank), TypeError, "scatter: xs must be a list"),
         (lambda g: g.scatter([1], g.rank), ValueError,
-         "scatter takes a part for each of the 2 members, not 1"),
-        (lambda g: g.alltoall(5), TypeError, "alltoall: xs must be a list with a part for each"),
-        (lambda g: g.alltoall(iter([1, 2])), TypeError, "alltoall: xs must be a list with a part for each"),
-        (lambda g: g.alltoall([1, 2], out=5), TypeError, "alltoall: out must be a list with a part for each"),
+         "scatter: xs must have one part for each of the 2 members, got 1"),
+        (lambda g: g.alltoall(5), TypeError, "alltoall: xs must be a list with one part for each"),
+        (lambda g: g.alltoall(iter([1, 2])), TypeError, "alltoall: xs must be a list with one part for each"),
+        (lambda g: g.alltoall([1, 2], out=5), TypeError, "alltoall: out must be a list with one part"),
         (lambda g: g.alltoall([np.ones(1), 2], out=[np.ones(1), np.ones(1)]), TypeError,
          "each of xs must be an array or a tensor, not 2 (int)"),
         (lambda g: g.allreduce(np.ones(2), out=5), TypeError,
@@ -54,25 +56,25 @@ OPS = "'sum', 'mean', 'prod', 'min', 'max', 'and', 'or', 'xor'"
         (lambda g: g.allreduce(np.ones(2, np.longdouble)), TypeError, "convert them first, as to float64"),
         (lambda g: g.allreduce(np.ones(2, "G")), TypeError, "convert them first, as to complex128"),
         (lambda g: g.allreduce(np.ones(2, ">f8")), TypeError,
-         "no sum of elements of type >f8; convert them first, as by .astype(x.dtype.newbyteorder('='))"),
+         "type >f8 cannot be combined by sum; convert them first, for example with .astype("),
         (lambda g: g.allreduce(np.array([b"a"])), TypeError,
-         "of type |S1, which are only moved; numbers, truth values, dates and spans of time are combined"),
+         "type |S1 cannot be combined by sum; only numbers, booleans, dates and time spans can be combined"),
         (lambda g: g.allreduce(np.ones(2, [("a", "i4")]), op="max"), TypeError,
-         "there is no max of elements of type [('a', '<i4')], which are only moved"),
+         "elements of type [('a', '<i4')] cannot be combined by max; only numbers"),
         (lambda g: g.allreduce(np.ones(2, "F"), op="max"), TypeError,
-         "there is no max of elements of type complex64: there are sum, mean, prod"),
-        (lambda g: g.allreduce(np.ma.ones(2)), TypeError, "take no masked arrays such as float64[2]"),
-        (lambda g: g.broadcast(np.ma.ones(2)), TypeError, "take no masked arrays such as float64[2]"),
-        (lambda g: g.allgather(np.ma.ones(2)), TypeError, "take no masked arrays such as float64[2]"),
-        (lambda g: g.allreduce(np.ones(2), out=np.ma.ones(2)), TypeError, "take no masked arrays"),
+         "elements of type complex64 cannot be combined by max; use sum, mean, prod"),
+        (lambda g: g.allreduce(np.ma.ones(2)), TypeError, "without a mask, got the masked float64[2]"),
+        (lambda g: g.broadcast(np.ma.ones(2)), TypeError, "without a mask, got the masked float64[2]"),
+        (lambda g: g.allgather(np.ma.ones(2)), TypeError, "without a mask, got the masked float64[2]"),
+        (lambda g: g.allreduce(np.ones(2), out=np.ma.ones(2)), TypeError, "must be an array without a mask"),
         (lambda g: g.allreduce(np.ones(1 + 2 * g.rank, object)), ValueError,
          "only arrays of the same shape can be combined, not of (1,) and (3,)"),
     ],
 )  # fmt: skip
-def test_a_wrong_argument_is_named_with_its_value_and_what_is_allowed(
+def test_invalid_argument_error_names_value_and_allowed_values(
     call: Any, error: type[Exception], said: str
 ) -> None:
-    """And the group goes on."""
+    """The group can still be used."""
 
     def body(g: Any) -> Any:
         with pytest.raises(error) as info:
@@ -106,16 +108,16 @@ GIVEN: dict[str, Any] = {"rank": 1, "size": 2, "at": "127.0.0.1:9", "secret": b"
         ({"timeout": -1}, ValueError, "group: timeout must be at least 0 seconds"),
     ],
 )  # fmt: skip
-def test_what_a_group_is_made_of_is_looked_at_before_anybody_is_dialled(
+def test_group_checks_arguments_before_it_connects(
     given: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error) as info:
         collective.group(**GIVEN | given)
     assert said in str(info.value)
-    assert "only members" not in str(info.value)  # no secret is shown
+    assert "only members" not in str(info.value)  # the error does not show the secret
 
 
-def test_a_short_secret_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_secret_in_environment_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "FLOWCHAN_AT": "127.0.0.1:9",
         "FLOWCHAN_SECRET": "x",
@@ -125,12 +127,12 @@ def test_a_short_secret_of_the_environment_is_refused(monkeypatch: pytest.Monkey
         collective.group()
 
 
-def test_who_waits_in_vain_for_rank_0_is_out_of_time() -> None:
-    with pytest.raises(TimeoutError, match="rank 1 of 2 has waited in vain for rank 0"):
+def test_group_times_out_without_rank_0() -> None:
+    with pytest.raises(TimeoutError, match="rank 1 of 2 timed out: rank 0"):
         collective.group(**GIVEN | {"at": free_address(), "timeout": 0.1})
 
 
-def test_a_group_has_a_number_of_members() -> None:
+def test_members_checks_its_size() -> None:
     with pytest.raises(TypeError, match=r"members: size must be an int of at least 1, not 'two' \(str\)"):
         collective.members("two")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="members: size must be at most 1,024, not 2000"):

@@ -1,4 +1,4 @@
-"""Members combine nested values by any function, also when some have run out of them."""
+"""Members combine nested values by any function, even if some members have run out of values."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def add(a: Any, b: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13])
-def test_all_have_the_same_after_every_round_until_all_have_run_out(size: int) -> None:
-    """As many steps as the longest has; who has run out follows."""
+def test_members_agree_each_round_until_all_run_out(size: int) -> None:
+    """There are as many steps as the longest member has; the others follow with ``join``."""
 
     def body(g: Any) -> Any:
         weights, counts = np.zeros(3), []
@@ -40,8 +40,8 @@ def test_all_have_the_same_after_every_round_until_all_have_run_out(size: int) -
     assert found[0][1] == [sum(rank % 4 > step for rank in range(size)) for step in range(min(size - 1, 3))]
 
 
-def test_a_function_that_gives_each_something_else_gives_all_the_same(run: Any) -> None:
-    """Rank 0 runs it for all."""
+def test_random_function_returns_one_result_on_all_members(run: Any) -> None:
+    """Rank 0 runs the function for all members."""
 
     def body(g: Any) -> Any:
         def draw(a: Any, b: Any) -> Any:
@@ -54,8 +54,8 @@ def test_a_function_that_gives_each_something_else_gives_all_the_same(run: Any) 
     assert first[0][0][0] == first[1][0] == first[2][0] == 0
 
 
-def test_a_function_that_raises_raises_on_all_and_the_group_goes_on(run: Any) -> None:
-    """Whoever would have run it without."""
+def test_function_error_is_raised_on_all_members(run: Any) -> None:
+    """Members that would not have raised also raise."""
 
     def body(g: Any) -> Any:
         def broken(a: int, b: int) -> int:
@@ -72,7 +72,7 @@ def test_a_function_that_raises_raises_on_all_and_the_group_goes_on(run: Any) ->
     assert run(3, body) == [("012", 3)] * 3
 
 
-def test_ctrl_c_in_the_function_ends_the_group_as_a_death_does(run: Any) -> None:
+def test_ctrl_c_in_function_ends_the_group(run: Any) -> None:
     def body(g: Any) -> Any:
         def interrupted(a: int, b: int) -> int:
             raise KeyboardInterrupt
@@ -84,8 +84,8 @@ def test_ctrl_c_in_the_function_ends_the_group_as_a_death_does(run: Any) -> None
     assert run(2, body) == [None, (0,)]
 
 
-def test_an_operator_for_one_and_a_function_for_another_do_not_match() -> None:
-    """All run the operators of Python themselves, in one step."""
+def test_operator_and_function_do_not_match() -> None:
+    """All members run Python's operators themselves, in one step."""
 
     def body(g: Any) -> str:
         with pytest.raises(Mismatch) as info:
@@ -99,7 +99,7 @@ def test_an_operator_for_one_and_a_function_for_another_do_not_match() -> None:
     assert "rank 1 called allreduce_with(int, <funct" in first
 
 
-def test_values_of_another_shape_raise_on_all_and_are_named() -> None:
+def test_values_of_different_shapes_raise_on_all_members() -> None:
     def body(g: Any) -> list[str]:
         said = []
         for value in ({"a": {"b": 1, f"c{g.rank}": 2}}, {"a": [1] * (1 + g.rank)}):

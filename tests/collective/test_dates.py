@@ -1,5 +1,4 @@
-"""NumPy's dates and spans of time are combined as NumPy combines them: what is none (NaT) stays none, and
-what has no meaning is refused."""
+"""NumPy's dates and time spans are combined as in NumPy: NaT stays NaT, and meaningless operations raise."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ BY_NUMPY = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
 
 def given(rank: int, dtype: str, length: int) -> Any:
-    """Some of them before 1970, or negative; in each place in turn one member has none, but for one."""
+    """Return dates with some before 1970 or negative; at each index but one, one member has NaT."""
     found = np.random.default_rng((rank, length)).integers(-(10**6), 10**6, length).astype(dtype)
     found[rank::4] = "NaT"
     return found
@@ -31,7 +30,7 @@ def by_numpy(op: str, parts: list[Any]) -> Any:
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", MEANT)
 @pytest.mark.parametrize("length", [8, 120_000])
-def test_they_are_combined_as_by_numpy(run: Any, dtype: str, length: int) -> None:
+def test_dates_are_combined_as_in_numpy(run: Any, dtype: str, length: int) -> None:
     def body(g: Any) -> Any:
         found = {}
         for op in MEANT[dtype]:
@@ -51,7 +50,7 @@ def test_they_are_combined_as_by_numpy(run: Any, dtype: str, length: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["M8[D]", "m8[ms]", ">M8[s]"])
-def test_they_are_moved(run: Any, dtype: str) -> None:
+def test_dates_can_be_moved(run: Any, dtype: str) -> None:
     def body(g: Any) -> Any:
         x = given(g.rank, dtype, 8)
         out = [np.zeros(8, dtype) for _ in range(2)]
@@ -75,16 +74,25 @@ def test_they_are_moved(run: Any, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "op", "said"),
     [
-        ("M8[D]", "sum", r"there is no sum of elements of type datetime64\[D\]: there are min, max"),
-        ("M8[D]", "mean", r"there is no mean of elements of type datetime64\[D\]: there are min, max"),
-        ("M8[D]", "and", r"there is no and of elements of type datetime64\[D\]"),
-        ("m8[s]", "prod", r"no prod of elements of type timedelta64\[s\]: there are sum, mean, min, max"),
-        ("m8[s]", "xor", r"there is no xor of elements of type timedelta64\[s\]"),
-        (">m8[s]", "sum", r"of elements of type >m8\[s\]; convert them first, as by .astype\(x.dtype.newby"),
+        ("M8[D]", "sum", r"elements of type datetime64\[D\] cannot be combined by sum; use min, max"),
+        ("M8[D]", "mean", r"elements of type datetime64\[D\] cannot be combined by mean; use min, max"),
+        ("M8[D]", "and", r"elements of type datetime64\[D\] cannot be combined by and"),
+        (
+            "m8[s]",
+            "prod",
+            r"elements of type timedelta64\[s\] cannot be combined by prod; use sum, mean, min, max",
+        ),
+        ("m8[s]", "xor", r"elements of type timedelta64\[s\] cannot be combined by xor"),
+        (
+            ">m8[s]",
+            "sum",
+            r"elements of type >m8\[s\] cannot be combined by sum; convert them first, for "
+            r"example with .astype\(",
+        ),
     ],
 )
 @pytest.mark.parametrize("call", ["allreduce", "reduce", "reduce_scatter"])
-def test_what_has_no_meaning_is_refused(run: Any, call: str, dtype: str, op: str, said: str) -> None:
+def test_meaningless_operation_on_dates_raises(run: Any, call: str, dtype: str, op: str, said: str) -> None:
     def body(g: Any) -> Any:
         with pytest.raises(TypeError, match=said):
             getattr(g, call)(np.ones(4, dtype), op=op)
@@ -93,8 +101,8 @@ def test_what_has_no_meaning_is_refused(run: Any, call: str, dtype: str, op: str
     assert run(2, body) == [2, 2]
 
 
-def test_those_of_two_units_are_not_combined(run: Any) -> None:
-    """One second and one millisecond were two of either."""
+def test_dates_of_two_units_do_not_match(run: Any) -> None:
+    """One second and one millisecond would otherwise add up to two."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch, match=r"timedelta64\[s\]\[2\].*timedelta64\[ms\]\[2\]"):
@@ -104,12 +112,12 @@ def test_those_of_two_units_are_not_combined(run: Any) -> None:
     assert run(2, body) == [2, 2]
 
 
-def test_a_backend_of_torch_does_not_take_them_for_integers() -> None:
+def test_torch_backend_rejects_dates() -> None:
     pytest.importorskip("torch")
 
     def body(g: Any) -> Any:
         g.set_algorithm("allreduce", "gloo")
-        with pytest.raises(TypeError, match=r"gloo combines no elements of type timedelta64\[s\]: set"):
+        with pytest.raises(TypeError, match=r"gloo cannot combine elements of type timedelta64\[s\]: set"):
             g.allreduce(np.ones(2, "m8[s]"))
         return g.allreduce(1)
 

@@ -1,5 +1,4 @@
-"""The loop that trains replicas has the curve of one module, calls its hooks in order, and goes on from what
-it has saved."""
+"""The engine trains replicas like one module, calls its hooks in order, and resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ Batches = list[tuple[Any, Any]]
 
 @pytest.fixture(scope="module")
 def batches() -> Batches:
-    """The digits, 64 of them at a time."""
+    """Return the digits data set in batches of 64."""
     found = pytest.importorskip("sklearn.datasets").load_digits()
     x, y = torch.tensor(found.data / 16), torch.tensor(found.target)
     return [(x[i : i + 64], y[i : i + 64]) for i in range(0, 64 * 12, 64)]
@@ -42,7 +41,7 @@ def engine(group: Any = None, hooks: Any = (), seed: int = 0) -> Engine:
 
 
 class Curve:
-    """The loss of each step, over all replicas."""
+    """A hook that records the loss of each step over all replicas."""
 
     def __init__(self, group: Any = None) -> None:
         self.group, self.losses = group, []  # type: ignore[var-annotated]
@@ -54,9 +53,9 @@ class Curve:
             self.losses.append(mean.over(self.group))
 
 
-def test_two_replicas_have_the_curve_of_one_on_the_digits(batches: Batches) -> None:
-    """In float64, where the mean of two halves differs from the mean of the whole by rounding only. Samples
-    are made ahead by a graph."""
+def test_engine_with_two_replicas_matches_one_replica(batches: Batches) -> None:
+    """In float64 the mean of two halves differs from the mean of the whole only by rounding. A graph prepares
+    the samples."""
 
     def half(g: Any, epoch: int) -> Any:
         whole = Graph("samples").source(batches)
@@ -64,7 +63,7 @@ def test_two_replicas_have_the_curve_of_one_on_the_digits(batches: Batches) -> N
 
     def train(g: Any) -> tuple[list[float], float]:
         curve = Curve(g)
-        made = engine(g, [curve], seed=g.rank)  # all get the parameters of rank 0
+        made = engine(g, [curve], seed=g.rank)  # all members get the parameters of rank 0
         made.train(lambda epoch: half(g, epoch), epochs=2)
         check_equal(made.module, g)
         return curve.losses, made.test(batches)
@@ -79,7 +78,7 @@ def test_two_replicas_have_the_curve_of_one_on_the_digits(batches: Batches) -> N
     assert one.losses[-1] < one.losses[0] / 4
 
 
-def test_hooks_are_called_in_order_and_replicas_with_fewer_samples_take_part(batches: Batches) -> None:
+def test_hooks_run_in_order_on_replicas_with_fewer_samples(batches: Batches) -> None:
     def train(g: Any) -> list[str]:
         told: list[str] = []
         hook = SimpleNamespace(
@@ -101,9 +100,7 @@ def test_hooks_are_called_in_order_and_replicas_with_fewer_samples_take_part(bat
     assert second == ["on_start 0", *step, *again, "on_end_epoch 2"]
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
-    batches: Batches, tmp_path: Path
-) -> None:
+def test_training_resumes_exactly_from_a_checkpoint(batches: Batches, tmp_path: Path) -> None:
     path = tmp_path / "kept.pt"
 
     def train(g: Any) -> Any:
@@ -126,7 +123,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
 
 
 @pytest.mark.parametrize("rate", [0.25, np.float64(0.25), np.float32(0.25), torch.tensor(0.25)])
-def test_a_learning_rate_of_any_type_is_kept(rate: Any, tmp_path: Path) -> None:
+def test_checkpoint_keeps_learning_rate_of_any_type(rate: Any, tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=rate)
     kept = Engine(nn.Linear(2, 1), nn.functional.mse_loss, optimizer)
     kept.save(tmp_path / "kept.pt")
@@ -135,8 +132,8 @@ def test_a_learning_rate_of_any_type_is_kept(rate: Any, tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_a_hook_may_test_and_what_trains_goes_on_as_before(batches: Batches) -> None:
-    """Also a layer that is kept from training."""
+def test_hook_can_test_during_training(batches: Batches) -> None:
+    """A layer that is frozen in eval mode stays in it."""
     seen = []
 
     def validate(state: Any) -> None:
@@ -154,12 +151,12 @@ def test_a_hook_may_test_and_what_trains_goes_on_as_before(batches: Batches) -> 
     assert seen == [(True, True, True, False), (False, False, False, False)] * 2
 
 
-def test_a_hook_with_a_name_that_nobody_calls_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"on_start, on_sample, .*has on_updat"):
+def test_hook_with_unknown_method_raises() -> None:
+    with pytest.raises(ValueError, match=r"on_start, on_sample, .*with on_updat"):
         engine(hooks=[SimpleNamespace(on_updat=print)])
 
 
-def test_a_mean_weighs_what_is_added_and_is_nan_of_nothing() -> None:
+def test_mean_is_weighted_and_nan_without_values() -> None:
     mean = Mean()
     assert mean.over() != mean.over()
     mean.add(2.0, 3)
@@ -167,7 +164,7 @@ def test_a_mean_weighs_what_is_added_and_is_nan_of_nothing() -> None:
     assert mean.over() == 3.0
 
 
-def test_a_mean_keeps_nothing_of_what_a_tensor_was_computed_from() -> None:
+def test_mean_does_not_keep_the_computation_graph() -> None:
     def over(g: Any) -> tuple[float, type]:
         mean = Mean()
         for x in 2.0, 4.0:
@@ -177,9 +174,9 @@ def test_a_mean_keeps_nothing_of_what_a_tensor_was_computed_from() -> None:
     assert in_threads(2, over) == [(6.0, float)] * 2
 
 
-def test_an_iterator_does_not_pass_for_the_batches_of_several_epochs(batches: Batches) -> None:
+def test_train_rejects_an_iterator_for_several_epochs(batches: Batches) -> None:
     made = engine()
-    with pytest.raises(ValueError, match="ends with its first epoch, and 2 are to be done"):
+    with pytest.raises(ValueError, match="batches must be iterable for each of 2 epochs"):
         made.train(iter(batches), epochs=2)
     assert made.state.step == 0
     made.train(iter(batches), epochs=1)

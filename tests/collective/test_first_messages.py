@@ -1,4 +1,4 @@
-"""The first message from one member to another makes the way there, which all that follow take."""
+"""The first message from one member to another creates the channel for all later ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pair = tuple[Any, Any]
 
 
 def near(stack: ExitStack) -> Pair:
-    """The messages of two members on one host."""
+    """Make the messages of two members on one host."""
     mine, other = (stack.enter_context(member) for member in members(2))
     mine._take_seat()
     other._take_seat()
@@ -31,7 +31,7 @@ def near(stack: ExitStack) -> Pair:
 
 
 def far(stack: ExitStack) -> Pair:
-    """Those of two members on two hosts."""
+    """Make the messages of two members on two hosts."""
     doors = [WAY.door({"rank": rank}) for rank in (0, 1)]
     both = [RemotePeers(rank, doors[rank], [door.address for door in doors], WAY) for rank in (0, 1)]
     for one in both:
@@ -45,7 +45,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Callable[[], Pair]]:
         yield lambda: request.param(stack)
 
 
-def test_first_messages_of_several_threads_all_arrive(pair: Callable[[], Pair]) -> None:
+def test_first_messages_of_several_threads_arrive(pair: Callable[[], Pair]) -> None:
     for _ in range(10):
         mine, other = pair()
         together = threading.Barrier(4)
@@ -61,7 +61,7 @@ def test_first_messages_of_several_threads_all_arrive(pair: Callable[[], Pair]) 
 
 
 class Interrupted:
-    """A member whose first call to show where messages are is cut off by Ctrl-C."""
+    """A member whose first call to publish a channel is interrupted by Ctrl-C."""
 
     def __init__(self, member: Any, when: str) -> None:
         self._member, self._when = member, when
@@ -78,7 +78,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_after_a_first_message_that_ctrl_c_cut_off_the_next_ones_arrive(when: str) -> None:
+def test_messages_arrive_after_ctrl_c_in_the_first_one(when: str) -> None:
     with ExitStack() as stack:
         mine, other = near(stack)
         peer = mine.peer(1)
@@ -89,10 +89,10 @@ def test_after_a_first_message_that_ctrl_c_cut_off_the_next_ones_arrive(when: st
         assert other.receive(0, 20.0) == "next"
 
 
-def test_after_a_first_message_to_another_host_that_ctrl_c_cut_off_the_next_ones_arrive(
+def test_remote_messages_arrive_after_ctrl_c_in_the_first_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There must be no other connection: that might be the one that is listened to."""
+    """There must be no second connection, because the receiver might read only that one."""
     begun = messages_remote.start
 
     def cut_off(what: str, *given: Any) -> Any:
@@ -112,7 +112,7 @@ def test_after_a_first_message_to_another_host_that_ctrl_c_cut_off_the_next_ones
         assert [other.receive(0, 20.0) for _ in range(2)] == ["next", "last"]
 
 
-def test_who_has_left_sends_nothing_to_another_host() -> None:
+def test_send_to_another_host_raises_after_close() -> None:
     with ExitStack() as stack:
         doors = [WAY.door({"rank": rank}) for rank in (0, 1)]
         peers = RemotePeers(0, doors[0], [door.address for door in doors], WAY)
@@ -120,13 +120,13 @@ def test_who_has_left_sends_nothing_to_another_host() -> None:
         stack.callback(doors[1].close)
         mine.send("before", 1, None)
         peers.close(wait=False)
-        with pytest.raises(GroupError, match="send was not done: this member has left"):
+        with pytest.raises(GroupError, match="send failed: this member has left"):
             mine.send("after", 1, None)
 
 
 @contextmanager
 def stranger() -> Iterator[AuthenticatedListener]:
-    """Another program at a port of this host, which knows another secret."""
+    """Run another program at a port of this host, with another secret."""
     over = threading.Event()
 
     def listen() -> None:
@@ -143,8 +143,8 @@ def stranger() -> Iterator[AuthenticatedListener]:
             listener.result()
 
 
-def test_close_does_not_wait_for_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which has the port of a member that is gone."""
+def test_close_ignores_another_program_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program has the port of a member that is gone."""
     monkeypatch.setattr(messages_remote, "STRANGER_TIMEOUT_S", 0.0)
     with stranger() as there:
         mine = RemotePeers(0, WAY.door({}), ["", there.address], WAY)
@@ -154,7 +154,9 @@ def test_close_does_not_wait_for_another_program(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("call", ["receive", "receive_any"])
-def test_receive_does_not_wait_for_another_program(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receive_raises_if_another_program_has_the_address(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(messages_remote, "STRANGER_TIMEOUT_S", 0.0)
     with stranger() as there:
         mine = RemotePeers(0, WAY.door({}), ["", there.address], WAY)

@@ -1,4 +1,4 @@
-"""Processes that know their numbers find each other: by a launcher's environment, or by a text."""
+"""Processes that know their ranks form a group, by the environment of a launcher or by an equal text."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def ended(processes: list[subprocess.Popen[str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_environment_of_each_launcher_makes_a_group(launcher: str) -> None:
+def test_group_forms_from_environment_of_each_launcher(launcher: str) -> None:
     assert ended(launched(3, LAUNCHERS[launcher])) == [f"{rank} 3 6 [0, 1, 2]" for rank in range(3)]
 
 
-def test_two_jobs_at_once_do_not_mix() -> None:
-    """Nor does one that is started again with the same address at once."""
+def test_concurrent_jobs_form_separate_groups() -> None:
+    """A job that restarts at once with the same address does not mix with the old one either."""
 
     def variables(port: str) -> Callable[[str, str], dict[str, str]]:
         return lambda r, n: LAUNCHERS["torchrun"](r, n) | {"MASTER_PORT": port}
@@ -68,23 +68,23 @@ def test_two_jobs_at_once_do_not_mix() -> None:
     assert ended(launched(2, variables("29601"))) == ["0 2 3 [0, 1]", "1 2 3 [0, 1]"]
 
 
-def test_without_a_launcher_a_process_is_alone() -> None:
+def test_process_without_launcher_is_only_member() -> None:
     assert place({})[:2] == (0, 1)
     assert scripts.run_python("-c", PROGRAM) == "0 1 1 [0]\n"
 
 
-def test_numbers_that_do_not_fit_are_refused() -> None:
+def test_invalid_rank_and_size_in_environment_raise() -> None:
     with pytest.raises(GroupError, match="RANK and WORLD_SIZE must be"):
         place({"RANK": "4", "WORLD_SIZE": "4"})
 
 
 @pytest.mark.parametrize(("tasks", "node", "here"), [("2(x3),1", "0", 2), ("2(x3),1", "3", 1), ("7", "0", 7)])
-def test_slurm_says_how_many_are_on_this_node(tasks: str, node: str, here: int) -> None:
+def test_slurm_task_counts_give_members_on_this_node(tasks: str, node: str, here: int) -> None:
     step = {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}
     assert place(LAUNCHERS["Slurm"]("0", "7") | step).here == here
 
 
-def test_members_on_other_hosts_of_an_mpi_need_an_address_and_a_secret(
+def test_mpi_members_on_several_hosts_need_address_and_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PMI_RANK", "0")
@@ -95,8 +95,8 @@ def test_members_on_other_hosts_of_an_mpi_need_an_address_and_a_secret(
 
 
 @pytest.mark.parametrize("launcher", ["PMI", "torchrun"])
-def test_members_of_which_some_may_be_on_other_hosts_meet(launcher: str, torch_programs: Template) -> None:
-    """By an address and a secret in the environment, or by torchrun's store."""
+def test_members_on_several_hosts_meet(launcher: str, torch_programs: Template) -> None:
+    """They meet by an address and a secret in the environment, or by torchrun's store."""
     if launcher == "torchrun" and importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed: pip install torch")
 
@@ -127,14 +127,14 @@ def start(found: list[Any], at: str, rank: int, size: int, timeout: float = 60) 
     return thread
 
 
-def test_who_agrees_on_a_text_meets_in_any_order() -> None:
+def test_members_with_equal_at_meet_in_any_order() -> None:
     found: list[Any] = []
     for thread in [start(found, "any order", rank, 3) for rank in (2, 0, 1)]:
         thread.join()
     assert found == [[0, 1, 2]] * 3
 
 
-def test_two_of_one_rank_and_sizes_that_differ_are_refused_on_all_sides() -> None:
+def test_duplicate_ranks_and_different_sizes_raise_on_all_members() -> None:
     twice, other = ((0, 3), (1, 3), (1, 3)), ((0, 3), (1, 2))
     for come, said in ((twice, "two processes have come as rank 1"), (other, "one of 3 members")):
         found: list[Any] = []
@@ -158,14 +158,14 @@ with ThreadPoolExecutor(2) as pool:
 """
 
 
-def test_processes_with_many_descriptors_meet() -> None:
+def test_processes_with_many_descriptors_form_a_group() -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 4096:
         pytest.skip("a process may not have 4,096 descriptors here: ulimit -Hn")
     assert scripts.run_python("-c", MANY_DESCRIPTORS) == "2 2\n"
 
 
-def test_who_joins_just_when_rank_0_is_killed_joins_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a stage whose workers are replaced this fails no run."""
+def test_member_joins_next_group_if_rank_0_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a stage whose workers are replaced does not fail the run."""
     take_seat, seen = SharedGroup._take_seat, []
 
     def be_killed() -> None:
@@ -187,7 +187,7 @@ def test_who_joins_just_when_rank_0_is_killed_joins_the_next_one(monkeypatch: py
         assert second.allreduce(2) == sent.result() == 3
 
 
-def test_who_has_not_come_in_time_is_named() -> None:
+def test_timeout_names_members_that_have_not_arrived() -> None:
     found: list[Any] = []
     start(found, "late", 0, 3, timeout=0.2).join()
     start(found, "late too", 1, 3, timeout=0.2).join()
@@ -196,7 +196,7 @@ def test_who_has_not_come_in_time_is_named() -> None:
     assert "rank 1 of 3" in str(found[1])
 
 
-def test_wrong_arguments_say_what_is_allowed() -> None:
+def test_group_argument_errors_name_allowed_values() -> None:
     with pytest.raises(ValueError, match="together"):
         collective.group(rank=0)
     with pytest.raises(ValueError, match="rank must be at most 1, not 2"):

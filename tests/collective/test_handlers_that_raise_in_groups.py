@@ -1,5 +1,7 @@
-"""What the handler of a signal raises, as one does for a time limit, comes out of the call of a group that
-waits, also when it is a ``TimeoutError``: it is taken neither for the call's own nor for a connection's."""
+"""An exception from a signal handler leaves the waiting call of a group unchanged.
+
+Even a ``TimeoutError`` is not treated as the call's own timeout or as a connection error.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def raises(*_: Any) -> None:
 
 @pytest.fixture
 def interrupted() -> Iterator[Callable[..., None]]:
-    """Calls what waits, for ever but for the handler, which is called a little later."""
+    """Return a function that runs a waiting call, which only the handler interrupts a little later."""
 
     def run(call: Callable[..., Any], *arguments: Any) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -41,7 +43,7 @@ def interrupted() -> Iterator[Callable[..., None]]:
 
 
 def beside(hosts: str | None, others: Callable[[Any], Any]) -> tuple[Any, list[Any], Callable[[], None]]:
-    """Rank 0 of a group, what came of ``others`` in threads of their own, and what waits for these."""
+    """Return rank 0 of a group, the results of ``others`` in threads, and a function that waits for these."""
     size, found, at = len(hosts or "aa"), [None] * len(hosts or "aa"), free_address()
     here = collective.members(size) if hosts is None else None
 
@@ -87,7 +89,7 @@ def after_what_was_started(g: Any) -> None:
     ],
     ids=range(8),
 )
-def test_it_comes_out_of_a_call_that_waits(
+def test_handler_exception_leaves_a_waiting_call(
     interrupted: Any, hosts: str | None, call: Callable[[Any], Any]
 ) -> None:
     over = threading.Event()
@@ -101,8 +103,8 @@ def test_it_comes_out_of_a_call_that_waits(
         g._abandon()
 
 
-def test_others_hear_of_a_death_and_not_of_somebody_elses_time_limit(interrupted: Any) -> None:
-    """On the host of the one that it has interrupted between the hosts."""
+def test_handler_exception_is_a_death_for_other_members(interrupted: Any) -> None:
+    """The interrupted member is on the same host, between the hosts."""
     over = threading.Event()
 
     def others(g: Any) -> Any:
@@ -122,19 +124,19 @@ def test_others_hear_of_a_death_and_not_of_somebody_elses_time_limit(interrupted
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_it_comes_out_of_a_meeting(interrupted: Any, rank: int) -> None:
+def test_handler_exception_leaves_a_rendezvous(interrupted: Any, rank: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         at = free_address() if rank == 0 else f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(TimeIsUp):
             interrupted(lambda: collective.group(rank=rank, size=2, at=at, secret=SECRET))
 
 
-def test_it_comes_out_of_a_backend_of_torch(interrupted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handler_exception_leaves_a_torch_backend(interrupted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from flowchan.collective.torch_algorithms import TorchWay
+    from flowchan.collective.torch_algorithms import TorchAlgorithm
 
-    monkeypatch.setattr(TorchWay, "_address", lambda _: "")
-    monkeypatch.setattr(TorchWay, "_connect", lambda *_: signal.raise_signal(signal.SIGALRM))
+    monkeypatch.setattr(TorchAlgorithm, "_address", lambda _: "")
+    monkeypatch.setattr(TorchAlgorithm, "_connect", lambda *_: signal.raise_signal(signal.SIGALRM))
     (g,) = collective.members(1)
     g.set_algorithm("allreduce", "gloo")
     with pytest.raises(TimeIsUp):
@@ -143,7 +145,7 @@ def test_it_comes_out_of_a_backend_of_torch(interrupted: Any, monkeypatch: pytes
 
 
 class Interrupted:
-    """A connection in the middle of whose call of that name the handler is called."""
+    """A connection that calls the handler in the middle of one of its methods."""
 
     def __init__(self, sock: socket.socket, call: str) -> None:
         self._sock, self._call = sock, call
@@ -156,7 +158,9 @@ class Interrupted:
 
 @pytest.mark.parametrize("kind", [TimeIsUp, BlockingIOError, ConnectionResetError])
 @pytest.mark.parametrize("call", ["sendmsg", "recv_into"])
-def test_it_is_not_taken_for_a_connections(interrupted: Any, call: str, kind: type[OSError]) -> None:
+def test_handler_exception_is_not_treated_as_connection_error(
+    interrupted: Any, call: str, kind: type[OSError]
+) -> None:
     def handler(*_: Any) -> None:
         raise kind
 

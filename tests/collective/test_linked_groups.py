@@ -1,5 +1,7 @@
-"""Groups over several hosts: how they meet, what they say when something goes wrong, groups within them. That
-their operations are those of groups on one host is tested in the other files of this folder."""
+"""Groups over several hosts: their formation, their errors, and the groups within them.
+
+The other files of this folder test that their operations match those on one host.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abb", "abcabc", "aaaab"])
-def test_everybody_gets_the_same_bits_however_members_are_spread(hosts: str) -> None:
+def test_members_get_equal_bits_on_any_hosts(hosts: str) -> None:
     def body(g: Any) -> Any:
         chance = np.random.default_rng(g.rank)
         small, large = (chance.standard_normal(n, np.float32) for n in (100, 200_000))
@@ -38,7 +40,7 @@ def test_everybody_gets_the_same_bits_however_members_are_spread(hosts: str) -> 
 
 @pytest.mark.parametrize("hosts", ["ab", "abc"])
 @pytest.mark.parametrize(("whole", "block"), [(1 << 20, 1 << 20), (0, 1 << 20), (0, 1 << 16)])
-def test_a_sum_is_the_same_whole_in_slices_and_piece_by_piece(
+def test_sum_is_equal_whole_sliced_and_in_blocks(
     hosts: str, whole: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, size in (("WHOLE", whole), ("WHOLE_OF_TWO", whole), ("BLOCK", block)):
@@ -53,8 +55,8 @@ def test_a_sum_is_the_same_whole_in_slices_and_piece_by_piece(
 
 
 @pytest.mark.parametrize("victim", [1, 2, 3])
-def test_a_death_is_told_on_all_hosts(victim: int) -> None:
-    """Of a leader, and of a member that is none."""
+def test_death_raises_on_all_hosts(victim: int) -> None:
+    """The victim is a leader or another member."""
 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
@@ -73,7 +75,7 @@ def test_a_death_is_told_on_all_hosts(victim: int) -> None:
     assert set(found.values()) == {((victim,), (victim,), "barrier")}
 
 
-def test_what_another_host_failed_by_is_heard_also_when_it_takes_nothing_any_more() -> None:
+def test_error_of_another_host_arrives_after_it_stops_reading() -> None:
     here, there = socket.socketpair()
     ours, theirs = Links({1: here}, {1: 1}, 0), Links({0: there}, {0: 0}, 1)
     call = ("allreduce", 4, 0)
@@ -83,7 +85,7 @@ def test_what_another_host_failed_by_is_heard_also_when_it_takes_nothing_any_mor
     ours.close()
 
 
-def test_who_has_left_is_named_on_all_hosts() -> None:
+def test_member_left_is_raised_on_all_hosts() -> None:
     def body(g: Any) -> Any:
         total = g.allreduce(1)
         if g.rank == 3:
@@ -97,7 +99,7 @@ def test_who_has_left_is_named_on_all_hosts() -> None:
     assert set(found.values()) == {(4, (3,))}
 
 
-def test_calls_that_differ_between_hosts_raise_on_all_name_both_and_the_group_goes_on() -> None:
+def test_mismatch_between_hosts_names_both_calls() -> None:
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch) as info:
             g.allreduce(np.ones(3 if g.rank < 2 else 4))
@@ -124,10 +126,8 @@ def test_calls_that_differ_between_hosts_raise_on_all_name_both_and_the_group_go
     ],
 )
 @pytest.mark.parametrize("hosts", ["aabb", "abb", "aab"])
-def test_calls_that_differ_on_one_host_are_found_before_others_have_done_them(
-    hosts: str, most: Any, one: Any
-) -> None:
-    """So all raise, and the group goes on."""
+def test_mismatch_on_one_host_is_found_before_others_complete(hosts: str, most: Any, one: Any) -> None:
+    """All members raise, and the group can still be used."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch):
@@ -138,7 +138,7 @@ def test_calls_that_differ_on_one_host_are_found_before_others_have_done_them(
     assert found == dict.fromkeys(range(len(hosts)), len(hosts))
 
 
-def test_calls_that_differ_on_one_host_raise_on_all() -> None:
+def test_mismatch_on_one_host_raises_on_all_hosts() -> None:
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch) as info:
             g.barrier() if g.rank == 3 else g.allreduce(np.ones(3))
@@ -150,7 +150,7 @@ def test_calls_that_differ_on_one_host_raise_on_all() -> None:
         assert total == 4
 
 
-def test_only_a_time_out_that_was_given_ends_a_wait() -> None:
+def test_only_a_given_timeout_ends_a_wait() -> None:
     def body(g: Any) -> Any:
         if g.rank == 0:
             with pytest.raises(MemberDied):
@@ -158,16 +158,14 @@ def test_only_a_time_out_that_was_given_ends_a_wait() -> None:
             return None
         if g.rank == 1:
             return None
-        with pytest.raises(
-            TimeoutError, match=r"barrier was not done in time: rank 0 with its host has not come"
-        ):
+        with pytest.raises(TimeoutError, match=r"barrier timed out: rank 0 with its host has not arrived"):
             g.barrier(timeout=0.3)
         return None
 
     OverHosts("aab", body).results(3)
 
 
-def test_groups_within_a_group_share_memory_where_all_are_on_one_host() -> None:
+def test_parts_on_one_host_share_memory() -> None:
     def body(g: Any) -> Any:
         with g.split(g.rank % 2) as pair:
             most = g.split("all" if g.rank else None)
@@ -182,12 +180,14 @@ def test_groups_within_a_group_share_memory_where_all_are_on_one_host() -> None:
     assert OverHosts("aabb", body).results(4)[3] == ([1, 3], [1, 2, 3], "LinkedGroup")
 
 
-def test_who_leaves_ends_what_it_has_started() -> None:
-    """What waits for another host, on the first member of a host and on others. Who comes later may find it
-    done, for all was there that it needs."""
+def test_close_ends_started_operations() -> None:
+    """Operations that wait for another host end, on the leader and on other members.
+
+    A member that comes later may find its operation done, because all its data had arrived.
+    """
 
     def body(g: Any) -> Any:
-        if g.rank == 0:  # it comes when the others have left
+        if g.rank == 0:  # it calls after the others have left
             with pytest.raises(MemberDied):
                 g.receive(2)
             g.barrier()
@@ -196,7 +196,7 @@ def test_who_leaves_ends_what_it_has_started() -> None:
             return left.value.ranks
         handle = g.barrier(wait=False)
         if g.rank == 1:
-            wait_until(lambda: g.stats()[0].sent > 0)  # so rank 2 has come, too
+            wait_until(lambda: g.stats()[0].sent > 0)  # so rank 2 has also arrived
             g.send("both wait", 2)
         else:
             g.receive(1)
@@ -209,8 +209,8 @@ def test_who_leaves_ends_what_it_has_started() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 2, 3])
-def test_a_death_while_parts_connect_is_told(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a leader, that others wait for or dial, and of a member that is none: nobody waits for it."""
+def test_death_while_parts_connect_raises(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The victim is a leader that others dial or wait for, or another member."""
 
     def body(g: Any) -> Any:
         def die(*_: Any) -> None:
@@ -224,12 +224,12 @@ def test_a_death_while_parts_connect_is_told(victim: int, monkeypatch: pytest.Mo
     assert OverHosts("aabb", body).results(3) == dict.fromkeys({0, 1, 2, 3} - {victim})
 
 
-def test_of_what_anybody_has_sent_nothing_is_lost_by_a_death_on_another_host() -> None:
-    """And who has sent nothing, and ends, may as well have left."""
+def test_death_on_another_host_loses_no_sent_message() -> None:
+    """A member that sent nothing and ended counts as left."""
 
     def body(g: Any) -> Any:
         if g.rank == 0:
-            with pytest.raises(TimeoutError, match="nobody has sent anything to rank 0"):
+            with pytest.raises(TimeoutError, match="rank 0 has received nothing"):
                 g.receive_any(timeout=0.01)
             g.barrier()
             found = [g.receive_any() for _ in range(4)]
@@ -256,8 +256,8 @@ def send_for_ever(g: Any, to: int) -> None:
         g.send("nobody hears", to)
 
 
-def test_who_waits_for_a_message_from_another_host_learns_of_a_death() -> None:
-    """Of one that has sent something, and of one that has not; what came before is received."""
+def test_receive_from_another_host_raises_after_a_death() -> None:
+    """The sender has sent a message or none; earlier messages are received."""
 
     def body(g: Any) -> Any:
         if g.rank:
@@ -281,12 +281,12 @@ def test_who_waits_for_a_message_from_another_host_learns_of_a_death() -> None:
     assert OverHosts("abb", body).results(1) == {0: ("last words", [(1,), (2,)])}
 
 
-def test_a_message_waits_for_its_receiver_and_a_late_one_can_be_given_up() -> None:
+def test_message_waits_for_receiver_and_receive_can_time_out() -> None:
     def body(g: Any) -> Any:
         if g.rank:
             x = np.arange(1_000_000)
             for _ in range(3):
-                g.send(x, 0)  # nobody receives yet
+                g.send(x, 0)  # the receiver is late
             g.barrier()
             return g.receive(0)
         g.barrier()
@@ -301,7 +301,7 @@ def test_a_message_waits_for_its_receiver_and_a_late_one_can_be_given_up() -> No
     assert OverHosts("ab", body).results(2)[0] == [499_999_500_000] * 3
 
 
-def test_who_does_not_come_and_who_comes_twice_is_named() -> None:
+def test_error_names_missing_and_duplicate_members() -> None:
     with pytest.raises(TimeoutError, match=r"of 3 members, these have not come in time: \[1, 2\]"):
         collective.group(rank=0, size=3, at=free_address(), secret=SECRET, timeout=0.1)
     at, errors = free_address(), []
@@ -320,7 +320,7 @@ def test_who_does_not_come_and_who_comes_twice_is_named() -> None:
     assert errors == ["two processes have come as rank 1"] * 3
 
 
-def test_how_an_operation_is_done_is_said() -> None:
+def test_explain_describes_operations_over_hosts() -> None:
     def body(g: Any) -> Any:
         found = (g.explain(name, 1) for name in ("scatter", "broadcast", "barrier"))
         assert [one.rpartition(", ")[2] for one in found] == [
@@ -339,9 +339,9 @@ def test_how_an_operation_is_done_is_said() -> None:
     assert large.endswith("over connections between the 2 hosts' leaders, a slice for each")
 
 
-def test_stats_say_what_each_connection_has_carried() -> None:
-    """One side has sent what the other has received; only leaders have connections, and each has one to each
-    other host."""
+def test_stats_report_traffic_of_each_connection() -> None:
+    """Each side has received the bytes that the other sent. Only leaders have connections, one to each other
+    host."""
 
     def body(g: Any) -> Any:
         g.allreduce(np.ones(100_000))
@@ -363,7 +363,7 @@ def test_stats_say_what_each_connection_has_carried() -> None:
             assert edge.seconds > before.seconds
 
 
-def test_a_time_out_is_for_all_pieces_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_covers_all_blocks_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_links, "WHOLE_OF_TWO", 0)
     monkeypatch.setattr(leader_links, "BLOCK", 4096)
 
@@ -388,8 +388,8 @@ def test_a_time_out_is_for_all_pieces_of_an_operation(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "error", [MemberDied("rank 3 died", (3,), "allreduce"), TimeoutError("it was not done in time")]
 )
-def test_who_looks_for_an_ended_connection_hears_the_last_word(error: Exception) -> None:
-    """And not that its sender died."""
+def test_ended_connection_reports_last_message(error: Exception) -> None:
+    """It does not report that the sender died."""
 
     def body(g: Any) -> Any:
         if g.rank:

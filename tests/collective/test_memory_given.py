@@ -1,5 +1,5 @@
-"""What lies in the memory that a call is given comes whole to the others, and their results into it, however
-it lies; what can't be is refused before anything is sent."""
+"""Calls read and write any memory layout of their arguments; impossible layouts raise before anything is
+sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LENGTHS = [4, 300_000]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_result_comes_into_an_out_that_does_not_lie_in_one_piece(run: Any, length: int) -> None:
+def test_result_fills_noncontiguous_out(run: Any, length: int) -> None:
     def body(g: Any) -> Any:
         whole = np.zeros((g.size, 2 * length), np.float32)
         for out in (whole[:, :length], whole[:, ::2]):
@@ -30,10 +30,8 @@ def test_a_result_comes_into_an_out_that_does_not_lie_in_one_piece(run: Any, len
 @pytest.mark.each_value
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("listed", [True, False])
-def test_what_lies_in_the_place_of_another_member_comes_whole_to_the_others(
-    run: Any, length: int, listed: bool
-) -> None:
-    """Its own place may be its own."""
+def test_input_inside_out_reaches_other_members_unchanged(run: Any, length: int, listed: bool) -> None:
+    """Each member's own part of ``out`` may be its input."""
 
     def body(g: Any, own: int) -> Any:
         room = np.zeros((g.size, length), np.float32)
@@ -49,16 +47,17 @@ def test_what_lies_in_the_place_of_another_member_comes_whole_to_the_others(
 
 
 @pytest.mark.parametrize("length", [9, 1_001, 300_001])
-def test_a_result_that_would_be_written_over_part_of_the_input_is_refused(run: Any, length: int) -> None:
+def test_out_that_overlaps_the_input_raises(run: Any, length: int) -> None:
     def body(g: Any) -> Any:
         memory = np.arange(length, dtype=np.float64)
         for x, out in ((memory[:-1], memory[1:]), (memory[1:], memory[:-1])):
             for call in (g.allreduce, lambda x, out: g.reduce(x, g.rank, out=out)):
                 with pytest.raises(
-                    ValueError, match="x and out overlap, and do not begin alike: give a copy"
+                    ValueError,
+                    match="x and out must not overlap, unless they begin at the same element; pass a copy",
                 ):
                     call(x, out=out)
-        with pytest.raises(ValueError, match="x and out overlap"):
+        with pytest.raises(ValueError, match="x and out must not overlap"):
             g.reduce_scatter(memory[:-1], out=memory[1 : length // 2 + 1])
         assert (memory == np.arange(length)).all()
         return g.allreduce(memory, out=memory)[-1]
@@ -67,7 +66,7 @@ def test_a_result_that_would_be_written_over_part_of_the_input_is_refused(run: A
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_part_of_the_sum_may_be_written_over_a_part_of_the_input(run: Any, length: int) -> None:
+def test_reduce_scatter_can_write_into_its_input(run: Any, length: int) -> None:
     def body(g: Any, own: int) -> Any:
         x = np.arange(2 * length, dtype=np.float64).reshape(2, length)
         want = 2 * x[g.rank]
@@ -91,30 +90,28 @@ def shared(length: int) -> Any:
     ("call", "said"),
     [
         (lambda g: g.allreduce(np.ones(4, np.float32), out=np.ones(4)),
-         r"out must have the type of the input, and 4 elements, not float64\[4\]"),
-        (lambda g: g.allreduce(read_only(4)), "into a read-only array"),
+         r"out must have the type of the input and 4 elements, got float64\[4\]"),
+        (lambda g: g.allreduce(read_only(4)), "got a read-only array"),
         (lambda g: g.allreduce(np.ones(4), out=shared(4)), "whose elements share memory, as after expand"),
-        (lambda g: g.allgather(np.ones(2), out=read_only(4)), "into a read-only array"),
-        (lambda g: g.allgather(np.ones(2), out=[read_only(2), np.ones(2)]), "into a read-only array"),
-        (lambda g: g.alltoall([np.ones(2)] * 2, out=[read_only(2), np.ones(2)]), "into a read-only array"),
+        (lambda g: g.allgather(np.ones(2), out=read_only(4)), "got a read-only array"),
+        (lambda g: g.allgather(np.ones(2), out=[read_only(2), np.ones(2)]), "got a read-only array"),
+        (lambda g: g.alltoall([np.ones(2)] * 2, out=[read_only(2), np.ones(2)]), "got a read-only array"),
         (lambda g: g.reduce_scatter(np.ones(3), out=np.ones(1)),
-         r"x must have a number of elements that 2 divides, not float64\[3\]: pad it"),
+         r"x must have a number of elements that is divisible by 2, got float64\[3\]; pad it"),
     ],
     ids=range(7),
 )  # fmt: skip
-def test_memory_that_can_not_take_the_result_is_refused(
-    run: Any, call: Callable[..., Any], said: str
-) -> None:
+def test_out_that_cannot_hold_the_result_raises(run: Any, call: Callable[..., Any], said: str) -> None:
     refused(run, call, said)
 
 
 @pytest.mark.parametrize("out", [read_only(4), shared(4)], ids=["read-only", "shared"])
-def test_no_message_is_lost_for_an_out_that_can_not_be_written(out: Any) -> None:
+def test_receive_into_readonly_out_keeps_the_message(out: Any) -> None:
     def body(g: Any) -> Any:
         if g.rank == 0:
             g.send(np.arange(4.0), 1)
             return None
-        with pytest.raises(ValueError, match="the result can't be written into"):
+        with pytest.raises(ValueError, match="out must be writable, got"):
             g.receive(0, out=out)
         return g.receive(0).tolist()
 

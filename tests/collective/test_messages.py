@@ -1,4 +1,4 @@
-"""Messages from one member to another arrive in order, whole, and without a receiver that waits for them."""
+"""Messages between two members arrive in order and complete, without a waiting receiver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowchan import Full, GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.collective import members, point_to_point
 
 
-def test_messages_of_any_kind_arrive_in_order(run: Any) -> None:
+def test_messages_of_all_types_arrive_in_order(run: Any) -> None:
     values = [1, "text", {"a": [1.5]}, np.arange(3), np.arange(200_000.0), b"bytes"]
 
     def body(g: Any) -> list[str]:
@@ -35,8 +35,8 @@ def test_messages_of_any_kind_arrive_in_order(run: Any) -> None:
     assert run(3, body) == [[*map(repr, values)] * 2] * 3
 
 
-def test_an_array_fills_a_tensor_and_a_tensor_an_array(run: Any) -> None:
-    """As in every other operation: only their types and sizes have to match."""
+def test_receive_converts_between_array_and_tensor(run: Any) -> None:
+    """Only the types and sizes must match, as in every operation."""
 
     def body(g: Any) -> Any:
         import torch
@@ -53,7 +53,7 @@ def test_an_array_fills_a_tensor_and_a_tensor_an_array(run: Any) -> None:
     assert run(2, body)[1] == [[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]]
 
 
-def test_a_ring_shift_replaces_what_each_has(run: Any) -> None:
+def test_sendreceive_shifts_along_a_ring(run: Any) -> None:
     def body(g: Any) -> Any:
         x = g.rank
         for _ in range(g.size + 1):
@@ -63,7 +63,7 @@ def test_a_ring_shift_replaces_what_each_has(run: Any) -> None:
     assert run(4, body) == [3, 0, 1, 2]
 
 
-def test_out_is_filled_and_has_to_fit() -> None:
+def test_receive_fills_out_and_rejects_other_sizes() -> None:
     def body(g: Any) -> Any:
         if g.rank == 0:
             g.send(np.arange(6.0), 1)
@@ -78,7 +78,7 @@ def test_out_is_filled_and_has_to_fit() -> None:
     assert in_threads(2, body)[1] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
-def test_what_was_sent_before_a_clean_end_is_received_after_it(run: Any) -> None:
+def test_messages_sent_before_close_arrive_after_it(run: Any) -> None:
     def body(g: Any) -> Any:
         if g.rank == 0:
             g.send("farewell", 1)
@@ -91,7 +91,7 @@ def test_what_was_sent_before_a_clean_end_is_received_after_it(run: Any) -> None
     assert run(2, body)[1] == "farewell"
 
 
-def test_who_waits_for_a_message_of_a_dead_member_learns_of_its_death() -> None:
+def test_receive_from_dead_member_raises() -> None:
     def body(g: Any, sends: bool) -> Any:
         if g.rank == 0:
             if sends:
@@ -109,8 +109,8 @@ def test_who_waits_for_a_message_of_a_dead_member_learns_of_its_death() -> None:
         assert Processes(2, body, sends).results(1) == {1: (0,)}
 
 
-def test_who_sends_to_a_member_that_ends_and_has_received_nothing_learns_of_it() -> None:
-    """Though as many are on their way as can be, and nobody has looked for them."""
+def test_send_raises_if_receiver_ends_without_receiving() -> None:
+    """The channel is full, and the receiver has never opened it."""
 
     def body(g: Any, dies: bool) -> Any:
         if g.rank == 0:
@@ -139,8 +139,8 @@ class Counted:
         return int, ()
 
 
-def test_what_waits_for_room_is_packed_once() -> None:
-    """While its receiver has not looked for any message."""
+def test_waiting_message_is_serialized_once() -> None:
+    """Its receiver has not opened the channel."""
     mine, other = members(2)
     item = Counted()
     with mine, other:
@@ -152,7 +152,7 @@ def test_what_waits_for_room_is_packed_once() -> None:
     assert item.packed == 1
 
 
-def test_who_sends_when_its_own_group_is_closed_is_told_so() -> None:
+def test_send_on_closed_group_raises() -> None:
     told: list[GroupError] = []
 
     def send_for_ever() -> None:
@@ -171,11 +171,11 @@ def test_who_sends_when_its_own_group_is_closed_is_told_so() -> None:
         mine.close()
         sender.join()
     assert [(type(error), str(error)) for error in told] == [
-        (GroupError, "send was not done: this member has left")
+        (GroupError, "send failed: this member has left")
     ]
 
 
-def test_wrong_ranks_and_times_are_refused() -> None:
+def test_invalid_ranks_and_timeouts_raise() -> None:
     def body(g: Any) -> None:
         for wrong in (g.rank, 2, -1, True):
             with pytest.raises(ValueError, match="rank of another member"):
@@ -188,10 +188,10 @@ def test_wrong_ranks_and_times_are_refused() -> None:
 
 
 @pytest.mark.parametrize("at_once", [128, 2])
-def test_messages_of_anybody_arrive_with_their_sender_and_each_senders_in_order(
+def test_receive_any_returns_sender_and_keeps_its_order(
     run: Any, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    """Also from more members than one select takes."""
+    """There are more members than one ``select`` accepts."""
     monkeypatch.setattr(point_to_point, "CHANNELS_OF_ONE_SELECT", at_once)
 
     def body(g: Any) -> Any:
@@ -210,8 +210,9 @@ def test_messages_of_anybody_arrive_with_their_sender_and_each_senders_in_order(
     assert run(4, body)[0] == {rank: list(range(20)) for rank in (1, 2, 3)}
 
 
-def test_of_what_anybody_has_sent_nothing_is_lost_by_a_death() -> None:
-    """All is received, then the death is raised: the dead might have been who was waited for."""
+def test_receive_any_loses_no_message_after_a_death() -> None:
+    """All messages are received before the death is raised, because the caller might wait for the dead
+    member."""
 
     def body(g: Any) -> Any:
         if g.rank == 1:
@@ -238,16 +239,16 @@ def test_of_what_anybody_has_sent_nothing_is_lost_by_a_death() -> None:
     assert found == {0: (sorted(map(str, expected)), (1,)), 2: "done"}
 
 
-def test_nobody_has_sent_anything_in_time() -> None:
+def test_receive_any_times_out() -> None:
     def body(g: Any) -> None:
-        with pytest.raises(TimeoutError, match=f"nobody has sent anything to rank {g.rank}"):
+        with pytest.raises(TimeoutError, match=f"rank {g.rank} has received nothing"):
             g.receive_any(timeout=0.01)
         g.barrier()
 
     in_threads(3, body)
 
 
-def test_errors_of_messages_over_hosts_name_members_as_the_group_does() -> None:
+def test_message_errors_over_hosts_use_group_ranks() -> None:
     def body(g: Any) -> Any:
         if g.rank == 2:
             g.send("word", 0)

@@ -1,4 +1,4 @@
-"""Messages between members on several hosts, as one member receives them that the test sends bytes to."""
+"""Messages between hosts, as one member receives the bytes that the test sends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAY = Way(SECRET, "127.0.0.1")
 
 
 class Received:
-    """The messages that rank 0 receives from the test, which is the others; where it is none, one is gone."""
+    """The messages of rank 0; the test sends for the other members, and one of them may be gone."""
 
     def __init__(self) -> None:
         addresses = ["", free_address(), free_address(), free_address()]
@@ -55,7 +55,7 @@ def sender(to_us: Received, rank: int) -> socket.socket:
 
 
 def two() -> tuple[RemotePeers, RemotePeers]:
-    """Two members on two hosts, as they see each other."""
+    """Make two members on two hosts."""
     doors = [WAY.door({"rank": rank}) for rank in (0, 1)]
     here, there = (
         RemotePeers(rank, door, [door.address for door in doors], WAY) for rank, door in enumerate(doors)
@@ -79,8 +79,10 @@ def test_receive_that_times_out_amid_a_message_gets_it_later(to_us: Received) ->
 
 
 def interrupted(after: int, call: Callable[[], Any]) -> Any:
-    """What the call gives, or whether Ctrl-C has come: at so many of the points in it where that is raised,
-    which are the begin of a function of Python, and the end of one of the system."""
+    """Return the result of the call, or whether Ctrl-C was raised at point number ``after``.
+
+    The points are the start of each Python function and the end of each system call.
+    """
     points = itertools.count()
 
     def look(frame: Any, event: str, _: Any) -> None:
@@ -97,8 +99,9 @@ def interrupted(after: int, call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("any_source", [False, True])
-def test_receive_after_ctrl_c_anywhere_goes_on(to_us: Received, any_source: bool) -> None:
-    """A message may be lost that is received just then, as it is between a call's return and its use."""
+def test_receive_continues_after_ctrl_c(to_us: Received, any_source: bool) -> None:
+    """The message that is being received may be lost, as between the return of a call and the use of its
+    result."""
 
     def receive() -> Any:
         return to_us.receive_any(60.0)[0] if any_source else to_us.receive(1, 60.0)
@@ -123,8 +126,8 @@ def test_receive_after_ctrl_c_anywhere_goes_on(to_us: Received, any_source: bool
 
 
 @pytest.mark.parametrize("any_source", [False, True])
-def test_first_message_arrives_wherever_ctrl_c_cut_off_a_receive(any_source: bool) -> None:
-    """Which begins to watch its sender."""
+def test_first_message_arrives_after_ctrl_c_in_receive(any_source: bool) -> None:
+    """The interrupted receive starts to watch its sender."""
     for after in range(0, 60, 3):
         here, there = two()
         mine, other = Messages(0, 2, here.peer), Messages(1, 2, there.peer)
@@ -141,7 +144,7 @@ def test_first_message_arrives_wherever_ctrl_c_cut_off_a_receive(any_source: boo
 
 
 class Now:
-    """Can't be unpickled now, and can later."""
+    """An object that fails to unpickle now and succeeds later."""
 
     error: BaseException | Callable[[], BaseException] | None = None
 
@@ -157,7 +160,7 @@ class Now:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OSError(errno.EMFILE, "too many")])
-def test_what_can_not_be_unpickled_now_is_received_again(to_us: Received, error: BaseException) -> None:
+def test_message_that_fails_to_unpickle_is_received_again(to_us: Received, error: BaseException) -> None:
     with sender(to_us, 1) as there:
         there.sendall(SIZE.pack(len(message := dumps(Now()))) + message)
         Now.error = error
@@ -166,7 +169,7 @@ def test_what_can_not_be_unpickled_now_is_received_again(to_us: Received, error:
         assert to_us.receive(1, 60.0) == "made"
 
 
-def test_a_time_limit_that_a_handler_raises_costs_no_message(to_us: Received) -> None:
+def test_handler_exception_loses_no_message(to_us: Received) -> None:
     class TimeIsUp(Exception):
         pass
 
@@ -189,7 +192,7 @@ def test_a_time_limit_that_a_handler_raises_costs_no_message(to_us: Received) ->
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_what_can_never_be_unpickled_does_not_hold_up_what_follows(to_us: Received) -> None:
+def test_message_that_never_unpickles_is_skipped(to_us: Received) -> None:
     with sender(to_us, 1) as there:
         for message in (dumps(Now()), dumps("next")):
             there.sendall(SIZE.pack(len(message)) + message)
@@ -199,7 +202,7 @@ def test_what_can_never_be_unpickled_does_not_hold_up_what_follows(to_us: Receiv
         assert to_us.receive(1, 60.0) == "next"
 
 
-def test_silent_peer_that_is_not_there_is_noticed(to_us: Received) -> None:
+def test_missing_silent_peer_is_noticed(to_us: Received) -> None:
     with pytest.raises(MemberDied) as died:
         to_us.receive(1, None)
     assert died.value.ranks == (1,)
@@ -208,8 +211,8 @@ def test_silent_peer_that_is_not_there_is_noticed(to_us: Received) -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_end_of_a_silent_peer_that_is_watched_is_noticed(leaves: bool) -> None:
-    """Whether it has left, or its connections have just ended."""
+def test_end_of_watched_peer_is_noticed(leaves: bool) -> None:
+    """The peer has left, or its connections have ended."""
     here, there = two()
     found = ThreadPeer(Messages(0, 2, here.peer).receive_any, None)
     wait_until(lambda: bool(there._watchers))
@@ -223,7 +226,7 @@ def test_end_of_a_silent_peer_that_is_watched_is_noticed(leaves: bool) -> None:
 
 
 @pytest.mark.parametrize("where", [in_threads, over_hosts])
-def test_several_threads_of_a_member_share_what_another_one_sends(where: Any) -> None:
+def test_threads_of_one_member_share_received_messages(where: Any) -> None:
     def body(g: Any) -> Any:
         if g.rank:
             for number in range(300):
@@ -240,13 +243,13 @@ def test_several_threads_of_a_member_share_what_another_one_sends(where: Any) ->
     assert all(numbers == sorted(numbers) for numbers in found)
 
 
-def test_no_secret_is_shown() -> None:
+def test_repr_hides_the_group_secret() -> None:
     seat = Membership(0, 0, 2, "group", "host").reached("127.0.0.1:1", SECRET, False)
     assert SECRET.decode() not in repr([seat, WAY])
 
 
 def hosts_apart() -> tuple[str, str]:
-    """This host, and the same in a container that shares the network, but not the processes."""
+    """Return the identity of this host, and of a container that shares its network but not its processes."""
     alone, user = 0x20000000, 0x10000000  # CLONE_NEWPID, CLONE_NEWUSER
     if ctypes.CDLL(None).unshare(alone | (user if os.geteuid() else 0)):
         return "", ""
@@ -258,8 +261,8 @@ def hosts_apart() -> tuple[str, str]:
     return this_host(), os.read(heard, 1000).decode()
 
 
-def test_processes_that_do_not_see_each_other_are_on_different_hosts() -> None:
-    """Containers of one pod: there a number is another process's, or none's."""
+def test_processes_in_different_namespaces_count_as_hosts() -> None:
+    """In the containers of one pod, a process id belongs to another process or to none."""
     here, there = ProcessPeer(hosts_apart).result()
     if not here:
         pytest.skip("a process can't leave the namespace of its processes here")
@@ -269,8 +272,8 @@ def test_processes_that_do_not_see_each_other_are_on_different_hosts() -> None:
     assert pid != pid_there
 
 
-def test_members_of_two_users_of_one_machine_are_connected_as_two_hosts() -> None:
-    """No user opens another one's memory."""
+def test_members_of_two_users_count_as_two_hosts() -> None:
+    """No user can open the memory of another."""
     if os.geteuid():
         pytest.skip("only root can become another user: run it as root")
     at = free_address()
@@ -283,7 +286,7 @@ def test_members_of_two_users_of_one_machine_are_connected_as_two_hosts() -> Non
         with meet_at(at, SECRET, rank, 2, 60) as g:
             return work(g)
 
-    raised(over_hosts(2, work))  # imports here what the other user may not be allowed to read
+    raised(over_hosts(2, work))  # imports modules that the other user may not be allowed to read
     peers = [ProcessPeer(member, rank, user) for rank, user in ((0, 0), (1, 65534))]
     assert [peer.result() for peer in peers] == [(3, "LinkedGroup")] * 2
 
@@ -305,7 +308,7 @@ def test_close_ends_the_receive_of_another_thread(to_us: Received) -> None:
         to_us.peers.close()
         thread.join()
     assert type(found[0]) is GroupError
-    assert str(found[0]) == "receive was not done: this member has left"
+    assert str(found[0]) == "receive failed: this member has left"
 
 
 def sending() -> list[threading.Thread]:
@@ -315,7 +318,7 @@ def sending() -> list[threading.Thread]:
 @pytest.mark.parametrize("lets_in", [False, True])
 @pytest.mark.parametrize("tls", [False, True])
 def test_abandoned_messages_leave_no_thread_that_sends(lets_in: bool, tls: bool) -> None:
-    """Whether the other one never lets it in, or takes nothing."""
+    """The peer never accepts the connection, or reads nothing."""
     if tls:
         pytest.importorskip("cryptography")
     way = Way(SECRET, "127.0.0.1", tls)
@@ -323,7 +326,7 @@ def test_abandoned_messages_leave_no_thread_that_sends(lets_in: bool, tls: bool)
         doors = [way.door({"rank": rank}) for rank in range(2)]
         addresses = [doors[0].address, doors[1].address if lets_in else silent.address]
         here, there = (RemotePeers(rank, door, addresses, way) for rank, door in enumerate(doors))
-        for _ in range(20):  # more than its threads take that nobody receives from
+        for _ in range(20):  # more than its threads accept without a receiver
             here.peer(1).send(bytes(4 << 20), None)
         if lets_in:
             wait_until(lambda: there.peer(0).incoming().stats().inside == READ_AHEAD)

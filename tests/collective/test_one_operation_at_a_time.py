@@ -1,5 +1,4 @@
-"""A member does one operation at a time. Who calls another one meanwhile waits, or is told why that would be
-for ever."""
+"""A member runs one operation at a time. A second call waits, or raises if it would wait forever."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def is_inside(member: Any) -> bool:
 
 @contextlib.contextmanager
 def inside(members: Any) -> Iterator[Any]:
-    """One of these, while its other thread is in an operation."""
+    """Yield one of the members while its other thread is in an operation."""
     thread = threading.Thread(target=members[0].barrier)
     thread.start()
     wait_until(lambda: is_inside(members[0]))
@@ -45,7 +44,7 @@ def inside(members: Any) -> Iterator[Any]:
         thread.join()
 
 
-def test_a_handler_of_a_signal_is_told_that_its_thread_is_in_another_one(members: Any) -> None:
+def test_signal_handler_cannot_nest_operations(members: Any) -> None:
     said: list[str] = []
 
     def handler(*_: Any) -> None:
@@ -68,19 +67,16 @@ def test_a_handler_of_a_signal_is_told_that_its_thread_is_in_another_one(members
     finally:
         thread.join()
         signal.signal(signal.SIGUSR1, before)
-    assert (
-        "allreduce was called by the handler of a signal, while its thread was in another operation"
-        in said[0]
-    )
+    assert "allreduce was called by a signal handler during another operation" in said[0]
 
 
-def test_time_is_up_also_while_another_thread_is_in_one_and_the_group_goes_on(members: Any) -> None:
-    said = "barrier of a group of 2 was not begun in time: another thread was in an operation of it"
+def test_timeout_applies_while_another_thread_is_in_an_operation(members: Any) -> None:
+    said = "barrier of a group of 2 timed out before it began: another thread was in an operation"
     with inside(members) as member, pytest.raises(TimeoutError, match=said):
         member.barrier(timeout=0.01)
 
 
-def test_ctrl_c_is_heard_also_while_another_thread_is_in_one(members: Any) -> None:
+def test_ctrl_c_works_while_another_thread_is_in_an_operation(members: Any) -> None:
     def handler(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -94,7 +90,7 @@ def test_ctrl_c_is_heard_also_while_another_thread_is_in_one(members: Any) -> No
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_process_forked_while_a_thread_is_in_one_is_told_and_harms_nobody(members: Any) -> None:
+def test_process_forked_during_an_operation_cannot_use_the_member(members: Any) -> None:
     with inside(members) as member:
         pid = os.fork()
         if not pid:
@@ -103,17 +99,15 @@ def test_a_process_forked_while_a_thread_is_in_one_is_told_and_harms_nobody(memb
                 member._give_up()
                 member.barrier()
             except GroupError as error:
-                code = 0 if "is used by another process already" in str(error) else 2
+                code = 0 if "is already used by another process" in str(error) else 2
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_who_calls_after_the_group_was_ended_is_told_so(members: Any) -> None:
+def test_call_on_ended_group_raises_member_died(members: Any) -> None:
     members[0]._disbanding()()
     for member in members:
-        with pytest.raises(
-            MemberDied, match="barrier of a group of 2 can't be done: the group was ended"
-        ) as info:
+        with pytest.raises(MemberDied, match="barrier of a group of 2 failed: the group was ended") as info:
             member.barrier()
         assert info.value.ranks == ()

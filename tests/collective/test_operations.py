@@ -1,5 +1,8 @@
-"""Every operation gives what its definition says, on threads and on processes, for every size at which the
-way of doing it changes, and everybody gets the same bits."""
+"""Every operation returns the defined result, on threads and processes, for all sizes at which the algorithm
+changes.
+
+All members get the same bits.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def given(rank: int, length: int, dtype: Any = np.float32) -> Any:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_allreduce_gives_everybody_the_same_sum(run: Any, size: int) -> None:
+def test_allreduce_returns_equal_sums_on_all_members(run: Any, size: int) -> None:
     def body(g: Any) -> list[bytes]:
         found = []
         for length in LENGTHS:
@@ -51,7 +54,7 @@ def test_allreduce_gives_everybody_the_same_sum(run: Any, size: int) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("length", [3, 200_000])
 @pytest.mark.parametrize("dtype", ["?", "b", "B", "h", "H", "i", "I", "q", "Q", "e", "f", "d", "F", "D"])
-def test_each_type_and_each_op(run: Any, dtype: str, length: int) -> None:
+def test_allreduce_supports_each_type_and_op(run: Any, dtype: str, length: int) -> None:
     by_name = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
     if np.dtype(dtype).kind in "biu":
         by_name |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
@@ -73,8 +76,8 @@ def test_each_type_and_each_op(run: Any, dtype: str, length: int) -> None:
             np.testing.assert_array_equal(found[op], right, err_msg=op)
 
 
-def test_every_half_is_converted_as_numpy_converts_it(run: Any) -> None:
-    """All of them, infinities and subnormal ones included; NaN stays NaN."""
+def test_halves_are_converted_as_in_numpy(run: Any) -> None:
+    """All values are tested, with infinities and subnormals; NaN stays NaN."""
     every = np.arange(65536, dtype=np.uint16).view(np.float16)
 
     def body(g: Any) -> Any:
@@ -90,7 +93,7 @@ def test_mean_of_floats_divides_by_the_number_of_members(run: Any) -> None:
         assert found == [right] * size
 
 
-def test_out_leaves_the_input_as_it_is(run: Any) -> None:
+def test_allreduce_with_out_keeps_the_input(run: Any) -> None:
     def body(g: Any, length: int) -> Any:
         x, out = given(g.rank, length), np.empty(length, np.float32)
         assert g.allreduce(x, out=out) is out
@@ -100,7 +103,7 @@ def test_out_leaves_the_input_as_it_is(run: Any) -> None:
         assert all(run(2, body, length))
 
 
-def test_values_are_combined_by_pythons_operators_in_the_order_of_the_ranks(run: Any) -> None:
+def test_values_are_combined_in_rank_order(run: Any) -> None:
     def body(g: Any) -> Any:
         return (
             g.allreduce(g.rank + 1),
@@ -117,7 +120,7 @@ def test_values_are_combined_by_pythons_operators_in_the_order_of_the_ranks(run:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("size", SIZES)
-def test_reduce_gives_the_result_to_the_root_and_leaves_the_others_alone(run: Any, size: int) -> None:
+def test_reduce_returns_the_result_on_root_only(run: Any, size: int) -> None:
     def body(g: Any) -> bool:
         for length in LENGTHS:
             for root in range(size):
@@ -134,7 +137,7 @@ def test_reduce_gives_the_result_to_the_root_and_leaves_the_others_alone(run: An
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcast_gives_everybody_what_the_root_has(run: Any, size: int) -> None:
+def test_broadcast_copies_the_value_of_root(run: Any, size: int) -> None:
     def body(g: Any) -> bool:
         for length in LENGTHS:
             for root in range(size):
@@ -147,7 +150,7 @@ def test_broadcast_gives_everybody_what_the_root_has(run: Any, size: int) -> Non
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("size", SIZES)
-def test_allgather_gives_everybody_a_list_of_arrays_of_any_shape_or_of_values(run: Any, size: int) -> None:
+def test_allgather_returns_arrays_of_any_shape_and_values(run: Any, size: int) -> None:
     def body(g: Any) -> bool:
         for length in LENGTHS:
             found = g.allgather(given(g.rank, length + g.rank).reshape(-1, 1))
@@ -163,8 +166,8 @@ def test_allgather_gives_everybody_a_list_of_arrays_of_any_shape_or_of_values(ru
     assert all(run(size, body))
 
 
-def test_what_does_not_fit_into_out_is_refused_where_it_is_and_nothing_is_written(run: Any) -> None:
-    """Only who gave too little room raises; for the others it is done."""
+def test_allgather_with_wrong_out_raises_and_writes_nothing(run: Any) -> None:
+    """Only the member whose ``out`` is too small raises; the others complete the operation."""
 
     def body(g: Any) -> str:
         room = [np.zeros(3 if g.rank else 2, np.float32), np.zeros(4, np.float32)]
@@ -181,12 +184,12 @@ def test_what_does_not_fit_into_out_is_refused_where_it_is_and_nothing_is_writte
         found = body(g)
         return found if g.rank else f"{found} {g.allreduce(1)}"
 
-    assert run(2, both) == ["rank 0 gives 12 bytes, and out has room for 8 from it 2", "2"]
+    assert run(2, both) == ["out must have room for the 12 bytes from rank 0, got room for 8 2", "2"]
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("size", SIZES)
-def test_gather_scatter_and_alltoall_take_arrays_and_values_of_any_size(run: Any, size: int) -> None:
+def test_gather_scatter_and_alltoall_accept_any_size(run: Any, size: int) -> None:
     def body(g: Any) -> bool:
         for length in (0, 3, 70_000):
             for root in range(size):
@@ -211,7 +214,7 @@ def test_gather_scatter_and_alltoall_take_arrays_and_values_of_any_size(run: Any
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("size", SIZES)
-def test_reduce_scatter_gives_each_its_part_of_the_sum(run: Any, size: int) -> None:
+def test_reduce_scatter_returns_one_part_per_member(run: Any, size: int) -> None:
     def body(g: Any) -> bool:
         for length in LENGTHS:
             part = g.reduce_scatter(given(g.rank, size * length).reshape(size * length))
@@ -222,7 +225,7 @@ def test_reduce_scatter_gives_each_its_part_of_the_sum(run: Any, size: int) -> N
     assert all(run(size, body))
 
 
-def test_started_operations_keep_their_order_and_carry_their_errors(run: Any) -> None:
+def test_started_operations_keep_order_and_errors(run: Any) -> None:
     def body(g: Any) -> Any:
         many = [np.full(50_000, float(i)) for i in range(10)]
         handles = [g.allreduce(x, wait=False) for x in many]
@@ -239,7 +242,7 @@ def test_started_operations_keep_their_order_and_carry_their_errors(run: Any) ->
         assert (total, more) == (2.0, ["no number", 1])
 
 
-def test_every_operation_can_be_started_and_carries_its_error(run: Any) -> None:
+def test_every_operation_supports_wait_false(run: Any) -> None:
     def body(g: Any) -> Any:
         x = np.arange(4.0) + g.rank
         room = [np.empty(2) for _ in range(g.size)]
@@ -270,8 +273,8 @@ def test_every_operation_can_be_started_and_carries_its_error(run: Any) -> None:
     assert run(2, body) == [([*mismatches, "ZeroDivisionError"], 2)] * 2
 
 
-def test_groups_within_a_group(run: Any) -> None:
-    """Of any size, made by any key; also within each other."""
+def test_split_makes_groups_by_key(run: Any) -> None:
+    """Groups may have any size and any key, and can be split again."""
 
     def body(g: Any) -> Any:
         third = g.split(g.rank % 3)
@@ -285,8 +288,8 @@ def test_groups_within_a_group(run: Any) -> None:
     assert run(5, body) == [(3, [0, 3]), (5, [1, 4]), (2, [2]), (3, [0, 3]), (5, [1, 4])]
 
 
-def test_the_first_of_each_group_within_a_group_form_one_too(run: Any) -> None:
-    """It is left with theirs."""
+def test_split_makes_a_group_of_leaders(run: Any) -> None:
+    """Closing a part also closes its ``leaders``."""
 
     def body(g: Any) -> Any:
         part = g.split(g.rank % 2 if g.rank else None)

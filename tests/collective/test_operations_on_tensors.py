@@ -1,5 +1,4 @@
-"""What is particular about tensors in the operations of a group; the rest is told of arrays, by files that
-need no torch."""
+"""Operations on tensors where they differ from arrays, which the files without torch test."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ pytestmark = [
 ]
 
 
-def test_halves_are_added_up_in_float32_and_rounded_once(run: Any) -> None:
+def test_halves_are_summed_in_float32_and_rounded_once(run: Any) -> None:
 
     def normal(rank: int, length: int, dtype: Any) -> Any:
         return torch.randn(length, generator=torch.Generator().manual_seed(rank)).to(dtype)
@@ -42,7 +41,7 @@ def test_halves_are_added_up_in_float32_and_rounded_once(run: Any) -> None:
                 assert (found[f"{dtype} {length}"] == total.to(dtype).float().numpy()).all()
 
 
-def test_what_does_not_lie_in_one_piece_is_reduced_in_place_all_the_same(run: Any) -> None:
+def test_noncontiguous_tensors_are_reduced_in_place(run: Any) -> None:
 
     def body(g: Any) -> Any:
         x = np.arange(20.0).reshape(4, 5)
@@ -71,7 +70,7 @@ def test_tensors_of_every_type_can_be_moved(run: Any) -> None:
             try:
                 x = torch.arange(16, dtype=torch.uint8).add(16 * g.rank).view(dtype)
             except RuntimeError:
-                continue  # not even torch has a way to make one
+                continue  # torch itself cannot make such a tensor
             shown = g.allgather(x)
             assert [part.dtype for part in shown] == [dtype, dtype]
             assert shown[1].view(torch.uint8).tolist() == list(range(16, 32))
@@ -81,8 +80,8 @@ def test_tensors_of_every_type_can_be_moved(run: Any) -> None:
     assert all(run(2, body))
 
 
-def test_an_array_and_a_tensor_of_one_type_match() -> None:
-    """As on one host."""
+def test_array_and_tensor_of_one_type_match() -> None:
+    """It also holds over hosts."""
 
     def body(g: Any) -> Any:
         x = torch.ones(2) if g.rank else np.ones(2, "f4")
@@ -95,16 +94,16 @@ def test_an_array_and_a_tensor_of_one_type_match() -> None:
 def odd_tensors() -> dict[str, Any]:
     dense = torch.eye(2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of some that they are new, or old
+        warnings.simplefilter("ignore")  # torch warns that some types are new or old
         return {
-            "sparse_coo: convert it, as by .to_dense()": dense.to_sparse(),
-            "sparse_csr: convert it, as by .to_dense()": dense.to_sparse_csr(),
-            "give its .dequantize()": torch.quantize_per_tensor(dense, 0.1, 0, torch.quint8),
+            "sparse_coo; convert it, for example with .to_dense()": dense.to_sparse(),
+            "sparse_csr; convert it, for example with .to_dense()": dense.to_sparse_csr(),
+            "pass its .dequantize()": torch.quantize_per_tensor(dense, 0.1, 0, torch.quint8),
         }
 
 
-def test_tensors_that_do_not_lie_in_memory_as_they_are_are_refused_with_a_remedy() -> None:
-    """On every member that has one, before anything is sent."""
+def test_tensors_that_are_not_dense_raise_with_remedy() -> None:
+    """Every member with such a tensor raises before anything is sent."""
     odd = odd_tensors()
 
     calls: list[Callable[[Any, Any], Any]] = [
@@ -136,8 +135,11 @@ def test_tensors_that_do_not_lie_in_memory_as_they_are_are_refused_with_a_remedy
     ("dtype", "remedy"),
     [("float8_e4m3fn", "float32"), ("float8_e5m2", "float32"), ("complex32", "complex64")],
 )
-def test_a_type_that_can_only_be_moved_is_refused_with_a_remedy(run: Any, dtype: str, remedy: str) -> None:
-    said = f"no sum of elements of type torch.{dtype}; convert them first, as to {remedy}"
+def test_uncombinable_type_raises_with_remedy(run: Any, dtype: str, remedy: str) -> None:
+    said = (
+        f"elements of type torch.{dtype} cannot be combined by sum; convert them first, for "
+        f"example to {remedy}"
+    )
 
     def body(g: Any) -> int:
         x = torch.zeros(2).to(getattr(torch, dtype))

@@ -1,4 +1,4 @@
-"""Replicas that are trained by the members of a group stay equal, and reach what one module reaches alone."""
+"""Replicas that the members of a group train stay equal, and learn like one module."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def accuracy(net: Any, digits: Any) -> float:
 
 
 @pytest.mark.parametrize("run", [in_threads, in_processes], ids=["threads", "processes"])
-def test_two_replicas_have_the_curve_of_one_module_on_the_digits(run: Any, digits: Any) -> None:
-    """In float64, where the mean of two halves differs from the mean of the whole by rounding only."""
+def test_gradients_of_two_replicas_match_one_module(run: Any, digits: Any) -> None:
+    """In float64 the mean of two halves differs from the mean of the whole only by rounding."""
 
     def train(g: Any) -> tuple[list[float], float]:
         net = model(seed=g.rank)
@@ -107,7 +107,7 @@ def test_two_replicas_have_the_curve_of_one_module_on_the_digits(run: Any, digit
         assert reached == accuracy(net, digits) > 0.85
 
 
-def test_gradients_that_are_accumulated_are_averaged_once(digits: Any) -> None:
+def test_accumulated_gradients_are_averaged_once(digits: Any) -> None:
     def train(g: Any, in_parts: bool) -> list[Tensor]:
         net = model()
         gradients = Gradients(net, g)
@@ -128,7 +128,7 @@ def test_gradients_that_are_accumulated_are_averaged_once(digits: Any) -> None:
     torch.testing.assert_close(parts[0], parts[1], rtol=0, atol=0)
 
 
-def test_a_block_that_accumulates_may_stand_in_another() -> None:
+def test_accumulate_blocks_can_be_nested() -> None:
     def train(g: Any) -> Any:
         net = nn.Linear(1, 1)
         gradients = Gradients(net, g)
@@ -143,7 +143,7 @@ def test_a_block_that_accumulates_may_stand_in_another() -> None:
     assert ok(in_threads(2, train)) == [3.0, 3.0]
 
 
-def test_gradients_in_many_buffers_start_in_one_order_whatever_the_losses_depend_on() -> None:
+def test_gradient_buffers_start_in_one_order_for_all_losses() -> None:
     """A parameter without a gradient counts as zero."""
 
     def train(g: Any) -> tuple[int, list[float]]:
@@ -157,7 +157,7 @@ def test_gradients_in_many_buffers_start_in_one_order_whatever_the_losses_depend
     assert ok(in_threads(2, train)) == [(4, [0.5, 1.0, 1.0, 0.5])] * 2
 
 
-def test_backward_twice_without_a_wait_says_what_is_missing() -> None:
+def test_backward_twice_without_wait_raises() -> None:
     def train(g: Any) -> None:
         net = nn.Linear(2, 1)
         gradients = Gradients(net, g)
@@ -171,7 +171,7 @@ def test_backward_twice_without_a_wait_says_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize("compress", ["fp16", "bf16", "topk", lambda: TopK(0.2)])
-def test_compressed_gradients_reach_the_same_and_keep_replicas_equal(compress: Any, digits: Any) -> None:
+def test_compressed_gradients_train_equal_replicas(compress: Any, digits: Any) -> None:
     def train(g: Any) -> float:
         net = model()
         gradients, optimizer = Gradients(net, g, compress=compress), torch.optim.SGD(net.parameters(), lr=0.5)
@@ -187,7 +187,7 @@ def test_compressed_gradients_reach_the_same_and_keep_replicas_equal(compress: A
     assert min(ok(in_threads(2, train))) > 0.9
 
 
-def test_a_code_of_ones_own_sees_what_all_have_encoded() -> None:
+def test_user_code_decodes_values_of_all_members() -> None:
     class Signs:
         def encode(self, x: Tensor) -> bytes:
             return bytes((x > 0).tolist())
@@ -203,11 +203,11 @@ def test_a_code_of_ones_own_sees_what_all_have_encoded() -> None:
         return net.weight.grad.tolist()[0]  # type: ignore[union-attr]
 
     assert ok(in_threads(2, train)) == [[1.0, 0.0]] * 2
-    with pytest.raises(ValueError, match="compress must be 'fp16', 'bf16', 'topk' or what makes"):
+    with pytest.raises(ValueError, match="compress must be 'fp16', 'bf16', 'topk' or a function that"):
         Gradients(nn.Linear(2, 1), None, compress="zip")  # type: ignore[arg-type]
 
 
-def test_topk_loses_nothing_it_only_comes_late() -> None:
+def test_topk_sends_left_out_elements_later() -> None:
     code, total = TopK(0.25), torch.zeros(8)
     x, out = torch.arange(8.0), torch.zeros(8)
     for _ in range(8):
@@ -220,22 +220,24 @@ def test_topk_loses_nothing_it_only_comes_late() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, float("nan")])
-def test_a_fraction_that_is_none_is_refused_where_it_is_given(fraction: float) -> None:
+def test_topk_checks_its_fraction(fraction: float) -> None:
     with pytest.raises(ValueError, match="fraction must be above 0 and at most 1"):
         TopK(fraction)
 
 
 @pytest.mark.parametrize("compress", ["fp16", "bf16"])
-def test_no_code_drops_imaginary_parts(compress: str) -> None:
+def test_compression_of_complex_parameters_raises(compress: str) -> None:
     net = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
-    with pytest.raises(ValueError, match=f"'{compress}' has no imaginary parts.*torch.complex64"):
+    with pytest.raises(
+        ValueError, match=f"compress='{compress}' must be None for complex parameters.*torch.complex64"
+    ):
         Gradients(net, None, compress=compress)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("run", [in_threads, over_hosts], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_members_with_more_batches_go_on_and_all_stay_equal(run: Any, size: int, digits: Any) -> None:
-    """Bit for bit, and they do what one does with the mean gradients of those that still have a batch."""
+def test_replicas_stay_equal_with_unequal_batch_counts(run: Any, size: int, digits: Any) -> None:
+    """They match one module with the mean gradients of the members that still have a batch, bit for bit."""
 
     def train(g: Any) -> tuple[list[int], list[Tensor]]:
         net = model()
@@ -266,9 +268,9 @@ def test_members_with_more_batches_go_on_and_all_stay_equal(run: Any, size: int,
         torch.testing.assert_close(parameters, sequential())
 
 
-def test_mean_gradients_lie_in_one_piece_for_each_type() -> None:
-    """Whatever type a parameter has, whether it has a gradient, and whether that is sparse; who has run out
-    has them, too."""
+def test_mean_gradients_use_one_buffer_per_type() -> None:
+    """Parameters may have any type, no gradient, or a sparse one. Members without a batch also have the
+    buffers."""
 
     def train(g: Any) -> tuple[int, list[list[float]]]:
         table = nn.Embedding(2, 2, sparse=True)
@@ -291,8 +293,8 @@ def test_mean_gradients_lie_in_one_piece_for_each_type() -> None:
 
 
 @pytest.mark.parametrize("run", [in_threads, over_hosts], ids=["one host", "two hosts"])
-def test_elastic_averaging_keeps_one_centre_that_learns(run: Any, digits: Any) -> None:
-    """As one averaging of all members after the other would; with uneven ends."""
+def test_elastic_average_trains_one_shared_centre(run: Any, digits: Any) -> None:
+    """It matches consecutive averages of all members, with unequal numbers of batches."""
 
     def train(g: Any) -> tuple[float, list[Tensor]]:
         net = model(seed=g.rank)
@@ -316,7 +318,7 @@ def test_elastic_averaging_keeps_one_centre_that_learns(run: Any, digits: Any) -
 
 
 def pulled(g: Any, to: float) -> tuple[Any, ElasticAverage]:
-    """A weight of 1 that has become ``to`` since."""
+    """Return an average whose weight was 1 and is now ``to``."""
     net = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         net.weight.fill_(1.0)
@@ -325,7 +327,7 @@ def pulled(g: Any, to: float) -> tuple[Any, ElasticAverage]:
     return net, average
 
 
-def test_elastic_averaging_does_what_its_formula_says() -> None:
+def test_elastic_average_follows_its_formula() -> None:
     def train(g: Any) -> list[float]:
         net, average = pulled(g, to=5.0 if g.rank == 0 else 9.0)
         average.step()
@@ -338,7 +340,7 @@ def test_elastic_averaging_does_what_its_formula_says() -> None:
         ElasticAverage(nn.Linear(1, 1), None, every=1, strength=1.5)  # type: ignore[arg-type]
 
 
-def test_elastic_averaging_moves_nothing_when_the_members_can_not_meet() -> None:
+def test_elastic_average_changes_nothing_after_a_death() -> None:
     def train(g: Any) -> list[float]:
         net, average = pulled(g, to=5.0)
         g.close()
@@ -370,7 +372,7 @@ CHANGES: dict[str, tuple[Callable[[Any, int], Any], str]] = {
 }
 
 
-def test_a_buffer_whose_elements_share_memory_is_refused_on_all_members() -> None:
+def test_synchronize_rejects_buffer_with_shared_elements() -> None:
     def train(g: Any) -> None:
         net = nn.Linear(2, 2)
         net.register_buffer("shared", torch.zeros(1).expand(3))
@@ -382,8 +384,8 @@ def test_a_buffer_whose_elements_share_memory_is_refused_on_all_members() -> Non
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_differs_first_is_named_with_its_rank_on_all_members(change: str) -> None:
-    """And modules that can't be made equal are refused before anything is written."""
+def test_check_equal_names_first_difference_and_rank(change: str) -> None:
+    """Modules that cannot be made equal raise before anything is written."""
     function, said = CHANGES[change]
 
     def look(g: Any) -> None:
@@ -403,7 +405,7 @@ def test_what_differs_first_is_named_with_its_rank_on_all_members(change: str) -
 
 
 class Nothing:
-    """A code for a device without memory, on which no member reads or writes anything."""
+    """A code for a device without memory, which reads and writes nothing."""
 
     def encode(self, x: Tensor) -> Any:
         return str(x.device), x.numel()
@@ -412,8 +414,8 @@ class Nothing:
         assert values == [self.encode(out)] * 2
 
 
-def test_gradients_stay_on_the_device_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer is on one device, and what the device still has to do to it is done before others read it."""
+def test_gradient_buffers_use_the_device_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer is on one device, and the device finishes its work before other members read the buffer."""
     finished: list[str] = []
     monkeypatch.setattr(array_access, "finish", lambda x: finished.append(str(x.device)))
 

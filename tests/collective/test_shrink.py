@@ -1,4 +1,5 @@
-"""``shrink``: the survivors of a group agree on who is left, whoever dies meanwhile, and go on."""
+"""``shrink``: the survivors of a group agree on who is left and form a new group, even if more members
+die."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from flowchan.errors import MemberDied, MemberLeft
 
 
 @pytest.mark.parametrize("victims", [{0}, {2}, {0, 1}, {1, 3}, {0, 1, 2}])
-def test_the_survivors_become_a_group_in_their_order(victims: set[int]) -> None:
+def test_shrink_keeps_the_order_of_the_survivors(victims: set[int]) -> None:
     def body(g: Any) -> Any:
         g.barrier()
         if g.rank in victims:
@@ -40,9 +41,11 @@ def test_the_survivors_become_a_group_in_their_order(victims: set[int]) -> None:
         *((rank, call) for rank in (0, 1, 3) for call in ("_take_seat", "_wait_for_all")),
     ],
 )  # fmt: skip
-def test_a_death_during_it_is_survived(victim: int, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first one, who makes the group, and of others: before it is offered or taken, before they have
-    a seat in it, before all have met."""
+def test_shrink_survives_a_death_during_the_call(
+    victim: int, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The victim is the first survivor, which makes the group, or another. It dies before the offer, before
+    it joins, or before all have met."""
 
     def body(g: Any) -> Any:
         g.barrier()
@@ -55,7 +58,7 @@ def test_a_death_during_it_is_survived(victim: int, at: str, monkeypatch: pytest
     before = getattr(SharedGroup, at, None)
 
     def dies(self: Any, *arguments: Any) -> Any:
-        """In what belongs to the new group."""
+        """Die in a call of the new group."""
         if isinstance(self, SharedGroup) and self.size == 4:
             assert before is not None
             return before(self, *arguments)
@@ -66,8 +69,8 @@ def test_a_death_during_it_is_survived(victim: int, at: str, monkeypatch: pytest
     assert found == {old: (new, 2, 2, left) for new, old in enumerate(left)}
 
 
-def test_who_has_left_is_not_waited_for_and_who_works_on_hears_of_it() -> None:
-    """Whether it has left before, or after it gave up."""
+def test_shrink_ignores_left_members_and_interrupts_others() -> None:
+    """The member left before, or after it gave up."""
     left = threading.Event()
 
     def body(g: Any) -> Any:
@@ -99,8 +102,8 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", WAITS)
-def test_who_waits_for_a_message_hears_of_it(call: str) -> None:
-    """Where messages have crossed before, and nobody has died."""
+def test_shrink_interrupts_a_waiting_receive(call: str) -> None:
+    """Messages were exchanged before, and all members are alive."""
 
     def body(g: Any) -> Any:
         assert g.sendreceive(g.rank, to=1 - g.rank, source=1 - g.rank) == 1 - g.rank
@@ -113,7 +116,7 @@ def test_who_waits_for_a_message_hears_of_it(call: str) -> None:
     assert in_threads(2, body) == [[0, 1]] * 2
 
 
-def test_what_is_sent_and_not_received_holds_up_nobody_who_gives_up() -> None:
+def test_shrink_does_not_wait_for_unread_messages() -> None:
     gave_up = threading.Event()
 
     def body(g: Any) -> None:
@@ -128,8 +131,8 @@ def test_what_is_sent_and_not_received_holds_up_nobody_who_gives_up() -> None:
     raised(in_threads(2, body))
 
 
-def test_what_has_been_started_ends_before_it() -> None:
-    """And publishes nothing any more."""
+def test_shrink_ends_started_operations_first() -> None:
+    """They publish nothing more."""
     gave_up = threading.Event()
 
     def body(g: Any) -> None:
@@ -141,20 +144,20 @@ def test_what_has_been_started_ends_before_it() -> None:
         with pytest.raises(TimeoutError):
             g.shrink(timeout=0)
         gave_up.set()
-        with pytest.raises(MemberDied, match="given up"):
+        with pytest.raises(MemberDied, match="gave up"):
             handle.wait()
 
     raised(in_threads(2, body))
 
 
-def test_a_leader_that_is_interrupted_lets_those_go_that_have_their_seats(
+def test_interrupted_shrink_releases_members_that_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     interrupted, done = threading.Event(), threading.Event()
     follow, wait = Shrinking._follow, Shrinking._wait
 
     def wait_or_interrupt(self: Any, left: list[int]) -> None:
-        if self._old.rank == 0 and left == [2]:  # once the member 1 has its seat
+        if self._old.rank == 0 and left == [2]:  # once member 1 has joined
             raise KeyboardInterrupt
         wait(self, left)
 
@@ -172,7 +175,7 @@ def test_a_leader_that_is_interrupted_lets_those_go_that_have_their_seats(
                 g.shrink()
             interrupted.set()
             done.wait()
-            del caught  # until now it keeps all that the leader has made
+            del caught  # it kept everything that the leader made
             return None
         found = g.shrink().allgather(g.rank)
         done.set()
@@ -181,7 +184,7 @@ def test_a_leader_that_is_interrupted_lets_those_go_that_have_their_seats(
     assert in_threads(3, body) == [None, [1, 2], [1, 2]]
 
 
-def test_who_lacks_descriptors_for_the_new_group_says_so_and_the_others_go_on(
+def test_shrink_raises_only_where_descriptors_are_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     take_over, at_their_limit = shrink.take_over, set()
@@ -204,8 +207,8 @@ def test_who_lacks_descriptors_for_the_new_group_says_so_and_the_others_go_on(
     assert in_threads(3, body) == [[0, 2], None, [0, 2]]
 
 
-def test_a_timeout_names_who_has_not_come_and_is_only_that_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits looks ever less often for the others."""
+def test_shrink_timeout_names_missing_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiting member looks less and less often for the others."""
     late = threading.Event()
     looks: list[tuple[int, int]] = []
     is_left = Shrinking._is_left
@@ -220,7 +223,7 @@ def test_a_timeout_names_who_has_not_come_and_is_only_that_one_s(monkeypatch: py
         if g.rank == 2:
             late.wait()
         if g.rank == 0:
-            with pytest.raises(TimeoutError, match=r"shrink of a group of 3 .*: \[1, 2\] have not come"):
+            with pytest.raises(TimeoutError, match=r"shrink of a group of 3 .*: \[1, 2\] have not arrived"):
                 g.shrink(timeout=0.05)
             looked = looks.count((0, 1))
             late.set()
@@ -233,8 +236,8 @@ def test_a_timeout_names_who_has_not_come_and_is_only_that_one_s(monkeypatch: py
     assert looked < 10
 
 
-def test_a_group_that_has_been_shrunk_can_be_shrunk_again_until_one_is_left() -> None:
-    """Killed at any moment: all survivors have done the same number of operations, each with all members."""
+def test_group_can_shrink_until_one_member_is_left() -> None:
+    """Members are killed at any time. All survivors complete the same operations with all members."""
     chance = random.Random(3)
 
     def body(g: Any) -> Any:

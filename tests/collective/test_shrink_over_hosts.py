@@ -1,4 +1,4 @@
-"""``shrink`` over hosts: those that are left meet again where they met first; rank 0 says who they are."""
+"""``shrink`` over hosts: the survivors meet again at their first address, and rank 0 decides who they are."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from flowchan.errors import GroupError, MemberDied
         ("aabb", {2, 3}),
     ],
 )
-def test_the_survivors_become_a_group_in_their_order(
+def test_shrink_keeps_the_order_of_the_survivors(
     hosts: str, victims: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one host or several. A host of which nobody comes is waited for, but not for ever."""
+    """The victims are on one host or several. The wait for a host without survivors is limited."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 2.0)
 
     def body(g: Any) -> Any:
@@ -42,8 +42,8 @@ def test_the_survivors_become_a_group_in_their_order(
 
 
 @pytest.mark.parametrize("at", ["meet_by", "_follow"])
-def test_a_death_during_it_is_survived(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it has come, or when all are about to meet."""
+def test_shrink_survives_a_death_during_the_call(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The victim dies before it arrives, or when all are about to meet."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
 
     def body(g: Any) -> Any:
@@ -59,7 +59,7 @@ def test_a_death_during_it_is_survived(at: str, monkeypatch: pytest.MonkeyPatch)
     assert found == {old: (new, 2, 2, left) for new, old in enumerate(left)}
 
 
-def test_a_group_that_has_been_shrunk_can_be_shrunk_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_over_hosts_can_shrink_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
 
     def body(g: Any) -> Any:
@@ -79,8 +79,8 @@ def test_a_group_that_has_been_shrunk_can_be_shrunk_again(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("late", "hosts"), [(0, "abb"), (2, "aab"), (3, "aaab")])
-def test_who_is_late_is_waited_for(late: int, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long: it can be dialled, so it lives. Those that wait are not given up meanwhile."""
+def test_shrink_waits_for_late_members(late: int, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late member accepts connections, so it is alive; the members that wait for it do not give up."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 0.2)
     asked: Channel[None] = Channel(across="processes")
     is_late = address._is_late
@@ -107,8 +107,8 @@ def test_who_is_late_is_waited_for(late: int, hosts: str, monkeypatch: pytest.Mo
     assert OverHosts(hosts, body).results(len(left)) == expected
 
 
-def test_who_stops_when_all_have_come_is_met_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No time-out was given, so none is raised."""
+def test_shrink_retries_with_member_that_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a timeout none is raised."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
     was_late: Channel[None] = Channel(across="processes")
     meet_by = address.meet_by
@@ -136,8 +136,8 @@ def test_who_stops_when_all_have_come_is_met_once_more(monkeypatch: pytest.Monke
     assert found == {0: ((0, 2, 2, [0, 2]), 2), 2: ((1, 2, 2, [0, 2]), 2)}
 
 
-def test_a_time_out_ends_the_wait_for_who_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of who has come to rank 0, too."""
+def test_shrink_timeout_ends_wait_for_late_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members that have reached rank 0 also raise."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
     ended: Channel[None] = Channel(across="processes")
 
@@ -151,7 +151,7 @@ def test_a_time_out_ends_the_wait_for_who_is_late(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(MemberDied):
             work(g)
         if g.rank == 2:
-            with pytest.raises(TimeoutError, match=r"shrink of .* was not done in time"):
+            with pytest.raises(TimeoutError, match=r"shrink of .* timed out"):
                 g.shrink(timeout=0.5)
             ended.put(None)
             return None
@@ -161,7 +161,7 @@ def test_a_time_out_ends_the_wait_for_who_is_late(monkeypatch: pytest.MonkeyPatc
     assert OverHosts("aaab", body).results(3) == {0: 1, 2: None, 3: None}
 
 
-def test_without_rank_0_nobody_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shrink_fails_without_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 0.5)
 
     def body(g: Any) -> Any:
@@ -170,15 +170,17 @@ def test_without_rank_0_nobody_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
             die()
         with pytest.raises(MemberDied):
             work(g)
-        with pytest.raises(GroupError, match=r"rank 0, which says who is left, can't be .*make a new group"):
+        with pytest.raises(
+            GroupError, match=r"rank 0, which decides who is left, is out of reach.*make a new group"
+        ):
             g.shrink()
         return True
 
     assert OverHosts("aab", body).results(2) == {1: True, 2: True}
 
 
-def test_who_cannot_reach_rank_0_fails_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So of a network that is cut in two parts one goes on."""
+def test_shrink_fails_only_for_members_without_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So only one part of a partitioned network continues."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
 
     def cut(*_: Any, why: str, **__: Any) -> Any:
@@ -193,14 +195,14 @@ def test_who_cannot_reach_rank_0_fails_and_the_others_go_on(monkeypatch: pytest.
         monkeypatch.setattr(address, "reach", cut)
         with pytest.raises(MemberDied):
             work(g)
-        with pytest.raises(GroupError, match="rank 3 can't go on in a smaller group"):
+        with pytest.raises(GroupError, match="rank 3 cannot join the smaller group"):
             g.shrink()
         return None
 
     assert OverHosts("aabb", body).results(3) == {0: (0, 2, 2, [0, 2]), 2: (1, 2, 2, [0, 2]), 3: None}
 
 
-def test_who_met_otherwise_is_told_a_remedy_and_the_group_goes_on() -> None:
+def test_shrink_without_address_raises_with_remedy() -> None:
     def body(g: Any) -> Any:
         with (
             g.split(0) as part,

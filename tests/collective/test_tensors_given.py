@@ -1,5 +1,4 @@
-"""What is particular about the memory of tensors that a call is given; the rest is told of arrays, by
-test_memory_given.py."""
+"""Memory of tensor arguments where it differs from arrays, which test_memory_given.py tests."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 
 def negated() -> Any:
-    """-2, which lies in memory as 2."""
+    """Return a tensor of -2 whose memory holds 2."""
     return torch.tensor([1 + 2j]).conj().imag
 
 
-def test_a_tensor_that_only_says_that_it_is_negative_is_taken_as_such(run: Any) -> None:
+def test_lazily_negated_tensor_is_resolved(run: Any) -> None:
     def body(g: Any) -> Any:
         spread = g.broadcast(negated() if g.rank == 0 else torch.zeros(1)).item()
         return g.allreduce(negated(), out=torch.zeros(1)).item(), g.allreduce(negated()).item(), spread
@@ -28,7 +27,7 @@ def test_a_tensor_that_only_says_that_it_is_negative_is_taken_as_such(run: Any) 
     assert run(2, body) == [(-4, -4, -2)] * 2
 
 
-def test_a_result_comes_into_a_tensor_that_does_not_lie_in_one_piece(run: Any) -> None:
+def test_result_fills_noncontiguous_tensor(run: Any) -> None:
     def body(g: Any) -> Any:
         out = torch.zeros(2, 8)[:, :4]
         g.allgather(torch.full((4,), g.rank + 1.0), out=out)
@@ -45,26 +44,24 @@ def elsewhere(length: int) -> Any:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda g: g.allreduce(torch.ones(4), out=elsewhere(4)), "out must lie on cpu, as what is given"),
-        (lambda g: g.reduce_scatter(torch.ones(4), out=elsewhere(2)), "out must lie on cpu"),
-        (lambda g: g.allgather(torch.ones(4), out=elsewhere(8)), "out must lie on cpu"),
-        (lambda g: g.allgather(torch.ones(4), out=[elsewhere(4)] * 2), "out must lie on cpu"),
-        (lambda g: g.alltoall([torch.ones(4)] * 2, out=[elsewhere(4)] * 2), "out must lie on cpu"),
-        (lambda g: g.allreduce(torch.ones(1).expand(4)), "share memory, as after expand: give a copy"),
+        (lambda g: g.allreduce(torch.ones(4), out=elsewhere(4)), "out must be on cpu like the input"),
+        (lambda g: g.reduce_scatter(torch.ones(4), out=elsewhere(2)), "out must be on cpu"),
+        (lambda g: g.allgather(torch.ones(4), out=elsewhere(8)), "out must be on cpu"),
+        (lambda g: g.allgather(torch.ones(4), out=[elsewhere(4)] * 2), "out must be on cpu"),
+        (lambda g: g.alltoall([torch.ones(4)] * 2, out=[elsewhere(4)] * 2), "out must be on cpu"),
+        (lambda g: g.allreduce(torch.ones(1).expand(4)), "share memory, as after expand; pass a copy"),
     ],
     ids=range(6),
 )  # fmt: skip
-def test_a_tensor_that_can_not_take_the_result_is_refused(
-    run: Any, call: Callable[..., Any], said: str
-) -> None:
+def test_tensor_that_cannot_hold_the_result_raises(run: Any, call: Callable[..., Any], said: str) -> None:
     refused(run, call, said)
 
 
-def test_a_tensor_elsewhere_is_refused_before_anything_is_sent(run: Any) -> None:
+def test_tensor_on_unsupported_device_raises_before_sending(run: Any) -> None:
     def body(g: Any) -> Any:
         if g.rank == 0:
             with pytest.raises(
-                TypeError, match="allgather takes arrays and tensors in this machine's memory"
+                TypeError, match="allgather: x must be in this machine's memory or a CUDA tensor"
             ):
                 g.allgather(elsewhere(4))
         return g.allreduce(1)
@@ -97,19 +94,19 @@ def nested(layout: Any) -> Any:
     [
         (
             freed,
-            r"take tensors with memory of their own, not float32\[4\] of the type Tensor, which has",
+            r"must be a tensor with memory, got float32\[4\] of the type Tensor, which has",
         ),
-        (masked, "of the type MaskedTensor, which has none: give the tensor that it stands for"),
-        (faked, "of the type FakeTensor, which has none: give the tensor that it stands for"),
-        (lambda: nested(torch.jagged), "take no nested tensors such as one of float32: give its .values()"),
-        (lambda: nested(torch.strided), "take no nested tensors such as one of float32: give its .values()"),
-        (lambda: torch.eye(2).to_sparse(), "take dense tensors, not"),
+        (masked, "of the type MaskedTensor, which has none; pass the tensor that it wraps"),
+        (faked, "of the type FakeTensor, which has none; pass the tensor that it wraps"),
+        (lambda: nested(torch.jagged), "got a nested tensor of float32; pass its .values()"),
+        (lambda: nested(torch.strided), "got a nested tensor of float32; pass its .values()"),
+        (lambda: torch.eye(2).to_sparse(), "must be a dense tensor, got"),
     ],
     ids=["freed", "masked", "faked", "jagged", "nested", "sparse"],
 )
-@pytest.mark.filterwarnings("ignore")  # torch's own of such tensors
-def test_a_tensor_without_memory_of_its_own_is_refused(run: Any, call: str, make: Any, said: str) -> None:
-    """And nobody reads at no address."""
+@pytest.mark.filterwarnings("ignore")  # torch's own warnings
+def test_tensor_without_memory_raises(run: Any, call: str, make: Any, said: str) -> None:
+    """No member reads at address zero."""
 
     def body(g: Any) -> Any:
         with pytest.raises(TypeError, match=said):

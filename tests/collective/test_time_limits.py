@@ -1,5 +1,4 @@
-"""A time-out is for all that a call does, one step after the other; without one nothing ends for being
-slow."""
+"""A timeout covers all steps of a call; without one, no call ends for being slow."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ STEPS = ("_exchange", "_allgather_into", "_alltoall", "_reduce", "_spread", "sen
 
 
 def steps_of(g: Any, call: Calls) -> list[float]:
-    """The seconds that each step is given of a call that has 60."""
+    """Return the timeout of each step of a call with 60 seconds."""
     lefts: list[float] = []
 
     def noting(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,39 +51,41 @@ def steps_of(g: Any, call: Calls) -> list[float]:
 
 @pytest.fixture
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goes on with each look at it."""
+    """Advance the clock each time it is read."""
     ticks = itertools.count(0.0, 0.001)
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
 
 
 @pytest.mark.usefixtures("_clock")
 @pytest.mark.parametrize("call", CALLS)
-def test_the_steps_of_a_call_share_its_time(call: str) -> None:
+def test_steps_of_a_call_share_its_timeout(call: str) -> None:
     shared(in_threads(2, steps_of, CALLS[call]))
 
 
 @pytest.mark.usefixtures("_clock")
 @pytest.mark.parametrize("call", OVER_HOSTS)
-def test_the_steps_of_a_call_over_hosts_share_its_time(call: str) -> None:
+def test_steps_of_a_call_over_hosts_share_its_timeout(call: str) -> None:
     shared(over_hosts(2, steps_of, OVER_HOSTS[call]))
 
 
 def shared(found: list[Any]) -> None:
-    """One time for all steps, of each member."""
+    """Check that all steps of each member share one timeout."""
     for lefts in raised(found):
         assert len(lefts) > 1
         assert lefts == sorted(lefts, reverse=True)
         assert lefts[-1] < lefts[0] <= 60
 
 
-def test_the_time_that_what_was_started_before_takes_is_the_call_s(run: Any) -> None:
+def test_timeout_includes_wait_for_started_operations(run: Any) -> None:
     def body(g: Any) -> None:
         if g.rank == 0:
-            g.receive(1)  # once the other one has given up
+            g.receive(1)  # once the other member has given up
             g.barrier()
             return
         started = g.barrier(wait=False)
-        with pytest.raises(TimeoutError, match="what was started before, with wait=False, was not done in"):
+        with pytest.raises(
+            TimeoutError, match="operations that were started with wait=False are not done in"
+        ):
             g.allreduce(np.ones(3), timeout=0.01)
         g.send("late", 0)
         started.wait()
@@ -92,8 +93,8 @@ def test_the_time_that_what_was_started_before_takes_is_the_call_s(run: Any) -> 
     run(2, body)
 
 
-def test_a_part_of_a_group_over_hosts_waits_for_its_members_without_a_limit() -> None:
-    """Only connecting, when all have said that they come, has one of its own."""
+def test_part_over_hosts_waits_without_limit() -> None:
+    """Only connecting, once all members have agreed, has a limit."""
 
     def split(g: Any, _: float) -> None:
         g.split(0).close()

@@ -1,4 +1,4 @@
-"""Programs on torch.distributed give bit for bit with the backend ``flowchan`` what they give with gloo."""
+"""Programs on torch.distributed give the same bits with the backend ``flowchan`` as with gloo."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def answers(programs: Template, backend: str, store: Path) -> list[Any]:
     found = [rank.communicate(timeout=500) for rank in ranks]
     for rank, (_, errors) in zip(ranks, found, strict=True):
         assert rank.returncode == 0, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in found]  # gloo of torch 2.8 prints, too
+    return [json.loads(output.splitlines()[-1]) for output, _ in found]  # gloo of torch 2.8 also prints
 
 
 @pytest.fixture(scope="module")
 def found(torch_programs: Template, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """By both backends, and by ours where each rank believes to be on a host of its own."""
+    """Return the results of both backends, and of flowchan with each rank on a simulated host."""
     folder = tmp_path_factory.mktemp("stores")
     backends = ("flowchan", "over hosts", "gloo")
     return {backend: answers(torch_programs, backend, folder / backend) for backend in backends}
@@ -53,10 +53,10 @@ def found(torch_programs: Template, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", ["flowchan", "over hosts"])
-def test_results_are_those_of_gloo(found: dict[str, list[Any]], backend: str, name: str) -> None:
+def test_results_match_gloo(found: dict[str, list[Any]], backend: str, name: str) -> None:
     if found["gloo"][0][name] == LACKS:
         pytest.skip("gloo of this torch lacks it: install a newer torch")
-    as_in_gloo = "ddp" if name == "fsdp2" else name  # gloo of torch 2.7 adds up where FSDP2 wants the mean
+    as_in_gloo = "ddp" if name == "fsdp2" else name  # gloo of torch 2.7 sums where FSDP2 requests the mean
     for rank in range(2):
         assert found[backend][rank][name] == found["gloo"][rank][as_in_gloo]
 
@@ -78,8 +78,8 @@ except Exception as error:
 """
 
 
-def test_a_rank_that_dies_in_ddp_raises_on_the_other_one(torch_programs: Template, tmp_path: Path) -> None:
-    """Where other backends hang."""
+def test_death_in_ddp_raises_on_the_other_rank(torch_programs: Template, tmp_path: Path) -> None:
+    """Other backends hang in this case."""
     ranks = [
         torch_programs.popen("-c", DEATH, rank, tmp_path / "store", stdout=subprocess.PIPE)
         for rank in range(2)
@@ -91,11 +91,9 @@ def test_a_rank_that_dies_in_ddp_raises_on_the_other_one(torch_programs: Templat
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_groups_that_meet_by_one_store_leave_nothing_in_it(
-    hosts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else who begins again with it, as under torchrun, would take what the last group told for the new one's
-    words."""
+def test_groups_leave_no_keys_in_the_store(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the next group in the same store, as under torchrun, would read the values of the last
+    one."""
     store, ranks = torch.distributed.HashStore(), {}
     monkeypatch.setattr(forming, "this_host", lambda: f"host {ranks[threading.get_ident()] % hosts}")
 
@@ -126,9 +124,7 @@ except Exception as error:
 """
 
 
-def test_a_rank_that_an_exception_ends_does_not_wait_for_what_it_has_started(
-    torch_programs: Template, tmp_path: Path
-) -> None:
+def test_failed_rank_does_not_wait_for_started_operations(torch_programs: Template, tmp_path: Path) -> None:
     """It would wait for the other rank, which waits for it."""
     ranks = [
         torch_programs.popen(
@@ -160,17 +156,17 @@ for call in (lambda: dist.all_reduce(torch.ones(2)), dist.barrier):
 
 
 @pytest.mark.parametrize("named", ["cpu:flowchan,cuda:gloo", "cuda:gloo,cpu:flowchan"])
-def test_another_backend_beside_it_is_refused(torch_programs: Template, named: str) -> None:
-    """For torch drops it."""
+def test_second_backend_raises(torch_programs: Template, named: str) -> None:
+    """torch would ignore it."""
     program = torch_programs.popen("-c", BESIDE, named, stdout=subprocess.PIPE, text=True)
     lines = program.communicate(timeout=100)[0].splitlines()
     assert len(lines) >= 2
-    for line in lines[-2:]:  # gloo of torch 2.8 says something before
+    for line in lines[-2:]:  # gloo of torch 2.8 prints lines before
         assert f'stands for all of a process group, and this one, "{named}", names others' in line
 
 
 @pytest.mark.parametrize("named", ["flowchan", "cpu:flowchan", "cpu:flowchan,cuda:nccl"])
-def test_nccl_beside_it_says_what_happens_anyway(torch_programs: Template, named: str) -> None:
+def test_nccl_as_second_backend_is_accepted(torch_programs: Template, named: str) -> None:
     program = torch_programs.popen("-c", BESIDE, named, stdout=subprocess.PIPE, text=True)
     assert program.communicate(timeout=100)[0] == "done\ndone\n"
 
@@ -198,21 +194,21 @@ for call in (
 """
 
 
-def test_lists_of_another_length_than_the_group_and_what_is_not_dense_are_refused(
+def test_wrong_list_lengths_and_sparse_tensors_raise(
     torch_programs: Template,
 ) -> None:
     program = torch_programs.popen("-W", "ignore", "-c", ODD, stdout=subprocess.PIPE, text=True)
     assert program.communicate(timeout=100)[0].splitlines() == [
-        "out must have a part for each of the 1 members, not 2",
-        "gather takes a part for each of the 1 members, not 2",
-        "scatter takes a part for each of the 1 members, not 2",
-        "reduce_scatter takes a part for each of the 1 members, not 2",
-        "alltoall takes a part for each of the 1 members, not 2",
-        "alltoall takes a part for each of the 1 members, not 2",
-        "rank 0 gives 12 bytes, and out has room for 24 from it",
-        "out must have the type of the input, and 6 elements, not float32[3]",
-        "a group's operations take dense tensors, not float32[2, 2] in the layout sparse_coo: convert "
-        "it, as by .to_dense()",
+        "out must have one part for each of the 1 members, not 2",
+        "gather: out must have one part for each of the 1 members, got 2",
+        "scatter: xs must have one part for each of the 1 members, got 2",
+        "reduce_scatter: input_list must have one part for each of the 1 members, got 2",
+        "alltoall: xs must have one part for each of the 1 members, got 2",
+        "alltoall: xs must have one part for each of the 1 members, got 2",
+        "out must have room for the 12 bytes from rank 0, got room for 24",
+        "out must have the type of the input and 6 elements, got float32[3]",
+        "x must be a dense tensor, got float32[2, 2] in the layout sparse_coo; convert it, for example "
+        "with .to_dense()",
     ]
 
 
@@ -234,13 +230,13 @@ for calls in (
     try:
         calls[rank]()
     except Exception as error:
-        print(str(error).rpartition("did not call the same: ")[2])
+        print(str(error).rpartition(" do not match: ")[2])
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
-def test_calls_that_differ_raise_on_both_ranks(torch_programs: Template, tmp_path: Path) -> None:
+def test_mismatched_torch_calls_raise_on_both_ranks(torch_programs: Template, tmp_path: Path) -> None:
     ranks = [
         torch_programs.popen(
             *("-W", "ignore", "-c", DIFFER, rank, tmp_path / "store"), stdout=subprocess.PIPE, text=True
@@ -255,8 +251,8 @@ def test_calls_that_differ_raise_on_both_ranks(torch_programs: Template, tmp_pat
         "rank 1 called gather([float32[0], float32[2]], 1)",
         "rank 0 called allgather(float32[2]); rank 1 called allgather(int32[2])",
         "rank 0 called alltoall([float32[1], float32[1]]); rank 1 called alltoall([int32[1], int32[1]])",
-        "allgather: what is given and what is filled must be of one type, not float32 and int32: convert "
-        "one of them",
+        "allgather: inputs and outputs must have one element type, got float32 and int32; convert one of "
+        "them",
         "allgather_coalesced: output_tensor_lists[0] must have a tensor for each of the 2 inputs, not 1",
     ]
 
@@ -274,8 +270,8 @@ except TypeError as error:
 """
 
 
-def test_a_thread_begins_with_a_tensor_when_its_device_has_made_it(torch_programs: Template) -> None:
-    """On a device that no group can use, so that it ends there."""
+def test_thread_waits_for_the_device_of_a_tensor(torch_programs: Template) -> None:
+    """The device is one that groups do not support, so the test ends there."""
     program = torch_programs.popen("-c", ON_A_DEVICE, stdout=subprocess.PIPE, text=True)
     first, second = program.communicate(timeout=100)[0].splitlines()
     assert first == "finished meta"

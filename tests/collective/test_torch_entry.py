@@ -1,4 +1,4 @@
-"""torch knows the backend ``flowchan`` once it is imported, and imports nothing of it before its use."""
+"""torch knows the backend ``flowchan`` after its import, and imports it only on first use."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def output(program: str) -> list[str]:
     return ended.stdout.splitlines()
 
 
-def test_the_name_is_enough() -> None:
+def test_backend_name_needs_no_import() -> None:
     assert output(USE) == ["[]", "flowchan.collective.torch.backend [2.0, 2.0, 2.0]"]
 
 
-def test_a_torch_that_registers_backends_otherwise_is_imported_all_the_same() -> None:
+def test_torch_with_another_registry_still_imports() -> None:
     assert output(REFUSED) == ["imported"]

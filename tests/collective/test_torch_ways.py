@@ -1,6 +1,9 @@
-"""Backends of torch.distributed as ways of a group: they give what our own ways give, a death in them is told
-as anywhere, and CUDA tensors go to NCCL. That needs devices; without them which backend is taken is tested on
-a backend that does nothing, and on tensors that have no memory."""
+"""Backends of torch.distributed as algorithms of a group.
+
+They match the native algorithms, and a death in them raises as anywhere. CUDA tensors use NCCL, which needs
+devices. Without devices, the choice of the backend is tested with a dummy backend and with tensors without
+memory.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ needs_cuda = pytest.mark.skipif(not DEVICES, reason="no CUDA device: run it wher
 
 @pytest.fixture(autouse=True, scope="module")
 def used_before(one_compute_thread: None) -> None:
-    """What torch keeps in a process from its first store on is no leftover of a test."""
+    """Create a store first, so that the resources that torch keeps do not count as leaks."""
     in_threads(2, lambda g: (by(g, "gloo"), g.allreduce(torch.ones(1))))
 
 
@@ -42,7 +45,7 @@ def by(g: Any, way: str | None) -> None:
 
 
 def all_results(g: Any, make: Callable[[Any], Any]) -> list[Any]:
-    """What operations give on arrays that ``make`` makes of NumPy's."""
+    """Return the results of the operations on arrays that ``make`` converts from NumPy."""
     x = make(np.arange(6 * g.size, dtype="f4").reshape(g.size, 6) * (g.rank + 1))
     found = [g.allreduce(make(x), op) for op in ("sum", "mean", "max", "prod")]
     out = make(x)
@@ -58,7 +61,7 @@ def all_results(g: Any, make: Callable[[Any], Any]) -> list[Any]:
 
 
 class Noted:
-    """A backend that notes what it is asked for, and has it done at once. ``first`` is called before that."""
+    """A backend that records its calls and completes them at once; ``first`` is called before."""
 
     def __init__(self, first: Callable[[], Any] = lambda: None) -> None:
         self.calls: list[str] = []
@@ -85,11 +88,11 @@ def fail() -> None:
 
 
 def in_place_of(g: Any, backend: Noted) -> None:
-    """``backend`` in place of the member's gloo, whose connections it keeps."""
+    """Replace the member's gloo by ``backend``, which keeps its connections."""
     backend.before, g._backends["gloo"]._backend = g._backends["gloo"]._backend, backend
 
 
-def test_gloo_gives_what_our_own_ways_give(run: Any) -> None:
+def test_gloo_matches_native_algorithms(run: Any) -> None:
     def body(g: Any) -> Any:
         found = []
         for way in (None, "gloo"):
@@ -103,8 +106,8 @@ def test_gloo_gives_what_our_own_ways_give(run: Any) -> None:
         assert later == [3.0] * 3
 
 
-def test_what_can_not_take_the_result_is_refused_before_anything_is_done(run: Any) -> None:
-    """By all ways alike."""
+def test_gloo_checks_out_before_it_starts(run: Any) -> None:
+    """All algorithms behave alike."""
 
     def body(g: Any) -> Any:
         x = np.full(4, 1.5)
@@ -122,10 +125,10 @@ def test_what_can_not_take_the_result_is_refused_before_anything_is_done(run: An
         for way in (None, "gloo"):
             by(g, way)
             for call in calls:
-                with pytest.raises(ValueError, match=r"out must have the type|into a read-only array"):
+                with pytest.raises(ValueError, match=r"out must have the type|got a read-only array"):
                     call()
             if g.rank:
-                with pytest.raises(ValueError, match="into a read-only array"):
+                with pytest.raises(ValueError, match="got a read-only array"):
                     g.broadcast(sealed)
         return sealed.tolist(), g.allreduce(x, out=np.zeros((2, 2))).tolist()
 
@@ -133,7 +136,7 @@ def test_what_can_not_take_the_result_is_refused_before_anything_is_done(run: An
 
 
 @pytest.mark.filterwarnings("error")
-def test_an_array_that_is_only_read_may_be_read_only(run: Any) -> None:
+def test_gloo_accepts_readonly_inputs(run: Any) -> None:
     def body(g: Any) -> Any:
         by(g, "gloo")
         return g.allreduce(np.frombuffer(np.arange(4.0).tobytes()), out=np.zeros(4)).tolist()
@@ -141,7 +144,7 @@ def test_an_array_that_is_only_read_may_be_read_only(run: Any) -> None:
     assert run(2, body) == [[0.0, 2.0, 4.0, 6.0]] * 2
 
 
-def test_an_array_and_a_tensor_match_and_a_mean_of_halves_does_not_overflow(run: Any) -> None:
+def test_gloo_mean_of_halves_does_not_overflow(run: Any) -> None:
     def body(g: Any) -> Any:
         by(g, "gloo")
         x = torch.ones(2) if g.rank else np.ones(2, "f4")
@@ -152,7 +155,7 @@ def test_an_array_and_a_tensor_match_and_a_mean_of_halves_does_not_overflow(run:
     assert run(2, body) == [([2.0] * 2, [60000.0] * 3)] * 2
 
 
-def test_the_store_of_a_group_on_one_host_listens_on_the_loopback_address_only() -> None:
+def test_store_of_one_host_listens_on_loopback_only() -> None:
     def body(g: Any) -> Any:
         by(g, "gloo")
         g.allreduce(torch.ones(1))
@@ -170,7 +173,7 @@ def test_the_store_of_a_group_on_one_host_listens_on_the_loopback_address_only()
     assert raised(in_threads(2, body))[0] == ["0100007F"]
 
 
-def test_a_store_that_can_not_be_made_is_told_by_all_and_the_group_goes_on() -> None:
+def test_store_failure_raises_on_all_members() -> None:
     def body(g: Any) -> Any:
         by(g, "gloo")
         way = g._by(operations.ALLREDUCE, torch.ones(1))
@@ -184,7 +187,7 @@ def test_a_store_that_can_not_be_made_is_told_by_all_and_the_group_goes_on() -> 
     assert raised(in_threads(2, body)) == [2.0] * 2
 
 
-def test_torchs_own_groups_are_left_alone() -> None:
+def test_backends_do_not_affect_torch_groups() -> None:
     def body(g: Any) -> Any:
         by(g, "gloo")
         before = g.allreduce(torch.ones(2)).tolist(), dist.is_initialized()
@@ -199,8 +202,8 @@ def test_torchs_own_groups_are_left_alone() -> None:
     assert raised(in_processes(2, body)) == [expected] * 2
 
 
-def test_calls_that_differ_raise_on_all_and_the_group_goes_on(run: Any) -> None:
-    """In shape, in the way, and in what members of an alltoall have for each other."""
+def test_mismatched_gloo_calls_raise_on_all_members(run: Any) -> None:
+    """The calls differ in shape, in algorithm, or in the sizes of an alltoall."""
 
     def body(g: Any) -> Any:
         by(g, "gloo")
@@ -210,7 +213,7 @@ def test_calls_that_differ_raise_on_all_and_the_group_goes_on(run: Any) -> None:
             g.set_algorithm("allreduce", None)
         with pytest.raises(Mismatch):
             g.allreduce(torch.ones(3))
-        with pytest.raises(Mismatch, match=r"rank 0 gives 12 bytes to rank 0, which has room for 16"):
+        with pytest.raises(Mismatch, match=r"rank 0 sends 12 bytes to rank 0, which has room for 16"):
             g.alltoall([torch.ones(3)] * 2, out=[torch.ones(4)] * 2)
         g.set_algorithm("allreduce", "gloo")
         return g.allreduce(torch.ones(3)).tolist()
@@ -218,13 +221,13 @@ def test_calls_that_differ_raise_on_all_and_the_group_goes_on(run: Any) -> None:
     assert run(2, body) == [[2.0] * 3] * 2
 
 
-def test_what_a_backend_fails_by_is_told_on_all_and_the_group_goes_on(run: Any) -> None:
-    """Also when it fails for one of them only, which the others wait for."""
+def test_backend_failure_raises_on_all_members(run: Any) -> None:
+    """The backend may fail on one member only, for which the others wait."""
 
     def body(g: Any) -> Any:
         by(g, "gloo")
         with pytest.raises(GroupError, match=r"allreduce by gloo has failed at rank \d: "):
-            g.allreduce(torch.zeros(3, dtype=torch.uint32))  # a type that gloo has not
+            g.allreduce(torch.zeros(3, dtype=torch.uint32))  # a type that gloo lacks
         before = g.allreduce(torch.ones(3)).tolist()
         if g.rank == 1:
             in_place_of(g, Noted(fail))
@@ -235,7 +238,7 @@ def test_what_a_backend_fails_by_is_told_on_all_and_the_group_goes_on(run: Any) 
     assert run(3, body) == [([3.0] * 3, [3.0] * 3)] * 3
 
 
-def test_who_fails_while_others_are_on_their_way_is_heard_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_during_connect_raises_on_all_members(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = threading.Event()
 
     def make(*_: Any) -> None:
@@ -258,7 +261,7 @@ def test_who_fails_while_others_are_on_their_way_is_heard_by_them(monkeypatch: p
 
 
 def dies_in(g: Any, step: str, victim: int) -> None:
-    """The victim dies when it comes to this step of its backend's next operation."""
+    """Kill the victim at this step of its backend's next operation."""
     by(g, "gloo")
     if step != "_connect":
         g.allreduce(torch.ones(3))
@@ -269,7 +272,7 @@ def dies_in(g: Any, step: str, victim: int) -> None:
 
 
 @pytest.mark.parametrize("step", ["_connect", "_finish"])
-def test_a_death_in_a_backend_is_told_by_all(step: str) -> None:
+def test_death_in_backend_raises_on_all_members(step: str) -> None:
     def body(g: Any) -> Any:
         dies_in(g, step, 1)
         with pytest.raises(MemberDied) as died:
@@ -282,8 +285,8 @@ def test_a_death_in_a_backend_is_told_by_all(step: str) -> None:
     assert found == dict.fromkeys((0, 2), ((1,), "allreduce", [2.0, 2.0]))
 
 
-def test_who_gives_up_in_a_backend_is_missed_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Ctrl-C: its connections stay, so the backends of the others notice nothing."""
+def test_interrupted_member_in_backend_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C interrupts it. Its connections stay, so the backends of the others notice nothing."""
     monkeypatch.setattr(torch_algorithms, "GRACE", 0.05)
     read, write = os.pipe()
 
@@ -308,7 +311,7 @@ def test_who_gives_up_in_a_backend_is_missed_by_the_others(monkeypatch: pytest.M
     os.close(write)
 
 
-def test_a_time_out_ends_it_if_one_is_given() -> None:
+def test_timeout_ends_a_backend_operation() -> None:
     read, write = os.pipe()
 
     def body(g: Any) -> Any:
@@ -319,7 +322,7 @@ def test_a_time_out_ends_it_if_one_is_given() -> None:
             with pytest.raises(GroupError):
                 g.allreduce(torch.ones(3))
             return None
-        with pytest.raises(TimeoutError, match="allreduce of a group of 2 was not done in time: rank 1 "):
+        with pytest.raises(TimeoutError, match="allreduce of a group of 2 timed out: rank 1 "):
             g.allreduce(torch.ones(3), timeout=0.1)
         os.write(write, b"!")
         return None
@@ -329,7 +332,7 @@ def test_a_time_out_ends_it_if_one_is_given() -> None:
     os.close(write)
 
 
-def test_a_death_on_another_host_is_told_by_all() -> None:
+def test_death_in_backend_on_another_host_raises() -> None:
     from test_linked_groups import OverHosts
 
     def body(g: Any) -> Any:
@@ -341,7 +344,7 @@ def test_a_death_on_another_host_is_told_by_all() -> None:
     assert OverHosts("aabb", body).results(3) == dict.fromkeys((0, 1, 2), (3,))
 
 
-def test_what_can_not_be_chosen_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_algorithm_raises_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (g,) = collective.members(1)
@@ -352,7 +355,7 @@ def test_what_can_not_be_chosen_is_said_with_the_remedy(monkeypatch: pytest.Monk
             g.set_algorithm("allreduce", "mpi")
         with pytest.raises(ValueError, match=r"nccl .* needs a CUDA device .*; choose another one"):
             g.set_algorithm("allreduce", "nccl")
-        with pytest.raises(ValueError, match="barrier has no other algorithm, not 'gloo'"):
+        with pytest.raises(ValueError, match="barrier: name must be None, got 'gloo'"):
             g.set_algorithm("barrier", "gloo")
         assert "exchange" in g.explain("allreduce", torch.ones(1))
         g.set_algorithm("allreduce", "gloo")
@@ -362,12 +365,12 @@ def test_what_can_not_be_chosen_is_said_with_the_remedy(monkeypatch: pytest.Monk
         )
         assert "serialize" in g.explain("allreduce", 1)
         g.set_algorithm("allreduce", None)
-        with pytest.raises(TypeError, match=r"allreduce takes .*, not float32\[2\] on meta: it has no"):
+        with pytest.raises(TypeError, match=r"allreduce: x must be .*, got float32\[2\] on meta; it has no"):
             g.allreduce(torch.ones(2, device="meta"))
 
 
-def test_a_device_has_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is taken without being chosen, and not for what lies in this machine's memory."""
+def test_device_tensors_use_the_backend_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is used without being selected, but not for tensors in this machine's memory."""
     made: list[Noted] = []
 
     def make(*_: Any) -> Noted:
@@ -399,7 +402,7 @@ def test_a_device_has_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Mpi(Noted):
-    """As where mpirun has started one process."""
+    """A backend like that of an mpirun with one process."""
 
     def rank(self) -> int:
         return 0
@@ -408,7 +411,7 @@ class Mpi(Noted):
         return 1
 
 
-def test_mpi_is_for_all_that_mpirun_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_requires_all_processes_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Mpi()
     monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
     monkeypatch.setattr(dist, "ProcessGroupMPI", SimpleNamespace(create=lambda ranks: made), raising=False)
@@ -420,7 +423,9 @@ def test_mpi_is_for_all_that_mpirun_has_started(monkeypatch: pytest.MonkeyPatch)
 
     def body(g: Any) -> None:
         g.set_algorithm("allreduce", "mpi")
-        with pytest.raises(GroupError, match="mpi joins all processes that mpirun has started"):
+        with pytest.raises(
+            GroupError, match="mpi: the group must have all processes that mpirun has started"
+        ):
             g.allreduce(torch.ones(3))
 
     raised(in_threads(2, body))
@@ -436,8 +441,8 @@ def nccl_results(g: Any) -> Any:
 
 
 @needs_cuda
-def test_nccl_gives_what_our_own_ways_give() -> None:
-    """Of CUDA tensors, with a device for each member."""
+def test_nccl_matches_native_algorithms() -> None:
+    """Each member has a CUDA device."""
     size = min(DEVICES, 3)
     found = Processes(size, nccl_results, method="spawn").results(size)
     if size == 1:
@@ -458,5 +463,5 @@ def die_in_nccl(g: Any) -> Any:
 
 @needs_cuda
 @pytest.mark.skipif(DEVICES < 2, reason="one CUDA device: a death in NCCL needs two")
-def test_a_death_in_nccl_is_told() -> None:
+def test_death_in_nccl_raises() -> None:
     assert Processes(2, die_in_nccl, method="spawn").results(1) == {0: (1,)}

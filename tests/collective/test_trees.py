@@ -1,4 +1,4 @@
-"""Trees over the hosts of a group: how they grow from measured times, and what goes along them."""
+"""Trees over the hosts of a group: how measured times determine them, and the data that follows them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flowchan.transport.tcp import dial
 
 NEAR, FAR = Times(3e-5, 2e-4), Times(1e-2, 2e-4)
 EMPTY = 20 * HEADER.size
-"""More than the messages of these tests have when they bring nothing."""
+"""More bytes than the messages without data in these tests."""
 
 
 def all_alike(hosts: int, times: Times) -> Table:
@@ -41,7 +41,7 @@ def depth(tree: Tree, host: int) -> int:
 
 
 @given(st.data(), st.integers(2, 9), st.booleans())
-def test_a_tree_joins_all_hosts_to_its_root(data: Any, hosts: int, small: bool) -> None:
+def test_tree_connects_all_hosts_to_its_root(data: Any, hosts: int, small: bool) -> None:
     seconds = st.floats(1e-6, 10)
     table = {pair: Times(data.draw(seconds), data.draw(seconds)) for pair in all_alike(hosts, NEAR)}
     root = data.draw(st.integers(0, hosts - 1))
@@ -52,19 +52,19 @@ def test_a_tree_joins_all_hosts_to_its_root(data: Any, hosts: int, small: bool) 
         assert sorted(children) == [child for child in sorted(tree.parent) if tree.parent[child] == host]
 
 
-def test_where_sending_takes_the_time_each_that_has_it_sends_on() -> None:
-    """A binomial tree: with each round twice as many have it."""
+def test_tree_is_binomial_if_sending_dominates() -> None:
+    """The number of hosts with the data doubles in each round."""
     tree = grown(8, 0, all_alike(8, Times(1e-6, 1e-2)))
     assert Counter(depth(tree, host) for host in range(8)) == {0: 1, 1: 3, 2: 3, 3: 1}
 
 
-def test_where_the_way_takes_the_time_the_root_sends_to_all() -> None:
+def test_tree_is_a_star_if_delay_dominates() -> None:
     assert grown(8, 2, all_alike(8, FAR)).children[2] == [0, 1, 3, 4, 5, 6, 7]
     assert grown(8, 2, all_alike(8, NEAR), small=True).children[2] == [0, 1, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("small", [False, True])
-def test_a_link_that_is_much_slower_than_others_is_left_out(small: bool) -> None:
+def test_tree_avoids_a_slow_connection(small: bool) -> None:
     for slow in itertools.combinations(range(5), 2):
         table = all_alike(5, NEAR) | {slow: Times(1e-2, 1e-1)}
         for root in range(5):
@@ -72,7 +72,7 @@ def test_a_link_that_is_much_slower_than_others_is_left_out(small: bool) -> None
             assert not {(host, other) for host, other in parent.items() if {host, other} == set(slow)}
 
 
-def test_two_sites_are_joined_by_one_connection() -> None:
+def test_tree_joins_two_sites_by_one_connection() -> None:
     site = "aabba"
     between = Times(FAR.delay, 1.0)
     table = {pair: NEAR if site[pair[0]] == site[pair[1]] else between for pair in all_alike(5, NEAR)}
@@ -81,7 +81,7 @@ def test_two_sites_are_joined_by_one_connection() -> None:
         assert sum(site[host] != site[other] for host, other in parent.items()) == 1
 
 
-def test_noise_makes_no_detours() -> None:
+def test_noise_does_not_change_the_tree() -> None:
     chance = np.random.default_rng(1)
     plain = grown(8, 0, all_alike(8, NEAR))
     for _ in range(50):
@@ -93,10 +93,11 @@ def test_noise_makes_no_detours() -> None:
 
 
 @pytest.mark.parametrize("hosts", range(2, 10))
-def test_to_measure_each_two_meet_once_and_nobody_two_at_a_time(hosts: int) -> None:
+def test_measurements_pair_all_hosts_once(hosts: int) -> None:
     lists = [list(meetings(hosts, host)) for host in range(hosts)]
     assert all(sorted(met) == [x for x in range(hosts) if x != host] for host, met in enumerate(lists))
-    while any(lists):  # whoever is next on both sides meets; if there are none, all would wait for ever
+    # a pair meets if each is the next of the other; without such a pair all would wait forever
+    while any(lists):
         pairs = {tuple(sorted((host, met[0]))) for host, met in enumerate(lists) if met}
         meeting = [(low, high) for low, high in pairs if lists[low][0] == high and lists[high][0] == low]
         assert meeting
@@ -105,7 +106,7 @@ def test_to_measure_each_two_meet_once_and_nobody_two_at_a_time(hosts: int) -> N
 
 
 def joined(hosts: int, slow: tuple[int, int] = (-1, -1), wire: Wire | None = None) -> list[Links]:
-    """The leaders of so many hosts; two of them are connected over the wire."""
+    """Connect the leaders of ``hosts`` hosts; two of them over ``wire``."""
     sockets: list[dict[int, socket.socket]] = [{} for _ in range(hosts)]
     for low, high in itertools.combinations(range(hosts), 2):
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -141,10 +142,10 @@ def links() -> Iterator[list[Links]]:
     wire.close()
 
 
-def test_what_is_measured_keeps_large_messages_off_a_slow_connection(links: list[Links]) -> None:
+def test_large_messages_avoid_a_slow_connection(links: list[Links]) -> None:
     at_all(links, lambda one: one.measure(None))
     grown_trees = at_all(links, lambda one: [one.tree(root) for root in range(4)])
-    assert all(one == grown_trees[0] for one in grown_trees)  # the same on all
+    assert all(one == grown_trees[0] for one in grown_trees)  # equal on all leaders
     for tree in grown_trees[0]:
         assert not {pair for pair in tree.parent.items() if set(pair) == {0, 3}}
     slow, quick = links[0].edges[3], links[0].edges[1]
@@ -167,8 +168,8 @@ def test_what_is_measured_keeps_large_messages_off_a_slow_connection(links: list
     assert links[0].edges[3].sent + links[0].edges[3].received < EMPTY
 
 
-def test_the_delay_to_a_host_that_begins_late_is_measured_whole() -> None:
-    """Of what it exchanges with the other every second message has come already."""
+def test_delay_to_late_host_is_measured_fully() -> None:
+    """The data of every second exchange with the other host has already arrived."""
     delay = 0.03
     wire = Wire(delay)
     links = joined(2, (0, 1), wire)
@@ -183,8 +184,8 @@ def test_the_delay_to_a_host_that_begins_late_is_measured_whole() -> None:
     wire.close()
 
 
-def test_what_comes_is_passed_on_before_all_of_it_has_come() -> None:
-    """The middle of a chain has its message's beginning out while its end is still to come."""
+def test_data_is_forwarded_while_it_arrives() -> None:
+    """The middle of a chain forwards the begin of a message before its end arrives."""
     table = {(0, 1): NEAR, (1, 2): NEAR, (0, 2): Times(10, 10)}
     links = joined(3)
     call, size = ("broadcast", 2, 0), 30_000_000
@@ -208,7 +209,7 @@ def test_what_comes_is_passed_on_before_all_of_it_has_come() -> None:
 
 
 class Willing(socket.socket):
-    """Takes at once all that it is given, as a connection with much room does."""
+    """A connection that accepts all bytes at once, like one with a large buffer."""
 
     def sendmsg(self, parts: Iterable[Any], *_: Any) -> int:
         data = b"".join(parts)
@@ -218,7 +219,7 @@ class Willing(socket.socket):
         return len(data)
 
 
-def test_what_several_have_comes_whole_however_much_a_connection_takes_at_once() -> None:
+def test_gathered_data_is_complete_for_any_write_size() -> None:
     links, call, sizes = (
         joined(3),
         ("allreduce_with", 12, 0),
@@ -239,7 +240,7 @@ SLOW = (0, 3)
 
 @pytest.fixture
 def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups that find that connection slow."""
+    """Make groups measure this connection as slow."""
 
     def measure(links: Links, timeout: float | None) -> None:
         hosts = len(links.sockets) + 1
@@ -249,7 +250,7 @@ def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("uneven")
-def test_the_tree_is_shown_where_it_is_known() -> None:
+def test_explain_shows_the_tree_on_leaders() -> None:
     def body(g: Any) -> Any:
         return g.explain("broadcast", np.ones(10)), g.explain("allreduce_with")
 
@@ -260,7 +261,7 @@ def test_the_tree_is_shown_where_it_is_known() -> None:
 
 
 @pytest.mark.usefixtures("uneven")
-def test_functions_and_broadcasts_leave_out_a_slow_connection_and_give_the_same() -> None:
+def test_operations_along_trees_avoid_a_slow_connection() -> None:
     def body(g: Any) -> Any:
         texts = g.allreduce_with({"x": f"{g.rank}{'.' * 100_000}"}, lambda a, b: f"({a[:9]}{b[:9]})")
         rests = list(g.join(max)) if g.rank == 2 else g.allreduce_with(g.rank, max)
@@ -283,12 +284,12 @@ def test_functions_and_broadcasts_leave_out_a_slow_connection_and_give_the_same(
         assert arrays == [0, 1, 2, 3, 4]
         assert lists == ([100_000 + one for one in range(5)] if rank == 3 else None)
         assert moved < 2 * EMPTY
-    assert found[0][0].startswith("((((0")  # in the order of the ranks, one after the other
+    assert found[0][0].startswith("((((0")  # in rank order, one after the other
 
 
 @pytest.mark.usefixtures("uneven")
 @pytest.mark.parametrize("victim", range(8))
-def test_a_death_of_whoever_passes_on_is_told_to_all(victim: int) -> None:
+def test_death_of_a_forwarding_host_raises_on_all(victim: int) -> None:
     def work(g: Any) -> None:
         for number in itertools.count():
             if (g.rank, number) == (victim, 3):
@@ -307,7 +308,7 @@ def test_a_death_of_whoever_passes_on_is_told_to_all(victim: int) -> None:
 
 
 @pytest.mark.usefixtures("uneven")
-def test_what_a_function_raises_and_calls_that_differ_are_told_to_all_and_the_group_goes_on() -> None:
+def test_errors_along_trees_raise_on_all_members() -> None:
     def fails(a: Any, b: Any) -> Any:
         raise LookupError("no such thing")
 
@@ -325,10 +326,10 @@ def test_what_a_function_raises_and_calls_that_differ_are_told_to_all_and_the_gr
         assert total == (5, 5)
 
 
-def test_who_is_late_is_named_and_not_who_waits_for_it(
+def test_timeout_names_late_host_not_its_dependents(
     links: list[Links], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 2 is late; rank 1, which is to bring what it has, is not."""
+    """Rank 2 is late; rank 1, which forwards its data, is not."""
     monkeypatch.setattr(exchange, "STALLED", 0.1)
     table = {pair: Times(9.0, 9.0) for pair in all_alike(4, NEAR)} | {
         (0, 1): NEAR,

@@ -1,5 +1,8 @@
-"""Every way to do an operation gives the same, also where members may not read each other's memory; which way
-is taken is said, and can be chosen. Values of built-in types arrive as they were, without a pickle."""
+"""Every algorithm of an operation gives the same result, even without direct reads.
+
+``explain`` reports the algorithm, and ``set_algorithm`` selects one. Built-in types arrive unchanged without
+a pickle.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ WAYS = {
 
 
 def moved(g: Any, length: int) -> list[Any]:
-    """What operations that move arrays of so many elements give."""
+    """Return the results of the operations that move arrays of ``length`` elements."""
     mine = np.arange(length) + g.rank
     first = g.broadcast(mine.copy(), root=1)
     rooms = [np.empty(length * (rank + 1), int) for rank in range(g.size)]
@@ -51,7 +54,7 @@ def right(rank: int, size: int, length: int) -> list[Any]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("run", [in_threads, in_processes], ids=["threads", "processes"])
 @pytest.mark.parametrize("operation", WAYS)
-def test_each_way_gives_the_same(run: Any, operation: str) -> None:
+def test_each_algorithm_gives_the_same_result(run: Any, operation: str) -> None:
     def body(g: Any, way: str | None) -> list[bytes]:
         g.set_algorithm(operation, way)
         found = []
@@ -67,8 +70,8 @@ def test_each_way_gives_the_same(run: Any, operation: str) -> None:
 
 
 @pytest.mark.parametrize(("way", "times"), [("direct", 1), (None, 40)])
-def test_who_may_not_read_the_others_memory_gets_all_the_same(way: str | None, times: int) -> None:
-    """As where a sandbox or Yama forbids it. It is tried once: when it is chosen, or when its turn comes."""
+def test_results_are_equal_without_direct_reads(way: str | None, times: int) -> None:
+    """Sandboxes and Yama may forbid direct reads. One is tried once: when selected, or in its first trial."""
     if os.getuid():
         pytest.skip("only root can become somebody whose memory others may not read")
 
@@ -91,7 +94,7 @@ def test_who_may_not_read_the_others_memory_gets_all_the_same(way: str | None, t
         assert "chunks" in after
 
 
-def test_large_arrays_of_some_and_small_ones_of_others_go_together() -> None:
+def test_large_and_small_arrays_are_gathered_together() -> None:
     def body(g: Any) -> Any:
         sizes = [LARGE, 3, 70_000, 0]
         rooms = [np.empty(size) for size in sizes]
@@ -105,9 +108,9 @@ def test_large_arrays_of_some_and_small_ones_of_others_go_together() -> None:
 
 
 @pytest.mark.parametrize("way", [None, *WAYS["alltoall"]])
-def test_an_alltoall_may_fill_what_it_sends(way: str | None) -> None:
-    """Each array in its own place; and, as parts of one array whose sizes differ, in those of others. Members
-    whose arrays are large go together with some whose are small."""
+def test_alltoall_can_receive_into_its_input(way: str | None) -> None:
+    """Each array is received in its own place; or parts of one array with different sizes in other places.
+    Large and small arrays are mixed."""
 
     def body(g: Any) -> None:
         g.set_algorithm("alltoall", way)
@@ -130,7 +133,7 @@ def test_an_alltoall_may_fill_what_it_sends(way: str | None) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("way", [None, *WAYS["alltoall"]])
 @pytest.mark.parametrize("others", [0, 5, 6000])
-def test_in_an_alltoall_the_part_for_oneself_may_be_much_larger(way: str | None, others: int) -> None:
+def test_alltoall_accepts_a_large_part_for_itself(way: str | None, others: int) -> None:
     def body(g: Any) -> None:
         g.set_algorithm("alltoall", way)
         for _ in range(3):
@@ -148,15 +151,15 @@ QUICKEST = re.compile(_MANNER + ": .*, as measured: (.*); shared")
 
 
 @pytest.mark.parametrize("operation", ["allreduce", "reduce_scatter", "broadcast"])
-def test_the_quickest_way_is_found_and_all_take_it(run_on_one_host: Any, operation: str) -> None:
-    """By figures that all of them say alike."""
+def test_fastest_plan_is_found_and_used_by_all(run_on_one_host: Any, operation: str) -> None:
+    """All members report the same times."""
 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
         before = g.explain(operation, x)
-        for _ in range(80):  # some in each way
+        for _ in range(80):  # some with each plan
             g.reduce_scatter(x) if operation == "reduce_scatter" else getattr(g, operation)(x)
-        for _ in range(2):  # with the first one rank 0 hears of the last operation
+        for _ in range(2):  # rank 0 learns the times of the last operation with the first one
             g.barrier()
         found = g.explain(operation, x)
         g.barrier()
@@ -175,7 +178,7 @@ def test_the_quickest_way_is_found_and_all_take_it(run_on_one_host: Any, operati
 @pytest.mark.each_value
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="who has one core does not try two threads")
 @pytest.mark.parametrize("operation", ["broadcast", "allgather", "alltoall"])
-def test_what_two_threads_read_is_whole(run_on_one_host: Any, operation: str) -> None:
+def test_direct_read_by_two_threads_is_complete(run_on_one_host: Any, operation: str) -> None:
     def given(rank: int, turn: int) -> Any:
         return np.arange(LARGE + 77 * rank) + 10 * turn + rank
 
@@ -196,7 +199,7 @@ def test_what_two_threads_read_is_whole(run_on_one_host: Any, operation: str) ->
     assert "direct by two threads" in run_on_one_host(2, body)[0]
 
 
-def test_what_was_chosen_is_taken_in_its_quickest_manner(run_on_one_host: Any) -> None:
+def test_chosen_algorithm_uses_its_fastest_plan(run_on_one_host: Any) -> None:
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
         for way in ("exchange", "slices"):
@@ -209,7 +212,7 @@ def test_what_was_chosen_is_taken_in_its_quickest_manner(run_on_one_host: Any) -
     run_on_one_host(3, body)
 
 
-def test_where_direct_reads_fail_the_quickest_of_the_other_manners_is_found() -> None:
+def test_fastest_other_plan_is_found_without_direct_reads() -> None:
     if os.getuid():
         pytest.skip("only root can become somebody whose memory others may not read")
 
@@ -227,8 +230,8 @@ def test_where_direct_reads_fail_the_quickest_of_the_other_manners_is_found() ->
         assert "as measured: " in said
 
 
-def test_an_operation_before_one_that_fails_is_not_taken_for_quick(run_on_one_host: Any) -> None:
-    """How long it took is said in the next one that all call alike, where by then another one has been."""
+def test_time_before_a_failed_operation_is_not_counted(run_on_one_host: Any) -> None:
+    """Its time is published in the next matching call, which follows another operation."""
 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
@@ -242,7 +245,7 @@ def test_an_operation_before_one_that_fails_is_not_taken_for_quick(run_on_one_ho
     run_on_one_host(3, body)
 
 
-def test_members_that_come_late_take_the_same_ways(run_on_one_host: Any) -> None:
+def test_late_members_use_the_same_plans(run_on_one_host: Any) -> None:
     def body(g: Any) -> None:
         sizes, mine = random.Random(1), random.Random(g.rank)
         for turn in range(300):
@@ -254,7 +257,7 @@ def test_members_that_come_late_take_the_same_ways(run_on_one_host: Any) -> None
     run_on_one_host(3, body)
 
 
-def test_ways_that_differ_do_not_match() -> None:
+def test_different_algorithms_do_not_match() -> None:
     def body(g: Any) -> Any:
         if g.rank:
             g.set_algorithm("allreduce", "slices")
@@ -266,7 +269,7 @@ def test_ways_that_differ_do_not_match() -> None:
     assert in_threads(2, body) == [2, 2]
 
 
-def test_what_has_been_found_is_known_to_all_also_after_ways_that_differ(run_on_one_host: Any) -> None:
+def test_plans_are_known_to_all_after_a_mismatch(run_on_one_host: Any) -> None:
     def body(g: Any) -> None:
         lengths = (5_000, 30_000, 300_000, 700_000)
         for turn in range(120):
@@ -285,14 +288,16 @@ def test_what_has_been_found_is_known_to_all_also_after_ways_that_differ(run_on_
         run_on_one_host(size, body)
 
 
-def test_what_can_be_chosen_is_said() -> None:
+def test_set_algorithm_names_allowed_algorithms() -> None:
     (g,) = collective.members(1)
-    with pytest.raises(ValueError, match=r"allreduce has 'exchange' or 'slices' or .*, not 'direct'"):
+    with pytest.raises(
+        ValueError, match=r"allreduce: name must be 'exchange' or 'slices' or .*, got 'direct'"
+    ):
         g.set_algorithm("allreduce", "direct")
     g.set_algorithm("reduce_scatter", "chunks")
-    with pytest.raises(ValueError, match=r"reduce_scatter has 'chunks' or .*, not 'slices'"):
+    with pytest.raises(ValueError, match=r"reduce_scatter: name must be 'chunks' or .*, got 'slices'"):
         g.set_algorithm("reduce_scatter", "slices")
-    with pytest.raises(ValueError, match="barrier has no other algorithm, not 'direct'"):
+    with pytest.raises(ValueError, match="barrier: name must be None, got 'direct'"):
         g.set_algorithm("barrier", "direct")
     with pytest.raises(ValueError, match="operation must be one of barrier"):
         g.set_algorithm("sum", None)
@@ -301,8 +306,8 @@ def test_what_can_be_chosen_is_said() -> None:
     g.close()
 
 
-def test_gathers_go_on_while_their_caller_does_something_else() -> None:
-    """Of sizes that nobody knows before, and of values."""
+def test_gathers_run_while_their_caller_works() -> None:
+    """The arrays have unknown sizes, or the inputs are values."""
 
     def body(g: Any) -> Any:
         handles = [
@@ -341,22 +346,23 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("value", PLAIN + OTHERS, ids=range(len(PLAIN + OTHERS)))
-def test_values_arrive_as_they_were(value: Any) -> None:
+def test_values_arrive_unchanged(value: Any) -> None:
     for found in (loads(dumps(value)), *in_threads(2, lambda g: g.allgather(value)[1 - g.rank])):
         assert found == value
         assert repr(found) == repr(value)
         assert type(found) is type(value)
 
 
-def test_only_values_of_built_in_types_are_written_without_a_pickle() -> None:
-    """And no very large ones. Without a GIL no list and no dictionary, which others may change meanwhile."""
+def test_only_built_in_types_avoid_pickle() -> None:
+    """Very large values are pickled. Without a GIL, so are lists and dictionaries, because other threads may
+    change them."""
     fixed = [value for value in PLAIN if not isinstance(value, list | dict)]
     without_gil = sysconfig.get_config_var("Py_GIL_DISABLED")
     assert {dumps(value)[-1:] for value in (fixed if without_gil else PLAIN)} == {b"\2"}
     assert b"\2" not in {dumps(value)[-1:] for value in OTHERS}
 
 
-def test_what_is_in_a_value_twice_stays_one() -> None:
+def test_shared_object_in_a_value_stays_shared() -> None:
     twice = loads(dumps([SHARED, {"again": SHARED}, (SHARED,)]))
     assert twice[0] is twice[1]["again"] is twice[2][0]
     inside = ([1],)
@@ -366,7 +372,7 @@ def test_what_is_in_a_value_twice_stays_one() -> None:
     assert loop[0] is loop
 
 
-def test_plain_and_other_values_go_together() -> None:
+def test_plain_and_pickled_values_are_gathered_together() -> None:
     def body(g: Any) -> Any:
         return g.allgather([1, "plain"] if g.rank else {2.5j})
 

@@ -1,5 +1,7 @@
-"""One rank of a program on torch.distributed: every case by the backend that is named, and what came out of
-it as text. Arguments: backend, or "over hosts", rank, size, a file for the store."""
+"""One rank of a program on torch.distributed: it runs every case by the named backend and prints the results.
+
+Arguments: backend or "over hosts", rank, size, a file for the store.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ import flowchan.collective.torch.backend  # noqa: F401
 from flowchan.collective.rendezvous import forming
 
 Case = Callable[[], Any]
-FOLDER: list[str] = []  # the path that checkpoints' folders begin with
+FOLDER: list[str] = []  # prefix of the folders for checkpoints
 CASES: dict[str, Case] = {}
 LACKS = "this backend lacks it"
 
@@ -73,7 +75,7 @@ def broadcast_and_reduce() -> Any:
 @case
 def all_gather() -> Any:
     parts = [mine_of(r, 10 + r) for r in range(size())]
-    if dist.get_backend() != "gloo":  # which has no uneven one
+    if dist.get_backend() != "gloo":  # gloo lacks the uneven one
         parts = [torch.empty(10 + r) for r in range(size())]
         dist.all_gather(parts, mine(10 + rank()))
     whole = torch.empty(size() * 100_000)
@@ -83,7 +85,7 @@ def all_gather() -> Any:
 
 @case
 def coalesced() -> Any:
-    """As many tensors as ranks, so that they could be taken for these."""
+    """Use as many tensors as ranks, so that a mix-up would show."""
     given = [mine(5, seed=number) for number in range(size())]
     found = [[torch.empty(5) for _ in given] for _ in range(size())]
     dist.all_gather_coalesced(found, given)
@@ -233,7 +235,7 @@ def ddp_join_with_uneven_inputs() -> Any:
 
 @case
 def ddp_join_divided_by_who_is_left() -> Any:
-    """For which DDP waits in C++ for what its Python has started, and dropped."""
+    """DDP waits in C++ for work that its Python code started and dropped."""
     net = DistributedDataParallel(nn.Linear(20, 5))
     with net.join(divide_by_initial_world_size=False):
         for step in range(1 + 2 * rank()):
@@ -331,12 +333,12 @@ def fsdp2_in_halves() -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-    return fsdp2(model()[::3], mp_policy=policy)  # its norm wants float32
+    return fsdp2(model()[::3], mp_policy=policy)  # its norm requires float32
 
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-CASES |= {"fsdp2": fsdp2} if VERSION >= (2, 6) else {}  # before, it wanted CUDA
-CASES |= {"fsdp2_in_halves": fsdp2_in_halves} if VERSION >= (2, 13) else {}  # whose gloo gives the mean
+CASES |= {"fsdp2": fsdp2} if VERSION >= (2, 6) else {}  # earlier versions require CUDA
+CASES |= {"fsdp2_in_halves": fsdp2_in_halves} if VERSION >= (2, 13) else {}  # its gloo gives the mean
 
 
 @case
@@ -353,7 +355,7 @@ def tensor_parallel() -> Any:
 
 @case
 def tensor_parallel_of_sequences() -> Any:
-    """What is not in a linear layer: embeddings, norms, a loss over parts of the classes; and backward."""
+    """Embeddings, norms and a loss over parts of the classes, with backward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as tp
@@ -394,7 +396,7 @@ def pipelining() -> Any:
 
 @case
 def checkpoints() -> Any:
-    """Of sharded tensors, saved at once and meanwhile, and read where they are sharded otherwise."""
+    """Save sharded tensors, synchronously and asynchronously, and load them into another sharding."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -426,7 +428,7 @@ def state_of_rank_0() -> Any:
 
 @case
 def compiled() -> Any:
-    """Traced with their collectives in the graph."""
+    """Trace the operations with their collectives in the graph."""
     group = dist.group.WORLD
 
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -454,7 +456,7 @@ def receive_from_anybody() -> Any:
 
 @case
 def receive_from_anybody_while_one_member_is_waited_for() -> Any:
-    """Each gets what has its tag, in order, whoever of the two has received it."""
+    """Each receive gets the messages with its tag in order, from whichever receive took them."""
     tags = [7, 8, 8, 7, 7, 7, 8, 7, 8, 8] * 5
     if rank():
         for number, tag in enumerate(tags):

@@ -125,22 +125,22 @@ struct Walk {
             case 4:
                 return scatter(right);
             case 5:
-                member.choose(2, Way::Direct);
+                member.choose(2, Algorithm::Direct);
                 return broadcast(right);
             case 6:
-                member.choose(6, Way::Direct);
+                member.choose(6, Algorithm::Direct);
                 return allgather(right);
             case 7:
-                member.choose(9, Way::Direct);
+                member.choose(9, Algorithm::Direct);
                 return alltoall(right);
             case 8:
-                member.choose(2, Way::Chunks);
+                member.choose(2, Algorithm::Chunks);
                 return broadcast(right);
             case 9:
-                member.choose(6, Way::Chunks);
+                member.choose(6, Algorithm::Chunks);
                 return allgather(right);
             case 10:
-                member.choose(9, Way::Chunks);
+                member.choose(9, Algorithm::Chunks);
                 return alltoall(right);
             default:
                 stop("no such operation");

@@ -1,1 +1,2 @@
-"""How processes become members of one group: each way to tell each other a few words makes it possible."""
+"""Rendezvous: the ways in which processes form a group. Each needs only the exchange of a few short
+values."""

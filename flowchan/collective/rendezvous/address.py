@@ -1,14 +1,14 @@
-"""How the members of a group meet at an address that all of them know; and how, over hosts, those that are
-left meet there again.
+"""Rendezvous of a group at an address that all members know, and of its survivors there.
 
-Then rank 0 says who is left. It listens there once more, and waits for all of whom it hears that they live:
-who comes says so of the members on its host, which their memory tells. Members of which it hears nothing it
-waits for ``REJOIN_TIMEOUT_S`` seconds, and longer while they can be dialled: they are late. Then it tells
-those who
-have come who they are, and they meet as at first. When another one dies meanwhile, they come once more.
+To shrink a group over hosts, rank 0 decides which members are left. It listens at the address again and waits
+for all members that are known to be alive. Each member that arrives reports which members of its host are
+alive, as their shared memory shows. Rank 0 waits ``REJOIN_TIMEOUT_S`` seconds for members of which it hears
+nothing, and longer if they accept connections, because then they are only late. It then sends the list of
+survivors to all that have arrived, and they meet as at first. If another member dies in the meantime, they
+arrive again.
 
-Of a network that is cut in two at most one part goes on, that with rank 0, for nobody else says who is left.
-Who can't reach it fails, and so do all when it is gone; while it only is late, they wait.
+If the network is partitioned, only the part with rank 0 continues, because only rank 0 decides. A member that
+cannot reach rank 0 fails, and all fail if rank 0 is gone. While rank 0 is only late, they wait.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ from flowchan.transport.rendezvous import Coordinator, Participant, RendezvousEn
 from flowchan.transport.tcp import Listener, dial, listen, route_to, split
 
 REJOIN_TIMEOUT_S = 10.0
-"""Seconds for which who comes waits for those that don't, until it looks whether they can be dialled at all;
-and within which all must reach each other that have come."""
+"""Seconds to wait for missing survivors before checking whether they accept connections. It also limits the
+rendezvous of those that have arrived."""
 POLL_INTERVAL_S = 0.02
 
 
 def meet_at(
     at: str, secret: bytes, rank: int, size: int, timeout: float, name: str = "", host: str | None = None
 ) -> Group:
-    """This process's member of the group of all that come to the address ``at`` with the secret. ``host``:
-    what is told of which one this is."""
+    """Return this process's member of the group that meets at the address ``at`` with the secret.
+
+    ``host`` identifies the host (default: detected).
+    """
     where, _ = split(at)
     left = countdown(timeout)
     try:
@@ -52,7 +54,7 @@ def meet_at(
                     coordinator.assemble(door.accept)
                 met = meet_by(coordinator.gather, 0, Way(secret, where), left() or 0.0, name, host)
         else:
-            why = f"rank {rank} of {size} has waited in vain for rank 0"
+            why = f"rank {rank} of {size} timed out: rank 0 has not answered"
             try:
                 sock, _ = reach(at, secret, {"rank": rank, "size": size}, why=why, within=timeout, tls=False)
             except unless_interrupted(OSError) as error:
@@ -68,7 +70,8 @@ def meet_at(
 
 @dataclass(frozen=True)
 class Place:
-    """Where a group has met. ``number``: of those before it, each made of what was left of the one before."""
+    """The place where a group has met. ``number`` counts the earlier groups, each made of the survivors of
+    the one before."""
 
     at: str
     secret: bytes = field(repr=False)
@@ -76,15 +79,16 @@ class Place:
     number: int = 0
 
     def of(self, group: Group) -> Group:
-        """The same group, which can meet there again."""
+        """Let the survivors of ``group`` meet here again, and return the group."""
         if isinstance(group, LinkedGroup):
             group._meet_again = self._meet_again
         return group
 
     def _meet_again(self, old: LinkedGroup, name: str, give_up: float) -> Group:
-        """The group of those that are left of ``old``, which has been given up."""
+        """Return the group of the survivors of ``old``, which no longer works."""
         number = self.number + 1
-        secret = hmac.digest(self.secret, f"again {number}".encode(), "sha256")  # nobody of another one comes
+        # members of another rendezvous are rejected
+        secret = hmac.digest(self.secret, f"again {number}".encode(), "sha256")
         meet = _lead if old.rank == 0 else _follow
         for _ in range(old.size):
             try:
@@ -93,15 +97,15 @@ class Place:
                     return replace(self, number=number).of(met)
             except (RendezvousEnded, MemberDied):
                 continue
-            except TimeoutError as error:  # one that had come is late
+            except TimeoutError as error:  # a member that had arrived is late
                 if is_interrupt(error) or time.monotonic() >= give_up:
                     raise
         raise GroupError(
-            f"{old!r} can't be shrunk: again and again one of those that are left ended; {REMEDY}"
+            f"{old!r} cannot be shrunk: a survivor died in each of {old.size} attempts; {REMEDY}"
         )
 
 
-REMEDY = "make a new group, or run a graph, whose gangs begin again by themselves"
+REMEDY = "make a new group, or run a graph with an elastic gang"
 
 
 def _lead(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: float) -> Group:
@@ -126,13 +130,13 @@ def _listener(old: LinkedGroup, at: str) -> Listener:
     try:
         return listen(at)
     except OSError as error:
-        raise GroupError(f"{old!r} can't be shrunk: {error}; {REMEDY}") from None
+        raise GroupError(f"{old!r} cannot be shrunk: {error}; {REMEDY}") from None
 
 
 def _let_in(
     old: LinkedGroup, door: AuthenticatedListener, came: dict[int, socket.socket], give_up: float
 ) -> None:
-    """Until all have come that may be left."""
+    """Accept members until all that may be left have arrived."""
     alive: dict[int, list[int]] = {}
     patient = time.monotonic() + REJOIN_TIMEOUT_S
     while True:
@@ -147,22 +151,24 @@ def _let_in(
                 return
             patient = time.monotonic() + REJOIN_TIMEOUT_S
         if (left := give_up - time.monotonic()) <= 0:
-            late = sorted(expected - came.keys()) or "all of other hosts"
-            raise TimeoutError(f"shrink of {old._title()} was not done in time: {late} have not come")
+            late = sorted(expected - came.keys()) or "the members of other hosts"
+            raise TimeoutError(f"shrink of {old._title()} timed out: {late} have not arrived")
         try:
             sock, hello = door.accept(min(POLL_INTERVAL_S, left))
         except unless_interrupted(TimeoutError):
             continue
         rank = hello["rank"]
         if rank in came:
-            came[rank].close()  # it comes once more
+            came[rank].close()  # it has arrived again
         came[rank] = sock
         alive[old._host_of(rank)] = hello["alive"]
 
 
 def _is_late(old: LinkedGroup, ranks: list[int], give_up: float) -> bool:
-    """Whether one of these, all on one host, still listens as a member of the old group: so it lives, and has
-    not come. Where one does not answer at all, none does."""
+    """Return whether one of these members, all on one host, still listens as a member of the old group.
+
+    Then it is alive but has not arrived. If a connection attempt times out, the whole host does not answer.
+    """
     for rank in ranks:
         try:
             dial(old._remote.addresses[rank], max(0.0, min(1.0, give_up - time.monotonic()))).close()
@@ -174,13 +180,13 @@ def _is_late(old: LinkedGroup, ranks: list[int], give_up: float) -> bool:
 
 
 def _rejoin_timeout(give_up: float) -> float:
-    """Seconds for a part of it in which nobody is late any more."""
+    """Return the seconds for a step in which all members take part at once."""
     return max(0.0, min(REJOIN_TIMEOUT_S, give_up - time.monotonic()))
 
 
 def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: float) -> Group:
     hello = {"rank": old.rank, "alive": old._alive_here()}
-    why = f"rank {old.rank} can't go on in a smaller group: rank 0, which says who is left, can't be reached"
+    why = f"rank {old.rank} cannot join the smaller group: rank 0, which decides who is left, is out of reach"
     while True:
         within = _rejoin_timeout(give_up)
         try:
@@ -189,16 +195,16 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
         except unless_interrupted(OSError) as error:
             late = _is_late(old, [0], give_up)
             if time.monotonic() > give_up:
-                raise TimeoutError(f"shrink of {old._title()} was not done in time: {error}") from None
+                raise TimeoutError(f"shrink of {old._title()} timed out: {error}") from None
             if not late:
                 raise GroupError(f"{error}; {REMEDY}") from None
     with contextlib.closing(Participant(sock, "rank 0")) as participant:
-        # Rank 0 waits for who is late, however long; when it dies, the connection ends.
+        # Rank 0 waits for late members without a limit; if it dies, the connection ends.
         sock.settimeout(None if give_up == math.inf else max(0.001, give_up - time.monotonic()))
         try:
             left = participant.hear()
         except unless_interrupted(TimeoutError) as error:
-            raise TimeoutError(f"shrink of {old._title()} was not done in time: {error}") from None
+            raise TimeoutError(f"shrink of {old._title()} timed out: {error}") from None
         within = _rejoin_timeout(give_up)
         sock.settimeout(max(0.001, min(2 * REJOIN_TIMEOUT_S, give_up - time.monotonic())))
         way = Way(secret, route_to(split(place.at)[0]))

@@ -1,8 +1,8 @@
-"""How processes on several hosts become members of one group.
+"""Formation of a group by processes on several hosts.
 
-They need a way to tell each other a few words beforehand, which may be any: :data:`Gather`. Those that
-can open the same memory, as :func:`this_host` says, share it. Each part's leader connects to those of the
-other parts.
+The processes need a way to exchange a few short values: a :data:`Gather` function. Those that can open the
+same memory, as :func:`this_host` tells, share it. The leader of each host connects to the leaders of the
+other hosts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ WITHIN = 60.0
 def meet_by(
     gather: Gather, rank: int, way: Way, timeout: float, name: str = "", host: str | None = None
 ) -> Group:
-    """Return the member of the group of all that ``gather``. ``host``: which one it is on."""
+    """Return the member of the group of all processes that ``gather`` connects. ``host`` identifies this
+    host."""
     left = countdown(timeout)
     by_host: dict[str, list[int]] = {}
     for other, place in enumerate(gather(host or this_host())):
@@ -48,8 +49,10 @@ def linked(
     left: Left,
     name: str,
 ) -> Group:
-    """A group of these parts; of one, that part. Who does not connect within ``WITHIN`` seconds is late, also
-    where there is no limit."""
+    """Return a group of these parts; a single part is returned unchanged.
+
+    Without a time limit, members must still connect within ``WITHIN`` seconds.
+    """
     if len(hosts) == 1:
         gather(None)
         return node
@@ -76,7 +79,7 @@ def linked(
 
 
 def connect(remote: RemotePeers, hosts: list[list[int]], host: int, timeout: float) -> Links:
-    """A leader dials those of the hosts before its own, and lets in those of the hosts behind."""
+    """Connect a leader to those of all other hosts: dial the earlier hosts, and accept the later ones."""
     give_up = time.monotonic() + timeout
     with contextlib.ExitStack() as stack:
         sockets = {}
@@ -95,7 +98,7 @@ def connect(remote: RemotePeers, hosts: list[list[int]], host: int, timeout: flo
 def within(
     whole: LinkedGroup, part: SharedGroup | None, key: Any, way: Way, name: str, left: Left
 ) -> Group | None:
-    """The group of all members of ``whole`` that have an equal key. ``part``: those of this host."""
+    """Return the group of all members of ``whole`` with an equal key. ``part`` is that of this host."""
     keys = whole._gathered(key, left())
     mates = [rank for rank, other in enumerate(keys) if other == key]
 
@@ -112,10 +115,13 @@ def within(
 
 
 def this_host() -> str:
-    """Which boot of which machine, which namespaces, and which user: a Unix socket leads no farther than that
-    of its network, a process's number says nothing outside its own, and no user opens another one's
-    memory."""
+    """Identify the boot of the machine, the namespaces and the user of this process.
+
+    Processes can share memory only if all of these are equal. A Unix socket reaches only its network
+    namespace, and a process id is valid only in its namespace. No user can open the memory of another.
+    """
     with open("/proc/sys/kernel/random/boot_id") as boot:
         paths = (f"/proc/self/ns/{kind}" for kind in ("net", "pid", "user"))
-        spaces = (os.stat(path).st_ino if os.path.exists(path) else 0 for path in paths)  # or all have one
+        # without it all processes are in one
+        spaces = (os.stat(path).st_ino if os.path.exists(path) else 0 for path in paths)
         return "/".join([boot.read().strip(), *map(str, spaces), str(os.getuid())])

@@ -1,8 +1,8 @@
-"""Processes of one host that only know their numbers, and the name of their job, become members of a group.
+"""Rendezvous of processes on one host that know only their ranks and the name of their job.
 
-Rank 0 listens on a Unix socket without a file, whose name is derived from the job's. So there is no port to
-choose, nothing to remove, and nobody of another user is let in: the kernel says who dialled. The socket
-exists only while they meet. When one of them ends before all have met, it may come again.
+Rank 0 listens on an abstract Unix socket, whose name is derived from the job's. So it needs neither a port
+nor a file. Processes of other users are rejected, because the kernel identifies the peer. The socket exists
+only during the rendezvous. A process that ends before all have met may try again.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _HELLO = struct.Struct("<ii")  # rank, size
 
 
 def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> SharedGroup:
-    """Return this process's member of the group of ``size`` that all processes with the same ``job`` form.
+    """Return this process's member of the group that all ``size`` processes with the same ``job`` form.
 
     Raises:
-        TimeoutError: Not all have come; rank 0 names them.
-        GroupError: Two have come as the same rank, or with other sizes.
+        TimeoutError: Not all processes have arrived; rank 0 names the missing ones.
+        GroupError: Two processes have the same rank, or their sizes differ.
     """
     address = "\0flowchan-group-" + hashlib.sha256(f"{os.getuid()}\n{job}".encode()).hexdigest()[:32]
     give_up = time.monotonic() + timeout
@@ -44,9 +44,7 @@ def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> Shar
             if ended.refused:
                 raise GroupError(str(ended)) from None
         if time.monotonic() > give_up:
-            raise TimeoutError(
-                f"rank {rank} of {size} waited in vain for rank 0 to listen, or for the others"
-            )
+            raise TimeoutError(f"rank {rank} of {size} timed out: rank 0 or other members have not arrived")
         time.sleep(PAUSE_S)
 
 
@@ -67,14 +65,14 @@ def _listen(listener: socket.socket, address: str, give_up: float) -> None:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > give_up:
                 raise GroupError(
-                    "another group with the same name of its job is meeting on this host; give this one "
-                    "another MASTER_PORT, or at="
+                    "another group of a job with the same name is meeting on this host; use another "
+                    "MASTER_PORT or at= for this one"
                 ) from error
         time.sleep(PAUSE_S)
 
 
 def _accept(listener: socket.socket, wait: float) -> tuple[socket.socket, dict[str, Any]]:
-    """The next process of this user that says who it is."""
+    """Accept the next process of this user that sends its rank and size."""
     give_up = time.monotonic() + wait
     waiting = select.poll()
     waiting.register(listener, select.POLLIN)
@@ -94,7 +92,7 @@ def _accept(listener: socket.socket, wait: float) -> tuple[socket.socket, dict[s
 
 
 def _follow(address: str, rank: int, size: int, give_up: float, name: str) -> SharedGroup | None:
-    """None: rank 0 does not listen, or listens no more."""
+    """Join the group of rank 0; return None if rank 0 does not listen, or no longer does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(max(0.001, give_up - time.monotonic()))
         try:
@@ -103,7 +101,9 @@ def _follow(address: str, rank: int, size: int, give_up: float, name: str) -> Sh
         except (ConnectionError, BlockingIOError):
             return None
         if _user_of(sock) != os.getuid():
-            raise GroupError("another user of this host has taken the name of this job's meeting")
+            raise GroupError(
+                "another user of this host uses the name of this job; use another MASTER_PORT or at="
+            )
         return share(Participant(sock, "rank 0").gather, rank, range(size), name)
 
 

@@ -1,5 +1,4 @@
-"""How the workers of a gang on several hosts become members of one group: by the driver of their run, whom
-all of them reach."""
+"""Rendezvous of the workers of a gang on several hosts, by the driver of their run."""
 
 from __future__ import annotations
 
@@ -18,14 +17,17 @@ from flowchan.transport.rendezvous import Participant, RendezvousEnded
 from flowchan.transport.tcp import route_to, split
 
 WITHIN = 60.0
-"""Seconds within which the driver must be reached, and the members each other once all have come. For those
-that come late the driver waits, which hears of deaths."""
+"""Seconds in which the driver must be reached, and in which the members must reach each other once all have
+arrived. The driver waits for late members without a limit, because it notices deaths."""
 
 
 @dataclass
 class Membership:
-    """A place in ``group``, as the driver numbers it, which takes part on ``host``. ``elastic``: the driver
-    may end the group. ``at``, ``secret``, ``tls``: how it is reached."""
+    """A rank in a group of the driver, for a process on ``host``.
+
+    If ``elastic`` is true, the driver may end the group. ``at``, ``secret`` and ``tls`` say how to reach the
+    driver.
+    """
 
     group: int
     rank: int
@@ -40,12 +42,17 @@ class Membership:
     _listener: _Listener | None = None
 
     def reached(self, at: str, secret: bytes, tls: bool) -> Membership:
-        """The same on its host, which knows the way to the driver. So the secret does not cross."""
+        """Return a copy with the way from its host to the driver, so the secret is not sent."""
         return dataclasses.replace(self, at=at, secret=secret, tls=tls)
 
     def __enter__(self) -> Group:
-        """Raises :class:`MemberDied` when another one ends before all have met, ``OSError``."""
-        why = f"rank {self.rank} of group {self.name!r} can't reach the driver"
+        """Join the group.
+
+        Raises:
+            MemberDied: Another member ended before all have met.
+            OSError: The driver cannot be reached.
+        """
+        why = f"rank {self.rank} of group {self.name!r} cannot reach the driver"
         hello = {"group": self.group, "rank": self.rank}
         sock, _ = reach(self.at, self.secret, hello, why=why, within=WITHIN, tls=self.tls)
         secret = hmac.digest(self.secret, f"group {self.group}".encode(), "sha256")
@@ -63,30 +70,32 @@ class Membership:
                     self._member._abandon()
                 if not isinstance(error, RendezvousEnded) and participant.goes_on():
                     raise
-                raise MemberDied(f"group {self.name!r} can't begin: {error}", (), "joining") from None
+                raise MemberDied(f"group {self.name!r} cannot begin: {error}", (), "joining") from None
         return self._member
 
     def close(self) -> None:
-        """The member leaves, if it has come."""
-        self._hear_no_more()
+        """Leave the group, if it was joined."""
+        self._stop_listener()
         if self._member is not None:
             self._member.close()
 
     def _abandon(self) -> None:
-        """As the member's."""
-        self._hear_no_more()
+        """Leave the group after a failure; the other members raise ``MemberDied``."""
+        self._stop_listener()
         if self._member is not None:
             self._member._abandon()
 
-    def _hear_no_more(self) -> None:
+    def _stop_listener(self) -> None:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
 
 class _Listener:
-    """Ends a member's group when the driver says so, or can't be heard any more: the members may not see
-    who has died on another host, nor that one has come who is to join them."""
+    """Ends the group of a member when the driver requests it or is lost.
+
+    Members may not notice themselves who died on another host, or that a new member is to join.
+    """
 
     def __init__(self, participant: Participant, member: Group) -> None:
         self._participant, self._disband = participant, member._disbanding()

@@ -1,4 +1,4 @@
-"""Meeting by what torch's launchers have: a store of keys and values that all members reach."""
+"""Rendezvous by a key-value store of torch, which all members reach."""
 
 from __future__ import annotations
 
@@ -20,27 +20,30 @@ from flowchan.transport.tcp import route_to
 
 
 def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = "") -> Group:
-    """The member of the group of all that use this store for it, on whatever hosts. Who can write to the
-    store can join. Nothing is left in the store, for the next group of this name."""
+    """Return the member of the group of all processes that use this store, on any hosts.
+
+    Every process that can write to the store can join. The keys are removed at the end, so the name can be
+    used again.
+    """
     told = 0
 
     def gather(value: Any) -> list[Any]:
         nonlocal told
         store.set(f"flowchan/{told}/{rank}", json.dumps(value))
         said = [json.loads(store.get(f"flowchan/{told}/{other}")) for other in range(size)]
-        forget(told - 1)  # all have read that who have written this
+        forget(told - 1)  # all have read the values before this one
         told += 1
         return said
 
     def forget(number: int) -> None:
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # some stores cannot delete keys
             store.delete_key(f"flowchan/{number}/{rank}")
 
     (secret, *_) = gather(secrets.token_hex(32))
     way = Way(bytes.fromhex(secret), route_to(os.environ.get("MASTER_ADDR", "127.0.0.1")))
     group = meet_by(gather, rank, way, timeout, name)
     try:
-        group.barrier()  # all have read what was told last
+        group.barrier()  # all have read the last values
     except BaseException:
         group.close()
         raise
@@ -49,7 +52,7 @@ def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = 
 
 
 def meet_by_torchrun(number: int, timeout: float, name: str) -> Group:
-    """The same by the store of torchrun."""
+    """Return the member of a group that meets by the store of torchrun."""
     store, rank, size = _torchrun_store(timeout)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = PrefixStore(f"flowchan group {number} of start {restart}", store)
@@ -58,6 +61,9 @@ def meet_by_torchrun(number: int, timeout: float, name: str) -> Group:
 
 @functools.cache
 def _torchrun_store(timeout: float) -> tuple[Any, int, int]:
-    """It stays until the process ends: where no agent of torchrun has it, rank 0 serves it to all."""
+    """Return the store, rank and size of this process.
+
+    The store is kept until the process ends. If no agent of torchrun serves it, rank 0 does.
+    """
     store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
     return store, rank, size

@@ -2,14 +2,15 @@
 
     torch.distributed.init_process_group("flowchan")
 
-From torch 2.5 on that is enough; before, importing this module registers it.
+From torch 2.5 on this call is enough. Before, import this module to register the backend.
 
-For CPU tensors; CUDA tensors go to NCCL, as in any group. Errors are those of groups: a death raises
-:class:`flowchan.MemberDied` on all survivors, calls that do not match raise :class:`flowchan.Mismatch`.
-torch's own time-out, which is always set, ends nothing.
+CPU tensors use flowchan and CUDA tensors use NCCL, as in any group. Errors are those of groups. If a member
+dies, all survivors raise :class:`flowchan.MemberDied`; calls that do not match raise
+:class:`flowchan.Mismatch`. torch's own timeout has no effect.
 
-A process group has this backend alone: torch drops those that are named beside it, so the first operation of
-``"cpu:flowchan,cuda:gloo"`` raises ``ValueError``. ``"cpu:flowchan,cuda:nccl"`` says what happens anyway.
+A process group has this backend only, because torch ignores other backends named next to it. So the first
+operation of ``"cpu:flowchan,cuda:gloo"`` raises ``ValueError``. ``"cpu:flowchan,cuda:nccl"`` is equivalent to
+``"flowchan"``.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from flowchan.collective.rendezvous.store import meet_by_store
 from flowchan.errors import GroupError, Mismatch
 
 _LATER = 64 * 1024
-"""From this many bytes on an operation is done by a thread, while its caller goes on."""
+"""Size in bytes from which a thread runs an operation while its caller continues."""
 _TURN = 0.02
-"""Seconds after which a thread that receives lets another one have its turn."""
+"""Seconds after which a receiving thread lets another one receive."""
 
 _FORGETS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
-"""Whether this torch forgets a :class:`Work` of ours while its C++ waits for it. Then operations are done at
-once, and what is returned is torch's own."""
+"""Whether this torch drops a :class:`Work` of this module while its C++ code waits for it. Then operations
+run at once, and return a work object of torch."""
 
-# Their types are not the same in all versions of torch.
+# Their types differ between versions of torch.
 _c10d: Any = torch._C._distributed_c10d
 _c10d_python: Any = dist.distributed_c10d
 _Work: Any = dist.Work
@@ -62,7 +63,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Work(_Work):  # type: ignore[misc]
-    """What torch waits for: an operation that is done, or goes on in the group's thread."""
+    """A finished operation, or one that runs in the group's thread."""
 
     def __init__(self, result: Any, going_on: Future[Any] | None = None) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class Work(_Work):  # type: ignore[misc]
         return self._result
 
     def _source_rank(self) -> int:
-        """Of what was received from anybody."""
+        """Return the rank of the sender, for a receive from any rank."""
         assert self._going_on is not None
         return int(self._going_on.result())
 
@@ -101,22 +102,25 @@ class Work(_Work):  # type: ignore[misc]
             promise.set_result(self._result)
             return promise
         self._going_on.add_done_callback(lambda _: promise.set_result(None))
-        # DDP waits in C++, which understands an error of a callback only, and not of ``set_exception``.
+        # DDP waits in C++, which understands the error of a callback but not of ``set_exception``.
         return promise.then(lambda _: self.result())
 
 
 class Receives:
-    """Receives that go on while their caller sends: one after the other from each source, and from anybody.
-    What is received from anybody while a receive from one member goes on may be for either. So the two take
-    turns: what one member has sent stays in order, and each looks at what the other has received."""
+    """Receives that run while their caller sends.
+
+    Receives from one source run one after the other, and so do receives from any source. A message that a
+    receive from any source gets may be for a receive from its sender. So the two kinds take turns, and each
+    first looks at the messages that the other has received. This keeps the messages of each sender in order.
+    """
 
     def __init__(self, member: Group) -> None:
         self._member = member
         self._threads: dict[int | None, ThreadPoolExecutor] = {}
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the following attributes
         self._other: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
-        self._waiting: Counter[int | None] = Counter()  # for a message of whom
-        self._hearing: set[int | None] = set()  # whose turn it is
+        self._waiting: Counter[int | None] = Counter()  # receives that wait, by source
+        self._hearing: set[int | None] = set()  # sources from which a thread is receiving
         self._heard_anybody = self._closed = False
         end_before_threads(self, Receives.close)
 
@@ -126,7 +130,7 @@ class Receives:
         return Work(list(tensors), self._threads[source].submit(self._receive, tensors, source, tag))
 
     def _receive(self, tensors: Tensors, source: int | None, tag: int) -> int:
-        """From whom: of several tensors, all from who has sent the first."""
+        """Receive tensors and return the rank of their sender; all come from the sender of the first."""
         for x in tensors:
             source, found = self._next(source, tag)
             if found.dtype != x.dtype or found.numel() != x.numel():
@@ -138,13 +142,13 @@ class Receives:
         return source
 
     def _next(self, source: int | None, tag: int) -> tuple[int, torch.Tensor]:
-        """The next with this tag, and whose it is."""
+        """Return the next message with this tag, and its sender."""
         with self._changed:
             self._waiting[source] += 1
             try:
                 while (came := self._of(source, tag)) is None:
                     if self._closed:
-                        raise GroupError(f"receive can't be done: {self._member!r} is closed")
+                        raise GroupError(f"receive failed: {self._member!r} is closed")
                     if self._may_hear(source):
                         self._hear(source)
                     else:
@@ -161,7 +165,7 @@ class Receives:
         return None not in self._hearing and (self._heard_anybody or not self._waiting[None])
 
     def _hear(self, source: int | None) -> None:
-        """One message, whoever it is for, or none in this turn."""
+        """Receive one message for any receive, or none within this turn."""
         self._hearing.add(source)
         self._changed.release()
         heard: Any = None
@@ -182,14 +186,14 @@ class Receives:
             self._changed.notify_all()
 
     def _of(self, source: int | None, tag: int) -> tuple[int, torch.Tensor] | None:
-        """The next with this tag that has been received."""
+        """Return the next received message with this tag, or None."""
         for (sender, its_tag), waiting in self._other.items():
             if waiting and its_tag == tag and source in (None, sender):
                 return sender, waiting.popleft()
         return None
 
     def close(self) -> None:
-        """Before the member leaves. What has been started and waits ends."""
+        """End waiting receives, before the member leaves."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -198,18 +202,21 @@ class Receives:
 
 
 class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """A group as torch sees it. Every collective has the same shape: lists of tensors, and options. They also
-    take one tensor, and of the options the operation or the root alone, as torch's own do: DDP's ``join``
-    calls them so."""
+    """A group as torch's process group.
+
+    Every collective takes lists of tensors and options. Like torch's own process groups, each also accepts a
+    single tensor. In place of the options it accepts the operation or the root alone. DDP's ``join`` makes
+    such calls.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._group = meet_by_store(store, rank, size, timeout.total_seconds())
         self._receives = Receives(self._group)
         self._name = self._description = ""
-        self._is_alone = False  # it is not known yet
+        self._is_alone = False  # not known yet
 
-    # --- names, which functional collectives ask for ---
+    # --- names, which functional collectives need ---
 
     def getBackendName(self) -> str:  # noqa: N802
         return "flowchan"
@@ -234,7 +241,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def pg_name(self) -> str:
         return self._name
 
-    # --- for what torch asks of the backends of a process group: this is the one of all devices ---
+    # --- the backend of all devices ---
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -280,7 +287,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._do(inputs, run, outputs)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
-        """``outputs`` are by rank, and of each by tensor; for ``allgather`` it is the other way round."""
+        """Gather several tensors. ``outputs`` are by rank and then by tensor; ``allgather`` has them by
+        tensor and then by rank."""
         parts_argument("allgather_coalesced", "output_tensor_lists", outputs, self._group.size)
         for rank, parts in enumerate(outputs):
             if len(parts) != len(inputs):
@@ -367,7 +375,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._group.barrier()
         return _done([])
 
-    # --- messages, which go beside the collectives ---
+    # --- messages, which are independent of the collectives ---
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> Work:
         self._check_alone()
@@ -383,7 +391,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._check_alone()
         return self._receives.start(tensors, None, tag)
 
-    # torch 2.4 calls no method of ours for these but by their names in Python
+    # torch 2.4 calls these methods by their names in Python only
     _set_group_name = setGroupName
     _set_group_desc = setGroupDesc
     # torch's names before 2.13
@@ -397,7 +405,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._group._gather_into(x, out, None)
 
     def _do(self, tensors: Tensors, run: Callable[[], Any], result: Any = None) -> Work:
-        """Now, or by the thread where that pays: torch's autograd goes on meanwhile."""
+        """Run an operation now, or in the thread if it is large, while torch's autograd continues."""
         self._check_alone()
         result = list(tensors) if result is None else result
         if _FORGETS or sum(x.numel() * x.element_size() for x in tensors) < _LATER:
@@ -407,23 +415,26 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return Work(result, self._group._start(run, *tensors)._future)
 
     def _check_alone(self) -> None:
-        """torch keeps nothing of the other backends of a process group, and says so to nobody."""
+        """Raise ``ValueError`` if the process group names other backends, which torch ignores silently."""
         if self._is_alone:
             return
         named = str(_c10d_python._world.pg_backend_config.get(self, ""))
         others = [one for one in named.split(",") if one.partition(":")[2] not in ("", "flowchan")]
         if set(others) - {"cuda:nccl"}:
             raise ValueError(
-                f'the backend "flowchan" stands for all of a process group, and this one, "{named}", names '
-                'others: init_process_group("flowchan"), where CUDA tensors go to NCCL; or make a group for '
-                'the other one: dist.new_group(backend="gloo")'
+                f'the backend must be "flowchan" alone, got "{named}"; CUDA tensors use NCCL '
+                "without a second "
+                'backend, and dist.new_group(backend="gloo") makes a group with another one'
             )
         self._is_alone = True
 
 
 def _done(result: Any) -> Work:
-    """torch's own: DDP's ``join`` gives its C++ one of which Python keeps nothing, and of ours that would be
-    left with a base that waits for ever."""
+    """Return a finished work object of torch.
+
+    DDP's ``join`` passes it to C++ without a reference from Python. A :class:`Work` would lose its Python
+    part, and the remaining base would wait forever.
+    """
     promise: torch.futures.Future[Any] = torch.futures.Future()
     promise.set_result(result)
     work: Work = _c10d._create_work_from_future(promise)
@@ -435,7 +446,7 @@ def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
 
 
 def _alike(parts: Any, tensors: Tensors | torch.Tensor) -> Any:
-    """``parts`` of these tensors: a list for each of them, also where it is one."""
+    """Return ``parts`` as a list with one entry for each tensor, also for a single tensor."""
     return [parts] if isinstance(tensors, torch.Tensor) else parts
 
 
@@ -447,7 +458,9 @@ def _op(opts: Any) -> str:
     op = getattr(opts, "reduceOp", _Reduce.SUM if opts is None or isinstance(opts, int) else opts)
     op = getattr(op, "op", op)
     if op not in _OPS:
-        raise ValueError(f"the backend flowchan has no reduction {op}; it has {', '.join(_OPS.values())}")
+        raise ValueError(
+            f"the reduction must be one of {', '.join(_OPS.values())} with the backend flowchan, got {op}"
+        )
     return _OPS[op]
 
 

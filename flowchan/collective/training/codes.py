@@ -1,6 +1,6 @@
-"""What gradients become on their way between members, so that less has to be moved.
+"""Compression of gradients on their way between members.
 
-A code is made once for each buffer that it is used for, and so may remember what it has left out.
+Each buffer has its own code object, which may remember the elements that it has left out.
 """
 
 from __future__ import annotations
@@ -17,18 +17,31 @@ from flowchan.items.text import shown
 
 
 class Code(Protocol):
-    """What a code of your own has. The values that ``encode`` gives are pickled, and may differ in size."""
+    """The methods of a user-defined code. The encoded values are pickled and may differ in size."""
 
     def encode(self, x: Tensor) -> Any:
-        """What the others get of ``x``, which has one dimension."""
+        """Encode a one-dimensional tensor for the other members."""
 
     def decode(self, values: list[Any], out: Tensor) -> None:
-        """Writes the mean of what all members have encoded, in the order of their ranks."""
+        """Write the mean of the values of all members, in the order of the ranks, into ``out``."""
 
 
 class TopK:
-    """The ``fraction`` of the elements that is largest, at least one. What is left out is added to what comes
-    next (error feedback), so nothing is lost, only late."""
+    """The largest elements of a gradient by absolute value.
+
+    Elements that are left out are added to the next gradient (error feedback), so they arrive later but are
+    not lost.
+
+    Args:
+        fraction: Share of the elements that is sent, above 0 and at most 1 (default 0.01); at least one
+            element is sent.
+
+    Raises:
+        ValueError: ``fraction`` is out of range.
+
+    Example:
+        gradients = Gradients(module, group, compress=lambda: TopK(0.05))
+    """
 
     def __init__(self, fraction: float = 0.01) -> None:
         if not 0 < fraction <= 1:
@@ -52,31 +65,33 @@ class TopK:
 
 
 Mean = Callable[[Group, Tensor], Any]
-"""Replaces a tensor by the mean over all members."""
+"""Replaces a tensor by its mean over all members."""
 
 _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _CODES: dict[str, Callable[[], Code]] = {"topk": TopK}
 
 
 def mean_by(compress: str | Callable[[], Code] | None, dtype: torch.dtype) -> Mean:
-    """How one buffer with elements of this type is averaged. It may run in the member's own thread, while
-    others wait for it."""
+    """Return the function that averages one buffer with elements of this type.
+
+    It may run in the member's own thread, while others wait for it.
+    """
     if compress is None:
         return lambda group, x: group._reduced(ALLREDUCE, x, "mean", None, -1, None)
     if isinstance(compress, str) and compress in _TYPES:
         if dtype.is_complex:
-            raise ValueError(f"compress={compress!r} has no imaginary parts, and a parameter is of {dtype}")
+            raise ValueError(
+                f"compress={compress!r} must be None for complex parameters, got a parameter of {dtype}"
+            )
         return lambda group, x: _rounded(group, x, _TYPES[compress])
     made = _CODES.get(compress) if isinstance(compress, str) else compress
     if not callable(made):
         names = ", ".join(map(repr, [*_TYPES, *_CODES]))
-        raise ValueError(
-            f"compress must be {names} or what makes an object with encode and decode, not {shown(compress)}"
-        )
+        raise ValueError(f"compress must be {names} or a function that makes a Code, got {shown(compress)}")
     code = made()
     return lambda group, x: code.decode(group._values(code.encode(x), None), x)
 
 
 def _rounded(group: Group, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Added up in float32, and rounded once."""
+    """Average in float32, rounding once."""
     return x.copy_(group._reduced(ALLREDUCE, x.to(dtype), "mean", None, -1, None))

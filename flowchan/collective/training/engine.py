@@ -1,5 +1,4 @@
-"""A loop that trains a module, alone or as one of several replicas that stay equal, with hooks for what
-differs from one training to another."""
+"""A training loop for a module or for equal replicas of it, with hooks."""
 
 from __future__ import annotations
 
@@ -22,17 +21,27 @@ from flowchan.items.text import shown
 __all__ = ["HOOKS", "Engine", "Mean", "State"]
 
 HOOKS = ("on_start", "on_sample", "on_forward", "on_backward", "on_update", "on_end_epoch")
-"""In the order in which they are called: before the first epoch; with the sample, which may be replaced; with
-output and loss; with the gradients, which are the mean over all replicas; after the step; after the last one
-of an epoch."""
+"""Names of the hook methods in the order of their calls: before the first epoch; with the sample, which the
+hook may replace; with output and loss; with the gradients, which are the mean over all replicas; after the
+step; after the last step of an epoch."""
 
 Batches = Iterable[Any] | Stream[Any] | Callable[[int], Iterable[Any] | Stream[Any]]
 
 
 @dataclass(slots=True)
 class State:
-    """What hooks see. ``epoch`` and ``step`` are how many are done. In a step that is made because another
-    replica has a sample more, ``sample``, ``output`` and ``loss`` are None."""
+    """State of a training, as hooks see it.
+
+    If only other replicas have a sample in a step, ``sample``, ``output`` and ``loss`` are None.
+
+    Attributes:
+        training: False during :meth:`Engine.test`.
+        epoch: Number of completed epochs.
+        step: Number of completed steps.
+        sample: The current sample, a pair of an input and a target.
+        output: Output of the module.
+        loss: Loss of the output.
+    """
 
     training: bool = True
     epoch: int = 0
@@ -43,14 +52,24 @@ class State:
 
 
 class Engine:
-    """Trains ``module``: samples are pairs of an input and a target, and ``loss`` takes the output and the
-    target. With a ``group`` each member has a replica, and the steps are those of :class:`AllReduceSGD`:
-    replicas stay equal, and may have unequal numbers of samples.
+    """Train a module, alone or as one of several replicas.
 
+    With a group, each member trains a replica by the steps of :class:`AllReduceSGD`. So replicas stay equal,
+    and may have unequal numbers of samples.
+
+    Args:
+        module: The module.
+        loss: A function of the output and the target that returns the loss.
+        optimizer: Optimizer of the module's parameters.
+        group: The group of the replicas; None trains alone.
+        hooks: Objects with any of the methods in :data:`HOOKS`; each method takes the :class:`State`.
+
+    Raises:
+        ValueError: A hook has a method ``on_…`` that is not in :data:`HOOKS`.
+
+    Example:
         engine = Engine(net, nn.functional.cross_entropy, optimizer, group, hooks=[Log()])
         engine.train(batches, epochs=3)
-
-    ``hooks``: objects with any of the methods in :data:`HOOKS`, each of which takes the :class:`State`.
     """
 
     def __init__(
@@ -67,15 +86,24 @@ class Engine:
         self._together = AllReduceSGD(module, _Step(self._update), group) if group else None
 
     def train(self, batches: Batches, epochs: int) -> None:
-        """Until so many epochs are done, those before :meth:`load` included. ``batches``: those of each
-        epoch, or a function that gives them for its number. A stream of a graph that ends with ``collect()``
-        is made ahead while the module works. Raises :class:`ValueError` for an iterator where there are
-        several epochs: it would be at its end after the first."""
+        """Train until ``epochs`` epochs are done, including those before :meth:`load`.
+
+        Args:
+            batches: Samples of each epoch (pairs of an input and a target), or a function that returns them
+                for the number of an epoch. A stream of a graph that ends with ``collect()`` prepares samples
+                while the module works.
+            epochs: Total number of epochs.
+
+        Raises:
+            ValueError: ``batches`` is an iterator and several epochs remain, but an iterator ends with the
+                first.
+        """
         left = epochs - self.state.epoch
         if isinstance(batches, Iterator) and left > 1:
             raise ValueError(
-                f"train: {shown(batches)} ends with its first epoch, and {left} are to be done: "
-                "give a function that makes the batches of an epoch, or what can be iterated again"
+                f"train: batches must be iterable for each of {left} epochs, got the iterator "
+                f"{shown(batches)}; "
+                "pass a function of the epoch, or a list"
             )
         self.module.train()
         self.state.training = True
@@ -100,8 +128,17 @@ class Engine:
 
     @torch.no_grad()
     def test(self, batches: Batches) -> float:
-        """The mean loss over the batches of all members, without training; hooks may call it, for what trains
-        goes on as before. Calls ``on_sample`` and ``on_forward``."""
+        """Return the mean loss over the batches of all members, without training.
+
+        Hooks may call it during a training, which then continues unchanged. It calls ``on_sample`` and
+        ``on_forward``.
+
+        Args:
+            batches: Samples, as in :meth:`train`.
+
+        Returns:
+            The mean loss; NaN without any batches.
+        """
         modes = {module: module.training for module in self.module.modules()}
         training = self.state.training
         self.module.eval()
@@ -114,13 +151,18 @@ class Engine:
                 mean.add(self.state.loss.item())
         finally:
             self.state.training = training
-            for module, mode in modes.items():  # some may be kept from training
+            for module, mode in modes.items():  # the user may have set some to eval mode
                 module.training = mode
         return mean.over(self.group)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes module, optimizer, and how far the training is, to be read by :meth:`load`. Of several
-        members rank 0 does it. A file that is there is replaced in one step."""
+        """Save module, optimizer and progress for :meth:`load`. With a group, rank 0 writes the file.
+
+        An existing file is replaced in one step.
+
+        Args:
+            path: Path of the file.
+        """
         if self.group and self.group.rank:
             return
         kept = {
@@ -138,8 +180,11 @@ class Engine:
             raise
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Goes on from what :meth:`save` has written. Of several members rank 0 reads it, and gives it to the
-        others."""
+        """Load the state that :meth:`save` wrote. With a group, rank 0 reads the file for all members.
+
+        Args:
+            path: Path of the file.
+        """
         kept: Any = torch.load(path, weights_only=True) if not (self.group and self.group.rank) else None
         if self.group:
             kept = self.group.broadcast(kept)
@@ -168,26 +213,41 @@ class Engine:
 
 
 class Mean:
-    """The mean of what was added, as a loss or an accuracy."""
+    """Mean of values such as losses or accuracies, over all members.
+
+    Example:
+        mean = Mean()
+        mean.add(loss, len(batch))
+        print(mean.over(group))
+    """
 
     def __init__(self) -> None:
         self.total, self.count = 0.0, 0
 
     def add(self, value: float | Tensor, count: int = 1) -> None:
-        """``value`` is the mean of ``count``: a number, or a tensor with one element."""
-        # Of a tensor its number alone: it would keep all that it was computed from.
+        """Add the mean of some values.
+
+        Args:
+            value: The mean: a number, or a tensor with one element.
+            count: Number of values (default 1).
+        """
+        # The number only: the tensor would keep its whole computation graph.
         self.total += (value.item() if isinstance(value, Tensor) else value) * count
         self.count += count
 
     def over(self, group: Group | None = None) -> float:
-        """Of what all members have added, who all call it. NaN if that is nothing."""
+        """Return the mean over all members, which all call it; NaN if no value was added.
+
+        Args:
+            group: The group; None uses only the values of this process.
+        """
         pairs = group.allgather((self.total, self.count)) if group else [(self.total, self.count)]
         count = sum(one for _, one in pairs)
         return float(sum(total for total, _ in pairs) / count) if count else float("nan")
 
 
 class _Step:
-    """In the place of an optimizer: what is to be done when the gradients are there."""
+    """An optimizer's ``step``, as :class:`AllReduceSGD` calls it."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         self.step = step
@@ -204,7 +264,8 @@ def _samples(batches: Batches, epoch: int) -> Iterator[Any]:
 
 
 def _plain(state: Any) -> Any:
-    """Without NumPy's numbers, as a learning rate may be one: torch reads no such thing from a file."""
+    """Replace NumPy scalars by Python numbers, because torch does not load them. A learning rate may be
+    one."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     if type(state) in (list, tuple):
@@ -215,5 +276,7 @@ def _plain(state: Any) -> Any:
 def _known(hook: Any) -> Any:
     strange = [name for name in dir(hook) if name.startswith("on_") and name not in HOOKS]
     if strange:
-        raise ValueError(f"a hook can have the methods {', '.join(HOOKS)}; {hook!r} has {', '.join(strange)}")
+        raise ValueError(
+            f"hooks must have only the methods {', '.join(HOOKS)}, got {hook!r} with {', '.join(strange)}"
+        )
     return hook

@@ -1,8 +1,11 @@
-"""Replicas of a torch module that are trained by the members of a group, each with a part of the data.
+"""Data-parallel training of replicas of a torch module, one on each member of a group.
 
-:func:`synchronize` makes them equal, and one of the following keeps them so, or near each other:
-:class:`Gradients`, where all have equally many batches; :class:`AllReduceSGD`, where they may not;
-:class:`ElasticAverage`, where they meet now and then. :func:`check_equal` says whether they are.
+:func:`synchronize` makes the replicas equal. One of these classes then keeps them equal or close, and
+:func:`check_equal` compares them.
+
+- :class:`Gradients` is for equal numbers of batches.
+- :class:`AllReduceSGD` is for unequal numbers of batches.
+- :class:`ElasticAverage` is for replicas that average only every few steps.
 """
 
 from __future__ import annotations
@@ -26,12 +29,24 @@ from flowchan.items.arguments import whole
 __all__ = ["AllReduceSGD", "Code", "ElasticAverage", "Gradients", "TopK", "check_equal", "synchronize"]
 
 _BUCKET = 1 << 20
-"""Bytes of gradients that are averaged together, while backward makes those of the layers before."""
+"""Bytes of gradients that are averaged together, while backward computes those of earlier layers."""
 
 
 def synchronize(module: nn.Module, group: Group, root: int = 0) -> None:
-    """Gives every member the parameters and buffers of ``root``. Raises :class:`Mismatch` on all members when
-    their modules have others, ``ValueError`` where elements of one share memory."""
+    """Copy the parameters and buffers of ``root`` to all members.
+
+    Args:
+        module: The replica of this member.
+        group: The group of the replicas.
+        root: Rank of the member whose state is copied (default 0).
+
+    Raises:
+        Mismatch: The modules have different parameters or buffers. All members raise it.
+        ValueError: Elements of a tensor share memory.
+
+    Example:
+        synchronize(module, group)
+    """
     for _, x in _state(module):
         check_writable(x)
     _raise_for_difference([(name, described(x)) for name, x in _state(module)], group)
@@ -40,8 +55,16 @@ def synchronize(module: nn.Module, group: Group, root: int = 0) -> None:
 
 
 def check_equal(module: nn.Module, group: Group) -> None:
-    """Raises :class:`Mismatch` on all members, naming the first parameter or buffer that differs, and the
-    first rank that has another one than rank 0."""
+    """Compare the parameters and buffers of all members, bit for bit.
+
+    Args:
+        module: The replica of this member.
+        group: The group of the replicas.
+
+    Raises:
+        Mismatch: A parameter or buffer differs from rank 0. All members raise it; it names the first such
+            tensor and the first such rank.
+    """
     _raise_for_difference([(name, described(x), _digest(x)) for name, x in _state(module)], group)
 
 
@@ -55,7 +78,7 @@ def _digest(x: Tensor) -> bytes:
 
 
 def _raise_for_difference(mine: list[tuple[Any, ...]], group: Group) -> None:
-    """``mine``: for each tensor its name, its type and shape, and what else is to be the same."""
+    """Compare the entries of all members: for each tensor its name, type and shape, and perhaps a digest."""
     first, *others = group.allgather(mine)
     found = [
         (_first_difference(first, other), rank) for rank, other in enumerate(others, 1) if other != first
@@ -77,12 +100,22 @@ def _first_difference(one: list[Any], other: list[Any]) -> int:
 
 
 class Gradients:
-    """The gradients of a module, which become their mean over all members while ``backward`` runs.
+    """Average the gradients of a module over all members while ``backward`` runs.
 
-    All members have the same module, and call ``backward`` and :meth:`wait` equally often. Gradients lie in a
-    few flat buffers, each of which is on its way as soon as it is complete; what a loss does not depend on
-    counts as zero. ``compress``: "fp16", "bf16", "topk", or what makes a :class:`Code`, once per buffer.
+    All members have the same module, and call ``backward`` and :meth:`wait` the same number of times.
+    Gradients are stored in a few flat buffers, and each buffer is averaged as soon as it is complete.
+    Parameters on which a loss does not depend count as zero.
 
+    Args:
+        module: The replica of this member.
+        group: The group of the replicas.
+        compress: ``"fp16"``, ``"bf16"``, ``"topk"``, or a function that makes a :class:`Code` for each buffer
+            (default None: no compression).
+
+    Raises:
+        ValueError: ``compress`` is unknown, or a complex parameter cannot be compressed.
+
+    Example:
         gradients = Gradients(module, group)
         for batch in batches:
             optimizer.zero_grad()
@@ -99,9 +132,10 @@ class Gradients:
         self._buffers = [
             _Bucket(parameters, mean_by(compress, parameters[0].dtype)) for parameters in _in_buckets(module)
         ]
-        self._started: list[Handle] = []  # of the first buffers: all members start them in this order
+        self._started: list[Handle] = []  # for the first buffers: all members start them in this order
         self._buffer_of = {parameter: buffer for buffer in self._buffers for parameter in buffer.views}
-        ready = weakref.WeakMethod(self._ready)  # no collector sees what a parameter's hooks hold
+        # the garbage collector does not see references from a parameter's hooks
+        ready = weakref.WeakMethod(self._ready)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda p: (call := ready()) and call(p)
@@ -110,8 +144,10 @@ class Gradients:
         ]
 
     def wait(self) -> None:
-        """Returns when all gradients are the mean over all members. To be called after ``backward``, before
-        they are used."""
+        """Wait until all gradients are the mean over all members.
+
+        Call it after ``backward``, before the gradients are used.
+        """
         for buffer in self._buffers[len(self._started) :]:
             buffer.complete()
             self._start(buffer)
@@ -123,15 +159,24 @@ class Gradients:
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """In this block ``backward`` only adds to the gradients; the next one outside averages them all."""
-        before, self._accumulating = self._accumulating, True  # it may stand in another such block
+        """Add up the gradients of several ``backward`` calls in a ``with`` block, without averaging.
+
+        The next ``backward`` outside the block averages the sum.
+
+        Example:
+            with gradients.accumulate():
+                loss(module, first).backward()
+            loss(module, second).backward()
+            gradients.wait()
+        """
+        before, self._accumulating = self._accumulating, True  # blocks can be nested
         try:
             yield
         finally:
             self._accumulating = before
 
     def close(self) -> None:
-        """From now on gradients stay as ``backward`` makes them."""
+        """Stop averaging: later gradients stay as ``backward`` computes them."""
         for hook in self._hooks:
             hook.remove()
 
@@ -141,7 +186,9 @@ class Gradients:
         if self._accumulating:
             return
         if parameter not in buffer.missing:
-            raise RuntimeError("backward has been called twice without Gradients.wait(), or accumulate()")
+            raise RuntimeError(
+                "backward was called twice without Gradients.wait() or accumulate() in between"
+            )
         buffer.missing.remove(parameter)
         while len(self._started) < len(self._buffers) and not self._buffers[len(self._started)].missing:
             self._start(self._buffers[len(self._started)])
@@ -151,7 +198,7 @@ class Gradients:
 
 
 class _Flat:
-    """Room for a tensor like each of some parameters of one type, in one piece."""
+    """One contiguous buffer with a view for each of some parameters of one type."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         like, sizes = parameters[0], [p.numel() for p in parameters]
@@ -160,7 +207,7 @@ class _Flat:
         self.views = {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
 
     def take(self, parameter: Tensor) -> None:
-        """Lets the parameter's gradient lie here."""
+        """Move the parameter's gradient into this buffer."""
         view = self.views[parameter]
         if parameter.grad is None:
             view.zero_()
@@ -174,17 +221,17 @@ class _Flat:
 
 
 class _Bucket(_Flat):
-    """Some gradients that are averaged together."""
+    """A buffer of gradients that are averaged together."""
 
     def __init__(self, parameters: list[Tensor], mean: Callable[[Group, Tensor], Any]) -> None:
         super().__init__(parameters)
         self.mean = mean
-        self.missing = set(self.views)  # those that have no gradient yet
+        self.missing = set(self.views)  # parameters without a gradient so far
 
 
 def _in_buckets(module: nn.Module) -> list[list[Tensor]]:
-    """Its parameters, the last ones first as backward comes to them, and each list of one type and
-    on one device."""
+    """Divide the parameters into lists of one type and device, last parameters first, as backward reaches
+    them."""
     buckets: list[list[Tensor]] = []
     room = 0
     for parameter in reversed([p for p in module.parameters() if p.requires_grad]):
@@ -201,7 +248,7 @@ def _type(x: Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 def _by_type(parameters: Iterable[Tensor]) -> list[_Flat]:
-    """One for all parameters of each type."""
+    """Make one buffer for all parameters of each type."""
     found: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         found.setdefault(_type(parameter), []).append(parameter)
@@ -209,7 +256,7 @@ def _by_type(parameters: Iterable[Tensor]) -> list[_Flat]:
 
 
 def _add_up(group: Group, buffers: list[_Flat], contributes: bool) -> int:
-    """Returns how many members contribute. If any does, the buffers become the sums of theirs."""
+    """Replace the buffers by the sums over all members that contribute, and return the number of these."""
     contributors: int = group.allreduce(int(contributes))
     if contributors:
         for buffer in buffers:
@@ -220,23 +267,29 @@ def _add_up(group: Group, buffers: list[_Flat], contributes: bool) -> int:
 
 
 class Steps(Protocol):
-    """An optimizer, or what does more in each step."""
+    """An optimizer, or an object with another ``step`` method."""
 
     def step(self) -> Any: ...
 
 
 class AllReduceSGD:
-    """Steps of an optimizer by the mean gradient of those members that have one, where some may have more
-    batches than others.
+    """Run an optimizer by the mean gradient of the members that have a batch.
 
+    Members may have different numbers of batches. All members make the same steps, so equal parameters stay
+    equal, bit for bit.
+
+    Args:
+        module: The replica of this member.
+        optimizer: The optimizer of its parameters.
+        group: The group of the replicas.
+
+    Example:
         training = AllReduceSGD(module, optimizer, group)
         for batch in batches:
             optimizer.zero_grad()
             loss(module, batch).backward()
             training.step()
         training.join()
-
-    All members do the same steps, so parameters that were equal stay so, bit for bit.
     """
 
     def __init__(self, module: nn.Module, optimizer: Steps, group: Group) -> None:
@@ -245,13 +298,17 @@ class AllReduceSGD:
         self._group = group
 
     def step(self) -> int:
-        """A step by the mean of this member's gradients and the others'. Returns how many contributed."""
+        """Make a step by the mean of this member's gradients and those of the others.
+
+        Returns:
+            The number of members that contributed.
+        """
         for buffer in self._gradients:
             buffer.complete()
         return self._do(contributes=True)
 
     def join(self) -> None:
-        """This member has no batch left: takes part in the steps of the others until nobody has one."""
+        """Take part in the steps of the others without a batch, until all members have run out of batches."""
         while self._do(contributes=False):
             pass
 
@@ -267,10 +324,25 @@ class AllReduceSGD:
 
 
 class ElasticAverage:
-    """Members that train for themselves and meet every so many steps: the centre is drawn towards the mean of
-    them by ``strength``, and each of them towards the centre by ``strength / group.size`` (elastic averaging
-    SGD by Zhang, Choromanska and LeCun, whose beta and alpha these are: so it is stable for any size).
+    """Average the replicas of a module elastically every few steps.
 
+    Members train independently. At each average, the centre moves towards the mean of the replicas by
+    ``strength``, and each replica moves towards the centre by ``strength / group.size``. The training begins
+    with the parameters of rank 0. The centre is equal on all members, bit for bit.
+
+    The algorithm is elastic averaging SGD by Zhang, Choromanska and LeCun. The two factors are its beta and
+    alpha, so it is stable for any group size.
+
+    Args:
+        module: The replica of this member.
+        group: The group of the replicas.
+        every: Number of optimizer steps between two averages, at least 1.
+        strength: Between 0 and 1 (default 0.9).
+
+    Raises:
+        ValueError: ``every`` or ``strength`` is out of range.
+
+    Example:
         average = ElasticAverage(module, group, every=10)
         for batch in batches:
             ...
@@ -278,8 +350,6 @@ class ElasticAverage:
             average.step()
         average.join()
         average.to_centre()
-
-    It begins with the parameters of rank 0, and the centre is the same on all members, bit for bit.
     """
 
     def __init__(self, module: nn.Module, group: Group, *, every: int, strength: float = 0.9) -> None:
@@ -297,7 +367,7 @@ class ElasticAverage:
 
     @torch.no_grad()
     def step(self) -> None:
-        """To be called after each step of the optimizer."""
+        """Count a step of the optimizer, and average if it is due. Call it after each step."""
         self._steps += 1
         if self._steps % self._every:
             return
@@ -306,17 +376,18 @@ class ElasticAverage:
                 torch.sub(parameter, centre.views[parameter], out=pull).mul_(self._strength)
         mine = [(parameter, pull.clone()) for pulls in self._pulls for parameter, pull in pulls.views.items()]
         self._move(contributes=True)
-        for parameter, pull in mine:  # now that the centre has moved: a member may have died
+        for parameter, pull in mine:  # only now, because a member may have died before the centre moved
             parameter.sub_(pull)
 
     def join(self) -> None:
-        """This member has no batch left: its centre follows that of the others until nobody has one."""
+        """Take part in the averages of the others without a batch, until all members have run out of
+        batches."""
         while self._move(contributes=False):
             pass
 
     @torch.no_grad()
     def to_centre(self) -> None:
-        """Lets the parameters be those of the centre."""
+        """Copy the centre into the parameters of the module."""
         for centre in self._centre:
             for parameter, view in centre.views.items():
                 parameter.copy_(view)
