@@ -149,7 +149,7 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
         for line in result_lines(results):
             click.echo(line)
     if failure is not None:
-        _tell_failures(failure, debug)
+        _print_failures(failure, debug)
     if interrupts.count:
         return TERMINATED if interrupts.first == signal.SIGTERM else INTERRUPTED
     return DONE if failure is None else FAILED

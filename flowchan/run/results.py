@@ -78,7 +78,7 @@ class ResultGathering:
 
     def asked(self, stage: str) -> None:
         """Note that the calling thread asks for an item."""
-        self._iterated[stage] = threading.get_ident()
+        self._loops[stage] = threading.get_ident()
 
     def items(self, stage: str) -> Iterable[Any]:
         """Give the items, without those that answer questions."""
@@ -89,7 +89,7 @@ class ResultGathering:
         """Give the items with the answers to questions. ``async for`` takes them too."""
         self.asked(stage)
         self._supervisor.report(Began(_worker(stage)))
-        taken_in = self._taken_in.get(stage)
+        taken_in = self._gathered.get(stage)
         return self._ports.gathering_port(_worker(stage)) if taken_in is None else taken_in.items
 
     def _unasked(self, items: Iterable[Any]) -> Iterator[Any]:
@@ -99,39 +99,39 @@ class ResultGathering:
 
     def left_of(self, stage: str, item: Any) -> Any:
         """Settle the answers in an item. Return what is left of it, or ``NOTHING``."""
-        return self._supervisor.left_of(item) if stage in self._may_be_asked else item
+        return self._supervisor.left_of(item) if stage in self._with_requests else item
 
     def raise_if_broken(self, stage: str) -> None:
         """Raise ``Broken`` if :meth:`items` did not give all items."""
-        taken_in = self._taken_in.get(stage)
+        taken_in = self._gathered.get(stage)
         if taken_in is not None and taken_in.broken is not None:
             raise taken_in.broken
 
     def keep(self, stage: str) -> None:
         """Keep the rest of a result until the end of the block, if the calling thread iterated over it."""
-        if self._iterated[stage] == threading.get_ident():
-            self._kept.add(stage)
+        if self._loops[stage] == threading.get_ident():
+            self._kept_loops.add(stage)
 
     def leave(self, stage: str) -> None:
         """Note that no reader iterates over this result any more, unless it is kept."""
-        if stage not in self._kept:
+        if stage not in self._kept_loops:
             self._end(stage)
 
     def leave_all(self, of_thread: int) -> None:
         """Note that a thread has left the results over which it iterated."""
-        for stage, reader in list(self._iterated.items()):
+        for stage, reader in list(self._loops.items()):
             if reader == of_thread:
                 self._end(stage)
 
     def break_all(self) -> None:
         """Break the results over which a reader iterates: the run was asked to break off."""
-        for stage, reader in list(self._iterated.items()):
+        for stage, reader in list(self._loops.items()):
             if reader is not None:
                 self._break(stage)
 
     def leave_kept(self) -> None:
         """Leave what was kept: the program has caught the Ctrl-C that ended its loop, and goes on."""
-        for stage in list(self._kept):  # another thread's loop may be interrupted now
+        for stage in list(self._kept_loops):  # another thread's loop may be interrupted now
             self._end(stage)
         self._kept_loops.clear()
 
@@ -141,7 +141,7 @@ class ResultGathering:
         self._end(stage)
 
     def _end(self, stage: str) -> None:
-        self._iterated[stage] = None
+        self._loops[stage] = None
         self._ports.gathering_port(_worker(stage)).close()
         with contextlib.suppress(Closed):  # the run may be over
             self._supervisor.report(Ended(_worker(stage)))
@@ -159,7 +159,7 @@ class ResultGathering:
         def left() -> bool:
             return self._loops.get(id.stage, 0) is None
 
-        self._taken_in[id.stage] = _TakenIn(self._ports, self._local, self._supervisor, id, left)
+        self._gathered[id.stage] = _GatheredResult(self._ports, self._local, self._supervisor, id, left)
 
     def take_in_the_rest(self) -> None:
         """Take in the results over which the calling thread iterated when it was interrupted."""
@@ -196,7 +196,7 @@ class ResultGathering:
         """Give what was finished, once the run has ended. A result with a reader counts only if it was
         kept."""
         values = self._supervisor.results
-        for name, taken_in in list(self._taken_in.items()):
+        for name, taken_in in list(self._gathered.items()):
             taken_in.thread.join()
             if name in self._kept_loops or (name not in self._loops and taken_in.broken is None):
                 values.setdefault(name, list(taken_in.items))
@@ -212,7 +212,7 @@ def _worker(stage: str) -> WorkerId:
     return WorkerId(stage, 1)
 
 
-class _TakenIn:
+class _GatheredResult:
     """The items of a result that was full before the program read it. A thread goes on taking them in.
     ``left``: whether its reader has left."""
 

@@ -100,9 +100,9 @@ class WorkerPool(Runnable):
     def _outside_error(self) -> RuntimeError:
         return RuntimeError(f"{self!r} must be used in its block: with graph.pool() as pool: pool.run()")
 
-    def _made_ready(self, plan: Plan) -> LastingProcesses:
+    def _prepared(self, plan: Plan) -> LastingProcesses:
         """With a process for each worker that needs one."""
-        lasting = self._ready_for(plan)
+        lasting = self._checked_processes(plan)
         lasting.make_ready(self._graph, plan.workers)
         return lasting
 
@@ -180,7 +180,7 @@ class WorkerPool(Runnable):
             with interrupts_deferred(), self._lock:
                 self._lasting = None
                 _open.discard(weakref.ref(self))
-                if (supervisor := self._going_on()) is not None:  # Ctrl-C has come, for the last time
+                if (supervisor := self._active_supervisor()) is not None:  # Ctrl-C has come, for the last time
                     supervisor.ask(AbortAsked())
                     lasting.kill()
                     supervisor.wait()
