@@ -1,12 +1,7 @@
-"""Other machines: pools of hosts for ``on=``, and what starts our agents there; and channels between programs
-on different hosts.
+"""Pools of hosts for ``on=``, and channels between programs on different hosts.
 
-``peer_timeout``: for how many seconds an agent waits for a program that it does not hear, before it ends
-with its
-workers. ``tls``: whether what crosses is encrypted and can't be changed on its way.
-
-What channels between programs need is loaded when it is first asked for: agents have no use for it, and wait
-for each import.
+The modules for channels between programs are imported at their first use. Agents do not need them, and every
+import delays the start of an agent.
 """
 
 from __future__ import annotations
@@ -32,8 +27,23 @@ __all__ = ["Pool", "local", "open_channel", "ray", "serve", "slurm", "ssh"]
 
 @refuses_misspelt("local")
 def local(count: int, *, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False) -> Pool:
-    """``count`` agents on this machine: to try a graph that will span hosts. They have its memory, cores and
-    files in common with this program, and talk to it over loopback as agents elsewhere do."""
+    """Make a pool of ``count`` agents on this machine, to try a graph that will run on several hosts.
+
+    The agents share the memory, cores and files of this machine. They use TCP over loopback, as agents on
+    other machines use the network.
+
+    Args:
+        count: How many agents to start, at least 1.
+        peer_timeout: Seconds after which an agent that hears nothing from the program ends with its workers.
+        tls: Whether to encrypt and authenticate the traffic with TLS.
+
+    Returns:
+        The pool. Agents start when a graph that uses it starts.
+
+    Example:
+        machines = hosts.local(2)
+        sizes = graph.source(paths).map(measure, on=machines, workers=4)
+    """
     return pool_of("local", _local(count), peer_timeout, tls)
 
 
@@ -45,16 +55,41 @@ def ssh(
     peer_timeout: float = PEER_TIMEOUT_S,
     tls: bool = False,
 ) -> Pool:
-    """An agent on each of these hosts, started by the system's ``ssh``. ``python`` is the executable there,
-    with flowchan installed. ``address`` is that of this machine at which the hosts reach it; left out, it is
-    the one on the kernel's route towards them."""
+    """Make a pool with one agent on each of these hosts, started by the system's ``ssh``.
+
+    Args:
+        hosts: The hosts as ``ssh`` takes them: ``"gpu1"``, ``"user@gpu2"``.
+        python: The Python executable on the hosts, with flowchan installed.
+        address: The address of this machine at which the hosts reach it, without a port (default: the one on
+            the kernel's route to them).
+        peer_timeout: Seconds after which an agent that hears nothing from the program ends with its workers.
+        tls: Whether to encrypt and authenticate the traffic with TLS.
+
+    Returns:
+        The pool. Agents start when a graph that uses it starts.
+
+    Example:
+        machines = hosts.ssh("gpu1", "user@gpu2", python="~/venv/bin/python")
+    """
     return pool_of("ssh", _ssh(*hosts, python=python, address=address), peer_timeout, tls)
 
 
 @refuses_misspelt("slurm")
 def slurm(*, address: str | None = None, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False) -> Pool:
-    """An agent on each node of the Slurm allocation that this program runs in. ``address`` as for
-    :func:`ssh`."""
+    """Make a pool with one agent on each node of the Slurm allocation that this program runs in.
+
+    Args:
+        address: The address of this machine at which the nodes reach it, without a port (default: the one on
+            the kernel's route to them).
+        peer_timeout: Seconds after which an agent that hears nothing from the program ends with its workers.
+        tls: Whether to encrypt and authenticate the traffic with TLS.
+
+    Returns:
+        The pool. Agents start when a graph that uses it starts.
+
+    Example:
+        machines = hosts.slurm()
+    """
     return pool_of("slurm", _slurm(address=address), peer_timeout, tls)
 
 
@@ -67,13 +102,27 @@ def ray(
     peer_timeout: float = PEER_TIMEOUT_S,
     tls: bool = False,
 ) -> Pool:
-    """``count`` agents, each held by an actor of Ray on a node of its own that has these ``resources``.
-    ``address`` as for :func:`ssh`."""
+    """Make a pool of ``count`` agents on different nodes of a Ray cluster, each held by a Ray actor.
+
+    Args:
+        count: How many agents to start, at least 1.
+        resources: What each agent reserves on its node, by Ray's names (default: one ``"CPU"``).
+        address: The address of this machine at which the nodes reach it, without a port (default: the one on
+            the kernel's route to them).
+        peer_timeout: Seconds after which an agent that hears nothing from the program ends with its workers.
+        tls: Whether to encrypt and authenticate the traffic with TLS.
+
+    Returns:
+        The pool. Agents start when a graph that uses it starts.
+
+    Example:
+        machines = hosts.ray(4, resources={"GPU": 1})
+    """
     return pool_of("ray", _ray(count, resources=resources, address=address), peer_timeout, tls)
 
 
 _LATER = {"open_channel": "flowchan.remote.remote_channel", "serve": "flowchan.remote.serving"}
-"""Names, and the modules that they come from."""
+"""The modules of the names that are imported at their first use."""
 
 
 def __getattr__(name: str) -> Any:

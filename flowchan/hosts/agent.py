@@ -1,11 +1,13 @@
-"""The agent: our presence on a host. ``python -m flowchan.hosts.agent`` gets one line of JSON by its standard
-input, dials the driver, and runs the workers that it is told to, each in a process of its own.
+"""The agent: the process that runs the workers of one run on one host.
 
-A worker here has rings of its own, one for each port; the link fills and empties them. So it is a worker as
-any other: when it dies, its rings give back what it had in hand, and its successor goes on with them.
+``python -m flowchan.hosts.agent`` reads one line of JSON from its standard input, dials the driver, and
+starts each worker in its own process.
 
-Three threads: one does what the driver says, one keeps the link, one watches the processes. An agent that
-does not hear the driver for its peer_timeout ends, and its workers end with it.
+Each port of a worker has its own ring, which the link fills or empties. So a worker here recovers like a
+local worker: when it dies, its rings return the items that it held, and its replacement continues with them.
+
+The agent has three threads: one carries out the driver's commands, one keeps the link, and one watches the
+worker processes. If the agent hears nothing from the driver for peer_timeout, it ends with its workers.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ from flowchan.transport.versions import versions
 
 @dataclass(frozen=True)
 class Orders:
-    """What an agent is started with."""
+    """The parameters of an agent, which the driver sends when it starts the agent."""
 
     secret: bytes
     address: str
@@ -69,11 +71,11 @@ class Orders:
     peer_timeout: float
     graph: str
     tls: bool
-    levels: dict[str, int]  # of the program's loggers
+    levels: dict[str, int]  # log levels of the program's loggers
 
     @classmethod
     def read(cls, line: str) -> Orders:
-        """Raises ``ValueError`` when that is no line of a driver's."""
+        """Parse the line that the driver sends. Raises ``ValueError`` if the line has another form."""
         try:
             said = json.loads(line)
             said["secret"] = bytes.fromhex(said["secret"])
@@ -86,7 +88,7 @@ class Orders:
 
 
 class _PortNames(NamedTuple):
-    """Of the channels under the ports of a worker."""
+    """The names of the channels under a worker's ports."""
 
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
@@ -95,8 +97,14 @@ class _PortNames(NamedTuple):
 
 @dataclass
 class _Worker:
-    """A worker of this host: the channels under its ports, the ports of its process, and the other ends,
-    which are lent to the link."""
+    """A worker of this host.
+
+    Attributes:
+        start: The command that started it.
+        channels: The channels under its ports.
+        ports: The ports of its process.
+        ends: The opposite ends of its channels, which the link uses.
+    """
 
     start: Start
     channels: dict[str, Channel[Any]]
@@ -105,7 +113,7 @@ class _Worker:
 
 
 class Agent:
-    """See above. ``orders``: what it is started with."""
+    """Run the workers of one run on this host. See the head of this file."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
@@ -114,16 +122,17 @@ class Agent:
         self._commands = commands.reader()
         self._said, self._heard = commands.writer(), self._events.reader()  # the link's ends
         self._workers: dict[WorkerId, _Worker] = {}
-        self._next_seats: dict[WorkerId, Channel[Any]] = {}  # by which those of elastic gangs get theirs
+        # channels that bring memberships to elastic workers
+        self._next_seats: dict[WorkerId, Channel[Any]] = {}
         self._board = CancelledRequests()
         use_board(self._board.path)
         self._processes = WorkerProcesses(orders.graph, self._events, self._gone)
-        logs.set_levels(orders.levels)  # for those who are forked from here
+        logs.set_levels(orders.levels)  # before the forks, so that workers inherit the levels
         self._link = _core.Link(False)
         self._link.line(0, [self._said], [self._heard])
 
     def run(self) -> None:
-        """Until the driver says that the run is over."""
+        """Carry out commands until the driver says that the run is over."""
         self._link.attach(self._dial("can't reach the driver").detach())
         for work in (self._keep_link, self._processes.watch):
             threading.Thread(target=_or_end, args=(work,), daemon=True).start()
@@ -131,14 +140,14 @@ class Agent:
             if isinstance(command, Leave):
                 break
             self._do(command)
-        self._processes.end()  # they may have something to finish
+        self._processes.end()  # workers may still have something to finish
         self._end(0)
 
     def _end(self, code: int) -> NoReturn:
         self._processes.kill()
         os._exit(code)
 
-    # --- what the driver says ---
+    # --- commands of the driver ---
 
     def _do(self, command: Command) -> None:
         if isinstance(command, Start):
@@ -186,14 +195,14 @@ class Agent:
         return seat.reached(self._orders.address, self._orders.secret, self._orders.tls)
 
     def _open(self, start: Start) -> _Worker:
-        """The rings of a worker, with its ports, and the link's ends of them."""
+        """Open the rings and ports of a worker, and give their opposite ends to the link."""
         outputs = _named("out", start.outputs)
         if start.errors is not None:
             outputs["errors"] = start.errors
         channels = {key: _open_ring(AHEAD, name, start) for key, name in _named("in", start.inputs).items()}
         channels |= {key: _open_ring(BEHIND, name, start) for key, name in outputs.items()}
         for key in outputs:
-            channels[key]._leaves_host()  # the link takes all that is put there
+            channels[key]._leaves_host()  # the link takes every item that the worker puts
         ports = _open_ports(start, channels)
         fill = [channels[f"in {port}"].writer() for port in start.inputs]
         drain = [port.channel.reader() for port in ports.writers()]
@@ -206,7 +215,8 @@ class Agent:
         self._processes.forget(worker.start.id)
 
     def _waits(self, worker: _Worker) -> WorkerWaits:
-        """At the reading end of an input and the writing end of an output nobody waits but the worker."""
+        """Report what the threads of a worker wait for. Only the worker itself waits at its end of these
+        channels."""
         counts: list[int] = []
         reading: dict[str, int] = {}
         writing: dict[str, int] = {}
@@ -221,7 +231,7 @@ class Agent:
         return WorkerWaits(reading, writing, tuple(counts), moves)
 
     def _release(self, id: WorkerId) -> None:
-        """Its rings go; what is left of its process goes with the agent."""
+        """Drop the rings of a worker. Its process, if it still runs, ends with the agent."""
         self._processes.give_back_gpus(id)
         self._next_seats.pop(id, None)
         worker = self._workers.pop(id, None)
@@ -231,7 +241,7 @@ class Agent:
                 port.close()
 
     def _gone(self, gone: Gone) -> None:
-        """A process has ended, and all that it told is in the mail already."""
+        """Report that a process has ended. All its reports are in the channel of events already."""
         worker = self._workers.get(gone.worker)
         if worker is not None:
             with contextlib.suppress(Closed, Broken):
@@ -240,7 +250,8 @@ class Agent:
     # --- the link ---
 
     def _keep_link(self) -> None:
-        """Dial again when the connection breaks; the link then sends what has not arrived."""
+        """Watch the link, and dial again when the connection breaks. The link then resends what has not
+        arrived."""
         peer_timeout = self._orders.peer_timeout
         for event in link_events.watch(self._link, peer_timeout / 4):
             match event:
@@ -269,8 +280,8 @@ class Agent:
             channel.abort(too_large(channel._name, worker.start.here.host, size, channel.max_bytes))
 
     def _dial(self, why: str, silent: float = 0.0) -> socket.socket:
-        """A connection to the driver that both have proved the secret over; ends when there is none within
-        the peer timeout. ``silent``: since when it has not been heard, in seconds."""
+        """Connect to the driver and authenticate both sides; end the agent if that fails within the peer
+        timeout. ``silent``: for how many seconds nothing has come from the driver already."""
         orders = self._orders
         hello = {**versions(), "number": orders.number, "epoch": orders.epoch}
         within = max(0.0, orders.peer_timeout - silent)
@@ -283,18 +294,19 @@ class Agent:
         return sock
 
     def _give_up(self, why: str) -> NoReturn:
-        with contextlib.suppress(OSError):  # whoever read our errors may have gone with the driver
+        with contextlib.suppress(OSError):  # the reader of our standard error may have ended with the driver
             print(f"flowchan agent {self._orders.number + 1}: {why}; it ends", file=sys.stderr, flush=True)
         self._end(1)
 
 
 def _named(word: str, ports: Mapping[str, str]) -> dict[str, str]:
-    """A stage may have one channel on both sides; here these are two."""
+    """Prefix the ports with their direction: one channel may be an input and an output of a stage, and has
+    two rings here."""
     return {f"{word} {port}": name for port, name in ports.items()}
 
 
 def _open_ring(places: int, name: str, start: Start) -> Channel[Any]:
-    """One end of it is a channel of the driver, whose name it has."""
+    """Open a ring that carries the items of a driver's channel, under that channel's name."""
     most = min(start.most, most_bytes())
     channel: Channel[Any] = Channel(places, across="processes", max_bytes=most)
     channel._name, channel._share = name, start.share
@@ -302,14 +314,14 @@ def _open_ring(places: int, name: str, start: Start) -> Channel[Any]:
 
 
 def _open_ports(start: Start, channels: Mapping[str, Channel[Any]]) -> Ports:
-    """What the process of a worker reads and writes."""
+    """Open the ports that a worker's process reads and writes."""
     inputs = {port: f"in {port}" for port in start.inputs}
     outputs = {port: f"out {port}" for port in start.outputs}
     return open_ports(_PortNames(inputs, outputs, None if start.errors is None else "errors"), channels)
 
 
 def _or_end(work: Callable[[], None]) -> None:
-    """Runs ``work``; without it the agent is of no use."""
+    """Run ``work``, and end the process if it raises: the agent cannot work without it."""
     try:
         work()
     except BaseException:
@@ -319,10 +331,10 @@ def _or_end(work: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    # What Ctrl-C and a closed terminal mean is for the driver to say.
+    # The driver decides what Ctrl-C and a closed terminal do.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # Nothing of the user's is loaded in this process, so its children may be copies of it.
+    # This process has loaded no user code, so its children may be forks of it.
     multiprocessing.set_start_method("fork")
     try:
         orders = Orders.read(sys.stdin.readline())
@@ -335,4 +347,4 @@ def main() -> None:
 if __name__ == "__main__":
     from flowchan.hosts import agent
 
-    agent.main()  # what it pickles is of that module, and not of __main__
+    agent.main()  # not this module's main(): objects of __main__ would not unpickle at the driver

@@ -1,6 +1,6 @@
-"""One agent of a host, as the driver has it: the process that holds it, the link to it, and the control line.
+"""The driver's handle of one agent: the provider's process, the link, and the control stream.
 
-Each agent that is started for a host is another *incarnation*, with a number, the epoch.
+Each agent that is started for a host is a new *incarnation*, numbered by its epoch.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from flowchan.hosts.providers.provider import AGENT, Launch, Provider, StartedAg
 from flowchan.transport import link_events
 
 START = 60.0
-"""Seconds within which an agent must have dialled, from when it has a place."""
+"""Seconds within which an agent must dial, counted from when the provider has placed it."""
 POLL_INTERVAL_S = 0.05
-"""Seconds between two looks at an agent that is not connected, and at a channel that may be broken while the
+"""Seconds between two polls of an agent that is not connected, and of a channel that may be broken while the
 last outputs of a worker are on their way."""
 
 
 class Heard(NamedTuple):
-    """The functions that hear of an agent.
+    """Callbacks for the events of an agent.
 
     Attributes:
-        told: Gets each report of the agent and its workers.
-        finished: Gets the number of a line whose outputs have all been put.
-        refused: Gets the numbers of a line and of its input port whose item can't leave this machine.
-        ends: Reports workers that have ended and whose outputs are all here. Says whether others follow.
+        told: Takes each report of the agent and its workers.
+        finished: Takes the number of a stream whose outputs have all been put.
+        refused: Takes the numbers of a stream and of its input port whose item can't leave this machine.
+        ends: Reports workers that have ended and whose outputs have all arrived. Returns whether others
+            follow.
         over: Called once when the agent is dead, unless the handle was closed before.
-        help: Runs all of that on a thread of the run.
+        help: Runs the thread functions of the handle within the run.
     """
 
     told: Callable[[AgentHandle, Told], None]
@@ -51,10 +52,10 @@ class Heard(NamedTuple):
 class AgentHandle:
     """One incarnation of a host's agent.
 
-    It ends when the agent is known to be dead, or is not heard for too long. Then it is fenced: the
-    connection is closed, another one is not accepted, and nothing that the agent sends counts any more.
+    It ends when the agent is known to be dead, or has been silent for too long. Then the agent is fenced: its
+    connection is closed, new ones are refused, and its messages no longer count.
 
-    Two threads belong to it: one starts and watches the agent, one hears its reports.
+    Two threads belong to it: one starts and watches the agent, and one receives its reports.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class AgentHandle:
     ) -> None:
         self.host = provider.hosts[number]
         self.number, self.epoch = number, epoch
-        self.why = ""  # it ended
+        self.why = ""  # why it ended
         self.has_met = False
-        self.echoed = 0  # the number of the last echo
-        self.waiting = Waiting(0, {})  # the last answer about its workers' waits
-        self.is_decided = threading.Event()  # it has dialled, or has ended
+        self.echoed = 0  # number of the last echo
+        self.waiting = Waiting(0, {})  # last report of what its workers wait for
+        self.is_decided = threading.Event()  # the agent has dialled, or has ended
         self._provider, self._peer_timeout = provider, peer_timeout
         self._heard = heard
         self._address = ""
@@ -83,7 +84,7 @@ class AgentHandle:
         self.link.line(0, [self._to_say], [self._letterbox])
 
     def begin(self, name: str, launch: dict[str, Any]) -> None:
-        """Start the agent, in the background. ``launch``: what it has to know."""
+        """Start the agent in the background. ``launch`` holds the parameters that it reads."""
         self._address = launch["address"]
         said = {**launch, "number": self.number, "epoch": self.epoch, "peer_timeout": self._peer_timeout}
         line = json.dumps(said).encode() + b"\n"
@@ -95,7 +96,7 @@ class AgentHandle:
             self._threads.append(thread)
 
     def meet(self, sock: socket.socket) -> None:
-        """Go on over ``sock``: the agent has dialled, at first or after a break, and has proved itself."""
+        """Attach the connection ``sock`` of the authenticated agent, at the first dial or after a break."""
         with self._lock:
             if self.why or self._refuses_connections:
                 sock.close()
@@ -106,16 +107,16 @@ class AgentHandle:
 
     def say(self, command: Command) -> None:
         """Send a command."""
-        with contextlib.suppress(Closed, Broken):  # it has ended
+        with contextlib.suppress(Closed, Broken):  # the agent has ended
             self._commands.put(command)
 
     def hint(self, command: Command) -> None:
-        """Send a command that the agent may do without: while the line is full, it is not sent."""
+        """Send a command that may be lost: it is dropped while the control stream is full."""
         with contextlib.suppress(Closed, Broken, Full):
             self._commands.put_nowait(command)
 
     def end(self, why: str) -> None:
-        """Fence the agent: nothing that it sends counts any more."""
+        """Fence the agent: its messages no longer count."""
         with self._lock:
             if self.why or self._closed:
                 return
@@ -123,23 +124,23 @@ class AgentHandle:
         self.link.close()
         self.kill()
         self._commands.close()
-        self._letterbox.close()  # what came before is still heard
+        self._letterbox.close()  # messages that have arrived are still delivered
         self.is_decided.set()
 
     def kill(self) -> None:
-        """Kill the process that holds it."""
+        """Kill the process that holds the agent."""
         if self._started is not None:
             self._started.kill()
 
     def leave(self) -> None:
-        """Let the agent end, because the run is over."""
+        """Tell the agent to end, because the run is over."""
         with self._lock:
             self._closed = True
         self.say(Leave())
 
     def close(self, give_up: float) -> None:
-        """Wait for the agent to end, until ``give_up``, and leave nothing. Called once it has ended, or after
-        :meth:`leave`. An agent that has never dialled has nothing to finish."""
+        """Wait for the agent to end, until ``give_up``, and release everything. Call it after the agent has
+        ended or after :meth:`leave`. An agent that has never dialled has nothing to finish."""
         pause = threading.Event()
         while self.has_met and not self._has_ended() and time.monotonic() < give_up:
             pause.wait(0.005)
@@ -153,7 +154,7 @@ class AgentHandle:
             self._started.close()
 
     def is_closing(self) -> bool:
-        """Tell whether a thread of it is still at work."""
+        """Tell whether one of its threads still runs."""
         return any(thread.is_alive() for thread in self._threads)
 
     def _has_ended(self) -> bool:
@@ -165,7 +166,7 @@ class AgentHandle:
             if thread is not threading.current_thread():
                 thread.join()
 
-    # --- its threads ---
+    # --- the threads ---
 
     def _watch(self, launch: Launch) -> None:
         try:
@@ -202,7 +203,7 @@ class AgentHandle:
 
     def _listen(self) -> None:
         more = False
-        with contextlib.suppress(Closed, Broken):  # the last has been heard, or the run is over
+        with contextlib.suppress(Closed, Broken):  # the last message has been delivered, or the run is over
             while True:
                 told = None
                 with contextlib.suppress(Empty):

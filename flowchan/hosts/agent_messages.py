@@ -1,7 +1,9 @@
-"""The messages of the driver and an agent over the control line of their link (line 0), as values.
+"""The messages between the driver and an agent, as values. They use the control stream of the link (stream
+0).
 
-Both have proved the secret by then, so the values are pickled as any items are. The events of a worker on the
-host take the same line, and the agent does not look at them."""
+Both sides have authenticated each other by then, so the values are pickled like items. The events of the
+host's workers use the same stream, and the agent does not read them.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,23 @@ from flowchan.run.worker.logs import Logged
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start this worker, as ``here``. ``stage``: what it does, pickled. ``modules``: those that the pickle
-    refers to and that may be missing there. ``inputs``, ``outputs``, ``errors`` name its ports; the rings
-    under them stay from one process of the worker to the next. ``most``: how many bytes the driver's channels
-    take, ``share``: how many of these may be inside when there is more than one item. ``seat``: in the group
-    of its gang, or none yet. ``elastic``: others come after it, each by a ``Seated``."""
+    """Start this worker.
+
+    Attributes:
+        line: The number of its stream on the link.
+        here: The worker as its own code sees it.
+        stage: Its stage, pickled.
+        modules: Modules that the pickle refers to and that the host may lack.
+        predecessors: How the workers died that held its first item.
+        inputs: The channels of its input ports. The rings under the ports outlive a process of the worker.
+        outputs: The channels of its output ports.
+        errors: The channel of its errors, if the stage has one.
+        most: How many bytes the driver's channels take.
+        share: How many of these bytes a channel may hold when it has more than one item.
+        gpus: How many GPUs it has for itself.
+        seat: Its membership of the group of its gang, if it has one yet.
+        elastic: Whether its gang is elastic: later memberships follow in ``Seated``.
+    """
 
     line: int
     here: seeds.Worker
@@ -45,7 +59,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Recover:
-    """Give back what this worker, whose process has died, held. Without ``blame`` we ended it."""
+    """Recover the items of this worker, whose process has died. ``blame``: the item may have killed it."""
 
     worker: WorkerId
     blame: bool
@@ -53,7 +67,7 @@ class Recover:
 
 @dataclass(frozen=True, slots=True)
 class Seated:
-    """This worker of an elastic gang, which waits for it, has a ``seat`` in another group."""
+    """Give this waiting worker of an elastic gang the membership ``seat`` of its next group."""
 
     worker: WorkerId
     seat: Any
@@ -61,35 +75,35 @@ class Seated:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """This worker has said that it has ended, and then its process died: end its ports in its place."""
+    """Close the ports of this worker, whose process died after it had reported its end."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """This worker is done with: leave nothing of it."""
+    """Release everything of this worker."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Send this back: everything that workers reported before has then been heard."""
+    """Send this back. Its return shows that every earlier report of a worker has arrived."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class AskWaits:
-    """Say what all workers wait for."""
+    """Report what all workers wait for."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The run is over: end, and every worker that is left."""
+    """The run is over: end, and end every remaining worker."""
 
 
 Command = Start | Seated | Recover | Terminate | Close | Release | RequestCancelled | Echo | AskWaits | Leave
@@ -97,7 +111,7 @@ Command = Start | Seated | Recover | Terminate | Close | Release | RequestCancel
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """These modules are missing here, so the worker was not started."""
+    """The host lacks these modules, so the worker was not started."""
 
     worker: WorkerId
     modules: tuple[str, ...]
@@ -105,7 +119,7 @@ class Lacking:
 
 @dataclass(frozen=True, slots=True)
 class PeerEnded:
-    """The process of this worker has ended, after everything that it reported."""
+    """The process of this worker has ended, and all its reports have been sent."""
 
     worker: WorkerId
     exit: ProcessExit
@@ -113,9 +127,14 @@ class PeerEnded:
 
 @dataclass(frozen=True, slots=True)
 class WorkerWaits:
-    """What a worker does: how many of its threads wait for an item of which channels, or to put one.
-    ``counts``: of the items it has got and taken, put and sent, by port. ``moves``: it may go on without an
-    item, or its process has ended."""
+    """What the threads of a worker wait for.
+
+    Attributes:
+        reading: How many threads wait for an item, by channel.
+        writing: How many threads wait to put an item, by channel.
+        counts: The counts of items that entered and left each of its rings.
+        moves: Whether it may continue without an item, or its process has ended.
+    """
 
     reading: Mapping[str, int]
     writing: Mapping[str, int]
@@ -135,7 +154,7 @@ Told = Event | Lacking | PeerEnded | Echo | Waiting | Logged
 
 
 def refusal(channel: str, way: str) -> TypeError:
-    """Why a channel breaks whose next item can't leave its machine."""
+    """Make the error that breaks a channel whose next item can't leave its machine."""
     return TypeError(
         f"an item of channel {channel!r} can't go {way}: it holds a channel or something else that only "
         "processes of one machine can share"
@@ -143,7 +162,7 @@ def refusal(channel: str, way: str) -> TypeError:
 
 
 def too_large(channel: str, host: str, size: int, most: int) -> MemoryError:
-    """Why a channel breaks whose next item has no place on a host with less memory."""
+    """Make the error that breaks a channel whose next item does not fit into the memory of a host."""
     return MemoryError(
         f"host {host!r} has no place for an item of channel {channel!r}: it has {size} bytes, and a channel "
         f"there takes {most}, half of its memory; send smaller items, or name hosts with more memory"

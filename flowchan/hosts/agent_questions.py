@@ -1,4 +1,4 @@
-"""Asks all agents of a pool at once, without waiting for their answers."""
+"""Questions to all agents of a pool at once. The caller does not wait for the answers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from flowchan.hosts.agent_messages import AskWaits, Echo
 
 
 class AgentQuestions:
-    """The questions of one run. Each method is called again until it returns true, which it does once."""
+    """The questions of one run. Call each method again until it returns true, which it does once per
+    question."""
 
     def __init__(self) -> None:
-        self._echo = 0  # the number of the last echo
-        self._echoing: list[AgentHandle] | None = None  # agents that are asked; None: no echo is awaited
-        self._question = 0  # the number of the last question about waits
+        self._echo = 0  # number of the last echo
+        # agents that are being asked; None: no echo is awaited
+        self._echoing: list[AgentHandle] | None = None
+        self._question = 0  # number of the last question about waits
         self._questioned: list[AgentHandle] = []
 
     def all_is_heard(self, agents: list[AgentHandle]) -> bool:
-        """Tell whether everything that workers reported before the first call has arrived. Asks all agents
-        for an echo."""
+        """Tell whether everything that workers reported before the first call has arrived. Ask all agents for
+        an echo."""
         if self._echoing is None:
             self._echo, self._echoing = self._echo + 1, agents
             for agent in agents:
@@ -29,7 +31,8 @@ class AgentQuestions:
         return heard
 
     def waits_are_known(self, agents: list[AgentHandle]) -> bool:
-        """Tell whether each agent has said what its workers wait for. Asks again when the agents change."""
+        """Tell whether each agent has reported what its workers wait for. Ask again when the agents
+        change."""
         if not agents or agents != self._questioned:
             self._question, self._questioned = self._question + 1, agents
             for agent in agents:

@@ -1,5 +1,5 @@
-"""How a stage's code reaches a host: by reference where its modules are there, by value where the user's own
-are not. What is installed (with pip, or with Python) always goes by reference."""
+"""Pickling of a stage's code for a host. Code goes by reference if the host has its module, and by value if
+the host lacks a module of the user's. Installed modules (by pip, or with Python) always go by reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def pack_stage(stage: Any, by_value: Iterable[str]) -> bytes:
-    """The stage as bytes, with all that it uses of the modules ``by_value`` and of the main script."""
+    """Pickle a stage with all that it uses of the main script and of the modules ``by_value``."""
     modules = [sys.modules[name] for name in by_value]
     with _by_value(modules):
         classes = {module.__name__: _classes(module) for module in (*modules, sys.modules["__main__"])}
@@ -33,20 +33,20 @@ def pack_stage(stage: Any, by_value: Iterable[str]) -> bytes:
 
 
 def own_modules(packed: bytes) -> tuple[str, ...]:
-    """The user's own modules to which a pickle may refer: every text in it that is the name of one."""
+    """Return the user's own modules that a pickle may refer to: every string in it that names one."""
     texts = {argument for _, argument, _ in pickletools.genops(packed) if isinstance(argument, str)}
     return tuple(sorted(name for name in texts & sys.modules.keys() if _is_own(sys.modules[name])))
 
 
 class PackedStages:
-    """The stages of a run as bytes, each pickled once for the same lacking modules."""
+    """The pickled stages of a run, each pickled once for the same set of lacking modules."""
 
     def __init__(self) -> None:
         self._packed: dict[tuple[str, tuple[str, ...]], tuple[bytes, tuple[str, ...]]] = {}
 
     def get(self, stage: Stage, without: Collection[str] = ()) -> tuple[bytes, tuple[str, ...]]:
-        """Pickle a stage with what it uses of the modules that are lacking on a host. Return also the user's
-        own modules that it needs besides."""
+        """Pickle a stage with what it uses of the modules that a host lacks. Return also the other modules of
+        the user's that it needs."""
         key = stage.name, tuple(sorted(without))
         if key not in self._packed:
             packed = pack_stage(stage, key[1])
@@ -55,7 +55,8 @@ class PackedStages:
 
 
 def lacking(modules: Iterable[str]) -> tuple[str, ...]:
-    """Those modules that can't be imported here. Imports none: a package is looked for, not what is in it."""
+    """Return those modules that can't be imported here. This imports none: it searches only for the top-level
+    package."""
     return tuple(name for name in modules if not _is_there(name.partition(".")[0]))
 
 
@@ -88,7 +89,7 @@ def _by_value(modules: list[ModuleType]) -> Iterator[None]:
 
 
 def _classes(module: ModuleType) -> dict[str, type]:
-    """The classes that a module defines, as far as they can be sent: items may be of them."""
+    """Return the picklable classes that a module defines. Items may be instances of them."""
     found = {
         name: value
         for name, value in list(vars(module).items())
@@ -100,14 +101,14 @@ def _classes(module: ModuleType) -> dict[str, type]:
 def _can_be_sent(value: type) -> bool:
     try:
         cloudpickle.dumps(value, protocol=5)
-    except Exception:  # whatever the user's own class raises
+    except Exception:  # the user's own class may raise anything
         return False
     return True
 
 
 class _Bundle:
-    """A stage with classes, by the module that defines them, which is not where they arrive. There they are
-    put into a module of that name, so that items that are pickled by reference find their classes."""
+    """A stage with the classes of modules that the receiving host lacks. Unpickling puts the classes into a
+    module of the same name, so that items pickled by reference find them."""
 
     def __init__(self, classes: dict[str, dict[str, type]], stage: Any) -> None:
         self._classes, self._stage = classes, stage
@@ -117,10 +118,10 @@ class _Bundle:
 
 
 class _Part(ModuleType):
-    """Of a module that is not here, what has come along."""
+    """A stand-in for a module that this host lacks, with the classes that were sent."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked for by Python itself
+        if name.startswith("__"):  # Python itself asks for such names
             raise AttributeError(name)
         raise AttributeError(
             f"module {self.__name__!r} is {self.__file__}, but not {name!r}: import it outside of the "
@@ -132,6 +133,7 @@ def _unpack(classes: dict[str, dict[str, type]], stage: Any) -> Any:
     for name, members in classes.items():
         if name not in sys.modules:
             sys.modules[name] = _Part(name)
-            sys.modules[name].__file__ = "not on this host; its classes came along by value"  # import says it
+            # shown in import errors
+            sys.modules[name].__file__ = "not on this host; its classes came along by value"
         vars(sys.modules[name]).update(members)
     return stage

@@ -1,5 +1,5 @@
-"""The driver's listener. Agents dial it, and workers that form a group: these exchange their addresses here,
-and then connect to each other."""
+"""The driver's listener, which agents and the workers of groups dial. The workers of a group exchange their
+addresses here and then connect to each other."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.rendezvous import Coordinator
 
 CLOSE = 0
-POLL_INTERVAL_MS = 1000  # between two looks for connections that say nothing
+POLL_INTERVAL_MS = 1000  # milliseconds between two checks for connections that send nothing
 
 
 class DriverListener:
-    """Accepts agents and the workers of groups.
+    """Accept agents and the workers of groups.
 
     Args:
-        listener: The listener that checks the secret.
-        name: The name of its thread.
-        within: Runs the thread, and hears of its failure.
-        agent: Gets the connection of each agent.
+        listener: The listener that authenticates connections.
+        name: The name of the thread.
+        within: Runs the thread's function and handles its failure.
+        agent: Takes the connection of each agent.
     """
 
     def __init__(
@@ -40,26 +40,26 @@ class DriverListener:
         self._listener, self._agent = listener, agent
         self._meetings: dict[int, Coordinator] = {}
         self._groups = CLOSE
-        # Groups that are to end, and whether only if they still meet.
+        # Groups that must end, each with whether only if its members still meet.
         self._orders: SimpleQueue[tuple[int, bool]] = SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=within, args=(self._run,), name=name, daemon=True)
         self._thread.start()
 
     def expect(self, size: int) -> int:
-        """Let ``size`` workers form a group. Return its number."""
+        """Expect a group of ``size`` workers. Return the group's number."""
         self._groups += 1
         self._meetings[self._groups] = Coordinator(size)
         return self._groups
 
     def dismiss(self, group: int, if_meeting: bool = False) -> None:
-        """End a group of which a worker has ended, because the others wait for it in vain. ``if_meeting``: a
-        group whose members have all met goes on."""
+        """End a group that has lost a worker, because the other members would wait for it in vain.
+        ``if_meeting``: keep a group whose members have all met."""
         self._orders.put((group, if_meeting))
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """End its thread and close all connections."""
+        """End the thread and close all connections."""
         self.dismiss(CLOSE)
         self._thread.join()
         self._listener.close()
@@ -90,8 +90,8 @@ class DriverListener:
                 meeting.close()
 
     def _obey(self) -> bool:
-        """End the groups that are to end, and forget those whose members have left. Tell whether to go
-        on."""
+        """End the groups that must end, and forget those whose members have left. Return False when the
+        listener must close."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         while not self._orders.empty():

@@ -1,13 +1,14 @@
-"""The seed of agents: a process that has imported what an agent is, and forks one whenever its program asks.
+"""The fork server for agents on this machine: a process that has imported the agent's modules, and forks one
+agent per request.
 
-``python -m flowchan.hosts.fork_server`` is started by :mod:`flowchan.hosts.providers.forked_agents`, with
-one end of a socket as its
-standard input. Each message there asks for an agent, and comes with three descriptors: a socket of that agent
-alone, a file whose beginning says what the agent is and whose rest is its standard input, and the program's
-standard error. By its socket the program hears of the agent's process id, and how it ended; when the program
-shuts its end, or has ended, the agent and all that it has started are killed.
+:mod:`flowchan.hosts.providers.forked_agents` starts ``python -m flowchan.hosts.fork_server`` with one end of
+a socket as its standard input. Each message on that socket requests an agent and carries three descriptors: a
+socket for that agent alone, a file, and the program's standard error. The file begins with the description of
+the agent; the rest becomes the agent's standard input. The agent's socket reports the process id and the
+exit. When the program shuts its end, or ends, the server kills the agent and all processes that the agent has
+started.
 
-The seed has one thread, so its children may be copies of it. It ends with the socket that it began with.
+The server has one thread, so it can fork safely. It ends when its control socket closes.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from flowchan.run.crew.at_exit import die_with
 from flowchan.run.worker.process_main import show_name
 
 SOON = ("encodings.idna", "multiprocessing.popen_fork")
-"""What each agent would import as soon as it dials, and starts a worker."""
+"""Modules that each agent would otherwise import when it dials and starts a worker."""
 
 
 class _Agent:
-    """A child, until its end is known, its program has done with it, and nothing of it is left."""
+    """A forked agent, from its start until it has ended and the program has released it."""
 
     def __init__(self, pid: int, program: socket.socket) -> None:
         self.pid = pid
         self.program = program
         self.has_ended = False
-        self.is_over = False  # its program has done with it
+        self.is_over = False  # the program has released it
 
     def look(self) -> None:
-        """Tells how it ended, if it has. It is left to be collected, so that its number means nobody else."""
+        """Report how it ended, if it has. The zombie stays, so that its process id is not used again."""
         if self.has_ended:
             return
         end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -54,25 +55,25 @@ class _Agent:
             _say(self.program, f"code {code}")
 
     def kill(self) -> None:
-        # First alone, for it may not lead its group yet, and then never will.
+        # The process first: it may not lead its group yet, and would then never do so.
         os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def bury(self) -> None:
-        """Leaves nothing of it. Waits, unless it has ended."""
+        """Collect the process and close its socket. Waits unless it has ended."""
         os.waitpid(self.pid, 0)
         self.program.close()
 
 
 class _Order:
-    """What a new process is to be."""
+    """The description of a new process."""
 
     def __init__(self, said: int, stderr: int) -> None:
         self._said, self._stderr = said, stderr
 
     def obey(self) -> None:
-        """Becomes what ``python *arguments`` would be in the environment of the program."""
+        """Become what ``python *arguments`` would be in the environment of the program."""
         length = int.from_bytes(os.read(self._said, LENGTH), "little")
         told: dict[str, Any] = json.loads(_read(self._said, length))
         for descriptor, stream in ((self._said, 0), (self._stderr, 1), (self._stderr, 2)):
@@ -84,7 +85,7 @@ class _Order:
         time.tzset()
         arguments = tuple(told["arguments"])
         if arguments != AGENT:
-            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these
                 signal.signal(number, signal.SIG_DFL)
             os.execv(sys.executable, (sys.executable, *arguments))
         show_name(f"agent {told['host']}")
@@ -94,13 +95,13 @@ class _Order:
 
 
 class Seed:
-    """See above. ``control``: what asks for agents."""
+    """Fork agents on request. See the head of this file. ``control``: the socket of the requests."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._pid = os.getpid()
         self._agents: dict[int, _Agent] = {}
-        self._woken, self._wakes = socket.socketpair()  # whenever a child ends
+        self._woken, self._wakes = socket.socketpair()  # written whenever a child ends
         for end in (self._woken, self._wakes):
             end.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -110,7 +111,7 @@ class Seed:
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
 
     def grow(self) -> _Order:
-        """Forks agents until the program has ended; returns only in these."""
+        """Fork agents until the program has ended. Returns only in the forked processes."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._control:
@@ -123,14 +124,14 @@ class Seed:
                     self._let_go(key.data)
 
     def _fork(self) -> _Order | None:
-        """In the new process, what it is to be."""
+        """Fork an agent. Return its description in the new process, and None in the server."""
         try:
             word, got, _, _ = socket.recv_fds(self._control, 1, 3, socket.MSG_CMSG_CLOEXEC)
         except ConnectionError:
             word = b""
         if not word:
             self._end()
-        if len(got) < 3:  # no descriptors are free, and the program sees that nothing comes
+        if len(got) < 3:  # no descriptors are free; the program notices that no answer comes
             for descriptor in got:
                 os.close(descriptor)
             return None
@@ -154,7 +155,7 @@ class Seed:
         return None
 
     def _leave(self) -> None:
-        """In a new process: what the seed has is none of its own, and it ends if the seed dies."""
+        """Detach a new process from the server: close the server's descriptors, and die with the server."""
         os.setsid()
         die_with(self._pid)
         signal.set_wakeup_fd(-1)
@@ -173,7 +174,7 @@ class Seed:
             self._forget(one)
 
     def _let_go(self, one: _Agent) -> None:
-        """Its program has done with it."""
+        """Kill an agent that the program has released."""
         self._selector.unregister(one.program)
         one.is_over = True
         one.kill()
@@ -194,7 +195,7 @@ class Seed:
 
 
 def _say(program: socket.socket, word: str) -> None:
-    with contextlib.suppress(OSError):  # nobody listens any more
+    with contextlib.suppress(OSError):  # the program has closed its end
         program.send(word.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
@@ -213,13 +214,13 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     control = socket.socket(fileno=os.dup(0))
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # the program's standard error may end before the program
+    for stream in range(3):  # the program's standard error may close before the program ends
         os.dup2(nowhere, stream)
     os.close(nowhere)
     for name in SOON:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # else looking for cycles would copy what is shared
+    gc.freeze()  # otherwise the garbage collector would copy shared pages
     Seed(control).grow().obey()
 
 

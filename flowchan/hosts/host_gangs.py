@@ -1,4 +1,4 @@
-"""The groups of gangs on hosts, as the driver has them."""
+"""The groups of gangs on hosts, on the driver's side."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flowchan.run.policy.plan import PlannedWorker
 
 
 class HostGangs:
-    """Groups whose members meet at the driver's listener.
+    """Form and end the groups whose members meet at the driver's listener.
 
     Attributes:
-        listener: Where they meet, once the run starts.
+        listener: The driver's listener, once the run starts.
     """
 
     def __init__(self) -> None:
@@ -23,25 +23,26 @@ class HostGangs:
         self._members: dict[WorkerId, tuple[int, int, int]] = {}
 
     def form(self, ids: Sequence[WorkerId]) -> None:
-        """Let these workers form a group instead of those that they were in."""
+        """Form a new group of these workers. It replaces their previous groups."""
         assert self.listener is not None
         self.dismiss(ids)
         group = self.listener.expect(len(ids))
         self._members.update({id: (group, rank, len(ids)) for rank, id in enumerate(ids)})
 
     def dismiss(self, ids: Sequence[WorkerId], if_meeting: bool = False) -> None:
-        """End the groups of these workers, or only those whose members still meet."""
+        """End the groups of these workers; with ``if_meeting`` only those whose members still meet."""
         for group in {self._members[id][0] for id in ids if id in self._members}:
             assert self.listener is not None
             self.listener.dismiss(group, if_meeting)
 
     def leave(self, id: WorkerId) -> None:
-        """End the group of a worker, which is in none from now on."""
+        """End the group of a worker. The worker has no group from now on."""
         self.dismiss([id])
         self._members.pop(id, None)
 
     def membership(self, worker: PlannedWorker, host: str) -> Any:
-        """Give what a worker on a host needs to join its group, or None if it has none."""
+        """Make the membership with which a worker on a host joins its group, or return None if it has no
+        group."""
         gang, member = worker.stage.gang, self._members.get(worker.id)
         if gang is None or member is None:
             return None

@@ -1,4 +1,4 @@
-"""A pool of hosts as a place for the workers of a stage. A value: declaring one contacts nobody."""
+"""A pool of hosts as a placement. It is a value: declaring one opens no connection."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from flowchan.items.text import shown
 from flowchan.transport.link_events import PEER_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from flowchan.hosts.hosts_part import HostsPart  # slow to import, and there where a run begins
+    from flowchan.hosts.hosts_part import HostsPart  # slow to import; imported when a run begins
     from flowchan.run.crew.run_ports import RunPorts
     from flowchan.run.policy.plan import PlannedWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool(Placement):
-    """Hosts, for ``on=``: each worker of the stage runs on that of them which has the fewest.
-    ``pool["gpu1"]`` and ``pool["gpu1", "gpu2"]`` are a part of it; of four
-    workers on ``pool[{"gpu1": 3, "gpu2": 1}]`` three are on ``gpu1``, and of eight six. Pools of one provider
-    share its agents within a run.
+    """Hosts for ``on=``. Each worker of a stage runs on the host of the pool that has the fewest workers.
 
-    ``peer_timeout``: for how many seconds an agent waits for a driver that it does not hear, before it ends
-    and
-    its workers with it; the driver gives it up after half as long again. ``tls``: whether the connections are
-    encrypted."""
+    ``pool["gpu1"]`` and ``pool["gpu1", "gpu2"]`` select hosts. With shares, as in ``pool[{"gpu1": 3, "gpu2":
+    1}]``, ``gpu1`` gets three of four workers, and six of eight. Pools of one provider share its agents
+    within a run.
+
+    Attributes:
+        provider: The provider that starts the agents.
+        peer_timeout: Seconds after which an agent that hears nothing from the driver ends with its workers.
+            The driver gives a silent agent up after 1.5 times as long.
+        tls: Whether the connections are encrypted.
+    """
 
     provider: Provider
     peer_timeout: float = PEER_TIMEOUT_S
@@ -64,7 +67,7 @@ class Pool(Placement):
 
 
 def pool_of(call: str, provider: Provider, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False) -> Pool:
-    """All hosts of a provider. ``call``: the function that was called for it, for messages."""
+    """Make a pool of all hosts of a provider. ``call`` names the called function in error messages."""
     waits = finite_seconds(call, "peer_timeout", peer_timeout)
     names: tuple[str, ...] = ()
     missing = ""

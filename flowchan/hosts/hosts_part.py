@@ -1,13 +1,13 @@
-"""The workers of a run on the hosts of one pool, as its driver has them.
+"""The part of a run's crew on the hosts of one pool, on the driver's side.
 
-The ports of such a worker are in the driver's process like those of any other worker. They are lent to the
-link to its host, as a *line*. The link sends the items that they get, and puts the outputs that come back. So
-leases, order and recovery stay in the channels of the driver.
+The ports of a remote worker are in the driver's process, like those of any other worker. They belong to one
+stream of the link to its host. The link sends the items that the ports receive, and puts the outputs that
+come back. So leases, order and recovery stay in the driver's channels.
 
-A worker that dies while its agent lives is recovered and replaced on its host. When an agent dies, or is not
-heard for too long, it is fenced: nothing that it sends counts any more. The driver gives back the items that
-its workers held. The workers are started again by another agent on the same host or, if none can be started
-there, on another host of their pool.
+A worker that dies while its agent lives is recovered and replaced on its host. When an agent dies, or is
+silent for too long, it is fenced: its messages no longer count. The driver gives back the items that its
+workers held. Another agent on the same host starts the workers again or, if none can be started there, an
+agent on another host of their pool.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ from flowchan.transport.versions import differs, versions
 class HostsPart:
     """See :class:`CrewPart`.
 
-    Threads. The supervisor's thread calls the methods of :class:`CrewPart`; each agent has two threads that
-    call the methods under "what agents report". ``_lock`` guards the hosts and the lines of the workers.
+    Threads. The supervisor's thread calls the methods of :class:`CrewPart`. Each agent has two threads, which
+    call the methods under "reports of agents". ``_lock`` guards the hosts and the streams of the workers.
     """
 
     def __init__(
@@ -102,20 +102,20 @@ class HostsPart:
         self._packed = PackedStages()
         self._lock = threading.RLock()
         self._report: Report = run_is_over
-        self._epochs: dict[str, int] = {}  # incarnations of agents by host number, as text; without one 0
+        self._epochs: dict[str, int] = {}  # epochs of agents by host number, as text; an absent one is 0
         self._hello = {**versions(), "epochs": self._epochs}
         self._secret = secrets.token_bytes(32)
         self._listener: DriverListener | None = None
         self._gangs = HostGangs()
         self._closing = False
         self._questions = AgentQuestions()
-        self._dying: list[AgentHandle] = []  # that are being closed
+        self._dying: list[AgentHandle] = []  # agents that are being closed
 
     # --- starting ---
 
     def start(self, report: Report) -> None:
-        """See :class:`CrewPart`. Starts an agent on every host that gets workers, and the workers once all
-        agents have dialled. Raises ``HostError``."""
+        """See :class:`CrewPart`. Start an agent on every host that gets workers, and start the workers once
+        all agents have dialled. Raises ``HostError``."""
         self._report = report
         listener = AuthenticatedListener(
             listen(joined((self._provider.listen_at(), 0))), self._secret, self._hello, tls=self._tls
@@ -129,7 +129,7 @@ class HostsPart:
         with self._lock:
             agents = [self._start_agent(host) for host in used]
         for worker in self._workers.values():
-            self._packed.get(worker.stage)  # while the agents start
+            self._packed.get(worker.stage)  # pickle while the agents start
         for agent in agents:
             with interrupts_allowed():
                 agent.is_decided.wait()
@@ -140,7 +140,7 @@ class HostsPart:
                 self._send(worker.id, self._hosts[worker.host])
 
     def _help(self, work: Callable[[], None]) -> None:
-        """Run what a helper thread of this part does."""
+        """Run the function of a helper thread of this part."""
         run_helper(work, lambda: self._report)
 
     @property
@@ -158,7 +158,8 @@ class HostsPart:
             Heard(self._hear, self._finished, self._refused, self._ends, self._over, self._help),
         )
         host.agent = agent
-        self._epochs |= {str(host.number): host.agents} if host.agents else {}  # a hello has room for few
+        # a hello has room for few epochs
+        self._epochs |= {str(host.number): host.agents} if host.agents else {}
         host.agents += 1
         host.starts.append(time.monotonic())
         said = {
@@ -185,7 +186,7 @@ class HostsPart:
         sock.close()
 
     def _send(self, id: WorkerId, host: HostWorkers) -> None:
-        """Start a worker on a host, on a new line."""
+        """Start a worker on a host, on a new stream."""
         agent = host.agent or self._start_agent(host)
         ports, stage = self._ports.ports[id], self._workers[id].stage
         join_ports(ports, stage)
@@ -219,10 +220,10 @@ class HostsPart:
         gang = self._workers[id].stage.gang
         return gang is not None and gang.elastic
 
-    # --- what agents report ---
+    # --- reports of agents ---
 
     def _hear(self, agent: AgentHandle, told: Told) -> None:
-        """Hear what an agent reports, or one of its workers."""
+        """Handle a report of an agent or one of its workers."""
         match told:
             case Echo(number):
                 agent.echoed = number
@@ -242,13 +243,13 @@ class HostsPart:
                 self._report(dataclasses.replace(told, host=agent.host))
             case GroupLost(worker, Failure() as failure):
                 self._report(GroupLost(worker, dataclasses.replace(failure, host=agent.host)))
-            case Aborted():  # by our clock
+            case Aborted():  # time it by the driver's clock
                 self._report(dataclasses.replace(told, host=agent.host, at=time.monotonic_ns()))
             case _:
                 self._report(told)
 
     def _hear_of_line(self, agent: AgentHandle, told: Ended | PeerEnded | Lacking) -> None:
-        """Hear that a worker has ended, that its process has, or that modules are missing for it."""
+        """Handle the end of a worker or of its process, or its lack of modules."""
         with self._lock:
             line = self._lines.get(told.worker)
             if line is None or line.agent is not agent:
@@ -271,12 +272,12 @@ class HostsPart:
         return Gone(id) if line.failed else self._deaths.died(self._workers[id], ended)
 
     def _send_by_value(self, told: Lacking, line: WorkerPorts) -> None:
-        """These modules are not there, so what the stage uses of them goes along with it."""
+        """Start a worker again, and send the lacking modules by value with its stage."""
         self._hosts[line.agent.host].lacking.update(told.modules)
         self._order_start(told.worker, line)
 
     def _finished(self, agent: AgentHandle, number: int) -> None:
-        """Hear that the link has put all outputs of a line, and ended its ports here."""
+        """Note that the link has put all outputs of a stream and closed its ports here."""
         with self._lock:
             for line in self._lines.values():
                 line.finished |= line.agent is agent and line.number == number
@@ -291,7 +292,8 @@ class HostsPart:
             channel.abort(refusal(channel._name, f"to host {agent.host!r}"))
 
     def _ends(self, agent: AgentHandle) -> bool:
-        """Report the workers that have ended and whose outputs are all here. Tell whether others follow."""
+        """Report the workers that have ended and whose outputs have all arrived. Tell whether others
+        follow."""
         with self._lock:
             ending = [(id, line) for id, line in self._lines.items() if line.ended and line.agent is agent]
             done = [(id, line) for id, line in ending if self._is_done(id)]
@@ -305,12 +307,13 @@ class HostsPart:
         return len(ending) > len(done)
 
     def _is_done(self, id: WorkerId) -> bool:
-        """Tell whether nothing more comes from a worker, or nothing more is wanted."""
+        """Tell whether all outputs of a worker have arrived, or can't be used because a channel is broken."""
         broken = any(port.channel.broken for port in self._ports.ports[id].everything())
         return self._lines[id].finished or broken
 
     def _over(self, agent: AgentHandle) -> None:
-        """Hear that an agent is dead: another one takes over its workers."""
+        """Handle the death of an agent: report the deaths of its workers, and start another agent for
+        them."""
         with self._lock:
             host = self._hosts[agent.host]
             host.agent_died(agent)
@@ -331,7 +334,7 @@ class HostsPart:
         self._count(host, agent)
         agent.close(time.monotonic() + decisions.GRACE)
 
-    # --- what the supervisor asks for ---
+    # --- requests of the supervisor ---
 
     def release_ports(self, id: WorkerId) -> None:
         """See :class:`CrewPart`."""
@@ -346,7 +349,7 @@ class HostsPart:
     def terminate(self, id: WorkerId, force: bool) -> None:
         """See :class:`CrewPart`."""
         self._deaths.terminated(id)
-        # Its process may not be there yet, and would wait for its peers.
+        # Its process may not have joined yet, and would wait for its peers.
         self._gangs.dismiss([id], if_meeting=True)
         with self._lock:
             line = self._lines.get(id)
@@ -391,8 +394,8 @@ class HostsPart:
         self._gangs.dismiss([id for id in self._workers if id.stage == stage])
 
     def _take_back(self, id: WorkerId) -> bool:
-        """Take a worker back whose agent is dead: it has no line any more, and what it held is given back.
-        Tell whether that is so."""
+        """Recover a worker whose agent is dead: drop its stream and give back what it held. Return False if
+        its agent lives or it has no stream."""
         line = self._lines.get(id)
         if line is None or not line.agent.why:
             return False
@@ -460,7 +463,7 @@ class HostsPart:
     # --- the end ---
 
     def close(self, abandoned: frozenset[WorkerId], timeout: float | None) -> frozenset[WorkerId]:
-        """See :class:`CrewPart`. Leaves nothing on any host; the ports here are closed with all others."""
+        """See :class:`CrewPart`. End all agents; the caller closes the ports in this process."""
         with self._lock:
             self._closing = True
             agents = self._agents()
@@ -482,7 +485,7 @@ class HostsPart:
         return frozenset()
 
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
-        """See :class:`CrewPart`. Nothing of this part is a thread of the user's."""
+        """See :class:`CrewPart`. No thread of this part runs the user's code."""
 
     # --- statistics ---
 

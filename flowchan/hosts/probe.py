@@ -1,8 +1,8 @@
-"""What a host is like, before a graph runs there: ``flowchan hosts check``.
+"""Check a host before a graph runs there (``flowchan hosts check``).
 
-The provider starts this module over there in the place of an agent, so what it finds is what an agent will
-find. It dials, proves the secret, tells what it is in its hello, and answers a number and so many bytes with
-one byte.
+The provider starts this module on the host in place of an agent, so the probe sees what an agent would see.
+It dials, authenticates, and describes the host in its hello. Then it receives transfers, each a size and that
+many bytes, and answers each with one byte.
 """
 
 from __future__ import annotations
@@ -30,18 +30,29 @@ from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.tcp import dial, listen
 from flowchan.transport.versions import VERSION
 
-HOST_TIMEOUT_S = 30.0  # seconds for a host to start and to dial; and for each of its answers
+HOST_TIMEOUT_S = 30.0  # seconds for a host to start and dial, and for each answer
 ROUNDS = 50
-LONG_ENOUGH = 0.2  # seconds that a measured transfer takes at least
-LEAST, MOST = 1 << 20, 1 << 28  # bytes of it
-SIZE = 8  # bytes of a number
+LONG_ENOUGH = 0.2  # seconds: least duration of the transfer that is measured
+LEAST, MOST = 1 << 20, 1 << 28  # bytes of a transfer
+SIZE = 8  # bytes of the size field
 PIECE = bytes(1 << 20)
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a host. ``problem`` is why it can't be used, else empty. ``round_trip`` is in seconds,
-    ``rate`` in bytes a second; ``cores`` and ``memory``, in bytes, are what a process there may use."""
+    """The description of a host.
+
+    Attributes:
+        host: Its name.
+        problem: Why it can't be used; empty if it can.
+        python: Its version of Python.
+        flowchan: Its version of flowchan.
+        cores: How many cores a process there may use.
+        memory: How many bytes of memory a process there may use.
+        gpus: The names of its GPUs.
+        round_trip: The median round-trip time in seconds.
+        rate: The throughput in bytes per second.
+    """
 
     host: str
     problem: str = ""
@@ -55,8 +66,8 @@ class Facts:
 
 
 def look(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> list[Facts]:
-    """Starts a probe on every host, and measures the ways to them one after the other. Raises
-    :class:`flowchan.HostError` where nothing could be tried."""
+    """Start a probe on every host, and measure the connections one after the other. Raises
+    :class:`flowchan.HostError` if no host could be tried."""
     secret = secrets.token_bytes(32)
     found: dict[int, Facts] = {}
     address = _listen_at(provider, found)
@@ -90,7 +101,8 @@ def look(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> list[Facts
 
 
 def _listen_at(provider: Provider, found: dict[int, Facts]) -> str:
-    """Where those hosts reach us that can be; the others are found to be wrong."""
+    """Return the address at which the hosts reach this machine. Record a problem for each host that has no
+    route."""
     hosts = list(provider.hosts)
     while hosts:
         try:
@@ -100,13 +112,13 @@ def _listen_at(provider: Provider, found: dict[int, Facts]) -> str:
                 raise
             hosts.remove(error.host)
             found[provider.hosts.index(error.host)] = Facts(error.host, str(error))
-    return "127.0.0.1"  # nobody is to come
+    return "127.0.0.1"  # no host will dial
 
 
 def _guests(
     door: AuthenticatedListener, waiting: dict[int, StartedAgent], host_timeout: float
 ) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
-    """Those who dial, until all have that may still come."""
+    """Yield the connections of the probes, until every probe that still runs has dialled."""
     give_up = time.monotonic() + host_timeout
     while time.monotonic() < give_up and not all(one.ended() for one in waiting.values()):
         try:
@@ -127,7 +139,7 @@ def _facts(host: str, hello: dict[str, Any]) -> Facts:
 
 
 def _measured(facts: Facts, sock: socket.socket) -> Facts:
-    """The same with round trip and rate."""
+    """Measure the round trip and the rate, and return the facts with them."""
     try:
         trips = [_transfer(sock, 0) for _ in range(ROUNDS)]
         size = LEAST
@@ -139,7 +151,7 @@ def _measured(facts: Facts, sock: socket.socket) -> Facts:
 
 
 def _transfer(sock: socket.socket, size: int) -> float:
-    """The seconds until so many bytes are there and answered."""
+    """Send ``size`` bytes, and return the seconds until the answer."""
     begin = time.perf_counter()
     sock.sendall(size.to_bytes(SIZE, "big"))
     for sent in range(0, size, len(PIECE)):
@@ -149,11 +161,11 @@ def _transfer(sock: socket.socket, size: int) -> float:
     return time.perf_counter() - begin
 
 
-# --- over there ---
+# --- on the host ---
 
 
 def _answer(sock: socket.socket) -> None:
-    """Until the other side ends the connection."""
+    """Answer transfers until the program closes the connection."""
     room = bytearray(1 << 20)
     with sock.makefile("rb", buffering=0) as stream:
         while head := _read(stream, SIZE):
@@ -167,7 +179,7 @@ def _answer(sock: socket.socket) -> None:
 
 
 def _read(stream: Any, size: int) -> bytes:
-    """So many bytes, or none at the end."""
+    """Read exactly ``size`` bytes, or return none at the end of the stream."""
     found = b""
     while len(found) < size:
         if not (came := stream.read(size - len(found))):
@@ -187,7 +199,7 @@ def _about_us() -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    """By name, as NVIDIA's driver tells."""
+    """Return the names of the GPUs as NVIDIA's driver reports them."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")

@@ -1,5 +1,5 @@
-"""A pool as text, as commands take it: ``local:2``, ``ssh:gpu1,user@gpu2``, ``slurm``, ``ray:4``; options
-stand behind the hosts, as in ``ssh:gpu1,gpu2,tls,peer_timeout=30`` and ``ray:4,GPU=1``."""
+"""Text form of a pool for commands: ``local:2``, ``ssh:gpu1,user@gpu2``, ``slurm``, ``ray:4``. Options follow
+the hosts, as in ``ssh:gpu1,gpu2,tls,peer_timeout=30`` and ``ray:4,GPU=1``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "local": (),
     "ssh": ("python", "address"),
     "slurm": ("address",),
-    "ray": ("address",),  # and any resource of Ray's
+    "ray": ("address",),  # and any resource name of Ray
 }
-"""What may be said of each provider; of all pools ``tls`` and ``peer_timeout=``."""
+"""The options of each provider. Every pool also takes ``tls`` and ``peer_timeout=``."""
 
 
 class Spec(NamedTuple):
-    """What a text means."""
+    """The parsed text of a pool."""
 
     provider: Provider
     peer_timeout: float
@@ -39,7 +39,8 @@ def pool_from(spec: str) -> Pool:
 
 
 def parse(spec: str) -> Spec:
-    """Raises ``ValueError``. ``tls`` is the option; a host of that name is ``user@tls``."""
+    """Parse the text of a pool. Raises ``ValueError``. ``tls`` is the option; a host of that name is
+    ``user@tls``."""
     kind, colon, rest = spec.partition(":")
     words = rest.split(",") if colon else []
     given = [word for word in words if "=" not in word and word != "tls"]

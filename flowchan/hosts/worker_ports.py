@@ -1,4 +1,4 @@
-"""The hosts of a run, the lines of its workers on the links to them, and what these workers wait for."""
+"""The hosts of a run, the streams of its workers on the links, and the waits of these workers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class WorkerPorts:
     """The state of one worker on a link.
 
     Attributes:
-        number: The number of its line.
+        number: The number of its stream.
         agent: The agent of its host.
         here: The worker as its own code sees it.
-        gone: Its process has ended, and it has no other yet.
+        gone: Its process has ended and has not been replaced.
         failed: It has reported a failure.
         blame: The item that it held may have killed it.
-        ended: Its report that it has ended; its last outputs may be on their way until the line is
-            ``finished``.
+        ended: Its report that it has ended; its last outputs may be on their way until ``finished``.
+        finished: All its outputs have arrived.
     """
 
     number: int
@@ -43,32 +43,30 @@ class WorkerPorts:
 
 
 MOST_AGENTS, WITHIN_S, MOST_UNMET = 10, 60.0, 3
-"""A host is given up when so many agents have been started there within so many seconds, or so many in a row
+"""Limits after which a host is given up: agents started there within WITHIN_S seconds, and agents in a row
 that never dialled."""
 
-COUNTS = ("breaks", "bytes_out", "bytes_in")  # of a link's state
+COUNTS = ("breaks", "bytes_out", "bytes_in")  # counters of a link's state
 
 
 @dataclass
 class HostWorkers:
-    """One host of a pool, as a run has it: its agent, and what is known of the agents before."""
+    """One host of a pool in a run, with its agent and a record of earlier agents."""
 
     name: str
     number: int
     agent: AgentHandle | None = None
-    agents: int = 0  # that have been started
+    agents: int = 0  # how many have been started
     starts: list[float] = field(default_factory=list)  # times of the last starts
-    unmet: int = 0  # of the last ones, how many never dialled
+    unmet: int = 0  # how many of the last agents in a row never dialled
     deaths: list[str] = field(default_factory=list)
-    lacking: set[str] = field(default_factory=set)  # modules that are missing there
-    given_up: str = ""  # why
-    before: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(COUNTS, 0)
-    )  # of agents that are dead
-    round_trip: float = 0.0  # of the last of them
+    lacking: set[str] = field(default_factory=set)  # modules that the host lacks
+    given_up: str = ""  # why it was given up; empty: it was not
+    before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # counts of dead agents
+    round_trip: float = 0.0  # seconds, of the last dead agent
 
     def agent_died(self, agent: AgentHandle) -> None:
-        """Note that its agent is dead, and give the host up if too many have died."""
+        """Note that the agent is dead, and give the host up if too many have died."""
         self.deaths.append(agent.why)
         self.unmet = 0 if agent.has_met else self.unmet + 1
         self.starts = [start for start in self.starts if start > time.monotonic() - WITHIN_S]
@@ -82,7 +80,7 @@ class HostWorkers:
         self.round_trip = link["round_trip"] or self.round_trip
 
     def stats(self, workers: int) -> HostStats:
-        """Describe the host, which has this number of ``workers`` now."""
+        """Return the statistics of the host, which has ``workers`` workers now."""
         link = self.agent.link.state() if self.agent is not None else {}
         counts = {word: self.before[word] + link.get(word, 0) for word in COUNTS}
         state = "connected" if link.get("connected") else "waiting" if link else self.given_up or "ended"
@@ -96,7 +94,7 @@ class HostWorkers:
 def host_for(
     worker: PlannedWorker, hosts: Mapping[str, HostWorkers], lines: Iterable[WorkerPorts]
 ) -> HostWorkers:
-    """Give the host on which a worker was planned, or else the host of its pool with the fewest workers.
+    """Choose the planned host of a worker, or else the host of its pool with the fewest workers.
 
     Raises:
         HostError: All hosts of the pool are given up.
@@ -113,7 +111,7 @@ def host_for(
 
 
 def together(agents: Sequence[AgentHandle], lines: Mapping[WorkerId, WorkerPorts | None]) -> Waits:
-    """Join what agents have reported of the workers of these lines."""
+    """Combine the reported waits of the workers of these streams."""
     reading: Counter[str] = Counter()
     writing: Counter[str] = Counter()
     states = {agent.number: agent.link.state() for agent in agents}
@@ -125,7 +123,8 @@ def together(agents: Sequence[AgentHandle], lines: Mapping[WorkerId, WorkerPorts
             moves = True  # it is being started, replaced or ended
             continue
         about = states[line.agent.number]["lines"].get(line.number, {})
-        if not about.get("staged"):  # else it waits for room here, whatever it asks for there
+        # with staged items the worker waits for room at the driver, not for an item
+        if not about.get("staged"):
             reading.update(waits.reading)
         writing.update(waits.writing)
         counts += [line.number, *waits.counts]
