@@ -1,1 +1,1 @@
-"""Start agents on hosts: on this machine, and with ssh, Slurm and Ray."""
+"""Start agents on hosts: on this machine, and through ssh, Slurm and Ray."""

@@ -1,4 +1,4 @@
-"""A process of this machine that holds an agent elsewhere, as ``ssh`` and ``srun`` do."""
+"""A local process that holds a remote agent, such as ``ssh`` or ``srun``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from flowchan.hosts.providers.output import OutputRelay, Said
 from flowchan.hosts.providers.provider import Launch
 
 Explain = Callable[[int, Said], str | None]
-"""Why an agent ended, from the exit code (minus a signal's number) and what was said; ``None`` when that does
-not tell whether it has ended."""
+"""Returns why an agent ended, given the exit code (negative for a signal) and the output, or ``None`` if
+these do not show that it has ended."""
 
-GENTLY = 5.0  # seconds for what is not killed by SIGKILL, as it has to end things elsewhere
+GENTLY = 5.0  # seconds for a process that SIGKILL does not end, because it has remote processes to end
 STRANGER = "ended, and nobody knows how, because the program ignores SIGCHLD or collects its children"
 
 
 class Child:
-    """A child process in a session of its own, so that Ctrl-C in a terminal does not end it: the driver
-    decides. Its output is passed on line by line with the host's name in front. ``kill_by`` is the signal
-    that makes it end the agent."""
+    """A child process that holds an agent. It has its own session, so that Ctrl-C in a terminal does not end
+    it: the driver decides. Its output is relayed line by line, prefixed with the host's name. ``kill_by`` is
+    the signal on which it ends the agent."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Child:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._relay = OutputRelay(host, self._process.stdout)
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, and ended() says why
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, and ended() reports why
             os.write(self._process.stdin.fileno(), launch.stdin)
         self._process.stdin.close()
 
@@ -64,11 +64,12 @@ class Child:
         return False
 
     def _exitcode(self) -> int | None:
-        """How it ended. The zombie stays until :meth:`close`, so that its number means nobody else."""
+        """Return the exit code if it has ended. The zombie stays until :meth:`close`, so that its process id
+        is not used again."""
         try:
             end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            self._process.wait()  # at once
+            self._process.wait()  # returns at once
             self._why = f"{self._host}: {STRANGER}"
             return None
         if end is None:
@@ -79,7 +80,7 @@ class Child:
         self._signal(self._kill_by)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process.returncode is None:  # else the number may be somebody else's by now
+        if self._process.returncode is None:  # otherwise the number may belong to another process by now
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
 

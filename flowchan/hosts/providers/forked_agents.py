@@ -1,9 +1,9 @@
-"""Agents on this machine, as the program has them. They are forked by its *seed*, a process that has imported
-flowchan for all of them (:mod:`flowchan.hosts.fork_server`): that takes a tenth of the time of a new Python.
+"""Agents on this machine, on the program's side. Their fork server (:mod:`flowchan.hosts.fork_server`) has
+imported flowchan for all of them. A fork takes a tenth of the time of a new Python process.
 
-The first agent starts the seed; the program's end ends it, whatever ends the program. What is settled when a
-process starts, or when it imports, is the seed's; when it is another for the program by now, the next agent
-starts another seed.
+The first agent starts the fork server, which ends with the program in any case. Settings that take effect
+when a process starts or imports modules are the server's. If the program has changed such a setting, the next
+agent starts another server.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from flowchan.hosts.providers.provider import Launch
 from flowchan.run.crew.process_exit import exit_text
 from flowchan.run.run import abort_unfinished
 
-LENGTH = 8  # bytes, in which a file that says what an agent is says how long that is
-GENTLY = 5.0  # seconds for a seed to end by itself
+LENGTH = 8  # bytes of the length field before the description of an agent
+GENTLY = 5.0  # seconds for a fork server to end without a signal
 AT_START = ("PYTHON", "LD_", "LC_", "LANG", "HOME", "GLIBC_", "MALLOC_", "OPENSSL_")
-"""How variables begin that count when a process starts, or when it imports what the seed has imported."""
+"""Prefixes of the environment variables that matter when a process starts, or when it imports the modules
+that the server has imported."""
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
 def _inherited() -> tuple[Any, ...]:
-    """What a process started now would have from this one, and keep."""
-    here = os.stat(".")  # is there even when it has no name any more
+    """Return the state that a process started now would inherit from this one and keep."""
+    here = os.stat(".")  # exists even after the folder was removed
     return (
         sys.executable,
         (here.st_dev, here.st_ino),
@@ -49,7 +50,7 @@ def _inherited() -> tuple[Any, ...]:
 
 
 def _umask() -> str:
-    """Without changing it, as ``os.umask`` does for all threads."""
+    """Read the umask without changing it; ``os.umask`` would change it for all threads."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):
@@ -59,8 +60,8 @@ def _umask() -> str:
 
 @contextlib.contextmanager
 def _errors() -> Iterator[int]:
-    """The descriptor of the program's standard error. Where that was closed before Python began, its number
-    means whatever was opened since, or nothing."""
+    """Yield a descriptor of the program's standard error. If that was closed before Python began, descriptor
+    2 may be any other file, so this yields one of ``/dev/null``."""
     if sys.__stderr__ is not None:
         yield 2
         return
@@ -72,11 +73,11 @@ def _errors() -> Iterator[int]:
 
 
 class _Seed:
-    """A seed of this program."""
+    """A fork server of this program."""
 
     def __init__(self, inherited: tuple[Any, ...]) -> None:
         self.inherited = inherited
-        self.agents = 0  # that are not closed
+        self.agents = 0  # how many are not closed
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs, _errors() as errors:
@@ -102,13 +103,14 @@ class _Seed:
         return self.inherited == inherited and self._process.poll() is None
 
     def ask(self, agent: socket.socket, said: int) -> None:
-        """Asks for an agent."""
+        """Request an agent."""
         with _errors() as errors:
             given = [agent.fileno(), said, errors]
             socket.send_fds(self._control, [b"+"], given, socket.MSG_NOSIGNAL)
 
     def how_it_ended(self) -> str:
-        """After it has left a request unanswered. One that goes on could not receive what came with it."""
+        """Say in words why a request got no answer. A server that still runs could not receive the
+        descriptors."""
         try:
             return exit_text(self._process.wait(GENTLY))
         except subprocess.TimeoutExpired:
@@ -118,7 +120,7 @@ class _Seed:
         return (self._process.poll() or 0) < 0
 
     def end(self) -> None:
-        """With all agents that it still has."""
+        """End the server with all agents that it still has."""
         self._control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GENTLY)
@@ -126,16 +128,17 @@ class _Seed:
         self._process.wait()
 
     def leave(self) -> None:
-        """In a forked child of the program: it is none of its own."""
+        """Detach a forked child of the program from the server of its parent."""
         self._control.close()
         self._process.returncode = 0
 
 
 class Forked:
-    """An agent on this machine. Its end is certain, and killing it kills all that it has started.
+    """An agent on this machine. Its end is certain, and killing it kills all processes that it has started.
 
-    Our end of its socket is shut, and not just closed, to kill it: a process that was forked here meanwhile
-    may have a copy."""
+    To kill it, this end of its socket is shut down rather than closed: a process forked in the meantime may
+    have a copy.
+    """
 
     def __init__(self, host: str, launch: Launch) -> None:
         self._host = host
@@ -145,7 +148,8 @@ class Forked:
             said = _written(host, launch)
             try:
                 self._begin(said)
-                if self._pid is None and self._seed.was_killed():  # with what it was asked for
+                # the server was killed with the request pending
+                if self._pid is None and self._seed.was_killed():
                     self.close()
                     self._is_closed = False
                     self._begin(said)
@@ -156,10 +160,10 @@ class Forked:
             raise HostError(f"{host}: {python} can't be started here: {error.strerror}", host) from error
 
     def _begin(self, said: int) -> None:
-        """Has it forked, and hears of that."""
+        """Request a fork, and wait until it has happened."""
         self._pid: int | None = None
         self._why: str | None = None
-        os.lseek(said, 0, os.SEEK_SET)  # which one that was lost has perhaps begun to read
+        os.lseek(said, 0, os.SEEK_SET)  # a server that was lost may have begun to read it
         self._seed, self._socket = _asked(said)
         try:
             self._hear()
@@ -177,7 +181,7 @@ class Forked:
         return False
 
     def _hear(self, how: int = 0) -> bool:
-        """Hears the next word of it; whether there was one."""
+        """Take the next message about the agent. Return False if there was none."""
         try:
             word, _, about = self._socket.recv(4096, how).decode().partition(" ")
         except BlockingIOError:
@@ -195,8 +199,8 @@ class Forked:
         return word != ""
 
     def _lose(self) -> None:
-        """The seed has died, or it lacked descriptors and the agent never began. With a dead seed the kernel
-        ended the agent, and with that its workers; but perhaps not what these have started."""
+        """Handle an agent whose server has died, or had no descriptors free to start it. The kernel ends the
+        agent and its workers with a dead server, but processes that the workers have started may survive."""
         self._why = f"the agent {self._host} was lost with the process that forks agents here, which "
         self._why += self._seed.how_it_ended()
         if self._pid is not None:
@@ -204,7 +208,7 @@ class Forked:
                 os.killpg(self._pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        with self._lock, contextlib.suppress(OSError):  # it is closed, or the seed is dead
+        with self._lock, contextlib.suppress(OSError):  # it is closed, or the server is dead
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
@@ -221,7 +225,7 @@ class Forked:
 
 
 def _written(host: str, launch: Launch) -> int:
-    """A file in memory that says what the agent is to be; the rest of it is the standard input."""
+    """Write a file in memory that holds the description of the agent and then its standard input."""
     told = json.dumps({"host": host, "arguments": launch.arguments, "environ": dict(os.environ)}).encode()
     said = os.memfd_create("flowchan agent")
     try:
@@ -235,13 +239,14 @@ def _written(host: str, launch: Launch) -> int:
 
 _lock = threading.Lock()
 _seeds: list[_Seed] = []
-"""The last of them gets the next agent; the others still have some."""
+"""The last one serves the next agent; the others still have agents."""
 _held: dict[int, socket.socket] = {}
-"""Our ends of the agents' sockets. No child has copies of them, that they end with this program."""
+"""This program's ends of the agents' sockets. A child must not keep copies, or the agents would outlive this
+program."""
 
 
 def _asked(said: int) -> tuple[_Seed, socket.socket]:
-    """Asks for an agent: of whom, and our end of its socket."""
+    """Request an agent. Return the server that got the request, and this end of the agent's socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _held[id(ours)] = ours
     try:
@@ -284,7 +289,7 @@ def _done_with(seed: _Seed) -> None:
 
 
 def end_seeds() -> None:
-    """Leaves no seed, and no agent of theirs."""
+    """End all fork servers with their agents."""
     with _lock:
         seeds = [*_seeds]
         _seeds.clear()
@@ -293,17 +298,17 @@ def end_seeds() -> None:
 
 
 def _end_at_exit() -> None:
-    abort_unfinished()  # which else would take their agents for lost, and start others
+    abort_unfinished()  # otherwise the runs would take their agents for lost and start others
     end_seeds()
 
 
 def seeds() -> list[_Seed]:
-    """Those of this program."""
+    """Return the fork servers of this program."""
     return [*_seeds]
 
 
 def _begin_anew() -> None:
-    """A forked child has a seed of its own, and none of its parent's agents."""
+    """Drop the servers and agents of the parent in a forked child. The child starts its own."""
     global _lock
     _lock = threading.Lock()
     for seed in _seeds:

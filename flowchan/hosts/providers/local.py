@@ -1,4 +1,4 @@
-"""Agents on this machine: to try a graph that will span hosts, and for tests."""
+"""Agents on this machine: for tests, and to try a graph that will run on several hosts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flowchan.items.arguments import whole
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Local:
-    """``count`` agents as processes of this machine, named ``local-1`` and so on. A child process of this one
-    forks them: all that they import they have from it."""
+    """``count`` agents as processes of this machine, named ``local-1`` and so on. A fork server, which is a
+    child of this process, forks them with all modules imported."""
 
     count: int
 
@@ -28,11 +28,11 @@ class Local:
         return "127.0.0.1"
 
     def start(self, number: int, launch: Launch) -> Forked:
-        """Its end is certain, and killing it kills all that it has started."""
+        """Start an agent. Its end is certain, and killing it kills all processes that it has started."""
         return Forked(self.hosts[number], launch)
 
 
 def local(count: int) -> Local:
-    """``count`` agents on this machine. They share its memory, cores and files with this program, and talk to
-    it over loopback as agents elsewhere do over a network."""
+    """Make a provider of ``count`` agents on this machine. They share its memory, cores and files, and use
+    TCP over loopback, as agents on other machines use the network."""
     return Local(whole("local", "count", count, 1))

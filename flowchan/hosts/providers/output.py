@@ -1,4 +1,4 @@
-"""What processes elsewhere write, on our standard error, with the host's name in front of each line."""
+"""Relay the output of remote processes to standard error, with the host's name before each line."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import IO
 
 LAST = 20
-LONGEST = 64 * 1024  # of a line; what has no end of line is passed on in pieces of about this size
+LONGEST = 64 * 1024  # bytes of a line; a longer one is relayed in pieces of about this size
 MARK = "flowchan-agent "
-"""Begins what is meant for us and not for the user, up to the end of the line."""
+"""Begins the part of a line that is meant for the provider and not for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The last lines of a process, and what followed the last marks."""
+    """The last lines of a process, and the texts after its last marks."""
 
     lines: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class Said:
 
 
 class OutputRelay:
-    """Passes a pipe on to our standard error, from a thread of its own, and remembers the last lines."""
+    """Relay a pipe to standard error on a separate thread, and remember the last lines."""
 
     def __init__(self, host: str, pipe: IO[bytes]) -> None:
         self._prefix = f"[{host}] ".encode()
@@ -41,7 +41,7 @@ class OutputRelay:
         self._thread.start()
 
     def _run(self) -> None:
-        """Until the pipe's end, or until it is told to stop and has read what was there."""
+        """Relay until the pipe ends, or until the relay is stopped and the pipe is empty."""
         source = self._pipe.fileno()
         poll = select.poll()
         poll.register(source, select.POLLIN)
@@ -74,18 +74,18 @@ class OutputRelay:
             self._marks.append(told)
             if not text:
                 return
-            line = text.encode()  # what came before had no end of line
+            line = text.encode()  # the text before the mark had no end of line
         self._last.append(text)
-        if sys.__stderr__ is None:  # it was closed before Python began, and 2 is something else
+        if sys.__stderr__ is None:  # closed before Python began; descriptor 2 is another file
             return
         try:
-            os.write(2, self._prefix + line + b"\n")  # one call, so that lines of hosts do not mix
-        except OSError:  # nobody reads our errors; the host must not wait for that
+            os.write(2, self._prefix + line + b"\n")  # one call, so that lines of different hosts do not mix
+        except OSError:  # standard error has no reader; the host must not wait for one
             pass
 
     def finish(self) -> Said:
-        """For a process that has ended: passes on what is left in its pipe, and tells what was said. Others
-        that hold the pipe, such as an ssh that stays for later connections, are not waited for."""
+        """Relay the rest of the pipe of a process that has ended, and return its output. Other processes that
+        hold the pipe are not waited for, such as an ssh that stays for later connections."""
         if self._thread.is_alive():
             os.eventfd_write(self._stop, 1)
             self._thread.join()

@@ -1,8 +1,7 @@
-"""Agents on the nodes of a Ray cluster. Ray reserves the nodes by resources, and starts one actor on each,
-which does no more than hold an agent: the items go over our own links.
+"""Agents on the nodes of a Ray cluster. Ray reserves the nodes by resources and starts one actor on each,
+which only holds an agent. Items use flowchan's links, not Ray.
 
-Ray is imported where it is used. Actors are not restarted by Ray, as an agent that replaces another one must
-know that it does.
+Ray is imported at its first use. It must not restart the actors, because each new agent needs a new epoch.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from flowchan.items.text import shown
 from flowchan.transport.addresses import address_towards
 
 SAY = 10.0
-"""Seconds after which a log line says what is waited for: a cluster may have to grow, or others to end."""
+"""Seconds after which a warning says which resources are awaited: a cluster may have to grow, or other jobs
+may have to end."""
 
 REMEDY = "the environment of Ray's workers must bring it"
 
@@ -39,7 +39,7 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Ray:
-    """One agent on each of ``count`` different nodes that have ``resources`` to give, by Ray's names."""
+    """One agent on each of ``count`` different nodes that have these ``resources`` free, by Ray's names."""
 
     count: int
     resources: tuple[tuple[str, float], ...] = ()
@@ -59,7 +59,7 @@ class Ray:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What is reserved on each node."""
+        """The resources that are reserved on each node."""
         return {"CPU": 1, **dict(self.resources)}
 
     def listen_at(self, hosts: Sequence[str] | None = None) -> str:
@@ -69,21 +69,21 @@ class Ray:
         return address_towards("ray", {node: node for node in nodes})
 
     def start(self, number: int, launch: Launch) -> HeldByRay:
-        """Returns at once; Ray starts the agent as soon as a node has the resources."""
+        """Return at once; Ray starts the agent as soon as a node has the resources."""
         return HeldByRay(_connected(), self, number, launch)
 
 
 @dataclass
 class _Reservation:
-    """A placement group for the agents of one run; removed when none of them holds a bundle any more."""
+    """A placement group for the agents of one run. It is removed when no agent holds a bundle any more."""
 
     group: Any
     taken: set[int] = field(default_factory=set)
     say_at: float = field(default_factory=lambda: time.monotonic() + SAY)
 
     def say_if_late(self, ray: Any, provider: Ray) -> None:
-        """Logs, once, what was asked for and what there is. That Ray calls it infeasible is no error: a
-        cluster with an autoscaler may grow, and nothing public tells which has one."""
+        """Log once which resources were requested and which exist. An infeasible request is not an error: a
+        cluster with an autoscaler may grow, and Ray has no public way to see whether it has one."""
         with _lock:
             if time.monotonic() < self.say_at:
                 return
@@ -106,15 +106,15 @@ class _Reservation:
 
 _log = logging.getLogger("flowchan.hosts")
 _reservations: dict[tuple[str, Ray], list[_Reservation]] = {}
-"""By the connection to Ray, and what is reserved."""
+"""The reservations by the connection to Ray and the provider."""
 _lock = threading.Lock()
 
 
 class HeldByRay:
-    """An agent held by an actor of Ray.
+    """An agent held by a Ray actor.
 
-    That Ray calls an actor dead is no certain word when its node can't be reached: the agent may go on there
-    until its peer_timeout is over, and nothing that it says then is heard.
+    Ray may call an actor dead because its node can't be reached. Then the agent may still run there until its
+    peer_timeout is over, but its messages are ignored.
     """
 
     def __init__(self, ray: Any, provider: Ray, number: int, launch: Launch) -> None:
@@ -170,7 +170,8 @@ class HeldByRay:
         try:
             result = self._ray.get(self._held)
         except errors.ActorUnavailableError:
-            self._held = self._actor.result.remote()  # waits there for the other call, if the actor lives on
+            # waits on the actor for the other call, if the actor lives on
+            self._held = self._actor.result.remote()
             return None
         except errors.RayTaskError as error:
             return f"{self._host} could not start the agent: {error.cause}"
@@ -182,7 +183,7 @@ class HeldByRay:
         return how_it_ended(self._host, python, 128 - code if code < 0 else code, Said(tuple(lines)), REMEDY)
 
     def kill(self) -> None:
-        """Ends the actor, and the agent with it, and gives the place back."""
+        """End the actor with its agent, and release its resources."""
         if self._ray.is_initialized():
             self._ray.kill(self._actor)
         self._release()
@@ -208,8 +209,8 @@ class HeldByRay:
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
-    """Without what Ray has for itself: who holds which bundle, the nodes' names, and bytes of memory that
-    nobody asks for by chance."""
+    """Format resources without the internal ones of Ray: bundles of placement groups, names of nodes, and
+    bytes of memory, which are rarely requested."""
     own = {
         name: amount
         for name, amount in resources.items()
@@ -219,15 +220,15 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 
 def _gist(message: str) -> str:
-    """Of the many lines of Ray's error those that say why."""
+    """Return the lines of Ray's long error message that name the cause."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     told = [line for line in lines if "because" in line or "node" in line.lower()]
     return " ".join(told or lines[:1])
 
 
 def _holder() -> type:
-    """The actor's class. It is made here so that it travels by value: then the actor starts even where
-    flowchan is missing, and can say so."""
+    """Make the actor's class. A class made here is pickled by value, so the actor starts even on a node
+    without flowchan, and can report that."""
     most = LAST
 
     class AgentActor:
@@ -235,12 +236,12 @@ def _holder() -> type:
             self._host = host
             self._result: tuple[str, int, list[str]] | None = None
 
-        def __repr__(self) -> str:  # Ray writes it in front of what the actor prints
+        def __repr__(self) -> str:  # Ray prefixes the actor's output with it
             return self._host
 
         def hold(self, bound: str, arguments: tuple[str, ...], stdin: bytes) -> tuple[str, int, list[str]]:
-            """Runs the agent to its end. The launch is an argument of this call and not of the actor, for
-            those are kept by Ray."""
+            """Run the agent to its end. The launch is an argument of this call and not of the actor, because
+            Ray stores the arguments of an actor."""
             import collections
             import contextlib
             import os
@@ -272,7 +273,8 @@ def _holder() -> type:
 
 
 def _connected() -> Any:
-    """Ray, connected to a cluster. The connection belongs to the program: it stays."""
+    """Return the module ``ray``, connected to a cluster. The connection stays open: it belongs to the
+    program."""
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
@@ -289,9 +291,15 @@ def _connected() -> Any:
 
 
 def ray(count: int, *, resources: Mapping[str, float] | None = None, address: str | None = None) -> Ray:
-    """One agent on each of ``count`` different nodes of a Ray cluster. ``resources`` is what each takes of
-    its node, by Ray's names, as in ``{"GPU": 1}``; one ``"CPU"`` unless told otherwise. ``address`` is the
-    one of this machine at which the nodes reach it, without a port; else the one on the kernel's route."""
+    """Make a provider of one agent on each of ``count`` different nodes of a Ray cluster.
+
+    Args:
+        count: How many agents to start, at least 1.
+        resources: What each agent reserves on its node, by Ray's names, as in ``{"GPU": 1}`` (default: one
+            ``"CPU"``).
+        address: The address of this machine at which the nodes reach it, without a port (default: the one on
+            the kernel's route to them).
+    """
     whole("ray", "count", count, 1)
     for name, amount in (resources or {}).items():
         text("ray", "a resource", name)

@@ -1,8 +1,8 @@
-"""An agent behind a command such as ``ssh``: what is known of its end.
+"""How an agent behind a command such as ``ssh`` ended.
 
-That the command has ended does not tell what became of the agent: a broken connection ends the one and not
-the other, and ``ssh`` gives 255 for both and for a killed agent. So a small shell script stands around the
-agent over there, and says on its output that the agent starts and how it ended.
+The end of the command does not show what became of the agent. A broken connection ends the command but not
+the agent, and ``ssh`` exits with 255 for both and for a killed agent. So a small shell script runs the agent
+on the host. It prints when the agent starts and how it ended.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from flowchan.run.crew.process_exit import exit_text
 
 SCRIPT = f'echo "{MARK}started"; "$@"; echo "{MARK}ended $?"'
 ENDED = re.compile(r"ended (\d+)")
-NOT_FOUND = (126, 127)  # what a shell says of a program that is not there, or can't be executed
+NOT_FOUND = (126, 127)  # exit codes of a shell for a program that is missing or can't be executed
 
-RAISED = 1  # what Python ends with where an exception ends it; the last line is that
+RAISED = 1  # exit code of Python after an exception, which is in the last line
 
 
 def around(python: str, arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """The script and the agent's command, as arguments."""
+    """Return the script and the agent's command as arguments."""
     return ("sh", "-c", SCRIPT, "sh", python, *arguments)
 
 
 def as_text(command: tuple[str, ...]) -> str:
-    """A command for whatever shell reads it there, which expands a leading ``~``."""
+    """Quote a command for the remote shell, which expands a leading ``~``."""
     return " ".join(map(_quoted, command))
 
 
@@ -47,9 +47,16 @@ def explainer(
     unreached: Explain,
     cut_off: Callable[[Said, bool], str | None] = lambda *_: None,
 ) -> Explain:
-    """Says why the agent of ``host`` ended. ``unreached`` says it where not even the script has run, and
-    ``cut_off`` if it is known for certain that something else has ended it; its second argument is whether
-    the script has said how it ended. ``remedy`` is for a Python that is missing or lacks flowchan."""
+    """Make the function that says why the agent of ``host`` ended.
+
+    Args:
+        host: The name of the host.
+        python: The Python executable there.
+        remedy: The advice for a Python that is missing or lacks flowchan.
+        unreached: Says why the script has not run at all.
+        cut_off: Returns why something else has certainly ended the agent, or None. Its second argument is
+            whether the script has reported the agent's end.
+    """
     return partial(_explain, host, python, remedy, unreached, cut_off)
 
 
@@ -66,13 +73,13 @@ def _explain(
         return unreached(code, said)
     ended = ENDED.fullmatch(said.marks[-1])
     certain = cut_off(said, ended is not None)
-    if certain or not ended:  # without both the connection is gone; the agent need not be
+    if certain or not ended:  # without either report the connection is lost, but the agent may still run
         return certain
     return how_it_ended(host, python, int(ended[1]), said, remedy)
 
 
 def how_it_ended(host: str, python: str, code: int, said: Said, remedy: str) -> str:
-    """What an agent's exit code means, as a shell gives it, and its last lines."""
+    """Say what an agent's exit code, in the form of a shell, and its last lines mean."""
     if code in NOT_FOUND:
         return f"{host} has no Python at {python} ({said.last()}): {remedy}"
     if code and any("No module named" in line and "flowchan" in line for line in said.lines):

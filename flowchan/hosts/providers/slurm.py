@@ -22,7 +22,7 @@ from flowchan.run.crew.process_exit import signal_name
 from flowchan.transport.addresses import address_towards
 
 OPTIONS = (
-    "--overlap",  # the agent may use what other steps of the allocation use, such as the one of this program
+    "--overlap",  # the agent may use resources of other steps of the allocation, such as the program's
     "--nodes=1",
     "--ntasks=1",
     "--ntasks-per-node=1",
@@ -32,14 +32,15 @@ REMEDY = "the nodes must share the environment of this program, or have it at th
 NODE = re.compile(r"NodeName=(\S+).*? NodeAddr=(\S+)")
 CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) .* CANCELLED ")
 OVER = re.compile(rf"{CANCELLED.pattern}|: task 0: ")
-"""What the node has told ``srun`` of the step's end, in a line of its own or as the end of its only task."""
+"""Matches a line in which the node reports the step's end to ``srun``, either directly or as the end of its
+only task."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Slurm:
-    """One agent on each node of this allocation, which is looked up when it is needed: the value itself is
-    the same everywhere. The agents run this program's Python by its path, as nodes of a cluster share their
-    files. Killing one ends its job step."""
+    """One agent on each node of the current allocation. The allocation is looked up at each use, so the value
+    is the same everywhere. The agents run this program's Python by its path, because nodes of a cluster share
+    their files. Killing an agent ends its job step."""
 
     address: str | None = None
 
@@ -48,7 +49,7 @@ class Slurm:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The nodes' names. Raises :class:`flowchan.HostError` outside an allocation."""
+        """The names of the nodes. Raises :class:`flowchan.HostError` outside an allocation."""
         nodes = os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_NODELIST")
         if not os.environ.get("SLURM_JOB_ID") or not nodes:
             raise HostError(
@@ -94,14 +95,15 @@ def _unstarted(host: str, code: int, said: Said) -> str:
 
 
 def _ended_by_slurm(host: str, said: Said, has_ended: bool) -> str | None:
-    """That Slurm has ended the step, and with it the agent. Where that ended by itself, its end is the
-    task's."""
+    """Return the message that Slurm has ended the step and with it the agent, or None. If the agent has ended
+    first, the end of the task is that of the agent."""
     over = CANCELLED if has_ended else OVER
     told = next((line.strip(" *") for line in said.lines if over.search(line)), None)
     return told and f"the agent {host} was ended by Slurm ({told})"
 
 
 def slurm(*, address: str | None = None) -> Slurm:
-    """One agent on each node of the allocation that this program runs in. ``address`` is the one of this
-    machine at which the nodes reach it, without a port; else it is the one on the kernel's route to them."""
+    """Make a provider of one agent on each node of the allocation that this program runs in. ``address`` is
+    the address of this machine at which the nodes reach it, without a port. The default is the one on the
+    kernel's route to them."""
     return Slurm(None if address is None else text("slurm", "address", address))

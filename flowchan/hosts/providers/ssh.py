@@ -1,5 +1,5 @@
-"""Agents on machines that the system's ``ssh`` reaches, by the user's own configuration: names, ports, keys,
-jump hosts and agents of keys are as in a terminal."""
+"""Agents on machines that the system's ``ssh`` reaches. The user's configuration applies: names, ports, keys,
+jump hosts and key agents are the same as in a terminal."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flowchan.transport.addresses import address_towards
 
 OPTIONS = (
     "-T",
-    "-oBatchMode=yes",  # nobody is there to type a password
+    "-oBatchMode=yes",  # it can't ask for a password
     "-oConnectTimeout=15",
-    "-oControlMaster=no",  # else ending ours would end others that share it
+    "-oControlMaster=no",  # otherwise the end of this ssh would end others that share its connection
     "-oClearAllForwardings=yes",
     "-oRemoteCommand=none",
 )
@@ -30,11 +30,10 @@ REMEDY = "name one that has flowchan with python="
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Ssh:
-    """One agent on each of ``hosts``, which are what ``ssh`` takes: ``gpu1``, ``user@gpu2``.
+    """One agent on each of ``hosts``, which are named as for ``ssh``: ``gpu1``, ``user@gpu2``.
 
-    Killing one ends our ``ssh`` and not the agent, which goes on over there until it has been without the
-    driver for its peer_timeout. Whether an agent has ended is known as long as the connection of ``ssh``
-    stands.
+    Killing an agent ends the local ``ssh`` but not the agent. The agent runs until it has not heard from the
+    driver for peer_timeout. The end of an agent is known only while the connection of ``ssh`` lasts.
     """
 
     hosts: tuple[str, ...]
@@ -61,7 +60,7 @@ class Ssh:
 
 
 def _machine(host: str) -> str:
-    """Where a host is to be found, by the user's configuration."""
+    """Return the network name of a host according to the user's configuration."""
     try:
         done = subprocess.run(("ssh", "-G", "--", host), capture_output=True, text=True)
     except OSError as error:
@@ -74,7 +73,7 @@ def _machine(host: str) -> str:
 
 
 def _unreached(host: str, code: int, said: Said) -> str:
-    """Why nothing has run on the host."""
+    """Say why nothing has run on the host."""
     last = said.last()
     if code != FAILED:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
@@ -91,10 +90,16 @@ def _unreached(host: str, code: int, said: Said) -> str:
 
 
 def ssh(*hosts: str, python: str = "python3", address: str | None = None) -> Ssh:
-    """One agent on each host, started by the system's ``ssh`` without a password. ``python`` is the
-    executable over there, with flowchan installed: ``~/venv/bin/python``. ``address`` is the one of this
-    machine at which the hosts reach it, without a port; else it is the one on the kernel's route to them.
-    Killing an agent only cuts it off: it ends itself when its peer timeout is over."""
+    """Make a provider of one agent on each host, started by the system's ``ssh`` without a password.
+
+    Killing an agent only cuts it off: it ends when its peer timeout is over.
+
+    Args:
+        hosts: The hosts as ``ssh`` takes them: ``"gpu1"``, ``"user@gpu2"``.
+        python: The Python executable on the hosts, with flowchan installed: ``~/venv/bin/python``.
+        address: The address of this machine at which the hosts reach it, without a port (default: the one on
+            the kernel's route to them).
+    """
     if not hosts:
         raise ValueError('ssh: it takes at least one host, as in ssh("gpu1", "user@gpu2")')
     for host in hosts:

@@ -1,4 +1,4 @@
-"""Runs functions before a process ends, and ends a process with its parent."""
+"""Run functions before a process ends, and end a process with its parent."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import signal
 from collections.abc import Callable
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_libc = ctypes.CDLL(None)  # now: a process that has just been forked loads nothing
+_libc = ctypes.CDLL(None)  # loaded now, because a process that was just forked must not load libraries
 
 
 def die_with(parent: int) -> None:
-    """In a new child of ``parent``: the kernel kills it with the thread that has forked it. It ends here if
-    that was too late."""
+    """Let the kernel kill this new child of ``parent`` when the thread that forked it ends. If that thread
+    has already ended, end this process here."""
     _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def before_exit(function: Callable[[], object], priority: int) -> None:
-    """Calls it before this process ends, if ``multiprocessing`` has started it: such a one runs its
-    finalizers, the highest priority first, and none of ``atexit``."""
+    """Call a function before this process ends, if ``multiprocessing`` has started it. Such a process runs
+    its finalizers, the highest priority first, and no functions of ``atexit``."""
     _before_exit(os.getpid(), function, priority)
 
 

@@ -1,4 +1,4 @@
-"""Counts how the workers of a run died, which decides whether and when they are replaced (R4, R10)."""
+"""Count how the workers of a run died. The counts decide whether and when they are replaced (R4, R10)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from flowchan.run.worker import item_timeout
 class DeathLog:
     """The deaths of the workers of one part of a crew.
 
-    One thread at a time calls it for a worker: that on which the worker's reports arrive, or the supervisor's
-    while the worker has no process.
+    Only one thread at a time calls it for a worker. That is the thread on which the worker's reports arrive,
+    or the supervisor's while the worker has no process.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._graph: Blueprint = plan.graph
         self._limits = plan.limits()
         self._without_item: Counter[WorkerId] = Counter()  # deaths in quick succession without an item
-        # How the last workers died that died over one item: that which the replacement tries again.
+        # How the last workers died over the item that the replacement tries again.
         self._how: dict[WorkerId, list[str]] = {}
         self._unbegun: Counter[WorkerId] = Counter()  # deaths in a row before the worker began to work
         self._terminated: set[WorkerId] = set()
 
     def started(self, id: WorkerId) -> tuple[str, ...]:
-        """Note that a process of the worker starts. Return how the workers died that held its first item."""
+        """Note that a process of the worker starts. Return the deaths over its first item, each in words."""
         self._terminated.discard(id)
         return tuple(self._how.get(id, ()))
 
@@ -40,11 +40,12 @@ class DeathLog:
         self._unbegun[id] = -1
 
     def terminated(self, id: WorkerId) -> None:
-        """Note that the supervisor ends the worker's process, whose death then says nothing about it."""
+        """Note that the supervisor ends the worker's process. Its death then says nothing about the
+        worker."""
         self._terminated.add(id)
 
     def died(self, worker: PlannedWorker, ended: ProcessExit) -> Death:
-        """Give the event of a process that has ended without a report of how its worker ended."""
+        """Make the event of a process that has ended without a report of how its worker ended."""
         id, retired = worker.id, ended.exitcode == RETIRED
         late = item_timeout.has_exceeded(worker.stage, ended.exitcode)
         if late:
@@ -70,14 +71,14 @@ class DeathLog:
         )
 
     def _irreplaceable(self, worker: PlannedWorker) -> str:
-        """Why the stage of a worker can't go on with another one; empty: it can."""
+        """Return why the stage of a worker can't continue with a replacement; empty if it can."""
         stage, limit = worker.id.stage, self._limits.get(worker.id.stage, 0)
         if stage not in self._limits or (limit == 0 and worker.stage.restarts > 0):
             return f"a {worker.stage.kind} stage keeps state of its own and is not declared restartable"
         return ""
 
     def _count(self, id: WorkerId, ended: ProcessExit) -> int:
-        """Count the deaths that decide about the pause before the next start."""
+        """Count the deaths that decide the pause before the next start."""
         if ended.over_item:
             self._how[id] = [*self._how.get(id, [])[: ended.over_item - 1], ended.how]
             return ended.over_item

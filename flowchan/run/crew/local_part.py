@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class LocalPart:
     """See :class:`CrewPart`. ``lasting``: the processes of a pool, if the run has one.
 
-    Invariant. Threads of the program add to ``threads`` while the supervisor reads it, so it is read in one
-    step.
+    Invariant. Threads of the program add to ``threads`` while the supervisor reads it. So each reader copies
+    it in one step.
     """
 
     def __init__(self, ports: RunPorts, lasting: LastingProcesses | None = None) -> None:
@@ -63,7 +63,8 @@ class LocalPart:
     # --- starting ---
 
     def start(self, report: Report) -> None:
-        """See :class:`CrewPart`. :meth:`start_threads` follows: a fork copies no thread of ours."""
+        """See :class:`CrewPart`. Call :meth:`start_threads` next: forks come first, because they must not
+        copy threads."""
         self._report = report
         for stage in self.plan.graph.stages:
             if stage.gang is not None and not stage.placement.hosts:
@@ -81,7 +82,8 @@ class LocalPart:
                 self._start_process(worker.id)
 
     def start_threads(self) -> None:
-        """Start every worker on a thread but those that gather results, and what watches the processes."""
+        """Start all workers on threads, except those that gather results, and the threads that watch
+        processes."""
         for worker in self._planned:
             if not worker.stage.placement.apart and not worker.gathers and not worker.is_task:
                 self.start_thread(worker.id)
@@ -97,7 +99,7 @@ class LocalPart:
         self._helpers.append(self._start(name, run_helper, work, lambda: self._report))
 
     def _start(self, name: str, target: Callable[..., object], *arguments: Any) -> threading.Thread:
-        """Start a thread of the run. One that can't be started is not kept."""
+        """Start a thread of the run."""
         name = f"flowchan {self.plan.graph.name}{name}"
         thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
         thread.start()
@@ -110,12 +112,12 @@ class LocalPart:
         self.add_thread(id, self._start(f"/{id}", work, *arguments))
 
     def add_thread(self, id: WorkerId, thread: threading.Thread) -> None:
-        """Note which thread does the work of a worker."""
+        """Note the thread that does the work of a worker."""
         self.threads[id] = thread
         self._ports.result_read(id)
 
     def _start_loop(self, stage: Stage) -> None:
-        """Start the workers of an async stage, as tasks on one thread."""
+        """Start the workers of an async stage as tasks on one thread."""
         from flowchan.run.worker.async_worker import Tasks, work_together  # asyncio is slow to import
 
         ids = [worker.id for worker in self._planned if worker.stage is stage]
@@ -138,7 +140,7 @@ class LocalPart:
             pid = self._processes.start(here, packed, ports, predecessors, stage.gpus, *seats)
         self._report(Started(id, pid))
 
-    # --- what workers report ---
+    # --- reports of workers ---
 
     def _hear(self, event: Event) -> None:
         """Report an event of a worker process, on the thread of the mail."""
@@ -167,7 +169,7 @@ class LocalPart:
             return Waits(moves=True)
         if not waits_of_loops():
             return Waits()
-        from flowchan.run.worker.async_worker import only_wait_for  # asyncio is imported then
+        from flowchan.run.worker.async_worker import only_wait_for  # asyncio is imported by then
 
         return Waits(moves=not only_wait_for(list(self._ports.channels.values())))
 
@@ -255,7 +257,7 @@ class LocalPart:
                 tasks.cancel()
 
     def cancel_request(self, question: int) -> None:
-        """See :class:`CrewPart`. Workers of this machine read the table of cancelled requests."""
+        """See :class:`CrewPart`. Workers on this machine read the table of cancelled requests instead."""
 
     def terminate(self, id: WorkerId, force: bool) -> None:
         """See :class:`CrewPart`."""
@@ -275,9 +277,9 @@ class LocalPart:
         self._gangs.clear()
         self._ports.close(abandoned)
         self._end_helpers()
-        self._report = run_is_over  # and no cycle holds the channels
+        self._report = run_is_over  # so that no cycle keeps the channels
         deadline = time.monotonic() + (timeout or 0.0)
-        for id, thread in list(self.threads.items()):  # a thread that waits for the run may start one more
+        for id, thread in list(self.threads.items()):  # a thread that waits for the run may start another one
             if id not in abandoned:
                 thread.join(None if timeout is None else max(0.0, deadline - time.monotonic()))
         return frozenset(id for id, thread in list(self.threads.items()) if thread.is_alive())
@@ -292,7 +294,7 @@ class LocalPart:
             self._processes.close()
 
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
-        """See :class:`CrewPart`. No caller waits any more, so threads that only need a moment are given
+        """See :class:`CrewPart`. The run has ended for all callers, so threads that need only a moment get
         it."""
         deadline = time.monotonic() + decisions.GRACE
         for id, thread in sorted(self.threads.items(), key=lambda one: str(one[0])):

@@ -20,7 +20,7 @@ MOST_EVENTS = 1024
 
 
 class Mail:
-    """The channel by which worker processes report, and its reader."""
+    """The channel of the reports of worker processes, with its reader."""
 
     def __init__(self) -> None:
         self.channel: Channel[Event | Logged] = Channel(MOST_EVENTS, across="processes")
@@ -35,7 +35,7 @@ class Mail:
                 hear(event)
 
     def is_empty(self) -> bool:
-        """Tell whether everything that was reported so far has been passed on."""
+        """Tell whether all reports so far have been passed on."""
         stats = self.channel.stats()
         return stats.inside + stats.leased == 0
 
@@ -45,8 +45,8 @@ class Mail:
 
 
 def run_helper(work: Callable[[], None], report: Callable[[], Report]) -> None:
-    """Run ``work`` on a helper thread of a run. Its failure ends the run, which would wait forever without
-    it. ``report`` gives the run's report at that time."""
+    """Run ``work`` on a helper thread of a run. A failure ends the run, which would wait forever without the
+    helper. ``report`` returns the function that takes the run's events at that time."""
     try:
         with contextlib.suppress(Closed, Broken):  # the run is over
             work()
@@ -56,5 +56,5 @@ def run_helper(work: Callable[[], None], report: Callable[[], Report]) -> None:
 
 
 def run_is_over(event: Event) -> None:
-    """The report of a run that has ended."""
+    """Reject an event: the run has ended."""
     raise Closed("the run is over")

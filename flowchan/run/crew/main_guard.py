@@ -1,7 +1,9 @@
-"""A script without a main guard. Under spawn and forkserver a new process imports the program's main script;
-where that runs the graph at once, or sets the start method, every worker would do so again. Python forbids it
-with a traceback in each of them; here the new process says it by its exit code, and the program by one
-error."""
+"""Detection of a script without a main guard.
+
+Under spawn and forkserver a new process imports the program's main script. A script that runs the graph or
+sets the start method at import would do so again in every worker. Python forbids that with a traceback in
+each worker. Here the new process reports it by its exit code, and the program raises one error.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ from flowchan.run.crew.process_exit import exit_text
 from flowchan.run.crew.process_start import forkserver_pid
 
 UNGUARDED = 78
-"""Exit code of a process that found itself running the graph while it was still importing the main script."""
+"""Exit code of a process that runs the graph while it is still importing the main script."""
 
 NAME = "flowchan "
-"""How the names of our processes begin."""
+"""The prefix of the names of worker processes."""
 
 
 _AT_ERRORS = f"""
@@ -37,12 +39,13 @@ def leave_if_unguarded(kind, error, trace, usual=sys.excepthook):
     usual(kind, error, trace)
 sys.excepthook = leave_if_unguarded
 """
-"""What a new process runs before it imports the main script. Before that it may not find our modules."""
+"""Code that a new process runs before it imports the main script. The process may not find flowchan's modules
+until then."""
 
 
 class ProcessName(str):
-    """The name of a worker's process. Python tells it to the new process before that imports the main script,
-    and so what to do when Python forbids what the script does."""
+    """The name of a worker's process. Unpickling it in the new process installs a hook before the main script
+    is imported. The hook decides what happens when Python forbids what the script does."""
 
     def __new__(cls, name: str) -> ProcessName:
         return super().__new__(cls, f"{NAME}{name}")
@@ -52,7 +55,7 @@ class ProcessName(str):
 
 
 class Unguarded(GraphError):
-    """The main script does what only the program shall do whenever it is imported."""
+    """The main script runs code at import that only the program must run."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GraphError, (self.graph, self.problems)
@@ -68,7 +71,7 @@ def unguarded(graph: Blueprint) -> Unguarded:
 
 
 def hint_at_import(exitcode: int | None) -> str:
-    """What to say of a process that ended before it began to work, if it may have failed in the main
+    """Return advice about a process that ended before it began to work, if it may have failed in the main
     script."""
     method = multiprocessing.get_start_method()
     if exitcode != 1 or method == "fork":
@@ -80,8 +83,7 @@ def hint_at_import(exitcode: int | None) -> str:
 
 
 def leave_if_unguarded(graph: Blueprint) -> None:
-    """Ends this process when it is one that still imports the main script. Says why unless our parent
-    will."""
+    """End this process if it is still importing the main script. Print why, unless the parent reports it."""
     process = multiprocessing.current_process()
     if not getattr(process, "_inheriting", False) or not any(stage.placement.apart for stage in graph.stages):
         return
@@ -97,7 +99,7 @@ def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
 
     Raises:
         Unguarded: The forkserver ended while it imported the main script.
-        OSError: It ended otherwise; or the error of the start, if the forkserver goes on or is not used.
+        OSError: It ended otherwise; or the error of the start, if the forkserver still runs or is not used.
     """
     try:
         yield
@@ -116,15 +118,15 @@ def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
 
 
 def _servers_exitcode() -> int | None:
-    """Give the exit code of Python's forkserver, negative for a signal, if it has just ended. From 3.14 on it
-    imports the main script too."""
+    """Return the exit code of Python's forkserver, negative for a signal, if it has just ended. Since Python
+    3.14 the forkserver also imports the main script."""
     server = forkserver_pid()
     if server is None:
         return None
-    give_up = time.monotonic() + 1  # its pipes end a moment before it does
+    give_up = time.monotonic() + 1  # its pipes close a moment before it ends
     while time.monotonic() < give_up:
         try:
-            # multiprocessing collects it itself
+            # multiprocessing collects the process
             ended = os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:
             return None

@@ -1,5 +1,5 @@
-"""How much memory a run may take for what is on its way (its channels share it), and whether the kernel has
-killed somebody for lack of it."""
+"""The memory budget of a run, which its channels share, and the count of processes that the kernel has killed
+for lack of memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ VMSTAT = Path("/proc/vmstat")
 
 
 def budget() -> int:
-    """Half of what this process may use, in bytes."""
+    """Return half of the memory that this process may use, in bytes."""
     return available() // 2
 
 
 def available() -> int:
-    """The memory of the machine, or of the control group that this process lives in, in bytes."""
+    """Return the memory of the machine, or of this process's control group if that is less, in bytes."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     files = _files("memory.max", "memory.limit_in_bytes")
     return min([physical, *(limit for file in files for limit in _limit(file))])
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has killed for lack of memory so far: of this process's control group, of
-    the machine where no group tells, 0 where nothing does."""
+    """Return how many processes the kernel has killed for lack of memory so far: in this process's control
+    group, or else on the machine. Return 0 if neither is known."""
     for file in (*_files("memory.events", "memory.oom_control"), VMSTAT):
         try:
             lines = file.read_text().splitlines()
@@ -41,13 +41,13 @@ def oom_kills() -> int:
 def _limit(file: Path) -> list[int]:
     try:
         return [int(file.read_text())]
-    except (OSError, ValueError):  # no such file, or "max"
+    except (OSError, ValueError):  # no such file, or its text is "max"
         return []
 
 
 def _files(unified: str, legacy: str) -> Iterator[Path]:
-    """Where the control groups that this process lives in tell something: each group first, then all above
-    it. In a container the group's own folder is often mounted as the root."""
+    """Yield the files of this process's control groups: each group first, then all above it. In a container
+    the group's own folder is often mounted as the root."""
     try:
         lines = MINE.read_text().splitlines()
     except OSError:

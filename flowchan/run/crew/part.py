@@ -1,4 +1,4 @@
-"""The protocol by which the supervisor of a run has workers started, watched, ended and replaced."""
+"""The protocol of a part of a crew. The supervisor uses it to start, watch, end and replace workers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Report = Callable[[Event], None]
 class CrewPart(Protocol):
     """The workers of a run in one place: on this machine, or on the hosts of one pool.
 
-    ``CrewRouter`` is all parts of a run together and has the same methods; ``ScriptedCrew`` in the tests has
-    no workers at all. Only the supervisor's thread calls a part.
+    ``CrewRouter`` has the same methods and covers all parts of a run. ``ScriptedCrew`` in the tests has no
+    workers at all. Only the supervisor's thread calls a part.
     """
 
     def start(self, report: Report) -> None:
         """Start all workers that have a process, or raise.
 
-        ``report`` hears each event of a worker in the worker's order. When its process has ended, it hears
-        ``Gone`` or ``Death`` after everything that the worker reported.
+        ``report`` receives each event of a worker in the worker's order. When its process has ended, ``Gone``
+        or ``Death`` follows everything that the worker reported.
         """
 
     def replace(
         self, ids: Sequence[WorkerId], blamed: WorkerId | None, later: bool = False
     ) -> tuple[Failure | Ended, ...]:
-        """Give back what these dead workers held, and start their replacements.
+        """Give back the items that these dead workers held, and start their replacements.
 
         The workers of a gang that is not elastic get a new group.
 
@@ -44,19 +44,19 @@ class CrewPart(Protocol):
         """
 
     def start_workers(self, ids: Sequence[WorkerId]) -> tuple[Failure, ...]:
-        """Start the replacements of workers that have been replaced ``later``. Return the failed ones."""
+        """Start the replacements that were put off by ``later``. Return the failed ones."""
 
     def add(self, id: WorkerId) -> None:
-        """Open the ports of a further worker of a stage and start it, or raise and leave nothing of it."""
+        """Open the ports of an additional worker and start it, or release everything of it and raise."""
 
     def remove(self, id: WorkerId) -> None:
         """Let a worker end after its item."""
 
     def forget(self, id: WorkerId) -> None:
-        """Keep nothing of a worker that was removed and whose process has ended."""
+        """Forget a worker that was removed and whose process has ended."""
 
     def release_ports(self, id: WorkerId) -> None:
-        """End the sessions of a worker that has ended."""
+        """Close the ports of a worker that has ended."""
 
     def terminate(self, id: WorkerId, force: bool) -> None:
         """Send SIGTERM to the process of a worker, or SIGKILL if ``force``."""
@@ -65,26 +65,26 @@ class CrewPart(Protocol):
         """Kill every process."""
 
     def form_group(self, ids: Sequence[WorkerId]) -> None:
-        """Make a group for these workers of an elastic gang, which wait for it. Raises ``OSError``."""
+        """Make a group of these workers of an elastic gang, which wait for it. Raises ``OSError``."""
 
     def end_group(self, stage: str) -> None:
         """End the group of an elastic gang."""
 
     def cancel_tasks(self, all_of_them: bool) -> None:
-        """Cancel coroutines: all, or those of sources whose outputs have no readers any more."""
+        """Cancel coroutines: all, or only those of sources whose outputs have no readers any more."""
 
     def cancel_request(self, question: int) -> None:
-        """Let workers drop the item of a question whose caller has left."""
+        """Let workers drop the item of a request whose caller has left."""
 
     def all_is_heard(self) -> bool:
         """Tell whether everything that workers have reported so far has reached ``report``."""
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
-        """Say what these workers wait for that no channel of this process shows. None: they are being asked,
-        and the call has to be repeated."""
+        """Report the waits of these workers that no channel of this process shows. None: they are being
+        asked, and the call has to be repeated."""
 
     def hosts(self) -> tuple[HostStats, ...]:
-        """Describe the hosts on which workers run, without this machine."""
+        """Return the statistics of the hosts on which workers run, without this machine."""
 
     def close(self, abandoned: frozenset[WorkerId], timeout: float | None) -> frozenset[WorkerId]:
         """End everything except threads that are stuck in the user's code.
@@ -98,4 +98,4 @@ class CrewPart(Protocol):
         """
 
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
-        """Warn of threads that still run. Raises with warnings turned into errors."""
+        """Warn of threads that still run. Raises if warnings are turned into errors."""

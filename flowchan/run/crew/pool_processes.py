@@ -3,9 +3,9 @@
 In each run a process gets an order with its ports of that run. At the end of the run the processes that wait
 for the next order stay. A process that has died, has failed, or has not ended its work is replaced.
 
-A forked process has a copy of everything that its parent has open, and a spawned one has its standard
+A forked process has copies of all open files and channels of its parent, and a spawned one has its standard
 streams. So the processes of a run start before its channels are opened and its progress is drawn. A
-replacement within a run has copies of these, so it does not outlast the run.
+replacement within a run has copies of the run's channels, so it does not outlast the run.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ from flowchan.run.worker.streams import terminals
 from flowchan.transport.interrupts import interrupts_deferred
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between two looks at a process whose report is awaited."""
+"""Seconds between two polls of a process whose report is awaited."""
 
 
 class LastingProcess:
-    """A worker's process that works in one run after the other."""
+    """A worker's process that works in one run after another."""
 
     def __init__(self, graph: str, id: WorkerId, stage: bytes, devices: str | None) -> None:
         orders: Channel[Order] = Channel(2, across="processes")
         words: Channel[Left | Logged | None] = Channel(64, across="processes")
         self._orders, self._words = orders.writer(), words.reader()
-        # The ends of the process. Closed before it has them, they would end the channels.
+        # The ends of the process. Closing them before it has them would end the channels.
         self._its = orders.reader(), words.writer()
         arguments = (id, stage, *self._its, os.getpid(), devices)
         self.process = WorkerProcess(ProcessName(f"{graph}/{id}"), lasting_main, arguments)
 
     def work(self, order: Order) -> None:
-        """Send an order. If the process has ended, its watch reports that."""
+        """Send an order. If the process has ended, the watch reports that."""
         with contextlib.suppress(Closed, Broken):
             self._orders.put(order)
 
     def word(self, until: float) -> Left | None:
-        """Wait for its report at the end of its work.
+        """Wait for the process to report the end of its work.
 
         Returns:
             None if it waits for another order; ``Left`` if it has ended.
 
         Raises:
-            Empty: It has not reported ``until`` then.
+            Empty: It has not reported by the time ``until``.
         """
         while True:
             ended = self.process.ended()
@@ -84,16 +84,16 @@ class LastingProcess:
                 return Left()
 
     def dismiss(self) -> None:
-        """Let it close its callable and end: no order follows."""
+        """Let the process close its callable and end: no order follows."""
         self._orders.close()
 
     def leave(self) -> None:
-        """Drop its reports from now on."""
+        """Drop the reports of the process from now on."""
         self._words.close()
 
 
 Dismissed = list[tuple[WorkerId, LastingProcess]]
-"""Processes that were dismissed, and close their callables."""
+"""Processes that were dismissed and are closing their callables."""
 
 
 class LastingProcesses:
@@ -104,7 +104,7 @@ class LastingProcesses:
         self._graph = graph
         self._packed: dict[str, bytes] = {}
         self._known: dict[WorkerId, LastingProcess] = {}
-        self._late: set[WorkerId] = set()  # started within the run that goes on
+        self._late: set[WorkerId] = set()  # started within the present run
         self._leaving: Dismissed = []
         self._failed: list[tuple[WorkerId, BaseException]] = []  # errors of closing callables
         weakref.finalize(self, _end_dropped, os.getpid(), self._known, self._leaving).atexit = False
@@ -116,7 +116,7 @@ class LastingProcesses:
         return self._packed[stage.name]
 
     def make_ready(self, graph: Blueprint, workers: Iterable[PlannedWorker]) -> None:
-        """Start a process for each of these workers of a graph that needs one and has none."""
+        """Start a process for each of these workers that needs one and has none."""
         for worker in workers:
             stage = worker.stage
             if stage.placement.apart:
@@ -129,7 +129,7 @@ class LastingProcesses:
             one[1].process.close()
 
     def employ(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
-        """Give a worker's process an order."""
+        """Give a worker's process an order. Start the process if it does not run."""
         lasting = self._alive(id, stage, devices)
         lasting.work(order)
         return lasting.process
@@ -147,7 +147,8 @@ class LastingProcesses:
         return started
 
     def stays(self, id: WorkerId, until: float) -> bool:
-        """Tell whether its process waits for the next run ``until`` then, or has been dismissed."""
+        """Tell whether a worker's process waits for the next run, or has been dismissed. Waits for its report
+        until the time ``until``."""
         lasting = self._known.get(id)
         try:
             waits = lasting is not None and lasting.word(until) is None
@@ -169,18 +170,18 @@ class LastingProcesses:
             self._failed.append((id, left.error))
 
     def kill(self) -> None:
-        """Kill all of them."""
+        """Kill all processes."""
         for lasting in [*self._known.values(), *(lasting for _, lasting in self._leaving)]:
             lasting.process.kill()
 
     def close(self) -> list[tuple[WorkerId, BaseException]]:
-        """Let all of them close their callables and end. Return the errors of that, also of processes that
-        were dismissed before."""
+        """Let all processes close their callables and end. Return the errors of the callables, also those of
+        processes that were dismissed before."""
         try:
             _dismiss(self._known, self._leaving)
             for id, lasting in self._leaving:
                 self._hear(id, lasting)
-        except BaseException:  # Ctrl-C: the program waits no longer
+        except BaseException:  # Ctrl-C: the program no longer waits
             self.kill()
             raise
         finally:
@@ -190,7 +191,8 @@ class LastingProcesses:
 
 
 def _end_dropped(pid: int, known: dict[WorkerId, LastingProcess], leaving: Dismissed) -> None:
-    """End the processes of a pool that was dropped within its block, in the process that started them."""
+    """End the processes of a pool that was dropped within its block. Other processes than their parent do
+    nothing."""
     if pid == os.getpid():
         _dismiss(known, leaving)
         for _, lasting in leaving:

@@ -1,9 +1,9 @@
-"""Starts and ends one worker's process, and knows for certain when it has ended.
+"""Start and end one worker's process, and know for certain when it has ended.
 
-A pidfd names exactly this process while it is open, even if the kernel uses its number again. It also reports
-the end of a process that Python can't know: for ``multiprocessing`` a child of Python's forkserver has ended
-as soon as the forkserver has, although it goes on. If the system refuses pidfds, ``multiprocessing`` is
-asked, and such a child is killed.
+While a pidfd is open it names exactly this process, even if the kernel uses its number again. It also reports
+ends that Python can't know. If Python's forkserver has ended, ``multiprocessing`` says that its children have
+ended, although they still run. If the system refuses pidfds, this module asks ``multiprocessing``, and kills
+such a child.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from flowchan.run.crew.process_start import forkserver_pid, start_process
 from flowchan.transport.pidfd import open_pidfd
 
 if TYPE_CHECKING:
-    import psutil  # slow to import, and needed only where the system refuses pidfds
+    import psutil  # slow to import, and needed only if the system refuses pidfds
 
 UNKNOWN = 255
-"""The exit code that ``multiprocessing`` gives for a child whose forkserver has ended. It also stands for a
+"""The exit code that ``multiprocessing`` reports for a child whose forkserver has ended. It also stands for a
 child that the program has collected."""
 
 
 class WorkerProcess:
-    """A process that has been started. ``pidfd`` is readable once it has ended; ``None`` where the system
-    refuses one, or it had ended already."""
+    """A process that has been started. ``pidfd`` is readable once it has ended; it is ``None`` if the system
+    refuses one, or if the process had ended already."""
 
     def __init__(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self._process = multiprocessing.get_context().Process(target=target, args=arguments, name=name)
@@ -43,7 +43,8 @@ class WorkerProcess:
         self._is_of_server = self._process._start_method == "forkserver"
         self._server = forkserver_pid() or 0
         self._stranger = False
-        self._known: psutil.Process | None = None  # the same as the system knows it, without a pidfd
+        # the same process as the system knows it, if there is no pidfd
+        self._known: psutil.Process | None = None
         self._lost = False
         try:
             self._find()
@@ -64,7 +65,8 @@ class WorkerProcess:
                 self._known = psutil.Process(self.pid)
 
     def ended(self, timeout: float = 0.0) -> bool:
-        """Tell whether it ends within ``timeout`` seconds, for certain: nothing of it runs any more."""
+        """Tell whether the process ends within ``timeout`` seconds, for certain: none of its threads runs any
+        more."""
         if self.pidfd is not None:
             poll = select.poll()
             poll.register(self.pidfd, select.POLLIN)
@@ -90,13 +92,13 @@ class WorkerProcess:
                 return
             except ProcessLookupError:
                 return
-            except OSError:  # refused
+            except OSError:  # the system refused it
                 pass
         (self._process.kill if number == signal.SIGKILL else self._process.terminate)()
 
     def _end_lost(self) -> bool:
-        """Kill a process that still runs although Python says that it has ended, because nothing more will be
-        known of it. True while it runs."""
+        """Kill a process that still runs although Python says that it has ended: its exit code is lost.
+        Return True while it runs."""
         if self._known is None:
             return False
         import psutil
@@ -107,19 +109,20 @@ class WorkerProcess:
             self._known.kill()
         except psutil.NoSuchProcess:
             return False
-        except OSError:  # no descriptor is free to look with
+        except OSError:  # no descriptor is free for the check
             return True
         self._lost = True
         return True
 
     @property
     def exitcode(self) -> int:
-        """The exit code of a process that has ended."""
+        """The exit code of the process, once it has ended."""
         self._reap()
         return self._process.exitcode or 0
 
     def how_it_ended(self, lack_of_memory: bool) -> str:
-        """Say in words how it ended. ``lack_of_memory``: the kernel has killed a process for that."""
+        """Say in words how the process ended. ``lack_of_memory``: the kernel has killed a process for lack of
+        memory."""
         if self._lost:
             return (
                 "was killed, because Python's forkserver had been, and without it nothing "
@@ -135,9 +138,9 @@ class WorkerProcess:
         return exit_text(self.exitcode, lack_of_memory)
 
     def _reap(self) -> None:
-        """Wait for the exit code. Another thread may be asking for it, as ``multiprocessing`` does when a
-        process is started or listed, and notes it here in a moment. Or code of the program has collected
-        it."""
+        """Wait for the exit code. Another thread may be collecting it, as ``multiprocessing`` does when a
+        process is started or listed, and stores it here in a moment. Code of the program may also have
+        collected it."""
         polls_left = 100
         while self._process.exitcode is None:
             time.sleep(0.001)
@@ -148,7 +151,7 @@ class WorkerProcess:
                     self._process._popen.returncode = UNKNOWN  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Leave nothing of a process that has ended: no zombie, no descriptor."""
+        """Release a process that has ended: its zombie and its descriptor."""
         self._reap()
         pidfd, self.pidfd = self.pidfd, None
         if pidfd is not None:
@@ -157,7 +160,7 @@ class WorkerProcess:
 
 
 def _has_ended(child: int) -> bool | None:
-    """Tell whether a child of this process has ended and can be collected; None once it is collected."""
+    """Tell whether a child of this process has ended and can be collected. None: it has been collected."""
     try:
         return os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""Describes the end of a worker's process, as a value and in words."""
+"""Describe the end of a worker's process, as a value and in words."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """How a process ended that did not report how its worker ended.
+    """The end of a process that did not report how its worker ended.
 
     Attributes:
-        how: What happened, in words.
+        how: The end in words.
         exitcode: Its exit code, negative for a signal, if known.
         pid: The process; 0 if unknown.
         lived: For how many seconds it ran.
@@ -30,7 +30,8 @@ class ProcessExit:
 
 
 def exit_text(code: int, lack_of_memory: bool = False) -> str:
-    """Say in words what an exit code means. ``lack_of_memory``: the kernel has killed a process for that."""
+    """Say in words what an exit code means. ``lack_of_memory``: the kernel has killed a process for lack of
+    memory."""
     if code >= 0:
         return f"exited with code {code} without finishing"
     name = signal_name(-code)
@@ -40,7 +41,7 @@ def exit_text(code: int, lack_of_memory: bool = False) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Give the name of a signal. Most real-time signals have only a number."""
+    """Return the name of a signal. Most real-time signals have only a number."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,8 +1,7 @@
-"""Starting a worker's process so that nothing is left of it when that fails, and so that the next one starts
-sooner.
+"""Start a worker's process faster, and release everything when the start fails.
 
-``multiprocessing`` leaves the pipes of a process open that could not be started, and a process unreaped that
-could not be told what to do. Which they are stands in the frames of its launch, and the exception has those.
+If a start fails, ``multiprocessing`` leaves the pipes of the process open. If it can't send the process its
+task, it leaves the process unreaped. The frames of the launch hold both, and the exception has these frames.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 PIPES = ("parent_r", "parent_w", "child_r", "child_w", "alive_r", "alive_w", "w")
-"""What CPython's launches call the ends of their pipes."""
+"""The names of the ends of the pipes in CPython's launches."""
 
 
 def start_process(process: BaseProcess) -> None:
-    """Starts it, or raises and has undone everything."""
+    """Start a process, or undo everything and raise."""
     if process._start_method == "forkserver":  # type: ignore[attr-defined]
         _leave_the_parents_server()
         _share_imports()
@@ -32,9 +31,9 @@ def start_process(process: BaseProcess) -> None:
 
 
 def start_server() -> None:
-    """Starts Python's forkserver, where new processes come from it, unless it runs already. It keeps the
-    standard streams that it begins with."""
-    # without settling the default one, which the program may still change
+    """Start Python's forkserver if new processes come from it and it does not run yet. It keeps the standard
+    streams that it starts with."""
+    # do not fix the default method: the program may still change it
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if method == "forkserver":
         from multiprocessing import forkserver
@@ -45,15 +44,16 @@ def start_server() -> None:
 
 
 def forkserver_pid() -> int | None:
-    """Of Python's forkserver, if one runs; its module is slow to import."""
+    """Return the process id of Python's forkserver, if one runs. Its module is slow to import, so it is not
+    imported here."""
     module = sys.modules.get("multiprocessing.forkserver")
     return module._forkserver._forkserver_pid if module else None
 
 
 def _leave_the_parents_server() -> None:
-    """In a child that the program has forked by itself, Python takes its parent's forkserver for its own, and
-    fails, for it can't wait for it. The child gets one of its own. Under Python's own lock, which whoever
-    starts a process from a server takes next anyway: several threads may come here at once."""
+    """Drop the forkserver of the parent in a child that the program has forked, so that the child starts
+    another one. Python would use the parent's and fail, because the child can't wait for it. Several threads
+    may call this at once, so it takes Python's own lock for the server."""
     from multiprocessing import forkserver
 
     server: Any = forkserver._forkserver
@@ -68,9 +68,8 @@ def _leave_the_parents_server() -> None:
 
 
 def _share_imports() -> None:
-    """Python's forkserver, if it is yet to be started, imports what each worker needs, so that none of them
-    has to: our modules, and those of the large libraries that the program has imported. Unless the program
-    has said what it is to import."""
+    """Let a forkserver that is not started yet import flowchan, and those of numpy and torch that the program
+    has loaded. Then the workers need not import them. A list of modules set by the program stays."""
     from multiprocessing import forkserver
 
     if forkserver._forkserver._preload_modules == ["__main__"]:  # type: ignore[attr-defined]
@@ -82,10 +81,10 @@ def _undo_launch(error: BaseException) -> None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if module == "multiprocessing.forkserver" and function == "connect_to_new_process":
-            if "child_r" not in frame.f_locals:  # else it has closed them itself
+            if "child_r" not in frame.f_locals:  # otherwise CPython has closed them
                 _close(frame.f_locals)
         elif module == "multiprocessing.forkserver" and function == "ensure_running":
-            if "fds_to_pass" not in frame.f_locals:  # likewise
+            if "fds_to_pass" not in frame.f_locals:  # see above
                 _close(frame.f_locals)
         elif module.startswith("multiprocessing.popen_") and function == "_launch":
             _undo_popen(frame.f_locals)

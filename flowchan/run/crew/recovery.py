@@ -1,4 +1,4 @@
-"""Recovers what a dead worker held, so that another worker takes it up (R4)."""
+"""Recover the items of a dead worker, so that another worker takes them up (R4)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def take_up(old: Ports, new: Ports, whole: bool = False, blame: bool = True) -> 
 
 
 def deaths_over_item(ports: Ports) -> int:
-    """Count the workers that have died in the user's code over the item that a dead worker held, itself
-    included; 0 if it died outside the user's code."""
+    """Count the workers that died in the user's code over the item of a dead worker, including that worker.
+    Return 0 if it died outside the user's code."""
     return _core._deaths_over(list(ports.inputs.values()))

@@ -1,4 +1,4 @@
-"""All parts of a run's crew together: each question goes to the part that has the worker, the rest to all."""
+"""The crew of a run: it sends each call to the part that has the worker, or to all parts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from flowchan.run.policy.stats import HostStats
 
 
 class HostPlacement(Protocol):
-    """A placement with hosts, which has the part that runs workers there."""
+    """A placement with hosts, which makes the part that runs workers there."""
 
     def open_part(self, ports: RunPorts, workers: Sequence[PlannedWorker]) -> CrewPart:
-        """Make the part for these workers."""
+        """Make the part of the crew for these workers."""
 
 
 class CrewRouter:
@@ -36,8 +36,8 @@ class CrewRouter:
         self.local = LocalPart(ports, lasting)
         self.remote: list[CrewPart] = []
         self._part_of: dict[WorkerId, CrewPart] = {}
-        self._last_hosts: tuple[HostStats, ...] = ()  # once the run has ended
-        self._answers: dict[int, Waits] = {}  # of the parts that have answered
+        self._last_hosts: tuple[HostStats, ...] = ()  # set once the run has ended
+        self._answers: dict[int, Waits] = {}  # answers of parts that have answered
         for placement, workers in _shares(ports.plan):
             part = cast(HostPlacement, placement).open_part(ports, workers)
             self.remote.append(part)
@@ -51,7 +51,7 @@ class CrewRouter:
         return [self.local, *self.remote]
 
     def start(self, report: Report) -> None:
-        """See :class:`CrewPart`. Processes first: a fork copies no thread of ours."""
+        """See :class:`CrewPart`. Processes start first: forks must not copy threads."""
         for part in self._parts:
             part.start(report)
         self.local.start_threads()
@@ -114,7 +114,7 @@ class CrewRouter:
         return all(part.all_is_heard() for part in self._parts)
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
-        """See :class:`CrewPart`. Each remote part is asked until it has answered, then all answers count."""
+        """See :class:`CrewPart`. Ask each remote part until it has answered, then join all answers."""
         for number, part in enumerate(self.remote):
             if number not in self._answers and (answer := part.waits(alive)) is not None:
                 self._answers[number] = answer
@@ -148,7 +148,7 @@ class CrewRouter:
 
 
 def _shares(plan: Plan) -> list[tuple[Placement, list[PlannedWorker]]]:
-    """The workers that run on hosts, by the pool of these hosts."""
+    """Group the workers that run on hosts by the pool of these hosts."""
     shares: list[tuple[Placement, list[PlannedWorker]]] = []
     for worker in plan.workers:
         if worker.host:

@@ -1,6 +1,6 @@
 """The channels of one run and the ports of its workers, which the supervisor and all parts of the crew share.
 
-All channels are opened before any worker starts, in this process. A worker on a host has its ports here too:
+All channels are opened in this process before any worker starts. A worker on a host also has its ports here:
 the link to its agent uses them.
 
 Invariants. Only the supervisor's thread opens, replaces and releases ports. Other threads read the table of
@@ -27,38 +27,39 @@ from flowchan.run.worker.port_release import broken_by
 
 
 class RunChannels(Protocol):
-    """The channels of a run, as its supervisor sees them."""
+    """The channels of a run, in the supervisor's view."""
 
     def stop_sources(self) -> None:
         """Close the channels of all sources and inputs."""
 
     def close_unwanted(self) -> None:
-        """Close the inputs of stages whose outputs have no readers. Such a stage does not see that while it
-        waits for an item."""
+        """Close the inputs of stages whose outputs have no readers. Such a stage does not notice that while
+        it waits for an item."""
 
     def break_all(self, cause: BaseException | None) -> None:
         """Abort every channel."""
 
     def broken(self, id: WorkerId | None) -> list[str]:
-        """Name the broken channels: those that a worker has a port of, or all."""
+        """List the broken channels: those of a worker's ports, or all."""
 
     def cause_of(self, channel: str) -> BaseException:
-        """Give the error with which a broken channel was aborted; without one, that it is broken."""
+        """Return the error with which a broken channel was aborted, or ``Broken`` itself without one."""
 
     def activity(self) -> Activity:
-        """Take the cheapest look at all channels."""
+        """Return the cheapest observation of all channels."""
 
     def snapshots(self) -> tuple[Snapshot, ...]:
-        """Take the counts of all channels."""
+        """Return the counts of all channels."""
 
 
 class RunPorts:
     """The channels, ports and workers of one run.
 
     Attributes:
-        plan: What the run consists of.
+        plan: The plan of the run.
         channels: Its channels by name.
         inputs: The writing ends of its inputs by stage.
+        ports: The ports of its workers.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -100,8 +101,8 @@ class RunPorts:
             channel.abort(cause)
 
     def close(self, abandoned: frozenset[WorkerId]) -> None:
-        """Release the ports of all workers but the abandoned, and close the channels of the inputs. The
-        writing ends of the inputs are the user's, whose next put raises ``Closed``."""
+        """Release the ports of all workers except the abandoned ones, and close the channels of the inputs.
+        The user still has the writing ends of the inputs, whose next put raises ``Closed``."""
         for id in list(self.ports):
             if id not in abandoned:
                 self.release(id)
@@ -121,7 +122,7 @@ class RunPorts:
 
     def activity(self) -> Activity:
         """See :class:`RunChannels`. No channel shows whether workers on hosts wait, so all of them count as
-        waiting: an observation asks them."""
+        waiting until an observation asks them."""
         moved, reading, writing = _core._look_at(list(self.channels.values()))
         opened = any(not port.channel.closed for end in self.inputs.values() for port in ports_of_end(end))
         return Activity(moved, reading + self._remote, writing, opened, frozenset(list(self._unread)))
@@ -133,19 +134,19 @@ class RunPorts:
     # --- workers ---
 
     def worker(self, id: WorkerId) -> PlannedWorker:
-        """Give what is planned for a worker."""
+        """Return the plan of a worker."""
         return self._workers[id]
 
     def gathering_port(self, id: WorkerId) -> In[Any]:
-        """Give the port from which a worker that gathers results takes its items."""
+        """Return the port from which a worker that gathers results takes its items."""
         return self.ports[id].inputs["items"]
 
     def result_read(self, id: WorkerId) -> None:
-        """Note that a thread takes the items of a result. May be called on any thread."""
+        """Note that a thread takes the items of a result. Any thread may call this."""
         self._unread.pop(id, None)
 
     def started(self, id: WorkerId) -> seeds.Worker:
-        """Count a start of a worker. Return what the worker knows of itself."""
+        """Count a start of a worker. Return the worker's own description."""
         incarnation = self._starts[id]
         self._starts[id] += 1
         seed = seeds.seed_of(self.plan.seed, id.stage, id.number, incarnation)
@@ -161,13 +162,13 @@ class RunPorts:
             self.ports.pop(id, None)
 
     def recover(self, id: WorkerId, blame: bool) -> None:
-        """Give what a dead worker held to new ports in its place."""
+        """Replace the ports of a dead worker by new ones, which take up its items."""
         old, new = self.ports[id], self._open(id)
         take_up(old, new, self._workers[id].stage.keeps_its_own, blame)
         self.ports[id] = new
 
     def add(self, id: WorkerId) -> PlannedWorker:
-        """Open the ports of a further worker of a stage. Its readers share turns from now on."""
+        """Open the ports of an additional worker. The readers of its stage share turns from now on."""
         worker = self.plan.worker(id)
         if worker.stage.workers == 1 and id.stage not in self._scaled:
             self._scaled.add(id.stage)
@@ -180,7 +181,7 @@ class RunPorts:
         return worker
 
     def remove(self, id: WorkerId) -> None:
-        """Let the readers of a worker end after its item."""
+        """Let the readers of a worker end after its present item."""
         self._leaving.add(id)
         for reader in self.ports[id].inputs.values():
             reader._retire()
@@ -190,7 +191,7 @@ class RunPorts:
         return [id for id in self._leaving if id not in self.ports]
 
     def forget(self, id: WorkerId) -> None:
-        """Keep nothing of a worker that has left."""
+        """Forget a worker that has left."""
         self._leaving.discard(id)
         self._workers.pop(id, None)
 

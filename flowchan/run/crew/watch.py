@@ -1,4 +1,4 @@
-"""Notices at once when a process ends, on a thread that sleeps until one does."""
+"""Notice the end of a process at once, on a thread that sleeps in between."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flowchan.run.crew.process import WorkerProcess
 from flowchan.run.policy.events import Gone, WorkerId
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between two looks at processes that don't announce their end (where the system refuses pidfds)."""
+"""Seconds between two polls of processes that don't announce their end (if the system refuses pidfds)."""
 
 
 class Watch:
-    """Reports ``Gone`` once for each process that has ended for certain."""
+    """Report ``Gone`` once for each process that has ended for certain."""
 
     def __init__(self, tell: Callable[[Gone], None]) -> None:
         self._tell = tell
@@ -32,7 +32,7 @@ class Watch:
         self._epoll.register(self._wake, select.EPOLLIN)
 
     def add(self, id: WorkerId, process: WorkerProcess) -> None:
-        """Watch another process."""
+        """Add a process to watch."""
         with self._lock:
             if process.pidfd is None:
                 self._silent.append((id, process))
@@ -42,15 +42,15 @@ class Watch:
                 self._epoll.register(process.pidfd, select.EPOLLIN)
 
     def run(self) -> None:
-        """Watch until :meth:`stop`."""
+        """Watch the processes until :meth:`stop`."""
         while not self._closed:
             found = self._epoll.poll(POLL_INTERVAL_S if self._silent else None)
             for id in self._ended([fd for fd, _ in found]):
                 self._tell(Gone(id))
 
     def _ended(self, readable: list[int]) -> list[WorkerId]:
-        """Take out the workers whose processes have ended. A forked child may have inherited a pidfd, so
-        closing it here would not take it out."""
+        """Remove and return the workers whose processes have ended. A forked child may have inherited a
+        pidfd, so closing it here would not remove it."""
         ended = []
         with self._lock:
             for fd in readable:
@@ -71,6 +71,6 @@ class Watch:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Leave nothing, once :meth:`run` has returned."""
+        """Release the descriptors, once :meth:`run` has returned."""
         self._epoll.close()
         os.close(self._wake)

@@ -1,4 +1,4 @@
-"""Starts, watches and ends the worker processes of one machine. They report by one channel, the mail."""
+"""Start, watch and end the worker processes of one machine. They report by one channel, the mail."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flowchan.run.worker.streams import Streams
 
 
 class WorkerProcesses:
-    """The worker processes of one run; ``graph`` is its name. ``gone`` hears of each process that has ended
+    """The worker processes of one run. ``graph`` is its name. ``gone`` receives each process that has ended
     for certain, on the thread that runs :meth:`watch`."""
 
     def __init__(self, graph: str, mail: Channel[Event | Logged], gone: Callable[[Gone], None]) -> None:
@@ -36,7 +36,7 @@ class WorkerProcesses:
         self._gpus = Gpus()
         self.known: dict[WorkerId, WorkerProcess] = {}
         self._watch = Watch(gone)
-        # Kills for lack of memory before the run, and those of the run so far.
+        # Kills for lack of memory, before the run and so far.
         self._oom_kills = memory.oom_kills()
 
     def start(
@@ -52,13 +52,13 @@ class WorkerProcesses:
         """Start a worker's process and return its pid.
 
         Args:
-            here: What the worker knows of itself.
-            stage: What it does, pickled.
+            here: The worker's own description.
+            stage: Its stage, pickled.
             ports: Its ports.
             predecessors: How the workers died that held its first item.
             gpus: How many GPUs it has for itself.
             member: Its membership of the group of its gang.
-            next_seats: The channel by which later memberships come.
+            next_seats: The channel of later memberships.
 
         Raises:
             HostError: There are fewer GPUs left.
@@ -72,23 +72,23 @@ class WorkerProcesses:
         return process.pid
 
     def _begin(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
-        """Let a process begin with its work."""
+        """Start a process on its order."""
         arguments = (id, stage, order, os.getpid(), devices, Streams())
         return WorkerProcess(ProcessName(f"{self._graph}/{id}"), process_main, arguments)
 
     def watch(self) -> None:
-        """Watch until :meth:`stop_watching`."""
+        """Watch the processes until :meth:`stop_watching`."""
         self._watch.run()
 
     def exit_of(self, id: WorkerId, ports: Ports) -> ProcessExit:
-        """Say how a worker's process has ended; ``ports`` are those of the worker."""
+        """Describe how a worker's process has ended; ``ports`` are those of the worker."""
         process = self.known[id]
         how = process.how_it_ended(process.exitcode == -signal.SIGKILL and self._kernel_killed())
         lived = time.monotonic() - process.born
         return ProcessExit(how, process.exitcode, process.pid, lived, deaths_over_item(ports))
 
     def _kernel_killed(self) -> bool:
-        """Whether the kernel has killed more processes for lack of memory than are explained."""
+        """Tell whether the kernel has killed another process for lack of memory since the last such call."""
         more = memory.oom_kills() > self._oom_kills
         self._oom_kills += more
         return more
@@ -102,13 +102,13 @@ class WorkerProcesses:
         self._gpus.give_back(id)
 
     def forget(self, id: WorkerId) -> None:
-        """Leave nothing of a process that has ended."""
+        """Release a process that has ended."""
         if (process := self.known.pop(id, None)) is not None:
             process.close()
 
     def terminate(self, id: WorkerId, force: bool) -> None:
         process = self.known.get(id)
-        if process is not None:  # it may be dead and not yet replaced
+        if process is not None:  # the process may be dead and not yet replaced
             process.kill() if force else process.terminate()
 
     def kill(self) -> None:
@@ -116,21 +116,21 @@ class WorkerProcesses:
             process.kill()
 
     def end(self) -> None:
-        """Wait for all of them, and kill those that don't end in time."""
+        """Wait for all processes, and kill those that don't end in time."""
         end_all(list(self.known.items()))
 
     def stop_watching(self) -> None:
         self._watch.stop()
 
     def close(self) -> None:
-        """Once all have ended and :meth:`watch` has returned."""
+        """Release everything, once all processes have ended and :meth:`watch` has returned."""
         self._watch.close()
         for process in list(self.known.values()):
             process.close()
 
 
 def end_all(processes: Iterable[tuple[WorkerId, WorkerProcess]]) -> None:
-    """Wait for these, and kill those that don't end in time."""
+    """Wait for these processes, and kill those that don't end in time."""
     deadline = time.monotonic() + decisions.GRACE
     for id, process in processes:
         if not process.ended(max(0.0, deadline - time.monotonic())):
