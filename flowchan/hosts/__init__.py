@@ -106,7 +106,7 @@ def ray(
 
     Args:
         count: How many agents to start, at least 1.
-        resources: What each agent reserves on its node, by Ray's names (default: one ``"CPU"``).
+        resources: Resources that each agent reserves on its node, by Ray's names (default: one ``"CPU"``).
         address: The address of this machine at which the nodes reach it, without a port (default: the one on
             the kernel's route to them).
         peer_timeout: Seconds after which an agent that hears nothing from the program ends with its workers.

@@ -4,7 +4,7 @@
 starts each worker in its own process.
 
 Each port of a worker has its own ring, which the link fills or empties. So a worker here recovers like a
-local worker: when it dies, its rings return the items that it held, and its replacement continues with them.
+local worker. When it dies, its rings return the items that it held, and its replacement continues with them.
 
 The agent has three threads: one carries out the driver's commands, one keeps the link, and one watches the
 worker processes. If the agent hears nothing from the driver for peer_timeout, it ends with its workers.

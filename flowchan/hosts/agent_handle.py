@@ -66,7 +66,7 @@ class AgentHandle:
         self.why = ""  # why it ended
         self.has_met = False
         self.echoed = 0  # number of the last echo
-        self.waiting = Waiting(0, {})  # last report of what its workers wait for
+        self.waiting = Waiting(0, {})  # last report of its workers' waits
         self.is_decided = threading.Event()  # the agent has dialled, or has ended
         self._provider, self._peer_timeout = provider, peer_timeout
         self._heard = heard

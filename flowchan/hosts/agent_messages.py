@@ -127,12 +127,12 @@ class PeerEnded:
 
 @dataclass(frozen=True, slots=True)
 class WorkerWaits:
-    """What the threads of a worker wait for.
+    """The waits of a worker's threads.
 
     Attributes:
         reading: How many threads wait for an item, by channel.
         writing: How many threads wait to put an item, by channel.
-        counts: The counts of items that entered and left each of its rings.
+        counts: How many items entered and left each of its rings.
         moves: Whether it may continue without an item, or its process has ended.
     """
 

@@ -45,8 +45,8 @@ class PackedStages:
         self._packed: dict[tuple[str, tuple[str, ...]], tuple[bytes, tuple[str, ...]]] = {}
 
     def get(self, stage: Stage, without: Collection[str] = ()) -> tuple[bytes, tuple[str, ...]]:
-        """Pickle a stage with what it uses of the modules that a host lacks. Return also the other modules of
-        the user's that it needs."""
+        """Pickle a stage, with those parts by value that the host lacks. Return also the other modules of the
+        user's that it needs."""
         key = stage.name, tuple(sorted(without))
         if key not in self._packed:
             packed = pack_stage(stage, key[1])

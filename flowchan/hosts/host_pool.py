@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Pool(Placement):
     """Hosts for ``on=``. Each worker of a stage runs on the host of the pool that has the fewest workers.
 
-    ``pool["gpu1"]`` and ``pool["gpu1", "gpu2"]`` select hosts. With shares, as in ``pool[{"gpu1": 3, "gpu2":
-    1}]``, ``gpu1`` gets three of four workers, and six of eight. Pools of one provider share its agents
-    within a run.
+    ``pool["gpu1"]`` and ``pool["gpu1", "gpu2"]`` select hosts. A mapping also sets their shares: on
+    ``pool[{"gpu1": 3, "gpu2": 1}]`` three of four workers run on ``gpu1``, and six of eight. Pools of one
+    provider share its agents within a run.
 
     Attributes:
         provider: The provider that starts the agents.

@@ -1,11 +1,11 @@
-"""The handle of a run that is going on: what the user does with it, and what comes out of it."""
+"""The handle of an active run: the user's calls, and the results."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 
-# registers its own exit function, which waits for all processes, before ours
+# multiprocessing registers its exit function, which waits for all processes, before flowchan's
 import os
 import signal
 import sys
@@ -45,12 +45,16 @@ T = TypeVar("T")
 
 
 class Run:
-    """A run that has started. Use it as a context manager: leaving the block closes the inputs and waits for
-    the end; leaving it by an exception aborts the run first. Ctrl-C in the block, or in a call that waits,
-    stops the sources; what is in flight is finished (the second Ctrl-C breaks off), and
-    :class:`~flowchan.Interrupted` holds the results.
+    """A run that has started. ``run[stream]`` is the writing end of an ``input()`` stream.
 
-    ``run[stream]`` is the writing end of an ``input()`` stream.
+    Use it as a context manager. Leaving the block closes the inputs and waits for the end; leaving it by an
+    exception aborts the run first. Ctrl-C in the block, or in a call that waits, stops the sources. Items in
+    flight are finished, unless a second Ctrl-C aborts the run. :class:`~flowchan.Interrupted` holds the
+    results.
+
+    Example:
+        with graph.start() as run:
+            run[questions].put("why?")
     """
 
     def __init__(self, plan: Plan, lasting: LastingProcesses | None = None) -> None:
@@ -60,11 +64,12 @@ class Run:
         self._crew = CrewRouter(self._ports, lasting)
         self._supervisor = Supervisor(plan, self._crew, self._ports)
         self._gathering = ResultGathering(self._ports, self._crew.local, self._supervisor)
-        interrupted = weakref.WeakMethod(self._interrupted)  # a run needs no garbage collector to go
+        # a run must be freed without the garbage collector
+        interrupted = weakref.WeakMethod(self._interrupted)
         self._interrupts = InterruptWatch(lambda: method() if (method := interrupted()) is not None else None)
         self._in_block = False
-        self._answering: set[str] = set()  # inputs whose items were asked
-        self._told: Results | None = None  # by Interrupted
+        self._answering: set[str] = set()  # inputs that were used by ask()
+        self._told: Results | None = None  # results given to Interrupted
         take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         failure = weakref.WeakMethod(self._failure)
@@ -74,16 +79,23 @@ class Run:
             lambda question: method(question) if (method := cancel()) is not None else None,
         )
         self._supervisor.asking = self._asking
-        if lasting is not None:  # the end of the pool's block waits for it
+        if lasting is not None:  # the end of the pool's block waits for the run
             self._supervisor.unheard.append(self)
         self._supervisor.start()
         _running.add(weakref.ref(self._supervisor, _running.discard))
         before_exit(_end_runs, 100)
 
-    # --- what goes in and comes out ---
+    # --- inputs and outputs ---
 
     def __getitem__(self, stream: Input[T]) -> Out[T]:
-        """The writing end of an input; to a reader with ``per_worker`` it takes pairs ``(worker, item)``."""
+        """Return the writing end of an input. An input with ``per_worker`` takes pairs ``(worker, item)``.
+
+        Args:
+            stream: A stream that ``graph.input()`` returned.
+
+        Raises:
+            KeyError: It is not an input of this run.
+        """
         if not self._owns(stream) or stream.stage not in self._ports.inputs:
             raise KeyError(
                 f"{stream!r} is not an input of this run; run[…] takes the stream that graph.input() returned"
@@ -91,16 +103,32 @@ class Run:
         return cast(Out[T], self._ports.inputs[stream.stage])
 
     def iter(self, stream: Stream[list[T]]) -> Iterator[T]:
-        """The items of a ``collect`` stream, one by one as they come; leaving the loop early stops the stages
-        before it. Raises ``RunError`` when the run fails."""
+        """Iterate over the items of a ``collect`` stream as they come. Leaving the loop early stops the
+        stages before it.
+
+        Args:
+            stream: A stream that ``collect()`` returned.
+
+        Raises:
+            RunError: The run fails.
+            ValueError: The stream is not a result of this run, or its items are taken already.
+        """
         return self._items(self._claimed(stream))
 
     def aiter(self, stream: Stream[list[T]]) -> AsyncIterator[T]:
-        """The same for ``async for``: while it waits, the event loop goes on."""
+        """Iterate over the items of a ``collect`` stream in ``async for``, while the event loop runs.
+
+        Args:
+            stream: A stream that ``collect()`` returned.
+
+        Raises:
+            RunError: The run fails.
+            ValueError: The stream is not a result of this run, or its items are taken already.
+        """
         return _Coming(self, self._claimed(stream))
 
     def _claimed(self, stream: Stream[list[T]]) -> str:
-        """The name of the stage whose items the program takes from now on."""
+        """Claim the items of a stream for the program. Return the name of the stage that gathers them."""
         if not self._owns(stream):
             raise ValueError(f"{stream!r} is not a stream of graph {self._plan.graph.name!r}")
         stage = self._plan.graph._stage_at(stream._origin)
@@ -111,10 +139,21 @@ class Run:
         return stage.name
 
     async def ask(self, stream: Input[T], item: T, timeout: float | None = None) -> Any:
-        """Puts an item into an ``input()`` stream, and gives what comes of it at the end of the graph, or
-        raises what it fails by. The stages between work item by item, or on batches. Raises ``TimeoutError``
-        after ``timeout`` seconds; then, and when the call is cancelled, the next stage drops the item.
-        ``RunError`` when the run fails meanwhile, ``ValueError`` when items there can't be asked."""
+        """Put an item into an ``input()`` stream and return its result at the end of the graph.
+
+        If the item fails, its error is raised here. The stages on the way must work item by item, or on
+        batches. After a timeout or a cancelled call, the next stage drops the item.
+
+        Args:
+            stream: A stream that ``graph.input()`` returned.
+            item: The item.
+            timeout: Seconds to wait for the result (default: no limit).
+
+        Raises:
+            TimeoutError: The result has not come after ``timeout`` seconds.
+            RunError: The run fails before the result comes.
+            ValueError: The graph does not allow ``ask`` on this stream.
+        """
         import asyncio
 
         out, limit = self[stream], seconds("ask", "timeout", timeout)
@@ -127,7 +166,7 @@ class Run:
             async with asyncio.timeout(limit) as clock:
                 try:
                     await out.aput(cast(T, asked))
-                except Broken:  # the answer is why
+                except Broken:  # the awaited answer raises the reason
                     pass
                 return await answer
         except TimeoutError as error:
@@ -151,8 +190,8 @@ class Run:
             self._leave(stage)
 
     def _leave(self, stage: str) -> None:
-        """The loop over items that come later is left; if by a Ctrl-C in a block, the rest comes into the
-        results."""
+        """Release the items of ``aiter`` when its loop is left. After a Ctrl-C in a block, the remaining
+        items become results."""
         if self._in_block and self._interrupts.handled:
             self._gathering.keep(stage)
         self._gathering.leave(stage)
@@ -176,7 +215,7 @@ class Run:
             if self._in_block:
                 if self._interrupts.seen:
                     gathering.keep(stage)
-            elif error := self._interrupts.still_raised():  # it is on its way out of the loop
+            elif error := self._interrupts.still_raised():  # the interrupt leaves the loop now
                 self._finish()
                 error.__cause__ = self._failure()
             raise
@@ -191,9 +230,16 @@ class Run:
 
     @refuses_misspelt("wait")
     def wait(self, timeout: float | None = None) -> Results:
-        """Waits for the end and gives the results. Raises ``TimeoutError`` when the run still goes on after
-        ``timeout`` seconds, ``RunError`` when a stage failed, and :class:`~flowchan.Interrupted` after a
-        Ctrl-C."""
+        """Wait for the end of the run and return its results.
+
+        Args:
+            timeout: Seconds to wait (default: no limit).
+
+        Raises:
+            TimeoutError: The run has not ended after ``timeout`` seconds.
+            RunError: A stage failed.
+            Interrupted: Ctrl-C or SIGTERM came; it holds the results.
+        """
         try:
             with interrupts_deferred():
                 if self._told is None:
@@ -211,11 +257,12 @@ class Run:
             if failure is not None:
                 raise failure
         finally:
-            failure = None  # a frame that names what it raised keeps it, and with it all of the run
+            failure = None  # a frame that names its exception keeps it alive, and with it the whole run
         return self._gathering.results()
 
     def __await__(self) -> Generator[Any, None, Results]:
-        """``await run`` is :meth:`wait` while the event loop goes on. Cancelling it leaves the run alone."""
+        """Wait as :meth:`wait` does while the event loop runs: ``results = await run``. Cancelling the wait
+        does not affect the run."""
         return self._ended().__await__()
 
     async def _ended(self) -> Results:
@@ -226,34 +273,34 @@ class Run:
         return self.wait()
 
     def _failure(self) -> Exception | None:
-        """Why the run, which has ended, did not succeed."""
+        """Return the error of a run that has ended, or None if it succeeded."""
         return failure_of_run(self._plan, self._supervisor.state.failures, self._supervisor.crashed)
 
     def stop(self) -> None:
-        """Stops the sources and lets everything in flight finish. Returns at once."""
+        """Stop the sources, and let everything in flight finish. Returns at once."""
         self._supervisor.ask(StopAsked())
 
     def abort(self) -> None:
-        """Breaks every channel at once; what is in flight is discarded. Returns at once."""
+        """Break every channel at once and discard all items in flight. Returns at once."""
         self._supervisor.ask(AbortAsked())
 
     @refuses_misspelt("scale")
     def scale(self, stage: Stream[Any] | str, workers: int) -> None:
-        """Give a stage more workers, or fewer, while the graph runs (R13). Returns at once; ``stats()`` tells
-        how many are at work.
+        """Change the number of a stage's workers while the graph runs (R13). Returns at once; ``stats()``
+        shows how many workers the stage has.
 
-        A removed worker finishes its item and ends. Numbers of workers are not used again. Does nothing once
-        the stage or the run comes to its end.
+        A removed worker finishes its item and ends. Numbers of workers are not used again. The call does
+        nothing once the stage or the run comes to its end.
 
         Args:
-            stage: A ``map``, ``filter``, ``flat_map``, ``partition`` or ``sink`` on threads or processes,
-                by its name or one of its streams.
-            workers: How many workers the stage is to have, at least 1.
+            stage: A ``map``, ``filter``, ``flat_map``, ``partition`` or ``sink`` on threads or processes, by
+                its name or one of its streams.
+            workers: How many workers the stage must have, at least 1.
 
         Raises:
             KeyError: The graph has no such stage.
-            ValueError: The number of its workers can't change: another kind of stage, one on hosts, with an
-                async function or with GPUs of its own, or one with processes of a pool.
+            ValueError: The number of its workers can't change. The stage is of another kind, runs on hosts,
+                has an async function, reserves GPUs for its workers, or uses processes of a pool.
         """
         name = stage.stage if isinstance(stage, Stream) and self._owns(stage) else stage
         if not isinstance(name, str):
@@ -276,7 +323,7 @@ class Run:
 
         Args:
             number: The signal.
-            again: It has come twice already, so break the run off.
+            again: The signal has come twice already, so abort the run.
         """
         self._finish(number, again)
         assert self._told is not None
@@ -284,8 +331,8 @@ class Run:
         raise self._interruption(lambda _: told, number) from self._failure()
 
     def _interrupted(self) -> Interrupted | None:
-        """Give the error of a Ctrl-C in the body of a loop over items, outside a block. It finishes the run
-        when the loop is left, or when its results are read."""
+        """Return the error for a Ctrl-C in the body of a loop over items, outside a block. The error finishes
+        the run when the loop is left, or when its results are read."""
         return None if self._in_block or self._supervisor.ended.is_set() else self._interruption(self._tell)
 
     def _interruption(
@@ -305,8 +352,8 @@ class Run:
         return self._told, self.report()
 
     def _finish(self, number: int = signal.SIGINT, again: bool = False) -> None:
-        """Stop the run and wait until everything in flight is finished. A further interrupt breaks it off,
-        and another one does not wait even for that. Says so in a line each."""
+        """Stop the run and wait until everything in flight is finished. A further interrupt aborts the run,
+        and another one does not wait even for that. Each step prints a line."""
         key = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         try:
             with interrupts_deferred():
@@ -349,43 +396,44 @@ class Run:
             self._end_block()
             return
         cancelled = getattr(sys.modules.get("asyncio"), "CancelledError", ())
-        if isinstance(error, cancelled) and self._interrupts.handled:  # what asyncio makes of Ctrl-C
+        if isinstance(error, cancelled) and self._interrupts.handled:  # asyncio turns Ctrl-C into this
             self._finish()
             return
         self._break_block(error)
 
     def _end_block(self) -> None:
-        """A block is left in which the run was used: its own, or that of its pool."""
+        """End a block in which the run was used: its own, or that of its pool."""
         self._gathering.leave_all(of_thread=threading.get_ident())
         for out in self._ports.inputs.values():
             out.close()
         self.wait()
 
     def _break_block(self, error: BaseException | None) -> None:
-        """It is left by this exception."""
+        """Abort the run because its block is left by this exception."""
         self.abort()
         self._gathering.break_all()
         try:
             self.wait()
         except RunError:
-            if isinstance(error, Broken):  # the body only met the end of its channel: this says why
+            # the body only met the end of its channel; this error gives the reason
+            if isinstance(error, Broken):
                 raise
 
-    # --- what it looks like ---
+    # --- statistics ---
 
     @property
     def state(self) -> RunState:
-        """ "running", "stopping", "done", "failed", "stopped" or "aborted"."""
+        """The state: "running", "stopping", "done", "failed", "stopped" or "aborted"."""
         return state_of(self._supervisor.state)
 
     @refuses_misspelt("stats")
     def stats(self, *, window: float | None = None) -> RunStats:
-        """Look at the run at this moment (R8).
+        """Return the present statistics of the run (R8).
 
         Args:
-            window: The rates, shares and cause are those of the last so many seconds. The value's ``window``
-                says how many these were: up to half a second more, and fewer if the run is younger. Without
-                it they are those of the whole run.
+            window: Seconds over which rates, shares and the cause are computed (default: the whole run). The
+                ``window`` of the result is the actual length: up to half a second longer, and shorter if the
+                run is younger.
         """
         return self._supervisor.stats(seconds("stats", "window", window))
 
@@ -397,18 +445,21 @@ class Run:
         events: Callable[[Any], object] | None = None,
         every: float = 1.0,
     ) -> Subscription:
-        """Tell a subscriber how the run goes, on a thread that all subscribers of the run share.
+        """Call functions with the statistics and events of the run, on a thread that all subscribers of the
+        run share.
 
-        A subscriber must not wait for the run. One that raises gets no more, and the run goes on.
+        A subscriber must not wait for the run. A subscriber that raises gets no more calls, and the run
+        continues.
 
         Args:
-            stats: Gets what :meth:`stats` returns, at once, every so often, and once after the end.
-            events: Gets each event of the run: workers that start, begin, end, fail or die, items that are
-                tried again, stops and aborts.
+            stats: Takes the result of :meth:`stats`: at once, every ``every`` seconds, and once after the
+                end.
+            events: Takes each event of the run: workers that start, begin, end, fail or die, retried items,
+                stops and aborts.
             every: Seconds between two statistics.
 
         Returns:
-            The subscription. Close it, or leave its ``with`` block, to get no more.
+            The subscription. Close it, or leave its ``with`` block, to end the calls.
 
         Example:
             >>> with run.subscribe(stats=lambda stats: print(stats.bottleneck)):
@@ -419,11 +470,12 @@ class Run:
         )
 
     def report(self) -> str:
-        """The run in tables: stages, channels, the bottleneck, and the account of items."""
+        """Return tables of the run: stages, channels, the bottleneck, and the account of items."""
         return render(self.stats())
 
     def explain(self) -> str:
-        """Which stage waits on which channel, for how long, and what the other end of it does."""
+        """Return a text with the waits of each stage: its channel, the duration, and the state of the stage
+        at the other end."""
         return explain(self.stats())
 
     def __repr__(self) -> str:
@@ -431,7 +483,8 @@ class Run:
 
 
 class _Coming(AsyncIterator[Any]):
-    """What ``aiter`` gives. Who drops it has left the loop, though the event loop does not go on."""
+    """The iterator that ``aiter`` returns. Dropping it leaves the loop, even if the event loop no longer
+    runs."""
 
     def __init__(self, run: Run, stage: str) -> None:
         self._run = run
@@ -459,8 +512,8 @@ _running: set[weakref.ref[Supervisor]] = set()
 
 
 def abort_unfinished() -> None:
-    """The interpreter exits: nothing of a run may outlive it. May be called before, by what a run needs until
-    its end."""
+    """Abort all unfinished runs, because the interpreter exits. A resource that runs need until their end
+    calls this before it ends."""
     for reference in list(_running):
         supervisor = reference()
         if supervisor is not None and supervisor.pid == os.getpid() and not supervisor.ended.is_set():
@@ -473,5 +526,5 @@ def _end_runs() -> None:
     abort_unfinished()
     error = getattr(sys, "last_value", None)
     if isinstance(error, Interrupted) and not hasattr(sys, "ps1"):
-        # The program did not catch it: end as a program does that does not catch the signal.
+        # The program did not catch it, so end like a program that does not catch the signal.
         _core._die_of(error.signal)

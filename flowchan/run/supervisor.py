@@ -1,60 +1,61 @@
-"""The supervisor of one run: it hears events, and carries out the actions that ``decisions.decide`` answers.
+"""The supervisor of one run: it takes events and carries out the actions that ``decisions.decide`` returns.
 
 Algorithm. Each turn takes one event from a queue, or a tick if none comes in time, and passes it to decide()
-once. The actions go to the crew, which has the workers, and to the channels. A death is one event of the
-crew; its replacement is one call of the crew.
+once. The crew carries out the actions on workers, and the channels carry out the others. A death is one event
+of the crew; its replacement is one call of the crew.
 
 Invariants. Only the supervisor's thread changes ``state`` and calls the crew.
 
 The run contract. Code that disagrees with it has a defect. Each clause names its test in ``tests/run/``.
 
 - R1 Cascade. When a source ends, its channel closes. Each stage drains its inputs, finishes, and closes its
-  outputs. The run ends when all sinks have. (test_cascade.py)
-- R2 Early end. When a reader leaves, its writers upstream are stopped the same way, without an error.
+  outputs. The run ends when all sinks have ended. (test_cascade.py)
+- R2 Early end. When a reader leaves, its upstream writers are stopped in the same way, without an error.
   (test_early_end.py)
 - R3 Failure. An exception that no ``errors`` stream receives ends the run. Sources stop, channels break and
   workers end. ``run()`` raises one RunError whose members are StageErrors with stage, item, worker and the
-  original traceback, the first failure first. No error is lost, BaseException in a worker included. A channel
-  ends cleanly only if all its writers came to their ends in order. So a worker that meets a break breaks all
-  its channels before it leaves one, and the channels of a failed worker end once all are broken. No reader of
-  a run that breaks off takes a part for the whole.
+  original traceback, the first failure first. No error is lost, including BaseException in a worker. A
+  channel ends cleanly only if all its writers reached their ends in order. So a worker that meets a break
+  breaks all its channels before it leaves one. The channels of a failed worker end once all of them are
+  broken. In a run that breaks off, no reader mistakes a part of the items for all of them.
   (test_failure.py, test_half_results.py, test_random_breaks.py)
-- R4 Death. A worker that dies is noticed within 200 ms and reported with signal and exit code.
+- R4 Death. The death of a worker is noticed within 200 ms and reported with signal and exit code.
   (test_death.py)
-- R5 Stop. The first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources, and everything in flight is
-  finished, however long it takes while items move. If none moves for half a minute, the run is broken off.
-  The second one, or ``run.abort()``, breaks it off at once, within a bounded time. The user gets what was
-  finished: Ctrl-C in ``graph.run()``, ``wait()``, ``iter()``, a loop over it and the ``with`` block raises
+- R5 Stop. The first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources. Everything in flight is finished,
+  however long it takes while items move. If none moves for half a minute, the run is aborted. The second
+  Ctrl-C or SIGTERM, or ``run.abort()``, aborts it at once, within a bounded time. The user gets the finished
+  results: Ctrl-C in ``graph.run()``, ``wait()``, ``iter()``, a loop over it and the ``with`` block raises
   ``Interrupted`` with results and report. The command prints one line and its report, and exits with 130, or
   with 143 after SIGTERM.
   (test_stop.py, test_interrupted.py, test_supervisor.py, test_run_decisions.py)
 - R6 No residue. After any ending no process, thread, segment or descriptor of the run is left.
   (test_residue.py)
-- R7 Same everywhere. Under fork, forkserver and spawn, with lambdas and closures. (test_start_methods.py)
-- R8 Account. ``stats()`` at any time and ``report()`` at the end; items in = items out + items failed.
+- R7 Same everywhere. A graph runs the same under fork, forkserver and spawn, with lambdas and closures.
+  (test_start_methods.py)
+- R8 Account. ``stats()`` works at any time and ``report()`` at the end; items in = items out + items failed.
   (test_account.py)
 - R9 Randomness. Every worker has its own seed, derived from the run's seed, its stage, its number and its
-  incarnation, and the random numbers of its process begin there. (test_seeds.py)
+  incarnation. It seeds the random numbers of the worker's process. (test_seeds.py)
 - R10 Blame. An item is blamed only for deaths inside the user's code, or inside its own unpickling. One
-  worker at a time tries it again while the others go on, and the error says how each of them died. With
+  worker at a time tries it again while the others continue, and the error says how each of them died. With
   ``max_deaths=1`` it is also blamed for deaths until its output is out, so it is never begun twice.
   (test_blame.py, test_begun_once.py)
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
-  all restart, each with the item that it held, and no item is blamed for the ends of the others. A
-  survivor's MemberDied is not a failure. Over hosts, connections that break count as a death. When one ends
-  because its outputs have no readers, all end. In an elastic gang the others go on in their processes as a
-  smaller group; the replacement makes it whole again, and each item has its outputs once. (test_gangs.py,
-  tests/deaths/test_gang_deaths.py, tests/deaths/test_elastic_gangs.py, tests/hosts/test_host_gangs.py,
-  tests/hosts/test_elastic_host_gangs.py)
+  all restart, each with the item that it held. No item is blamed for the ends of the others. A survivor's
+  MemberDied is not a failure. On hosts, broken connections between members count as a death. When one ends
+  because its outputs have no readers, all end. In an elastic gang the others continue in their processes as
+  a smaller group. The replacement completes the group again, and each item has its outputs once.
+  (test_gangs.py, tests/deaths/test_gang_deaths.py, tests/deaths/test_elastic_gangs.py,
+  tests/hosts/test_host_gangs.py, tests/hosts/test_elastic_host_gangs.py)
 - R12 Pools. The processes of a pool last from one run to the next, each with its callable, and keep nothing
-  else of a run. Forked ones keep memory of other runs that go on when the pool starts them. Each run is
-  whole. A worker that failed, died or did not end gets a fresh process in the next run. Leaving the block
-  finishes a run that goes on, and raises the failure of the last run unless that was raised.
+  else of a run. Forked ones keep memory of other runs that are active when the pool starts them. Each run is
+  complete. A worker that failed, died or did not end gets a fresh process in the next run. Leaving the block
+  finishes an active run, and raises the failure of the last run unless that was raised before.
   (test_pool_workers.py, test_pool_after_failures.py, test_pool_blocks.py, test_pool_ends.py)
 - R13 Elastic stages. ``run.scale()`` adds and removes workers of a stage that works item by item, on threads
-  and in processes, while the graph runs. Order is kept, and each item has its outputs once, also when workers
-  are killed at that time. A removed worker finishes its item. A new worker that can't be started leaves the
-  others at work. (test_elastic_stages.py, tests/deaths/test_scaling_deaths.py)
+  and in processes, while the graph runs. Order is kept, and each item has its outputs once, even when workers
+  are killed at that time. A removed worker finishes its item. A new worker that can't be started does not
+  affect the others. (test_elastic_stages.py, tests/deaths/test_scaling_deaths.py)
 """
 
 from __future__ import annotations
@@ -124,12 +125,12 @@ from flowchan.run.worker.requests import Requests, answers_in
 from flowchan.transport.interrupts import interrupts_deferred
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between two looks at what no event announces. Decisions that depend on time have this
+"""Seconds between two checks for changes that no event announces. Decisions that depend on time have this
 resolution."""
 
 
 def first_state(plan: Plan, now: float) -> PolicyState:
-    """Give the state in which a run begins."""
+    """Return the state in which a run begins."""
     ids = frozenset(worker.id for worker in plan.workers)
     return PolicyState(
         alive=ids,
@@ -151,7 +152,7 @@ def first_state(plan: Plan, now: float) -> PolicyState:
 
 
 class Supervisor:
-    """Decides over one run. See the head of this file.
+    """The supervisor of one run. See the head of this file.
 
     Args:
         plan: The plan of the run.
@@ -182,15 +183,15 @@ class Supervisor:
         self.asking: Requests | None = None
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, channels.broken, channels.cause_of)
-        self._moved = 0  # items that channels had passed when the run was stopped, or at the last look since
-        self._due: dict[WorkerId, float] = {}  # when a replacement is to be started
-        self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # as references
+        self._moved = 0  # items moved when the run was stopped, or at the last check since
+        self._due: dict[WorkerId, float] = {}  # when each replacement must be started
+        self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # by reference
         self._thread: threading.Thread | None = None
 
     # --- called by the run, on any thread ---
 
     def start(self) -> None:
-        """Start every worker but those that gather results, or undo everything and raise."""
+        """Start every worker except those that gather results, or undo everything and raise."""
         self.feed.tell(RunBegan(len(self.plan.workers), self.plan.seed))
         try:
             self.crew.start(self.report)
@@ -204,7 +205,7 @@ class Supervisor:
             raise
 
     def _undo_start(self, reason: BaseException) -> None:
-        """End what has started. An error on the way does not hide the reason."""
+        """End all workers that have started. An error in doing so does not hide the reason."""
         try:
             self._break(None)
             self.crew.cancel_tasks(all_of_them=True)
@@ -223,8 +224,8 @@ class Supervisor:
             self._events.put(event)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Tell whether the run ends within ``timeout`` seconds. Then the supervisor's thread and what it held
-        are gone too (R6), unless it still warns of threads that are stuck."""
+        """Tell whether the run ends within ``timeout`` seconds. If so, the supervisor's thread and its
+        resources are also gone (R6), unless it still warns of stuck threads."""
         if not self.ended.wait(timeout):
             return False
         thread, us = self._thread, threading.current_thread()
@@ -234,24 +235,26 @@ class Supervisor:
         return True
 
     def ask(self, event: SupervisorEvent) -> None:
-        """Ask for a stop, an abort or other numbers of workers, and return at once. Does nothing when the run
+        """Request a stop, an abort or another number of workers, and return at once. Do nothing if the run
         has ended."""
         with contextlib.suppress(Closed):
             self._events.put(event)
 
     def cancel_request(self, question: int) -> None:
-        """Tell other hosts that no caller waits for the answer to a question. Never waits, because event
-        loops call it. With a full queue a worker does work in vain."""
+        """Tell other hosts that no caller waits for the answer to a request. This never waits, because event
+        loops call it. If the queue is full, a worker does useless work."""
         if self._has_hosts:
             with contextlib.suppress(Closed, Full):
                 self._events.put_nowait(RequestCancelled(question))
 
     def left_of(self, item: Any) -> Any:
-        """Settle the answers in an item at an end of the graph. Return what is left of it, or ``NOTHING``."""
+        """Settle the answers in an item at an end of the graph. Return the rest of the item, or
+        ``NOTHING``."""
         return item if self.asking is None else answers_in(item, self.asking.settle)
 
     def stats(self, window: float | None = None) -> RunStats:
-        """Look at the run now (R8), with rates and shares of its last ``window`` seconds or of all."""
+        """Return the present statistics (R8), with rates and shares of the last ``window`` seconds or of the
+        whole run."""
         now = self._counters()
         return between(None if window is None else self._history.before(now, window), now)
 
@@ -266,7 +269,7 @@ class Supervisor:
         try:
             while self.state.phase != "ended":
                 self.turn(self._next())
-        except BaseException as error:  # a defect of ours: the threads that wait must hear of it
+        except BaseException as error:  # a defect of flowchan: the waiting threads must learn of it
             self.crashed = error
             self._break(error)
             self.crew.kill()
@@ -278,14 +281,14 @@ class Supervisor:
             try:
                 stats = self.stats()
                 self.feed.tell(RunEnded(stats.state, stats.elapsed, self.state.abandoned))
-            finally:  # an error of a handler of the program's must not keep others waiting
+            finally:  # an error of the program's handler must not keep other threads waiting
                 if self.asking is not None:
                     self.asking.end()
                 self.ended.set()
                 self.feed.end()
                 if self.crashed is None and not self.state.failures:
-                    self.unheard.clear()  # until now the end of a pool's block has to find it
-        # Comes last: it may raise, and the run must have ended for all who wait.
+                    self.unheard.clear()  # until now the end of a pool's block must find it
+        # Last, because it may raise; for all waiting threads the run must have ended.
         self.crew.warn_of(self.state.abandoned)
 
     def _next(self) -> SupervisorEvent | Event:
@@ -295,8 +298,8 @@ class Supervisor:
         return event
 
     def _pause(self) -> float:
-        """Give the seconds until something must be looked at without an event: whether a worker can move,
-        and what only time decides."""
+        """Return the seconds until a check is due without an event: for a deadlock, or for decisions that
+        depend on time."""
         if self._breaks.pending:
             return POLL_INTERVAL_S
         now = time.monotonic()
@@ -307,11 +310,11 @@ class Supervisor:
 
     @property
     def _late_at(self) -> float:
-        """From when on workers that the run does not need have not ended in time."""
+        """The time from which workers that the run does not need are late."""
         return self.state.since + decisions.GRACE / 2
 
     def turn(self, event: SupervisorEvent | Event) -> None:
-        """Hear an event, and do what it and the time that has passed ask for."""
+        """Handle an event, and act on it and on the time that has passed."""
         before = self.state
         self._look_for_movement()
         self._hear(event)
@@ -356,7 +359,7 @@ class Supervisor:
                     self._decide(event)
             case _:
                 if isinstance(event, Failure) and self._breaks.told_by(event.worker):
-                    self._tell_break()  # a worker's reports come in its order
+                    self._tell_break()  # a worker's reports arrive in its order
                 self._decide(event)
 
     def _decide(self, event: SupervisorEvent) -> None:
@@ -397,7 +400,7 @@ class Supervisor:
                 self.crew.remove(worker)
 
     def _replace(self, workers: Sequence[WorkerId], blamed: WorkerId | None, pause: float) -> None:
-        """Replace dead workers at once, or after a pause in which others take up what they held."""
+        """Replace dead workers at once, or after a pause in which others take up their items."""
         later = pause > 0 or not self.state.goes_on
         failed = self.crew.replace(workers, blamed, later)
         if later:
@@ -407,7 +410,7 @@ class Supervisor:
             self._decide(event)
 
     def _start_due(self) -> None:
-        """Start the replacements whose pause is over; end them if the run ends."""
+        """Start the replacements whose pause is over, or end them if the run ends."""
         now = time.monotonic()
         due = [id for id, at in self._due.items() if at <= now or not self.state.goes_on]
         if not due:
@@ -425,7 +428,7 @@ class Supervisor:
             self._decide(decisions.Stuck(Failure(workers[0], error, None, self.pid)))
 
     def _add(self, worker: WorkerId) -> None:
-        """Start a further worker. The run goes on without it if that fails."""
+        """Start an additional worker. The run continues without it if that fails."""
         try:
             self.crew.add(worker)
         except Exception as error:
@@ -435,8 +438,8 @@ class Supervisor:
             self._decide(Ended(worker))
 
     def _cancel_tasks(self) -> None:
-        """Cancel coroutines: at once when the run is broken off, and sources whose outputs have no readers.
-        In a finishing run they have a moment to end."""
+        """Cancel coroutines: all when the run breaks off, and sources whose outputs have no readers. In a
+        finishing run they get a moment to end."""
         late = time.monotonic() > self._late_at
         over = self.state.phase in ("failing", "aborting") or (self.state.phase == "finishing" and late)
         self.crew.cancel_tasks(over)
@@ -460,7 +463,7 @@ class Supervisor:
         self.channels.break_all(cause)
 
     def _all_is_heard(self) -> bool:
-        """Tell whether everything that workers have reported so far has been decided upon."""
+        """Tell whether everything that workers have reported so far has been decided."""
         return self.crew.all_is_heard() and len(self._events) == 0
 
     def _look_for_deadlock(self) -> None:
@@ -484,6 +487,6 @@ class Supervisor:
         return Observation(stats, unread, inputs, waits.moves, waits.counts)
 
     def _close_crew(self, timeout: float | None = None) -> None:
-        self._events.close()  # before threads are joined that may wait to put into it
+        self._events.close()  # before the join of threads that may wait to put into it
         stuck = self.crew.close(self.state.abandoned, timeout)
         self.state = dataclasses.replace(self.state, abandoned=self.state.abandoned | stuck)

@@ -59,7 +59,7 @@ class Provider(Protocol):
         driver.
 
         Raises:
-            HostError: There is no such address. Its ``host`` is set if the error concerns one host alone.
+            HostError: No address was found. Its ``host`` is set if the error concerns one host alone.
         """
 
     def start(self, number: int, launch: Launch) -> StartedAgent:

@@ -82,8 +82,8 @@ class _Reservation:
     say_at: float = field(default_factory=lambda: time.monotonic() + SAY)
 
     def say_if_late(self, ray: Any, provider: Ray) -> None:
-        """Log once which resources were requested and which exist. An infeasible request is not an error: a
-        cluster with an autoscaler may grow, and Ray has no public way to see whether it has one."""
+        """Log once which resources were requested and which exist. An infeasible request is not an error,
+        because a cluster with an autoscaler may grow. Ray has no public way to see whether it has one."""
         with _lock:
             if time.monotonic() < self.say_at:
                 return
@@ -295,7 +295,7 @@ def ray(count: int, *, resources: Mapping[str, float] | None = None, address: st
 
     Args:
         count: How many agents to start, at least 1.
-        resources: What each agent reserves on its node, by Ray's names, as in ``{"GPU": 1}`` (default: one
+        resources: Resources that each agent reserves on its node, by Ray's names, as in ``{"GPU": 1}`` (default: one
             ``"CPU"``).
         address: The address of this machine at which the nodes reach it, without a port (default: the one on
             the kernel's route to them).

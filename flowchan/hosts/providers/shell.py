@@ -1,4 +1,4 @@
-"""How an agent behind a command such as ``ssh`` ended.
+"""Explanation of the end of an agent behind a command such as ``ssh``.
 
 The end of the command does not show what became of the agent. A broken connection ends the command but not
 the agent, and ``ssh`` exits with 255 for both and for a killed agent. So a small shell script runs the agent

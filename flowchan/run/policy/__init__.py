@@ -1,1 +1,1 @@
-"""Decides without I/O: plans, events, decisions, causes and statistics as values and pure functions."""
+"""Plans, events, decisions, causes and statistics as values and pure functions, without I/O."""

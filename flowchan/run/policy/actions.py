@@ -1,4 +1,4 @@
-"""What decisions ask the supervisor to do, as values."""
+"""The actions of the supervisor, as values. Decisions return them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BreakChannels:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePorts:
-    """End the sessions of a worker, however it ended."""
+    """Close the ports of a worker, however it ended."""
 
     worker: WorkerId
 
@@ -35,7 +35,7 @@ class Terminate:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Give back what a dead worker held, and start its replacement after ``pause`` seconds."""
+    """Give back the items that a dead worker held, and start its replacement after ``pause`` seconds."""
 
     worker: WorkerId
     pause: float
@@ -43,7 +43,7 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class RestartGang:
-    """Do the same for all workers of a gang, of which one ``died``, or none did."""
+    """Replace all workers of a gang. ``died`` is the worker that died, if one did."""
 
     workers: tuple[WorkerId, ...]
     pause: float
@@ -52,7 +52,7 @@ class RestartGang:
 
 @dataclass(frozen=True, slots=True)
 class EndGroup:
-    """End the group that workers of an elastic gang still have."""
+    """End the present group of an elastic gang."""
 
     stage: str
 

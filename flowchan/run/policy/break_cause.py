@@ -1,10 +1,10 @@
-"""Finds which worker broke a channel of the run, if it was not the supervisor (R3).
+"""Find the worker that broke a channel of the run, if the supervisor did not break it (R3).
 
 A worker that aborts one of its channels reports that first. But threads report at once and processes by mail,
-so the end of a worker that met the break may be heard before that report. A break by the program, or in a
-thread of the user, is not reported at all. So a break counts once everything has been heard, and the first
-reporter is to blame: all others met its consequences. A worker that meets a break passes it on to its other
-channels. Without a report the break began in a channel to which no worker passed it.
+so the end of a worker that met the break may arrive before that report. A break by the program, or in a
+thread of the user, is not reported at all. So a break counts once all reports have arrived. The first
+reporter is to blame, because all others met its consequences. A worker that meets a break breaks its other
+channels. Without a report the break began in a channel that no worker broke in this way.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from flowchan.run.policy.events import Aborted, Ended, Failure, Met, WorkerId
 from flowchan.run.policy.plan import Plan
 
 POLL_INTERVAL_S = 0.5
-"""Seconds between two looks at all channels, for breaks that end no worker."""
+"""Seconds between two checks of all channels for breaks that end no worker."""
 
 REPORT_TIMEOUT_S = 1.0
-"""Seconds after which a break counts although workers tell so much that not all of it has been heard."""
+"""Seconds after which a break counts although unread reports of workers remain."""
 
 
 class Breaks:
-    """Collects the broken channels that the supervisor hears of and sees, until it breaks all of them."""
+    """The broken channels that workers report or that the supervisor finds, until it breaks all of them."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Breaks:
         cause_of: Callable[[str], BaseException],
     ) -> None:
         self._plan = plan
-        self._broken = broken  # channels, by name: those of one worker, or all
+        self._broken = broken  # returns the names of broken channels: those of one worker, or all
         self._cause_of = cause_of
         self._told: list[Aborted] = []
         self._found: list[str] = []
@@ -45,7 +45,7 @@ class Breaks:
         self._since = math.inf
 
     def is_due(self, all_is_heard: Callable[[], bool]) -> bool:
-        """Tell whether a break is to be decided, and everything about it has been heard."""
+        """Tell whether a break must be decided now: all reports have arrived, or their time is over."""
         if not self.pending:
             self._since = math.inf
             return False
@@ -53,20 +53,20 @@ class Breaks:
         return self._over or all_is_heard() or time.monotonic() - self._since > REPORT_TIMEOUT_S
 
     def hear(self, aborted: Aborted) -> None:
-        """Hear that a worker is about to break one of its channels. After the supervisor's own break that is
-        nothing new."""
+        """Note that a worker is about to break one of its channels. After the supervisor's own break that
+        means nothing."""
         if not self._over:
             self._told.append(aborted)
 
     def hear_met(self, met: Met) -> None:
-        """Hear that a worker has met a break, and passes it on."""
+        """Note that a worker has met a break, and breaks its other channels."""
         if not self._over:
             self._found += met.channels
             self._passed_on |= {*self._plan.worker(met.worker).channels()} - {*met.channels}
 
     @property
     def pending(self) -> bool:
-        """Tell whether something is to be decided."""
+        """Whether a break or the end of a worker is undecided."""
         return bool(self._told or self._found or self._ends)
 
     def told_by(self, worker: WorkerId) -> bool:
@@ -74,7 +74,7 @@ class Breaks:
         return any(aborted.worker == worker for aborted in self._told)
 
     def keeps(self, ended: Ended) -> bool:
-        """Keep the end of a worker if one of its channels is broken: it counts once the cause is clear."""
+        """Keep the end of a worker if one of its channels is broken. It counts once the cause is known."""
         broken = [] if self._over else self._broken(ended.worker)
         self._found += broken
         self._ends += [ended] if broken else []
@@ -85,7 +85,7 @@ class Breaks:
         return {ended.worker for ended in self._ends}
 
     def look(self) -> None:
-        """Look at all channels from time to time: the worker that broke one may go on for long."""
+        """Check all channels from time to time, because the worker that broke one may run on for long."""
         now = time.monotonic()
         if now >= self._next_look and not self._over:
             self._next_look = now + POLL_INTERVAL_S
@@ -97,7 +97,7 @@ class Breaks:
         self._found.clear()
 
     def failure(self) -> Failure | None:
-        """Give the failure that came first, or None if the supervisor was earlier."""
+        """Return the failure that came first, or None if the supervisor was earlier."""
         told, found = min(self._told, key=lambda one: one.at, default=None), self._found
         self._told, self._found = [], []
         if told is not None:
@@ -110,6 +110,6 @@ class Breaks:
         return None
 
     def ends(self) -> list[Ended]:
-        """Take the ends that were kept."""
+        """Return and remove the ends that were kept."""
         kept, self._ends = self._ends, []
         return kept

@@ -1,4 +1,4 @@
-"""Judges by two observations whether a run can ever move again."""
+"""Judge from two observations whether a run can ever move again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowchan.run.policy.explain import all_wait, explain
 from flowchan.run.policy.stats import EdgeStats, RunStats
 
 STILL = 0.5
-"""Seconds for which nothing must move before a run counts as stuck."""
+"""Seconds without any movement after which a run counts as stuck."""
 REMEDY = (
     "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read its "
     "branches independently"
@@ -24,17 +24,17 @@ MORE_MEMORY = (
     "give the run more memory (`graph.run(memory=…)`): a channel with a blocked writer "
     "has places, but no bytes"
 )
-"""The remedy when a worker waits to put; when all wait to get; and when bytes are short."""
+"""The remedies: when a worker waits to put, when all wait to get, and when bytes are short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """The result of one cheap look at all channels.
+    """The result of one cheap observation of all channels.
 
     Attributes:
         moved: The items put and taken so far.
         reading, writing: How many workers wait now.
-        opened: The program may still fill an input.
+        opened: Whether the program may still fill an input.
         unread: Results that the program has not begun to take.
     """
 
@@ -49,15 +49,16 @@ class Activity:
 class Waits:
     """Waits of workers that no channel of this process shows.
 
-    Each host is asked over the connection that carries the items, and answers over it. So an item that was on
-    its way at one observation has arrived before the next one and shows in the counts, however slow the
-    connection is.
+    Each host is asked and answers over the connection that carries the items. So an item that was on its way
+    at one observation has arrived before the next one. It shows in the counts, however slow the connection
+    is.
 
     Attributes:
         reading, writing: How many workers on other hosts wait for an item of each channel, and to put one.
-        counts: Change when one of these workers has taken or put an item, or a connection has broken.
-        moves: Something goes on: not all of these workers wait, a dead worker is not yet replaced, or an
-            event loop has other work than its channels.
+        counts: Numbers that change when one of these workers has taken or put an item, or a connection has
+            broken.
+        moves: Whether something may move: a worker that does not wait, a dead worker before its replacement,
+            or an event loop with other work.
     """
 
     reading: Mapping[str, int] = field(default_factory=dict)
@@ -66,8 +67,8 @@ class Waits:
     moves: bool = False
 
     def put_into(self, stats: RunStats) -> RunStats:
-        """Give the statistics of a run with the waits of these workers in place of those of their edges,
-        which ask for items ahead, and wait for room for outputs."""
+        """Return statistics in which these waits replace those of the edges to remote workers. The ports here
+        ask for items ahead and buffer outputs, so their own waits say nothing."""
         remote = {stage.name for stage in stats.stages if stage.hosts}
         edges = []
         for edge in stats.edges:
@@ -82,14 +83,14 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A run at one moment, as far as it matters for whether a worker can move.
+    """The facts about a run at one moment that decide whether a worker can move.
 
     Attributes:
         stats: Its statistics.
         unread: Results that the program has not begun to take.
         inputs: The stages that the program fills.
-        outside: Something that no channel shows may go on: see :attr:`Waits.moves`.
-        counts: Change when something moves on another host.
+        outside: Whether something that no channel shows may move: see :attr:`Waits.moves`.
+        counts: Numbers that change when something moves on another host.
     """
 
     stats: RunStats
@@ -103,8 +104,8 @@ def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[Wor
     """Compare two observations of a run, ``STILL`` seconds apart.
 
     Returns:
-        ``Stuck`` if no worker can ever move again; the unread results that must be taken in, because they are
-        full and the program waits for something else; or None.
+        ``Stuck`` if no worker can ever move again. The unread results that must be taken in, if they are full
+        and the program waits for something else. Otherwise None.
     """
     if before is None or _progress(before) != _progress(now):
         return None
@@ -114,7 +115,7 @@ def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[Wor
 
 
 def _progress(seen: Observation) -> tuple[int, ...]:
-    """Give numbers that change when a run moves."""
+    """Return numbers that change when a run moves."""
     passed = [number for edge in seen.stats.edges for number in (edge.passed, edge.inside)]
     return *passed, *(stage.restarts for stage in seen.stats.stages), *seen.counts
 
@@ -124,8 +125,8 @@ def _none_moves(seen: Observation) -> bool:
 
 
 def _full(seen: Observation) -> frozenset[WorkerId]:
-    """The unread results that are full, if the program waits elsewhere: to put into an input, or for an item
-    of another result."""
+    """Return the unread results that are full, if the program waits to put into an input or for an item of
+    another result."""
 
     def waits(edge: EdgeStats) -> bool:
         return bool(edge.waiting_writers if edge.writer in seen.inputs else edge.waiting_readers)
@@ -137,14 +138,14 @@ def _full(seen: Observation) -> frozenset[WorkerId]:
 
 
 class Deadlocks:
-    """Looks for a deadlock of one run. Usually its activity shows that it moves."""
+    """The search for a deadlock of one run. It stays cheap while the activity shows that the run moves."""
 
     def __init__(self, now: float) -> None:
         self.next_at = now + STILL
-        """When the next look is due."""
-        self._moved = -1  # at the last look at the activity
-        self._unread: frozenset[WorkerId] | None = None  # an observation with these has begun
-        self._before: Observation | None = None  # the last one at which the run had not moved
+        """When the next check is due."""
+        self._moved = -1  # items moved at the last check of the activity
+        self._unread: frozenset[WorkerId] | None = None  # unread results of the observation in progress
+        self._before: Observation | None = None  # last observation, if the run has not moved since
 
     def look(
         self,
@@ -153,8 +154,8 @@ class Deadlocks:
         activity: Callable[[], Activity],
         observe: Callable[[frozenset[WorkerId]], Observation | None],
     ) -> Stuck | frozenset[WorkerId] | None:
-        """Give what is found now. ``observe`` takes the unread results of the workers that are ``alive``;
-        while it gives None, other hosts are being asked."""
+        """Return the present verdict. ``observe`` takes the unread results of the workers that are ``alive``.
+        It returns None while other hosts are being asked."""
         if now < self.next_at:
             return None
         if self._unread is None and not self._is_worth_it(activity(), alive):
@@ -169,7 +170,7 @@ class Deadlocks:
         return judge(before, found)
 
     def _is_worth_it(self, seen: Activity, alive: frozenset[WorkerId]) -> bool:
-        """Tell whether an observation may find something, which begins then."""
+        """Tell whether an observation may find a deadlock. If so, the observation begins."""
         moved, self._moved = seen.moved != self._moved, seen.moved
         waiting, unread = seen.reading + seen.writing, seen.unread & alive
         if moved or not (bool(seen.writing) if unread else waiting >= len(alive) and not seen.opened):

@@ -1,5 +1,5 @@
-"""What the supervisor decides, as pure functions: a state value and an event give the next state and the
-actions to take. Nothing here touches a process, a thread, a channel or a clock.
+"""The supervisor's decisions as pure functions. A state and an event give the next state and the actions to
+take. Nothing here touches a process, a thread, a channel or a clock.
 
 The phases of a run:
 
@@ -10,18 +10,18 @@ The phases of a run:
        └──every end of the graph reached──> finishing
 
 In *stopping* sources are stopped and the rest drains. In *failing* and *aborting* all channels are broken.
-Processes that have not ended ``GRACE`` seconds later are terminated, and killed after twice that. A thread
-that is stuck in the user's code can't be ended, and is given up. *finishing* is the same without a failure:
-everything that the user can see has ended, the sources are stopped, and only workers are left that the run
-does not need, such as a source that waits for its device.
+Processes that have not ended ``GRACE`` seconds later are terminated, and killed after twice that time. A
+thread that is stuck in the user's code can't be ended, and is abandoned. In *finishing* the same happens
+without a failure. Everything that the user can see has ended and the sources are stopped. The remaining
+workers are not needed, such as a source that waits for its device.
 
 A worker process that dies while the run is *running* or *stopping* is replaced as long as its stage has
-restarts left: at once the first time, later after a pause that doubles with every death over the same item.
-A worker that dies again and again before it begins to work is given up after ``HOPELESS`` deaths, unless the
-user has set the number of restarts.
+restarts left. The first replacement starts at once. Later ones wait for a pause that doubles with every death
+over the same item. After ``HOPELESS`` deaths in a row before it begins to work, a worker is not replaced,
+unless the user has set the number of restarts.
 
-``policy/gang_decisions.py`` decides about gangs, ``policy/scaling.py`` about stages that get more workers or
-fewer. A worker that dies before it has left is replaced as usual, and its replacement leaves.
+``policy/gang_decisions.py`` decides about gangs, and ``policy/scaling.py`` about the number of a stage's
+workers. A worker that dies before it has left is replaced as usual, and its replacement leaves.
 """
 
 from __future__ import annotations
@@ -54,27 +54,27 @@ from flowchan.run.policy.transitions import (
 )
 
 GRACE = 2.0
-"""Seconds that a worker has to end once it should."""
+"""Seconds that a worker has to end once it must."""
 STOP_SECONDS = 30.0
-"""Seconds without any item moving after which a stopped run is aborted."""
+"""Seconds after which a stopped run is aborted if no item has moved."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
-"""Seconds before a worker is started again after the second death over the same item, and at most."""
+"""Seconds before a replacement starts: after the second death over the same item, and at most."""
 
 HOPELESS = 4
-"""Deaths of a worker in a row, each before it begins to work, that end the run."""
+"""Deaths of a worker in a row before it begins to work that end the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """No worker can ever move again; the failure says which worker waits for what."""
+    """No worker can ever move again. The failure says which worker waits for which channel."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class Broke:
-    """A channel of the run was aborted; the failure says which, by which worker, and with what cause."""
+    """A channel of the run was aborted. The failure names the channel, the worker and the cause."""
 
     failure: Failure
 
@@ -106,8 +106,7 @@ SupervisorEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """One decision, for those who follow the run: the event, the states before and after it, and the
-    actions."""
+    """One decision, as subscribers see it: the event, the states before and after it, and the actions."""
 
     event: SupervisorEvent
     before: PolicyState
@@ -116,11 +115,11 @@ class Decided:
 
 
 def decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
-    """Give the next state and the actions to take after ``event`` at time ``now``."""
+    """Return the next state and the actions to take after ``event`` at time ``now``."""
     if state.phase == "ended":
         return state, ()
     state, actions = _decide(state, event, now)
-    # Twice: when one gang breaks the run off, the gangs before it wait for their peers no more.
+    # Twice, because a gang that breaks the run off lets the gangs before it stop waiting for their peers.
     for follow in (settle_gangs, form_groups, settle_gangs):
         state, more = follow(state, now)
         actions = (*actions, *more)
@@ -157,7 +156,7 @@ def _decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
 
 
 def next_at(state: PolicyState) -> float:
-    """Give the time at which time alone changes something, if nothing happens before."""
+    """Return the time at which the state changes if no event comes before."""
     if state.phase == "stopping":
         return state.since + (GRACE if state.alive <= state.sources else STOP_SECONDS)
     if state.phase not in ("finishing", "failing", "aborting"):
@@ -181,7 +180,7 @@ def _ended(state: PolicyState, ended: Ended, now: float) -> Decision:
 
 
 def _scale(state: PolicyState, scale: Scale, now: float) -> Decision:
-    """Does nothing once the stage or the run comes to its end."""
+    """Set the number of a stage's workers. Do nothing once the stage or the run comes to its end."""
     peers = frozenset(worker for worker in state.alive - state.leaving if worker.stage == scale.stage)
     if not state.goes_on or not peers:
         return state, ()
@@ -200,13 +199,13 @@ def _scale(state: PolicyState, scale: Scale, now: float) -> Decision:
 
 def _died(state: PolicyState, death: Death, now: float) -> Decision:
     worker, stage = death.worker, death.worker.stage
-    if worker not in state.alive:  # it is given up, or its channels broke before it could report its end
+    if worker not in state.alive:  # abandoned, or its channels broke before it could report its end
         return state, ()
     if state.ends_with_peers(worker):
         return peer_ended(state, worker), ()
     replaceable = _is_replaceable(state, death)
     if not (state.goes_on and replaceable):
-        # A run that ends anyway does not fail by a death after which it would have gone on.
+        # A death that would have been survived is not a failure of a run that ends anyway.
         expected = replaceable or state.terminated or state.phase == "finishing"
         return worker_failed(state, _failure_of(state, death), now, expected)
     restarts = {**state.restarts, stage: state.restarts.get(stage, 0) + death.counts}
@@ -234,12 +233,12 @@ def _is_hopeless(state: PolicyState, death: Death) -> bool:
 
 
 def _pause_before(death: Death) -> float:
-    """Seconds before the replacement starts."""
+    """Return the seconds before the replacement starts."""
     return 0.0 if death.deaths < 2 else min(FIRST_PAUSE * 2 ** min(death.deaths - 2, 30), LONGEST_PAUSE)
 
 
 def _failure_of(state: PolicyState, death: Death) -> Failure:
-    """The failure of a run whose dead worker is not replaced."""
+    """Make the failure of a run whose dead worker is not replaced."""
     if death.error is not None:
         return Failure(death.worker, death.error, None, death.pid, host=death.host)
     used, limit = state.restarts.get(death.worker.stage, 0), state.limits.get(death.worker.stage, 0)
@@ -254,9 +253,11 @@ def _failure_of(state: PolicyState, death: Death) -> Failure:
 
 
 def _raised(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """A worker reported an error. In a gang it may mean that a peer is missing, which is not its failure."""
+    """Decide about the error of a worker. In a gang the error may mean that a peer is missing, and is then
+    not a failure of this worker."""
     stage, missed = failure.worker.stage, misses_peer(state, failure)
-    if stage in state.gangs and not missed:  # peers on other hosts may have missed it before it is heard
+    # peers on other hosts may have reported the loss of this worker earlier
+    if stage in state.gangs and not missed:
         own = tuple(one for one in state.failures if one.worker.stage != stage or not misses_peer(state, one))
         state = dataclasses.replace(state, failures=own)
     if missed and stage in state.no_readers:
@@ -273,7 +274,7 @@ def _raised(state: PolicyState, failure: Failure, now: float) -> Decision:
 def _tick(state: PolicyState, now: float) -> Decision:
     waited = now - state.since
     if state.phase == "stopping":
-        # the rest has drained; only blocked sources are left
+        # the other stages have drained; only blocked sources are left
         if state.alive <= state.sources and waited > GRACE:
             return dataclasses.replace(state, phase="finishing", since=now), ()
         return run_aborted(state, now) if waited > STOP_SECONDS else (state, ())

@@ -1,4 +1,5 @@
-"""Events that workers and the crew report to the supervisor of a run. Most cross between processes."""
+"""Events that workers and the crew report to the supervisor of a run. Most of them cross between
+processes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class WorkerId:
-    """Which worker of which stage; workers of a stage are numbered from 1."""
+    """The stage and the number of a worker. The workers of a stage are numbered from 1."""
 
     stage: str
     number: int
@@ -19,7 +20,7 @@ class WorkerId:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The worker's process has been started. ``host``: on which, if not on this machine."""
+    """The worker's process has been started. ``host`` is its host, empty for this machine."""
 
     worker: WorkerId
     pid: int
@@ -35,8 +36,8 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The worker has ended cleanly. ``unwanted``: the number of its items whose readers had left. ``early``:
-    its outputs have no readers."""
+    """The worker has ended cleanly. ``unwanted`` is the number of its items whose readers had left. ``early``
+    means that its outputs have no readers."""
 
     worker: WorkerId
     unwanted: int = 0
@@ -45,25 +46,34 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The worker has ended by ``error``, which the user's code raised. ``item`` is the text of the item that
-    it held. Number 0: the worker is unknown. ``host``: the name of the host on which it ran, empty for this
-    machine."""
+    """The worker has ended by ``error``, which the user's code raised.
+
+    Attributes:
+        worker: The worker. Number 0 means that it is unknown.
+        error: The exception. On its way between processes it is a ``Portable``, which arrives as the
+            exception.
+        item: The text of the item that the worker held.
+        pid: Its process.
+        channel: The name of the channel that was aborted with the error, if one was.
+        host: The host on which it ran, empty for this machine.
+    """
 
     worker: WorkerId
-    error: Any  # on its way out of a process a Portable, which arrives as the exception
+    error: Any
     item: str | None
     pid: int
-    channel: str | None = None  # the name of the channel that was aborted with the error
+    channel: str | None = None
     host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The worker is about to abort one of its channels, at a time of the machine's monotonic clock in ns."""
+    """The worker is about to abort one of its channels. ``at`` is the time in ns by the machine's monotonic
+    clock."""
 
     worker: WorkerId
     channel: str
-    error: Any  # as that of a Failure; None: without a cause
+    error: Any  # like that of a Failure; None: no cause was given
     pid: int
     at: int
     host: str = ""
@@ -71,7 +81,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """The worker has found these of its channels broken, and is about to break all others that it has."""
+    """The worker has found these channels broken, and is about to break all its others."""
 
     worker: WorkerId
     channels: tuple[str, ...]
@@ -86,8 +96,8 @@ class Retried:
 
 @dataclass(frozen=True, slots=True)
 class Troubled:
-    """An item has failed, and went to the errors stream: ``text`` says why, in a line. Not every such item
-    is reported."""
+    """An item has failed and went to the errors stream. ``text`` gives the reason in one line. Not every such
+    item is reported."""
 
     worker: WorkerId
     text: str
@@ -95,27 +105,27 @@ class Troubled:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The answer to a question: a ``value``, or the ``error`` by which the item failed. ``failed``: how many
-    items of the stage count as failed by that."""
+    """The answer to a request: a ``value``, or the ``error`` by which the item failed. ``failed`` is how many
+    items of the stage then count as failed."""
 
     worker: WorkerId
     question: int
     value: Any
-    error: Any  # as that of a Failure
+    error: Any  # like that of a Failure
     failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """No caller waits for the answer to this question any more. Agents hear it too, so that the next worker
-    drops the item."""
+    """No caller waits for the answer to this request any more. Agents receive this event too, so that the
+    next worker drops the item."""
 
     question: int
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A stage whose output is a result of the run has it."""
+    """A stage has the value that is a result of the run."""
 
     stage: str
     value: Any
@@ -123,8 +133,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class GroupLost:
-    """The worker of an elastic gang waits for a group: the one that it had is over, as ``failure`` tells; or
-    it has just begun."""
+    """The worker of an elastic gang waits for a group. ``failure`` ended its last group; None: the worker has
+    just begun."""
 
     worker: WorkerId
     failure: Failure | None
@@ -132,33 +142,34 @@ class GroupLost:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The process of a worker has ended after it had reported how the worker ended. Comes after everything
-    that the worker reported."""
+    """The process of a worker has ended after the worker had reported its end. All its other reports come
+    first."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The process of a worker has ended without a report of how the worker ended. Comes after everything that
-    the worker reported, and says all that decisions need.
+    """The process of a worker has ended without a report of how the worker ended. All reports of the worker
+    come first. The event holds everything that decisions need.
 
     Attributes:
         worker: The worker.
-        how: How it ended, in words.
+        how: Its end in words.
         pid: Its process; 0 if unknown.
         exitcode: Its exit code, negative for a signal, if known.
         host: The host on which it ran, empty for this machine.
-        over_item: How many workers have died over the item that this one held, this one included; 0 if it
-            died outside the user's code.
-        deaths: The same, or without an item how many have died in quick succession.
-        unbegun: How many have died in a row before they began to work, this one included.
+        over_item: How many workers, including this one, have died over its item; 0 if it died outside the
+            user's code.
+        deaths: The same number, or without an item how many have died in quick succession.
+        unbegun: How many, including this one, have died in a row before they began to work.
         counts: Whether it uses one of the restarts of its stage. The death of a host does not.
-        retired: The worker asked for a fresh process (``Retires``), which is nothing to report.
-        always: It is replaced whatever the limit of its stage, because an item exceeded its time limit.
-        irreplaceable: Why its stage can't go on with another worker; empty: it can.
+        retired: Whether the worker asked for a fresh process (``Retires``), which is not reported.
+        always: Whether it is replaced whatever the limit of its stage, because an item exceeded its time
+            limit.
+        irreplaceable: Why its stage can't continue with a replacement; empty if it can.
         hint: A possible cause, for the message.
-        error: The error of the run if no replacement could do better.
+        error: The error of the run, if a replacement would fail as well.
     """
 
     worker: WorkerId
@@ -178,7 +189,7 @@ class Death:
 
     @property
     def summary(self) -> str:
-        """How it ended, with what is known of the item; empty if there is nothing to report."""
+        """The end in words, with the known facts about the item; empty if there is nothing to report."""
         if self.retired:
             return ""
         if not self.over_item:
@@ -189,7 +200,7 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """The crew itself failed: workers can't report any more."""
+    """The crew itself failed: workers can no longer report."""
 
     error: BaseException
 
@@ -213,7 +224,7 @@ Event = (
 )
 
 
-# --- what the supervisor adds to the feed of the run ---
+# --- events that the supervisor adds to the feed of the run ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +237,7 @@ class RunBegan:
 
 @dataclass(frozen=True, slots=True)
 class NotAdded:
-    """A further worker of a stage could not be started; ``text`` says why."""
+    """An additional worker of a stage could not be started. ``text`` gives the reason."""
 
     worker: WorkerId
     text: str

@@ -44,7 +44,7 @@ class Portable:
     def __init__(self, error: BaseException, where: str = "") -> None:
         whole = "".join(traceback.format_exception(error)).rstrip()
         self._text = text_of(error)
-        # Kept outside the pickle, because an exception's own __reduce__ may omit its notes (json's does).
+        # Kept outside the pickle, because an exception's __reduce__ may omit its notes (json's does).
         where = where or f"in {seeds.worker_text()}"
         self._notes = [*getattr(error, "__notes__", ()), f"{where}:\n{whole}"]
         self._data: bytes | None
@@ -64,7 +64,7 @@ def _arrive(data: bytes | None, text: str, notes: list[str]) -> BaseException:
     if data is not None:
         try:
             error = pickle.loads(data)
-        # The user's class decides what this raises; the failure must not get lost.
+        # The user's class decides which exception this is; the failure must not get lost.
         except BaseException:
             error = None
     if not isinstance(error, BaseException):

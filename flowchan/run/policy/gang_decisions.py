@@ -1,14 +1,15 @@
-"""Decides about gangs: stages whose workers form a group.
+"""Decisions about gangs: stages whose workers form a group.
 
-The workers of a gang restart together: when one has died, the others are ended, and once all have ended, all
+The workers of a gang restart together. When one has died, the others are ended, and once all have ended, all
 are started. A worker that misses a peer in an operation may report that before the death of the peer is
-known. Its report is not a failure. If no worker died, there are two cases. One worker has ended because its
-outputs have no readers, and then its peers end also. Or connections between their hosts broke, and then all
-restart as long as their stage has restarts left.
+known. Its report is not a failure. If no worker died, there are two cases. One worker may have ended because
+its outputs have no readers; then its peers also end. Otherwise connections between their hosts broke; then
+all restart as long as their stage has restarts left.
 
 In an elastic gang only the worker that died is replaced. A worker whose group has ended waits for another
-one. All that are at work get it once none of them has a group. A replacement ends their group when it begins,
-so that it is in the next one. Groups that end although no worker died or joined count as restarts.
+one. Once no working member has a group, all of them get a new one. A replacement ends their group when it
+begins, so that the next group includes it. A group that ends although no worker died or joined counts as a
+restart.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flowchan.run.policy.transitions import Decision, PolicyState, run_stuck, wo
 
 
 def peer_ended(state: PolicyState, worker: WorkerId) -> PolicyState:
-    """The process of a gang's worker has ended, as it was to."""
+    """Note that the process of a gang's worker has ended as expected."""
     return dataclasses.replace(state, ended_peers=state.ended_peers | {worker})
 
 
@@ -34,8 +35,8 @@ def misses_peer(state: PolicyState, failure: Failure) -> bool:
 def settle_gangs(state: PolicyState, now: float) -> Decision:
     """Restart each gang whose workers have all ended.
 
-    If none died and the gang has no restart left, what they reported is a failure after all. A run that ends
-    waits for none of them.
+    If none died and the gang has no restart left, their reports of a missing peer are failures. A run that is
+    ending does not wait for gangs.
     """
     actions: tuple[Action, ...] = ()
     for stage in sorted({worker.stage for worker in state.ended_peers}):
@@ -79,7 +80,7 @@ def _settled(state: PolicyState, stage: str, ended: list[WorkerId], now: float) 
 
 
 def group_lost(state: PolicyState, lost: GroupLost) -> Decision:
-    """A worker of an elastic gang waits for a group."""
+    """Note that a worker of an elastic gang waits for a group."""
     worker = lost.worker
     if worker not in state.alive:
         return state, ()
@@ -92,7 +93,7 @@ def group_lost(state: PolicyState, lost: GroupLost) -> Decision:
 
 
 def form_groups(state: PolicyState, now: float) -> Decision:
-    """Give a group to each elastic gang whose workers at work all wait for one."""
+    """Form a group for each elastic gang whose working members all wait for one."""
     actions: tuple[Action, ...] = ()
     for stage in sorted({worker.stage for worker in state.without_group}):
         peers = {worker for worker in state.alive - state.joining if worker.stage == stage}

@@ -1,5 +1,4 @@
-"""Logs a run by the standard ``logging``, as the logger ``flowchan.run``: its beginning and end, which worker
-processes start, die and are replaced, which items are blamed, and which workers do not end when they should.
+"""The log of a run, written by the standard ``logging`` to the logger ``flowchan.run``.
 
 The log covers the start and end of the run, and worker processes that start, die or are replaced. It also
 covers blamed items and workers that do not end in time. Start and end are INFO, starts of processes DEBUG,
@@ -23,9 +22,9 @@ log.addHandler(logging.NullHandler())
 
 
 class Journal:
-    """The log of one run. It listens to the run's feed.
+    """The log of one run. It subscribes to the run's feed.
 
-    It never raises: the error of a filter of the program's is shown like that of a handler.
+    It never raises. The error of a logging filter of the program is shown like the error of a handler.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -33,7 +32,7 @@ class Journal:
         self._limits = plan.limits()
 
     def hear(self, event: Any) -> None:
-        """Log an event of the feed, if it is worth a record."""
+        """Log an event of the feed, if it deserves a record."""
         match event:
             case RunBegan(workers, seed):
                 self._log(logging.INFO, f"{self._graph} begins with {workers} workers, seed {seed}")
@@ -79,7 +78,7 @@ class Journal:
         self._log(logging.WARNING, what, death.worker)
 
     def _slow(self, ended: Terminate) -> None:
-        """A process did not end after everything that it waits for had ended."""
+        """Log that a process did not end in time."""
         how = "killed" if ended.force else "terminated"
         waited = decisions.GRACE * (1 + ended.force)
         text = f"worker {ended.worker} has not ended {waited:g} s after it should have, and is {how}"
@@ -94,8 +93,8 @@ class Journal:
 
 
 def blamed(item: str, why: str) -> None:
-    """Log that an item counts as failed because workers have died with it. Called by the worker that holds
-    it."""
+    """Log that an item counts as failed because workers have died over it. The worker that holds the item
+    calls this."""
     here = seeds.worker()
     about = {"stage": here.stage, "number": here.number}
     log.error("stage %r gives item %s up: %s", here.stage, item, why, extra=about)

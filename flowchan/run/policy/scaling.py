@@ -1,4 +1,4 @@
-"""Decides how the number of a stage's workers changes while its graph runs (R13).
+"""Changes to the number of a stage's workers while its graph runs (R13).
 
 New workers get numbers that no worker of the stage has had. The workers with the highest numbers are removed,
 each after its current item. Workers that are about to leave do not count.
@@ -14,8 +14,14 @@ from flowchan.run.policy.events import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of an elastic stage: its workers ``since`` a time, and the number that was given ``last``.
-    ``spent``: the seconds of worker time that it had before that."""
+    """The size of an elastic stage.
+
+    Attributes:
+        workers: Its number of workers.
+        since: When it got this number, in seconds of the run's clock.
+        last: The highest number given to a worker.
+        spent: The worker time before ``since``, in seconds.
+    """
 
     workers: int
     since: float
@@ -23,13 +29,13 @@ class Size:
     spent: float = 0.0
 
     def seconds(self, now: float) -> float:
-        """Return the worker time until ``now``, in seconds; two workers take two seconds per second."""
+        """Return the worker time until ``now``, in seconds. Two workers take two seconds per second."""
         return self.spent + self.workers * (now - self.since)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """``run.scale()``: the stage is to have this number of workers."""
+    """A request for this number of workers of a stage, by ``run.scale()``."""
 
     stage: str
     workers: int
@@ -37,14 +43,14 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class AddWorker:
-    """Open the ports of a further worker of a stage, and start it."""
+    """Open the ports of an additional worker of a stage, and start it."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class RemoveWorker:
-    """Let a worker end after its item."""
+    """Let a worker end after its present item."""
 
     worker: WorkerId
 
@@ -52,7 +58,8 @@ class RemoveWorker:
 def scaled(
     size: Size, scale: Scale, peers: Collection[WorkerId], now: float
 ) -> tuple[Size, list[WorkerId], list[WorkerId]]:
-    """Give the stage's next size, and the workers to add and to remove; ``peers`` are its workers now."""
+    """Return the stage's next size, and the workers to add and to remove. ``peers`` are its present
+    workers."""
     more = max(0, scale.workers - len(peers))
     new = [WorkerId(scale.stage, size.last + number) for number in range(1, more + 1)]
     fewer = sorted(peers, key=lambda worker: worker.number)[scale.workers :]

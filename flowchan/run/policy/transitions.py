@@ -1,6 +1,6 @@
-"""The state of a run as decisions see it, and the transitions that several decisions share.
+"""The state of a run on which decisions depend, and the transitions that several decisions share.
 
-All of it is pure: a state value gives the next state and the actions to take. ``policy/decisions.py`` has the
+All functions are pure: a state gives the next state and the actions to take. ``policy/decisions.py`` has the
 phases of a run.
 """
 
@@ -21,29 +21,37 @@ Phase = Literal["running", "stopping", "finishing", "failing", "aborting", "ende
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """All that decisions depend on.
+    """The state on which all decisions depend.
 
     Attributes:
         alive: Workers that have not ended.
-        processes: Workers that have a process of their own.
+        processes: Workers that have their own process.
         sources: Workers of the stages that begin the graph.
         ends: Workers of the stages whose end the user waits for.
         limits: How many workers of a stage may be replaced.
         restarts: How many workers of a stage have been replaced.
         explicit: Stages whose limit the user has set.
-        since: When the phase began, in seconds of a clock that only goes forward.
-        gangs: Stages whose workers form a group, and restart together.
-        restarting: The gangs that are being ended because of a death, with their restart.
-        ended_peers: Workers of gangs whose processes have ended, and that have not been replaced.
+        phase: The phase of the run.
+        since: When the phase began, in seconds of a monotonic clock.
+        failures: The failures of the run, the first one first.
+        stopped: Whether a stop was requested.
+        aborted: Whether the run was aborted.
+        terminated: Whether late processes have been terminated.
+        killed: Whether late processes have been killed.
+        abandoned: Workers that were still alive when the run ended.
+        gangs: Stages whose workers form a group and restart together.
         missing_peer: Workers of gangs that reported that a peer is missing, with their reports.
+        restarting: The gangs that are being ended because of a death, with their restart.
+        ended_peers: Workers of gangs whose processes have ended and have not been replaced.
         no_readers: Gangs of which one worker has ended because its outputs have no readers.
-        elastic: Gangs that go on while one of their workers is replaced.
-        without_group: Workers of elastic gangs that wait for a group, with what ended the last one.
+        elastic: Gangs that continue while one of their workers is replaced.
+        without_group: Workers of elastic gangs that wait for a group, with the failure that ended the last
+            one.
         joining: Workers of elastic gangs that are replaced and have not begun.
         changed: Elastic gangs of which a worker died, ended or began since their group was formed.
         began: When the run began.
         sizes: The sizes of the stages that can be scaled.
-        leaving: Workers that are to end after their item.
+        leaving: Workers that must end after their item.
     """
 
     alive: frozenset[WorkerId]
@@ -76,21 +84,21 @@ class PolicyState:
 
     @property
     def goes_on(self) -> bool:
-        """True while dead workers are still replaced."""
+        """Whether dead workers are still replaced."""
         return self.phase in ("running", "stopping")
 
     def ends_with_peers(self, worker: WorkerId) -> bool:
-        """Tell whether the end of its process is expected: it reported that a peer is missing, or its gang is
-        being restarted."""
+        """Tell whether the end of a worker's process is expected: it reported that a peer is missing, or its
+        gang is being restarted."""
         return worker in self.missing_peer or worker.stage in self.restarting
 
 
 Decision = tuple[PolicyState, tuple[Action, ...]]
-"""The next state, and what to do."""
+"""The next state, and the actions to take."""
 
 
 def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
-    """A worker has ended and is not replaced."""
+    """Note that a worker has ended and is not replaced."""
     alive = state.alive - {worker}
     state = without_member(state, worker)
     phase, since = state.phase, state.since
@@ -98,7 +106,8 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
     if not alive:
         phase = "ended"
     elif state.goes_on and state.ends and not (alive & state.ends):
-        if phase == "running":  # a stage that waits for an item does not see that its outputs have no readers
+        # a stage that waits for an item does not notice that its outputs have no readers
+        if phase == "running":
             actions = (*actions, StopSources())
         phase, since = "finishing", now
     leaving = state.leaving - {worker}
@@ -106,8 +115,8 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
 
 
 def worker_failed(state: PolicyState, failure: Failure, now: float, expected: bool) -> Decision:
-    """A worker has ended by an error. An ``expected`` one, such as that of a worker that was terminated, is
-    not a failure of the run."""
+    """Note that a worker has ended by an error. An ``expected`` error, such as that of a terminated worker,
+    is not a failure of the run."""
     breaking = state.phase in ("running", "stopping", "finishing") and not expected
     if not expected:
         state = dataclasses.replace(state, failures=with_failure(state.failures, failure))
@@ -118,7 +127,7 @@ def worker_failed(state: PolicyState, failure: Failure, now: float, expected: bo
 
 
 def run_stuck(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """The run can't go on, though no worker has ended by an error."""
+    """End a run that can't continue although no worker has ended by an error."""
     if not state.goes_on:
         return state, ()
     failures = (*state.failures, failure)
@@ -126,7 +135,7 @@ def run_stuck(state: PolicyState, failure: Failure, now: float) -> Decision:
 
 
 def channel_broken(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """A channel of the run was aborted, and not by the supervisor."""
+    """End a run of which a channel was aborted, but not by the supervisor."""
     breaking = state.phase in ("running", "stopping", "finishing")
     state = dataclasses.replace(state, failures=with_failure(state.failures, failure))
     if not breaking:
@@ -135,14 +144,15 @@ def channel_broken(state: PolicyState, failure: Failure, now: float) -> Decision
 
 
 def run_aborted(state: PolicyState, now: float) -> Decision:
-    """The run is to be broken off."""
+    """Abort the run."""
     if state.phase in ("failing", "aborting"):
         return state, ()
     return dataclasses.replace(state, phase="aborting", since=now, aborted=True), (BreakChannels(),)
 
 
 def without_member(state: PolicyState, worker: WorkerId) -> PolicyState:
-    """The state without a worker of an elastic gang that has ended: its peers get a group of their own."""
+    """Return the state without a worker of an elastic gang that has ended. Its peers get a group without
+    it."""
     if worker.stage not in state.elastic:
         return state
     left = {other: heard for other, heard in state.without_group.items() if other != worker}
@@ -151,8 +161,8 @@ def without_member(state: PolicyState, worker: WorkerId) -> PolicyState:
 
 
 def with_failure(failures: tuple[Failure, ...], new: Failure) -> tuple[Failure, ...]:
-    """The failures with a new one. A stage may raise the error with which it has aborted its channel: that
-    is one failure."""
+    """Return the failures with a new one. A stage may raise the same error with which it has aborted its
+    channel: that is one failure."""
     for index, old in enumerate(failures):
         if (
             old.channel is not None
