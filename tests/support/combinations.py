@@ -1,10 +1,10 @@
-"""Choose few combinations of a test's parameters; ``--long`` runs all.
+"""Choose a few combinations of a test's parameters; ``--long`` runs all.
 
 A test with the marker ``each_pair`` keeps combinations that together have each pair of values of two
 parameters. A test with the marker ``each_value``, or with several parameters and more than ``MOST``
-combinations, keeps those that together have each value of each parameter. A test that runs under every start
-method of processes keeps one of ``forkserver`` and ``spawn``, which cost seconds. The choice depends only on
-the name of the test and its parameters, so all processes of a run agree.
+combinations, keeps combinations that together have each value of each parameter. A test that runs under every
+start method of processes keeps either ``forkserver`` or ``spawn``, because each costs seconds. The choice
+depends only on the name of the test and its parameters, so all processes of a run agree.
 """
 
 from __future__ import annotations

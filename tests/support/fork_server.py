@@ -1,6 +1,6 @@
-"""Program that imports once what many tests need, and forks a child for each order.
+"""Start a program that imports modules once for many tests, and forks a child for each order.
 
-peer_server.py and program_server.py are such programs.
+The programs are peer_server.py and program_server.py.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def started(file: str, given: socket.socket, *arguments: str, **environment: str
 
 
 class ForkingProgram:
-    """Run ``file`` of this folder with the descriptor of its orders as the first argument.
+    """A running program: ``file`` of this folder, with the descriptor of its orders as the first argument.
 
-    ``close()`` ends it, after all its children.
+    ``close()`` ends it after all its children have ended.
     """
 
     def __init__(self, file: str, *arguments: str, **environment: str) -> None:

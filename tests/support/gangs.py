@@ -1,4 +1,4 @@
-"""Gangs that tests declare, with workers in any placement."""
+"""Stages and helpers for tests of gangs in any placement."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def kill_agent() -> None:
 
 
 def once(folder: Path, point: object, deed: Callable[[], Any]) -> None:
-    """Call ``deed`` the first time that a worker reaches this point."""
+    """Call ``deed`` only the first time that a worker reaches this point."""
     try:
         (folder / str(point)).touch(exist_ok=False)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Tests that a list names as the proof of an entry."""
+"""Lookup of tests that a list names as the proof of an entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of ``local``, seen from outside."""
+"""Agents of ``local`` and their fork servers, found from outside the program."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Packages that some Pythons lack, and large packages.
 
-torch supports a new Python late. With a large package loaded, every fork costs four times as much.
+torch supports a new version of Python late. Once a large package is loaded, every fork costs four times as
+much.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pytest
 
 LARGE = ("torch", "sklearn", "polars", "pyarrow", "PIL")
 LOADED = pytest.StashKey[list[str]]()
-"""Those that are loaded once the tests have been collected."""
+"""The large packages that are loaded once the tests have been collected."""
 
 
 class _Missing:

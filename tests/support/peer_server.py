@@ -1,8 +1,8 @@
 """Separate program for peers, which inherits nothing from the test, like a program on another host.
 
-It imports once what the tests need, and forks a child for each function that it is asked to run. The imports
-start no thread and open nothing, so a child behaves like a new program, also at its end. A child gets the
-gates at which tests meet, and a pipe for the result or error of the function.
+It imports the modules that tests need once, and forks a child for each requested function. The imports start
+no thread and open nothing, so a child behaves like a new program, even at its end. A child gets the gates of
+the tests, and a pipe for the result or error of the function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Peer of a test: a function that runs in a thread, a forked process or a separate program."""
+"""Peers of a test: functions that run in a thread, a forked process or a separate program."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Peer(Protocol):
-    """Running function. Every peer ends by ``result()``, or by ``kill()`` and ``join()``."""
+    """A running function. Every peer ends by ``result()``, or by ``kill()`` and ``join()``."""
 
     def result(self) -> Any:
         """Wait for the end, and return the result of the function or raise its error."""
@@ -42,7 +42,7 @@ class Peer(Protocol):
 
 
 class ThreadPeer:
-    """Peer in this process."""
+    """A peer in this process."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._future: Future[Any] = Future()
@@ -57,7 +57,7 @@ class ThreadPeer:
 
     def result(self) -> Any:
         self.join()
-        # keeps no exception, and so no frame, longer than needed
+        # so that the exception and its frames are freed early
         future, self._future = self._future, Future()
         return future.result(timeout=0)
 
@@ -70,7 +70,7 @@ class ThreadPeer:
 
 
 class ProcessPeer:
-    """Peer in a forked process.
+    """A peer in a forked process.
 
     It ends by ``os._exit``, so Python's shutdown cleans up nothing in it.
     """
@@ -120,8 +120,8 @@ class ProcessPeer:
 
 
 def child_of_multiprocessing(function: Callable[..., Any], *args: Any) -> None:
-    """Call the function in a forked process that ends like Python's: with finalizers, and without
-    ``atexit``."""
+    """Call the function in a forked process of ``multiprocessing``, which runs its finalizers at the end but
+    no functions of ``atexit``."""
     child = FORK.Process(target=function, args=args)
     child.start()
     child.join()
@@ -130,7 +130,7 @@ def child_of_multiprocessing(function: Callable[..., Any], *args: Any) -> None:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickler that also sends methods of native objects."""
+    """A pickler that also sends methods of native objects."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj).__name__ == "nb_bound_method":
@@ -139,9 +139,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class Apart(ForkingProgram):
-    """Program that is the parent of the peers on another host (peer_server.py).
+    """The parent program of peers on another host (peer_server.py).
 
-    Each file of tests with such peers has one. It starts before the first test looks at processes.
+    Each test file with such peers has one. It starts before the first test looks at processes.
     """
 
     running: ClassVar[Apart | None] = None
@@ -175,7 +175,7 @@ class Apart(ForkingProgram):
 
 
 class HostPeer:
-    """Peer in a child of the separate program. The objects of the function are sent there like an item."""
+    """A peer in a child of the separate program. The objects of the function are sent like an item."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         mine, answer = os.pipe()
@@ -218,8 +218,7 @@ class HostPeer:
         os.kill(self._pid, signal.SIGKILL)
 
     def _has_ended(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds, and return whether it has ended. It is unreaped, so its pid is
-        unique."""
+        """Tell whether it ends within ``timeout`` seconds. It is unreaped, so its pid is unique."""
         process = os.pidfd_open(self._pid)
         try:
             return bool(select.select([process], [], [], timeout)[0])
@@ -242,7 +241,7 @@ def wait_for_the_end_of(pid: int | None) -> None:
 
 
 def _run_in_child(answer: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # does not outlive a killed test run
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # so that it does not outlive a killed test run
     try:
         message = (False, function(*args))
     except BaseException as error:
@@ -256,10 +255,10 @@ def _run_in_child(answer: Connection, function: Callable[..., Any], args: tuple[
 
 
 class Gate:
-    """Barrier for peers of any kind.
+    """A barrier for peers of any kind.
 
-    Each peer calls ``arrive()``, and the test calls ``open()``. All continue once all have arrived. It
-    consists of two eventfds, which threads and forked processes share and separate programs inherit.
+    Each peer calls ``arrive()``, and the test calls ``open()``. All continue once all have arrived. The gate
+    has two eventfds, which threads and forked processes share and separate programs inherit.
     """
 
     all: ClassVar[list[Gate]] = []

@@ -1,7 +1,7 @@
-"""Programs that run in children of a template, which has imported torch for all of them.
+"""Programs that run in forks of a template process, which has imported torch for all of them.
 
-Each program takes seconds less than with a new Python (program_server.py). The only other difference is that
-a forgotten import is not noticed.
+Each program starts seconds sooner than with a new Python (program_server.py). The only other difference is
+that a forgotten import stays unnoticed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from support.fork_server import ForkingProgram, started
 TORCH = ("torch", "torch._dynamo", "sklearn.datasets", "flowchan.pipelines.sequential")
 """The first optimizer of a process imports ``torch._dynamo``."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""OpenBLAS starts threads when it is imported. ``torch.set_num_threads`` has no
-effect in gloo's own threads, and sums over several threads sometimes round differently."""
+"""OpenBLAS starts threads when it is imported. ``torch.set_num_threads`` does not affect gloo's threads, and
+sums over several threads sometimes round differently."""
 PIPE_ENDS = [(pipe, end) for pipe in ("p2c", "c2p", "err") for end in ("read", "write")]
 
 
 class Template(ForkingProgram):
-    """Template with these modules."""
+    """A process that has imported these modules and forks programs."""
 
     def __init__(self, *modules: str) -> None:
         super().__init__("program_server.py", *modules, **ONE_THREAD)
@@ -55,7 +55,7 @@ class Template(ForkingProgram):
 
 
 class SharedTemplate:
-    """Template for several processes that run tests.
+    """A template for several processes that run tests.
 
     Its modules are imported once for all of them, when the first one needs them.
     """
@@ -73,7 +73,7 @@ class SharedTemplate:
 
 
 class OurTemplate(Template):
-    """Child of a shared template, for this process only."""
+    """A child of a shared template that serves only this process."""
 
     pids: ClassVar[set[int]] = set()
 
@@ -92,7 +92,7 @@ class OurTemplate(Template):
 
 
 class _Program(subprocess.Popen[Any]):
-    """Child of the template, with the interface of a child of this process."""
+    """A child of the template, with the interface of a child of this process."""
 
     def __init__(self, template: Template, arguments: list[str], **options: Any) -> None:
         self._template = template

@@ -1,10 +1,10 @@
 """Server that has imported shared modules, and runs programs in its children.
 
 Usage: ``python program_server.py DESCRIPTOR MODULE …``. The descriptor is a connection for the orders, or a
-listening socket. With a socket, each connecting process gets a child of the server, which executes its
-orders. A program behaves like a new Python with the same arguments, except for the imports. It has the
-arguments, folder, environment, streams and session of its starter, its own ``__main__``, and the usual end of
-the interpreter. It does not show whether the program imports all modules that it uses. For example, a program
+listening socket. At a socket, each connecting process gets a child of the server, which executes its orders.
+A program behaves like a new Python with the same arguments, except for the imports. It has the arguments,
+folder, environment, streams and session of its starter, its own ``__main__``, and the usual end of the
+interpreter. It does not show whether the program imports all modules that it uses. For example, a program
 that has forgotten to import ``flowchan.pipelines`` still finds it as an attribute of its package.
 """
 
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from peer_server import die_with_parent, received
 
-NAMES = "backslashreplace"  # how a stream of errors writes characters that its encoding lacks
+NAMES = "backslashreplace"  # error handler of sys.stderr for characters that its encoding lacks
 ours = sys.modules["__main__"]  # keeps it alive when a program has its own
 
 

@@ -1,8 +1,9 @@
-"""A crew and channels without any process, thread or channel: whole runs are decided with them.
+"""A scripted crew and scripted channels, with which a test decides whole runs without processes, threads or
+channels.
 
-``ScriptedCrew`` implements ``CrewPart`` and ``ScriptedChannels`` implements ``RunChannels``. Both append what
-the supervisor asks for to one list, ``calls``. A test scripts the rest: it reports events of workers, says
-what the channels look like, and reacts to calls with :meth:`ScriptedCrew.on`.
+``ScriptedCrew`` implements ``CrewPart`` and ``ScriptedChannels`` implements ``RunChannels``. Both append the
+supervisor's calls to one list, ``calls``. A test scripts the rest: it reports events of workers, sets the
+state of the channels, and reacts to calls with :meth:`ScriptedCrew.on`.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ QUIET = ChannelStats(
 
 
 def killed(worker: WorkerId, **facts: Any) -> Death:
-    """The death of a worker by ``kill -9``."""
+    """Make the event of a worker's death by ``kill -9``."""
     return Death(worker, "was killed by SIGKILL", 1, -signal.SIGKILL, **facts)
 
 
 class ScriptedCrew(CrewPart):
-    """Implement ``CrewPart`` without workers.
+    """A part of a crew without workers.
 
     Attributes:
-        calls: The calls of the supervisor: a word, then the arguments.
+        calls: The calls of the supervisor, each a word and the arguments.
         report: The run's report, once it has started.
-        refuses: Starts of workers fail with this error.
-        hears_all: Everything that workers have reported has arrived.
+        refuses: The error of all starts of workers, if they must fail.
+        hears_all: Whether everything that workers have reported has arrived.
         answer: Waits of workers that no channel shows.
     """
 
@@ -59,11 +60,11 @@ class ScriptedCrew(CrewPart):
         self._reactions[word].append(reaction)
 
     def called(self, word: str) -> list[Call]:
-        """The arguments of all calls of this name."""
+        """Return the arguments of all calls of this name."""
         return [call[1:] for call in self.calls if call[0] == word]
 
     def note(self, word: str, *arguments: Any) -> None:
-        """Append a call, and let the script react."""
+        """Append a call, and run the reactions to it."""
         self.calls.append((word, *arguments))
         for reaction in self._reactions[word]:
             reaction(*arguments)
@@ -119,7 +120,7 @@ class ScriptedCrew(CrewPart):
         self.note("end group", stage)
 
     def cancel_tasks(self, all_of_them: bool) -> None:
-        """Not noted: the supervisor calls it every turn."""
+        """Do nothing, and note nothing: the supervisor calls this every turn."""
 
     def cancel_request(self, question: int) -> None:
         self.note("cancel request", question)
@@ -142,13 +143,13 @@ class ScriptedCrew(CrewPart):
 
 
 class ScriptedChannels(RunChannels):
-    """Implement ``RunChannels`` without channels.
+    """The channels of a run as scripted values.
 
     Attributes:
         plan: The plan of the run.
-        inputs: None: no script fills an input.
+        inputs: The inputs; always empty, because no script fills one.
         moved: How many items the channels have passed.
-        counts: Statistics of a channel that are not 0, by its name.
+        counts: The statistics of each channel that are not 0, by its name.
         broken_ones: The names of channels that are broken.
         unread: Results that the program does not read.
     """
@@ -165,7 +166,7 @@ class ScriptedChannels(RunChannels):
         self._crew.note("stop sources")
 
     def close_unwanted(self) -> None:
-        """Not noted: the supervisor calls it now and then."""
+        """Do nothing, and note nothing: the supervisor calls this from time to time."""
 
     def break_all(self, cause: BaseException | None) -> None:
         self._crew.note("break", cause)

@@ -1,4 +1,4 @@
-"""Programs that are written and started as by a user."""
+"""Programs that tests write and start in the same way as a user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from support.preloaded_programs import Template
 
 _template: Template | None = None
-"""Template that forks the programs, if any."""
+"""The template that forks the programs, if there is one."""
 
 
 def script(folder: Path, text: str, name: str = "script.py") -> Path:
@@ -27,7 +27,7 @@ def script(folder: Path, text: str, name: str = "script.py") -> Path:
 def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
     """Start ``python *command`` in a new session, like a terminal, with its output in pipes.
 
-    Its environment is ours and ``env``.
+    Its environment is that of the tests, updated by ``env``.
     """
     pipe: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     env = os.environ | {"PYTHONUNBUFFERED": "1"} | options.pop("env", {})
@@ -39,9 +39,9 @@ def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
 
 @contextmanager
 def forked() -> Iterator[None]:
-    """Fork the programs that are started in the block from a program that has imported flowchan.
+    """Fork the programs that are started in the block from a program that has imported only flowchan.
 
-    It has imported nothing else, so they have to import all that ``import flowchan`` does not.
+    They still import all modules that ``import flowchan`` does not.
     """
     global _template
     _template = Template("flowchan")

@@ -1,4 +1,4 @@
-"""Settings of random histories of state machines that are compared with a model."""
+"""Hypothesis settings for state machines that are compared with a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 
 
 def histories(longer: bool, quick: int, long: int) -> settings:
-    """Return settings for ``quick`` histories, or ``long`` ones if ``longer``, of at most 60 steps."""
+    """Return settings for ``quick`` histories, or ``long`` ones if ``longer``, of at most 60 steps each."""
     return settings(
         max_examples=long if longer else quick,
         stateful_step_count=60,

@@ -1,4 +1,4 @@
-"""Output of a program on a terminal."""
+"""Programs that run on a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def on_terminal(
 ) -> tuple[list[str], int]:
     """Run a program on a terminal of 80 columns, and return its lines and its exit code.
 
-    The lines are as the program wrote them, without cursor movements. The program gets Ctrl-C once it has
-    written all of ``until``. When it has written ``then``, a file "seen" appears in the folder.
+    Cursor movements are removed from the lines. The program gets Ctrl-C once it has written all of ``until``.
+    When it has written ``then``, a file "seen" appears in the folder.
     """
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "30"}
@@ -29,7 +29,7 @@ def on_terminal(
         while True:
             try:
                 shown += os.read(ours, 65536)
-            except OSError:  # it has ended
+            except OSError:  # the program has ended
                 break
             if then and then.encode() in shown:
                 (folder / "seen").touch()

@@ -1,4 +1,4 @@
-"""Waits of tests for a state. They poll counts until the state is reached, and never sleep instead.
+"""Helpers that wait for a state in a test. They poll until the state is reached instead of sleeping.
 
 ``WAIT_LIMIT_S`` does not promise a time. It ends a wait that would never end, so that one broken promise
 fails one test and not the whole suite.
@@ -24,7 +24,7 @@ def wait_until(
     peer_timeout: float = WAIT_LIMIT_S,
     what: Callable[[], object] | None = None,
 ) -> None:
-    """Wait until ``condition()`` holds. Raise an AssertionError that shows ``what()`` after the limit."""
+    """Wait until ``condition()`` holds. After the limit, raise an AssertionError that shows ``what()``."""
     tick = threading.Event()
     give_up = time.monotonic() + peer_timeout
     while not condition():
@@ -46,10 +46,10 @@ def wait_freed(gone: weakref.ref[Any]) -> None:
 
 
 def merge_counts() -> None:
-    """Free the objects whose last reference another thread than their maker has dropped.
+    """Free objects whose last reference was dropped by another thread than their maker's.
 
-    Without a GIL these are freed when their maker next runs Python code, which may be late, or by the
-    collector.
+    Without a GIL these are freed by the collector, or when their maker next runs Python code, which may be
+    late.
     """
     if not GIL:
         gc.collect()
@@ -78,7 +78,7 @@ def wait_stats(channel: Any, **expected: int) -> None:
 
 
 def nobody_waits(*channels: Any) -> bool:
-    """Return whether neither plain readers and writers nor selects wait in the channels."""
+    """Return whether no reader, writer or select waits in the channels."""
     return all(
         stats.waiting_readers == stats.waiting_writers == stats.selecting == 0
         for stats in (channel.stats() for channel in channels)

@@ -295,8 +295,7 @@ def ray(count: int, *, resources: Mapping[str, float] | None = None, address: st
 
     Args:
         count: How many agents to start, at least 1.
-        resources: Resources that each agent reserves on its node, by Ray's names, as in ``{"GPU": 1}`` (default: one
-            ``"CPU"``).
+        resources: Resources that each agent reserves on its node, by Ray's names (default: one ``"CPU"``).
         address: The address of this machine at which the nodes reach it, without a port (default: the one on
             the kernel's route to them).
     """
