@@ -44,13 +44,13 @@ def main() -> None:
         module = importlib.import_module(f"benchmarks.{name}")
         report = module.measure(effort)
         harness.show(name, module.ISOLATES, report)
-        if effort.full and report.results:  # none: it can't run on this machine, and figures of another stay
+        # a benchmark that can't run here must not erase the stored figures
+        if effort.full and report.results:
             store(name, module.ISOLATES, report)
 
 
 def store(name: str, isolates: str, report: harness.Report) -> None:
-    """Replace the figures of one benchmark in the stored file. Each keeps the machine and versions it ran
-    with."""
+    """Replace the figures of one benchmark in the stored file, together with its machine and versions."""
     latest: dict[str, Any] = json.loads(LATEST.read_text()) if LATEST.exists() else {}
     latest[name] = {
         "isolates": isolates,

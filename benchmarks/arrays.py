@@ -101,7 +101,7 @@ def _move(make: Callable[[], Ends], items: Callable[[int], Iterable[Any]], count
     for _ in range(count):
         int(ends.get()[::PAGE].sum())
     took = time.perf_counter() - began
-    end.wait()  # torch's queue loses what is still in it when its producer ends
+    end.wait()  # torch's queue loses the items in it when its producer ends
     child.join()
     return took
 
@@ -117,7 +117,7 @@ def _produce(
 
 def _lend(size: int, count: int) -> float:
     channel: Channel[Any] = Channel(SLOTS, across="processes")
-    # the first use of a block pays for its pages
+    # so that the first use of each block, which allocates its pages, is not timed
     channel.put_many(channel.loan(size, np.uint8) for _ in range(SLOTS))
     channel.get_many(SLOTS)
     start = CONTEXT.Barrier(2)

@@ -1,4 +1,4 @@
-"""Ints between two processes, 20 fresh pairs: how much the figure depends on which cores the two got."""
+"""Ints between two processes, in 20 fresh pairs: how much the figure depends on the cores of a pair."""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ def _compare_big(report: Report, effort: Effort) -> None:
 
 
 def _copy(count: int) -> float:
-    # Not zeros: an untouched source would be one shared page of the kernel, always in the nearest cache.
+    # Not zeros: the kernel would back an untouched source by one shared page, which is always in the nearest
+    # cache.
     source, target = bytearray(b"x") * (BIG * SLOTS), bytearray(BIG * SLOTS)
     places = [slice(BIG * slot, BIG * (slot + 1)) for slot in range(SLOTS)]
     pairs = [(memoryview(target)[place], memoryview(source)[place]) for place in places]

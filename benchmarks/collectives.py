@@ -40,12 +40,12 @@ ISOLATES = (
 ENVIRONMENT = Path(sys.executable).parent
 KB, MB = 1 << 10, 1 << 20
 PIECE = 16 * KB
-"""Elements that threads combine at a time: so many stay in a cache until they are copied."""
+"""Elements that threads combine at a time: they stay in a cache until they are copied."""
 ALLREDUCES = (8, KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB)
 
 
 class Ranks:
-    """A job of one kind that does what it is told."""
+    """The ranks of one kind, which run operations on request."""
 
     def __init__(self, kind: str, size: int) -> None:
         self.kind, self.size = kind, size
@@ -58,7 +58,7 @@ class Ranks:
             self._files = [listener.accept()[0].makefile("rw") for _ in range(size)]
 
     def run(self, operation: str, size: int, count: int) -> float:
-        """The seconds that so many took at the slowest rank."""
+        """Run an operation ``count`` times on each rank. Return the seconds of the slowest one."""
         for file in self._files:
             file.write(json.dumps([operation, size, count]) + "\n")
             file.flush()
@@ -91,7 +91,7 @@ def launch(kind: str, size: int, address: str) -> list[subprocess.Popen[bytes]]:
 
 
 def kinds() -> list[str]:
-    """flowchan first, and the peers that are installed."""
+    """Return flowchan and the installed peers."""
     mpis = [
         name
         for name, starter in (("openmpi", "prterun"), ("mpich", "mpiexec.hydra"))
@@ -129,7 +129,7 @@ def measure(effort: Effort) -> Report:
         compare(report, jobs, "barrier", 0, {"openmpi": 1, "mpich": 1}, effort)
     for ranks in (2, 4):
         after_a_death(report, ranks, effort)
-    for kind, factor in ((BACKEND, 1.2), ("flowchan", 1.5)):  # by DDP, and by Gradients
+    for kind, factor in ((BACKEND, 1.2), ("flowchan", 1.5)):  # under DDP, and with Gradients
         with started(2, [kind, "gloo"]) as jobs:
             for size in (MB, 16 * MB):
                 compare(report, jobs, "training step", size, {"gloo": factor}, effort)
@@ -140,7 +140,7 @@ def measure(effort: Effort) -> Report:
 
 
 def in_place(report: Report, job: Ranks, effort: Effort) -> None:
-    """Beside two threads that have the memory of both, and the same kernel."""
+    """Compare with two threads that share the memory of both ranks and use the same kernel."""
     size = 64 * MB
     both = np.ones((2, size // 4), np.float32)
 
@@ -164,7 +164,7 @@ def in_place(report: Report, job: Ranks, effort: Effort) -> None:
 
 
 def loaded(report: Report, jobs: dict[str, Ranks], effort: Effort) -> None:
-    """How much slower it gets where everything else wants the cores, too; nobody is to collapse."""
+    """Measure the slowdown when other processes use all cores. No system must collapse."""
     idle = replace(timed(jobs["flowchan"], "allreduce", KB, effort), name="when idle")
     (quiet,) = report.interleave("allreduce, 1 KB, 2 ranks, idle", [idle], effort.rounds)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
@@ -189,7 +189,8 @@ def after_a_death(report: Report, ranks: int, effort: Effort) -> None:
 
 
 def death(ranks: int) -> tuple[float, float]:
-    """Seconds from the death of one until the last of the others knows it, and until they have a group."""
+    """Return the seconds from the death of a rank until the last survivor knows it, and until the survivors
+    have a new group."""
     fork, pipes, processes = multiprocessing.get_context("fork"), [], []
     for member in collective.members(ranks):
         pipe, theirs = fork.Pipe()
@@ -238,8 +239,9 @@ def compare(
 
 
 def timed(job: Ranks, operation: str, size: int, effort: Effort) -> Case:
-    """So many that they take about as long as a round is to, and again until they do: beside busy processes
-    some are done within a turn of both ranks, and others wait for whole turns of others."""
+    """Time an operation, repeated for about the length of a round. A run that took less than half of that is
+    repeated. Next to busy processes some runs fit into a time slice of both ranks, and others wait for whole
+    time slices of the others."""
     once = partial(job.run, operation, size)
     count = 2
     while (took := once(count)) < effort.seconds / 5 and count < 10**6:

@@ -1,5 +1,7 @@
-"""One rank of benchmarks/collectives.py: does the operations that it is told, and answers how long they took.
-Arguments: of which kind, and where to listen."""
+"""One rank of benchmarks/collectives.py: it runs the requested operations and answers with their times.
+
+Arguments: the kind of rank, and the address of the socket to connect to.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ class Flowchan:
         }[operation]
 
     def training(self, elements: int) -> Operation:
-        """With gradients of so many elements, by ``Gradients``."""
+        """Make a training step that sums its gradients with ``Gradients``."""
         from flowchan.collective.training.gradients import Gradients
 
         net = dense(elements)
@@ -54,7 +56,7 @@ class Flowchan:
 
 
 class Linked(Flowchan):
-    """Each rank believes to be on a host of its own, and is connected to the others over loopback."""
+    """A rank that acts as if it had its own host, and is connected to the others over loopback."""
 
     def made(self) -> Any:
         from flowchan.collective.rendezvous.address import meet_at
@@ -133,13 +135,13 @@ class Gloo:
         }[operation]
 
     def training(self, elements: int) -> Operation:
-        """With gradients of so many elements, by DistributedDataParallel."""
+        """Make a training step that sums its gradients with DistributedDataParallel."""
         net = self.torch.nn.parallel.DistributedDataParallel(dense(elements))
         return step(net, lambda: None)
 
 
 class Backend(Gloo):
-    """flowchan as a backend of torch.distributed."""
+    """torch.distributed with flowchan as the backend."""
 
     def backend(self) -> str:
         import flowchan.collective.torch.backend  # noqa: F401
@@ -148,7 +150,7 @@ class Backend(Gloo):
 
 
 def main(kind: str, address: str) -> None:
-    warnings.simplefilter("ignore", FutureWarning)  # torch renames its functions
+    warnings.simplefilter("ignore", FutureWarning)  # torch has renamed its functions
     side = {"flowchan": Flowchan, LINKED: Linked, BACKEND: Backend, "gloo": Gloo}.get(kind, Mpi)()
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(f"\0{address}")

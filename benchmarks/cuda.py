@@ -1,5 +1,7 @@
 """CUDA tensors between two processes, compared with torch.multiprocessing's queue and with host memory.
-Where there is no CUDA device it says so and ends."""
+
+Without a CUDA device nothing is measured.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def _move(make: Callable[[], Any], size: int, switch: str, count: int) -> float:
     child = SPAWN.Process(target=_produce, args=(queue, size, count, start, end))
     child.start()
     del os.environ["FLOWCHAN_CUDA_IPC"]
-    total = queue.get()[0].long()  # both have their contexts and handles now
+    total = queue.get()[0].long()  # both processes have their contexts and handles by now
     torch.cuda.synchronize()
     start.set()
     began = time.perf_counter()
@@ -66,7 +68,7 @@ def _move(make: Callable[[], Any], size: int, switch: str, count: int) -> float:
         total += queue.get()[0]
     torch.cuda.synchronize()
     took = time.perf_counter() - began
-    end.set()  # torch's queue loses what its producer still owns when that ends
+    end.set()  # torch's queue loses the tensors that its producer still owns when the producer ends
     child.join()
     return took
 

@@ -24,7 +24,7 @@ WORKERS, BATCH = 2, 32
 
 
 def picture() -> bytes:
-    """A JPEG with something in it."""
+    """Return a JPEG file of a wave pattern."""
     waves = np.sin(np.arange(240)[:, None, None] / 20 + np.arange(320)[None, :, None] / 30 + np.arange(3))
     out = io.BytesIO()
     Image.fromarray((127 * waves + 128).astype("uint8")).save(out, "JPEG", quality=90)

@@ -30,10 +30,10 @@ def measure(effort: Effort) -> Report:
 
 
 def _compare(report: Report, pairs: int, rows: int, effort: Effort) -> None:
-    """Rows of what a newcomer gets against the plain module: the median of fresh starts, and what nine of ten
-    reach."""
+    """Compare flowchan's defaults with the plain module: the median of fresh starts, and the speed that nine
+    of ten reach."""
     count = (100_000 if effort.full else 8_000) // (pairs * rows // 4) // 2 * 2
-    count = max(24, count)  # many times what is in flight
+    count = max(24, count)  # many times the batches in flight
     threads = torch.get_num_threads()
     jobs = {
         "flowchan": partial(_stream, pairs, rows),
@@ -60,7 +60,7 @@ def _stream(pairs: int, rows: int, count: int) -> float:
     module = _model(pairs)
     with Sequential(module, parts=2, on="process") as pipe:
         outputs = pipe.stream(repeat(x))
-        for _ in range(8):  # from then on the parts have as much to do as they ever have
+        for _ in range(8):  # after these all parts work at their full rate
             torch.testing.assert_close(next(outputs), module(x).detach())
         return timed(partial(next, outputs), count)
 
@@ -79,8 +79,8 @@ def _plain(pairs: int, rows: int, threads: int, count: int) -> float:
 
 
 def _twice(pairs: int, rows: int, count: int) -> float:
-    """As much work by two processes that have nothing to do with each other, with a thread each: the most
-    that two parts could reach on this machine."""
+    """Do the same work in two independent processes with one thread each. That is the most that two parts
+    could reach on this machine."""
     barrier, took = CONTEXT.Barrier(2), CONTEXT.SimpleQueue()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Wires that are long, and connections that break."""
+"""Connections that are slow, and connections that break."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
 
 def delay_between(one: socket.socket, other: socket.socket, delay: float) -> list[threading.Thread]:
-    """Passes on what comes from either socket to the other, ``delay`` seconds later, until both have ended.
-    Gives the threads that do so; they end by themselves."""
+    """Forward the bytes between two sockets with a delay of ``delay`` seconds, until both have ended. Return
+    the threads that do so; they end with the sockets."""
     ways = [(one, other), (other, one)]
     threads = [threading.Thread(target=_pass_on, args=(*way, delay)) for way in ways]
     for thread in threads:
@@ -26,7 +26,7 @@ def _pass_on(source: socket.socket, target: socket.socket, delay: float) -> None
     coming: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
 
     def receive() -> None:
-        """At once, so that nothing else holds up who sends."""
+        """Receive at once, so that only the delay holds up the sender."""
         data = b"-"
         while data:
             try:
@@ -41,16 +41,16 @@ def _pass_on(source: socket.socket, target: socket.socket, delay: float) -> None
     while data:
         due, data = coming.get()
         time.sleep(max(0.0, due - time.perf_counter()))
-        with contextlib.suppress(OSError):  # the other end has gone
+        with contextlib.suppress(OSError):  # the other end has closed
             target.sendall(data) if data else target.shutdown(socket.SHUT_WR)
     receiving.join()
 
 
 def cut() -> int:
-    """Shuts down every connection of this process over loopback. How many there were."""
+    """Shut down every loopback connection of this process. Return their number."""
     found = 0
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it was closed meanwhile
+        with contextlib.suppress(OSError):  # it was closed in the meantime
             if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(number))) as sock:

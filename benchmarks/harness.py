@@ -1,10 +1,10 @@
-"""How the benchmarks measure: cases of one benchmark take turns, round after round, and their medians are
+"""Measurement and comparison for all benchmarks. The cases of one benchmark take turns, and their medians are
 compared.
 
 A :class:`Case` does its work once per round and reports its samples. :meth:`Report.interleave` runs several
-rounds over all cases, so that a slow minute of the machine hits flowchan and its peers alike. CPU seconds are
-those of this process and of all children that ended meanwhile (``resource.getrusage``); therefore every case
-joins its children. A :class:`Row` is one line of the published table.
+rounds over all cases, so that a slow minute of the machine affects flowchan and its peers alike. CPU seconds
+are those of this process and of all children that ended during the work (``resource.getrusage``). Therefore
+every case joins its children. A :class:`Row` is one line of the published table.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ PEERS = (
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure: ``rounds`` rounds of about ``seconds`` each per case. ``full`` is false for a
-    trial run."""
+    """The length of a measurement: ``rounds`` rounds of about ``seconds`` each per case. ``full`` is false
+    for a trial run."""
 
     rounds: int
     seconds: float
@@ -56,8 +56,8 @@ QUICK = Effort(rounds=1, seconds=0.05, full=False)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way to do the work. ``work()`` does it once and returns ``(samples, items)``: figures in ``unit``,
-    and how many items they stand for."""
+    """One system under test. ``work()`` does the work once and returns ``(samples, items)``: the figures in
+    ``unit``, and the number of items that they cover."""
 
     name: str
     unit: str
@@ -66,7 +66,7 @@ class Case:
 
 @dataclass(slots=True)
 class Result:
-    """All that a case measured over the rounds, at the ``work`` it was compared in."""
+    """All samples of one case over the rounds of the comparison ``work``."""
 
     work: str
     name: str
@@ -75,14 +75,14 @@ class Result:
     cpu_seconds_per_million_items: list[float] = field(default_factory=list)
 
     def figure(self, quantile: float | None = None) -> float:
-        """The median of all samples, or the one below which ``quantile`` of them lie."""
+        """Return the median of all samples, or the sample at ``quantile``."""
         if quantile is None:
             return statistics.median(self.samples)
         ordered = sorted(self.samples)
         return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
 
     def record(self) -> dict[str, object]:
-        """The result as JSON holds it. Many samples are cut down to their quantiles."""
+        """Return the result in JSON types. Many samples are reduced to their quantiles."""
         samples: object = self.samples
         if len(self.samples) > 100:
             samples = {f"p{100 * quantile:g}": self.figure(quantile) for quantile in (0.5, 0.9, 0.99, 0.999)}
@@ -114,13 +114,13 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """What one benchmark found: the rows of the table and the results behind them."""
+    """The outcome of one benchmark: the rows of the table and their results."""
 
     rows: list[Row] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
 
     def interleave(self, work: str, cases: Sequence[Case], rounds: int) -> list[Result]:
-        """Run all cases in turn, ``rounds`` times over, and keep the results. They come in the order of the
+        """Run all cases in turn for ``rounds`` rounds. Keep and return the results, in the order of the
         cases."""
         results = [Result(work, case.name, case.unit) for case in cases]
         for _ in range(rounds):
@@ -137,8 +137,8 @@ class Report:
 def throughput(
     name: str, move: Callable[[int], float], effort: Effort, scale: float = 1.0, unit: str = "items/s"
 ) -> Case:
-    """A case around ``move(n)``, which moves n items and returns the seconds it took. n is found by trying,
-    so that one round takes about ``effort.seconds``; the figure is ``scale`` times items per second."""
+    """Make a case from ``move(n)``, which moves n items and returns the seconds it took. n is calibrated so
+    that one round takes about ``effort.seconds``; the figure is ``scale`` times items per second."""
     count = calibrate(move, effort.seconds)
 
     def work() -> tuple[Sequence[float], int]:
@@ -148,7 +148,7 @@ def throughput(
 
 
 def round_trips(name: str, trips: Callable[[int], float], effort: Effort) -> Case:
-    """A case around ``trips(n)``, which makes n round trips and returns the seconds they took."""
+    """Make a case from ``trips(n)``, which makes n round trips and returns the seconds they took."""
     count = calibrate(trips, effort.seconds)
 
     def work() -> tuple[Sequence[float], int]:
@@ -158,7 +158,8 @@ def round_trips(name: str, trips: Callable[[int], float], effort: Effort) -> Cas
 
 
 def timed_trips(put: Callable[[Any], Any], get: Callable[[], Any], count: int) -> float:
-    """The seconds of so many round trips, after one to warm up. The other side puts back what it gets."""
+    """Return the seconds of ``count`` round trips, after one to warm up. The other side puts back each item
+    that it gets."""
     put(0)
     get()
     began = time.perf_counter()
@@ -169,21 +170,22 @@ def timed_trips(put: Callable[[Any], Any], get: Callable[[], Any], count: int) -
 
 
 def echo(put: Callable[[Any], Any], get: Callable[[], Any], count: int) -> None:
-    """The other side of :func:`timed_trips`."""
+    """Run the other side of :func:`timed_trips`."""
     for _ in repeat(None, count + 1):
         put(get())
 
 
 def calibrate(move: Callable[[int], float], seconds: float) -> int:
-    """How many items ``move`` moves in about ``seconds``; at least 100, and a multiple of 4 to be shared."""
+    """Find how many items ``move`` moves in about ``seconds``: at least 100, and a multiple of 4, so that
+    threads can share them."""
     count = 100
-    while (took := move(count)) < seconds / 2:  # long enough for the cost of a start to be small beside it
+    while (took := move(count)) < seconds / 2:  # long enough that the cost of a start hardly matters
         count = 4 * count if took < seconds / 10 else 2 * count
     return max(100, int(count * seconds / took) // 4 * 4)
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process and of its children that have ended."""
+    """Return the user and system time of this process and of its children that have ended."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
@@ -216,7 +218,8 @@ def in_figures(ratio: float) -> str:
 
 
 def in_words(value: float, unit: str) -> str:
-    """``2.31 M items/s``, ``11.6 GB/s``, ``20.8 µs``: three figures and a prefix that suits ``unit``."""
+    """Format a figure with three digits and a suitable prefix: ``2.31 M items/s``, ``11.6 GB/s``, ``20.8
+    µs``."""
     steps = [(1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n")]
     counted = unit in ("items/s", "words/s")
     if counted:
@@ -231,8 +234,8 @@ def in_words(value: float, unit: str) -> str:
 
 
 def machine() -> dict[str, object]:
-    """What the figures depend on besides the code: processor, cores this process may use, kernel,
-    versions."""
+    """Describe the conditions that affect the figures besides the code: the processor, the cores that this
+    process may use, the kernel and the versions."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -250,7 +253,7 @@ def _processor() -> str:
 
 
 def show(name: str, isolates: str, report: Report) -> None:
-    """Print what one benchmark found: the table, and all figures behind it with the CPU they cost."""
+    """Print the table of one benchmark, and all its figures with their CPU cost."""
     console = Console(width=None if Console().is_terminal else 150)
     table = Table("work", "target", "flowchan", "peer", "ratio", "reached", title=name, title_justify="left")
     for row in report.rows:

@@ -1,4 +1,4 @@
-"""Runs over hosts, with all agents on this machine: compared with the same run on processes, and with Ray."""
+"""Runs over hosts, with all agents on this machine, compared with the same run on processes, and with Ray."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ISOLATES = (
 
 def measure(effort: Effort) -> Report:
     report = Report()
-    longer = replace(effort, seconds=5 * effort.seconds)  # starts are part of it
+    longer = replace(effort, seconds=5 * effort.seconds)  # the clock includes starts
     _beside_processes(report, longer)
     _beside_a_direct_path(report, longer)
     _with_breaks(report, longer)
@@ -110,7 +110,7 @@ def _with_breaks(report: Report, effort: Effort) -> None:
 
 
 def _starts(report: Report, effort: Effort) -> None:
-    """A run of one item for each agent, from its declaration to its end."""
+    """Time a run of one item for each agent, from its declaration to its end."""
     for agents in (4, 64 if effort.full else 8):
 
         def work(agents: int = agents) -> tuple[list[float], int]:
@@ -196,7 +196,8 @@ def _stream(function: Callable[[int], Any], count: int) -> float:
 
 
 def _from_first_to_last(graph: Graph, outputs: Any, count: int) -> float:
-    """The seconds of all outputs but the first, as if that had taken its share: without the starts."""
+    """Return the seconds for all outputs without the starts: the time after the first output, scaled to the
+    full count."""
     with graph.start() as run:
         coming = run.iter(outputs)
         next(coming)

@@ -1,4 +1,4 @@
-"""What ``import flowchan`` loads and how long it takes, in a fresh interpreter."""
+"""The duration of ``import flowchan`` and the modules that it loads, in a fresh interpreter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Items between two processes that have a TCP connection over loopback and nothing else, as between two
-hosts: flowchan's link, pyzmq, the standard library's connection, and a bare socket."""
+"""Items between two processes that share only a TCP connection over loopback, like two hosts. The systems are
+flowchan's link, pyzmq, the standard library's connection, and a bare socket."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ ROOM = 1024
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One way to send: makes the sender's ``put`` and the receiver's ``get`` over a connected socket, and
-    what must be kept and closed."""
+    """One system for sending. Each function takes a connected socket. It returns the ``put`` of the sender,
+    the ``get`` of the receiver, and a function that closes both."""
 
     near: Callable[[socket.socket], tuple[Callable[[Any], Any], Callable[[], Any], Callable[[], None]]]
     far: Callable[[socket.socket], tuple[Callable[[Any], Any], Callable[[], Any], Callable[[], None]]]
@@ -88,14 +88,14 @@ def _unlink(link: Any, kept: object) -> None:
 
 
 def _unlink_after(link: Any, kept: object) -> None:
-    """When the other side has: what was put last has gone out by then."""
+    """Close the link once the other side has closed it: the last items have been sent by then."""
     while not isinstance(next_event(link), LinkBroken):
         pass
     link.close()
 
 
 def _zmq(sock: socket.socket, copies: bool, binds: bool) -> Any:
-    """Two pairs of PUSH and PULL. The ports are agreed upon over the socket."""
+    """Connect two pairs of PUSH and PULL. Their ports are exchanged over the socket."""
     context = zmq.Context()
     push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     push.set_hwm(ROOM)
@@ -164,7 +164,7 @@ def measure(effort: Effort) -> Report:
 
 
 def _far(report: Report, effort: Effort) -> None:
-    long = replace(effort, seconds=4 * effort.seconds)  # for the window to grow in
+    long = replace(effort, seconds=4 * effort.seconds)  # the flow-control window needs time to grow
     for name, items, scale, unit, factor, peers in (
         ("int", range, 1, "items/s", 3.0, ZMQ),
         ("array of 1 MB", partial(repeat, np.ones(1 << 20, np.uint8)), 1 << 20, "B/s", 1.0, ZMQ_VIEWS),
@@ -251,7 +251,7 @@ def move(wire: Wire, items: Callable[[int], Iterable[Any]], count: int) -> float
 
 
 def _move_beside_code(wire: Wire, items: Callable[[int], Iterable[Any]], count: int) -> float:
-    """While another thread here holds the GIL whenever it can."""
+    """Move the items while another thread of this process holds the GIL whenever it can."""
     over = threading.Event()
 
     def compute() -> None:
@@ -284,7 +284,8 @@ def _move_over(
     far: socket.socket,
     network: int | None = None,
 ) -> float:
-    """``network``: of the far end, if it is another one."""
+    """Move the items and return the seconds. ``network`` is the network of the far end, if it has another
+    one."""
     start, (told, tell) = CONTEXT.Barrier(2), CONTEXT.Pipe(duplex=False)
     child = CONTEXT.Process(target=_take, args=(wire, far, count, start, tell, network))
     child.start()

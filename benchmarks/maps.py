@@ -67,7 +67,7 @@ def _turns(count: int) -> float:
 def _best(
     name: str, chunks: Iterable[Any], run: Callable[[Any, int], float], effort: Effort
 ) -> tuple[str, Any]:
-    """The chunk size at which ``run`` is fastest, and a name that says so."""
+    """Return the name of the case with the fastest chunk size, and that size."""
     chunk = min(chunks, key=lambda chunk: run(chunk, int(effort.seconds / WORK)))
     return f"{name} (chunks: {chunk})", chunk
 
@@ -112,7 +112,7 @@ def _joblib(function: Callable[[int], int], item: int, chunk: int | str, count: 
         parallel(joblib.delayed(function)(item) for _ in range(WORKERS))
         began = time.perf_counter()
         took = _checked(list(parallel(joblib.delayed(function)(item) for _ in range(count))), count, began)
-    # Its workers outlive the block, and the CPU time of a child counts when it has ended.
+    # joblib's workers outlive the block, and the CPU time of a child counts once it has ended.
     get_reusable_executor().shutdown(wait=True)
     return took
 

@@ -1,5 +1,5 @@
-"""What the benchmarks of pipes share: the model, taking turns, torchgpipe and
-``torch.distributed.pipelining`` as peers, and checks that nobody is quick by being wrong."""
+"""Shared parts of the benchmarks of pipes: the model, the comparison, torchgpipe and
+``torch.distributed.pipelining`` as peers, and checks of the results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from benchmarks.peers import CONTEXT
 WIDTH, LAYERS, CHUNKS = 512, 16, 8
 SAMPLES = 512 * CHUNKS
 SIZES = ((SAMPLES, "", 1.85), (SAMPLES // 4, " of a quarter", 1.6))
-"""Samples of a batch, what they are called, and how many times the plain module is to be reached."""
+"""For each size: the samples of a batch, its label, and the target as a multiple of the plain module."""
 
 SETTING = (
     "The model has 16 Linear layers of 512 units with a ReLU after each, cut in the middle. A batch has 4,096"
@@ -44,19 +44,19 @@ SETTING = (
 )
 
 Job = Callable[[int], float]
-"""Does its work that many times and returns the seconds it took."""
+"""Repeats its work that many times and returns the seconds it took."""
 SizedJob = Callable[[int, int], float]
-"""The same with batches of so many samples, which come first."""
+"""A job whose first argument is the number of samples in a batch."""
 RankJob = Callable[[int, PipelineStage, int, int], float]
-"""The same for one of two ranks; its number and its part come first."""
+"""A sized job of one of two ranks; the rank and its part come first."""
 
 
 def beside_peers(
     effort: Effort, work: str, batches: int, mine: SizedJob, plain: SizedJob, rank: RankJob, peer: SizedJob
 ) -> Report:
-    """Rows of ``mine`` against the plain module, ``rank`` in two processes, and a ``peer`` with torchgpipe,
-    for each of the sizes. ``batches`` of the largest: of a stream many, for the first of them goes through
-    all parts before any comes out."""
+    """Compare ``mine`` with the plain module, with ``rank`` in two processes, and with ``peer`` on
+    torchgpipe, for each of the sizes. ``batches`` is the number of batches of the largest size. A stream
+    needs many, because its first batch passes through all parts before any output comes."""
     report = Report()
     jobs = {
         "flowchan": mine,
@@ -90,7 +90,7 @@ def rate(job: Job, count: int, rows: int) -> tuple[Sequence[float], int]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One compute thread for this process, for its threads that are yet to come, and for what it forks."""
+    """Limit this process, its new threads and its forks to one compute thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -100,13 +100,13 @@ def one_thread() -> Iterator[None]:
 
 
 def model() -> nn.Sequential:
-    """The same one every time. Both halves of it cost the same."""
+    """Make the model, with the same weights each time. Both halves cost the same."""
     torch.manual_seed(0)
     return nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
 
 
 def batch(rows: int) -> tuple[Tensor, Tensor]:
-    """Samples and their classes."""
+    """Return samples and their classes."""
     chance = torch.Generator().manual_seed(1)
     return torch.randn(rows, WIDTH, generator=chance), torch.randint(WIDTH, (rows,), generator=chance)
 
@@ -131,7 +131,7 @@ def gpipe(module: nn.Sequential) -> GPipe:
 
 
 def _threaded(job: SizedJob, rows: int, count: int) -> float:
-    """``job`` with a torchgpipe that has a worker thread for each part, not for each device."""
+    """Run ``job`` with a torchgpipe that has a worker thread for each part instead of each device."""
     original = torchgpipe.pipeline.spawn_workers
     torchgpipe.pipeline.spawn_workers = _spawn_workers
     try:
@@ -161,7 +161,7 @@ def _spawn_workers(devices: Sequence[torch.device]) -> Iterator[tuple[list[Queue
 
 
 def _distributed(work: RankJob, rows: int, count: int) -> float:
-    """Seconds that ``work(rank, stage, rows, count)`` took in two processes."""
+    """Return the seconds of ``work(rank, stage, rows, count)`` in two processes."""
     answers = CONTEXT.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
@@ -197,7 +197,7 @@ def _group(rank: int, meeting: str) -> Iterator[None]:
 
 
 def together(work: Callable[[], object], count: int) -> float:
-    """Seconds until both processes have done ``work`` that many times."""
+    """Return the seconds until both processes have done ``work`` ``count`` times."""
     torch.distributed.barrier()
     began = time.perf_counter()
     timed(work, count)
@@ -205,7 +205,7 @@ def together(work: Callable[[], object], count: int) -> float:
     return time.perf_counter() - began
 
 
-# Nobody is quick by being wrong
+# Checks of the results
 
 
 @torch.no_grad()

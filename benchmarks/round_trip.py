@@ -1,4 +1,5 @@
-"""An int to another process and back, both sides active; and what a side that is blocked for 10 s costs."""
+"""An int to another process and back, with both sides active, and the CPU time of a side that is blocked for
+10 s."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ MAKERS = {
     "faster-fifo": fast_fifo,
     "os pipe": os_pipe,
 }
-# The CPU clock itself and one wake-up cost some tens of microseconds.
+# Reading the CPU clock and one wake-up together cost some tens of microseconds.
 NOT_MEASURABLE = 1e-3
 
 
@@ -56,7 +57,7 @@ def _trips(make: Callable[[], Ends], count: int) -> float:
 
 
 def _blocked(seconds: float) -> Row:
-    """The CPU time of a child whose get waits for ``seconds``; flowchan and the peer wait at the same
+    """Measure the CPU time of a child whose get waits for ``seconds``. flowchan and the peer wait at the same
     time."""
     used: dict[str, float] = {}
     names = ("flowchan", "multiprocessing.Queue")

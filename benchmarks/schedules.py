@@ -1,5 +1,6 @@
-"""What a pipe costs and how long its workers wait: a micro-batch through a part that does nothing, beside the
-call of the layer; and the bubble of each schedule on two workers, beside what the simulator says of it."""
+"""The cost of a pipe and the idle time of its workers. The first part compares a micro-batch through a part
+that does nothing with a call of the layer. The second part compares the bubble of each schedule on two
+workers with the simulator's forecast."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ ISOLATES = (
 )
 
 SIZES = {"1 KB": 256, "1 MB": 1 << 18}
-"""Numbers of 4 bytes."""
+"""Numbers of 4 bytes each."""
 MORE, TURNS = 4, 11
-"""Parts by which the longer pipe is longer, and how often both take turns; the first is no sample."""
+"""The additional parts of the longer pipe, and the number of turns of both; the first turn is a warm-up."""
 PLANS = (
     ("gpipe", 2),
     ("1f1b", 2),
@@ -42,7 +43,7 @@ PLANS = (
     ("dualpipev", 4),
     ("interleaved", 8),
 )
-"""Schedules with the number of their parts."""
+"""Schedules with their numbers of parts."""
 WORKERS, NEAR = 2, 5.0
 
 

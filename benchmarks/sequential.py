@@ -1,5 +1,5 @@
-"""A stream of batches through a model in two equal parts on two processes with one compute thread each;
-beside the plain module, torchgpipe and ``torch.distributed.pipelining``."""
+"""A stream of batches through a model in two equal parts on two processes with one compute thread each. The
+peers are the plain module, torchgpipe and ``torch.distributed.pipelining``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write the stored figures as tables: all into ``benchmarks/README.md``, six into the project's README.
+"""Write the stored figures as tables: all into ``benchmarks/README.md``, and six into the project's README.
 
 ``make bench`` calls this module. ``python -m benchmarks.table`` writes both pages from the stored figures.
 """
@@ -25,7 +25,8 @@ FRONT_ROWS = (
     ("inference, model in two parts", "stream of batches, 2 parts", "torch.distributed.pipelining"),
     ("allreduce of 1 MB, two processes", "allreduce, 1 MB, 2 ranks", "openmpi"),
 )
-"""The rows of the project's README: the label there, and the stored names of the work and of the peer."""
+"""The rows of the project's README: the label in the page, and the stored names of the work and of the
+peer."""
 PEER_NAMES = {"openmpi": "Open MPI"}
 
 INTRODUCTION = """# Benchmarks
@@ -55,7 +56,7 @@ def page(latest: dict[str, Any]) -> str:
 
 
 def front(latest: dict[str, Any], text: str) -> str:
-    """Return ``text``, the project's README, with new rows."""
+    """Return ``text``, the project's README, with the rows replaced."""
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:

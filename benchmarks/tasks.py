@@ -1,4 +1,5 @@
-"""What the maps do to an item. A module of its own, so that a peer's workers import nothing else."""
+"""Functions that the maps apply to an item. They have their own module, so that a peer's workers import
+nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ def identity(item: int) -> int:
 
 
 def spin(turns: int) -> int:
-    """Work that nothing but the processor limits."""
+    """Do work that only the processor limits."""
     total = 0
     for number in repeat(1, turns):
         total += number

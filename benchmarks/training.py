@@ -1,5 +1,5 @@
-"""Training steps of a model in two equal parts on two processes with one compute thread each; beside the
-plain module, torchgpipe and ``torch.distributed.pipelining``."""
+"""Training steps of a model in two equal parts on two processes with one compute thread each. The peers are
+the plain module, torchgpipe and ``torch.distributed.pipelining``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def measure(effort: Effort) -> Report:
 
 
 def _compare_autograd(report: Report, effort: Effort) -> None:
-    """A row of a loss of ``pipe(x)`` with an optimizer in the program, against whole steps in the parts."""
+    """Compare the loss of ``pipe(x)`` with an optimizer in the program with whole steps in the parts."""
     jobs: dict[str, SizedJob] = {"flowchan": _autograd, "training.step": _training}
     count = 10 if effort.full else 2
     mine, step = interleaved(report, "a loss of pipe(x), 2 parts", jobs, effort, SAMPLES, count)

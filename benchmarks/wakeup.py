@@ -1,4 +1,4 @@
-"""How long a sleeping reader takes to wake: from just before the put to just after the get has returned."""
+"""The time in which a sleeping reader wakes: from just before the put to just after the get has returned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ISOLATES = (
 
 QUANTILES = (0.5, 0.99, 0.999)
 PAUSE = 0.002
-# A first put may start a thread of its own (multiprocessing.Queue does); that is not a wake-up.
+# The first put may start a thread (multiprocessing.Queue does so), which is not part of a wake-up.
 WARM_UP = 10
 
 
@@ -53,7 +53,7 @@ def measure(effort: Effort) -> Report:
     report = Report()
     count = 2000 if effort.full else 20
     for transport, makers in MAKERS.items():
-        # Queues outlive the rounds: making one is not part of waking a reader.
+        # The queues outlive the rounds, because making one is not part of a wake-up.
         cases = [_wakes(name, make(), transport, count) for name, make in makers.items()]
         mine, *peers = report.interleave(f"wake-up, {transport}", cases, effort.rounds)
         report.rows += [at_most(1, mine, peer, quantile) for peer in peers for quantile in QUANTILES]

@@ -1,5 +1,5 @@
-"""A long wire, which TCP itself sees: two network namespaces, each with a TUN device, and a process between
-them that holds back every packet. Acknowledgements take as long as what they acknowledge."""
+"""A long wire that TCP itself notices: two network namespaces, each with a TUN device, and a process between
+them that delays every packet. Acknowledgements take as long as data."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NEW_NETWORK = 0x40000000
 TUN, TUNSETIFF, NO_HEADER = 0x0001, 0x400454CA, 0x1000
 ADDRESSES = "10.9.0.1", "10.9.0.2"
 PACKET = 65_000
-AT_ONCE = 64  # packets that are read from one side before the other has its turn
+AT_ONCE = 64  # packets read from one side before the other has its turn
 
 
 def missing() -> str | None:
-    """What this machine lacks for a wire, or None."""
+    """Return the requirement for a wire that this machine lacks, or None."""
     if os.geteuid() != 0:
         return "needs root"
     if not os.path.exists("/dev/net/tun"):
@@ -38,13 +38,14 @@ def missing() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Its two networks, as descriptors that `enter` takes."""
+    """The two networks of a wire, as descriptors that `enter` takes."""
 
     near: int
     far: int
 
     def connected(self) -> tuple[socket.socket, socket.socket]:
-        """A connection between both, set up as an agent does. Leaves the caller in the near network."""
+        """Return a connection between both networks, set up like an agent's. The caller is in the near
+        network afterwards."""
         enter(self.near)
         with socket.create_server((ADDRESSES[0], 0)) as server:
             enter(self.far)
@@ -58,7 +59,7 @@ class Wire:
 
 @contextlib.contextmanager
 def wire(round_trip: float) -> Iterator[Wire]:
-    """A wire with this round-trip time in seconds."""
+    """Yield a wire with this round-trip time in seconds."""
     home = _here()
     networks, devices = [], []
     try:
@@ -82,7 +83,7 @@ def wire(round_trip: float) -> Iterator[Wire]:
 
 
 def within(network: int, work: Callable[[], float]) -> float:
-    """What ``work`` gives in a process of its own in this network."""
+    """Return the result of ``work`` in a process in this network."""
     told, tell = CONTEXT.Pipe(duplex=False)
 
     def run() -> None:
@@ -93,14 +94,14 @@ def within(network: int, work: Callable[[], float]) -> float:
     process.start()
     tell.close()
     try:
-        found: float = told.recv()  # EOFError: its traceback is out
+        found: float = told.recv()  # EOFError: the process has printed its traceback
     finally:
         process.join()
     return found
 
 
 def enter(network: int) -> None:
-    """Moves this thread, and those that it starts, into a network."""
+    """Move this thread, and those that it starts, into a network."""
     _call("setns", network, NEW_NETWORK)
 
 
@@ -115,7 +116,7 @@ def _call(name: str, *arguments: int) -> None:
 
 
 def _device(address: str) -> int:
-    """In the network of the caller."""
+    """Open a TUN device in the network of the caller."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", b"tun0", TUN | NO_HEADER))
     for line in (
@@ -133,7 +134,7 @@ def _relay(one: int, other: int, delay: float) -> None:
         now = time.perf_counter()
         while under_way and under_way[0][0] <= now:
             _, to, packet = under_way.popleft()
-            with contextlib.suppress(BlockingIOError):  # a full device loses it, as a wire does
+            with contextlib.suppress(BlockingIOError):  # a full device drops it, as a wire does
                 os.write(to, packet)
         wait = max(0.0, under_way[0][0] - now) if under_way else None
         ready, _, _ = select.select((one, other), (), (), wait)

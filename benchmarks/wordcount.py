@@ -35,7 +35,7 @@ def sequential() -> Counter[str]:
 
 
 def in_parallel(place: Any = "process") -> Counter[str]:
-    """The graph of the example, with its total as a result instead of on the screen."""
+    """Run the graph of the example, and return its total instead of printing it."""
     graph = Graph("wordcount")
     batches = graph.source(wordcount.python_files, wordcount.STANDARD_LIBRARY).batch(32)
     counts = batches.map(wordcount.count_words, workers=2, on=place, ordered=False)
@@ -45,7 +45,7 @@ def in_parallel(place: Any = "process") -> Counter[str]:
 
 
 def job(name: str, job: Callable[[], Counter[str]], expected: Counter[str]) -> Case:
-    """The figure is a rate, so that higher is better."""
+    """Make a case whose figure is a rate, so that higher is better."""
 
     def work() -> tuple[Sequence[float], int]:
         began = time.perf_counter()
