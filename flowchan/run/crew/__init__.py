@@ -1,1 +1,1 @@
-"""Starts, watches, ends and recovers the workers of a run on one machine."""
+"""Start, watch, end and recover the workers of a run on one machine."""
