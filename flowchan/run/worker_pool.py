@@ -180,7 +180,9 @@ class WorkerPool(Runnable):
             with interrupts_deferred(), self._lock:
                 self._lasting = None
                 _open.discard(weakref.ref(self))
-                if (supervisor := self._active_supervisor()) is not None:  # Ctrl-C has come, for the last time
+                if (
+                    supervisor := self._active_supervisor()
+                ) is not None:  # Ctrl-C has come, for the last time
                     supervisor.ask(AbortAsked())
                     lasting.kill()
                     supervisor.wait()
