@@ -219,7 +219,7 @@ def test_file_that_cannot_be_collected_fails_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_hang_ends_in_stacks(tmp_path: Path, workers: int) -> None:
+def test_hang_ends_with_stack_traces(tmp_path: Path, workers: int) -> None:
     said = run_tests(tmp_path, HANGS, "--timeout=1", f"-n{workers}", "--max-worker-restart=0")
     assert "hang in test_small.py::test_hangs" in said
     assert re.search(r'test_small.py", line \d+ in test_hangs', said)

@@ -72,7 +72,7 @@ def test_pools_and_agents_load_nothing_heavy():
     assert loaded_after("import flowchan.hosts.agent") & {*HEAVY, "email"} - {"cloudpickle"} == set()
 
 
-def test_of_the_patterns_only_those_that_need_torch_load_it():
+def test_patterns_load_torch_only_if_they_need_it():
     """``flowchan.pipelines.Sequential`` is loaded when it is asked for."""
     assert "torch" not in loaded_after("import flowchan.pipelines; flowchan.pipelines.map(1, abs).join()")
     if importlib.util.find_spec("torch"):
@@ -94,7 +94,7 @@ def test_every_public_name_has_a_docstring(name):
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_is_at_home_in_flowchan(name):
+def test_every_public_name_has_flowchan_as_its_module(name):
     """Users read ``flowchan.X`` in messages and in tracebacks, wherever the file is."""
     value = getattr(flowchan, name)
     if not inspect.ismodule(value):

@@ -393,7 +393,7 @@ def test_each_stream_of_a_merge_is_one_writer(graph: Blueprint) -> None:
 
 
 @pytest.mark.parametrize("number", [128, 129])
-def test_stage_with_too_many_ports_for_select_is_reported(graph: Blueprint, number: int) -> None:
+def test_stage_with_more_ports_than_select_takes_is_reported(graph: Blueprint, number: int) -> None:
     space: dict[str, Any] = {"In": In, "Any": Any}
     exec(f"def gather({', '.join(f'port{n}: In[Any]' for n in range(number))}): select()", space)
     graph.stage(space["gather"], *[graph.source(range(3), name=f"source{n}") for n in range(number)])

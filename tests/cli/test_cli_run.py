@@ -87,9 +87,7 @@ def test_an_item_that_failed_shows_its_traceback_with_debug(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_run_finishes_says_so_and_ends_with_the_code_of_the_signal(
-    tmp_path: Path, number: int
-) -> None:
+def test_interrupted_run_finishes_and_exits_with_the_signals_code(tmp_path: Path, number: int) -> None:
     """R5, for the command."""
     with subprocess.Popen(
         command(tmp_path, ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -49,7 +49,7 @@ def test_missing_modules_are_named_for_this_python(tmp_path: Path) -> None:
     assert line.replace(version, "python3").endswith("apt install python3-venv python3-dev")
 
 
-def test_too_old_python_is_named_with_its_version(tmp_path: Path) -> None:
+def test_outdated_python_is_named_with_its_version(tmp_path: Path) -> None:
     old = program(tmp_path / "python", '[ "$1" = -V ] && echo Python 3.9.2 && exit; exit 1')
     checked = needs(old)
     assert checked.returncode == 1

@@ -66,7 +66,7 @@ def ask_anything_of(home: connection.Connection, number: int, draw: random.Rando
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_whatever_is_asked_is_answered_and_harms_nobody(seed: int) -> None:
+def test_random_requests_are_answered_and_harm_no_other_client(seed: int) -> None:
     channel = Channel(across="hosts")
     other = HostPeer(lambda: [channel.get(), channel.get()])
     channel.put(0)

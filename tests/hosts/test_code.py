@@ -34,12 +34,12 @@ def elsewhere(packed: bytes, folder: Path, call: str) -> str:
     return done.stdout.strip()
 
 
-def test_only_the_users_own_modules_are_named(mine: str) -> None:
+def test_only_the_users_modules_are_listed(mine: str) -> None:
     own = sys.modules[mine]
     assert own_modules(pack_stage((own.use, json.dumps, cloudpickle.dumps), ())) == (mine,)
 
 
-def test_what_is_missing_is_found_without_importing_it(mine: str, tmp_path: Path) -> None:
+def test_missing_modules_are_found_without_importing_them(mine: str, tmp_path: Path) -> None:
     (tmp_path / "explodes.py").write_text("raise AssertionError")
     assert lacking([mine, "json", "explodes", "no_such_module", "no_such.at_all"]) == (
         "no_such_module", "no_such.at_all",
@@ -48,7 +48,7 @@ def test_what_is_missing_is_found_without_importing_it(mine: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("what", ["import only_mine; only_mine.use(1)", "from only_mine import use"])
-def test_what_has_not_come_along_is_told(what: str, mine: str, tmp_path: Path) -> None:
+def test_missing_attribute_of_a_sent_module_is_named(what: str, mine: str, tmp_path: Path) -> None:
     """A function that imports the module when it is called has no more of it than the classes."""
     folder = tmp_path / "there"
     folder.mkdir()
@@ -58,7 +58,7 @@ def test_what_has_not_come_along_is_told(what: str, mine: str, tmp_path: Path) -
         elsewhere(packed, folder, call)
 
 
-def test_a_module_goes_by_value_with_its_classes(mine: str, tmp_path: Path) -> None:
+def test_module_is_sent_by_value_with_its_classes(mine: str, tmp_path: Path) -> None:
     folder = tmp_path / "there"
     folder.mkdir()
     packed = pack_stage(sys.modules[mine].use, [mine])

@@ -96,7 +96,7 @@ def test_elastic_gang_puts_each_output_once(tmp_path: Path, deed: Callable[[], A
     assert Counter(graph.run()[result]) == Counter((item, k) for item in range(ITEMS) for k in range(3))
 
 
-def test_connections_between_hosts_that_break_let_all_meet_again(tmp_path: Path) -> None:
+def test_broken_connection_between_hosts_reforms_the_elastic_gang(tmp_path: Path) -> None:
     """In their processes: nobody died."""
 
     def work(items: In[int], group: Group, out: Out[tuple[int, int]]) -> None:

@@ -29,7 +29,7 @@ def make(capacity=64, **options):
     return Channel(capacity, across="hosts", **options)
 
 
-def test_a_program_apart_opens_a_channel_by_address_and_secret():
+def test_separate_program_opens_a_channel_by_address_and_secret():
     there, back = make(), make()
     told = (there.address, there.secret), (back.address, back.secret)
 
@@ -46,7 +46,7 @@ def test_a_program_apart_opens_a_channel_by_address_and_secret():
     peer.result()
 
 
-def test_many_items_are_under_way_through_ports():
+def test_ports_have_many_items_in_transit():
     there, back = make(), make()
 
     def double():
@@ -64,13 +64,13 @@ def test_many_items_are_under_way_through_ports():
     feeding.result()
 
 
-def test_a_wrong_secret_opens_nothing():
+def test_wrong_secret_opens_no_channel():
     channel = make()
     with pytest.raises(HostError, match="secret"):
         open_channel(channel.address, secrets.token_bytes(32), timeout=1.5)
 
 
-def test_wrong_addresses_say_what_is_right():
+def test_wrong_address_or_secret_is_refused_with_a_remedy():
     channel = make()
     with pytest.raises(ValueError, match=r"channel\.address"):
         open_channel("127.0.0.1:1", channel.secret)
@@ -83,12 +83,12 @@ def test_wrong_addresses_say_what_is_right():
         open_channel("127.0.0.1:1/1", channel.secret, timeout=0.2)
 
 
-def test_only_channels_across_hosts_have_an_address():
+def test_only_hosts_channels_have_an_address():
     with pytest.raises(ChannelError, match="across='hosts'"):
         _ = Channel(across="processes").address
 
 
-def test_wrong_words_are_refused_with_what_is_allowed():
+def test_wrong_keywords_of_open_channel_and_serve_are_refused():
     with pytest.raises(TypeError, match="open_channel: tls must be True or False, not 'x'"):
         open_channel("127.0.0.1:1/1", bytes(32), tls="x")
     with pytest.raises(TypeError, match="serve: tls must be True or False, not 1"):
@@ -97,13 +97,13 @@ def test_wrong_words_are_refused_with_what_is_allowed():
         serve(peer_timeout=-1)
 
 
-def test_no_secret_is_shown():
+def test_repr_of_a_channel_hides_its_secret():
     channel = make()
     assert channel.secret.hex() not in repr(channel) + repr(vars(channel))
     assert HostPeer(lambda: repr(channel.secret) not in repr(channel)).result()
 
 
-def test_calls_elsewhere_end_as_they_do_here():
+def test_remote_calls_end_like_local_calls():
     channel = make(1)
 
     def use():
@@ -132,7 +132,7 @@ def test_calls_elsewhere_end_as_they_do_here():
     assert channel.drained
 
 
-def test_a_reader_elsewhere_holds_nothing_that_others_could_get():
+def test_idle_remote_reader_holds_no_items():
     """C8."""
     channel, ready, go_on = make(), make(), make()
 
@@ -151,7 +151,7 @@ def test_a_reader_elsewhere_holds_nothing_that_others_could_get():
     assert peer.result() == [4]
 
 
-def test_polls_at_a_port_elsewhere_get_what_is_at_home_and_see_the_end():
+def test_polls_of_a_remote_port_get_items_and_the_end():
     """One that is too short for the wire may find nothing; the next one does."""
     numbers = make()
     numbers.put_many(range(9))
@@ -174,7 +174,7 @@ def test_polls_at_a_port_elsewhere_get_what_is_at_home_and_see_the_end():
     assert HostPeer(poll, numbers).result() == list(range(9))
 
 
-def test_coroutines_wait_elsewhere():
+def test_coroutines_wait_on_a_remote_channel():
     """C9: and one that is cancelled has taken nothing."""
     channel, ready = make(), make()
 
@@ -191,7 +191,7 @@ def test_coroutines_wait_elsewhere():
     assert peer.result() == [0, 1, 2]
 
 
-def test_select_takes_ports_of_channels_elsewhere():
+def test_select_takes_ports_of_remote_channels():
     """C10."""
     one, two = make(), make()
 
@@ -205,29 +205,7 @@ def test_select_takes_ports_of_channels_elsewhere():
     assert peer.result() == ["one", "two"]
 
 
-def test_an_item_that_came_for_an_interrupted_call_is_read_before_the_end():
-    """C4, C9: also when it comes after the next call has asked home."""
-    channel = make()
-
-    def read():
-        connection, send = channel._link, channel._link._send
-        channel.close()
-
-        def send_later(*arguments):
-            channel._returned.append("late")
-            send(*arguments)
-
-        connection._send = send_later
-        found = [channel.get(), *channel.get_many(5), select([channel]).item]
-        connection._send = send
-        with pytest.raises(Drained):
-            channel.get()
-        return found
-
-    assert HostPeer(read).result() == ["late"] * 3
-
-
-def test_tls_goes_along_with_the_channel():
+def test_tls_is_sent_with_the_channel():
     pytest.importorskip("cryptography")
     serve(peer_timeout=2, tls=True)
     channel = make()
@@ -237,7 +215,7 @@ def test_tls_goes_along_with_the_channel():
         HostPeer(open_channel, channel.address, channel.secret).result()
 
 
-def test_a_waiting_get_elsewhere_counts_as_one_reader_that_waits():
+def test_waiting_remote_get_counts_as_one_waiting_reader():
     """C15."""
     channel = make()
     peer = HostPeer(channel.get)
@@ -247,7 +225,7 @@ def test_a_waiting_get_elsewhere_counts_as_one_reader_that_waits():
     wait_until(lambda: channel.stats().waiting_readers == 0)
 
 
-def test_every_call_elsewhere_that_is_cancelled_is_answered():
+def test_every_cancelled_remote_call_is_answered():
     """C12: also those that home had not begun with; nothing is kept of them."""
     channel = make()
 

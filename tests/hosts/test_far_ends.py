@@ -39,7 +39,7 @@ def wait_for_guests(channel):
     return channel._reached.home.guests()
 
 
-def test_nothing_is_lost_or_repeated_when_the_connection_breaks():
+def test_broken_connection_loses_and_repeats_no_item():
     """Through ports, and by calls."""
     there, back, calls = make(), make(), make(100_000)
 
@@ -68,7 +68,7 @@ def test_nothing_is_lost_or_repeated_when_the_connection_breaks():
     assert calls.get_many(1_000) == list(range(0, 5_000, 50))
 
 
-def test_a_counted_writer_that_is_killed_elsewhere_makes_no_clean_end():
+def test_killed_remote_writer_breaks_the_channel():
     """C5."""
     channel, ready = make(), make()
 
@@ -90,7 +90,7 @@ def test_a_counted_writer_that_is_killed_elsewhere_makes_no_clean_end():
     assert caught.value.__cause__.pid == pid
 
 
-def test_a_program_that_ends_without_closing_its_writer_makes_no_clean_end():
+def test_program_that_leaves_a_writer_open_breaks_the_channel():
     """C5."""
     channel = make()
 
@@ -103,7 +103,7 @@ def test_a_program_that_ends_without_closing_its_writer_makes_no_clean_end():
         list(channel)
 
 
-def test_what_a_program_has_put_comes_home_before_it_ends():
+def test_program_that_ends_sends_items_beyond_the_capacity_first():
     """C5: though there was no room for it when it came to its end."""
     ch, told, kept = make(1), make(), []
 
@@ -121,7 +121,7 @@ def test_what_a_program_has_put_comes_home_before_it_ends():
     assert found == list(range(1000))
 
 
-def test_so_does_what_a_child_of_that_program_has_put():
+def test_forked_child_that_ends_sends_its_items_first():
     """C1: such a process runs none of ``atexit``."""
     channel = make(10_000)
 
@@ -135,7 +135,7 @@ def test_so_does_what_a_child_of_that_program_has_put():
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_so_does_what_home_is_to_hear_of_items(broken, monkeypatch):
+def test_program_that_leaves_reports_its_items_first(broken, monkeypatch):
     """C12: also of a program that has just left that home, for it uses no channel there any more."""
     channel, done = make(), threading.Event()
     home, look, post = (
@@ -173,7 +173,7 @@ def test_so_does_what_home_is_to_hear_of_items(broken, monkeypatch):
 
 
 @pytest.mark.parametrize("cause", [None, ValueError("why")])
-def test_a_writer_of_what_has_ended_ends_at_once(cause):
+def test_writer_of_an_ended_channel_raises_at_once(cause):
     """C5, C7: its end may come from home before who opens it has looked at the answer."""
     channel = make()
     if cause is None:
@@ -190,7 +190,7 @@ def test_a_writer_of_what_has_ended_ends_at_once(cause):
     HostPeer(write).result()
 
 
-def test_a_process_of_this_machine_that_is_killed_is_known_to_have_ended():
+def test_killed_process_of_this_machine_is_noticed_without_timeout():
     """C11: whatever the peer_timeout is. What it had in hand comes back."""
     serve(peer_timeout=3600)
     channel, ready = make(), make()
@@ -211,7 +211,7 @@ def test_a_process_of_this_machine_that_is_killed_is_known_to_have_ended():
     spare.close()
 
 
-def test_waiting_calls_elsewhere_are_broken_when_home_is_killed():
+def test_waiting_remote_calls_break_when_the_owner_is_killed():
     told, answers = make(), make()
 
     def hold():
@@ -238,7 +238,7 @@ def test_waiting_calls_elsewhere_are_broken_when_home_is_killed():
     peer.result()
 
 
-def test_who_waits_here_is_told_when_home_ends():
+def test_waiting_calls_break_when_the_owner_exits():
     told = make()
 
     def hold():
@@ -257,7 +257,7 @@ def test_who_waits_here_is_told_when_home_ends():
         writer.put(1)
 
 
-def test_a_forked_child_uses_what_its_parent_has_open():
+def test_forked_child_uses_the_channels_of_its_parent():
     """It has a connection of its own, and may drop it."""
     channel = make()
 
@@ -270,7 +270,7 @@ def test_a_forked_child_uses_what_its_parent_has_open():
     assert channel.get_many(5) == ["parent", "child", "parent again"]
 
 
-def test_nothing_is_left_when_the_last_handle_goes():
+def test_releasing_the_last_handle_leaves_nothing():
     """C12: the fixture of all tests looks for threads, descriptors and memory here; and there."""
     channel = make()
 
@@ -285,7 +285,7 @@ def test_nothing_is_left_when_the_last_handle_goes():
     assert channel.closed
 
 
-def test_of_who_wrote_to_what_was_aborted_nothing_waits_for_the_collector():
+def test_aborted_channel_releases_its_clients_without_the_collector():
     """C12: its links have descriptors, and in a program that allocates little the collector seldom comes."""
     channel, ready = make(), make()
     (home,) = serving._homes
@@ -309,7 +309,7 @@ def test_of_who_wrote_to_what_was_aborted_nothing_waits_for_the_collector():
         gc.enable()
 
 
-def test_a_home_is_over_as_soon_as_its_last_channel_goes():
+def test_server_is_over_once_its_last_channel_is_released():
     """Its thread hears of that, and may look before anything else does."""
     channel, found = make(), []
     (home,) = serving._homes
@@ -319,7 +319,7 @@ def test_a_home_is_over_as_soon_as_its_last_channel_goes():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_port_that_is_left_by_an_exception_gives_back_what_it_has_in_hand(fails):
+def test_port_left_by_an_exception_returns_its_current_item(fails):
     """C6: as at home."""
     channel = make()
     channel.put_many(range(3))
@@ -336,7 +336,7 @@ def test_a_port_that_is_left_by_an_exception_gives_back_what_it_has_in_hand(fail
     assert list(spare) == list(range(0 if fails else 1, 3))
 
 
-def test_a_program_is_not_given_up_before_home_comes_to_join_its_connection(monkeypatch):
+def test_client_survives_until_the_server_joins_its_connection(monkeypatch):
     """C11: home, with much to do, has looked for it twice by then."""
     looks, has_ended, meet = [], LocalPeer.has_ended, ClientSession.meet
 
@@ -355,7 +355,7 @@ def test_a_program_is_not_given_up_before_home_comes_to_join_its_connection(monk
     assert channel.get() == "item"
 
 
-def test_a_home_that_does_not_answer_holds_up_no_other():
+def test_unresponsive_owner_does_not_block_other_owners():
     """C12: ports of others are closed, and their channels opened, while it is dialled."""
     one, other = make(), make()
 
@@ -374,7 +374,7 @@ def test_a_home_that_does_not_answer_holds_up_no_other():
     assert peer.result() == (other.capacity, True, None)
 
 
-def test_a_home_says_goodbye_to_all_at_a_time():
+def test_server_says_goodbye_to_all_clients_concurrently():
     """One that does not hear it keeps nobody else waiting."""
     home, said = ChannelServer(kept=True), []
 
@@ -405,13 +405,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("options", "error", "message"), WRONG)
-def test_serve_takes_nothing_that_a_home_can_not_have(options, error, message):
+def test_serve_refuses_invalid_options(options, error, message):
     with pytest.raises(error, match=message):
         serve(**options)
     assert make().capacity == 64  # as it was
 
 
-def test_a_secret_that_can_not_be_one_is_refused_by_name():
+def test_invalid_secret_is_refused_by_name():
     with pytest.raises(ValueError, match="open_channel: secret must have at least 16 bytes, not 3"):
         open_channel("127.0.0.1:1/1", b"abc")
     with pytest.raises(TypeError, match="Server: secret must be bytes"):

@@ -94,8 +94,9 @@ GETS = {
 
 @pytest.mark.parametrize("how", GETS)
 @pytest.mark.parametrize("there", [True, False], ids=["there before", "comes then"])
-def test_what_comes_to_a_get_that_ctrl_c_ended_is_the_next_one(how, there):
-    """C9: wherever it was; what was there before it, what came while it waited, and what comes later."""
+def test_get_ended_by_ctrl_c_leaves_its_item_next(how, there):
+    """C9: wherever it was; what was there before it, what came while it waited, and what comes later. Each
+    call is the first on its channel, which opens the port; the others run no Python."""
     one, told, get = make(), make(), GETS[how]
 
     def walk():
@@ -136,7 +137,7 @@ def test_what_comes_to_a_get_that_ctrl_c_ended_is_the_next_one(how, there):
 
 
 @pytest.mark.parametrize("end", ["reader", "writer"])
-def test_a_port_whose_opening_ctrl_c_ended_is_left(end):
+def test_port_whose_opening_ctrl_c_ended_is_released(end):
     """C5, C12: it does not count at home, and nothing keeps the connection."""
     one, over = make(), make()
 

@@ -31,7 +31,7 @@ def make(capacity=64, **options):
     return Channel(capacity, across="hosts", **options)
 
 
-def test_what_home_does_not_know_passes_through_unseen():
+def test_item_of_a_class_unknown_to_the_owner_passes_unread():
     """Items of a class that only the programs elsewhere have."""
     channel = make()
 
@@ -52,7 +52,7 @@ def test_what_home_does_not_know_passes_through_unseen():
     assert HostPeer(lambda: int(channel.get().array.sum())).result() == sum(range(100_000))
 
 
-def test_a_channel_is_sent_through_another_one():
+def test_channel_is_sent_through_another_channel():
     """C14: and answers through it come here."""
     carrier, reply = make(), make()
 
@@ -65,7 +65,7 @@ def test_a_channel_is_sent_through_another_one():
     peer.result()
 
 
-def test_a_channel_that_was_made_elsewhere_comes_here_and_goes_on(monkeypatch):
+def test_channel_made_remotely_can_be_received_and_forwarded(monkeypatch):
     carrier = make()
 
     def offer():
@@ -86,7 +86,7 @@ def test_a_channel_that_was_made_elsewhere_comes_here_and_goes_on(monkeypatch):
         carrier.get()
 
 
-def test_the_same_channel_is_one_object():
+def test_channel_opened_twice_is_one_object():
     channel = make()
 
     def look():
@@ -96,7 +96,7 @@ def test_the_same_channel_is_one_object():
     assert HostPeer(look).result()
 
 
-def test_a_channel_that_was_only_under_way_is_one_object_at_home(monkeypatch):
+def test_channel_only_in_transit_is_one_object_at_its_owner(monkeypatch):
     """C13: also where two look for it at a time."""
     carrier, sent = make(), make()
     carrier.put(sent)
@@ -115,7 +115,7 @@ def test_a_channel_that_was_only_under_way_is_one_object_at_home(monkeypatch):
     assert carrier.get() is found[0]
 
 
-def test_who_opens_the_same_channel_at_once_has_one_object():
+def test_threads_that_open_one_channel_get_one_object():
     """Else it would be left with the first of them that goes."""
     channel = make()
     at = channel.address, channel.secret
@@ -141,7 +141,7 @@ def test_who_opens_the_same_channel_at_once_has_one_object():
 
 
 @pytest.mark.parametrize("local", ["processes", "threads"])
-def test_what_can_not_leave_the_machine_raises_where_it_is_put(local):
+def test_put_of_a_channel_bound_to_its_machine_raises(local):
     """C13: at home and elsewhere, and the channel stays as it was."""
     channel = make()
     with pytest.raises(TypeError, match=r"hosts|processes"):
@@ -161,7 +161,7 @@ def test_what_can_not_leave_the_machine_raises_where_it_is_put(local):
     assert channel.stats().items_in == 0
 
 
-def test_ports_do_not_move_to_other_hosts():
+def test_ports_cannot_be_sent_to_other_hosts():
     """The channel does, and ports are opened there."""
     channel = make()
 
@@ -177,7 +177,7 @@ def test_ports_do_not_move_to_other_hosts():
     HostPeer(put_ports).result()
 
 
-def test_a_channel_is_there_for_who_takes_its_item_up():
+def test_channel_survives_for_the_next_receiver_of_its_item():
     """C14: though the first to receive it dropped it, and was killed before its item was finished."""
     carrier, ready = make(), make()
 
@@ -198,7 +198,7 @@ def test_a_channel_is_there_for_who_takes_its_item_up():
         assert successor.get().get() == "from the first"
 
 
-def test_a_channel_lasts_until_the_last_item_that_has_it_is_finished():
+def test_channel_survives_until_its_last_item_is_finished():
     """C14: others have dropped it before, or opened it by its address. C12: then it goes."""
     carrier, inner = make(), make()
     (home,) = serving._homes
@@ -224,7 +224,7 @@ def test_a_channel_lasts_until_the_last_item_that_has_it_is_finished():
     wait_until(is_gone)
 
 
-def test_what_is_packed_keeps_its_channels():
+def test_packed_item_keeps_its_channels():
     """C14: however often it is unpacked, at home and elsewhere, and though nobody else has them."""
     carrier = make()
 
@@ -240,7 +240,7 @@ def test_what_is_packed_keeps_its_channels():
 
 
 @pytest.mark.parametrize("place", [child_of_multiprocessing, lambda function: HostPeer(function).result()])
-def test_a_channel_lasts_in_an_item_that_is_put_again(place):
+def test_channel_survives_in_an_item_that_is_put_again(place):
     """C14: by a forked child of its home, or elsewhere. C12: and no longer."""
     carrier = make()
     (home,) = serving._homes
@@ -278,7 +278,7 @@ def interrupt(which, call, *arguments):
         PendingCall.wait = wait
 
 
-def test_a_channel_is_not_kept_for_a_call_that_ctrl_c_ended():
+def test_call_ended_by_ctrl_c_keeps_no_channel_alive():
     """C12: neither one that was opened, nor one that was made, nor one that was put into an item."""
     inner, other, over = make(), make(), make()
     (home,) = serving._homes
@@ -304,7 +304,7 @@ def test_a_channel_is_not_kept_for_a_call_that_ctrl_c_ended():
     peer.result()
 
 
-def test_a_channel_is_not_kept_for_a_put_that_was_given_up_and_not_done():
+def test_abandoned_put_keeps_no_channel_alive():
     """C9, C12: by who cancels it, by Ctrl-C, or by a select."""
     inner, full, over = make(), make(1), make()
     (home,) = serving._homes
@@ -333,7 +333,7 @@ def test_a_channel_is_not_kept_for_a_put_that_was_given_up_and_not_done():
     peer.result()
 
 
-def test_an_end_that_ctrl_c_took_from_who_opened_it_counts_no_more():
+def test_port_lost_to_ctrl_c_is_not_counted():
     """C5, C9."""
     channel, over = make(), make()
 
@@ -350,7 +350,7 @@ def test_an_end_that_ctrl_c_took_from_who_opened_it_counts_no_more():
     peer.result()
 
 
-def test_a_channel_whose_last_item_is_finished_just_then_is_sent_no_more():
+def test_channel_whose_last_item_just_finished_is_not_sent():
     """C14: whoever put it into an item would find nothing in it."""
     spare = make()  # while it is there, its home is
     (home,) = serving._homes
@@ -374,7 +374,7 @@ def test_a_channel_whose_last_item_is_finished_just_then_is_sent_no_more():
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_channels_in_items_that_nobody_takes_end_with_their_carrier(aborted):
+def test_channels_in_unread_items_end_with_their_carrier(aborted):
     """C12: also those in the items of such a channel."""
     kept, carrier, other, inner = make(), make(), make(), make()
     (home,) = serving._homes
@@ -390,7 +390,7 @@ def test_channels_in_items_that_nobody_takes_end_with_their_carrier(aborted):
     assert kept.address.startswith(home.address)  # it has not ended
 
 
-def test_they_last_while_a_forked_child_has_their_carrier():
+def test_channels_in_items_survive_while_a_child_has_their_carrier():
     carrier, inner, go, kept = make(), make(), make(), make()
     (home,) = serving._homes
     carrier.put(inner)
@@ -410,7 +410,7 @@ def test_they_last_while_a_forked_child_has_their_carrier():
     assert not len(kept)
 
 
-def test_a_channel_that_a_forked_child_has_received_can_be_sent_on():
+def test_channel_received_by_a_forked_child_can_be_forwarded():
     """C14: also when its item is finished, and nobody else has it. C12: then it goes."""
     carrier, target, go = make(), make(), make()
     (home,) = serving._homes

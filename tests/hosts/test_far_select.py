@@ -31,7 +31,7 @@ def hold(told, over):
     over.get()
 
 
-def test_a_channel_elsewhere_is_ready_when_a_get_would_not_wait():
+def test_remote_channel_is_ready_when_get_would_not_block():
     """C10: and nothing is taken."""
     work, stop = make(), make(1)
 
@@ -51,7 +51,7 @@ def test_a_channel_elsewhere_is_ready_when_a_get_would_not_wait():
     assert peer.result() == ["item", True]
 
 
-def test_select_takes_1_to_128_operations_elsewhere():
+def test_remote_select_takes_1_to_128_operations():
     """C10."""
     channels = [make(1) for _ in range(128)]
 
@@ -66,7 +66,7 @@ def test_select_takes_1_to_128_operations_elsewhere():
     assert HostPeer(look).result() == "there"
 
 
-def test_one_select_waits_for_two_homes_and_for_what_is_here():
+def test_select_waits_for_two_owners_and_a_local_channel():
     """C10: whichever comes first; nobody waits anywhere afterwards."""
     told, over, ours = make(), make(), make()
     home = HostPeer(hold, told, over)
@@ -89,7 +89,7 @@ def test_one_select_waits_for_two_homes_and_for_what_is_here():
     home.result()
 
 
-def test_a_select_ends_when_one_of_its_homes_is_killed():
+def test_select_ends_when_one_of_its_owners_is_killed():
     """C6, C11."""
     told, over, ours = make(), make(), make()
     home = HostPeer(hold, told, over)
@@ -109,7 +109,7 @@ def test_a_select_ends_when_one_of_its_homes_is_killed():
 
 
 @pytest.mark.parametrize("far_first", [True, False])
-def test_a_select_ends_when_one_channel_after_the_other_is_drained(far_first):
+def test_select_ends_once_both_channels_are_drained(far_first):
     """C4, C10: whichever is the last."""
     far = make()
 
@@ -129,7 +129,7 @@ def test_a_select_ends_when_one_channel_after_the_other_is_drained(far_first):
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_who_is_killed_while_it_selects_is_forgotten(alone):
+def test_program_killed_during_select_is_forgotten(alone):
     """C10, C11: whether its home does it all, or others take part."""
     one, two = make(), make()
 
@@ -153,7 +153,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("how", WAITS)
-def test_ctrl_c_ends_what_waits_elsewhere_and_what_comes_then_is_not_lost(how):
+def test_ctrl_c_ends_a_remote_wait_and_loses_no_item(how):
     """C9, C10."""
     one, ready, wait_for = make(), make(), WAITS[how]
 
@@ -171,7 +171,7 @@ def test_ctrl_c_ends_what_waits_elsewhere_and_what_comes_then_is_not_lost(how):
     assert peer.result() == "there"
 
 
-def test_nothing_is_lost_or_taken_twice_when_the_connection_breaks():
+def test_select_over_a_broken_connection_takes_each_item_once():
     """C10: of what two programs select, and put by select."""
     left, right, back = make(2), make(2), make(1)
     each = 150
@@ -202,7 +202,7 @@ def test_nothing_is_lost_or_taken_twice_when_the_connection_breaks():
     assert found == Counter(range(2 * each))
 
 
-def test_a_channel_in_an_item_that_was_not_put_is_not_kept_for_it():
+def test_channel_in_an_item_that_was_not_put_is_released():
     """C12: neither by a select, nor by a put, whose time was over or which was refused."""
     full = make(1)
     full.put("old")

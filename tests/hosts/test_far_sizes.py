@@ -14,7 +14,7 @@ from flowchan.remote import session
 pytestmark = pytest.mark.usefixtures("impatient")
 
 
-def test_what_the_channel_takes_its_line_takes(monkeypatch):
+def test_request_line_takes_items_up_to_the_channels_max_bytes(monkeypatch):
     """C1: also where the channel has more ``max_bytes`` than channels have by default."""
     channel, back = (Channel(8, across="hosts", max_bytes=1 << 20) for _ in range(2))
     monkeypatch.setattr(channels, "_MOST_BY_DEFAULT", 1 << 16)
@@ -30,7 +30,7 @@ def test_what_the_channel_takes_its_line_takes(monkeypatch):
     assert len(back.get()) == 160_000
 
 
-def test_an_answer_has_items_up_to_a_bound(monkeypatch):
+def test_reply_contains_a_bounded_number_of_bytes(monkeypatch):
     """C9: the others stay where they are."""
     channel = Channel(64, across="hosts")
     monkeypatch.setattr(session, "TOGETHER", 100)
@@ -49,7 +49,7 @@ def test_an_answer_has_items_up_to_a_bound(monkeypatch):
     assert HostPeer(use).result() == [items[:2], items[2:]]
 
 
-def test_who_asks_hears_that_the_answer_can_not_be_given(monkeypatch):
+def test_caller_gets_the_error_of_an_oversized_reply(monkeypatch):
     channel = Channel(8, across="hosts")
     monkeypatch.setattr(session, "control_ring", lambda: Channel(64, across="processes", max_bytes=10_000))
     channel.put_many([b"x" * 20_000, "after"])

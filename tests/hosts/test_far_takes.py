@@ -52,7 +52,7 @@ TAKES = {
 
 
 @pytest.mark.parametrize("how", ["get", "aget", "get_nowait"])
-def test_an_items_own_index_error_is_raised(how):
+def test_index_error_raised_by_an_item_reaches_the_caller(how):
     """C1: of an item that was left for the next call, too."""
     channel, take = make(), {**TAKES, "get_nowait": lambda one: one.get_nowait()}[how]
 
@@ -72,7 +72,7 @@ ERRORS = [(MemoryError,), (KeyboardInterrupt,), (OSError, errno.EMFILE, ""), (OS
 
 @pytest.mark.parametrize("how", TAKES)
 @pytest.mark.parametrize("error", ERRORS, ids=str)
-def test_an_item_that_can_not_be_received_now_is_the_next_one_again(error, how):
+def test_item_that_cannot_be_received_now_comes_next(error, how):
     """C9: as often as that happens; and what stands behind it comes behind it."""
     channel, take = make(), TAKES[how]
 
@@ -111,7 +111,7 @@ def comes_in_the_end():
 
 
 @pytest.mark.parametrize("how", TAKES)
-def test_a_time_limit_that_a_handler_raises_costs_no_item(how):
+def test_timeout_raised_by_a_signal_handler_loses_no_item(how):
     """C9: as Ctrl-C."""
     channel, take = make(), TAKES[how]
 
@@ -131,7 +131,7 @@ def test_a_time_limit_that_a_handler_raises_costs_no_item(how):
     assert HostPeer(use).result() == ["whole", "behind", 1, "whole", 3]
 
 
-def test_get_many_elsewhere_leaves_what_it_can_not_receive_now():
+def test_remote_get_many_leaves_items_it_cannot_receive_now():
     """C9: what came before it is given, or left too when Ctrl-C ends the call."""
     channel = make()
 
@@ -164,7 +164,7 @@ full = None
 
 
 @pytest.mark.parametrize("how", WAITS)
-def test_an_item_that_came_for_a_cancelled_call_goes_to_who_waits(how):
+def test_item_for_a_cancelled_call_goes_to_a_waiting_reader(how):
     """C8: to another thread of the same process, which home would give only a later one."""
     channel, back, filled = make(), make(), make(1)
     filled.put(0)
@@ -209,7 +209,7 @@ def test_an_item_that_came_for_a_cancelled_call_goes_to_who_waits(how):
     assert channel_of_peer.result() == "the item"
 
 
-def test_a_time_elsewhere_is_kept_though_home_does_not_answer(monkeypatch):
+def test_remote_timeout_holds_when_the_owner_does_not_answer(monkeypatch):
     """C9: and what home gives for such a call comes to the next."""
     monkeypatch.setattr(connection, "UNHEARD", 0.01)
     serve()  # as patient as usual: the home is to be slow, not lost
@@ -244,7 +244,7 @@ def has_stopped(pid):
     return all(thread.read_text().rpartition(") ")[2].startswith("T") for thread in threads)
 
 
-def test_a_home_that_is_known_and_stopped_is_opened_in_time_or_not():
+def test_opening_a_channel_of_a_stopped_owner_times_out():
     """C9: and when it goes on, it is as if nobody had opened the channel."""
     serve()
     told = make()
@@ -308,7 +308,7 @@ def be_a_home(told):
     wait_until(lambda: told.closed)
 
 
-def test_a_late_answer_is_heard_once():
+def test_late_reply_is_delivered_once():
     """C1: though home is lost just when its call is given up."""
 
     class RemotePort(pending_calls.Calls):
@@ -347,40 +347,7 @@ def scarce(monkeypatch):
     monkeypatch.setattr(Scarce, "lacking", ["first", "second"])
 
 
-@pytest.mark.parametrize("how", TAKES)
-def test_what_home_has_no_memory_to_send_is_the_next_item_again(how, scarce):
-    """C9: nobody else gets it meanwhile, and it is not lost."""
-    channel, take = make(), TAKES[how]
-    channel.put_many(["first", "second", "third"])
-    channel.close()
-
-    def use():
-        found = []
-        while len(found) < 3:
-            with contextlib.suppress(MemoryError):
-                found.append(take(channel))
-        return found, channel.drained
-
-    assert HostPeer(use).result() == (["first", "second", "third"], True)
-    assert not Scarce.lacking
-
-
-def test_what_home_keeps_to_send_counts_as_there(scarce):
-    channel = make()
-    channel.put_many(["first", "second", "third"])
-    channel.close()
-
-    def use():
-        with pytest.raises(MemoryError):
-            channel.get_many(2)
-        assert (len(channel), channel.drained) == (3, False)
-        return select([Channel()], ready=[channel]).channel is channel, channel.get_many(3)
-
-    assert HostPeer(use).result() == (True, ["first", "second"])
-    assert channel.get() == "third"
-
-
-def test_a_call_that_took_nothing_is_answered_as_soon_as_there_is_memory(scarce, monkeypatch):
+def test_reply_without_memory_is_sent_once_memory_is_free(scarce, monkeypatch):
     """C9: an item that home has taken in is not refused for lack of memory for the answer."""
     monkeypatch.setattr(Scarce, "lacking", [None, None])
     channel = make()

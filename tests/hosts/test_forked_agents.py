@@ -58,7 +58,7 @@ def program(folder: Path, text: str) -> str:
     return run_python(script(folder, SCRIPT + text), folder)
 
 
-def test_agents_have_names_and_one_parent_that_stays_from_run_to_run() -> None:
+def test_agents_have_names_and_one_parent_across_runs() -> None:
     gate = Gate()
     graph = Graph("named")
     graph.source(range(2)).map(gate.wait, on=local(2), workers=2).sink(abs)
@@ -72,7 +72,7 @@ def test_agents_have_names_and_one_parent_that_stays_from_run_to_run() -> None:
     assert seed() == first
 
 
-def test_a_run_goes_on_when_what_forks_agents_is_killed() -> None:
+def test_run_continues_when_the_fork_server_is_killed() -> None:
     gate = Gate()
     graph = Graph("lost")
     result = graph.source(range(4)).map(gate.wait, on=local(2), workers=4).collect()
@@ -92,7 +92,7 @@ def test_a_run_goes_on_when_what_forks_agents_is_killed() -> None:
     assert seed() != lost
 
 
-def test_the_first_start_after_what_forks_agents_was_killed_begins_another() -> None:
+def test_start_after_a_killed_fork_server_begins_another() -> None:
     ran(abs)
     lost = seed()
     lost.kill()
@@ -112,7 +112,7 @@ def test_workers_see_the_variables_that_the_program_has_by_now(monkeypatch: pyte
     assert seed() == before
 
 
-def test_what_is_settled_when_a_process_starts_is_that_of_the_program_by_now(tmp_path: Path) -> None:
+def test_agents_get_the_current_process_settings_of_the_program(tmp_path: Path) -> None:
     """Its folder, its umask, its limits, and variables that Python reads when it starts."""
     text = """
     def about(_):
@@ -133,7 +133,7 @@ def test_what_is_settled_when_a_process_starts_is_that_of_the_program_by_now(tmp
     assert program(tmp_path, text) == "True True\nTrue True\n"
 
 
-def test_what_another_has_taken_the_place_of_stays_until_its_last_agent_has_ended(
+def test_replaced_fork_server_lives_until_its_last_agent_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gate = Gate()
@@ -150,7 +150,7 @@ def test_what_another_has_taken_the_place_of_stays_until_its_last_agent_has_ende
     assert seed() != old
 
 
-def test_output_goes_where_the_program_has_its_errors_by_now(tmp_path: Path) -> None:
+def test_output_follows_the_programs_current_stderr(tmp_path: Path) -> None:
     text = """
     def say(number):
         print("printed")
@@ -167,7 +167,7 @@ def test_output_goes_where_the_program_has_its_errors_by_now(tmp_path: Path) -> 
     assert sorted(err.split()) == sorted((tmp_path / "errors").read_text().split()) == ["printed", "written"]
 
 
-def test_a_program_without_standard_streams_has_agents(tmp_path: Path) -> None:
+def test_program_without_standard_streams_can_start_agents(tmp_path: Path) -> None:
     """Its files and sockets get the numbers of these streams."""
     text = """
     assert sys.stderr is None
@@ -184,7 +184,7 @@ def test_a_program_without_standard_streams_has_agents(tmp_path: Path) -> None:
     assert (tmp_path / "found").read_text() == "[0, 1]"
 
 
-def test_a_forked_program_has_its_own_and_leaves_its_parents_alone(tmp_path: Path) -> None:
+def test_forked_program_has_its_own_fork_server(tmp_path: Path) -> None:
     text = """
     found(abs)
     before = pids()
@@ -208,7 +208,7 @@ def test_a_forked_program_has_its_own_and_leaves_its_parents_alone(tmp_path: Pat
         "os.execlp('true', 'true')",
     ],
 )
-def test_nothing_is_left_of_it_however_the_program_ends(end: str, tmp_path: Path) -> None:
+def test_fork_server_ends_with_its_program(end: str, tmp_path: Path) -> None:
     text = f"""
     found(abs, 2)
     print(*pids(), flush=True)
@@ -221,7 +221,7 @@ def test_nothing_is_left_of_it_however_the_program_ends(end: str, tmp_path: Path
     wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_program_that_ends_normally_has_collected_it(tmp_path: Path) -> None:
+def test_program_that_ends_normally_reaps_the_fork_server(tmp_path: Path) -> None:
     text = """
     import atexit
 
@@ -237,7 +237,7 @@ def test_a_program_that_ends_normally_has_collected_it(tmp_path: Path) -> None:
     assert program(tmp_path, text) == "no child is left\n"
 
 
-def test_a_run_that_goes_on_at_the_end_is_broken_off_with_its_agents(tmp_path: Path) -> None:
+def test_run_still_active_at_exit_is_aborted_with_its_agents(tmp_path: Path) -> None:
     """And not failed for want of them; nor is another seed started."""
     text = """
     import logging
@@ -262,7 +262,7 @@ def test_a_run_that_goes_on_at_the_end_is_broken_off_with_its_agents(tmp_path: P
     assert "graph 'goes on' is aborted after" in said
 
 
-def test_agents_end_with_a_killed_program_though_a_forked_child_of_it_lives_on(tmp_path: Path) -> None:
+def test_agents_end_with_a_killed_program_despite_its_forked_child(tmp_path: Path) -> None:
     text = """
     held = pathlib.Path(sys.argv[1], "held")
 
@@ -295,7 +295,7 @@ def test_agents_end_with_a_killed_program_though_a_forked_child_of_it_lives_on(t
             child.kill()
 
 
-def test_a_program_that_can_not_start_python_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from flowchan import HostError
 
     monkeypatch.setattr(forked_agents.sys, "executable", "/no/such/python")
@@ -303,7 +303,7 @@ def test_a_program_that_can_not_start_python_says_so(monkeypatch: pytest.MonkeyP
         ran(abs)
 
 
-def test_a_python_that_does_not_come_up_is_told_with_its_own_words(tmp_path: Path) -> None:
+def test_python_that_fails_to_start_is_reported_with_its_error(tmp_path: Path) -> None:
     text = """
     from flowchan import HostError
     os.environ["PYTHONHOME"] = sys.argv[1]
@@ -318,7 +318,7 @@ def test_a_python_that_does_not_come_up_is_told_with_its_own_words(tmp_path: Pat
     assert "encodings" in err
 
 
-def test_a_signal_that_ends_it_ends_no_program(tmp_path: Path) -> None:
+def test_signal_to_the_fork_server_does_not_end_the_program(tmp_path: Path) -> None:
     ran(abs)
     seed().send_signal(signal.SIGTERM)
     assert ran(abs) == 0

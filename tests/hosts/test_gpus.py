@@ -32,7 +32,7 @@ everywhere = pytest.mark.parametrize("on", ["process", local(1)], ids=str)
 
 
 @everywhere
-def test_each_worker_sees_devices_of_its_own(on: Any) -> None:
+def test_each_worker_sees_its_own_devices(on: Any) -> None:
     gate = Gate()
 
     def held(_: int) -> tuple[str, int, str]:
@@ -53,14 +53,14 @@ def test_each_worker_sees_devices_of_its_own(on: Any) -> None:
     assert {device for _, _, device in found[results[2]]} == {"4, 5,7"}
 
 
-def test_a_worker_may_have_several_and_each_host_counts_its_own() -> None:
+def test_worker_may_have_several_gpus_counted_per_host() -> None:
     graph = Graph("gpus")
     found = graph.source(range(100)).map(seen, on=local(2), workers=2, gpus=2).collect()
     assert set(graph.run()[found]) <= {("local-1", 1, "4,5"), ("local-2", 2, "4,5")}
 
 
 @everywhere
-def test_a_successor_has_the_devices_of_the_one_that_died(on: Any, tmp_path: Path) -> None:
+def test_replacement_gets_the_devices_of_the_dead_worker(on: Any, tmp_path: Path) -> None:
     def once(item: int) -> tuple[str, int, str]:
         if item == 3 and not (tmp_path / "died").exists():
             (tmp_path / "died").touch()
@@ -72,14 +72,14 @@ def test_a_successor_has_the_devices_of_the_one_that_died(on: Any, tmp_path: Pat
     assert {device for _, _, device in graph.run()[found]} == {"4,5,7"}
 
 
-def test_a_machine_that_has_too_few_is_one_clear_line() -> None:
+def test_machine_with_insufficient_gpus_is_reported_on_one_line() -> None:
     graph = Graph("gpus")
     graph.source(range(8)).map(seen, on="process", workers=2, gpus=2, name="far").sink(print)
     with pytest.raises(HostError, match=r"worker far 2 needs 2 GPUs, but this host has only 1 of 3 free"):
         graph.run()
 
 
-def test_a_host_that_has_too_few_is_named() -> None:
+def test_host_with_insufficient_gpus_is_named() -> None:
     graph = Graph("gpus")
     graph.source(range(8)).map(seen, on=local(2), workers=7, gpus=1, name="far").sink(print)
     with pytest.raises(RunError) as caught:
@@ -100,14 +100,16 @@ def test_threads_share_the_devices_of_the_program() -> None:
 @pytest.mark.parametrize(
     ("told", "those"), [("", []), ("-1", []), ("0,-1,2", ["0"]), ("GPU-1a,GPU-b", ["GPU-1a", "GPU-b"])]
 )
-def test_those_that_the_environment_names_are_there(
+def test_present_uses_the_environment_variable(
     monkeypatch: pytest.MonkeyPatch, told: str, those: list[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
     assert present() == those
 
 
-def test_else_those_that_the_driver_knows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_present_asks_nvidia_smi_without_environment_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert present() == []

@@ -48,7 +48,7 @@ def test_items_cross_breaks_exactly_once_and_in_order(tls: bool) -> None:
     assert [host.agents for host in run.stats().hosts] == [1, 1]
 
 
-def test_a_worker_goes_on_when_its_link_breaks_while_it_works() -> None:
+def test_worker_continues_when_its_link_breaks() -> None:
     from support.worker_latch import Gate
 
     gate = Gate()

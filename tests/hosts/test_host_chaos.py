@@ -118,7 +118,7 @@ def shaken(
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", ""])
 @pytest.mark.parametrize("function", [double, pairs], ids=["map", "flat_map"])
-def test_outputs_come_once_through_breaks_and_deaths(
+def test_outputs_arrive_once_despite_breaks_and_deaths(
     function: Any, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decisions, "HOPELESS", 1_000)  # a worker may be killed before it begins
@@ -133,7 +133,7 @@ def test_outputs_come_once_through_breaks_and_deaths(
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["", "elastic"])
-def test_so_do_those_of_a_gang_and_what_allreduce_combines(
+def test_gang_and_allreduce_outputs_arrive_once_despite_deaths(
     elastic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R11."""
@@ -156,7 +156,7 @@ def test_so_do_those_of_a_gang_and_what_allreduce_combines(
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_300_000_items_over_1_000_breaks_and_200_deaths_of_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_300_000_items_survive_breaks_and_agent_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_ports, "MOST_AGENTS", 1_000)  # no host is given up
     monkeypatch.setattr(worker_ports, "MOST_UNMET", 1_000)
     monkeypatch.setattr(decisions, "HOPELESS", 1_000)  # a worker may be killed before it begins

@@ -23,14 +23,14 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "the hostname resolves to 127.0.1.1, or there are two interfaces, and the wrong address is taken",
         (
             "transport/test_tcp.py::test_address_comes_from_the_route_not_the_hostname",
-            "hosts/test_ssh_values.py::test_the_driver_listens_where_all_hosts_reach_it",
+            "hosts/test_ssh_values.py::test_driver_listens_where_all_hosts_reach_it",
         ),
     ),
     "ray#22732, ray#33554": (
         "a given address is not honoured by every socket",
         (
             "transport/test_tcp.py::test_listener_uses_exactly_the_given_address",
-            "hosts/test_ssh_values.py::test_an_address_that_was_given_is_taken",
+            "hosts/test_ssh_values.py::test_given_address_is_used",
         ),
     ),
     "pytorch#173909": (
@@ -46,38 +46,38 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "libzmq#2037": (
         "a slow reader loses items, or fills the memory",
-        ("hosts/test_host_complaints.py::test_a_slow_reader_gets_all_and_memory_stays_bounded",),
+        ("hosts/test_host_complaints.py::test_slow_reader_gets_all_items_with_bounded_memory",),
     ),
     "grpc#32435, grpc-go#7542": (
         "a silent cut is noticed after a quarter of an hour",
         (
-            "hosts_real/test_cable.py::test_a_graph_over_three_networks_goes_on_when_one_loses_its_cable",
-            "hosts/test_host_deaths.py::test_an_agent_that_is_silent_is_fenced_and_replaced",
+            "hosts_real/test_cable.py::test_graph_continues_when_one_of_three_networks_loses_its_cable",
+            "hosts/test_host_deaths.py::test_silent_agent_is_fenced_and_replaced",
         ),
     ),
     "dask#3204": (
         "a worker that holds the GIL is taken for dead",
-        ("hosts/test_host_complaints.py::test_who_holds_the_gil_is_not_taken_for_dead",),
+        ("hosts/test_host_complaints.py::test_process_that_holds_the_gil_is_not_fenced",),
     ),
     "dask#6391": (
         "reconnections lose or repeat work",
         (
             "hosts/test_host_breaks.py::test_items_cross_breaks_exactly_once_and_in_order",
-            "hosts/test_host_chaos.py::test_outputs_come_once_through_breaks_and_deaths",
+            "hosts/test_host_chaos.py::test_outputs_arrive_once_despite_breaks_and_deaths",
         ),
     ),
     "nats-server#4716, #4112": (
         "a killed reader's items come again late; lost acknowledgements stall the others",
         (
-            "hosts/test_host_deaths.py::test_an_agent_that_is_killed_is_replaced_with_its_workers",
+            "hosts/test_host_deaths.py::test_killed_agent_is_replaced_with_its_workers",
             "link/test_cuts.py::test_outputs_cut_in_the_middle_arrive_once",
         ),
     ),
     "akka-core#24576, sparkrun#240": (
         "a large message on a slow wire ends the connection; a killed launcher leaves processes",
         (
-            "hosts/test_host_complaints.py::test_a_large_item_on_a_slow_wire_takes_nobody_for_dead",
-            "hosts/test_host_ends.py::test_when_the_driver_is_killed_its_agents_end",
+            "hosts/test_host_complaints.py::test_large_item_on_a_slow_wire_fences_no_host",
+            "hosts/test_host_ends.py::test_agents_end_when_the_driver_is_killed",
         ),
     ),
 }
@@ -105,7 +105,7 @@ def blocks() -> Iterator[bytes]:
         yield number.to_bytes(4, "little") * (SIZE // 4)
 
 
-def test_a_slow_reader_gets_all_and_memory_stays_bounded() -> None:
+def test_slow_reader_gets_all_items_with_bounded_memory() -> None:
     """What is under way is bounded by places and bytes, however much more there is: with the agent and its
     worker that is less than half of all items."""
     graph = Graph("slow")
@@ -136,7 +136,7 @@ def hold_the_gil(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("who", ["worker", "program"])
-def test_who_holds_the_gil_is_not_taken_for_dead(who: str) -> None:
+def test_process_that_holds_the_gil_is_not_fenced(who: str) -> None:
     """For three times the peer_timeout."""
 
     def work(number: int) -> int:
@@ -159,7 +159,7 @@ def test_who_holds_the_gil_is_not_taken_for_dead(who: str) -> None:
 
 
 @pytest.mark.parametrize("function", [len, bytes], ids=["there", "there and back"])
-def test_a_large_item_on_a_slow_wire_takes_nobody_for_dead(function: Callable[[Any], Any]) -> None:
+def test_large_item_on_a_slow_wire_fences_no_host(function: Callable[[Any], Any]) -> None:
     """It is on its way for several times the peer_timeout."""
     item = bytes(48 << 20)
     with wired(1, Wire(rate=16 << 20), peer_timeout=1) as pool:

@@ -62,7 +62,7 @@ def both(pool: Any, work: Callable[[int], int], **options: Any) -> tuple[Any, Ru
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_a_worker_that_is_killed_is_replaced_on_its_host(tmp_path: Path, ordered: bool) -> None:
+def test_killed_worker_is_replaced_on_its_host(tmp_path: Path, ordered: bool) -> None:
     found, stats, _ = both(local(2), once(tmp_path, 50, kill_worker), ordered=ordered)
     assert (found if ordered else sorted(found)) == list(range(ITEMS))
     assert next(stage.restarts for stage in stats.stages if stage.name == "work") == 1
@@ -70,7 +70,7 @@ def test_a_worker_that_is_killed_is_replaced_on_its_host(tmp_path: Path, ordered
 
 
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
-def test_a_worker_that_is_killed_before_it_leaves_its_ports_has_ended(deed: Callable[[], Any]) -> None:
+def test_worker_killed_before_it_leaves_its_ports_has_ended(deed: Callable[[], Any]) -> None:
     """It had told so. With its agent it begins again, and finds nothing to do."""
 
     def work(item: int) -> int:
@@ -84,7 +84,7 @@ def test_a_worker_that_is_killed_before_it_leaves_its_ports_has_ended(deed: Call
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_an_agent_that_is_killed_is_replaced_with_its_workers(tmp_path: Path, ordered: bool) -> None:
+def test_killed_agent_is_replaced_with_its_workers(tmp_path: Path, ordered: bool) -> None:
     found, stats, report = both(local(2), once(tmp_path, 50, kill_agent), ordered=ordered)
     assert (found if ordered else sorted(found)) == list(range(ITEMS))
     assert sorted(host.agents for host in stats.hosts) == [1, 2]
@@ -95,7 +95,7 @@ def test_an_agent_that_is_killed_is_replaced_with_its_workers(tmp_path: Path, or
     assert next(stage.restarts for stage in stats.stages if stage.name == "work") == 0
 
 
-def test_the_workers_of_a_killed_agent_die_with_it() -> None:
+def test_workers_of_a_killed_agent_die_with_it() -> None:
     gate = Gate()
     graph = Graph("orphans")
     result = graph.source(range(4)).map(gate.wait, on=local(1), workers=3).collect()
@@ -111,7 +111,7 @@ def test_the_workers_of_a_killed_agent_die_with_it() -> None:
     assert run.wait()[result] == [0, 1, 2, 3]
 
 
-def test_of_agents_that_have_died_nothing_stays_while_the_run_goes_on() -> None:
+def test_dead_agents_are_released_during_the_run() -> None:
     """Their links have descriptors, and a run may last for days."""
 
     def lives() -> int:
@@ -157,7 +157,7 @@ def test_workers_move_to_another_host_when_their_own_is_lost(tmp_path: Path) -> 
     assert "there is no other" in report
 
 
-def test_without_any_host_left_the_run_ends_and_says_why(tmp_path: Path) -> None:
+def test_run_without_any_host_left_ends_with_the_reason(tmp_path: Path) -> None:
     def work(item: int) -> int:
         if item == 5:
             kill_agent()
@@ -169,7 +169,7 @@ def test_without_any_host_left_the_run_ends_and_says_why(tmp_path: Path) -> None
     assert "there is no other" in str(caught.value.exceptions[0])
 
 
-def test_a_stage_that_can_not_be_replaced_fails_with_its_host() -> None:
+def test_stage_without_restarts_fails_with_its_host() -> None:
     graph = Graph("unique")
     graph.source(range(9)).map(lambda _: kill_agent(), on=local(1), restarts=0, name="work").sink(abs)
     with pytest.raises(RunError) as caught:
@@ -180,7 +180,7 @@ def test_a_stage_that_can_not_be_replaced_fails_with_its_host() -> None:
     assert "restarts are used" in str(error)
 
 
-def test_a_worker_that_dies_on_every_try_ends_the_run_and_names_the_host() -> None:
+def test_worker_that_dies_on_every_try_ends_the_run() -> None:
     graph = Graph("poison")
     graph.source(range(9)).map(lambda _: kill_worker(), on=local(1), restarts=1, name="work").sink(abs)
     with pytest.raises(RunError) as caught:
@@ -189,7 +189,7 @@ def test_a_worker_that_dies_on_every_try_ends_the_run_and_names_the_host() -> No
     assert "local-1" in str(caught.value.exceptions[0])
 
 
-def test_an_item_that_kills_its_workers_is_blamed() -> None:
+def test_item_that_kills_its_workers_is_blamed() -> None:
     def work(item: int) -> int:
         if item == 3:
             kill_worker()
@@ -205,7 +205,7 @@ def test_an_item_that_kills_its_workers_is_blamed() -> None:
     assert isinstance(failed.error, WorkerDied)
 
 
-def test_an_agent_that_is_silent_is_fenced_and_replaced(tmp_path: Path) -> None:
+def test_silent_agent_is_fenced_and_replaced(tmp_path: Path) -> None:
     """It is stopped, so its connection stays as it is."""
 
     def stop_agent() -> None:
@@ -218,7 +218,7 @@ def test_an_agent_that_is_silent_is_fenced_and_replaced(tmp_path: Path) -> None:
     assert "nothing was heard of it" in death
 
 
-def test_a_restartable_source_goes_on_behind_what_is_out_already(tmp_path: Path) -> None:
+def test_restartable_source_resumes_after_its_published_items(tmp_path: Path) -> None:
     def numbers() -> Iterator[int]:
         for number in range(ITEMS):
             yield number
@@ -231,7 +231,7 @@ def test_a_restartable_source_goes_on_behind_what_is_out_already(tmp_path: Path)
 
 
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
-def test_outputs_of_an_item_that_are_out_already_are_not_given_again(
+def test_published_outputs_of_a_retried_item_are_not_repeated(
     tmp_path: Path, deed: Callable[[], Any]
 ) -> None:
     def work(item: int) -> Iterator[tuple[int, int]]:

@@ -39,7 +39,7 @@ def everybody() -> list[psutil.Process]:
     return [one for agent in agents() for one in (agent, *workers_of(agent))]
 
 
-def test_stop_finishes_what_is_in_flight() -> None:
+def test_stop_finishes_items_in_flight_on_hosts() -> None:
     given = []
 
     def numbers() -> Iterator[int]:
@@ -71,7 +71,7 @@ def test_abort_ends_workers_that_never_end(all_gone: list[psutil.Process]) -> No
     assert run.stats().state == "aborted"
 
 
-def test_an_exception_in_the_block_ends_everybody(all_gone: list[psutil.Process]) -> None:
+def test_exception_in_the_with_block_ends_all_processes(all_gone: list[psutil.Process]) -> None:
     gate = Gate()
     graph = Graph("left")
     graph.source(itertools.count).map(gate.wait, on=local(2), workers=2).sink(abs)
@@ -85,7 +85,7 @@ def test_an_exception_in_the_block_ends_everybody(all_gone: list[psutil.Process]
         meanwhile()
 
 
-def test_a_failure_here_ends_workers_there(all_gone: list[psutil.Process]) -> None:
+def test_failure_on_this_host_ends_remote_workers(all_gone: list[psutil.Process]) -> None:
     gate = Gate()
 
     def fail(_: int) -> None:
@@ -101,7 +101,7 @@ def test_a_failure_here_ends_workers_there(all_gone: list[psutil.Process]) -> No
         graph.run()
 
 
-def test_readers_that_want_no_more_end_a_stage_on_hosts() -> None:
+def test_readers_that_stop_end_a_stage_on_hosts() -> None:
     graph = Graph("enough")
     result = graph.source(itertools.count).map(abs, on=local(2), workers=2).take(5).collect()
     run = graph.start()
@@ -110,7 +110,7 @@ def test_readers_that_want_no_more_end_a_stage_on_hosts() -> None:
     assert [host.breaks for host in run.stats().hosts] == [0, 0]
 
 
-def test_a_stage_with_ports_that_ends_by_itself_ends_what_is_before_it() -> None:
+def test_stage_that_returns_early_ends_the_stages_before_it() -> None:
     def three(numbers: In[int], out: Out[int]) -> None:
         for _ in range(3):
             out.put(numbers.get())
@@ -122,7 +122,7 @@ def test_a_stage_with_ports_that_ends_by_itself_ends_what_is_before_it() -> None
 
 
 @pytest.mark.parametrize("whose", ["out", "numbers"])
-def test_a_channel_that_a_worker_aborts_ends_the_run_with_its_cause(whose: str) -> None:
+def test_channel_aborted_by_a_worker_ends_the_run(whose: str) -> None:
     def abort(numbers: In[int], out: Out[int]) -> None:
         for number in numbers:
             if number == 3:
@@ -138,7 +138,7 @@ def test_a_channel_that_a_worker_aborts_ends_the_run_with_its_cause(whose: str) 
     assert "local-1" in str(error)
 
 
-def test_ctrl_c_stops_the_run_and_hands_over_what_was_finished(
+def test_ctrl_c_stops_the_run_and_returns_finished_results(
     tmp_path: Path, all_gone: list[psutil.Process]
 ) -> None:
     text = """
@@ -170,7 +170,7 @@ def test_ctrl_c_stops_the_run_and_hands_over_what_was_finished(
     assert err.count("flowchan: stopping") == 1
 
 
-def test_when_the_driver_is_killed_its_agents_end(tmp_path: Path, all_gone: list[psutil.Process]) -> None:
+def test_agents_end_when_the_driver_is_killed(tmp_path: Path, all_gone: list[psutil.Process]) -> None:
     text = """
         import itertools, os, pathlib, sys, threading
         from flowchan import Graph
@@ -193,7 +193,7 @@ def test_when_the_driver_is_killed_its_agents_end(tmp_path: Path, all_gone: list
         process.kill()
 
 
-def test_other_versions_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_mismatch_is_reported_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "versions", lambda: {"python": "3.99", "flowchan": "0.0.1"})
     graph = Graph("mismatched")
     graph.source([1]).map(abs, on=local(1)).sink(abs)
@@ -213,7 +213,7 @@ class Faulty(Local):
         return super().start(number, Launch(("-c", "raise SystemExit(7)"), launch.stdin))
 
 
-def test_a_host_that_can_not_be_used_is_told_at_the_start() -> None:
+def test_unusable_host_is_reported_at_the_start() -> None:
     graph = Graph("unusable")
     graph.source(itertools.count).map(abs, on=pool_of("test", Faulty(2))).sink(abs)
     with pytest.raises(HostError, match=r"host 'local-1' can't be used: .*code 7") as caught:
@@ -229,14 +229,14 @@ class Refusing(Local):
         raise HostError("the program for it is not installed here", self.hosts[number])
 
 
-def test_a_provider_that_can_not_start_anything_is_told_at_the_start() -> None:
+def test_provider_that_cannot_start_agents_is_reported_at_the_start() -> None:
     graph = Graph("unusable")
     graph.source(itertools.count).map(abs, on=pool_of("test", Refusing(2))).sink(abs)
     with pytest.raises(HostError, match="not installed here"):
         graph.run()
 
 
-def test_a_worker_may_finish_what_its_threads_do(tmp_path: Path) -> None:
+def test_worker_may_finish_its_threads(tmp_path: Path) -> None:
     """As a worker process here may: it is not killed because its run is over."""
 
     def at_the_end() -> None:
@@ -257,7 +257,7 @@ def filled(size: int) -> bytes:
     return bytes(size)
 
 
-def test_an_output_that_has_no_place_at_home_fails_where_it_is_put() -> None:
+def test_output_beyond_the_drivers_memory_fails_in_its_stage() -> None:
     graph = Graph("large")
     graph.source([5_000_000]).map(filled, on=local(1), name="far").sink(len)
     with pytest.raises(RunError) as caught:
@@ -267,7 +267,7 @@ def test_an_output_that_has_no_place_at_home_fails_where_it_is_put() -> None:
     assert "takes items of at most max_bytes=4000000" in told
 
 
-def test_an_item_that_has_no_place_on_a_host_ends_the_run_and_says_so(
+def test_item_beyond_the_hosts_memory_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(

@@ -61,7 +61,7 @@ def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["", "tls"])
-def test_workers_that_share_a_stream_end_together(tls: bool) -> None:
+def test_gang_workers_that_share_a_stream_end_together(tls: bool) -> None:
     """None waits at the end for what another one has ahead, on whatever host that is."""
     if tls:
         pytest.importorskip("cryptography")
@@ -72,7 +72,7 @@ def test_workers_that_share_a_stream_end_together(tls: bool) -> None:
 
 @pytest.mark.parametrize("options", [(), ("restartable",), ("restartable", "elastic")], ids="+".join)
 @pytest.mark.parametrize("numbers", [functools.partial(range, 20), itertools.count], ids=["", "endless"])
-def test_they_end_when_nobody_reads_what_they_put(
+def test_gang_ends_when_its_readers_are_gone(
     numbers: Callable[[], Iterable[int]], options: tuple[str, ...]
 ) -> None:
     """Not all see it in the same round, and some miss others before it is heard why."""
@@ -95,7 +95,7 @@ class Mortal:
         in_step(items, group, out)
 
 
-def test_who_begins_when_a_mate_is_dead_does_not_wait_for_it(
+def test_worker_that_starts_after_a_peer_died_does_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that lacks a module asks for what the stage uses of it. Meanwhile a mate died, and this worker
@@ -123,7 +123,7 @@ def test_who_begins_when_a_mate_is_dead_does_not_wait_for_it(
     assert not late
 
 
-def test_the_failure_of_one_is_the_only_one_that_is_reported() -> None:
+def test_only_the_original_failure_of_a_gang_is_reported() -> None:
     def fail(group: Group, out: Out[int]) -> None:
         if group.rank == 1:
             raise ValueError("mine")
@@ -147,7 +147,7 @@ class Unfinished:
         out.put(group.allreduce(1))
 
 
-def test_who_fails_before_all_have_met_is_waited_for_by_nobody() -> None:
+def test_worker_that_fails_before_joining_ends_the_gang() -> None:
     graph = Graph("gang")
     graph.stage(Unfinished, on=local(2), workers=3).collect()
     with pytest.raises(RunError) as caught:
@@ -175,7 +175,7 @@ def test_death_restarts_the_gang_with_its_current_items(tmp_path: Path, deed: Ca
     assert Counter(run.wait()[result]) == Counter(range(ITEMS))
 
 
-def test_who_loses_his_agent_has_not_left_his_mates_in_order(tmp_path: Path) -> None:
+def test_worker_that_loses_its_agent_counts_as_dead(tmp_path: Path) -> None:
     """He hears by his channels that it is gone, and ends. For his mates that is a death: all begin again."""
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:
@@ -196,7 +196,7 @@ def test_who_loses_his_agent_has_not_left_his_mates_in_order(tmp_path: Path) -> 
     assert run.wait()[result] == [1]
 
 
-def test_who_misses_a_mate_has_not_left_the_others_in_order(tmp_path: Path) -> None:
+def test_worker_that_raises_member_died_restarts_the_gang(tmp_path: Path) -> None:
     """They may hear of him before they hear of that one."""
 
     def miss() -> None:
@@ -222,7 +222,7 @@ def cut(group: Any) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def test_connections_between_hosts_that_break_let_all_begin_again(tmp_path: Path) -> None:
+def test_broken_connection_between_hosts_restarts_the_gang(tmp_path: Path) -> None:
     """Nobody died, and nobody can go on."""
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:
@@ -263,7 +263,7 @@ def test_each_round_has_an_item_of_every_worker_that_still_has_one() -> None:
     assert rounds(reduced) == [(10 + 20 + 30, 3, 0), (21 + 31, 2, 1), (32, 1, 2)]
 
 
-def test_what_workers_share_is_all_combined_however_few_places_there_are() -> None:
+def test_allreduce_combines_all_items_at_capacity_one() -> None:
     """A worker that has an item in hand may wait for room that only the next item of another one makes, so
     that one must get it, or its end."""
     graph = Graph("shares")
@@ -275,7 +275,7 @@ def test_what_workers_share_is_all_combined_however_few_places_there_are() -> No
 
 
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
-def test_each_output_is_in_one_round_whatever_dies(tmp_path: Path, deed: Callable[[], Any]) -> None:
+def test_each_output_is_in_one_round_despite_deaths(tmp_path: Path, deed: Callable[[], Any]) -> None:
     """What a worker had in hand is its successor's alone: another one's channel does not know what is out."""
 
     def work(item: int) -> Iterator[str]:

@@ -23,7 +23,7 @@ def work(number: int) -> int:
     return number
 
 
-def test_records_of_workers_on_hosts_are_the_programs(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_records_of_remote_workers_reach_the_program(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     graph = Graph("logged")
     graph.source(range(4)).map(work, on=local(2), workers=2, name="far").sink(abs)
@@ -45,7 +45,7 @@ def test_records_of_workers_on_hosts_are_the_programs(caplog: pytest.LogCaptureF
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_levels_are_those_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_levels_come_from_the_program(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     caplog.set_level(logging.ERROR, logger="mine")
     graph = Graph("logged")

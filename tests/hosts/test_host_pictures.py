@@ -37,38 +37,38 @@ def drawn(pool: object) -> Graph:
 
 
 @pytest.mark.parametrize("draw", [to_dot, to_mermaid])
-def test_a_picture_names_the_hosts_of_a_stage(draw: object) -> None:
+def test_picture_names_the_hosts_of_a_stage(draw: object) -> None:
     assert "2 hosts: local-1, local-2" in draw(drawn(local(2)))  # type: ignore[operator]
     assert "host local-1" in draw(drawn(local(2)["local-1"]))  # type: ignore[operator]
     assert "hosts not given yet" in draw(drawn("hosts"))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("draw", [to_dot, to_mermaid])
-def test_many_hosts_are_one_box_with_their_number(draw: object) -> None:
+def test_many_hosts_are_drawn_as_one_counted_box(draw: object) -> None:
     assert "64 hosts: local-1 … local-64" in draw(drawn(local(64)))  # type: ignore[operator]
 
 
-def test_the_command_gives_hosts_to_the_stages_that_ask_for_them(tmp_path: Path) -> None:
+def test_command_places_stages_on_its_hosts(tmp_path: Path) -> None:
     result = command(tmp_path, "run", "--hosts", "local:2")
     assert result.exit_code == 0, result.output
     assert "['local-']" in result.output
     assert "local(2)" in result.output
 
 
-def test_without_hosts_the_command_says_how_they_are_given(tmp_path: Path) -> None:
+def test_command_without_hosts_explains_the_option(tmp_path: Path) -> None:
     for word in ("run", "check"):
         result = command(tmp_path, word)
         assert result.exit_code == 2
         assert "flowchan run FILE --hosts local:2" in result.output
 
 
-def test_hosts_that_are_none_are_refused_with_what_is_allowed(tmp_path: Path) -> None:
+def test_unknown_hosts_are_refused_with_the_allowed_forms(tmp_path: Path) -> None:
     result = command(tmp_path, "run", "--hosts", "mars:2")
     assert result.exit_code == 2
     assert "local:2, ssh:gpu1,user@gpu2, slurm or ray:4" in result.output
 
 
-def test_a_host_that_can_not_be_used_is_one_line_of_the_command(tmp_path: Path) -> None:
+def test_command_reports_an_unusable_host_on_one_line(tmp_path: Path) -> None:
     result = command(tmp_path, "run", "--hosts", "ssh:no-such-host.invalid")
     assert result.exit_code == 2
     (line,) = result.output.splitlines()

@@ -18,9 +18,7 @@ Calls: list[Any] = []  # in the worker's process
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_what_nobody_waits_for_any_more_is_dropped_on_hosts_too(
-    batch: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancelled_requests_are_dropped_on_hosts(batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
 
     def answer(item: Any) -> Any:
@@ -66,7 +64,7 @@ class Bomb:
         return os._exit, (7,)
 
 
-def test_an_item_that_kills_who_unpickles_it_on_a_host_is_told_to_who_asked() -> None:
+def test_item_that_kills_a_remote_worker_fails_its_ask() -> None:
     async def main() -> None:
         graph = Graph("asked")
         questions: Any = graph.input("questions")

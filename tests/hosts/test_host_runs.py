@@ -34,7 +34,7 @@ def results(graph: Graph, stream: Any) -> Any:
     return graph.run()[stream]
 
 
-def test_a_map_gives_its_results_in_order_spread_evenly_over_the_hosts() -> None:
+def test_map_keeps_order_and_spreads_workers_evenly_over_hosts() -> None:
     gate = Gate()
 
     def square(number: int) -> tuple[int, int, int]:
@@ -55,7 +55,7 @@ def test_a_map_gives_its_results_in_order_spread_evenly_over_the_hosts() -> None
     assert sorted(map(sorted, hosts.values())) == [[1, 3], [2, 4]]
 
 
-def test_a_stage_runs_on_the_host_that_was_named() -> None:
+def test_stage_runs_on_the_named_host() -> None:
     pool = local(2)
     graph = Graph("named")
     first = graph.source(range(20)).map(host_of, on=pool["local-1"], workers=2)
@@ -68,14 +68,14 @@ def test_a_stage_runs_on_the_host_that_was_named() -> None:
     assert one == same != other
 
 
-def test_items_and_results_may_be_of_classes_that_are_not_there() -> None:
+def test_items_and_results_may_use_classes_missing_on_hosts() -> None:
     graph = Graph("points")
     points = graph.source([Point(n) for n in range(10)], name="points")
     found = results(graph, points.map(lambda point: Point(-point.x), on=local(2), workers=2).collect())
     assert found == [Point(-n) for n in range(10)]
 
 
-def test_the_users_own_module_goes_along_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_module_is_sent_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_only.py").write_text(
         textwrap.dedent("""
             FACTOR = 3
@@ -102,7 +102,7 @@ def test_the_users_own_module_goes_along_by_value(tmp_path: Path, monkeypatch: p
     del sys.modules["mine_only"]
 
 
-def test_a_module_that_a_host_does_not_have_is_named() -> None:
+def test_module_missing_on_a_host_is_named() -> None:
     def uses(item: int) -> int:
         import no_such_module_anywhere  # type: ignore[import-not-found]
 
@@ -117,7 +117,7 @@ def test_a_module_that_a_host_does_not_have_is_named() -> None:
     assert "local-1" in str(error)
 
 
-def test_an_error_says_on_which_host_and_has_the_traceback_from_there() -> None:
+def test_error_names_its_host_and_has_the_remote_traceback() -> None:
     def fail(item: int) -> int:
         if item == 3:
             raise ValueError("not this one")
@@ -135,7 +135,7 @@ def test_an_error_says_on_which_host_and_has_the_traceback_from_there() -> None:
     assert 'raise ValueError("not this one")' in "".join(error.__cause__.__notes__)
 
 
-def test_failed_items_go_to_the_stream_of_errors() -> None:
+def test_failed_items_on_hosts_go_to_errors() -> None:
     def half(item: int) -> float:
         return 1 / (item % 2)
 
@@ -152,7 +152,7 @@ def test_failed_items_go_to_the_stream_of_errors() -> None:
     )
 
 
-def test_what_runs_in_a_process_runs_on_a_host() -> None:
+def test_operators_run_on_hosts() -> None:
     pool = local(2)
 
     def twice(numbers: In[int], out: Out[int], log: Out[str]) -> None:
@@ -175,7 +175,7 @@ def test_what_runs_in_a_process_runs_on_a_host() -> None:
     assert found[ends[2]] == [f"{n}" for n in expected]
 
 
-def test_a_sink_runs_on_hosts(tmp_path: Path) -> None:
+def test_sink_runs_on_hosts(tmp_path: Path) -> None:
     def write(number: int) -> None:
         (tmp_path / f"{number}").touch()
 
@@ -215,20 +215,20 @@ class Packed:
         return operator.attrgetter, ("real",)
 
 
-def test_what_workers_are_to_do_is_packed_while_their_agents_start(tmp_path: Path) -> None:
+def test_worker_functions_are_packed_while_their_agents_start(tmp_path: Path) -> None:
     graph = Graph("packed")
     found = graph.source(range(3)).map(Packed(tmp_path), on=pool_of("slow", Slow(1, tmp_path))).collect()
     assert results(graph, found) == [0, 1, 2]
 
 
-def test_two_pools_of_one_provider_share_its_agents() -> None:
+def test_pools_with_equal_providers_share_agents() -> None:
     graph = Graph("shared")
     numbers = graph.source(range(10)).map(host_of, on=local(1))
     found = results(graph, numbers.map(lambda host: (host, host_of()), on=local(1)).collect())
     assert all(one == other for one, other in found)
 
 
-def test_the_report_names_the_hosts() -> None:
+def test_report_names_the_hosts() -> None:
     graph = Graph("told")
     graph.source(range(10)).map(abs, on=local(2), workers=2, name="far").sink(abs)
     with graph.start() as run:
@@ -241,7 +241,7 @@ def test_the_report_names_the_hosts() -> None:
     assert "received  round trip\n" in report
 
 
-def test_an_item_that_only_one_machine_can_have_ends_the_run_and_names_the_channel() -> None:
+def test_item_that_cannot_leave_the_driver_ends_the_run() -> None:
     graph = Graph("shared")
     items = graph.source([Channel(across="processes")], name="items")
     items.map(abs, on=local(1), name="far").sink(abs)
@@ -250,7 +250,7 @@ def test_an_item_that_only_one_machine_can_have_ends_the_run_and_names_the_chann
     assert "channel 'items' can't go to host 'local-1'" in str(caught.value.exceptions[0])
 
 
-def test_a_result_that_only_one_machine_can_have_ends_the_run_and_names_the_channel() -> None:
+def test_result_that_cannot_leave_its_host_ends_the_run() -> None:
     graph = Graph("shared")
     made = graph.source([1]).map(lambda _: Channel(across="processes"), on=local(1), name="made")
     made.sink(abs)
@@ -259,7 +259,7 @@ def test_a_result_that_only_one_machine_can_have_ends_the_run_and_names_the_chan
     assert "channel 'made' can't go from host 'local-1'" in str(caught.value.exceptions[0])
 
 
-def test_a_greeting_tells_of_those_hosts_alone_that_had_an_agent_before(monkeypatch: Any) -> None:
+def test_greeting_lists_only_hosts_that_had_an_agent_before(monkeypatch: Any) -> None:
     """It has room for some hundred."""
     hellos = []
 

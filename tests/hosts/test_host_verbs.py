@@ -164,17 +164,17 @@ CASES = [
 ]  # fmt: skip
 
 
-def test_there_is_a_case_for_each_verb() -> None:
+def test_each_operator_has_a_case() -> None:
     assert {case.__name__.rstrip("_") for case in CASES} == set(OPERATORS)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.rstrip("_"))
-def test_a_operator_gives_over_two_hosts_what_it_gives_here(case: Any) -> None:
+def test_operator_on_two_hosts_equals_local_result(case: Any) -> None:
     found, expected = case(Graph("operators"))
     assert found == expected
 
 
-def test_each_operator_that_fails_an_item_gives_it_to_its_errors_from_any_host() -> None:
+def test_failed_items_of_each_operator_reach_errors_from_hosts() -> None:
     def refuse(number: int) -> int:
         if number % 3 == 0:
             raise ValueError(f"{number} at {worker().host}")
@@ -194,7 +194,7 @@ def test_each_operator_that_fails_an_item_gives_it_to_its_errors_from_any_host()
     assert {str(one.error).rpartition(" ")[2] for one in everything} <= set(POOL.hosts)
 
 
-def test_async_functions_work_beside_hosts_and_on_them() -> None:
+def test_async_functions_run_locally_and_on_hosts() -> None:
     async def slow(number: int) -> int:
         await asyncio.sleep(0)
         return number
@@ -212,7 +212,7 @@ def test_async_functions_work_beside_hosts_and_on_them() -> None:
     assert sorted(run(graph, found)) == list(range(40))
 
 
-def test_a_callable_class_is_built_once_for_each_worker_where_that_runs() -> None:
+def test_callable_class_is_built_once_on_each_workers_host() -> None:
     class Named:
         def __init__(self) -> None:
             self.place = worker().host, worker().number
@@ -225,7 +225,7 @@ def test_a_callable_class_is_built_once_for_each_worker_where_that_runs() -> Non
     assert set(found) <= {("local-1", 1), ("local-2", 2)}
 
 
-def test_a_generator_of_a_source_is_closed_on_its_host_when_nobody_wants_more() -> None:
+def test_source_generator_closes_on_its_host_when_readers_stop() -> None:
     def endless(closed: In[int], out: Out[int], said: Out[str]) -> None:
         def numbers() -> Iterator[int]:
             number = 0

@@ -71,7 +71,7 @@ def goes_on(run: Run, looks: list[Waits]) -> bool:
 # nobody can move
 
 
-def test_branches_over_two_hosts_that_wait_for_each_other_are_recognised() -> None:
+def test_branches_on_two_hosts_that_deadlock_are_reported() -> None:
     graph = Graph("stuck")
     left, right = graph.source(range(300_000), on=POOL).tee(2, name="tee", capacity=1)
     left = left.map(same, on=POOL["local-1"], name="left", capacity=1)
@@ -97,7 +97,7 @@ def ask_right_only(left: In[int], right: In[int], out: Out[int]) -> None:
 
 
 @pytest.mark.parametrize("asker", ["local-1", "local-2"])
-def test_stages_that_wait_for_each_other_are_recognised(asker: str) -> None:
+def test_stages_that_deadlock_on_hosts_are_reported(asker: str) -> None:
     graph = Graph("stuck")
     left, right = graph.stage(give_left_only, name="giver", on=POOL["local-1"])
     graph.stage(ask_right_only, left, right, name="asker", on=POOL[asker]).sink(same)
@@ -106,7 +106,7 @@ def test_stages_that_wait_for_each_other_are_recognised(asker: str) -> None:
     assert "'giver' on local-1 waits to put into 'giver.left' (64 of 64)" in text
 
 
-def test_when_everybody_waits_to_get_the_remedy_is_to_put() -> None:
+def test_deadlock_of_readers_names_put_as_the_remedy() -> None:
     graph = Graph("loop")
     back = graph.feedback()
     out = graph.stage(pass_on, back, on=POOL["local-1"], name="first")
@@ -124,7 +124,7 @@ def pass_on(numbers: In[int], out: Out[int]) -> None:
 # somebody can
 
 
-def test_a_worker_that_works_for_long_elsewhere_is_no_deadlock(looks: list[Waits]) -> None:
+def test_remote_worker_that_works_long_is_not_a_deadlock(looks: list[Waits]) -> None:
     """All others wait meanwhile, for it or for room."""
     gate = Gate()
     graph = Graph("working")
@@ -136,7 +136,7 @@ def test_a_worker_that_works_for_long_elsewhere_is_no_deadlock(looks: list[Waits
     assert run.wait()[result] == list(range(500))
 
 
-def test_one_of_two_workers_that_works_is_no_deadlock(looks: list[Waits]) -> None:
+def test_one_working_worker_of_two_is_not_a_deadlock(looks: list[Waits]) -> None:
     """The other one waits, and with it its link and everybody here."""
     gate = Gate()
     graph = Graph("working")
@@ -157,7 +157,7 @@ def sleeps(pid: int) -> bool:
     return all(thread.read_text().rpartition(") ")[2].startswith("S") for thread in threads)
 
 
-def test_a_stopped_worker_that_has_an_item_is_no_deadlock(looks: list[Waits]) -> None:
+def test_stopped_worker_with_an_item_is_not_a_deadlock(looks: list[Waits]) -> None:
     """It has been woken and can't look: the others wait for it, and it goes on when it is continued."""
     graph = Graph("stopped")
     numbers = graph.input(capacity=1)
@@ -186,14 +186,14 @@ def begin(fresh: In[int], back: In[int], out: Out[int], done: Out[int]) -> None:
         done.put(number)
 
 
-def test_an_item_on_a_slow_wire_is_no_deadlock(looks: list[Waits]) -> None:
+def test_item_on_a_slow_wire_is_not_a_deadlock(looks: list[Waits]) -> None:
     """It is on its way most of the time, and meanwhile all workers wait. The hosts are asked all the time."""
     assert round_and_round(Wire(delay=0.02), 20) == [0]
     assert len(looks) > 10
     assert not all(one.moves for one in looks)
 
 
-def test_a_broken_connection_is_no_deadlock(looks: list[Waits]) -> None:
+def test_broken_connection_is_not_a_deadlock(looks: list[Waits]) -> None:
     def then(run: Run) -> None:
         cut()
 

@@ -55,14 +55,14 @@ class Queue:
         return Queued(self.patch, launch)
 
 
-def test_it_is_waited_for_as_long_as_it_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queued_agent_is_awaited_beyond_the_start_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_handle, "START", 0.2)  # four looks
     graph = Graph("late")
     result = graph.source(range(3)).map(str, on=pool_of("late", Queue(monkeypatch))).collect()
     assert graph.run()[result] == ["0", "1", "2"]
 
 
-def test_who_does_not_dial_is_told_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_that_does_not_dial_is_reported_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_handle, "START", 0.2)
     monkeypatch.setattr(Queued, "waits", lambda self: False)
     graph = Graph("late")
@@ -71,7 +71,7 @@ def test_who_does_not_dial_is_told_with_the_address(monkeypatch: pytest.MonkeyPa
         graph.run()
 
 
-def test_ctrl_c_ends_the_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_the_wait_for_a_queued_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left of it."""
 
     def interrupt(queued: Queued) -> bool:

@@ -32,7 +32,7 @@ class BreaksMeanwhile:
         pass
 
 
-def test_a_break_that_has_just_happened_does_not_end_the_agent(monkeypatch):
+def test_recent_break_does_not_end_the_agent(monkeypatch):
     """It has its peer_timeout to dial again, from the break on."""
     monkeypatch.setattr(agent_handle, "START", 0.0)  # it is long since it was started
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
@@ -48,7 +48,7 @@ def test_a_break_that_has_just_happened_does_not_end_the_agent(monkeypatch):
         one.close(0)
 
 
-def test_an_agent_that_has_not_come_yet_is_not_waited_for_at_the_end():
+def test_agent_that_has_not_connected_does_not_delay_the_end():
     """It has nothing to finish: after Ctrl-C while the agents start the program ends at once."""
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
     provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)
@@ -61,7 +61,7 @@ def test_an_agent_that_has_not_come_yet_is_not_waited_for_at_the_end():
 @pytest.mark.parametrize(
     "said", ["", "no orders", "{}", "[1]", '{"secret": 5}', '{"secret": "00", "more": 1}']
 )
-def test_an_agent_that_is_started_by_hand_says_what_starts_agents(said: str) -> None:
+def test_agent_started_by_hand_explains_how_agents_start(said: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "flowchan.hosts.agent"],
         input=said,

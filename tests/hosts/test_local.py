@@ -78,7 +78,7 @@ def end_of(one: StartedAgent) -> str:
     return one.ended() or ""
 
 
-def test_a_provider_is_a_value():
+def test_provider_compares_and_pickles_by_value():
     assert local(2) == local(2) != local(3)
     assert hash(local(2)) == hash(local(2))
     assert pickle.loads(pickle.dumps(local(2))) == local(2)
@@ -91,22 +91,22 @@ def test_a_provider_is_a_value():
 @pytest.mark.parametrize(
     ("count", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError), ("2", TypeError)]
 )
-def test_a_count_that_is_none_is_refused(count, error):
+def test_invalid_count_is_refused(count, error):
     with pytest.raises(error, match="local: count must be"):
         local(count)
 
 
-def test_a_launch_does_not_show_its_secret():
+def test_repr_of_a_launch_hides_its_secret():
     assert "secret" not in repr(launch("pass"))
 
 
-def test_the_launch_line_comes_by_standard_input_and_ends(start, tmp_path):
+def test_launch_line_arrives_on_standard_input(start, tmp_path):
     one = start(launch(ECHO, tmp_path / "got", stdin=b"the line\n"))
     assert end_of(one) == "the agent local-1 exited with code 0 without finishing"
     assert (tmp_path / "got").read_bytes() == b"the line\n"
 
 
-def test_the_secret_is_in_no_command_line_and_no_environment(start, processes, tmp_path):
+def test_secret_is_absent_from_command_lines_and_environments(start, processes, tmp_path):
     start(launch(SLEEP, tmp_path / "up"))
     wait_until((tmp_path / "up").exists)
     (child,) = processes()
@@ -114,14 +114,14 @@ def test_the_secret_is_in_no_command_line_and_no_environment(start, processes, t
     assert "a secret" not in str(child.environ())
 
 
-def test_an_agent_is_told_apart_by_how_it_ended(start):
+def test_agents_report_how_each_of_them_ended(start):
     killed = start(launch("import os; os.kill(os.getpid(), 9)"))
     failed = start(launch("raise SystemExit(3)"), 1)
     assert end_of(killed) == "the agent local-1 was killed by SIGKILL"
     assert end_of(failed) == "the agent local-2 exited with code 3 without finishing"
 
 
-def test_one_that_runs_has_not_ended_until_it_is_killed(start, tmp_path):
+def test_running_agent_has_not_ended_until_killed(start, tmp_path):
     one = start(launch(SLEEP, tmp_path / "up"))
     wait_until((tmp_path / "up").exists)
     assert one.ended() is None
@@ -130,7 +130,7 @@ def test_one_that_runs_has_not_ended_until_it_is_killed(start, tmp_path):
     one.kill()
 
 
-def test_closing_kills_it_and_what_it_has_started_and_leaves_no_zombie(start, processes, tmp_path):
+def test_close_kills_the_agent_and_its_children_without_zombies(start, processes, tmp_path):
     parent = (
         "import subprocess, sys\n"
         f"subprocess.run([sys.executable, '-c', {SLEEP!r}, sys.argv[1]], stdin=subprocess.DEVNULL)\n"
@@ -146,7 +146,7 @@ def test_closing_kills_it_and_what_it_has_started_and_leaves_no_zombie(start, pr
     assert one.ended() == "the agent local-1 was killed by SIGKILL"
 
 
-def test_what_an_agent_has_started_is_killed_after_the_agent_itself_has_ended(start, tmp_path):
+def test_children_of_an_ended_agent_are_killed(start, tmp_path):
     parent = (
         "import subprocess, sys\n"
         f"subprocess.Popen([sys.executable, '-c', {SLEEP!r}, sys.argv[1]], stdin=subprocess.DEVNULL)\n"
@@ -204,16 +204,14 @@ BY_CHILD = 'Child("gpu1", (sys.executable, *said.arguments), said, lambda code, 
     ],
     ids=["local", "child"],
 )
-def test_the_end_is_told_in_a_program_that_ignores_its_children_and_output_goes_to_standard_error(
-    how, told, output
-):
+def test_agent_end_is_reported_when_the_program_ignores_sigchld(how, told, output):
     program = IGNORING.format(start=how)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{told}\n"
     assert done.stderr == f"{output}\n"
 
 
-def test_the_death_of_an_agent_by_a_signal_from_outside_is_named(start, processes, tmp_path):
+def test_agent_killed_by_a_signal_names_the_signal(start, processes, tmp_path):
     one = start(launch(SLEEP, tmp_path / "up"))
     wait_until((tmp_path / "up").exists)
     (child,) = processes()

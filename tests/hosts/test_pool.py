@@ -12,7 +12,7 @@ from flowchan.hosts import local
 from flowchan.run.policy.plan import plan
 
 
-def test_a_pool_compares_pickles_and_prints_as_what_was_written() -> None:
+def test_pool_compares_pickles_and_prints_by_value() -> None:
     pool = local(2)
     assert pool == local(2)
     assert pool != local(3)
@@ -22,14 +22,14 @@ def test_a_pool_compares_pickles_and_prints_as_what_was_written() -> None:
     assert not agents()
 
 
-def test_a_part_of_a_pool_has_the_hosts_that_were_named() -> None:
+def test_pool_indexed_by_names_has_only_those_hosts() -> None:
     pool = local(3)
     assert pool["local-2"].hosts == ("local-2",)
     assert pool["local-1", "local-3"].hosts == ("local-1", "local-3")
     assert pool["local-2"].is_beside(pool)
 
 
-def test_hosts_take_as_many_workers_of_a_stage_as_is_their_share() -> None:
+def test_hosts_get_workers_in_proportion_to_their_shares() -> None:
     """Whatever stages on other pools have there."""
     pool = local(3)
     uneven = pool[{"local-3": 1, "local-1": 3}]
@@ -43,7 +43,7 @@ def test_hosts_take_as_many_workers_of_a_stage_as_is_their_share() -> None:
         assert (len(planned), planned.count("local-1")) == (workers, on_first)
 
 
-def test_stages_on_hosts_with_shares_share_them() -> None:
+def test_stages_spread_over_hosts_by_shares() -> None:
     pool = local(2)[{"local-1": 1, "local-2": 2}]
     graph = Graph("chain")
     stream = graph.source(range(3))
@@ -63,13 +63,13 @@ def test_stages_on_hosts_with_shares_share_them() -> None:
         ({}, KeyError, "needs a host"),
     ],
 )
-def test_a_share_that_is_none_is_refused(shares: object, error: type[Exception], message: str) -> None:
+def test_invalid_share_is_refused(shares: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         local(2)[shares]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("wrong", ["gpu1", (), ("local-1", "gpu1"), 1])
-def test_a_host_that_the_pool_does_not_have_is_refused(wrong: object) -> None:
+def test_unknown_host_of_a_pool_is_refused(wrong: object) -> None:
     with pytest.raises((KeyError, TypeError), match=r"local-1|int"):
         local(1)[wrong]  # type: ignore[index]
 
@@ -77,20 +77,20 @@ def test_a_host_that_the_pool_does_not_have_is_refused(wrong: object) -> None:
 @pytest.mark.parametrize(
     ("peer_timeout", "error"), [(0, ValueError), (-1, ValueError), (None, TypeError), ("10", TypeError)]
 )
-def test_patience_is_a_number_of_seconds(peer_timeout: object, error: type[Exception]) -> None:
+def test_peer_timeout_must_be_a_number_of_seconds(peer_timeout: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="local: peer_timeout must be") as raised:
         local(1, peer_timeout=peer_timeout)  # type: ignore[arg-type]
     assert "None:" not in str(raised.value)
 
 
-def test_declaring_and_checking_a_graph_on_a_pool_starts_nothing() -> None:
+def test_declaring_and_checking_a_graph_starts_no_agent() -> None:
     graph = Graph("declared")
     graph.source(range(3)).map(abs, on=local(2), workers=4).sink(abs)
     assert graph.check() == ()
     assert not agents()
 
 
-def test_what_can_not_be_sent_to_a_host_is_found_before_the_run() -> None:
+def test_function_that_cannot_be_sent_is_found_before_the_run() -> None:
     import threading
 
     lock = threading.Lock()
@@ -101,7 +101,7 @@ def test_what_can_not_be_sent_to_a_host_is_found_before_the_run() -> None:
     assert not agents()
 
 
-def test_a_stage_on_hosts_that_nobody_has_named_is_found_before_the_run() -> None:
+def test_stage_on_unnamed_hosts_is_found_before_the_run() -> None:
     graph = Graph("homeless")
     graph.source([1]).map(abs, on="hosts", name="far").sink(abs)
     (problem,) = graph.check()

@@ -56,7 +56,7 @@ probe.main()
 """
 
 
-def test_a_host_tells_what_it_is_and_the_way_to_it_is_measured():
+def test_probe_reports_host_facts_and_measures_the_connection():
     one, two = probe.look(local(2))
     assert (one.host, two.host) == ("local-1", "local-2")
     for facts in (one, two):
@@ -78,13 +78,13 @@ def test_a_host_tells_what_it_is_and_the_way_to_it_is_measured():
         (TELLING.format(what="python"), "local-2 has Python 0.0.1, and this program has "),
     ],
 )
-def test_a_host_that_can_not_be_used_says_why_and_the_others_are_measured(program, problem):
+def test_probe_reports_an_unusable_host_and_measures_the_others(program, problem):
     one, two = probe.look(odd(program))
     assert (one.problem, two.problem[: len(problem)]) == ("", problem)
     assert one.rate > 0
 
 
-def test_a_name_that_nobody_knows_is_told_beside_the_others():
+def test_probe_reports_an_unknown_name_next_to_other_hosts():
     """So is one whose address has a problem alone."""
     one, two, three = probe.look(odd("", ""))
     assert (one.problem, two.problem) == ("", "local-2 is closed today")
@@ -94,13 +94,13 @@ def test_a_name_that_nobody_knows_is_told_beside_the_others():
 
 
 @pytest.mark.skipif(not shutil.which("ssh"), reason="ssh is not here: apt-get install openssh-client")
-def test_where_no_name_is_known_each_is_told():
+def test_probe_reports_each_of_several_unknown_names():
     found = probe.look(ssh("one.invalid", "two.invalid"))
     for facts, host in zip(found, ("one.invalid", "two.invalid"), strict=True):
         assert facts.problem.startswith(f"ssh: {host} can't be found from this machine (")
 
 
-def test_a_host_that_does_not_dial_is_given_up():
+def test_probe_gives_up_on_a_host_that_does_not_dial():
     _, two = probe.look(odd("import signal; signal.pause()"), host_timeout=5.0)
     assert two.problem.startswith("local-2 did not dial 127.0.0.1:")
     assert two.problem.endswith("say another address of this machine with address=")
@@ -112,7 +112,7 @@ QUITTING = (
 )
 
 
-def test_a_host_that_goes_while_it_is_measured_is_told():
+def test_probe_reports_a_host_that_exits_during_measurement():
     _, two = probe.look(odd(QUITTING))
     assert two.problem.startswith("local-2 did not answer while it was measured: ")
     assert two.python == platform.python_version()
@@ -123,7 +123,7 @@ def check(*words: str) -> tuple[int, list[str], str]:
     return result.exit_code, result.stdout.splitlines(), result.stderr
 
 
-def test_the_command_prints_a_row_for_each_host():
+def test_command_prints_one_row_per_host():
     code, lines, errors = check("local:2")
     assert (code, errors) == (0, "")
     assert lines[0].split("  ")[0] == "host"
@@ -133,7 +133,7 @@ def test_the_command_prints_a_row_for_each_host():
     assert {"ms", "MB/s", "GiB"} <= set(rows[1])
 
 
-def test_the_command_names_what_can_not_be_used_and_fails(monkeypatch):
+def test_command_names_unusable_hosts_and_fails(monkeypatch):
     monkeypatch.setattr(
         "flowchan.hosts.spec.parse", lambda spec: Spec(odd("raise SystemExit(7)"), 10.0, False)
     )
@@ -143,7 +143,7 @@ def test_the_command_names_what_can_not_be_used_and_fails(monkeypatch):
     assert errors == "flowchan: the agent local-2 exited with code 7 without finishing\n"
 
 
-def test_the_command_refuses_what_means_no_hosts(monkeypatch):
+def test_command_refuses_invalid_hosts(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     code, lines, errors = check("local:none")
     assert (code, lines) == (2, [])

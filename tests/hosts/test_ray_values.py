@@ -12,7 +12,7 @@ from flowchan.errors import HostError
 from flowchan.hosts.providers.ray import _Reservation, ray
 
 
-def test_a_provider_is_a_value():
+def test_provider_compares_and_pickles_by_value():
     given = ray(2, resources={"GPU": 1, "blue": 0.5})
     assert given.hosts == ("ray-1", "ray-2")
     assert given == ray(2, resources={"blue": 0.5, "GPU": 1}) != ray(2)
@@ -22,30 +22,30 @@ def test_a_provider_is_a_value():
     assert repr(ray(1, address="10.0.0.1")) == "ray(1, address='10.0.0.1')"
 
 
-def test_each_agent_takes_a_core_unless_told_otherwise():
+def test_agent_takes_one_core_by_default():
     assert ray(1, resources={"GPU": 1}).bundle == {"CPU": 1, "GPU": 1}
     assert ray(1, resources={"CPU": 4}).bundle == {"CPU": 4}
 
 
 @pytest.mark.parametrize("amount", [-1, "1", True, None])
-def test_an_amount_that_is_none_is_refused(amount):
+def test_invalid_resource_amount_is_refused(amount):
     with pytest.raises(ValueError, match=r"ray: resources\['GPU'\] must be a number of at least 0, not"):
         ray(1, resources={"GPU": amount})
 
 
 @pytest.mark.parametrize(("count", "error"), [(0, ValueError), ("2", TypeError)])
-def test_a_count_that_is_none_is_refused(count, error):
+def test_invalid_count_is_refused(count, error):
     with pytest.raises(error, match="ray: count must be"):
         ray(count)
 
 
-def test_without_ray_the_remedy_is_named(monkeypatch):
+def test_use_without_ray_names_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(HostError, match=r"Ray can't be imported here .*: pip install ray"):
         ray(2).listen_at()
 
 
-def test_an_address_that_was_given_is_taken_without_asking_ray(monkeypatch):
+def test_given_address_is_used_without_asking_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert ray(2, address="10.0.0.1").listen_at() == "10.0.0.1"
 
@@ -64,7 +64,7 @@ NODES = [
         ("NO_RESOURCES", "it waits until others give back what they have of it"),
     ],
 )
-def test_who_gets_no_place_says_what_was_asked_for_and_what_there_is(monkeypatch, caplog, state, why):
+def test_late_reservation_logs_requested_and_available_resources(monkeypatch, caplog, state, why):
     placement = SimpleNamespace(placement_group_table=lambda _: {"stats": {"scheduling_state": state}})
     monkeypatch.setitem(sys.modules, "ray.util.placement_group", placement)
     cluster = SimpleNamespace(nodes=lambda: NODES)

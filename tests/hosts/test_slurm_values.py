@@ -20,7 +20,7 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_provider_is_a_value():
+def test_provider_compares_and_pickles_by_value():
     assert slurm() == slurm() != slurm(address="10.0.0.1")
     assert pickle.loads(pickle.dumps(slurm())) == slurm()
     assert hash(slurm()) == hash(slurm())
@@ -28,11 +28,11 @@ def test_a_provider_is_a_value():
     assert repr(slurm(address="10.0.0.1")) == "slurm(address='10.0.0.1')"
 
 
-def test_an_address_that_was_given_is_taken():
+def test_given_address_is_used():
     assert slurm(address="10.0.0.1").listen_at() == "10.0.0.1"
 
 
-def test_outside_an_allocation_the_remedy_is_named():
+def test_use_outside_an_allocation_names_the_remedy():
     for use in (lambda: slurm().hosts, slurm().listen_at):
         with pytest.raises(
             HostError, match=r"no allocation of Slurm \(SLURM_JOB_ID is not set\).*'sbatch'.*'salloc'"
@@ -40,7 +40,7 @@ def test_outside_an_allocation_the_remedy_is_named():
             use()
 
 
-def test_without_the_commands_of_slurm_that_is_said(monkeypatch, tmp_path):
+def test_missing_slurm_commands_are_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_JOB_NODELIST", f"nowhere[1-2]{tmp_path.name}")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -48,7 +48,7 @@ def test_without_the_commands_of_slurm_that_is_said(monkeypatch, tmp_path):
         slurm().hosts  # noqa: B018
 
 
-def test_a_graph_is_declared_and_drawn_outside_an_allocation_and_the_remedy_is_named_when_it_shall_run():
+def test_graph_outside_an_allocation_is_drawn_but_cannot_run():
     graph = Graph("declared")
     pool = flowchan.hosts.slurm()
     assert repr(pool) == "slurm()"

@@ -35,12 +35,12 @@ POOLS = {
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_text_means_a_provider(spec):
+def test_text_is_parsed_as_a_provider(spec):
     assert parse(spec) == (SPECS[spec], PEER_TIMEOUT_S, False)
 
 
 @pytest.mark.parametrize("spec", POOLS)
-def test_and_a_pool_with_its_options(spec):
+def test_text_is_parsed_as_a_pool_with_options(spec):
     assert pool_from(spec) == POOLS[spec]
 
 
@@ -61,7 +61,7 @@ def test_and_a_pool_with_its_options(spec):
         "slurm:2",
     ],
 )
-def test_what_means_none_is_refused_with_the_forms_that_do(spec):
+def test_invalid_text_is_refused_with_the_allowed_forms(spec):
     with pytest.raises(
         ValueError, match="hosts are given as local:2, ssh:gpu1,user@gpu2, slurm or ray:4, not"
     ):
@@ -84,11 +84,11 @@ def test_what_means_none_is_refused_with_the_forms_that_do(spec):
         ("ssh:python=x", "hosts are given as"),
     ],
 )
-def test_an_option_that_is_none_is_refused_with_those_that_are(spec, message):
+def test_unknown_option_is_refused_with_the_allowed_ones(spec, message):
     with pytest.raises(ValueError, match=message):
         parse(spec)
 
 
-def test_a_host_that_is_none_is_refused():
+def test_empty_host_is_refused():
     with pytest.raises(ValueError, match="ssh: a host must not be empty"):
         parse("ssh:gpu1,,gpu2")

@@ -14,7 +14,7 @@ from flowchan.hosts.providers.ssh import ssh
 from flowchan.transport import addresses
 
 
-def test_a_provider_is_a_value():
+def test_provider_compares_and_pickles_by_value():
     given = ssh("gpu1", "user@gpu2", python="~/venv/bin/python")
     assert given.hosts == ("gpu1", "user@gpu2")
     assert given == ssh("gpu1", "user@gpu2", python="~/venv/bin/python") != ssh("gpu1")
@@ -39,7 +39,7 @@ def test_a_provider_is_a_value():
         (("gpu1", "gpu2", "gpu1"), ValueError, "ssh: 'gpu1' is there twice"),
     ],
 )
-def test_what_is_no_host_is_refused(hosts, error, message):
+def test_invalid_host_is_refused(hosts, error, message):
     with pytest.raises(error, match=message):
         ssh(*hosts)
 
@@ -48,7 +48,7 @@ def test_what_is_no_host_is_refused(hosts, error, message):
     "word",
     ["python3", "/opt/my venv/bin/python", "it's", "$HOME", "", "~x y/python", "a~/b", "`id`", "~/a b"],
 )
-def test_a_shell_reads_the_command_as_it_was_meant(word):
+def test_shell_parses_the_command_as_intended(word):
     """Words are quoted, and only a leading home folder is left to the shell."""
     read = subprocess.run(
         ("sh", "-c", f"printf %s {as_text((word,))}"),
@@ -59,7 +59,7 @@ def test_a_shell_reads_the_command_as_it_was_meant(word):
     assert read == (f"/home/me{word[1:]}" if word.startswith("~/") else word)
 
 
-def test_the_script_around_an_agent_tells_how_it_ended():
+def test_wrapper_script_reports_the_agents_exit_code():
     done = subprocess.run(around("sh", ("-c", "printf hello; kill -9 $$")), capture_output=True, text=True)
     assert done.stdout == "flowchan-agent started\nhelloflowchan-agent ended 137\n"
 
@@ -89,7 +89,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("lines", "marks", "why"), ENDS)
-def test_an_end_is_told_only_where_it_is_known(lines, marks, why):
+def test_end_of_an_agent_is_reported_only_when_known(lines, marks, why):
     """That ssh has ended says nothing of the agent, unless the script has said it."""
     told = explainer("gpu1", "nopy", "get one", lambda code, said: "not reached")(255, Said(lines, marks))
     assert told is None if why is None else told is not None and told.startswith(why)
@@ -113,7 +113,7 @@ def towards(*hosts: str) -> str:
 
 
 @pytest.mark.usefixtures("routes")
-def test_the_driver_listens_where_all_hosts_reach_it():
+def test_driver_listens_where_all_hosts_reach_it():
     """A host on this machine reaches all of its addresses."""
     assert towards("here") == "127.0.0.1"
     assert towards("six") == "::1"
@@ -121,7 +121,7 @@ def test_the_driver_listens_where_all_hosts_reach_it():
 
 
 @pytest.mark.usefixtures("routes")
-def test_where_no_address_is_right_for_all_the_remedy_is_named():
+def test_missing_common_address_names_the_remedy():
     with pytest.raises(HostError, match=r"near from 10.0.0.1, far from 192.168.0.9.*address=") as raised:
         towards("near", "here", "far")
     assert raised.value.host == ""
@@ -131,15 +131,15 @@ def test_where_no_address_is_right_for_all_the_remedy_is_named():
         towards("near", "lost")
 
 
-def test_the_route_to_loopback_is_loopback():
+def test_route_to_loopback_is_loopback():
     assert addresses.route_to("127.0.0.1") == "127.0.0.1"
     assert addresses.address_towards("ssh", {"x": "localhost"}) in ("127.0.0.1", "::1")
 
 
-def test_an_address_that_was_given_is_taken():
+def test_given_address_is_used():
     assert ssh("no.such.host", address="10.1.2.3").listen_at() == "10.1.2.3"
 
 
-def test_an_error_of_a_host_crosses_processes():
+def test_host_error_survives_pickling():
     error = pickle.loads(pickle.dumps(HostError("gpu1: no", "gpu1")))
     assert (str(error), error.host) == ("gpu1: no", "gpu1")

@@ -29,7 +29,7 @@ graph.run()
 """
 
 
-def test_an_agent_whose_errors_nobody_reads_ends_after_its_patience():
+def test_agent_with_unread_errors_ends_after_the_peer_timeout():
     """Its last words have nowhere to go when the program is killed together with whoever read its output."""
     with subprocess.Popen((sys.executable, "-c", PROGRAM), stderr=subprocess.PIPE, text=True) as program:
         assert program.stderr is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 from networks import Networks
 
 
-def test_a_graph_over_three_networks_goes_on_when_one_loses_its_cable(networks: Networks, tmp_path: Path):
+def test_graph_continues_when_one_of_three_networks_loses_its_cable(networks: Networks, tmp_path: Path):
     """The silence is noticed within the peer_timeout, and the work is done by the others. The report shows
     it."""
     head, first, second = networks.names

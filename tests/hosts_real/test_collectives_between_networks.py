@@ -47,7 +47,7 @@ with collective.group(rank=rank, size=3, at=address, secret=b"only members know 
 """
 
 
-def test_a_slow_way_between_two_networks_is_left_out(networks: Networks) -> None:
+def test_slow_route_between_two_networks_is_avoided(networks: Networks) -> None:
     """And what the one in the middle passes on comes whole."""
     head, _, second = networks.names
     names = networks.names
@@ -56,7 +56,7 @@ def test_a_slow_way_between_two_networks_is_left_out(networks: Networks) -> None
     assert [one.communicate()[0] for one in ranks] == ["0 to 1, 1 to 2\nTrue\n", "None\n", "True\n"]
 
 
-def test_a_group_over_three_networks_is_told_when_one_loses_its_cable(networks: Networks) -> None:
+def test_group_reports_the_member_whose_network_loses_its_cable(networks: Networks) -> None:
     head, first, second = networks.names
     ranks = [start(RANK, where, rank) for rank, where in enumerate((head, head, first, second))]
     for one in ranks:

@@ -17,14 +17,14 @@ SSH = ssh("gpu1", "gpu2", python=sys.executable)
 
 
 @pytest.mark.usefixtures("sshd")
-def test_a_graph_runs_over_ssh(tmp_path):
+def test_graph_runs_over_ssh(tmp_path):
     run = run_over(SSH, tmp_path, nothing)
     assert [(host.name, host.agents) for host in run.stats().hosts] == [("gpu1", 1), ("gpu2", 1)]
     assert all(host.sent for host in run.stats().hosts)
 
 
 @pytest.mark.usefixtures("sshd")
-def test_an_agent_behind_ssh_that_is_killed_is_replaced(tmp_path):
+def test_killed_agent_over_ssh_is_replaced(tmp_path):
     run = run_over(SSH, tmp_path, kill_agent)
     (death,) = deaths(run)
     assert "was killed by SIGKILL" in death
@@ -32,7 +32,7 @@ def test_an_agent_behind_ssh_that_is_killed_is_replaced(tmp_path):
 
 
 @pytest.mark.usefixtures("sshd")
-def test_a_graph_goes_on_without_the_ssh_that_has_started_its_agent(tmp_path):
+def test_graph_continues_without_the_ssh_that_started_its_agent(tmp_path):
     run = run_over(SSH, tmp_path, cut_ssh)
     assert deaths(run) == []
     assert [host.agents for host in run.stats().hosts] == [1, 1]
@@ -55,7 +55,7 @@ graph.run()
 
 
 @pytest.mark.usefixtures("sshd")
-def test_an_agent_behind_ssh_ends_after_its_patience_when_the_program_is_killed():
+def test_agent_over_ssh_ends_when_its_program_is_killed():
     program = subprocess.Popen((sys.executable, "-c", PROGRAM), stderr=subprocess.PIPE, text=True)
     with program, program.stderr as said:
         told = next(line for line in said if line.startswith("[gpu1] agent "))
@@ -66,13 +66,13 @@ def test_an_agent_behind_ssh_ends_after_its_patience_when_the_program_is_killed(
 
 
 @pytest.mark.usefixtures("allocation")
-def test_a_graph_runs_over_slurm(tmp_path):
+def test_graph_runs_over_slurm(tmp_path):
     run = run_over(slurm(), tmp_path, nothing)
     assert [(host.name, host.agents) for host in run.stats().hosts] == [("node1", 1), ("node2", 1)]
 
 
 @pytest.mark.usefixtures("allocation")
-def test_an_agent_whose_job_step_is_cancelled_is_replaced(tmp_path):
+def test_agent_whose_job_step_is_cancelled_is_replaced(tmp_path):
     run = run_over(slurm(), tmp_path, cancel_step)
     (death,) = deaths(run)
     assert "was ended by Slurm" in death
@@ -88,7 +88,7 @@ graph.source(range(20)).sink(lambda item: print("item", item, "on", worker().hos
 
 
 @pytest.mark.usefixtures("sshd")
-def test_a_graph_is_given_hosts_by_the_command(tmp_path):
+def test_command_gives_hosts_to_a_graph(tmp_path):
     (tmp_path / "told.py").write_text(FILE)
     flowchan = Path(sys.executable).with_name("flowchan")
     command = (flowchan, "run", "told.py", "--hosts", f"ssh:gpu1,gpu2,python={sys.executable}")

@@ -36,7 +36,7 @@ def walk(nodes: Nodes, tmp_path: Path) -> Callable[[str], list[str]]:
     return run
 
 
-def test_without_a_cluster_the_remedy_is_named(tmp_path):
+def test_use_without_a_cluster_names_the_remedy(tmp_path):
     """Before any other here, for Ray finds a cluster that runs on this machine."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     said = tmp_path / "said"
@@ -48,7 +48,7 @@ def test_without_a_cluster_the_remedy_is_named(tmp_path):
     )
 
 
-def test_each_agent_has_a_node_of_its_own_and_the_end_of_each_is_told(walk):
+def test_each_agent_has_its_own_node_and_reports_its_end(walk):
     assert walk("spread") == [
         f"listening at {HEAD}",
         "agents on 10.77.0.1 10.77.0.2 10.77.0.3",
@@ -58,14 +58,14 @@ def test_each_agent_has_a_node_of_its_own_and_the_end_of_each_is_told(walk):
     ]
 
 
-def test_killing_an_agent_ends_it_and_gives_all_back(walk):
+def test_killed_agent_ends_and_releases_its_resources(walk):
     assert walk("killed") == [
         "ray-1 is lost, as Ray says: The actor is dead because it was killed by `ray.kill`.",
         "held:",
     ]
 
 
-def test_agents_end_with_their_driver_without_waiting_for_their_patience(nodes, tmp_path):
+def test_agents_end_with_their_driver_before_the_peer_timeout(nodes, tmp_path):
     """Ray ends the actors of a driver that is gone, and they take the agents along. These here don't look."""
     done = nodes.run(sys.executable, str(WALKS), "killed_driver", str(tmp_path / "said"))
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -74,19 +74,19 @@ def test_agents_end_with_their_driver_without_waiting_for_their_patience(nodes, 
     wait_until(lambda: not any(map(psutil.pid_exists, pids)))
 
 
-def test_a_python_without_flowchan_is_named_with_its_host(walk):
+def test_python_without_flowchan_is_named_with_its_host(walk):
     assert walk("no_flowchan") == [
         f"the Python at {sys.executable} on ray-1 has no flowchan: "
         "the environment of Ray's workers must bring it"
     ]
 
 
-def test_a_node_that_is_killed_is_told_and_its_agent_comes_up_on_another(nodes, walk):
+def test_killed_node_is_reported_and_its_agent_restarts_on_another(nodes, walk):
     (killed,) = walk("node_killed")
     nodes.start_again(killed)
 
 
-def test_a_graph_goes_on_when_a_node_is_killed(nodes, walk):
+def test_graph_continues_when_a_node_is_killed(nodes, walk):
     death, agents, held = walk("graph")
     assert re.fullmatch(r"ray-[12]: .*", death)
     assert (agents, held) == ("[1, 2]", "held:")

@@ -27,7 +27,7 @@ def steps(job: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("allocation")
-def test_each_node_of_the_allocation_runs_its_agent_and_the_end_of_each_is_told():
+def test_each_allocated_node_runs_its_agent_and_reports_its_end():
     with Driver(slurm()) as driver:
         assert driver.provider.hosts == ("node1", "node2")
         assert driver.address == "127.0.0.1"
@@ -39,13 +39,13 @@ def test_each_node_of_the_allocation_runs_its_agent_and_the_end_of_each_is_told(
 
 
 @pytest.mark.usefixtures("allocation")
-def test_the_secret_is_in_no_command_line_and_no_environment():
+def test_secret_is_absent_from_command_lines_and_environments():
     with Driver(slurm()) as driver:
         assert_the_secret_is_hidden(driver)
 
 
 @pytest.mark.usefixtures("allocation")
-def test_output_comes_to_standard_error_with_the_name_of_the_node(capfd):
+def test_output_reaches_stderr_with_the_node_name(capfd):
     with Driver(slurm()) as driver:
         driver.start(1)
         driver.hear()
@@ -56,7 +56,7 @@ def test_output_comes_to_standard_error_with_the_name_of_the_node(capfd):
     assert err == "[node2] agent 1 is up\n[node2] a last word without an end of line\n"
 
 
-def test_killing_an_agent_ends_it_and_its_job_step(allocation):
+def test_killed_agent_ends_with_its_job_step(allocation):
     with Driver(slurm()) as driver:
         one = driver.start(0)
         agent = psutil.Process(driver.hear()["pid"])
@@ -66,7 +66,7 @@ def test_killing_an_agent_ends_it_and_its_job_step(allocation):
         wait_until(lambda: not agent.is_running() and steps(allocation) == [])
 
 
-def test_an_agent_whose_step_was_cancelled_from_outside_has_ended(allocation):
+def test_agent_whose_job_step_was_cancelled_has_ended(allocation):
     with Driver(slurm()) as driver:
         one = driver.start(0)
         driver.hear()
@@ -76,7 +76,7 @@ def test_an_agent_whose_step_was_cancelled_from_outside_has_ended(allocation):
         assert driver.gone(0)
 
 
-def test_closing_leaves_no_job_step(allocation):
+def test_close_leaves_no_job_step(allocation):
     with Driver(slurm(), STAYING) as driver:
         for number in (0, 1):
             driver.start(number)
@@ -85,7 +85,7 @@ def test_closing_leaves_no_job_step(allocation):
 
 
 @pytest.mark.usefixtures("allocation")
-def test_what_srun_refuses_is_told_with_the_node():
+def test_refusal_by_srun_is_reported_with_the_node():
     with Driver(slurm()) as driver:
         subprocess.run(("scancel", "--name=flowchan-test"), check=True)
         why = end_of(driver.start(1))
@@ -93,7 +93,7 @@ def test_what_srun_refuses_is_told_with_the_node():
 
 
 @pytest.mark.usefixtures("allocation")
-def test_a_python_without_flowchan_is_named_with_its_node():
+def test_python_without_flowchan_is_named_with_its_node():
     with Driver(slurm()) as driver:
         launch = Launch(("-I", "-S", "-m", "flowchan.hosts.agent"), b"{}\n")
         driver.started[0] = one = driver.provider.start(0, launch)

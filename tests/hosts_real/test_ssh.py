@@ -24,18 +24,18 @@ from flowchan.hosts.providers.ssh import ssh
 pytestmark = pytest.mark.usefixtures("sshd")
 
 
-def test_each_host_runs_its_agent_and_the_end_of_each_is_told():
+def test_each_host_runs_its_agent_and_reports_its_end():
     with Driver(ssh("gpu1", "root@gpu2", python=sys.executable)) as driver:
         assert driver.address == "127.0.0.1"
         assert_agents_run_and_tell_their_ends(driver, sys.executable)
 
 
-def test_the_secret_is_in_no_command_line_and_no_environment():
+def test_secret_is_absent_from_command_lines_and_environments():
     with Driver(ssh("gpu1", python=sys.executable)) as driver:
         assert_the_secret_is_hidden(driver)
 
 
-def test_a_python_in_the_home_folder_may_be_named_by_a_tilde(tmp_path):
+def test_python_in_the_home_folder_can_use_a_tilde(tmp_path):
     """The shell over there expands it."""
     home = os.path.expanduser("~")
     name = f".flowchan test {tmp_path.name}"
@@ -48,7 +48,7 @@ def test_a_python_in_the_home_folder_may_be_named_by_a_tilde(tmp_path):
         os.unlink(f"{home}/{name}")
 
 
-def test_output_comes_to_standard_error_with_the_name_of_the_host(capfd):
+def test_output_reaches_stderr_with_the_host_name(capfd):
     with Driver(ssh("gpu1", python=sys.executable)) as driver:
         driver.start(0)
         driver.hear()
@@ -59,7 +59,7 @@ def test_output_comes_to_standard_error_with_the_name_of_the_host(capfd):
     assert err == "[gpu1] agent 0 is up\n[gpu1] a last word without an end of line\n"
 
 
-def test_the_agent_outlives_a_killed_ssh_which_is_not_said_to_be_its_end():
+def test_agent_outlives_a_killed_ssh():
     """Only its peer_timeout ends it; here it is the end of its connection to the driver."""
     with Driver(ssh("gpu1", python=sys.executable)) as driver:
         one = driver.start(0)
@@ -79,7 +79,7 @@ def clients() -> list[psutil.Process]:
     return [child for child in mine if child.name() == "ssh" and child.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_lost_connection_of_ssh_is_not_said_to_be_the_end_of_the_agent():
+def test_lost_ssh_connection_is_not_reported_as_the_agents_end():
     with Driver(ssh("gpu1", python=sys.executable)) as driver:
         one = driver.start(0)
         agent = psutil.Process(driver.hear()["pid"])
@@ -102,21 +102,21 @@ UNREACHED = {
 
 
 @pytest.mark.parametrize("host", UNREACHED)
-def test_a_host_that_can_not_be_reached_is_one_clear_line(host):
+def test_unreachable_host_is_reported_on_one_line(host):
     with Driver(ssh(host, python=sys.executable)) as driver:
         found = subprocess.run(("ssh", "-G", host), capture_output=True, text=True, check=True).stdout
         port = next(line.split()[1] for line in found.splitlines() if line.startswith("port "))
         assert end_of(driver.start(0)) == UNREACHED[host].format(port=port)
 
 
-def test_a_python_that_is_not_there_is_named_with_its_host():
+def test_missing_python_is_named_with_its_host():
     with Driver(ssh("gpu1", python="/nowhere/python")) as driver:
         why = end_of(driver.start(0))
     assert why.startswith("gpu1 has no Python at /nowhere/python (")
     assert why.endswith("not found): name one that has flowchan with python=")
 
 
-def test_a_python_without_flowchan_is_named_with_its_host():
+def test_python_without_flowchan_is_named_with_its_host():
     with Driver(ssh("gpu1", python="/usr/bin/python3")) as driver:
         launch = Launch(("-I", "-S", "-m", "flowchan.hosts.agent"), b"{}\n")
         driver.started[0] = one = driver.provider.start(0, launch)
@@ -125,7 +125,7 @@ def test_a_python_without_flowchan_is_named_with_its_host():
         )
 
 
-def test_hosts_are_checked_before_a_graph_runs_there():
+def test_command_checks_hosts_over_ssh():
     spec = f"ssh:gpu1,down,python={sys.executable}"
     command = Path(sys.executable).with_name("flowchan")
     done = subprocess.run((command, "hosts", "check", spec), capture_output=True, text=True)

@@ -198,7 +198,7 @@ def _sockets() -> set[str]:
 
 
 @pytest.mark.parametrize("size", [10_000, 1_000_000], ids=["in a frame", "into the ring"])
-def test_item_too_large_for_the_receiver_is_reported_and_stops_puts(size: int) -> None:
+def test_oversized_item_is_reported_and_stops_puts(size: int) -> None:
     with Linked() as linked:
         source, into = channel(), channel(max_bytes=5_000)
         reader, feed, worker = source.reader(), into.writer(), into.reader()

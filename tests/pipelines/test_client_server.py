@@ -366,6 +366,6 @@ def test_client_with_wrong_secret_is_rejected(server):
     assert server.clients() == []
 
 
-def test_clients_raises_with_counts_when_too_few_come(server):
+def test_clients_raises_with_counts_when_some_are_missing(server):
     with pytest.raises(Empty, match="0 of 2 clients 'x'"):
         server.clients(2, tag="x", timeout=0.01)

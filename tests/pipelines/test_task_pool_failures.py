@@ -94,7 +94,7 @@ def test_killing_task_with_arrays_fails_its_own_future() -> None:
         assert pool.submit(np.sum, array).result() == 0
 
 
-def test_too_large_task_fails_its_own_future(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_task_fails_its_own_future(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sysconf", lambda name: 1 << 10)  # a machine with a megabyte
     with TaskPool(1, on="process") as pool:
         there, back = pool.submit(len, bytes(3 << 20)), pool.submit(bytes, 3 << 20)

@@ -53,7 +53,7 @@ def text_of(stuck: object) -> str:
     return str(stuck.failure.error)
 
 
-def test_two_equal_looks_at_which_everybody_waits_are_a_deadlock() -> None:
+def test_two_equal_views_with_all_workers_waiting_are_a_deadlock() -> None:
     assert NO_STAGE_PUTS in text_of(judge(LOOP, LOOP))
     assert REMEDY in text_of(judge(FULL, FULL))
 
@@ -77,7 +77,7 @@ def test_single_view_proves_nothing() -> None:
     ],
     ids=["an item was taken", "an item was put", "a worker was replaced", "something on another host"],
 )
-def test_what_has_moved_between_two_looks_is_no_deadlock(moved: Observation) -> None:
+def test_movement_between_two_views_is_not_a_deadlock(moved: Observation) -> None:
     assert isinstance(judge(moved, moved), Stuck)
     assert judge(moved, LOOP) is None
     assert judge(LOOP, moved) is None
@@ -94,7 +94,7 @@ def test_what_has_moved_between_two_looks_is_no_deadlock(moved: Observation) -> 
     ],
     ids=["one works", "one was woken", "one selects", "outside", "a result is unread"],
 )
-def test_somebody_who_may_go_on_at_either_look_is_no_deadlock(going_on: Observation) -> None:
+def test_worker_able_to_move_is_not_a_deadlock(going_on: Observation) -> None:
     assert judge(LOOP, going_on) is None
     assert judge(going_on, LOOP) is None
     assert judge(going_on, going_on) is None
@@ -142,12 +142,12 @@ def looked(glances: list[Activity]) -> tuple[int, list[object]]:
     return count[0], found
 
 
-def test_a_run_that_moves_is_never_looked_at_closely() -> None:
+def test_run_that_moves_is_never_inspected() -> None:
     assert looked([Activity(moved, 2, 0) for moved in range(5)]) == (0, [None] * 5)
 
 
 @pytest.mark.parametrize("glance", [Activity(7, 1, 0), Activity(7, 2, 0, opened=True)])
-def test_nor_is_one_in_which_somebody_works_or_an_input_is_open(glance: Activity) -> None:
+def test_run_with_a_working_worker_or_open_input_is_not_inspected(glance: Activity) -> None:
     assert looked([glance] * 5) == (0, [None] * 5)
 
 
@@ -158,14 +158,14 @@ def test_run_with_unread_results_is_inspected_if_a_put_waits() -> None:
     assert looked([Activity(7, 1, 0, unread=frozenset({RESULT}))] * 3)[0] == 0, "it has ended"
 
 
-def test_a_run_that_stands_still_is_looked_at_twice() -> None:
+def test_run_that_is_still_is_inspected_twice() -> None:
     count, found = looked([Activity(7, 1, 1)] * 3)
     assert count == 2
     assert found[:2] == [None, None]
     assert isinstance(found[2], Stuck)
 
 
-def test_a_move_between_two_looks_begins_anew() -> None:
+def test_movement_between_two_views_restarts_the_inspection() -> None:
     count, found = looked([Activity(7, 2, 0)] * 2 + [Activity(8, 2, 0)] * 2)
     assert (count, found) == (2, [None] * 4)
 

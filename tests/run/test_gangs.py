@@ -71,7 +71,7 @@ def test_gang_starts_under_every_start_method() -> None:
 
 
 @everywhere
-def test_workers_that_share_a_stream_end_together(on: Any) -> None:
+def test_gang_workers_that_share_a_stream_end_together(on: Any) -> None:
     graph = Graph("gang")
     result = graph.stage(summed, graph.source(range(50)), on=on, workers=3).collect()
     assert sorted(number for number, _ in graph.run()[result]) == list(range(50))

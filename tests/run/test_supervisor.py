@@ -50,7 +50,7 @@ def supervisor(run: ScriptedRun) -> Supervisor:
     return run.supervisor
 
 
-def test_a_run_goes_from_its_start_to_its_end(crew: ScriptedCrew, supervisor: Supervisor) -> None:
+def test_run_reports_each_event_from_start_to_end(crew: ScriptedCrew, supervisor: Supervisor) -> None:
     supervisor.start()
     for event in (Result("sink", 5), Retried(WORK), Ended(SOURCE), Ended(WORK, unwanted=2), Ended(SINK)):
         assert not supervisor.ended.is_set()
@@ -65,14 +65,14 @@ def test_a_run_goes_from_its_start_to_its_end(crew: ScriptedCrew, supervisor: Su
     wait_until(lambda: not supervisor._thread.is_alive())  # type: ignore[union-attr]
 
 
-def test_a_start_that_fails_is_undone(crew: ScriptedCrew, supervisor: Supervisor) -> None:
+def test_failed_start_is_undone(crew: ScriptedCrew, supervisor: Supervisor) -> None:
     crew.refuses = OSError("no process")
     with pytest.raises(OSError, match="no process"):
         supervisor.start()
     assert crew.calls == [("start",), ("break", None), ("kill",), ("close", frozenset())]
 
 
-def test_a_mistake_of_ours_ends_the_run_and_is_told(crew: ScriptedCrew, supervisor: Supervisor) -> None:
+def test_internal_error_ends_the_run_and_is_reported(crew: ScriptedCrew, supervisor: Supervisor) -> None:
     error = KeyError("ours")
     supervisor.start()
     supervisor.report(Crashed(error))
@@ -82,7 +82,7 @@ def test_a_mistake_of_ours_ends_the_run_and_is_told(crew: ScriptedCrew, supervis
     assert crew.calls[1:] == [("break", error), ("kill",), ("close", everybody)]
 
 
-def test_a_failure_breaks_the_channels_and_ends_the_run(crew: ScriptedCrew, supervisor: Supervisor) -> None:
+def test_failure_breaks_the_channels_and_ends_the_run(crew: ScriptedCrew, supervisor: Supervisor) -> None:
     error = ValueError("wrong")
     supervisor.turn(Failure(WORK, error, "7", 1))
     assert crew.calls == [("break", error), ("release", WORK)]
@@ -107,7 +107,7 @@ def test_dead_worker_is_replaced_until_its_restarts_are_used(
     )
 
 
-def test_replacement_starts_after_a_pause_when_its_item_has_killed_before(
+def test_replacement_pauses_when_its_item_has_killed_before(
     crew: ScriptedCrew, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decisions, "FIRST_PAUSE", 3600.0)
@@ -164,14 +164,16 @@ def test_worker_that_cannot_be_added_does_not_fail_the_run(
     assert supervisor.stats().stages[1].alive == 1
 
 
-def test_a_process_that_has_told_how_it_ended_did_not_die(crew: ScriptedCrew, supervisor: Supervisor) -> None:
+def test_process_that_reported_its_end_did_not_die(crew: ScriptedCrew, supervisor: Supervisor) -> None:
     supervisor.turn(Ended(WORK))
     supervisor.turn(Gone(WORK))
     assert crew.calls == [("release", WORK), ("forget", WORK)]
     assert supervisor.state.failures == ()
 
 
-def test_a_stop_stops_the_sources_and_the_rest_drains(crew: ScriptedCrew, supervisor: Supervisor) -> None:
+def test_stop_ends_the_sources_and_drains_the_other_stages(
+    crew: ScriptedCrew, supervisor: Supervisor
+) -> None:
     supervisor.turn(StopAsked())
     assert crew.calls == [("stop sources",)]
     assert supervisor.stats().state == "stopping"
@@ -180,7 +182,7 @@ def test_a_stop_stops_the_sources_and_the_rest_drains(crew: ScriptedCrew, superv
     assert supervisor.stats().state == "stopped"
 
 
-def test_what_is_in_flight_may_take_its_time_while_it_moves(
+def test_stopped_run_has_time_while_its_items_move(
     channels: ScriptedChannels, supervisor: Supervisor
 ) -> None:
     def look() -> str:
@@ -209,7 +211,7 @@ def test_cancelling_requests_never_waits_for_the_supervisor(host: str, told: int
     assert len(supervisor._events) == told
 
 
-def test_when_all_ends_have_ended_the_rest_is_stopped(crew: ScriptedCrew, supervisor: Supervisor) -> None:
+def test_run_whose_sinks_have_ended_stops_its_sources(crew: ScriptedCrew, supervisor: Supervisor) -> None:
     supervisor.turn(Ended(SINK))
     assert crew.calls == [("release", SINK), ("stop sources",)]
     assert supervisor.state.phase == "finishing"
@@ -229,7 +231,7 @@ def test_workers_that_do_not_end_are_terminated_and_killed(
     assert (supervisor.state.phase, supervisor.state.abandoned) == ("ended", {SOURCE, SINK})
 
 
-def test_who_broke_a_channel_is_blamed_once_all_is_heard(
+def test_worker_that_broke_a_channel_is_blamed_once_heard(
     crew: ScriptedCrew, channels: ScriptedChannels, supervisor: Supervisor
 ) -> None:
     channels.broken_ones, crew.hears_all = ["source"], False
@@ -243,7 +245,7 @@ def test_who_broke_a_channel_is_blamed_once_all_is_heard(
     assert (failure.worker, failure.channel, str(failure.error)) == (WORK, "source", "cause of source")
 
 
-def test_a_run_in_which_nobody_can_move_fails_with_the_reason(
+def test_deadlocked_run_fails_with_the_reason(
     channels: ScriptedChannels, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deadlock, "STILL", 0.0)

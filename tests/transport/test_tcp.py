@@ -170,7 +170,7 @@ def test_socket_that_connects_to_itself_is_refused(monkeypatch: pytest.MonkeyPat
         tcp.dial(f"127.0.0.1:{port}", 30)
 
 
-def test_the_route_to_loopback_is_loopback() -> None:
+def test_route_to_loopback_is_loopback() -> None:
     assert tcp.route_to("127.0.0.1") == "127.0.0.1"
     with pytest.raises(OSError, match=r"the host 'no\.such\.host\.invalid' is not known"):
         tcp.route_to("no.such.host.invalid")
