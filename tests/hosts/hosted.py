@@ -1,4 +1,4 @@
-"""What the tests of runs over hosts share."""
+"""Helpers that the tests of runs over hosts share."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from flowchan import Run
 
 
 def agents() -> list[psutil.Process]:
-    """The agents that this process has started and that still run, in the order of their hosts."""
+    """Return the running agents that this process has started, in the order of their hosts."""
     return agents_of(psutil.Process())
 
 
 def workers_of(agent: psutil.Process) -> list[psutil.Process]:
-    """The processes of its workers; none once it has ended."""
+    """Return the worker processes of an agent, or an empty list if the agent has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return agent.children()
     return []
 
 
 def host_of(_: object = None) -> int:
-    """Which agent the calling worker belongs to, by its process's number."""
+    """Return the process id of the agent that the calling worker belongs to."""
     return os.getppid()
 
 
 def hosts_named(run: Run) -> dict[str, str]:
-    """The state of each host by its name."""
+    """Return the state of each host by its name."""
     return {host.name: host.state for host in run.stats().hosts}
 
 
 def wait_ended(*processes: psutil.Process) -> None:
-    """Returns once all of them have."""
+    """Wait until all of the processes have ended."""
 
     def ended(process: psutil.Process) -> bool:
         try:

@@ -1,7 +1,9 @@
-"""Graphs over hosts under chaos, for some minutes: workers and agents are killed, connections cut and reset,
-hosts silent for less and for more than the peer_timeout, over wires with a delay; and every result is
-compared
-exactly: ``python -m tests.hosts.soak --minutes 5 --seed 1``."""
+"""Run graphs over hosts under chaos for some minutes, and compare every result exactly.
+
+Workers and agents are killed, connections are cut and reset, and hosts are silent for shorter and longer than
+the ``peer_timeout``, over wires with a delay. Run it with ``python -m tests.hosts.soak --minutes 5 --seed
+1``.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ from tests.support.local_agents import agents_of
 from tests.support.network_proxy import Wire, wired
 
 HANG = 120.0
-MOST_AGENTS = 8  # killed or cut off in one run: a host whose agents die too often is given up
-PEER_TIMEOUT_S = 2.0  # seconds
+MOST_AGENTS = 8  # killed or cut off in one run: a run gives up a host whose agents die too often
+PEER_TIMEOUT_S = 2.0
 DEEDS = {
     "connections cut": 4, "connections reset": 4, "workers killed": 4, "agents killed": 4,
     "short silences": 2, "long silences": 1,
@@ -65,7 +67,7 @@ def parted(rounds: Reduced) -> list[int]:
 
 
 def agents() -> list[psutil.Process]:
-    """Those that have workers."""
+    """Return the agents that have workers."""
     found = []
     for agent in agents_of(psutil.Process()):
         with contextlib.suppress(psutil.Error):
@@ -77,7 +79,7 @@ def agents() -> list[psutil.Process]:
 def chaos(chance: random.Random, over: threading.Event, deeds: Counter[str], wires: tuple[Wire, ...]) -> None:
     fatal = 0
     while not over.wait(chance.uniform(0.05, 0.4)):
-        with contextlib.suppress(psutil.Error, IndexError):  # they have ended by themselves
+        with contextlib.suppress(psutil.Error, IndexError):  # the victims may have ended already
             (deed,) = chance.choices(list(DEEDS), list(DEEDS.values()))
             if deed in FATAL:
                 fatal += 1
@@ -154,7 +156,7 @@ def main() -> None:
     asked = parser.parse_args()
     deeds: Counter[str] = Counter()
     until, runs = time.monotonic() + 60 * asked.minutes, 0
-    with patch.object(decisions, "HOPELESS", 10**6):  # one may be killed several times before it begins
+    with patch.object(decisions, "HOPELESS", 10**6):  # a worker may be killed several times before it begins
         while time.monotonic() < until:
             faulthandler.dump_traceback_later(HANG, exit=True)
             print(f"seed {asked.seed + runs}", end="\r", flush=True)

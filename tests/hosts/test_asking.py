@@ -1,4 +1,4 @@
-"""Whatever a program that knows the secret asks for, home answers, and goes on with the others."""
+"""Send random requests to a channel server, which must answer them and keep serving other clients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def anything(draw: random.Random) -> object:
 
 
 def ask_anything(address: str, secret: bytes, seed: int) -> int:
-    """How many of the calls were answered by an error. At last it puts 1."""
+    """Send random requests, put 1 into the channel, and return how many requests failed."""
     draw = random.Random(seed)
     place, _, number = address.rpartition("/")
     with connection.using(place, secret, False) as home:
@@ -52,7 +52,7 @@ def ask_anything_of(home: connection.Connection, number: int, draw: random.Rando
     wrong = 0
     for _ in range(300):
         what = draw.choice(WORDS) if draw.random() < 0.8 else anything(draw)
-        channel = draw.choice([1000, -1, None, "1"])  # none that there is
+        channel = draw.choice([1000, -1, None, "1"])  # channels that do not exist
         home._asks.put(
             draw.choice([Cancel(draw.randrange(400)), Finished(1), ServerClosed("over"), anything(draw)])
         )

@@ -1,4 +1,4 @@
-"""How code reaches a host: what is the user's own goes by value where it is missing, the rest by name."""
+"""Test how code reaches a host: user modules missing there by value, other modules by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowchan.hosts.code import lacking, own_modules, pack_stage
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module of the user's, which only this process finds."""
+    """Create a user module that only this process can import, and return its name."""
     (tmp_path / "only_mine.py").write_text(
         "import json\nclass Number(int): pass\ndef use(item): return json.dumps(Number(item))\n"
     )
@@ -26,7 +26,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def elsewhere(packed: bytes, folder: Path, call: str) -> str:
-    """What ``call`` of the stage gives in a program that does not have the module."""
+    """Return the output of ``call``, applied to the stage in a program without the module."""
     (folder / "packed").write_bytes(packed)
     program = f"import cloudpickle, sys\nstage = cloudpickle.load(open('packed', 'rb'))\nprint({call})"
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
@@ -49,7 +49,7 @@ def test_missing_modules_are_found_without_importing_them(mine: str, tmp_path: P
 
 @pytest.mark.parametrize("what", ["import only_mine; only_mine.use(1)", "from only_mine import use"])
 def test_missing_attribute_of_a_sent_module_is_named(what: str, mine: str, tmp_path: Path) -> None:
-    """A function that imports the module when it is called has no more of it than the classes."""
+    """Only the classes of the module were sent, so a function that imports it later finds nothing else."""
     folder = tmp_path / "there"
     folder.mkdir()
     packed = pack_stage(sys.modules[mine].Number, [mine])

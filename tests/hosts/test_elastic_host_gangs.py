@@ -1,5 +1,8 @@
-"""R11 over hosts: when a worker of an elastic gang dies, or a host with several, the others go on in their
-processes, with fewer until others have taken the places of the dead."""
+"""Test elastic gangs over hosts (R11).
+
+When a worker or a whole host dies, the other members continue in their processes, with fewer members until
+replacements join.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ def add(a: Any, b: Any) -> Any:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_elastic_gang_continues_with_fewer_members_and_regrows(tmp_path: Path, workers: int) -> None:
-    """What an object of the user's holds is as it was, and all have the same bits in every group. One that is
-    left alone hears that another is to join it, too."""
+    """The state of a user's object survives, and all members have the same bits in every group. A member that
+    is alone also learns that a replacement will join."""
     sizes = (workers, workers - 1, workers)
     fewer, whole = tmp_path / "fewer", tmp_path / "whole"
 
@@ -44,7 +47,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows(tmp_path: Path, w
 
         def __call__(self, numbers: In[int], group: Group, out: Out[tuple[Any, ...]]) -> None:
             self.sizes.append(group.size)
-            group.broadcast(self.sum)  # of one that has it, whoever else is new
+            group.broadcast(self.sum)  # from a member that has the sum, whichever members are new
             for number in numbers:
                 if number == 5:
                     once(tmp_path, number, kill_worker)
@@ -69,7 +72,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows(tmp_path: Path, w
     found = run.wait()[result]
     assert {one[4] for one in found} == {1}
     processes = check_each_once([one[:3] for one in found])
-    assert processes[:-1] == [1] * (workers - 1)  # but of who died
+    assert processes[:-1] == [1] * (workers - 1)  # except for the dead worker
     assert {sizes[:1], sizes[:2], sizes} <= {one[3] for one in found}
     assert next(stage.restarts for stage in run.stats().stages if stage.name == "work") == 1
 
@@ -77,7 +80,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows(tmp_path: Path, w
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
 def test_elastic_gang_puts_each_output_once(tmp_path: Path, deed: Callable[[], Any], workers: int) -> None:
-    """Of an item that several have begun again, too, and of those of a host that is lost."""
+    """This includes items that several members have begun again and items of a lost host."""
     points = {(0, 0), (7, 1), (7, 2), (8, 1), (20, 2), (29, 0)}
 
     def work(items: In[int], group: Group, out: Out[tuple[int, int]]) -> None:
@@ -97,7 +100,7 @@ def test_elastic_gang_puts_each_output_once(tmp_path: Path, deed: Callable[[], A
 
 
 def test_broken_connection_between_hosts_reforms_the_elastic_gang(tmp_path: Path) -> None:
-    """In their processes: nobody died."""
+    """They meet again in their old processes, because no process died."""
 
     def work(items: In[int], group: Group, out: Out[tuple[int, int]]) -> None:
         for item in items:

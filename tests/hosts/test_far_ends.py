@@ -1,4 +1,4 @@
-"""Channels across hosts whose connection breaks, or whose users or home end or are killed."""
+"""Test channels across hosts whose connection breaks, or whose users or owner end or are killed."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def make(capacity=64, **options):
 
 
 def wait_for_guests(channel):
-    """Those who have it open elsewhere."""
+    """Wait for one reader, and return the sessions of the remote users of the channel."""
     wait_stats(channel, readers=1)
     return channel._reached.home.guests()
 
 
 def test_broken_connection_loses_and_repeats_no_item():
-    """Through ports, and by calls."""
+    """The items go through ports and single calls."""
     there, back, calls = make(), make(), make(100_000)
 
     def work():
@@ -69,7 +69,7 @@ def test_broken_connection_loses_and_repeats_no_item():
 
 
 def test_killed_remote_writer_breaks_the_channel():
-    """C5."""
+    """C5: the death of a writer is not a clean end."""
     channel, ready = make(), make()
 
     def write():
@@ -91,11 +91,11 @@ def test_killed_remote_writer_breaks_the_channel():
 
 
 def test_program_that_leaves_a_writer_open_breaks_the_channel():
-    """C5."""
+    """C5: an exit without ``close()`` is not a clean end."""
     channel = make()
 
     def write():
-        builtins.kept = channel.writer()  # the collector does not find it
+        builtins.kept = channel.writer()  # so that the garbage collector does not close it
         builtins.kept.put(1)
 
     HostPeer(write).result()
@@ -104,17 +104,17 @@ def test_program_that_leaves_a_writer_open_breaks_the_channel():
 
 
 def test_program_that_ends_sends_items_beyond_the_capacity_first():
-    """C5: though there was no room for it when it came to its end."""
+    """C5: the channel had no room for the items when the program began to exit."""
     ch, told, kept = make(1), make(), []
 
     def write():
         kept.append(ch.writer())
         kept[0].put_many(range(1000))
-        atexit.register(told.put, "ending")  # who registers last is called first
+        atexit.register(told.put, "ending")  # ``atexit`` calls the last registered function first
 
     peer, found = HostPeer(write), []
     told.get()
-    with contextlib.suppress(Broken):  # no clean end: it has not closed its writer
+    with contextlib.suppress(Broken):  # the program has not closed its writer
         for number in ch:
             found.append(number)
     peer.result()
@@ -122,7 +122,7 @@ def test_program_that_ends_sends_items_beyond_the_capacity_first():
 
 
 def test_forked_child_that_ends_sends_its_items_first():
-    """C1: such a process runs none of ``atexit``."""
+    """C1: a child of ``multiprocessing`` runs no ``atexit`` functions."""
     channel = make(10_000)
 
     def put_all():
@@ -136,7 +136,7 @@ def test_forked_child_that_ends_sends_its_items_first():
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_program_that_leaves_reports_its_items_first(broken, monkeypatch):
-    """C12: also of a program that has just left that home, for it uses no channel there any more."""
+    """C12: the program has already left the owner, because it uses none of its channels any more."""
     channel, done = make(), threading.Event()
     home, look, post = (
         channel._reached.home,
@@ -174,7 +174,7 @@ def test_program_that_leaves_reports_its_items_first(broken, monkeypatch):
 
 @pytest.mark.parametrize("cause", [None, ValueError("why")])
 def test_writer_of_an_ended_channel_raises_at_once(cause):
-    """C5, C7: its end may come from home before who opens it has looked at the answer."""
+    """C5, C7: the end may arrive from the owner before the opening program has read the reply."""
     channel = make()
     if cause is None:
         channel.close()
@@ -184,14 +184,14 @@ def test_writer_of_an_ended_channel_raises_at_once(cause):
     def write():
         for _ in range(300):
             with channel.writer() as writer, pytest.raises(Closed if cause is None else Broken) as caught:
-                writer.put_many(range(2000))  # more than there is room for on the way
+                writer.put_many(range(2000))  # more than fits in transit
             assert repr(caught.value.__cause__) == repr(cause)
 
     HostPeer(write).result()
 
 
 def test_killed_process_of_this_machine_is_noticed_without_timeout():
-    """C11: whatever the peer_timeout is. What it had in hand comes back."""
+    """C11: the owner notices the death at any ``peer_timeout``, and the unfinished item returns."""
     serve(peer_timeout=3600)
     channel, ready = make(), make()
 
@@ -258,7 +258,7 @@ def test_waiting_calls_break_when_the_owner_exits():
 
 
 def test_forked_child_uses_the_channels_of_its_parent():
-    """It has a connection of its own, and may drop it."""
+    """The child has its own connection, which may break without harm to the parent."""
     channel = make()
 
     def fork():
@@ -271,7 +271,7 @@ def test_forked_child_uses_the_channels_of_its_parent():
 
 
 def test_releasing_the_last_handle_leaves_nothing():
-    """C12: the fixture of all tests looks for threads, descriptors and memory here; and there."""
+    """C12: a fixture of all tests checks threads, descriptors and memory on both sides."""
     channel = make()
 
     def come_and_go():
@@ -286,7 +286,7 @@ def test_releasing_the_last_handle_leaves_nothing():
 
 
 def test_aborted_channel_releases_its_clients_without_the_collector():
-    """C12: its links have descriptors, and in a program that allocates little the collector seldom comes."""
+    """C12: the links hold descriptors, and a program that allocates little seldom runs the collector."""
     channel, ready = make(), make()
     (home,) = serving._homes
 
@@ -310,7 +310,7 @@ def test_aborted_channel_releases_its_clients_without_the_collector():
 
 
 def test_server_is_over_once_its_last_channel_is_released():
-    """Its thread hears of that, and may look before anything else does."""
+    """The server's thread learns that the channel is gone, and may check before any other code runs."""
     channel, found = make(), []
     (home,) = serving._homes
     weakref.finalize(channel, lambda: found.append(home.is_over()))
@@ -320,7 +320,7 @@ def test_server_is_over_once_its_last_channel_is_released():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_port_left_by_an_exception_returns_its_current_item(fails):
-    """C6: as at home."""
+    """C6: a remote port behaves like a port at the owner."""
     channel = make()
     channel.put_many(range(3))
 
@@ -337,7 +337,7 @@ def test_port_left_by_an_exception_returns_its_current_item(fails):
 
 
 def test_client_survives_until_the_server_joins_its_connection(monkeypatch):
-    """C11: home, with much to do, has looked for it twice by then."""
+    """C11: the busy server has looked for the client's process twice by then."""
     looks, has_ended, meet = [], LocalPeer.has_ended, ClientSession.meet
 
     def look(process):
@@ -356,7 +356,7 @@ def test_client_survives_until_the_server_joins_its_connection(monkeypatch):
 
 
 def test_unresponsive_owner_does_not_block_other_owners():
-    """C12: ports of others are closed, and their channels opened, while it is dialled."""
+    """C12: ports of other owners close and their channels open while one owner is dialled."""
     one, other = make(), make()
 
     def use():
@@ -375,7 +375,7 @@ def test_unresponsive_owner_does_not_block_other_owners():
 
 
 def test_server_says_goodbye_to_all_clients_concurrently():
-    """One that does not hear it keeps nobody else waiting."""
+    """A client that does not hear the goodbye keeps no other client waiting."""
     home, said = ChannelServer(kept=True), []
 
     class Deaf:
@@ -408,7 +408,7 @@ WRONG = [
 def test_serve_refuses_invalid_options(options, error, message):
     with pytest.raises(error, match=message):
         serve(**options)
-    assert make().capacity == 64  # as it was
+    assert make().capacity == 64  # unchanged
 
 
 def test_invalid_secret_is_refused_by_name():

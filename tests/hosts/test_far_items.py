@@ -1,4 +1,4 @@
-"""What travels in channels across hosts, other channels among it (C13, C14)."""
+"""Test the items of channels across hosts, including other channels (C13, C14)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(capacity=64, **options):
 
 
 def test_item_of_a_class_unknown_to_the_owner_passes_unread():
-    """Items of a class that only the programs elsewhere have."""
+    """Only the remote programs have the class of the item."""
     channel = make()
 
     def put():
@@ -53,7 +53,7 @@ def test_item_of_a_class_unknown_to_the_owner_passes_unread():
 
 
 def test_channel_is_sent_through_another_channel():
-    """C14: and answers through it come here."""
+    """C14: the reply through the sent channel arrives at this program."""
     carrier, reply = make(), make()
 
     def answer():
@@ -81,7 +81,7 @@ def test_channel_made_remotely_can_be_received_and_forwarded(monkeypatch):
     with pytest.raises(Broken, match=r"127\.0\.0\.1:\d+"):
         arrived.put("nobody is there any more")
     monkeypatch.setattr(remote_channel, "PEER_TIMEOUT_S", 0.1)
-    carrier.put([arrived])  # who receives it is told
+    carrier.put([arrived])  # the receiver gets the error
     with pytest.raises(Broken, match="can't be received"):
         carrier.get()
 
@@ -97,7 +97,7 @@ def test_channel_opened_twice_is_one_object():
 
 
 def test_channel_only_in_transit_is_one_object_at_its_owner(monkeypatch):
-    """C13: also where two look for it at a time."""
+    """C13: this also holds if two threads look for the channel at the same time."""
     carrier, sent = make(), make()
     carrier.put(sent)
     home, number = sent._reached.home, sent._reached.number
@@ -116,7 +116,7 @@ def test_channel_only_in_transit_is_one_object_at_its_owner(monkeypatch):
 
 
 def test_threads_that_open_one_channel_get_one_object():
-    """Else it would be left with the first of them that goes."""
+    """With two objects, the program would leave the channel when the first object goes."""
     channel = make()
     at = channel.address, channel.secret
 
@@ -142,7 +142,7 @@ def test_threads_that_open_one_channel_get_one_object():
 
 @pytest.mark.parametrize("local", ["processes", "threads"])
 def test_put_of_a_channel_bound_to_its_machine_raises(local):
-    """C13: at home and elsewhere, and the channel stays as it was."""
+    """C13: the error occurs at the owner and remotely, and the channel stays unchanged."""
     channel = make()
     with pytest.raises(TypeError, match=r"hosts|processes"):
         channel.put({"inner": Channel(across=local)})
@@ -162,7 +162,7 @@ def test_put_of_a_channel_bound_to_its_machine_raises(local):
 
 
 def test_ports_cannot_be_sent_to_other_hosts():
-    """The channel does, and ports are opened there."""
+    """The channel itself can be sent, and ports are opened on the other host."""
     channel = make()
 
     def put_ports():
@@ -178,13 +178,13 @@ def test_ports_cannot_be_sent_to_other_hosts():
 
 
 def test_channel_survives_for_the_next_receiver_of_its_item():
-    """C14: though the first to receive it dropped it, and was killed before its item was finished."""
+    """C14: the first receiver dropped the channel, and was killed before its item was finished."""
     carrier, ready = make(), make()
 
     def receive_and_drop():
         reader = carrier.reader()
         reader.get().put("from the first")
-        for _ in range(20):  # round trips, so home would have heard that it was dropped
+        for _ in range(20):  # after these round trips the owner has heard that it was dropped
             len(ready)
         ready.put("dropped")
         signal.pause()
@@ -199,7 +199,8 @@ def test_channel_survives_for_the_next_receiver_of_its_item():
 
 
 def test_channel_survives_until_its_last_item_is_finished():
-    """C14: others have dropped it before, or opened it by its address. C12: then it goes."""
+    """C14: other users have dropped the channel or opened it by its address before. C12: after the last item
+    it is released."""
     carrier, inner = make(), make()
     (home,) = serving._homes
     carrier.put_many([inner, inner])
@@ -225,7 +226,8 @@ def test_channel_survives_until_its_last_item_is_finished():
 
 
 def test_packed_item_keeps_its_channels():
-    """C14: however often it is unpacked, at home and elsewhere, and though nobody else has them."""
+    """C14: the item may be unpickled several times, at the owner and remotely, without another reference to
+    the channel."""
     carrier = make()
 
     def use():
@@ -241,7 +243,8 @@ def test_packed_item_keeps_its_channels():
 
 @pytest.mark.parametrize("place", [child_of_multiprocessing, lambda function: HostPeer(function).result()])
 def test_channel_survives_in_an_item_that_is_put_again(place):
-    """C14: by a forked child of its home, or elsewhere. C12: and no longer."""
+    """C14: a forked child of the owner or a remote program puts it. C12: after the last item it is
+    released."""
     carrier = make()
     (home,) = serving._homes
     carrier.put(make())
@@ -261,7 +264,7 @@ def test_channel_survives_in_an_item_that_is_put_again(place):
 
 
 def interrupt(which, call, *arguments):
-    """Ctrl-C just when the answer to that question of the call has come."""
+    """Raise Ctrl-C just after the reply to the request number ``which`` of the call has arrived."""
     wait, questions = PendingCall.wait, []
 
     def interrupted(asked, within):
@@ -279,7 +282,7 @@ def interrupt(which, call, *arguments):
 
 
 def test_call_ended_by_ctrl_c_keeps_no_channel_alive():
-    """C12: neither one that was opened, nor one that was made, nor one that was put into an item."""
+    """C12: the call opens a channel, makes one, or puts one into an item."""
     inner, other, over = make(), make(), make()
     (home,) = serving._homes
     told = inner.address, inner.secret
@@ -305,7 +308,7 @@ def test_call_ended_by_ctrl_c_keeps_no_channel_alive():
 
 
 def test_abandoned_put_keeps_no_channel_alive():
-    """C9, C12: by who cancels it, by Ctrl-C, or by a select."""
+    """C9, C12: the put ends by cancellation, by Ctrl-C or in a select."""
     inner, full, over = make(), make(1), make()
     (home,) = serving._homes
     full.put("full")
@@ -334,7 +337,7 @@ def test_abandoned_put_keeps_no_channel_alive():
 
 
 def test_port_lost_to_ctrl_c_is_not_counted():
-    """C5, C9."""
+    """C5, C9: Ctrl-C interrupts the call that opens the port."""
     channel, over = make(), make()
 
     def open_ends():
@@ -351,8 +354,8 @@ def test_port_lost_to_ctrl_c_is_not_counted():
 
 
 def test_channel_whose_last_item_just_finished_is_not_sent():
-    """C14: whoever put it into an item would find nothing in it."""
-    spare = make()  # while it is there, its home is
+    """C14: a receiver of the channel would find that it no longer exists."""
+    spare = make()  # keeps its server alive
     (home,) = serving._homes
     inner = make()
     number = int(inner.address.rpartition("/")[2])
@@ -375,7 +378,7 @@ def test_channel_whose_last_item_just_finished_is_not_sent():
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_channels_in_unread_items_end_with_their_carrier(aborted):
-    """C12: also those in the items of such a channel."""
+    """C12: this includes channels in the items of such a channel."""
     kept, carrier, other, inner = make(), make(), make(), make()
     (home,) = serving._homes
     other.put(inner)
@@ -387,7 +390,7 @@ def test_channels_in_unread_items_end_with_their_carrier(aborted):
         carrier.abort(ValueError("enough"))
     del carrier
     wait_until(lambda: not home._under_way, what=lambda: home._under_way)
-    assert kept.address.startswith(home.address)  # it has not ended
+    assert kept.address.startswith(home.address)  # the server has not ended
 
 
 def test_channels_in_items_survive_while_a_child_has_their_carrier():
@@ -411,7 +414,8 @@ def test_channels_in_items_survive_while_a_child_has_their_carrier():
 
 
 def test_channel_received_by_a_forked_child_can_be_forwarded():
-    """C14: also when its item is finished, and nobody else has it. C12: then it goes."""
+    """C14: the child can forward it after its item is finished, without another reference. C12: then it is
+    released."""
     carrier, target, go = make(), make(), make()
     (home,) = serving._homes
     carrier.put(make())

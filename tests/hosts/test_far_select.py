@@ -1,5 +1,8 @@
-"""``select`` in a program that has channels of others open (C10). That it chooses one, fairly, and loses
-nothing is in tests/contract/test_select.py; here are those who come, go and die meanwhile."""
+"""Test ``select`` in a program that has opened channels of other programs (C10).
+
+tests/contract/test_select.py shows that ``select`` takes one item, fairly, and loses none. These tests show
+what happens when owners and users come, leave and die during a ``select``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def make(capacity=64):
 
 
 def hold(told, over):
-    """Runs elsewhere: another home."""
+    """Own a channel in another program until ``over`` has an item."""
     serve(peer_timeout=2)
     mine = make()
     told.put(mine)
@@ -32,7 +35,7 @@ def hold(told, over):
 
 
 def test_remote_channel_is_ready_when_get_would_not_block():
-    """C10: and nothing is taken."""
+    """C10: a channel in ``ready`` loses no item."""
     work, stop = make(), make(1)
 
     def look():
@@ -52,7 +55,7 @@ def test_remote_channel_is_ready_when_get_would_not_block():
 
 
 def test_remote_select_takes_1_to_128_operations():
-    """C10."""
+    """C10: the limit holds for remote channels."""
     channels = [make(1) for _ in range(128)]
 
     def look():
@@ -67,7 +70,7 @@ def test_remote_select_takes_1_to_128_operations():
 
 
 def test_select_waits_for_two_owners_and_a_local_channel():
-    """C10: whichever comes first; nobody waits anywhere afterwards."""
+    """C10: the first ready channel is taken, and no wait remains afterwards."""
     told, over, ours = make(), make(), make()
     home = HostPeer(hold, told, over)
     theirs = told.get()
@@ -90,7 +93,7 @@ def test_select_waits_for_two_owners_and_a_local_channel():
 
 
 def test_select_ends_when_one_of_its_owners_is_killed():
-    """C6, C11."""
+    """C6, C11: the killed owner breaks its channel."""
     told, over, ours = make(), make(), make()
     home = HostPeer(hold, told, over)
     theirs = told.get()
@@ -110,7 +113,7 @@ def test_select_ends_when_one_of_its_owners_is_killed():
 
 @pytest.mark.parametrize("far_first", [True, False])
 def test_select_ends_once_both_channels_are_drained(far_first):
-    """C4, C10: whichever is the last."""
+    """C4, C10: the local or the remote channel may be the last."""
     far = make()
 
     def choose():
@@ -130,7 +133,7 @@ def test_select_ends_once_both_channels_are_drained(far_first):
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_program_killed_during_select_is_forgotten(alone):
-    """C10, C11: whether its home does it all, or others take part."""
+    """C10, C11: the select runs at one owner, or also over a local channel."""
     one, two = make(), make()
 
     def choose():
@@ -154,7 +157,7 @@ WAITS = {
 
 @pytest.mark.parametrize("how", WAITS)
 def test_ctrl_c_ends_a_remote_wait_and_loses_no_item(how):
-    """C9, C10."""
+    """C9, C10: the item that arrives after the interrupt goes to the next call."""
     one, ready, wait_for = make(), make(), WAITS[how]
 
     def wait():
@@ -172,7 +175,7 @@ def test_ctrl_c_ends_a_remote_wait_and_loses_no_item(how):
 
 
 def test_select_over_a_broken_connection_takes_each_item_once():
-    """C10: of what two programs select, and put by select."""
+    """C10: two programs take items with ``select`` and put them with ``select``."""
     left, right, back = make(2), make(2), make(1)
     each = 150
 
@@ -203,7 +206,7 @@ def test_select_over_a_broken_connection_takes_each_item_once():
 
 
 def test_channel_in_an_item_that_was_not_put_is_released():
-    """C12: neither by a select, nor by a put, whose time was over or which was refused."""
+    """C12: a select or a put times out or is refused."""
     full = make(1)
     full.put("old")
     (home,) = serving._homes

@@ -1,4 +1,4 @@
-"""Items elsewhere that are large for the line on which calls and answers go (C1, C9)."""
+"""Test remote items that are large for the line that carries calls and replies (C1, C9)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("impatient")
 
 
 def test_request_line_takes_items_up_to_the_channels_max_bytes(monkeypatch):
-    """C1: also where the channel has more ``max_bytes`` than channels have by default."""
+    """C1: the channel has a larger ``max_bytes`` than the default."""
     channel, back = (Channel(8, across="hosts", max_bytes=1 << 20) for _ in range(2))
     monkeypatch.setattr(channels, "_MOST_BY_DEFAULT", 1 << 16)
 
@@ -31,7 +31,7 @@ def test_request_line_takes_items_up_to_the_channels_max_bytes(monkeypatch):
 
 
 def test_reply_contains_a_bounded_number_of_bytes(monkeypatch):
-    """C9: the others stay where they are."""
+    """C9: the other items stay in the channel."""
     channel = Channel(64, across="hosts")
     monkeypatch.setattr(session, "TOGETHER", 100)
     items = [b"x" * 60, "y" * 60, [b"z" * 60], 4, 5]

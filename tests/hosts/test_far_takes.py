@@ -1,5 +1,4 @@
-"""Calls elsewhere whose item can't be received, or that nobody waits for any more: nothing good is lost
-(C1, C9)."""
+"""Test remote calls that cannot receive their item or are given up: no readable item is lost (C1, C9)."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def make(capacity=64, **options):
 
 
 class Arrives:
-    """Raises the next of ``errors`` when it is unpickled, while there are any, and comes whole afterwards."""
+    """Item that raises the next of ``errors`` when it is unpickled, and arrives whole once there are none."""
 
     errors: list[BaseException] = []
 
@@ -53,7 +52,7 @@ TAKES = {
 
 @pytest.mark.parametrize("how", ["get", "aget", "get_nowait"])
 def test_index_error_raised_by_an_item_reaches_the_caller(how):
-    """C1: of an item that was left for the next call, too."""
+    """C1: this includes an item that was left for the next call."""
     channel, take = make(), {**TAKES, "get_nowait": lambda one: one.get_nowait()}[how]
 
     def use():
@@ -73,7 +72,7 @@ ERRORS = [(MemoryError,), (KeyboardInterrupt,), (OSError, errno.EMFILE, ""), (OS
 @pytest.mark.parametrize("how", TAKES)
 @pytest.mark.parametrize("error", ERRORS, ids=str)
 def test_item_that_cannot_be_received_now_comes_next(error, how):
-    """C9: as often as that happens; and what stands behind it comes behind it."""
+    """C9: this may repeat, and later items keep their order."""
     channel, take = make(), TAKES[how]
 
     def use():
@@ -93,7 +92,7 @@ def time_is_up(*_):
 
 
 class Slow:
-    """Time is up while it is unpickled, so many times."""
+    """Item whose unpickling is interrupted by a timeout ``times`` times."""
 
     times = 0
 
@@ -105,14 +104,14 @@ def comes_in_the_end():
     if Slow.times:
         Slow.times -= 1
         os.kill(os.getpid(), signal.SIGUSR1)
-        for _ in range(1000):  # the handler runs between two of these
+        for _ in range(1000):  # the handler runs between two of these steps
             pass
     return "whole"
 
 
 @pytest.mark.parametrize("how", TAKES)
 def test_timeout_raised_by_a_signal_handler_loses_no_item(how):
-    """C9: as Ctrl-C."""
+    """C9: the timeout behaves like Ctrl-C."""
     channel, take = make(), TAKES[how]
 
     def use():
@@ -132,7 +131,7 @@ def test_timeout_raised_by_a_signal_handler_loses_no_item(how):
 
 
 def test_remote_get_many_leaves_items_it_cannot_receive_now():
-    """C9: what came before it is given, or left too when Ctrl-C ends the call."""
+    """C9: the call returns the items before the unreadable one, or leaves them if Ctrl-C ends it."""
     channel = make()
 
     def use():
@@ -165,7 +164,7 @@ full = None
 
 @pytest.mark.parametrize("how", WAITS)
 def test_item_for_a_cancelled_call_goes_to_a_waiting_reader(how):
-    """C8: to another thread of the same process, which home would give only a later one."""
+    """C8: another thread of the same process waits, to which the owner would give only a later item."""
     channel, back, filled = make(), make(), make(1)
     filled.put(0)
 
@@ -182,8 +181,8 @@ def test_item_for_a_cancelled_call_goes_to_a_waiting_reader(how):
         loop.run_until_complete(begin())
         waiting = ThreadPeer(WAITS[how], channel)
         back.put("both wait")
-        # A select among others may have been quicker.
-        wait_until(lambda: not waiting.running() or any(one.answer is not None for one in calls_of_the_loop))
+        ring = channel._ports[True]._line.ring
+        wait_until(lambda: ring.stats().items_in > 0)  # the item has woken one of the two calls
         first.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             loop.run_until_complete(first)
@@ -210,9 +209,9 @@ def test_item_for_a_cancelled_call_goes_to_a_waiting_reader(how):
 
 
 def test_remote_timeout_holds_when_the_owner_does_not_answer(monkeypatch):
-    """C9: and what home gives for such a call comes to the next."""
+    """C9: the next call gets the item that the owner sends for the expired call."""
     monkeypatch.setattr(connection, "UNHEARD", 0.01)
-    serve()  # as patient as usual: the home is to be slow, not lost
+    serve()  # restores the default ``peer_timeout``: the owner must be slow, not lost
     told = make()
     home = HostPeer(be_a_home, told)
     theirs = told.get()
@@ -239,13 +238,13 @@ def test_remote_timeout_holds_when_the_owner_does_not_answer(monkeypatch):
 
 
 def has_stopped(pid):
-    """Each of its threads has, which is later than the signal."""
+    """Return whether all threads of the process have stopped, which happens after the signal arrives."""
     threads = Path(f"/proc/{pid}/task").glob("*/stat")
     return all(thread.read_text().rpartition(") ")[2].startswith("T") for thread in threads)
 
 
 def test_opening_a_channel_of_a_stopped_owner_times_out():
-    """C9: and when it goes on, it is as if nobody had opened the channel."""
+    """C9: after the owner continues, it is as if the channel had not been opened."""
     serve()
     told = make()
     home = HostPeer(be_a_home, told)
@@ -253,11 +252,11 @@ def test_opening_a_channel_of_a_stopped_owner_times_out():
     other = theirs._another(8)
     address, secret = other.address, other.secret
     keep = make()
-    keep.put(other)  # home has it still
+    keep.put(other)  # keeps the channel alive at the owner
     del other
     wait_until(lambda: theirs._connection.user(remote_channel.number_in(address)) is None)
     os.kill(home.pid(), signal.SIGSTOP)
-    wait_until(lambda: has_stopped(home.pid()))  # until then it may answer
+    wait_until(lambda: has_stopped(home.pid()))  # until then the owner may answer
     try:
         with pytest.raises(HostError, match="it has not answered for"):
             open_channel(address, secret, timeout=0.05)
@@ -309,7 +308,7 @@ def be_a_home(told):
 
 
 def test_late_reply_is_delivered_once():
-    """C1: though home is lost just when its call is given up."""
+    """C1: the owner is lost while the call is given up."""
 
     class RemotePort(pending_calls.Calls):
         def __init__(self):
@@ -327,7 +326,7 @@ def test_late_reply_is_delivered_once():
 
 
 class Scarce(Channel):
-    """Of answers: it has no memory for some that hold an item, once each."""
+    """Reply channel that raises ``MemoryError`` once for each reply whose item is in ``lacking``."""
 
     lacking: list[object] = []
 
@@ -348,7 +347,7 @@ def scarce(monkeypatch):
 
 
 def test_reply_without_memory_is_sent_once_memory_is_free(scarce, monkeypatch):
-    """C9: an item that home has taken in is not refused for lack of memory for the answer."""
+    """C9: the owner accepted the item, so lack of memory for the reply does not fail the call."""
     monkeypatch.setattr(Scarce, "lacking", [None, None])
     channel = make()
 
@@ -360,8 +359,8 @@ def test_reply_without_memory_is_sent_once_memory_is_free(scarce, monkeypatch):
     assert not Scarce.lacking
 
 
-def test_a_channel_in_an_item_that_its_receiver_never_received_goes_with_it():
-    """C12: home has answered, and who asked dies before it has the item in hand."""
+def test_items_that_hold_channels_go_back_when_their_receiver_dies():
+    """C11, C12: the channels survive as long as these items."""
     channel, inner, received = make(), make(), make()
     home = channel._reached.home
     channel.put_many([(Arrives(), inner), (inner, inner), inner])

@@ -1,4 +1,4 @@
-"""What forks the agents of ``local``: they are what new Pythons would be, and end as these do."""
+"""Test the fork server of ``local``: its agents behave and end like newly started Pythons."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 def ran(function: Callable[[int], Any]) -> Any:
-    """What a worker on a host found."""
+    """Return the result of ``function`` in a worker on a host."""
     graph = Graph("one")
     result = graph.source([0]).map(function, on=local(1)).collect()
     return graph.run()[result][0]
@@ -54,7 +54,7 @@ def seed() -> psutil.Process:
 
 
 def program(folder: Path, text: str) -> str:
-    """What a script of these lines prints, with those of SCRIPT before them."""
+    """Return the output of a program with the lines of SCRIPT and ``text``."""
     return run_python(script(folder, SCRIPT + text), folder)
 
 
@@ -113,7 +113,8 @@ def test_workers_see_the_variables_that_the_program_has_by_now(monkeypatch: pyte
 
 
 def test_agents_get_the_current_process_settings_of_the_program(tmp_path: Path) -> None:
-    """Its folder, its umask, its limits, and variables that Python reads when it starts."""
+    """The settings are the working folder, the umask, the limits, and the variables that Python reads at its
+    start."""
     text = """
     def about(_):
         limit, _ = resource.getrlimit(resource.RLIMIT_CORE)
@@ -168,7 +169,7 @@ def test_output_follows_the_programs_current_stderr(tmp_path: Path) -> None:
 
 
 def test_program_without_standard_streams_can_start_agents(tmp_path: Path) -> None:
-    """Its files and sockets get the numbers of these streams."""
+    """The files and sockets of the program get the numbers of these streams."""
     text = """
     assert sys.stderr is None
     def say(number):
@@ -238,7 +239,7 @@ def test_program_that_ends_normally_reaps_the_fork_server(tmp_path: Path) -> Non
 
 
 def test_run_still_active_at_exit_is_aborted_with_its_agents(tmp_path: Path) -> None:
-    """And not failed for want of them; nor is another seed started."""
+    """The run does not fail because its agents are gone, and no other fork server starts."""
     text = """
     import logging
 

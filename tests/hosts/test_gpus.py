@@ -1,4 +1,4 @@
-"""Each worker of a stage with ``gpus=n`` has n of its machine's for itself."""
+"""Test that each worker of a stage with ``gpus=n`` has n GPUs of its machine to itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 @pytest.fixture(autouse=True)
 def _three(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this program, and so what it starts, may use."""
+    """Allow this program and its children to use three devices."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,7")
 
 

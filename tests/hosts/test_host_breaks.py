@@ -1,4 +1,4 @@
-"""A connection that breaks is made again, and nothing is lost or repeated over it."""
+"""Test that a broken connection is made again without lost or repeated items."""
 
 from __future__ import annotations
 

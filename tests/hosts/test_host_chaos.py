@@ -1,5 +1,7 @@
-"""C1, R4 over hosts that are shaken: connections that break, workers and agents that are killed, again and
-again, at any moment. Every output comes once, in its order where order is promised."""
+"""Test runs over hosts while connections break and workers and agents are killed at any moment (C1, R4).
+
+Every output arrives once, and in order where order is promised.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ def pairs(item: int) -> list[tuple[int, int]]:
 
 
 class Shaking:
-    """Breaks connections and kills while a run is under way, so that all of it is spread over its items: the
-    source stays within ``AHEAD`` items of what is still to be done."""
+    """Context that breaks connections and kills processes, spread over the items of a run.
+
+    The source stays within ``AHEAD`` items of the next break or kill.
+    """
 
     AHEAD = 500
 
@@ -80,7 +84,7 @@ class Shaking:
                     return
             name, deed = self.due[-1][1]
             while not deed() and not self.over.wait(0.001):
-                pass  # nobody is there just now
+                pass  # no connection or process exists at this moment
             with self.turn:
                 self.done[name] += 1
                 self.due.pop()
@@ -136,7 +140,7 @@ def test_outputs_arrive_once_despite_breaks_and_deaths(
 def test_gang_and_allreduce_outputs_arrive_once_despite_deaths(
     elastic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R11."""
+    """R11: the gang is restarted or, if elastic, continues."""
     monkeypatch.setattr(worker_ports, "MOST_AGENTS", 1_000)  # no host is given up
     monkeypatch.setattr(worker_ports, "MOST_UNMET", 1_000)
     monkeypatch.setattr(decisions, "HOPELESS", 1_000)  # a worker may be killed before it begins

@@ -1,6 +1,8 @@
-"""What users of other systems complain about when their work spans machines, and the tests that show how it
-is here. Each complaint is mapped to tests by ``file::name``, which are checked to exist. The tests at the end
-show what no other test does."""
+"""Complaints of users of other systems whose work spans machines, and the tests that answer them.
+
+Each complaint maps to tests by ``file::name``, which must exist. The tests at the end cover what no other
+test covers.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,7 @@ def test_each_complaint_has_its_tests(source: str) -> None:
 
 
 def lives_of(run: Run) -> list[tuple[int, int, tuple[str, ...]]]:
-    """Of each host its agents, how often the connection broke, and the deaths."""
+    """Return for each host its number of agents, its number of breaks, and the deaths."""
     return [(host.agents, host.breaks, host.deaths) for host in run.stats().hosts]
 
 
@@ -106,8 +108,8 @@ def blocks() -> Iterator[bytes]:
 
 
 def test_slow_reader_gets_all_items_with_bounded_memory() -> None:
-    """What is under way is bounded by places and bytes, however much more there is: with the agent and its
-    worker that is less than half of all items."""
+    """Capacity and ``max_bytes`` bound the items in transit: with the agent and its worker, memory grows by
+    less than half of all items."""
     graph = Graph("slow")
     result = graph.source(blocks, on=local(1)).collect()
     before, most, numbers = memory_of(psutil.Process()), 0, []
@@ -116,7 +118,7 @@ def test_slow_reader_gets_all_items_with_bounded_memory() -> None:
             numbers.append(int.from_bytes(block[:4], "little"))
             assert len(block) == SIZE
             del block
-            if len(numbers) % 100 == 1:  # which takes longer than those items
+            if len(numbers) % 100 == 1:  # measuring takes longer than those items
                 there = [agent, *workers_of(agent)] if (agent := next(iter(agents()), None)) else []
                 most = max(most, sum(map(memory_of, (psutil.Process(), *there))))
     assert numbers == list(range(ITEMS))
@@ -124,20 +126,20 @@ def test_slow_reader_gets_all_items_with_bounded_memory() -> None:
 
 
 def memory_of(process: psutil.Process) -> int:
-    """What it has in memory, in bytes: of shared pages its share."""
+    """Return the memory of a process in bytes, including its share of shared pages."""
     with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
         return int(process.memory_full_info().pss)
-    return 0  # it has ended
+    return 0  # the process has ended
 
 
 def hold_the_gil(seconds: float) -> None:
-    """A library's function that is called without releasing it."""
+    """Call a library function that does not release the GIL."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
 @pytest.mark.parametrize("who", ["worker", "program"])
 def test_process_that_holds_the_gil_is_not_fenced(who: str) -> None:
-    """For three times the peer_timeout."""
+    """It holds the GIL for three times the ``peer_timeout``."""
 
     def work(number: int) -> int:
         if number == 5 and who == "worker":
@@ -160,7 +162,7 @@ def test_process_that_holds_the_gil_is_not_fenced(who: str) -> None:
 
 @pytest.mark.parametrize("function", [len, bytes], ids=["there", "there and back"])
 def test_large_item_on_a_slow_wire_fences_no_host(function: Callable[[Any], Any]) -> None:
-    """It is on its way for several times the peer_timeout."""
+    """The item is in transit for several times the ``peer_timeout``."""
     item = bytes(48 << 20)
     with wired(1, Wire(rate=16 << 20), peer_timeout=1) as pool:
         graph = Graph("large")

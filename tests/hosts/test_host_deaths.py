@@ -1,4 +1,4 @@
-"""Whatever dies on a host, nothing is lost or repeated, and the report says what happened."""
+"""Test that deaths on hosts lose and repeat nothing, and that the report names them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 def once(folder: Path, at: int, deed: Callable[[], Any]) -> Callable[[int], int]:
-    """A function for a map that gives what it gets, and does ``deed`` at the first try of one item."""
+    """Return a function for a map that returns its item and does ``deed`` at the first try of item ``at``."""
 
     def work(item: int) -> int:
         done = folder / f"{at}"
@@ -52,7 +52,7 @@ def kill_agent() -> None:
 
 
 def both(pool: Any, work: Callable[[int], int], **options: Any) -> tuple[Any, RunStats, str]:
-    """The results of ``work`` over ITEMS, with the statistics and the report of the run."""
+    """Return the results of ``work`` over ITEMS items, the statistics and the report of the run."""
     graph = Graph("deaths")
     result = graph.source(range(ITEMS)).map(work, on=pool, workers=4, name="work", **options).collect()
     run = graph.start()
@@ -71,7 +71,7 @@ def test_killed_worker_is_replaced_on_its_host(tmp_path: Path, ordered: bool) ->
 
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
 def test_worker_killed_before_it_leaves_its_ports_has_ended(deed: Callable[[], Any]) -> None:
-    """It had told so. With its agent it begins again, and finds nothing to do."""
+    """The worker has reported its end. If it dies with its agent, it begins again and finds no items."""
 
     def work(item: int) -> int:
         if not worker().incarnation:
@@ -112,7 +112,7 @@ def test_workers_of_a_killed_agent_die_with_it() -> None:
 
 
 def test_dead_agents_are_released_during_the_run() -> None:
-    """Their links have descriptors, and a run may last for days."""
+    """The links of dead agents hold descriptors, and a run may last for days."""
 
     def lives() -> int:
         gc.collect()
@@ -138,7 +138,7 @@ def test_dead_agents_are_released_during_the_run() -> None:
 
 @dataclass(frozen=True)
 class StartsOnce(Local):
-    """Each host has one agent, and can't get another."""
+    """Provider whose hosts start one agent each and refuse another."""
 
     folder: Path = Path()
 
@@ -206,7 +206,7 @@ def test_item_that_kills_its_workers_is_blamed() -> None:
 
 
 def test_silent_agent_is_fenced_and_replaced(tmp_path: Path) -> None:
-    """It is stopped, so its connection stays as it is."""
+    """The agent is stopped, so its connection stays open."""
 
     def stop_agent() -> None:
         os.kill(os.getppid(), signal.SIGSTOP)

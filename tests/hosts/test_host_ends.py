@@ -1,4 +1,4 @@
-"""However a run over hosts ends, nothing of it is left: no agent, no worker on any host, nothing here."""
+"""Test that a run over hosts leaves no agent, worker or other resource, however it ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flowchan.transport import versions
 
 @pytest.fixture(autouse=True)
 def all_gone() -> Iterator[list[psutil.Process]]:
-    """Processes that a test has put here must have ended after it."""
+    """Check that the processes that a test puts here have ended after it."""
     seen: list[psutil.Process] = []
     yield seen
     assert not agents()
@@ -54,7 +54,7 @@ def test_stop_finishes_items_in_flight_on_hosts() -> None:
     run.stop()
     found = run.wait()[result]
     assert found == given[: len(found)]
-    assert len(given) - len(found) <= 1  # the one whose put met the end
+    assert len(given) - len(found) <= 1  # the item whose put the stop interrupted
     assert run.stats().state == "stopped"
 
 
@@ -189,7 +189,7 @@ def test_agents_end_when_the_driver_is_killed(tmp_path: Path, all_gone: list[psu
     with start(script(tmp_path, text), tmp_path) as process:
         wait_until(lambda: len([*tmp_path.glob("held *")]) == 2)
         all_gone += psutil.Process(process.pid).children(recursive=True)
-        assert len(all_gone) == 5  # what forks agents, two of these, two workers
+        assert len(all_gone) == 5  # one fork server, two agents, two workers
         process.kill()
 
 
@@ -207,7 +207,7 @@ def test_version_mismatch_is_reported_on_one_line(monkeypatch: pytest.MonkeyPatc
 
 @dataclass(frozen=True)
 class Faulty(Local):
-    """Its agents end at once."""
+    """Provider whose agents end at once."""
 
     def start(self, number: int, launch: Launch) -> Any:
         return super().start(number, Launch(("-c", "raise SystemExit(7)"), launch.stdin))
@@ -223,7 +223,7 @@ def test_unusable_host_is_reported_at_the_start() -> None:
 
 @dataclass(frozen=True)
 class Refusing(Local):
-    """It can't even try."""
+    """Provider that cannot start an agent."""
 
     def start(self, number: int, launch: Launch) -> Any:
         raise HostError("the program for it is not installed here", self.hosts[number])
@@ -237,7 +237,7 @@ def test_provider_that_cannot_start_agents_is_reported_at_the_start() -> None:
 
 
 def test_worker_may_finish_its_threads(tmp_path: Path) -> None:
-    """As a worker process here may: it is not killed because its run is over."""
+    """The worker is not killed because its run is over, like a local worker process."""
 
     def at_the_end() -> None:
         threading.main_thread().join()
@@ -272,7 +272,7 @@ def test_item_beyond_the_hosts_memory_ends_the_run(
 ) -> None:
     monkeypatch.setattr(
         hosts_part, "most_bytes", lambda: 1_000_000
-    )  # what hosts hear of this machine's memory
+    )  # the memory of this machine that hosts are told
     graph = Graph("large")
     graph.source([b"", bytes(2_000_000)]).map(len, on=local(1)).sink(abs)
     with pytest.raises(RunError) as caught:

@@ -1,5 +1,7 @@
-"""R11 over hosts: the workers of a gang meet by the driver, and are members of one group wherever they run.
-And ``allreduce`` tells workers apart there, too."""
+"""Test gangs over hosts (R11): the workers meet at the driver and are members of one group on any host.
+
+``allreduce`` also distinguishes workers of different hosts.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def add(a: int, b: int) -> int:
 
 
 def test_each_worker_has_its_member_of_one_group() -> None:
-    """Those of one host share memory, and hosts are connected; in a part of the pool likewise."""
+    """Members on one host share memory, and hosts are connected. This also holds for some hosts of a pool."""
 
     def tell(group: Group, out: Out[tuple[Any, ...]]) -> None:
         me = worker()
@@ -52,7 +54,7 @@ def test_each_worker_has_its_member_of_one_group() -> None:
 
 
 def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
-    """They wait for each other after every number, until none has any."""
+    """Pass numbers on; the members wait for each other after each number until none has another."""
     for number in numbers:
         group.allreduce_with(number, add)
         out.put(number)
@@ -62,7 +64,7 @@ def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
 
 @pytest.mark.parametrize("tls", [False, True], ids=["", "tls"])
 def test_gang_workers_that_share_a_stream_end_together(tls: bool) -> None:
-    """None waits at the end for what another one has ahead, on whatever host that is."""
+    """At the end, no member waits for items that another member still has, on any host."""
     if tls:
         pytest.importorskip("cryptography")
     graph = Graph("gang")
@@ -75,7 +77,7 @@ def test_gang_workers_that_share_a_stream_end_together(tls: bool) -> None:
 def test_gang_ends_when_its_readers_are_gone(
     numbers: Callable[[], Iterable[int]], options: tuple[str, ...]
 ) -> None:
-    """Not all see it in the same round, and some miss others before it is heard why."""
+    """Not all members see the end in the same round, and some miss others before they learn the reason."""
     graph = Graph("gang")
     how: dict[str, Any] = dict.fromkeys(options, True)
     gang = graph.stage(in_step, graph.source(numbers), on=local(2), workers=3, **how)
@@ -84,7 +86,7 @@ def test_gang_ends_when_its_readers_are_gone(
 
 
 class Mortal:
-    """Its first worker dies as soon as it may, before it meets the other."""
+    """Stage whose first worker dies once ``may`` exists, before it meets the other worker."""
 
     def __init__(self, may: Path) -> None:
         if worker().number == 1 and not worker().incarnation:
@@ -98,8 +100,8 @@ class Mortal:
 def test_worker_that_starts_after_a_peer_died_does_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host that lacks a module asks for what the stage uses of it. Meanwhile a mate died, and this worker
-    was to end, which had no process yet."""
+    """Its host lacks a module and asks for it by value. In the meantime a peer died, and this worker was told
+    to end before it had a process."""
     send, end, may = HostsPart._send_by_value, HostsPart.terminate, tmp_path / "may"
     late: list[tuple[Lacking, WorkerPorts]] = []
 
@@ -137,7 +139,7 @@ def test_only_the_original_failure_of_a_gang_is_reported() -> None:
 
 
 class Unfinished:
-    """It raises before its worker has met the others."""
+    """Stage whose second worker raises before it has met the others."""
 
     def __init__(self) -> None:
         if worker().number == 2:
@@ -157,7 +159,7 @@ def test_worker_that_fails_before_joining_ends_the_gang() -> None:
 
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
 def test_death_restarts_the_gang_with_its_current_items(tmp_path: Path, deed: Callable[[], Any]) -> None:
-    """So each item has its output, once, also that of a host that is lost."""
+    """Each item has one output, including the items of a lost host."""
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:
         for number in numbers:
@@ -176,7 +178,8 @@ def test_death_restarts_the_gang_with_its_current_items(tmp_path: Path, deed: Ca
 
 
 def test_worker_that_loses_its_agent_counts_as_dead(tmp_path: Path) -> None:
-    """He hears by his channels that it is gone, and ends. For his mates that is a death: all begin again."""
+    """The worker learns from its channels that its agent is lost, and ends. For its peers this is a death, so
+    all begin again."""
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:
         if group.rank == 0:
@@ -197,7 +200,7 @@ def test_worker_that_loses_its_agent_counts_as_dead(tmp_path: Path) -> None:
 
 
 def test_worker_that_raises_member_died_restarts_the_gang(tmp_path: Path) -> None:
-    """They may hear of him before they hear of that one."""
+    """The peers may hear of this worker before they hear of the missing member."""
 
     def miss() -> None:
         raise MemberDied("one is missed")
@@ -217,13 +220,13 @@ def test_worker_that_raises_member_died_restarts_the_gang(tmp_path: Path) -> Non
 
 
 def cut(group: Any) -> None:
-    """The connections between the hosts."""
+    """Cut the connections between the hosts."""
     for sock in group._links.sockets.values():
         sock.shutdown(socket.SHUT_RDWR)
 
 
 def test_broken_connection_between_hosts_restarts_the_gang(tmp_path: Path) -> None:
-    """Nobody died, and nobody can go on."""
+    """No worker died, but none can continue."""
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:
         for number in numbers:
@@ -243,7 +246,7 @@ def test_broken_connection_between_hosts_restarts_the_gang(tmp_path: Path) -> No
 
 
 def some(numbers: Out[int]) -> None:
-    """Worker 1 gives one number, worker 2 two, and so on."""
+    """Put one number in worker 1, two in worker 2, and so on."""
     me = worker().number
     for k in range(me):
         numbers.put(10 * me + k)
@@ -264,8 +267,8 @@ def test_each_round_has_an_item_of_every_worker_that_still_has_one() -> None:
 
 
 def test_allreduce_combines_all_items_at_capacity_one() -> None:
-    """A worker that has an item in hand may wait for room that only the next item of another one makes, so
-    that one must get it, or its end."""
+    """A worker with an item may wait for room that only the next item of another worker makes. That worker
+    must get this item, or its end."""
     graph = Graph("shares")
     halves = graph.source(range(1, 301)).map(abs, on=local(2), workers=3, capacity=2)
     found = rounds(halves.allreduce(capacity=1))
@@ -276,7 +279,8 @@ def test_allreduce_combines_all_items_at_capacity_one() -> None:
 
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
 def test_each_output_is_in_one_round_despite_deaths(tmp_path: Path, deed: Callable[[], Any]) -> None:
-    """What a worker had in hand is its successor's alone: another one's channel does not know what is out."""
+    """Only its replacement gets the current items of a dead worker, because another worker's channel does not
+    know which outputs were published."""
 
     def work(item: int) -> Iterator[str]:
         for number in range(3):

@@ -1,4 +1,4 @@
-"""What workers on hosts log is handled by the program's loggers, and says who logged it."""
+"""Test that the program's loggers handle the log records of remote workers and name the worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands and pictures show where stages run."""
+"""Test that commands and pictures show where stages run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Items that are asked, on hosts."""
+"""Test requests with ``ask()`` that workers on hosts answer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_cancelled_requests_are_dropped_on_hosts(batch: bool, monkeypatch: pytes
                 await run.ask(questions, "too late", timeout=0.01)
             await asyncio.to_thread(wait_until, lambda: len(cancelled) == 2)
             (part,) = run._crew.remote
-            await asyncio.to_thread(wait_until, part.all_is_heard)  # what was said before is done
+            await asyncio.to_thread(wait_until, part.all_is_heard)  # the host has handled the cancellations
             gate.open()
             last = await run.ask(questions, "last")
             await asyncio.gather(*asks[:2])
@@ -58,7 +58,7 @@ def test_cancelled_requests_are_dropped_on_hosts(batch: bool, monkeypatch: pytes
 
 
 class Bomb:
-    """Ends the process of a worker that unpickles it."""
+    """Item that ends the worker process that unpickles it."""
 
     def __reduce__(self) -> Any:
         return os._exit, (7,)

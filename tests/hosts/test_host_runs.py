@@ -1,4 +1,4 @@
-"""A graph over hosts gives what it gives on one machine."""
+"""Test that a graph over hosts has the same results as on one machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_map_keeps_order_and_spreads_workers_evenly_over_hosts() -> None:
     graph = Graph("squares")
     squares = graph.source(range(1000)).map(square, on=local(2), workers=4).collect()
     run = graph.start()
-    gate.wait_held(4)  # each of them has one item
+    gate.wait_held(4)  # each worker has one item
     gate.open()
     found = run.wait()[squares]
     assert [square for square, _, _ in found] == [number * number for number in range(1000)]
@@ -187,7 +187,7 @@ def test_sink_runs_on_hosts(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Slow(Local):
-    """Its agents take until somebody has packed what they are to do."""
+    """Provider whose agents start only after a worker function has been packed."""
 
     folder: Path
 
@@ -202,7 +202,7 @@ class Slow(Local):
 
 @dataclass(frozen=True)
 class Packed:
-    """A function that says so when it is packed while agents start."""
+    """Function that creates a file when it is packed while agents start."""
 
     folder: Path
 
@@ -260,7 +260,7 @@ def test_result_that_cannot_leave_its_host_ends_the_run() -> None:
 
 
 def test_greeting_lists_only_hosts_that_had_an_agent_before(monkeypatch: Any) -> None:
-    """It has room for some hundred."""
+    """A greeting has room for some hundred hosts."""
     hellos = []
 
     def door(listener: Any, secret: bytes, hello: Any, tls: bool) -> AuthenticatedListener:

@@ -1,4 +1,4 @@
-"""Each operator gives over two hosts what it gives on one machine."""
+"""Test that each operator has the same results over two hosts as on one machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def twice(number: int) -> list[int]:
 
 
 def far(stream: Stream) -> Stream:
-    """The stream, through two hosts."""
+    """Return the stream, passed through two hosts."""
     return stream.map(same, on=POOL, workers=2)
 
 
@@ -87,7 +87,7 @@ def reduce(graph: Graph) -> Any:
 
 
 def collect(graph: Graph) -> Any:
-    """Its list goes to a host, too."""
+    """Collect a list that is itself an item for a host."""
     return run(graph, far(far(begins(graph)).collect()).collect()), [list(range(40))]
 
 
@@ -121,7 +121,7 @@ def merge(graph: Graph) -> Any:
 
 
 def allreduce(graph: Graph) -> Any:
-    """Of workers here, between hosts."""
+    """Reduce over local workers between two hosts."""
     rounds = far(far(begins(graph)).map(same, workers=2).allreduce("sum"))
     found = run(graph, rounds.collect())
     contributed = sum(one.contributors for one in found)
@@ -129,7 +129,7 @@ def allreduce(graph: Graph) -> Any:
 
 
 def stage(graph: Graph) -> Any:
-    """Reading a feedback: each number goes round until it is small."""
+    """Run a stage that reads a feedback: each number circulates until it is small."""
     back: Feedback = graph.feedback()
     again, done = graph.stage(halved, begins(graph), back, on=POOL["local-1"], name="halved")
     back.feed(again.map(same, on=POOL["local-2"]))
