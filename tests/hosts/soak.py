@@ -1,7 +1,7 @@
 """Run graphs over hosts under chaos for some minutes, and compare every result exactly.
 
-Workers and agents are killed, connections are cut and reset, and hosts are silent for shorter and longer than
-the ``peer_timeout``, over wires with a delay. Run it with ``python -m tests.hosts.soak --minutes 5 --seed
+The chaos kills workers and agents, cuts and resets connections, and silences hosts for shorter and longer
+than the ``peer_timeout``. The wires have a delay. Run it with ``python -m tests.hosts.soak --minutes 5 --seed
 1``.
 """
 

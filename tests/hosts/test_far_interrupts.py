@@ -144,7 +144,7 @@ def test_get_ended_by_ctrl_c_leaves_its_item_next(how, there):
 
 
 @pytest.mark.parametrize("end", ["reader", "writer"])
-def test_port_whose_opening_ctrl_c_ended_is_released(end):
+def test_port_is_released_if_ctrl_c_ends_its_opening(end):
     """C5, C12: the owner does not count the port, and the connection is released."""
     one, over = make(), make()
 

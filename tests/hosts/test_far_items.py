@@ -116,7 +116,7 @@ def test_channel_only_in_transit_is_one_object_at_its_owner(monkeypatch):
 
 
 def test_threads_that_open_one_channel_get_one_object():
-    """With two objects, the program would leave the channel when the first object goes."""
+    """If there were two objects, the program would leave the channel when the first object goes."""
     channel = make()
     at = channel.address, channel.secret
 
@@ -353,7 +353,7 @@ def test_port_lost_to_ctrl_c_is_not_counted():
     peer.result()
 
 
-def test_channel_whose_last_item_just_finished_is_not_sent():
+def test_channel_is_not_sent_after_its_last_item_finished():
     """C14: a receiver of the channel would find that it no longer exists."""
     spare = make()  # keeps its server alive
     (home,) = serving._homes

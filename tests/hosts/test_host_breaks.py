@@ -62,7 +62,7 @@ def test_worker_continues_when_its_link_breaks() -> None:
     assert run.wait()[result] == [0, 1, 2, 3, 4]
 
 
-def test_run_that_ends_while_its_link_is_broken_is_heard_by_the_agent(
+def test_agent_with_a_broken_link_hears_the_runs_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The agent connects once more and hears that it may leave, so the run does not wait out its grace."""

@@ -270,9 +270,7 @@ def test_output_beyond_the_drivers_memory_fails_in_its_stage() -> None:
 def test_item_beyond_the_hosts_memory_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        hosts_part, "most_bytes", lambda: 1_000_000
-    )  # the memory of this machine that hosts are told
+    monkeypatch.setattr(hosts_part, "most_bytes", lambda: 1_000_000)  # the largest item that agents accept
     graph = Graph("large")
     graph.source([b"", bytes(2_000_000)]).map(len, on=local(1)).sink(abs)
     with pytest.raises(RunError) as caught:

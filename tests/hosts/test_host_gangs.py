@@ -100,8 +100,8 @@ class Mortal:
 def test_worker_that_starts_after_a_peer_died_does_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its host lacks a module and asks for it by value. In the meantime a peer died, and this worker was told
-    to end before it had a process."""
+    """Its host lacks a module and asks for it by value. In the meantime a peer died, and the supervisor ended
+    this worker before it had a process."""
     send, end, may = HostsPart._send_by_value, HostsPart.terminate, tmp_path / "may"
     late: list[tuple[Lacking, WorkerPorts]] = []
 
@@ -258,7 +258,7 @@ def rounds(stream: Any) -> list[Reduced]:
     return found
 
 
-def test_each_round_has_an_item_of_every_worker_that_still_has_one() -> None:
+def test_each_round_has_one_item_per_remaining_worker() -> None:
     graph = Graph("rounds")
     numbers = graph.stage(some, on=local(2), workers=3)
     reduced = numbers.allreduce("sum")

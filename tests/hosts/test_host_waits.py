@@ -1,5 +1,8 @@
-"""Who waits for whom, over hosts: a run in which nobody can ever move again ends, and says so as on one
-machine; nobody is taken to be stuck who only works elsewhere, or waits for what is on a slow wire."""
+"""Test deadlock detection over hosts.
+
+A run in which no worker can ever move again ends with the reason, as on one machine. A remote worker that
+works, or waits for an item on a slow wire, does not count as stuck.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Waits]:
-    """What the hosts have said so far of their workers' waits. Supervisors look without a pause here."""
+    """Record the reports of the hosts on the waits of their workers, and let supervisors poll without a
+    pause."""
     found: list[Waits] = []
     real = HostsPart.waits
 
@@ -62,13 +66,13 @@ def deadlock_of(run: Run) -> tuple[StageError, str]:
 
 
 def goes_on(run: Run, looks: list[Waits]) -> bool:
-    """Whether the run is still running after the hosts have been asked often enough to call it stuck."""
+    """Return whether the run is still running after enough polls of the hosts to call it stuck."""
     so_far = len(looks)
     wait_until(lambda: len(looks) > so_far + 10 or run._supervisor.ended.is_set())
     return run.stats().state == "running"
 
 
-# nobody can move
+# no worker can move
 
 
 def test_branches_on_two_hosts_that_deadlock_are_reported() -> None:
@@ -121,11 +125,11 @@ def pass_on(numbers: In[int], out: Out[int]) -> None:
         out.put(number)
 
 
-# somebody can
+# a worker can move
 
 
 def test_remote_worker_that_works_long_is_not_a_deadlock(looks: list[Waits]) -> None:
-    """All others wait meanwhile, for it or for room."""
+    """All other workers wait for this one or for room."""
     gate = Gate()
     graph = Graph("working")
     result = graph.source(range(500)).map(gate.wait, on=POOL, workers=2).collect()
@@ -137,7 +141,7 @@ def test_remote_worker_that_works_long_is_not_a_deadlock(looks: list[Waits]) -> 
 
 
 def test_one_working_worker_of_two_is_not_a_deadlock(looks: list[Waits]) -> None:
-    """The other one waits, and with it its link and everybody here."""
+    """The other worker, its link and all local workers wait."""
     gate = Gate()
     graph = Graph("working")
     found: list[int] = []
@@ -152,13 +156,15 @@ def test_one_working_worker_of_two_is_not_a_deadlock(looks: list[Waits]) -> None
 
 
 def sleeps(pid: int) -> bool:
-    """All threads do: none of them holds the lock of a channel, for which its agent would wait, too."""
+    """Return whether all threads of a process sleep. Then none holds the lock of a channel, for which the
+    agent would wait."""
     threads = Path(f"/proc/{pid}/task").glob("*/stat")
     return all(thread.read_text().rpartition(") ")[2].startswith("S") for thread in threads)
 
 
 def test_stopped_worker_with_an_item_is_not_a_deadlock(looks: list[Waits]) -> None:
-    """It has been woken and can't look: the others wait for it, and it goes on when it is continued."""
+    """The stopped worker was woken and cannot look. The others wait for it, and it continues after
+    SIGCONT."""
     graph = Graph("stopped")
     numbers = graph.input(capacity=1)
     found: list[int] = []
@@ -178,7 +184,7 @@ def test_stopped_worker_with_an_item_is_not_a_deadlock(looks: list[Waits]) -> No
 
 
 def begin(fresh: In[int], back: In[int], out: Out[int], done: Out[int]) -> None:
-    """Lets each number go round until it is 0."""
+    """Let each number circulate until it is 0."""
     for number in fresh:
         while number:
             out.put(number)
@@ -187,7 +193,8 @@ def begin(fresh: In[int], back: In[int], out: Out[int], done: Out[int]) -> None:
 
 
 def test_item_on_a_slow_wire_is_not_a_deadlock(looks: list[Waits]) -> None:
-    """It is on its way most of the time, and meanwhile all workers wait. The hosts are asked all the time."""
+    """The item is in transit most of the time, while all workers wait. The supervisor polls the hosts all the
+    time."""
     assert round_and_round(Wire(delay=0.02), 20) == [0]
     assert len(looks) > 10
     assert not all(one.moves for one in looks)
@@ -197,12 +204,12 @@ def test_broken_connection_is_not_a_deadlock(looks: list[Waits]) -> None:
     def then(run: Run) -> None:
         cut()
 
-    while not looks or all(one.moves for one in looks):  # until one came while nothing moved
+    while not looks or all(one.moves for one in looks):  # until one report came while nothing moved
         assert round_and_round(Wire(delay=0.005), 60, then) == [0]
 
 
 def round_and_round(wire: Wire, times: int, then: Any = lambda run: None) -> Any:
-    """One item goes over the wire again and again. Each time around ``then`` is called."""
+    """Send one item over the wire ``times`` times, and call ``then`` each time."""
     with wired(2, wire) as pool:
         graph = Graph("round")
         back = graph.feedback()

@@ -1,5 +1,8 @@
-"""R3 over hosts: an agent that waits for its place, as in a queue or for a node that is yet to be started, is
-waited for; and one that does not come is told with what may be wrong."""
+"""Test agents that start late (R3).
+
+The run waits for an agent that is queued or whose node has yet to start. If an agent does not dial, the error
+names likely causes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from flowchan.hosts.providers.provider import Launch, StartedAgent
 
 
 class Queued:
-    """An agent that gets its place at the tenth look."""
+    """Agent that leaves its queue at the tenth look."""
 
     def __init__(self, patch: pytest.MonkeyPatch, launch: Launch) -> None:
         self._patch, self._launch = patch, launch
@@ -72,7 +75,7 @@ def test_agent_that_does_not_dial_is_reported_with_the_address(monkeypatch: pyte
 
 
 def test_ctrl_c_ends_the_wait_for_a_queued_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left of it."""
+    """The interrupted start leaves no resources."""
 
     def interrupt(queued: Queued) -> bool:
         queued._looks += 1

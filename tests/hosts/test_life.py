@@ -1,4 +1,4 @@
-"""One life of an agent, by what its link says."""
+"""Test the handle of one incarnation of an agent, with scripted events of its link."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from flowchan.hosts import agent_handle
 
 
 class BreaksMeanwhile:
-    """A link that is connected when it is looked at and, though no word of it was heard, not any more just
-    afterwards. Only after that the word comes."""
+    """Link that breaks just after a look at its state, before the event of the break is read."""
 
     def __init__(self) -> None:
         self.events: Any = iter([(), ("broken", "reset by peer"), ("closed",)])
@@ -33,8 +32,8 @@ class BreaksMeanwhile:
 
 
 def test_recent_break_does_not_end_the_agent(monkeypatch):
-    """It has its peer_timeout to dial again, from the break on."""
-    monkeypatch.setattr(agent_handle, "START", 0.0)  # it is long since it was started
+    """The agent has its ``peer_timeout``, counted from the break, to dial again."""
+    monkeypatch.setattr(agent_handle, "START", 0.0)  # the time for its start is over
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
     provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)
     heard = agent_handle.Heard(*[lambda *_: None] * 6)
@@ -49,7 +48,7 @@ def test_recent_break_does_not_end_the_agent(monkeypatch):
 
 
 def test_agent_that_has_not_connected_does_not_delay_the_end():
-    """It has nothing to finish: after Ctrl-C while the agents start the program ends at once."""
+    """The agent has nothing to finish, so Ctrl-C while agents start ends the program at once."""
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
     provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)
     one = agent_handle.AgentHandle(provider, 0, 0, 10.0, agent_handle.Heard(*[lambda *_: None] * 6))

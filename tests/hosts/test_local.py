@@ -1,5 +1,7 @@
-"""Processes on this machine, those of ``local`` and those that hold agents elsewhere: what starts them, what
-tells their end, and that nothing of them is left."""
+"""Test the local processes of ``local`` and those that start remote agents.
+
+They show how these processes start, how their end is reported, and that nothing of them remains.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def launch(program: str, *arguments: object, stdin: bytes = b"a secret\n") -> La
 
 @pytest.fixture
 def started() -> Iterator[list[StartedAgent]]:
-    """What is put in here is closed, whatever the test does."""
+    """Close all agents that the test puts here."""
     all_of_them: list[StartedAgent] = []
     yield all_of_them
     for one in all_of_them:
@@ -44,7 +46,7 @@ Starting = Callable[..., StartedAgent]
 
 @pytest.fixture(params=["local", "child"])
 def start(request: pytest.FixtureRequest, started: list[StartedAgent]) -> Starting:
-    """Starts one of the hosts ``local-1`` and so on."""
+    """Return a function that starts the agent of one of the hosts ``local-1``, ``local-2`` and so on."""
 
     def by_local(said: Launch, number: int = 0) -> StartedAgent:
         started.append(local(number + 1).start(number, said))
@@ -61,8 +63,8 @@ def start(request: pytest.FixtureRequest, started: list[StartedAgent]) -> Starti
 
 @pytest.fixture
 def processes() -> Callable[[], list[psutil.Process]]:
-    """Those that the test has started, and what these have: the forkserver of a test before it may be there
-    too."""
+    """Return a function that lists the processes of this test and their children, without the fork
+    servers."""
     here = psutil.Process()
     before = here.children(recursive=True)
 
@@ -168,7 +170,7 @@ def cmdline(process: psutil.Process) -> list[str]:
 
 
 def test_ctrl_c_in_a_terminal_does_not_reach_an_agent(start, processes, tmp_path):
-    """It goes to the foreground's process group, and what becomes of the agents is for the driver to say."""
+    """Ctrl-C reaches the foreground's process group, but the driver decides on the end of the agents."""
     start(launch(SLEEP, tmp_path / "up"))
     wait_until((tmp_path / "up").exists)
     (child,) = processes()

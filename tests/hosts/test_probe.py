@@ -1,4 +1,4 @@
-"""What a host is like: probes that are started, that fail, and that never come."""
+"""Test the probes of hosts, including probes that fail and probes that never dial."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOWARDS = {"local-1": "127.0.0.1", "local-2": "127.0.0.1", "local-3": "no.such.h
 
 @dataclass(frozen=True)
 class Odd(Local):
-    """The first host is sound, and each of the others odd in a way of its own."""
+    """Provider whose first host works and whose other hosts each run a faulty program."""
 
     programs: tuple[str, ...] = ()
 
@@ -85,7 +85,7 @@ def test_probe_reports_an_unusable_host_and_measures_the_others(program, problem
 
 
 def test_probe_reports_an_unknown_name_next_to_other_hosts():
-    """So is one whose address has a problem alone."""
+    """A host whose name is unknown is reported like one that refuses to start."""
     one, two, three = probe.look(odd("", ""))
     assert (one.problem, two.problem) == ("", "local-2 is closed today")
     assert one.rate > 0
@@ -153,7 +153,7 @@ def test_command_refuses_invalid_hosts(monkeypatch):
     assert errors.startswith("flowchan: slurm: this program runs in no allocation of Slurm")
 
 
-def test_launch_of_a_probe_keeps_the_secret_out_of_its_arguments():
+def test_probe_launch_keeps_the_secret_out_of_arguments():
     seen: list[Launch] = []
 
     class Seeing(Local):

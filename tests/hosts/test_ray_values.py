@@ -1,4 +1,4 @@
-"""What a Ray provider is before it is used, and where Ray is missing."""
+"""Test Ray providers before use and without Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Slurm provider is outside an allocation: a value that says what it lacks when it is used."""
+"""Test Slurm providers outside an allocation: they are values, and their use names what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Providers as text."""
+"""Test the parsing of providers and pools from text."""
 
 from __future__ import annotations
 

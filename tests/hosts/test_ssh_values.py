@@ -1,4 +1,4 @@
-"""What an ssh provider is before it contacts anybody: a value, its command, and the address to listen at."""
+"""Test ssh providers before they contact a host: their values, their command, and the driver's address."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_invalid_host_is_refused(hosts, error, message):
     ["python3", "/opt/my venv/bin/python", "it's", "$HOME", "", "~x y/python", "a~/b", "`id`", "~/a b"],
 )
 def test_shell_parses_the_command_as_intended(word):
-    """Words are quoted, and only a leading home folder is left to the shell."""
+    """Words are quoted; only a leading ``~/`` is left to the shell."""
     read = subprocess.run(
         ("sh", "-c", f"printf %s {as_text((word,))}"),
         capture_output=True,
@@ -90,7 +90,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("lines", "marks", "why"), ENDS)
 def test_end_of_an_agent_is_reported_only_when_known(lines, marks, why):
-    """That ssh has ended says nothing of the agent, unless the script has said it."""
+    """The end of ssh says nothing about the agent unless the wrapper script has reported it."""
     told = explainer("gpu1", "nopy", "get one", lambda code, said: "not reached")(255, Said(lines, marks))
     assert told is None if why is None else told is not None and told.startswith(why)
 
@@ -114,7 +114,7 @@ def towards(*hosts: str) -> str:
 
 @pytest.mark.usefixtures("routes")
 def test_driver_listens_where_all_hosts_reach_it():
-    """A host on this machine reaches all of its addresses."""
+    """A host on this machine reaches all addresses of this machine."""
     assert towards("here") == "127.0.0.1"
     assert towards("six") == "::1"
     assert towards("here", "near", "near2") == "10.0.0.1"

@@ -1,4 +1,4 @@
-"""An agent that nobody hears any more ends all the same."""
+"""Test that an agent ends even if no process reads its output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ graph.run()
 
 
 def test_agent_with_unread_errors_ends_after_the_peer_timeout():
-    """Its last words have nowhere to go when the program is killed together with whoever read its output."""
+    """The program and the reader of the agent's output are killed together, so its last messages are lost."""
     with subprocess.Popen((sys.executable, "-c", PROGRAM), stderr=subprocess.PIPE, text=True) as program:
         assert program.stderr is not None
         agent = psutil.Process(int(program.stderr.readline().split()[-1]))

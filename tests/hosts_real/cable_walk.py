@@ -1,5 +1,8 @@
-"""A driver of a graph over two other namespaces: ``python cable_walk.py HEAD FIRST SECOND FOLDER``. The first
-worker over there that gets item ``AT`` pulls its own host's cable, and the driver prints its report."""
+"""Run a graph over two other network namespaces, one of which loses its cable.
+
+Usage: ``python cable_walk.py HEAD FIRST SECOND FOLDER``. The first worker on host FIRST that gets item ``AT``
+pulls the cable of its host; the driver prints the run's report.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from flowchan.hosts.providers.provider import Launch
 
 @dataclass(frozen=True)
 class Apart:
-    """An agent in each of these namespaces."""
+    """Provider with one agent in each of the namespaces ``hosts``."""
 
     hosts: tuple[str, ...]
 
@@ -36,7 +39,7 @@ class Apart:
 
 
 def pull(head: str) -> None:
-    """The frames of this host's cable are dropped from now on, in both directions, and nobody is told."""
+    """Drop all frames of this host's cable in both directions without any notice."""
     subprocess.run(("ip", "-n", head, "link", "set", "cable2", "nomaster"), check=True)
 
 

@@ -1,4 +1,4 @@
-"""The servers that these tests need, each started once and ended by its process ids."""
+"""Servers for these tests, each started once and ended by its process ids."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ MUNGE_FILES = ("socket", "key-file", "pid-file", "seed-file", "log-file")
 
 @dataclass(frozen=True)
 class Sshd:
-    """An sshd on loopback that all host names lead to, but for ``down``, which nobody answers."""
+    """An sshd on loopback that all host names lead to, except ``down``, where no server listens."""
 
     servers: Servers
 
@@ -97,7 +97,7 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
     with in_front(folder, "ssh", f'exec {program("ssh")} -F {folder}/client_config "$@"'):
         servers = Servers(folder)
         made = not os.path.isdir("/run/sshd")
-        os.makedirs("/run/sshd", 0o755, exist_ok=True)  # Debian's sshd wants it
+        os.makedirs("/run/sshd", 0o755, exist_ok=True)  # Debian's sshd needs this folder
         try:
             servers.start("sshd", (program("sshd"), "-D", "-e", "-f", str(folder / "sshd_config")))
             servers.wait_answering("sshd", port)
@@ -110,7 +110,7 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Slurm with two nodes that are this machine, found by ``SLURM_CONF``."""
+    """Start a Slurm cluster with two nodes on this machine and set ``SLURM_CONF`` to it."""
     need("slurmctld", "slurmd", "srun", "salloc", "munged", package="slurm-wlm munge")
     need_root()
     folder = tmp_path_factory.mktemp("slurm")
@@ -136,7 +136,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture
 def allocation(cluster: Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Puts the test into an allocation of both nodes."""
+    """Put the test into an allocation of both nodes, and return the job id."""
     command = ("salloc", "--no-shell", "--nodes=2", "--job-name=flowchan-test")
     told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stderr
     job = told.split("Granted job allocation")[1].split()[0]
@@ -156,7 +156,7 @@ def networks() -> Iterator[Networks]:
 
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[Nodes]:
-    """Ray on three nodes, each in a network namespace of its own."""
+    """Start Ray on three nodes, each in its own network namespace."""
     need("ip", package="iproute2")
     need_root()
     pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
@@ -168,7 +168,7 @@ def nodes() -> Iterator[Nodes]:
 
 @contextlib.contextmanager
 def in_front(folder: Path, name: str, script: str) -> Iterator[None]:
-    """Programs that ask for ``name`` find this script, which may go on to the real one."""
+    """Let programs that run ``name`` find this script, which may run the real program."""
     before = os.environ["PATH"]
     (folder / "bin").mkdir()
     (folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")

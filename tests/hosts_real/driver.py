@@ -1,5 +1,5 @@
-"""A driver and an agent that are no more than the ends of a launch: the agent reads its line, dials, says who
-it is, and ends as it is told."""
+"""A driver and an agent that only launch and end: the agent reads its launch line, dials, describes itself,
+and ends on order."""
 
 from __future__ import annotations
 
@@ -38,18 +38,19 @@ print("a last word without an end of line", end="")
 sys.exit(int(order or 0))
 """
 STAYING = AGENT.replace("sock.makefile().readline().strip()", "__import__('signal').pause()")
-"""One that does not notice its driver's end."""
+"""Program of an agent that does not notice its driver's end."""
 assert STAYING != AGENT
 
 
 def end_of(one: StartedAgent) -> str:
-    """Why it ended, once that is known."""
+    """Wait for the end of an agent, and return its reason."""
     wait_until(lambda: one.ended() is not None)
     return one.ended() or ""
 
 
 def assert_agents_run_and_tell_their_ends(driver: Driver, python: str) -> dict[int, dict[str, Any]]:
-    """Starts the agents of two hosts, and lets one exit and one be killed. What each told about itself."""
+    """Start the agents of two hosts, let one exit and kill one, and return what they reported about
+    themselves."""
     for number in (0, 1):
         driver.start(number)
     told = {one["number"]: one for one in (driver.hear(), driver.hear())}
@@ -67,7 +68,8 @@ def assert_agents_run_and_tell_their_ends(driver: Driver, python: str) -> dict[i
 
 
 def assert_the_secret_is_hidden(driver: Driver) -> None:
-    """In command lines and environments of an agent and of its parent, and in every command line here."""
+    """Check the command lines and environments of an agent and its parent, and all command lines on this
+    machine."""
     driver.start(0)
     told = driver.hear()
     assert SECRET not in told["arguments"] + told["environment"]
@@ -79,7 +81,7 @@ def assert_the_secret_is_hidden(driver: Driver) -> None:
 
 
 class Driver:
-    """Listens where the provider says, starts agents, and hears who they are."""
+    """Driver that listens where the provider says, starts agents, and hears who they are."""
 
     def __init__(self, provider: Provider, agent: str = AGENT) -> None:
         self.provider = provider
@@ -103,7 +105,7 @@ class Driver:
         return self.started[number]
 
     def hear(self) -> dict[str, Any]:
-        """The next agent, who it is."""
+        """Wait for the next agent, and return its description of itself."""
         line, _ = self._listener.accept()
         line.settimeout(60)
         told = json.loads(line.makefile().readline())
@@ -114,7 +116,7 @@ class Driver:
         self._lines[number].sendall(f"{order}\n".encode())
 
     def gone(self, number: int) -> bool:
-        """Whether the agent has ended its connection. Waits for it."""
+        """Wait until the agent has ended its connection, and return True; return False if it sends data."""
         try:
             return self._lines[number].recv(1) == b""
         except ConnectionResetError:

@@ -1,4 +1,4 @@
-"""Three network namespaces on this machine, joined by a bridge in the first; nothing leads out of them."""
+"""Three network namespaces on this machine, joined by a bridge in the first; no route leads out of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _count = itertools.count()
 
 
 class Networks:
-    """The first of ``names`` is where drivers run; a cable leads from it to each of the others."""
+    """Network namespaces: drivers run in the first of ``names``, and a cable leads from it to each other
+    one."""
 
     def __init__(self) -> None:
         once = f"flowchan-{os.getpid()}-{next(_count)}"
@@ -37,7 +38,7 @@ class Networks:
             ip(f"-n {name} link set cable up")
 
     def slow_way(self, first: str, second: str, rate: str) -> None:
-        """What goes between these two takes another way from now on, of that rate, by a router of its own."""
+        """Route the traffic between two namespaces through a new router that limits it to ``rate``."""
         router = f"{first}-router"
         self.names += (router,)
         ip(f"netns add {router}")

@@ -1,5 +1,8 @@
-"""A Ray cluster of three nodes on this machine, each in a network namespace of its own, as Ray takes nodes
-with one address for the same. ``ray stop`` is not used: it ends by name."""
+"""A Ray cluster of three nodes on this machine, each in its own network namespace.
+
+Ray takes nodes with the same address for one node. ``ray stop`` is not used, because it ends processes by
+name.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,18 @@ RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
 
 class Nodes:
-    """The nodes by the names of their namespaces; the first is the head, where drivers run."""
+    """Ray nodes, named after their namespaces; the first is the head, where drivers run."""
 
     def __init__(self) -> None:
         self._networks = Networks()
         self.names = self._networks.names
         self.address = self._networks.address
-        self._folder = Path(tempfile.mkdtemp(prefix="flowchan-"))  # a short path: Ray puts sockets there
+        # a short path, because Ray puts sockets there
+        self._folder = Path(tempfile.mkdtemp(prefix="flowchan-"))
         self._servers = Servers(self._folder)
 
     def start(self, name: str) -> None:
-        """Starts Ray on a node, and returns when it has joined."""
+        """Start Ray on a node, and return when it has joined."""
         address = self.address(name)
         command = [
             *RAY,
@@ -55,25 +59,25 @@ class Nodes:
         )
 
     def raylet(self, address: str) -> psutil.Process:
-        """The process of Ray that is the node with this address."""
+        """Return the raylet process of the node with this address."""
         name = next(name for name in self.names if self.address(name) == address)
         return next(one for one in family_of(self._servers.pid(name)) if one.name() == "raylet")
 
     def start_again(self, address: str) -> None:
-        """Ends what is left of a node and starts it anew."""
+        """End the remaining processes of a node and start it again."""
         name = next(name for name in self.names if self.address(name) == address)
         self._servers.end(name)
         (self._folder / f"{name}.log").unlink()
         self.start(name)
 
     def start_again_all(self) -> None:
-        """Starts the nodes anew that have died."""
+        """Restart the nodes that have died."""
         for name in self.names:
             if not any(one.name() == "raylet" for one in family_of(self._servers.pid(name))):
                 self.start_again(self.address(name))
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Runs a driver on the head."""
+        """Run a driver on the head."""
         return subprocess.run(
             ("ip", "netns", "exec", self.names[0], *command),
             capture_output=True,

@@ -1,4 +1,4 @@
-"""Runs over hosts that are harmed from within, once: by a worker that gets item ``AT`` or a later one."""
+"""Run graphs over hosts that one worker harms once, when it gets item ``AT`` or a later one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ ITEMS, AT = 400, 50
 
 
 def once(folder: Path, deed: Callable[[], None], here: Callable[[], bool]) -> Callable[[int], int]:
-    """A function for a map that gives what it gets. The first worker that gets item ``AT`` or a later one
-    where ``here`` is true does the deed; the others do not go on before that."""
+    """Return a function for a map that returns its item.
+
+    The first worker that gets item ``AT`` or a later one where ``here()`` is true does ``deed``; the others
+    wait for it.
+    """
 
     def work(item: int) -> int:
         mark = folder / "done"
@@ -50,7 +53,7 @@ def kill_agent() -> None:
 
 
 def cut_ssh() -> None:
-    """Ends the connection that has brought the agent here."""
+    """Kill the sshd process whose connection has started this agent."""
     server = next(process for process in psutil.Process().parents() if process.name() == "sshd")
     server.kill()
 
@@ -62,22 +65,22 @@ def cancel_step() -> None:
 
 
 def raylet() -> psutil.Process:
-    """The node of Ray that this worker is on."""
+    """Return the raylet process of this worker's node."""
     return next(process for process in psutil.Process().parents() if process.name() == "raylet")
 
 
 def not_on_the_head() -> bool:
-    """The head has Ray's own server, and the driver."""
+    """Return whether this worker is not on the head, where Ray's own server and the driver run."""
     return not any(process.name() == "gcs_server" for process in raylet().parent().children())
 
 
 def kill_node() -> None:
     raylet().kill()
-    signal.pause()  # what Ray has started there ends by itself, and the agent and this worker with it
+    signal.pause()  # the processes that Ray has started there end, and with them the agent and this worker
 
 
 def run_over(pool: Any, folder: Path, deed: Callable[[], None], here: Callable[[], bool] = anywhere) -> Run:
-    """A run that has ended, and whose results were exact."""
+    """Run a graph to its end, check its results, and return the run."""
     graph = Graph("harmed")
     result = graph.source(range(ITEMS)).map(once(folder, deed, here), on=pool, workers=4).collect()
     run = graph.start()
@@ -86,5 +89,5 @@ def run_over(pool: Any, folder: Path, deed: Callable[[], None], here: Callable[[
 
 
 def deaths(run: Run) -> list[str]:
-    """How agents have died, by host."""
+    """Return the deaths of agents, with their hosts."""
     return [f"{host.name}: {death}" for host in run.stats().hosts for death in host.deaths]

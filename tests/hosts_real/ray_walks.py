@@ -1,5 +1,7 @@
-"""Drivers that run on a node of a Ray cluster, each as a program: ``python ray_walks.py NAME FILE``. What
-they have to say stands in the file, as Ray writes to both outputs of a driver."""
+"""Drivers that run on a node of a Ray cluster, each as a program: ``python ray_walks.py NAME FILE``.
+
+They write their results into FILE, because Ray writes to both outputs of a driver.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def killed() -> None:
 
 
 def node_killed() -> None:
-    """The node of one of two agents dies; the next agent of that number comes up on the third."""
+    """Kill the node of one of two agents; the next agent of that number starts on the third node."""
     with Driver(ray(2)) as driver:
         for number in range(2):
             driver.start(number)
@@ -82,7 +84,7 @@ def node_killed() -> None:
 
 
 def graph() -> None:
-    """A node dies in the middle of a run; its work is done on the third."""
+    """Kill a node in the middle of a run; the third node does its work."""
     with tempfile.TemporaryDirectory() as folder:
         run = run_over(flowchan.hosts.ray(2), Path(folder), kill_node, not_on_the_head)
     say(*deaths(run))

@@ -1,4 +1,4 @@
-"""Servers that tests start, and of which nothing is left."""
+"""Servers that tests start and that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.waiting import wait_until
 
 
 def need(*programs: str, package: str) -> None:
-    """Skips where a program is missing."""
+    """Skip the test if a program is missing."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     missing = [program for program in programs if shutil.which(program, path=path) is None]
     if missing:
@@ -29,7 +29,7 @@ def need_root() -> None:
 
 
 def program(name: str) -> str:
-    """Its path, also where servers are not in ours."""
+    """Return the path of a program, also from the folders of servers that PATH may lack."""
     found = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
     assert found, name
     return found
@@ -42,7 +42,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Servers:
-    """Processes in the foreground, each with a log; all end with what they have started."""
+    """Foreground processes, each with a log, that end together with their children."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""A graph over three network namespaces, one of which loses its cable."""
+"""Test a graph over three network namespaces, one of which loses its cable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from networks import Networks
 
 
 def test_graph_continues_when_one_of_three_networks_loses_its_cable(networks: Networks, tmp_path: Path):
-    """The silence is noticed within the peer_timeout, and the work is done by the others. The report shows
+    """The silence is noticed within the ``peer_timeout``, the other host does the work, and the report shows
     it."""
     head, first, second = networks.names
     walk = Path(__file__).with_name("cable_walk.py")

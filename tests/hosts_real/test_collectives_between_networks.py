@@ -1,4 +1,5 @@
-"""A group whose members are in three networks: they share memory where they can, and learn of a cut cable."""
+"""Test groups whose members are in three networks: they share memory where possible and notice a cut
+cable."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ with collective.group(rank=rank, size=3, at=address, secret=b"only members know 
 
 
 def test_slow_route_between_two_networks_is_avoided(networks: Networks) -> None:
-    """And what the one in the middle passes on comes whole."""
+    """The data that the middle member forwards arrives whole."""
     head, _, second = networks.names
     names = networks.names
     networks.slow_way(head, second, "20mbit")
@@ -56,7 +57,7 @@ def test_slow_route_between_two_networks_is_avoided(networks: Networks) -> None:
     assert [one.communicate()[0] for one in ranks] == ["0 to 1, 1 to 2\nTrue\n", "None\n", "True\n"]
 
 
-def test_group_reports_the_member_whose_network_loses_its_cable(networks: Networks) -> None:
+def test_group_reports_the_member_that_loses_its_cable(networks: Networks) -> None:
     head, first, second = networks.names
     ranks = [start(RANK, where, rank) for rank, where in enumerate((head, head, first, second))]
     for one in ranks:

@@ -1,4 +1,5 @@
-"""Graphs over hosts that ssh and Slurm reach: exact, also when an agent or the way to it is lost."""
+"""Test graphs over hosts that ssh and Slurm reach: results are exact, even if an agent or its connection is
+lost."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_graph_runs_over_slurm(tmp_path):
 
 
 @pytest.mark.usefixtures("allocation")
-def test_agent_whose_job_step_is_cancelled_is_replaced(tmp_path):
+def test_agent_is_replaced_when_its_job_step_is_cancelled(tmp_path):
     run = run_over(slurm(), tmp_path, cancel_step)
     (death,) = deaths(run)
     assert "was ended by Slurm" in death

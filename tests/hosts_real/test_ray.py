@@ -1,4 +1,4 @@
-"""Agents held by actors of Ray, on three nodes in three network namespaces."""
+"""Test agents in Ray actors, on three nodes in three network namespaces."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ WALKS = Path(__file__).with_name("ray_walks.py")
 
 @pytest.fixture(autouse=True)
 def no_leftovers() -> None:
-    """Not here: Ray keeps idle workers, which come and go. The end of ``nodes`` waits for them all."""
+    """Replace the check for leftovers: Ray keeps idle workers, for which the end of ``nodes`` waits."""
 
 
 @pytest.fixture
 def walk(nodes: Nodes, tmp_path: Path) -> Callable[[str], list[str]]:
-    """Runs a driver on the head, and gives what it says."""
+    """Return a function that runs a driver on the head and returns its output lines."""
 
     def run(name: str) -> list[str]:
         done = nodes.run(sys.executable, str(WALKS), name, str(tmp_path / "said"))
@@ -37,7 +37,7 @@ def walk(nodes: Nodes, tmp_path: Path) -> Callable[[str], list[str]]:
 
 
 def test_use_without_a_cluster_names_the_remedy(tmp_path):
-    """Before any other here, for Ray finds a cluster that runs on this machine."""
+    """This test is the first of the file, because Ray finds any cluster that runs on this machine."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     said = tmp_path / "said"
     subprocess.run(
@@ -66,7 +66,8 @@ def test_killed_agent_ends_and_releases_its_resources(walk):
 
 
 def test_agents_end_with_their_driver_before_the_peer_timeout(nodes, tmp_path):
-    """Ray ends the actors of a driver that is gone, and they take the agents along. These here don't look."""
+    """Ray ends the actors of a driver that is gone, and they end their agents. These agents do not watch
+    their driver."""
     done = nodes.run(sys.executable, str(WALKS), "killed_driver", str(tmp_path / "said"))
     assert done.returncode == -signal.SIGKILL, done.stderr
     pids = [int(word) for word in (tmp_path / "said").read_text().split()]

@@ -1,4 +1,4 @@
-"""Agents in a Slurm allocation, on a cluster of two nodes that are both this machine."""
+"""Test agents in a Slurm allocation, on a cluster whose two nodes are both this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flowchan.hosts.providers.slurm import slurm
 
 
 def steps(job: str) -> list[str]:
-    """The job steps that Slurm still knows."""
+    """Return the ids of the job steps that Slurm still knows."""
     command = ("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i")
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
@@ -66,7 +66,7 @@ def test_killed_agent_ends_with_its_job_step(allocation):
         wait_until(lambda: not agent.is_running() and steps(allocation) == [])
 
 
-def test_agent_whose_job_step_was_cancelled_has_ended(allocation):
+def test_agent_ends_when_its_job_step_is_cancelled(allocation):
     with Driver(slurm()) as driver:
         one = driver.start(0)
         driver.hear()

@@ -1,4 +1,4 @@
-"""Agents by the system's ssh, through an sshd on loopback."""
+"""Test agents that the system's ssh starts through an sshd on loopback."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_secret_is_absent_from_command_lines_and_environments():
 
 
 def test_python_in_the_home_folder_can_use_a_tilde(tmp_path):
-    """The shell over there expands it."""
+    """The remote shell expands the tilde."""
     home = os.path.expanduser("~")
     name = f".flowchan test {tmp_path.name}"
     os.symlink(sys.executable, f"{home}/{name}")
@@ -60,7 +60,7 @@ def test_output_reaches_stderr_with_the_host_name(capfd):
 
 
 def test_agent_outlives_a_killed_ssh():
-    """Only its peer_timeout ends it; here it is the end of its connection to the driver."""
+    """Only its ``peer_timeout`` ends an agent without ssh; this test ends it by an order of the driver."""
     with Driver(ssh("gpu1", python=sys.executable)) as driver:
         one = driver.start(0)
         agent = psutil.Process(driver.hear()["pid"])
@@ -74,7 +74,7 @@ def test_agent_outlives_a_killed_ssh():
 
 
 def clients() -> list[psutil.Process]:
-    """The ssh processes of this test that run."""
+    """Return the running ssh processes of this test."""
     mine = psutil.Process().children()
     return [child for child in mine if child.name() == "ssh" and child.status() != psutil.STATUS_ZOMBIE]
 
