@@ -1,22 +1,20 @@
-"""What every test runs under: a watchdog that turns a hang into stacks and a failure, and a check for
-leftovers.
+"""Run every test under a watchdog that turns a hang into stacks and a failure, and check for leftovers.
 
-*Watchdog.* pytest-timeout says when a test has hung. Its action is extended: every child process dumps its
-stacks first and is killed afterwards, so that a hang between processes can be read from the log. When the
-interpreter itself cannot run (native code that never gives the GIL back), faulthandler's own thread does the
-same a little later.
+*Watchdog.* pytest-timeout reports that a test hangs. Its action is extended: every child process dumps its
+stacks first and is killed afterwards. The log then shows a hang between processes. If the interpreter itself
+cannot run, because native code never releases the GIL, faulthandler's own thread does the same a little
+later.
 
-*Leftovers.* After each test that passed, no child process, thread, file descriptor or shared-memory mapping
-may remain that was not there before it. The check looks at the process that runs the tests, so several of
-them can run side by side.
+*Leftovers.* After each passed test, no new child process, thread, file descriptor or shared-memory mapping
+may remain. The check looks at the process that runs the tests, so several processes can run tests at the same
+time.
 
-*Skipped.* The last lines name what was skipped, grouped by the reason, which says what would have to be
-there.
+*Skipped.* The last lines list the skipped tests, grouped by the reason, which names the missing requirement.
 
-*Large libraries.* To fork a process costs four times as much once it has loaded torch, and most tests fork.
-So ``make test`` runs the files that load such libraries after all others, by other processes.
+*Large libraries.* A fork costs four times as much once the process has loaded torch, and most tests fork.
+Therefore ``make test`` runs the files that load such libraries last, in other processes.
 
-*Outcomes.* With ``--outcomes`` a run writes what it came to, for ``tools/run_tests.py``.
+*Outcomes.* With ``--outcomes`` a run writes its outcomes to a file for ``tools/run_tests.py``.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ from support.peers import Apart
 from support.preloaded_programs import TORCH, OurTemplate, SharedTemplate, Template
 from support.waiting import wait_until
 
-GRACE = 20.0  # seconds by which faulthandler's last word comes after pytest-timeout's
+GRACE = 20.0  # seconds after pytest-timeout's limit until faulthandler ends the process
 REAL_HOSTS = Path(__file__).parent / "hosts_real"
 PIPES = Path(__file__).parent / "sequential"
 NAMES = "|".join(LARGE)
@@ -84,7 +82,7 @@ def ignored(collection_path: Path, config: pytest.Config) -> bool:
     if collection_path == REAL_HOSTS and not config.getoption("--hosts"):
         return True
     large = config.getoption("--large")
-    if large == "without" and collection_path == PIPES:  # its conftest.py loads torch too
+    if large == "without" and collection_path == PIPES:  # the folder's conftest.py also loads torch
         return True
     is_test = collection_path.match("test_*.py")
     return bool(large and is_test and loads_much(collection_path) != (large == "with"))
@@ -96,8 +94,11 @@ def loads_much(file: Path) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """Processes that share the tests collect all files in the same order, at the same time. Each imports them
-    beforehand, and begins at another one, so that what is not compiled yet is compiled once, not by each."""
+    """Import the test files before they are collected, in another order in each worker of pytest-xdist.
+
+    All workers collect the files in the same order at the same time. Different orders let one worker compile
+    a file that the others then load.
+    """
     shares = getattr(session.config, "workerinput", None)
     if shares is None:
         return
@@ -106,12 +107,13 @@ def pytest_collection(session: pytest.Session) -> None:
     for file in files[first:] + files[:first]:
         folder = str(file.parent)
         sys.path[:] = [folder, *(other for other in sys.path if other != folder)]
-        with contextlib.suppress(Exception, pytest.skip.Exception, pytest.fail.Exception):  # collecting tells
+        # the collection reports the error
+        with contextlib.suppress(Exception, pytest.skip.Exception, pytest.fail.Exception):
             importlib.import_module(file.stem)
 
 
 def files_of(config: pytest.Config) -> list[Path]:
-    """Those that are collected."""
+    """Return the test files that are collected."""
     given = [config.invocation_params.dir / argument.split("::")[0] for argument in config.args]
     found = {file for one in given for file in ([one] if one.is_file() else one.rglob("test_*.py"))}
     real = set() if config.getoption("--hosts") else {REAL_HOSTS}
@@ -132,13 +134,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_longer(item: pytest.Item) -> bool:
-    """Whether the option ``--long`` makes a difference to the test."""
+    """Return whether the option ``--long`` makes a difference to the test."""
     return item.get_closest_marker("long") is not None or "long_walk" in getattr(item, "fixturenames", ())
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes SIGUSR1 dump the stacks of this process and of every process forked from it, past pytest's
-    capturing."""
+    """Let SIGUSR1 dump the stacks of this process and of every forked process, past pytest's capturing."""
     config.addinivalue_line("markers", "long: only with --long, as make soak runs it")
     for marker in combinations.MARKERS:
         config.addinivalue_line("markers", f"{marker}: few combinations of parameters; all with --long")
@@ -150,7 +151,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Takes all that exists before the first test out of the collector's sight: collecting is then cheap."""
+    """Hide all objects that exist before the first test from the garbage collector, which makes collections
+    cheap."""
     session.config.stash[LOADED] = [name for name in LARGE if name in sys.modules]
     gc.collect()
     gc.freeze()
@@ -158,7 +160,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
-    """Arms the watchdog for one test (in place of pytest-timeout's own timer)."""
+    """Arm the watchdog for one test, instead of pytest-timeout's own timer."""
     stderr = item.config.stash[STDERR]
     timer = threading.Timer(settings.timeout, end_hang, (item, settings))
     timer.daemon = True
@@ -175,8 +177,8 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
 
 
 def end_hang(item: pytest.Item, settings: Any) -> None:
-    """Dumps the stacks of every process of the test run, kills the children, and exits."""
-    stderr = item.config.stash[STDERR]  # not what pytest captures, or what a worker of xdist throws away
+    """Dump the stacks of every process of the test run, kill the children, and exit."""
+    stderr = item.config.stash[STDERR]  # pytest captures the usual one, and a worker of xdist discards it
     parents = [psutil.Process(), *map(psutil.Process, OurTemplate.pids)]
     children = [child for parent in parents for child in parent.children(recursive=True)]
     for child in children:
@@ -194,7 +196,7 @@ def end_hang(item: pytest.Item, settings: Any) -> None:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for the signal; without one the signal would just end it."""
+    """Return whether a process handles the signal; otherwise the signal would end it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -205,7 +207,7 @@ def catches(pid: int, signum: int) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The program apart whose children are a test's peers is there before the test looks at what there is."""
+    """Start the separate program whose children are a test's peers, before the check for leftovers begins."""
     fixtures, module = getattr(item, "fixturenames", ()), getattr(item, "module", None)
     if "spawn_peer" in fixtures or hasattr(module, "HostPeer") or hasattr(module, "PEERS"):
         Apart.begin()
@@ -213,7 +215,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """And goes when the tests of another file follow, which may look at all processes that there are."""
+    """End this program and the fork servers before the tests of another file, which may list all
+    processes."""
     if nextitem is None or nextitem.path != item.path:
         Apart.end()
         if seeds_of_agents():
@@ -222,13 +225,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="session")
 def long_walk(pytestconfig: pytest.Config) -> bool:
-    """Whether a test should do more. ``make soak`` runs the tests that use it, and those marked ``long``."""
+    """Return whether a test should do more. ``make soak`` runs the tests that use it and those marked
+    ``long``."""
     return bool(pytestconfig.getoption("--long"))
 
 
 @pytest.fixture
 def by_fork() -> Iterator[None]:
-    """For who replaces what workers are forked with, whatever this Python's default is."""
+    """Set the start method to fork, for tests that replace parts of the worker before the fork."""
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("fork", force=True)
     yield
@@ -237,7 +241,7 @@ def by_fork() -> Iterator[None]:
 
 @pytest.fixture
 def impatient() -> Iterator[None]:
-    """Of channels across hosts: who is not heard of for two seconds is given up."""
+    """Let channels across hosts give up a silent peer after two seconds."""
     from flowchan.hosts import serve  # not every test needs it
 
     serve(peer_timeout=2)
@@ -247,7 +251,7 @@ def impatient() -> Iterator[None]:
 
 @pytest.fixture
 def no_agent_stays() -> Iterator[None]:
-    """Of runs over hosts: when a test is over, so are the agents that it has started."""
+    """Check that the agents of a test have ended with it."""
     yield
     from hosted import agents  # not every test needs it
 
@@ -256,7 +260,7 @@ def no_agent_stays() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Processes that share the tests share a template, too."""
+    """Share one template between the workers of pytest-xdist."""
     config.stash[SHARED] = SharedTemplate(*TORCH)
 
 
@@ -267,8 +271,8 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.fixture(scope="module")
 def torch_programs(pytestconfig: pytest.Config) -> Iterator[Template]:
-    """Where the programs of a file that need torch are run. It is there before a test looks at what there
-    is."""
+    """Provide the template that runs a file's programs with torch. It starts before the check for
+    leftovers."""
     shared = getattr(pytestconfig, "workerinput", {}).get("torch programs")
     template = OurTemplate(shared) if shared else Template(*TORCH)
     yield template
@@ -277,15 +281,15 @@ def torch_programs(pytestconfig: pytest.Config) -> Iterator[Template]:
 
 @pytest.fixture(scope="module")
 def forked_programs() -> Iterator[None]:
-    """The programs that a file starts by scripts.py begin with flowchan imported, which is most of what they
-    cost. For files that are not about how a program begins."""
+    """Start the programs of scripts.py with flowchan already imported, which saves most of their time. This
+    is for files that do not test the start of a program."""
     with scripts.forked():
         yield
 
 
 @pytest.fixture(scope="module")
 def one_compute_thread() -> Iterator[None]:
-    """torch computes with one thread, and starts none: its threads would be left over, and do not survive a
+    """Let torch compute with one thread. Its additional threads would count as leftovers and do not survive a
     fork."""
     torch = optional("torch")  # not every test needs it
     if not torch:
@@ -307,14 +311,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(autouse=True)
 def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a passed test that leaves a child process, thread, descriptor or shared-memory mapping behind."""
+    """Fail a passed test that leaves a child process, thread, descriptor or shared-memory mapping behind."""
     before = holdings()
     yield
     if not request.node.stash.get(PASSED, False) or not leftovers(before):
         return
     gc.collect()  # an exception kept by pytest.raises forms a cycle that holds the test's locals
-    with contextlib.suppress(AssertionError):  # then what has not ended is what is left
-        # a joined thread's task ends a moment after its join; a home looks at dropped channels when it can
+    with contextlib.suppress(AssertionError):  # the check below reports what has not ended
+        # A joined thread's task ends a moment after its join, and a channel server checks dropped channels
+        # later.
         wait_until(lambda: not any(left.startswith(ENDING) for left in leftovers(before)) and not dropped())
     gc.collect()  # a thread that ended only now may have held the last reference to such a cycle
     if left := leftovers(before):
@@ -322,20 +327,21 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def holdings() -> set[str]:
-    """What this process holds just now, as readable words. A fraction of a millisecond."""
+    """Describe what this process holds now, in readable words. This takes a fraction of a millisecond."""
     tasks = {f"thread {task}" for task in os.listdir("/proc/self/task")}
     return tasks | descriptors() | mappings() | children()
 
 
 def leftovers(before: set[str]) -> set[str]:
-    """What this process holds now and did not hold then; without the threads of Polars' allocator, which it
-    starts whenever it likes, and keeps, and without the helpers that are started once for all processes."""
+    """Return what this process holds now but did not hold before. The threads of Polars' allocator, which
+    start at any time and stay, and the helpers shared by all processes do not count."""
     helpers = helpers_of_all()
     return {one for one in holdings() - before if not is_an_allocators(one) and not one.startswith(helpers)}
 
 
 def helpers_of_all() -> tuple[str, ...]:
-    """How the words for them and for their pipes begin. From 3.14 on the forkserver is used by default."""
+    """Return the prefixes that describe the shared helpers and their pipes. From Python 3.14 on, the
+    forkserver is the default."""
     server, tracker = forkserver._forkserver, resource_tracker._resource_tracker  # type: ignore[attr-defined]
     pids, pipes = [server._forkserver_pid, tracker._pid], [server._forkserver_alive_fd, tracker._fd]
     for seed in seeds_of_agents():
@@ -348,13 +354,13 @@ def helpers_of_all() -> tuple[str, ...]:
 
 
 def seeds_of_agents() -> list[Any]:
-    """What forks the agents of ``local``, if this process has used it."""
+    """Return the fork servers of ``local``, if this process has used it."""
     forked = sys.modules.get("flowchan.hosts.providers.forked_agents")
     return forked.seeds() if forked else []
 
 
 def dropped() -> bool:
-    """Whether a home still has to look at a channel that was dropped."""
+    """Return whether a channel server still has to check a dropped channel."""
     homes = sys.modules.get("flowchan.remote.channel_server")
     return homes is not None and any(home._dropped for home in homes._homes.values())
 
@@ -380,7 +386,7 @@ def descriptors() -> set[str]:
 
 def mappings() -> set[str]:
     maps = Path("/proc/self/maps").read_bytes()
-    if b"memfd:" not in maps:  # as before and after most tests: hundreds of lines are not looked at
+    if b"memfd:" not in maps:  # the usual case, which saves parsing hundreds of lines
         return set()
     lines = os.fsdecode(maps).splitlines()
     return {f"mapping {line.split()[0]} ({line.split()[-1]})" for line in lines if "memfd:" in line}
@@ -393,17 +399,18 @@ def children() -> set[str]:
 def our_children() -> set[str]:
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # no child at all: the usual case, told by one system call
+    except ChildProcessError:  # no child at all: the usual case, detected by one system call
         return set()
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # a kernel that keeps no such lists
         return {f"process {child.pid}" for child in psutil.Process().children(recursive=True)}
-    # A list may miss one while another ends, so it is read twice. Quicker than a look at all processes.
+    # A list may miss a child while another child ends, so it is read twice. Reading the lists is quicker than
+    # a scan of all processes.
     return {f"process {child}" for _ in range(2) for child in children_of(os.getpid())}
 
 
 def children_of(parent: int) -> Iterator[int]:
-    """And theirs."""
-    with contextlib.suppress(OSError):  # it has ended
+    """Yield the children of a process and their descendants."""
+    with contextlib.suppress(OSError):  # the process has ended
         for task in os.listdir(f"/proc/{parent}/task"):
             for child in map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split()):
                 yield child
@@ -411,7 +418,7 @@ def children_of(parent: int) -> Iterator[int]:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Where there is no torch, there may be nothing to run in the second half."""
+    """Accept that the second half has no tests if torch is missing."""
     if session.config.getoption("--large") == "with" and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
 
@@ -422,7 +429,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Says in the last lines what was skipped."""
+    """List the skipped tests in the last lines."""
     reasons = Counter(
         report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())
     )

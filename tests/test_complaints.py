@@ -1,8 +1,8 @@
-"""What users of other systems complain about, and the test that shows how it is here.
+"""Complaints of users of other systems, and the tests that answer them.
 
-The list is the one of the survey that the project began with: issues of Ray, Monarch, pypeln, CPython,
-PyTorch, joblib and others, numbered as there. Each is mapped to tests by ``file::name``, which are checked to
-exist, or to the reason why it does not apply yet. The tests at the end show what no other test does.
+The list comes from the survey with which the project began: issues of Ray, Monarch, pypeln, CPython, PyTorch,
+joblib and others, with its numbers. Each complaint maps to tests by ``file::name``, which must exist, or to
+the reason why it does not apply yet. The tests at the end cover what no other test covers.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "channel memory not collected after teardown",
         (
             "run/test_residue.py::test_nothing_is_left_after",
-            "test_complaints.py::test_a_run_gives_its_memory_back_without_the_garbage_collector",
+            "test_complaints.py::test_run_releases_its_memory_without_the_garbage_collector",
         ),
     ),
     3: (
         "keeping a returned array blocks the next run",
         (
             "run/test_large_items.py::test_r8_results_stay_valid_after_the_run",
-            "contract/test_arrays.py::test_views_stay_valid_while_a_port_goes_on_and_when_all_is_gone",
+            "contract/test_arrays.py::test_views_stay_valid_after_their_port_and_channel",
         ),
     ),
     4: (
@@ -54,7 +54,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     5: (
         "teardown depends on garbage collection",
         (
-            "test_complaints.py::test_a_run_gives_its_memory_back_without_the_garbage_collector",
+            "test_complaints.py::test_run_releases_its_memory_without_the_garbage_collector",
             "run/test_residue.py::test_run_with_a_dropped_handle_does_not_delay_the_program",
         ),
     ),
@@ -62,7 +62,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "a consumer waits for ever after a retried generator",
         (
             "run/test_operators_per_item.py::test_retry_of_flat_map_does_not_repeat_outputs",
-            "deaths/test_exactly_once.py::test_c11_flat_map_between_any_two_of_its_outputs",
+            "deaths/test_exactly_once.py::test_c11_flat_map_killed_between_outputs_repeats_nothing",
             "run/test_explain.py::test_tee_with_branches_that_wait_for_each_other_is_detected",
         ),
     ),
@@ -71,8 +71,8 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     9: (
         "a small /dev/shm: refusal, slow fallback, or SIGBUS",
         (
-            "check/test_check.py::test_channels_that_do_not_fit_in_memory_are_reported_with_both_numbers",
-            "test_complaints.py::test_memory_that_cannot_be_had_is_an_error_where_it_is_asked_for",
+            "check/test_check.py::test_channels_larger_than_memory_are_reported_with_both_sizes",
+            "test_complaints.py::test_unavailable_memory_raises_at_the_call",
             "channel/test_damage.py::test_channel_memory_cannot_be_truncated",
         ),
     ),
@@ -113,7 +113,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "an unpicklable lambda gives a silently empty list",
         (
             "run/test_start_methods.py::test_lambdas_and_closures_work",
-            "check/test_check_values.py::test_what_cannot_be_pickled_is_named",
+            "check/test_check_values.py::test_unpicklable_value_is_named",
         ),
     ),
     16: (
@@ -138,7 +138,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     20: (
         "the tracker of one process unlinks another's segment",
         (
-            "channel/test_children.py::test_channels_outlive_the_script_that_forgets_them",
+            "channel/test_children.py::test_script_that_leaves_channels_open_exits_cleanly",
             "run/test_program_exits.py::test_every_exit_leaves_nothing",
         ),
     ),
@@ -157,7 +157,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     23: (
         "workers survive because they inherited both ends of a pipe",
         (
-            "contract/test_port_deaths.py::test_the_last_writer_killed_does_not_look_like_a_clean_end",
+            "contract/test_port_deaths.py::test_kill_of_the_last_writer_breaks_the_channel",
             "run/test_residue.py::test_workers_of_a_killed_program_end",
             "run/test_nested.py::test_graph_inside_a_killed_worker_ends_with_it",
         ),
@@ -173,7 +173,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "killing a whole tree killed the daemon and itself",
         (
             "run/test_program_exits.py::test_worker_that_dies_after_its_forkserver_is_replaced_or_reported",
-            "contract/test_fork.py::test_a_fork_while_a_run_is_going_on_leaves_it_to_the_parent",
+            "contract/test_fork.py::test_fork_during_a_run_leaves_the_run_to_the_parent",
         ),
     ),
     26: (
@@ -239,7 +239,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "shared-memory allreduce: memory order, threads, groups",
         (
             "native/test_group_walk.py::test_death_at_any_point_gives_all_survivors_one_outcome",
-            "model/test_protocol_model.py::test_the_whole_model_holds",
+            "model/test_protocol_model.py::test_model_holds_in_the_whole_search",
             "collective/test_group_failures.py::test_groups_leave_no_resources_in_any_close_order",
         ),
     ),
@@ -269,14 +269,14 @@ def test_every_complaint_is_answered() -> None:
 
 
 @pytest.mark.parametrize(("number", "test"), list(named()))
-def test_the_test_that_shows_it_exists(number: int, test: str) -> None:
+def test_listed_test_exists(number: int, test: str) -> None:
     assert there_is(test)
 
 
-# what no other test shows
+# complaints that no other test covers
 
 
-def test_a_run_gives_its_memory_back_without_the_garbage_collector() -> None:
+def test_run_releases_its_memory_without_the_garbage_collector() -> None:
     def memory() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:flowchan")
 
@@ -315,10 +315,9 @@ def test_channel_names_descriptor_limit_when_none_is_left() -> None:
 
 
 def test_unavailable_memory_raises_at_the_call() -> None:
-    """Here a limit on the child's address space stands in its way; other channels go on, and so does this
-    one."""
+    """A limit on the child's address space causes the error; this channel and others continue."""
     pid = os.fork()
-    if pid == 0:  # the limit must not meet anybody else
+    if pid == 0:  # the limit must not apply to other tests
         code = 1
         try:
             ch: Channel[bytes] = Channel(8, across="processes", max_bytes=1 << 30)

@@ -1,4 +1,4 @@
-"""``tools/complexity.py``, which ``make lint`` runs, finds what it is to find."""
+"""Test ``tools/complexity.py``, which ``make lint`` runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PRODUCT = {
 
 @pytest.fixture
 def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A product in which two functions are above a limit."""
+    """Write a product in which two functions are above a limit."""
     for name, text in PRODUCT.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -1,5 +1,4 @@
-"""What every test runs under, tried on small tests of its own: what is left behind is named, and what was
-skipped too."""
+"""Test conftest.py on small tests of its own: it names leftovers and lists skipped tests."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ RUN_TESTS = HERE.parent / "tools" / "run_tests.py"
 
 
 def run_tests(folder: Path, text: str, *options: str) -> str:
-    """What pytest prints of these tests under this folder's conftest.py."""
+    """Run these tests under this folder's conftest.py, and return the output of pytest."""
     (folder / "test_small.py").write_text(text)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "conftest", f"--rootdir={folder}", *options, folder],
@@ -65,7 +64,7 @@ def test_leftovers_of_a_test_are_named(tmp_path: Path) -> None:
 
 
 def test_cycle_held_by_late_thread_is_not_a_leftover() -> None:
-    """It ends once the check has collected for the first time."""
+    """The thread ends once the check has collected for the first time."""
     collected = threading.Event()
 
     def note(phase: str, about: dict[str, int]) -> None:
@@ -83,7 +82,7 @@ def test_cycle_held_by_late_thread_is_not_a_leftover() -> None:
 
 
 def test_leftovers_of_template_programs_are_reported(pytestconfig: pytest.Config) -> None:
-    """It is no descendant of the process that runs the test."""
+    """The program is not a descendant of the process that runs the test."""
     children = pytestconfig.pluginmanager.get_plugin(str(HERE / "conftest.py")).children
     shared = SharedTemplate("json")
     template = OurTemplate(shared.name)
@@ -113,7 +112,7 @@ def test_summary_lists_skipped_tests_with_counts(tmp_path: Path) -> None:
 
 
 def test_files_with_large_imports_are_recognised(pytestconfig: pytest.Config) -> None:
-    """Else all tests of the first half of ``make test`` are forked at four times the cost."""
+    """Otherwise all tests of the first half of ``make test`` would fork at four times the cost."""
     assert pytestconfig.getoption("--large") != "without" or pytestconfig.stash[LOADED] == []
 
 
@@ -315,7 +314,7 @@ def test_combination_that_is_named_runs(tmp_path: Path) -> None:
 
 
 def test_no_two_test_files_have_one_name() -> None:
-    """Their folders are no packages, so pytest could not collect the second."""
+    """Their folders are not packages, so pytest could not collect a second file of the same name."""
     names = Counter(path.name for path in HERE.rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
 
@@ -339,7 +338,7 @@ def test_nothing():
 
 
 def test_xdist_workers_import_test_files_in_different_order(tmp_path: Path) -> None:
-    """What nobody has compiled yet would be compiled by each of them."""
+    """With one order, each worker would compile the same files."""
     for name in "abcd":
         (tmp_path / f"test_{name}.py").write_text(BEGINS)
     assert "4 passed" in run_tests(tmp_path, "", "-n", "2")
@@ -361,7 +360,7 @@ def test_nothing():
 
 
 def test_file_that_needs_conftest_is_collected_after_it(tmp_path: Path) -> None:
-    """Importing it beforehand fails, which harms nobody."""
+    """The import before the collection fails without an effect."""
     folder = tmp_path / "tests" / "folder"
     folder.mkdir(parents=True)
     (folder / "conftest.py").write_text(MARKS)

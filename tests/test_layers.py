@@ -1,5 +1,7 @@
-"""Imports go down only, and there is no cycle. Function-level imports count, and so do those under
-TYPE_CHECKING."""
+"""Check that imports only go down the layers and have no cycle.
+
+Imports in functions and under TYPE_CHECKING count.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ PACKAGES = {
     "flowchan.viz": ROOT / "viz",
 }
 
-# From the ground up. A part is a folder below flowchan/, or the front of a package with folders below it:
-# "collective front" is flowchan/collective/__init__.py. Parts of one row do not know each other. "flowchan"
-# is the public face, flowchan/__init__.py: the framework below it never imports it, what uses it may.
+# From the lowest layer up. A part is a folder of flowchan/, or the ``__init__.py`` of a package with
+# subfolders: "collective front" is flowchan/collective/__init__.py. Parts of one row do not import each
+# other. "flowchan" is the public package, flowchan/__init__.py: lower parts never import it, higher parts
+# may.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("_core",),
@@ -54,7 +57,7 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the project by its import name."""
+    """Return every module of the project by its import name."""
     found = {}
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*.py")):
@@ -73,21 +76,21 @@ def part(module: str) -> str:
         return FRONTS[module]
     _, *folders = module.split(".")
     if module not in MODULES or MODULES[module].name != "__init__.py":
-        folders = folders[:-1] or folders  # a module at the root is a part by itself
+        folders = folders[:-1] or folders  # a module at the root is its own part
     if not folders:
         return module
     return folders[0] if folders[0] in WHOLE else ".".join(folders)
 
 
 def import_statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Every import of a tree."""
+    """Yield every import of a tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
 
 
 def targets(module: str, statement: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    """The project's modules that a statement imports."""
+    """Yield the project's modules that a statement imports."""
     if isinstance(statement, ast.Import):
         names = [alias.name for alias in statement.names]
     else:
@@ -96,7 +99,7 @@ def targets(module: str, statement: ast.Import | ast.ImportFrom) -> Iterator[str
             package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
             above = package.split(".")[: len(package.split(".")) - statement.level + 1]
             base = ".".join([*above, base] if base else above)
-        # from package import name: the submodule of that name, or something in the package itself
+        # from package import name: the submodule of that name, or an attribute of the package
         names = [
             f"{base}.{alias.name}" if f"{base}.{alias.name}" in KNOWN else base for alias in statement.names
         ]
@@ -108,7 +111,7 @@ def targets(module: str, statement: ast.Import | ast.ImportFrom) -> Iterator[str
 
 
 def imports(module: str) -> set[tuple[str, int]]:
-    """What a module imports of the project, with the line."""
+    """Return the project's modules that a module imports, with the lines."""
     tree = ast.parse(MODULES[module].read_text())
     found = {
         (target, statement.lineno)
@@ -118,15 +121,15 @@ def imports(module: str) -> set[tuple[str, int]]:
     return {(target, line) for target, line in found if target != module}
 
 
-def test_every_module_has_its_place():
-    """A new part must be put into LAYERS."""
+def test_every_module_has_a_layer():
+    """A new part must be added to LAYERS."""
     homeless = sorted(module for module in KNOWN if part(module) not in RANK)
     assert not homeless, f"say in {Path(__file__).name} where these stand: {homeless}"
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_down_only(module):
-    """A module knows only what stands below it, and the other modules of its own part."""
+    """A module imports only lower parts and the other modules of its own part."""
     wrong = [
         f"{MODULES[module].relative_to(ROOT)}:{line} imports {target}"
         for target, line in sorted(imports(module))
@@ -135,8 +138,8 @@ def test_imports_go_down_only(module):
     assert not wrong, "\n".join(wrong)
 
 
-def test_there_is_no_circle_of_imports():
-    """Not within a part either."""
+def test_imports_have_no_cycle():
+    """This includes cycles within a part."""
     graph = {module: {target for target, _ in imports(module)} for module in MODULES}
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -148,7 +151,7 @@ PRODUCT = [*MODULES.values(), *(ROOT / "flowchan_torch").rglob("*.py")]
 
 
 def test_class_name_is_defined_in_one_file():
-    """A reader who meets a class name finds one class of that name."""
+    """A class name has one meaning in the product."""
     files: dict[str, set[str]] = {}
     for path in PRODUCT:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -158,7 +161,7 @@ def test_class_name_is_defined_in_one_file():
 
 
 def test_file_stem_occurs_once():
-    """A file is found by its name alone."""
+    """A file name is enough to find a file."""
     files: dict[str, list[str]] = {}
     for path in PRODUCT:
         if path.name != "__init__.py":
@@ -175,7 +178,7 @@ NAMES = {*OPERATORS, *PLACEMENTS, *TRANSPORTS}
 
 
 def compared_with(node: ast.AST) -> set[str]:
-    """The texts that a comparison compares something with."""
+    """Return the texts that a comparison uses."""
     if not isinstance(node, ast.Compare):
         return set()
     sides = [node.left, *node.comparators]
@@ -186,8 +189,8 @@ def compared_with(node: ast.AST) -> set[str]:
 @pytest.mark.parametrize(
     "module", [name for name in MODULES if MODULES[name].is_relative_to(ROOT / "flowchan")]
 )
-def test_no_operator_place_or_medium_is_known_by_its_name(module):
-    """What follows from one stands in its table; everybody else asks that."""
+def test_only_tables_compare_operator_placement_and_transport_names(module):
+    """The properties of each name are in its table, and other modules read the table."""
     path = MODULES[module]
     if str(path.relative_to(ROOT / "flowchan")) in HOMES:
         return
@@ -200,7 +203,7 @@ def test_no_operator_place_or_medium_is_known_by_its_name(module):
 
 
 def test_files_can_be_read_in_a_sitting():
-    """About 500 lines, native sources included."""
+    """The limit is about 500 lines, and includes native sources."""
     long = {}
     for folder in [*PACKAGES.values(), ROOT / "tests"]:
         for path in folder.rglob("*"):

@@ -1,4 +1,4 @@
-"""Comments and docstrings of the product name source files that exist."""
+"""Check that comments and docstrings of the product name source files that exist."""
 
 from __future__ import annotations
 

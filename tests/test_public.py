@@ -1,5 +1,5 @@
-"""The public face: what ``import flowchan`` loads, which names it shows, and that the native module's stub is
-true."""
+"""Test the public interface: the modules that ``import flowchan`` loads, the public names, and the stub of
+the native module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PUBLIC = [name for name in flowchan.__all__ if not name.startswith("__")]
 
 
 def loaded_after(statement: str) -> set[str]:
-    """The top-level modules in a fresh interpreter after a statement."""
+    """Return the top-level modules of a fresh interpreter after a statement."""
     code = (
         f"{statement}\nimport json, "
         f"sys\nprint(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
@@ -37,12 +37,12 @@ def loaded_after(statement: str) -> set[str]:
 
 
 def test_import_flowchan_loads_nothing_heavy():
-    """It is quick: these are imported when first needed."""
+    """The import is quick, because heavy modules are imported when first needed."""
     assert loaded_after("import flowchan") & set(HEAVY) == set()
 
 
 def test_using_a_channel_loads_nothing_heavy():
-    """Nor does the first use of a channel."""
+    """The first use of a channel also loads none of them."""
     statement = (
         "import flowchan\n"
         "for across in ('threads', 'processes'):\n"
@@ -56,7 +56,7 @@ def test_using_a_channel_loads_nothing_heavy():
 
 @pytest.mark.parametrize(("place", "needed"), [("thread", set()), ("process", {"cloudpickle"})])
 def test_graph_runs_without_heavy_imports(place: str, needed: set[str]) -> None:
-    """A program's first run takes no longer than what it does."""
+    """The first run of a program does not wait for heavy imports."""
     statement = (
         "import flowchan\n"
         "graph = flowchan.Graph('light')\n"
@@ -67,13 +67,13 @@ def test_graph_runs_without_heavy_imports(place: str, needed: set[str]) -> None:
 
 
 def test_pools_and_agents_load_nothing_heavy():
-    """Every agent of a run is waited for. What has read a package's metadata has loaded ``email``."""
+    """Every run waits for its agents. Reading a package's metadata would load ``email``."""
     assert loaded_after("import flowchan.hosts") & {*HEAVY, "email"} == set()
     assert loaded_after("import flowchan.hosts.agent") & {*HEAVY, "email"} - {"cloudpickle"} == set()
 
 
 def test_patterns_load_torch_only_if_they_need_it():
-    """``flowchan.pipelines.Sequential`` is loaded when it is asked for."""
+    """``flowchan.pipelines.Sequential`` is loaded when a program asks for it."""
     assert "torch" not in loaded_after("import flowchan.pipelines; flowchan.pipelines.map(1, abs).join()")
     if importlib.util.find_spec("torch"):
         assert "torch" in loaded_after("from flowchan.pipelines import Sequential")
@@ -86,7 +86,7 @@ def test_all_lists_each_name_once_and_in_order():
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_has_a_docstring(name):
-    """Its own, which says what it is."""
+    """A class needs its own docstring, not an inherited one."""
     value = getattr(flowchan, name)
     if inspect.isclass(value):
         assert value.__dict__.get("__doc__"), f"flowchan.{name} has no docstring of its own"
@@ -95,7 +95,7 @@ def test_every_public_name_has_a_docstring(name):
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_has_flowchan_as_its_module(name):
-    """Users read ``flowchan.X`` in messages and in tracebacks, wherever the file is."""
+    """Messages and tracebacks show ``flowchan.X``, whichever file defines it."""
     value = getattr(flowchan, name)
     if not inspect.ismodule(value):
         assert value.__module__ == "flowchan", f"set flowchan.{name}.__module__ to 'flowchan'"
@@ -124,8 +124,8 @@ def stub_tree() -> ast.Module:
 
 
 def declared(body: list[ast.stmt]) -> dict[str, ast.stmt]:
-    """What a stub's module or class body declares, imports and type variables left out; of overloads the
-    last."""
+    """Return the declarations of a stub's module or class body, without imports and type variables; the last
+    overload counts."""
     found: dict[str, ast.stmt] = {}
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -150,12 +150,12 @@ def is_type_variable(value: ast.expr) -> bool:
 
 
 def plain(names: Any) -> set[str]:
-    """All but Python's own double-underscore names."""
+    """Return all names except Python's double-underscore names."""
     return {name for name in names if not name.startswith("__")}
 
 
 def stub_signature(node: ast.FunctionDef) -> inspect.Signature:
-    """The parameters that a stub's function declares, without annotations and without ``self``."""
+    """Return the parameters of a stub's function, without annotations and without ``self``."""
     names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
     bare = ast.parse(f"def f({ast.unparse(strip_annotations(node.args))}): ...").body[0]
     scope: dict[str, Any] = {}
@@ -173,9 +173,11 @@ def strip_annotations(arguments: ast.arguments) -> ast.arguments:
 
 
 def native_signature(function: Any) -> inspect.Signature:
-    """The parameters that the native function shows, without annotations and without ``self``. Where nanobind
-    made the function, ``inspect`` cannot read it, and nanobind's own text of the signature is read
-    instead."""
+    """Return the parameters of the native function, without annotations and without ``self``.
+
+    ``inspect`` cannot read a function made by nanobind, so nanobind's text of the signature is parsed
+    instead.
+    """
     texts = getattr(function, "__nb_signature__", None)
     if texts:
         text, _, *defaults = texts[-1]
@@ -221,7 +223,7 @@ def classes() -> list[str]:
 
 
 @pytest.mark.parametrize("name", classes())
-def test_the_stubs_classes_have_exactly_the_native_members(name):
+def test_stub_classes_have_exactly_the_native_members(name):
     node = declared(stub_tree().body)[name]
     assert isinstance(node, ast.ClassDef)
     stub = declared(node.body)
@@ -233,7 +235,7 @@ def test_the_stubs_classes_have_exactly_the_native_members(name):
 
 
 @pytest.mark.parametrize("name", functions())
-def test_the_stubs_signatures_are_the_native_ones(name):
+def test_stub_signatures_match_the_native_signatures(name):
     node, function = functions()[name]
     assert function is not None, ACCEPT
     assert stub_signature(node) == native_signature(function), ACCEPT

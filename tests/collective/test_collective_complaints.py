@@ -21,7 +21,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "a rank dies, and the others hang",
         (
             "native/test_group_walk.py::test_death_at_any_point_gives_all_survivors_one_outcome",
-            "collective/test_linked_groups.py::test_a_death_is_told_on_all_hosts",
+            "collective/test_linked_groups.py::test_death_raises_on_all_hosts",
         ),
     ),
     "nccl#1417": (
