@@ -55,7 +55,7 @@ def run(across: str, seconds: float) -> dict[tuple[str, int], int]:
         party.start()
     try:
         time.sleep(seconds)
-    finally:  # after Ctrl-C too: the close ends producers and consumer
+    finally:  # also after Ctrl-C: the close ends producers and consumer
         channel.close()
     for party in parties:
         party.join()

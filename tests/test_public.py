@@ -194,7 +194,7 @@ def native_signature(function: Any) -> inspect.Signature:
 
 
 def functions() -> dict[str, tuple[ast.FunctionDef, Any]]:
-    """Every function and method of the stub, beside its native counterpart; constructors included."""
+    """Return every function, method and constructor of the stub, with its native counterpart."""
     pairs: dict[str, tuple[ast.FunctionDef, Any]] = {}
     for name, node in declared(stub_tree().body).items():
         if isinstance(node, ast.FunctionDef):
@@ -242,7 +242,7 @@ def test_stub_signatures_match_the_native_signatures(name):
 
 
 def documented() -> dict[str, tuple[str | None, str | None]]:
-    """What the stub says of each class, function and property, beside what the native module says."""
+    """Return the docstrings of each class, function and property in the stub and in the native module."""
     pairs: dict[str, tuple[str | None, str | None]] = {}
     for name, node in declared(stub_tree().body).items():
         if not isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -256,7 +256,7 @@ def documented() -> dict[str, tuple[str | None, str | None]]:
 
 
 def native_text(value: Any) -> str | None:
-    """Its docstring, without the signature that nanobind puts before it, or in its place."""
+    """Return the docstring of a native object without the signature that nanobind adds."""
     signatures = getattr(value, "__nb_signature__", None)
     text = signatures[-1][1] if signatures else value.__doc__
     return None if text is None or text.startswith("(self)") else text
@@ -264,7 +264,7 @@ def native_text(value: Any) -> str | None:
 
 @pytest.mark.parametrize("name", documented())
 def test_stub_docstrings_match_the_native_docstrings(name):
-    """Line by line they may break elsewhere; editors show the stub's."""
+    """Lines may break at different words; editors show the stub's docstrings."""
     stub, module = documented()[name]
     assert (stub or "").split() == (module or "").split(), ACCEPT
 

@@ -39,7 +39,7 @@ def main() -> None:
         task = BackgroundTask(pack, args.directory, archive, on=args.on)
         lines = sum(file.read_bytes().count(b"\n") for file in args.directory.rglob("*.py"))
         print(f"{lines:,} lines")
-        # waits, or raises
+        # waits for the result, or raises the exception of the task
         print(f"{task.result():,} files packed into an archive of {archive.stat().st_size:,} bytes")
         task.close()
 

@@ -225,9 +225,8 @@ def soak(seconds: float, seed: int, first: int = 0, last: int | None = None) -> 
     totals = Totals()
     end = time.monotonic() + seconds
     number = first
-    # Deaths in quick succession are the point here; the pauses after them would be all that a soak consists
-    # of. And who is killed at random may well die several times before it begins to work, which elsewhere
-    # means that it never will.
+    # The soak needs deaths in quick succession, so the pauses after them are short. A worker that is killed
+    # at random may die several times before it begins to work, so no stage is given up.
     with patch.object(decisions, "LONGEST_PAUSE", 0.01), patch.object(decisions, "HOPELESS", ENDLESS):
         while time.monotonic() < end and (last is None or number <= last):
             chance = random.Random(f"{seed} {number} kills")
@@ -288,8 +287,8 @@ def one(case: Case, chance: random.Random, totals: Totals, name: str, end: float
 
 
 def kill_one(run: Run, chance: random.Random) -> bool:
-    """Kills one of the run's worker processes with SIGKILL; false if there is none."""
-    with contextlib.suppress(RuntimeError, ValueError, OSError):  # the supervisor is replacing one just now
+    """Kill one of the run's worker processes with SIGKILL, and return whether there was one."""
+    with contextlib.suppress(RuntimeError, ValueError, OSError):  # the supervisor is replacing a worker
         processes = list(run._crew.local.processes.values())
         if processes:
             chance.choice(processes).kill()  # a process that is already dead is killed again without effect
@@ -298,7 +297,7 @@ def kill_one(run: Run, chance: random.Random) -> bool:
 
 
 def progress(run: Run) -> int:
-    """A number that only grows: what was put, and what was taken and finished."""
+    """Return a number that only grows: the items put, taken and finished."""
     stats = [channel.stats() for channel in run._ports.channels.values()]
     return sum(stat.items_in + stat.items_out - stat.leased for stat in stats)
 

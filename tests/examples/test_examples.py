@@ -1,5 +1,5 @@
-"""Every example is run as a user runs it, in a process of its own, and its output is compared with a plain
-sequential computation made here."""
+"""Run every example like a user, in its own process, and compare its output with a plain sequential
+computation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
 def run(*command: object) -> str:
-    """What a command prints; it must succeed and have nothing to complain about."""
+    """Return the output of a command, which must succeed and print no errors."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=100)
     return checked(done.returncode, done.stdout, done.stderr)
 
@@ -42,7 +42,7 @@ def python(example: str, *args: object) -> str:
 
 @pytest.fixture(scope="module")
 def real_files() -> Path:
-    """A real directory of moderate size."""
+    """Return a real directory of moderate size."""
     return Path(asyncio.__file__).parent
 
 
@@ -64,7 +64,8 @@ def test_producer_consumer_graph_receives_all_source_items() -> None:
 
 
 def counted_words(directory: Path) -> list[str]:
-    """The output that wordcount owes, counted file by file. Words of equal count stand in any order."""
+    """Return the output expected from wordcount, counted file by file. Words of equal count have any
+    order."""
     counts: Counter[str] = Counter()
     for file in directory.rglob("*.py"):
         counts.update(re.findall(r"\w+", file.read_text(encoding="utf-8", errors="replace").lower()))
@@ -92,7 +93,7 @@ def test_wordcount_of_no_files_is_zero(tmp_path: Path) -> None:
 
 
 def equal_files(directory: Path) -> set[frozenset[str]]:
-    """The groups of equal files, by comparing whole contents."""
+    """Return the groups of equal files, found by comparing whole contents."""
     groups = defaultdict(set)
     for file in directory.rglob("*"):
         if file.is_file() and not file.is_symlink():
@@ -109,12 +110,12 @@ def test_duplicates_equal_a_comparison_of_whole_contents(tmp_path: Path, real_fi
             (tmp_path / "a" / file.name).write_bytes(content)
         if number % 6 == 0:
             (tmp_path / "a" / "b" / f"copy of {number}").write_bytes(content)
-        if number % 5 == 0:  # equal in size, not in content
+        if number % 5 == 0:  # equal in size, but not in content
             (tmp_path / "a" / f"reversed {number}").write_bytes(content[::-1])
     (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
     expected = equal_files(tmp_path)
     assert len(expected) > 5
-    (tmp_path / "site-packages").mkdir()  # of a Python that has packages: these are left out
+    (tmp_path / "site-packages").mkdir()  # installed packages are left out
     (tmp_path / "site-packages" / "again.py").write_bytes(content)
 
     head, *lines = python("duplicates.py", tmp_path).splitlines()
@@ -166,7 +167,7 @@ def test_every_example_passes_the_check_and_is_drawn_without_running(
     checked, drawn = done.stdout.splitlines()
     assert "all clear" in checked
     assert drawn.startswith(f"{picture}: ")
-    assert example in picture.read_text()  # each stage shows where its function is
+    assert example in picture.read_text()  # each stage shows the file of its function
 
 
 @pytest.mark.parametrize("example", ["wordcount.py", "duplicates.py"])

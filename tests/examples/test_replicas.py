@@ -1,4 +1,4 @@
-"""The example is run as a user runs it: replicas learn together in one graph, which has one end."""
+"""Run the example like a user: replicas learn together in one graph, which ends as a whole."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from support.preloaded_programs import Template
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "replicas.py"
 COMMAND = "from flowchan.cli.commands import main; main()"
-BATCHES = 44  # of an epoch
+BATCHES = 44  # per epoch
 
 
 def test_replicas_learn_together_until_the_data_ends(torch_programs: Template) -> None:
-    """Each batch is one replica's: the steps are those of two at a time, and at the end of those left."""
+    """Each batch goes to one replica: both take part in each step until one has no batches left."""
     done = torch_programs.run(EXAMPLE, "--epochs", 6)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -35,7 +35,7 @@ def test_replicas_learn_together_until_the_data_ends(torch_programs: Template) -
 
 
 def test_ctrl_c_lets_the_graph_finish_items_in_flight(torch_programs: Template) -> None:
-    """What was learned until then is there."""
+    """The weights that were learned until then are saved."""
     command = ("-c", COMMAND, "run", EXAMPLE, "--", 2, 1000000)
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with torch_programs.popen(

@@ -64,7 +64,7 @@ def switches(*numbers: str) -> int:
 
 
 def test_link_of_many_workers_sleeps_while_idle() -> None:
-    """One thread cannot sleep on so many rings, so extra threads do; an item of each worker wakes the
+    """One thread cannot sleep on that many rings, so extra threads sleep; an item of each worker wakes the
     link."""
     before = threads()
     with Linked() as linked:

@@ -1,4 +1,4 @@
-"""Patterns whose workers run on other hosts: what takes a place takes a pool."""
+"""Test patterns whose workers run on other hosts: a pool is allowed as their placement."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_task_pool_on_hosts_is_an_executor() -> None:
 def test_task_with_module_missing_on_host_names_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_here.py").write_text("def use(): pass")
     with pipelines.TaskPool(1, on=local(1)) as pool:
-        assert pool.submit(abs, -1).result() == 1  # so the agent is there, and looks elsewhere
+        assert pool.submit(abs, -1).result() == 1  # so the agent is connected
         monkeypatch.syspath_prepend(tmp_path)
         task = pool.submit(importlib.import_module("only_here").use)
         with pytest.raises(ModuleNotFoundError, match="No module named 'only_here'") as caught:
@@ -98,7 +98,7 @@ def hold_one(text: str, number: int) -> int:
 
 @pytest.mark.parametrize("kind", ["map", "TaskPool"])
 def test_call_on_lost_host_fails_and_is_not_repeated(tmp_path: Path, kind: str) -> None:
-    """It may have done already what it does; the others go on, on the agent's successor."""
+    """The call may have had its effect already. Other calls continue on the replacement of the agent."""
     text, error = HOLD.format(str(tmp_path)), None
     if kind == "map":
         workers = pipelines.map(2, hold_one, text, on=local(2))
@@ -119,7 +119,7 @@ def test_call_on_lost_host_fails_and_is_not_repeated(tmp_path: Path, kind: str) 
 
 
 def lose_host(folder: Path) -> None:
-    """Kills the agent on which a call has begun, once that is known here."""
+    """Kill the agent on which a call has begun, once this process knows of the call."""
     wait_until(lambda: [*folder.glob("held *")] != [])
     wait_until(lambda: any(map(has_begun, gc.get_objects())))
     (held,) = folder.glob("held *")
@@ -128,7 +128,7 @@ def lose_host(folder: Path) -> None:
 
 
 def has_begun(crew: object) -> bool:
-    """Whether it is known that a worker elsewhere is in the user's code (R10)."""
+    """Return whether this process knows that a remote worker runs user code (R10)."""
     return isinstance(crew, HostsPart) and any(
         deaths_over_item(crew._ports.ports[id]) for id in [*crew._lines]
     )
@@ -158,7 +158,7 @@ def test_ctrl_c_ends_program_that_waits_for_remote_calls(tmp_path: Path) -> None
         assert process.stderr is not None
         wait_until(lambda: len([*tmp_path.glob("held *")]) == 2)
         others = psutil.Process(process.pid).children(recursive=True)
-        assert len(others) == 5  # what forks agents, two of these, two workers
+        assert len(others) == 5  # one fork server, two agents, two workers
         for line in ("flowchan: stopping", "flowchan: broken off"):
             process.send_signal(signal.SIGINT)
             while line not in (said := process.stderr.readline()):

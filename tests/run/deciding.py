@@ -1,4 +1,4 @@
-"""What may happen to the workers of a run, as its supervisor hears of it."""
+"""Build the events that a supervisor receives about the workers of a run."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_full_result_is_left_to_a_possible_reader() -> None:
 
 
 def looked(glances: list[Activity]) -> tuple[int, list[object]]:
-    """How often a run of two workers was looked at closely, and what was found at each glance."""
+    """Return the number of inspections of a run of two workers, and the finding at each poll."""
     times, count, now = iter(glances), [0], [0.0]
     deadlocks = Deadlocks(0.0)
 

@@ -20,7 +20,7 @@ from flowchan.run.policy import break_cause, deadlock
 
 
 def workers_of(run: Run) -> list[psutil.Process]:
-    """The processes of the run's workers, known by what they were started by: this process."""
+    """Return the processes of the run's workers, which are children of this process."""
     return [psutil.Process(process.pid) for process in run._crew.local.processes.values()]
 
 

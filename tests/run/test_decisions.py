@@ -1,4 +1,5 @@
-"""What the supervisor decides, without a process, a thread or a clock: every phase and every happening."""
+"""Test the decisions of the supervisor in every phase and for every event, without a process, thread or
+clock."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def test_death_without_restarts_left_is_a_failure(phase: Phase) -> None:
 
 
 def test_death_of_a_host_uses_no_restart_of_a_stage() -> None:
-    """But a stage that can't be replaced, ends the run all the same."""
+    """A stage whose workers cannot be replaced still ends the run."""
     lost = dataclasses.replace(died(MAP), counts=False)
     state, actions = decide(at("running", limits={"map": 2}, restarts={"map": 2}), lost, 0.0)
     assert (state.phase, state.restarts) == ("running", {"map": 2})
@@ -203,7 +204,7 @@ def test_gang_that_loses_members_without_deaths_uses_its_restarts() -> None:
 
 
 def test_missing_member_is_not_reported_next_to_a_later_failure() -> None:
-    """On other hosts they may have missed it before."""
+    """Members on other hosts may have missed it before."""
     first, second, _ = GANG
     left = dataclasses.replace(missing(second), error=MemberLeft("rank 0 has left"))
     state, _ = decide(GANG_AT_WORK, left, 0.0)
@@ -215,7 +216,8 @@ def test_missing_member_is_not_reported_next_to_a_later_failure() -> None:
 
 @pytest.mark.parametrize("heard", [0, 1, 2], ids=["first", "before its process is gone", "last"])
 def test_gang_ends_when_one_worker_ends_without_readers(heard: int) -> None:
-    """On other hosts they may have missed it before that is heard. The third waits for an item."""
+    """Members on other hosts may have missed it before that end is heard. The third worker waits for an
+    item."""
     first, second, third = GANG
     happenings = [missing(second), *([Gone(second)] if heard else [])]
     happenings.insert(heard, Ended(first, early=True))
@@ -273,7 +275,7 @@ def test_elastic_gang_regroups_after_a_death_and_a_replacement() -> None:
     assert actions == (EndGroup("gang"),)
     state, actions = decide(state, GroupLost(second, missing(second)), 0.0)
     state, actions = decide(state, Ended(third), 0.0)
-    assert actions == (ReleasePorts(third), FormGroup((second, first)))  # who is new comes last
+    assert actions == (ReleasePorts(third), FormGroup((second, first)))  # new members come last
     assert state.restarts == {"gang": 1}
     assert not state.without_group
     assert not state.joining
@@ -329,8 +331,8 @@ def test_time_within_the_grace_changes_nothing(phase: Phase) -> None:
 
 
 def test_grace_is_read_at_the_time_of_use() -> None:
-    """Nobody has it under a name of its own, so who shortens it, as ``short_grace`` does, shortens it for
-    all."""
+    """No module imports it under its own name, so a test that shortens it, like ``short_grace``, shortens it
+    everywhere."""
     folder = Path(decisions.__file__).parents[1]
     imported = re.compile(rf"^from {decisions.__name__} import (\([^)]*\)|.*)", re.MULTILINE)
     found = {path: " ".join(imported.findall(path.read_text())) for path in folder.rglob("*.py")}
@@ -368,7 +370,7 @@ def test_processes_are_terminated_then_killed_after_the_grace(phase: Phase) -> N
     assert decide(state, Tick(), 2 * GRACE) == (state, ())
     state, actions = decide(state, Tick(), 2 * GRACE + 1)
     assert actions == (Terminate(MAP, force=True),)
-    assert decide(state, Tick(), 1e9) == (state, ())  # death is certain, its news is under way
+    assert decide(state, Tick(), 1e9) == (state, ())  # the death is certain, and its report is in transit
 
 
 @pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])

@@ -1,5 +1,4 @@
-"""What the supervisor decides, whatever happens in whatever order: a run is never stuck, and no failure is
-lost."""
+"""Test the supervisor with random events in random order: no run is stuck, and no failure is lost."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ from flowchan.run.policy.transitions import (
 
 
 class Runs(RuleBasedStateMachine):
-    """A run in a world that behaves as badly as it can: workers ignore everything but their death."""
+    """State machine of a run in the worst possible world: workers ignore everything except their death."""
 
     @initialize(
         stages=st.lists(st.integers(1, 3), min_size=1, max_size=4),
@@ -110,7 +109,7 @@ class Runs(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(workers, key=str)))
 
     def goes(self, worker: WorkerId) -> None:
-        """A process is gone that has not told how it ended."""
+        """Report that a process is gone without having reported its end."""
         self.happens(Gone(worker) if self.state.ends_with_peers(worker) else died(worker))
 
     @precondition(lambda self: self.living - self.state.missing_peer.keys())
@@ -138,7 +137,7 @@ class Runs(RuleBasedStateMachine):
 
     @property
     def without_group(self) -> frozenset[WorkerId]:
-        """Of elastic gangs, who may say so."""
+        """Return the workers of elastic gangs that may still report a lost group."""
         state = self.state
         return frozenset(
             one for one in state.alive - state.without_group.keys() if one.stage in state.elastic
@@ -195,8 +194,7 @@ class Runs(RuleBasedStateMachine):
         assert at == math.inf or decide(self.state, Tick(), max(after, now)) != (self.state, ())
 
     def teardown(self) -> None:
-        """Whatever has happened: once stopped, the run ends by the passing of time alone. Killed processes
-        die."""
+        """A stopped run ends by the passing of time alone, after any events. Killed processes die."""
         if not hasattr(self, "state"):
             return
         self.happens(StopAsked())
@@ -211,4 +209,5 @@ class Runs(RuleBasedStateMachine):
         raise AssertionError(f"stuck: {self.state}")
 
 
-TestRuns = pytest.mark.timeout(400)(Runs.TestCase)  # a failure is made simpler for up to 300 s, then shown
+# Hypothesis simplifies a failure for up to 300 s before it shows it
+TestRuns = pytest.mark.timeout(400)(Runs.TestCase)

@@ -24,8 +24,8 @@ WHERE = pytest.mark.parametrize("on", ["thread", "process", local(1)], ids=["thr
 
 
 def let_end(supervisor: Supervisor, *names: str) -> None:
-    """Returns once these channels have ended, in one way or the other; or a worker on a host has, whose ports
-    here the supervisor closes."""
+    """Wait until these channels have ended in any way, or a remote worker has ended and the supervisor has to
+    close its local ports."""
     far = sum(bool(worker.host) for worker in supervisor.plan.workers)
     channels, parts = channels_of(supervisor), supervisor.crew.remote  # type: ignore[attr-defined]
 
@@ -43,7 +43,7 @@ def channels_of(supervisor: Supervisor) -> Mapping[str, Channel[Any]]:
 
 @pytest.fixture
 def before_the_break(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Supervisor], None]], None]:
-    """What is to be done before the supervisor breaks the channels of a run."""
+    """Return a function that sets an action to run before the supervisor breaks the channels of a run."""
     breaking: list[Supervisor] = []
 
     def plant(first: Callable[[Supervisor], None]) -> None:

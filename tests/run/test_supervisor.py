@@ -1,5 +1,7 @@
-"""What the supervisor asks the crew and the channels for, event by event. No process, no thread but the
-supervisor's own, and no channel of items."""
+"""Test the requests of the supervisor to the crew and the channels, event by event.
+
+There is no process, no thread except the supervisor's, and no channel of items.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,7 @@ def test_replacement_pauses_when_its_item_has_killed_before(
     supervisor.turn(killed(WORK, deaths=2))
     supervisor.turn(Tick())
     assert crew.calls == [("replace", (WORK,), WORK, True)]
-    supervisor.turn(AbortAsked())  # the run waits for it no longer
+    supervisor.turn(AbortAsked())  # the run no longer waits for it
     assert crew.calls[1:] == [("break", None), ("release", WORK)]
 
 
@@ -186,7 +188,7 @@ def test_stopped_run_has_time_while_its_items_move(
     channels: ScriptedChannels, supervisor: Supervisor
 ) -> None:
     def look() -> str:
-        """When the time of a stopped run is up."""
+        """Return the phase after the time of a stopped run is over."""
         late = supervisor.state.since - STOP_SECONDS - 1
         supervisor.state = dataclasses.replace(supervisor.state, since=late)
         supervisor.turn(Tick())
@@ -202,7 +204,7 @@ def test_stopped_run_has_time_while_its_items_move(
 
 @pytest.mark.parametrize(("host", "told"), [("", 0), ("far", 1024)])
 def test_cancelling_requests_never_waits_for_the_supervisor(host: str, told: int) -> None:
-    """Its queue is full here, and only other hosts have to be told."""
+    """The supervisor's queue is full, and only other hosts need the cancellation."""
     here = planned()
     there = tuple(dataclasses.replace(worker, host=host) for worker in here.workers)
     supervisor = ScriptedRun(dataclasses.replace(here, workers=there)).supervisor
@@ -252,10 +254,10 @@ def test_deadlocked_run_fails_with_the_reason(
     supervisor._deadlocks.next_at = 0.0
     everybody = {"source": {"waiting_writers": 1, "waiting_readers": 1}, "work": {"waiting_readers": 1}}
     channels.counts = everybody
-    for moved in range(5):  # it moves
+    for moved in range(5):  # items move
         channels.moved = moved
         supervisor.turn(Tick())
-    channels.counts = {"work": {"waiting_readers": 1}}  # somebody works
+    channels.counts = {"work": {"waiting_readers": 1}}  # one worker works
     supervisor.turn(Tick())
     supervisor.turn(Tick())
     assert supervisor.state.phase == "running"
@@ -277,7 +279,7 @@ def test_full_unread_result_is_gathered_when_the_program_waits(
     supervisor.take_in = taken.append
     channels.unread = frozenset({SINK})
     channels.counts = {"work": {"waiting_writers": 1}}
-    for _ in range(4):  # the program is elsewhere, and may come to read
+    for _ in range(4):  # the program does other work, and may return to read
         supervisor.turn(Tick())
     assert taken == []
     channels.counts["source"] = {"waiting_writers": 1}

@@ -14,8 +14,8 @@ import pytest
 class Outcomes:
     """Collect the reports of one run and write them to ``file`` when the session ends.
 
-    The controller of pytest-xdist runs it and gets the reports of all workers. A crashed worker or a
-    file that cannot be collected makes the run ``broken``: some tests have not run, and another run of a test
+    The controller of pytest-xdist runs it and gets the reports of all workers. A crashed worker or a file
+    that cannot be collected makes the run ``broken``. Then some tests have not run, and repeating a test
     would not show more about them.
     """
 
