@@ -148,13 +148,16 @@ def test_receive_memory_has_the_type_of_the_sender(run: Any, way: str) -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda g, x, y: g.allgather(x, out=[y, y]), "allgather: what is given and what is filled must be"),
+        (
+            lambda g, x, y: g.allgather(x, out=[y, y]),
+            "allgather: inputs and outputs must have one element type",
+        ),
         (
             lambda g, x, y: g.allgather(x, out=np.zeros(4, "i4")),
-            "of one type, not float32 and int32: convert",
+            "element type, got float32 and int32; convert",
         ),
-        (lambda g, x, y: g.alltoall([x, y], out=[x.copy(), x.copy()]), "of one type, not float32 and int32"),
-        (lambda g, x, y: g.alltoall([x, x], out=[x.copy(), y]), "of one type, not float32 and int32"),
+        (lambda g, x, y: g.alltoall([x, y], out=[x.copy(), x.copy()]), "element type, got float32 and int32"),
+        (lambda g, x, y: g.alltoall([x, x], out=[x.copy(), y]), "element type, got float32 and int32"),
     ],
 )
 def test_out_of_another_type_than_the_input_raises(run: Any, call: Any, said: str) -> None:

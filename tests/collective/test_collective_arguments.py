@@ -53,8 +53,8 @@ OPS = "'sum', 'mean', 'prod', 'min', 'max', 'and', 'or', 'xor'"
         (lambda g: g.broadcast(np.ones(2), 1 << 70), ValueError, "root must be a rank of the group"),
         (lambda g: g.reduce(1, 0.5), ValueError, "root must be a rank of the group, from 0 to 1, not 0.5"),
         (lambda g: g.barrier(timeout="soon"), ValueError, "timeout must be None (no limit) or a number"),
-        (lambda g: g.allreduce(np.ones(2, np.longdouble)), TypeError, "convert them first, as to float64"),
-        (lambda g: g.allreduce(np.ones(2, "G")), TypeError, "convert them first, as to complex128"),
+        (lambda g: g.allreduce(np.ones(2, np.longdouble)), TypeError, "convert them first, for example to float64"),
+        (lambda g: g.allreduce(np.ones(2, "G")), TypeError, "convert them first, for example to complex128"),
         (lambda g: g.allreduce(np.ones(2, ">f8")), TypeError,
          "type >f8 cannot be combined by sum; convert them first, for example with .astype("),
         (lambda g: g.allreduce(np.array([b"a"])), TypeError,
@@ -105,7 +105,7 @@ GIVEN: dict[str, Any] = {"rank": 1, "size": 2, "at": "127.0.0.1:9", "secret": b"
         ({"at": 4711}, TypeError, "group: at must be a string, not 4711 (int)"),
         ({"timeout": "soon"}, TypeError, "group: timeout must be a number of seconds, not 'soon' (str)"),
         ({"timeout": None}, TypeError, "group: timeout must be a number of seconds, not None"),
-        ({"timeout": -1}, ValueError, "group: timeout must be at least 0 seconds"),
+        ({"timeout": -1}, ValueError, "group: timeout must be a finite number of at least 0 seconds"),
     ],
 )  # fmt: skip
 def test_group_checks_arguments_before_it_connects(

@@ -228,7 +228,7 @@ def test_default_workers() -> None:
 
 @pytest.mark.parametrize("initializer", [7, "word"])
 def test_initializer_that_cannot_be_called(initializer: Any) -> None:
-    with pytest.raises(TypeError, match="initializer must be callable, or None, not"):
+    with pytest.raises(TypeError, match="initializer must be callable or None, got"):
         TaskPool(1, initializer=initializer)
 
 

@@ -1,4 +1,4 @@
-"""Test channels across hosts between separately started programs, opened by address or received."""
+"""Channels across hosts between programs that were started apart: opened by address and secret, or sent."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_remote_calls_end_like_local_calls():
 
 
 def test_idle_remote_reader_holds_no_items():
-    """C8: a reader that waits for no item keeps none from other readers."""
+    """C8."""
     channel, ready, go_on = make(), make(), make()
 
     def idle():
@@ -152,7 +152,7 @@ def test_idle_remote_reader_holds_no_items():
 
 
 def test_polls_of_a_remote_port_get_items_and_the_end():
-    """A poll that is too short for the wire may find nothing; the next poll finds the item."""
+    """One that is too short for the wire may find nothing; the next one does."""
     numbers = make()
     numbers.put_many(range(9))
     numbers.close()
@@ -175,7 +175,7 @@ def test_polls_of_a_remote_port_get_items_and_the_end():
 
 
 def test_coroutines_wait_on_a_remote_channel():
-    """C9: a cancelled coroutine has taken nothing."""
+    """C9: and one that is cancelled has taken nothing."""
     channel, ready = make(), make()
 
     async def take():
@@ -192,7 +192,7 @@ def test_coroutines_wait_on_a_remote_channel():
 
 
 def test_select_takes_ports_of_remote_channels():
-    """C10: the ports belong to two remote channels."""
+    """C10."""
     one, two = make(), make()
 
     def choose():
@@ -203,6 +203,28 @@ def test_select_takes_ports_of_remote_channels():
     one.put("one")
     two.put("two")
     assert peer.result() == ["one", "two"]
+
+
+def test_an_item_that_came_for_an_interrupted_call_is_read_before_the_end():
+    """C4, C9: also when it comes after the next call has asked home."""
+    channel = make()
+
+    def read():
+        connection, send = channel._link, channel._link._send
+        channel.close()
+
+        def send_later(*arguments):
+            channel._returned.append("late")
+            send(*arguments)
+
+        connection._send = send_later
+        found = [channel.get(), *channel.get_many(5), select([channel]).item]
+        connection._send = send
+        with pytest.raises(Drained):
+            channel.get()
+        return found
+
+    assert HostPeer(read).result() == ["late"] * 3
 
 
 def test_tls_is_sent_with_the_channel():
@@ -216,7 +238,7 @@ def test_tls_is_sent_with_the_channel():
 
 
 def test_waiting_remote_get_counts_as_one_waiting_reader():
-    """C15: ``stats()`` counts the remote call."""
+    """C15."""
     channel = make()
     peer = HostPeer(channel.get)
     wait_blocked(channel, readers=1)
@@ -226,7 +248,7 @@ def test_waiting_remote_get_counts_as_one_waiting_reader():
 
 
 def test_every_cancelled_remote_call_is_answered():
-    """C12: the owner also answers calls that it had not begun, and keeps nothing of them."""
+    """C12: also those that home had not begun with; nothing is kept of them."""
     channel = make()
 
     async def cancel():

@@ -12,15 +12,15 @@
 
    step of the model                        source
    --------------------------------------   ---------------------------------------------------------------
-   call(), call_in_turn()                   waiting.hpp: Gate::call, Gate::call_all, Gate::call_in_turn
-   call_writers()                           ring.hpp: Ring::call_writers
-   enter(), leave()                         waiting.hpp: Gate::enter, Gate::leave; blocking.hpp: Traits<Ring>::enter, leave
-   fresh[p]                                 waiting.hpp: Gate::seq == the `seq` that p remembers
+   call(), call_in_turn()                   waiting.hpp: WaitQueue::call, WaitQueue::call_all, WaitQueue::wake_by_rank
+   call_writers()                           ring.hpp: Ring::wake_writers
+   enter(), leave()                         waiting.hpp: WaitQueue::enter, WaitQueue::leave; blocking.hpp: Traits<Ring>::enter, leave
+   fresh[p]                                 waiting.hpp: WaitQueue::seq == the `seq` that p remembers
    asleep[p], get_up(), futex_wake()        waiting.hpp: futex_wait, futex_wait_as, futex_wake, futex_wake_first;
                                             ring.hpp: Ring::wake
    operation() of a writer                  ring_items.cpp: Ring::room, Ring::try_put, Ring::finish_put
    operation() of a reader                  gets.cpp: get_step; ring_leases.cpp: Ring::acknowledge, Ring::free_leased;
-                                            ring_items.cpp: Ring::try_take, Ring::at_end_for, Ring::tell_end
+                                            ring_items.cpp: Ring::try_take, Ring::at_end_for, Ring::wake_at_end
    first try                                blocking.hpp: perform
    registering, the loop                    blocking.hpp: wait
    depart()                                 ring_sessions.cpp: Ring::end_session, Ring::drop_copies; ring.cpp: Ring::close_with
