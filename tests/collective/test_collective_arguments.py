@@ -53,7 +53,11 @@ OPS = "'sum', 'mean', 'prod', 'min', 'max', 'and', 'or', 'xor'"
         (lambda g: g.broadcast(np.ones(2), 1 << 70), ValueError, "root must be a rank of the group"),
         (lambda g: g.reduce(1, 0.5), ValueError, "root must be a rank of the group, from 0 to 1, not 0.5"),
         (lambda g: g.barrier(timeout="soon"), ValueError, "timeout must be None (no limit) or a number"),
-        (lambda g: g.allreduce(np.ones(2, np.longdouble)), TypeError, "convert them first, for example to float64"),
+        (
+            lambda g: g.allreduce(np.ones(2, np.longdouble)),
+            TypeError,
+            "convert them first, for example to float64",
+        ),
         (lambda g: g.allreduce(np.ones(2, "G")), TypeError, "convert them first, for example to complex128"),
         (lambda g: g.allreduce(np.ones(2, ">f8")), TypeError,
          "type >f8 cannot be combined by sum; convert them first, for example with .astype("),

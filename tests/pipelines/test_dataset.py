@@ -74,7 +74,7 @@ def test_workers_last_over_all_epochs_of_a_block() -> None:
         numbers[2] = 3
         assert list(data) == whole
         assert data.epoch == 4
-        with pytest.raises(RuntimeError, match="entered already"), data:
+        with pytest.raises(RuntimeError, match="must not be nested"), data:
             pass
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
@@ -116,7 +116,7 @@ def test_torchs_dataloader_takes_it() -> None:
 
 
 def test_workers_of_a_dataloader_are_refused_with_the_remedy() -> None:
-    with pytest.raises(RuntimeError, match="leave num_workers at 0"):
+    with pytest.raises(RuntimeError, match="use num_workers=0"):
         list(torch_data.DataLoader(squares(), batch_size=None, num_workers=1))
 
 
@@ -157,7 +157,7 @@ def test_without_a_gpu_nothing_is_pinned() -> None:
 def test_a_wrong_argument_is_named() -> None:
     with pytest.raises(TypeError, match=r"stream must be a stream of a graph, got \[1\]"):
         dataset([1])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="seed must be an int or None, not 'x'"):
+    with pytest.raises(TypeError, match="seed must be an int or None, got 'x'"):
         squares(seed="x")
     with pytest.raises(TypeError, match="pin_memory must be True or False, not 'cuda'"):
         squares(pin_memory="cuda")
