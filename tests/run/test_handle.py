@@ -120,7 +120,7 @@ def test_iterated_stream_is_not_a_result() -> None:
     numbers = graph.source([1]).collect()
     run = graph.start()
     assert list(run.iter(numbers)) == [1]
-    with pytest.raises(KeyError, match="taken: none"):
+    with pytest.raises(KeyError, match="taken, here: none"):
         run.wait()[numbers]
 
 
@@ -354,7 +354,7 @@ def test_run_may_start_in_one_thread_and_end_in_another() -> None:
 def test_invalid_graph_does_not_start() -> None:
     graph = Graph("handle")
     graph.source([1])
-    with pytest.raises(GraphError, match="nobody reads"):
+    with pytest.raises(GraphError, match="no stage reads"):
         graph.start()
 
 

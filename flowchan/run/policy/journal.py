@@ -97,7 +97,7 @@ def blamed(item: str, why: str) -> None:
     calls this."""
     here = seeds.worker()
     about = {"stage": here.stage, "number": here.number}
-    log.error("stage %r gives item %s up: %s", here.stage, item, why, extra=about)
+    log.error("stage %r gave up item %s: %s", here.stage, item, why, extra=about)
 
 
 def _where(pid: int, host: str) -> str:
