@@ -230,8 +230,8 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C (or SIGTERM in ``graph.run()``) ended a run.
 
     Attributes:
-        results: What was finished, as ``run.wait()`` returns it, and the items that ``run.iter()`` had not
-            given yet.
+        results: The results that are complete, in the form that ``run.wait()`` returns, with the items that
+            ``run.iter()`` had not yielded.
         report: The run's report as text.
         signal: The number of the signal, ``signal.SIGINT`` or ``signal.SIGTERM``.
         __cause__: The :class:`RunError` of a stage that failed before the run ended.

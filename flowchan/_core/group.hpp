@@ -182,7 +182,7 @@ class Member {
     // the fastest plan.
     const Plan& plan_of(uint32_t doing, uint64_t bytes) const { return PLANS[number_of(doing, bytes)]; }
     // Returns the shortest time in ns in the last trial of a plan for that size class. It is 0 if the plan
-    // was not tried or is no longer possible.
+    // was never tried or can't run.
     uint32_t took(uint32_t doing, uint64_t bytes, uint32_t plan) const {
         const uint32_t kind = kind_of(bytes);
         if (kind == UNTRIED || !(possible(doing, kind) >> plan & 1)) return 0;

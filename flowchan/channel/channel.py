@@ -147,8 +147,8 @@ class Channel(_core.Channel[T]):
         across: ``"threads"`` (the default) passes references within one process. ``"processes"`` passes
             copies through shared memory. ``"hosts"`` does the same, and programs on other hosts can open the
             channel (docs/hosts.md).
-        max_bytes: Number of bytes at which ``put`` waits. The default is no limit for threads, and
-            otherwise half of the machine's memory, at most 16 GiB. Memory is allocated on demand.
+        max_bytes: Number of bytes at which ``put`` waits (default: no limit for threads; otherwise half of the
+            machine's memory, at most 16 GiB). Memory is allocated on demand.
 
     Raises:
         ValueError: An argument is out of range, or ``across`` is unknown.

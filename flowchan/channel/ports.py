@@ -27,8 +27,8 @@ def _leaves(port: In[Any] | Out[Any], error: BaseException | None) -> bool:
 class In(_core.In[T_co]):
     """Reading end of a channel.
 
-    Taking the next item finishes the item before, so it is no longer leased. Leaving a ``with`` block closes
-    the end. If an error leaves the block, the unfinished items go back into the channel.
+    Taking the next item ends the lease of the previous one. Leaving a ``with`` block closes the end. If an
+    error leaves the block, the unfinished items go back into the channel.
     """
 
     __slots__ = ("_may_close",)  # the runner of a stage sets it, to decide whether the port may close

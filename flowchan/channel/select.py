@@ -124,7 +124,7 @@ def is_elsewhere(target: Any) -> bool:
 def _channels(ready: Iterable[Channel[Any]]) -> list[Channel[Any]]:
     """Check ``ready`` and return its channels.
 
-    Ports are refused, because a get from a port also finishes the item before.
+    Ports are refused, because a get from a port also finishes the previous item.
     """
     looking: list[Channel[Any]] = [] if isinstance(ready, Channel | In) else list(ready)
     if isinstance(ready, Channel | In) or not all(isinstance(channel, Channel) for channel in looking):

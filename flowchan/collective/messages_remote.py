@@ -76,7 +76,7 @@ class Way:
 
         Raises:
             ConnectionRefusedError: The member is gone, or another program has its port.
-            OSError: The member is out of reach, the time is up, or the connection is no longer ``wanted``.
+            OSError: The member can't be reached, the timeout has expired, or ``wanted`` returns False.
         """
         refused_since = math.inf
         while wanted() and (left := give_up - (begun := time.monotonic())) > 0:

@@ -426,11 +426,11 @@ class HostsPart:
 
     def add(self, id: WorkerId) -> None:
         """See :class:`CrewPart`. Stages on hosts have a fixed number of workers."""
-        raise NotImplementedError(f"stage {id.stage!r} runs on hosts, so its workers are fixed")
+        raise ValueError(f"stage {id.stage!r} runs on hosts, so its number of workers is fixed")
 
     def remove(self, id: WorkerId) -> None:
         """See :meth:`add`."""
-        raise NotImplementedError(f"stage {id.stage!r} runs on hosts, so its workers are fixed")
+        self.add(id)
 
     def forget(self, id: WorkerId) -> None:
         """See :class:`CrewPart`. No worker is removed."""

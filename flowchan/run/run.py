@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-
-# multiprocessing registers its exit function, which waits for all processes, before flowchan's
-import os
 import signal
 import sys
 import threading
@@ -15,13 +11,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
-from flowchan import _core
 from flowchan.channel.channel import Out
 from flowchan.declare.operators import OPERATORS
 from flowchan.declare.stream import Input, Stream
 from flowchan.errors import Broken, Interrupted, RunError
 from flowchan.items.arguments import finite_seconds, refuses_misspelt, seconds, whole
-from flowchan.run.crew.at_exit import before_exit
 from flowchan.run.crew.pool_processes import LastingProcesses
 from flowchan.run.crew.router import CrewRouter
 from flowchan.run.crew.run_ports import RunPorts
@@ -37,6 +31,7 @@ from flowchan.run.policy.stats import RunState, RunStats
 from flowchan.run.results import ResultGathering, Results
 from flowchan.run.run_errors import failure_of_run
 from flowchan.run.supervisor import Supervisor
+from flowchan.run.unfinished_runs import end_at_exit
 from flowchan.run.worker.item_timeout import say
 from flowchan.run.worker.requests import NOTHING, Requests, answering_ends
 from flowchan.transport.interrupts import InterruptWatch, interrupts_deferred, signal_of
@@ -82,8 +77,7 @@ class Run:
         if lasting is not None:  # the end of the pool's block waits for the run
             self._supervisor.unheard.append(self)
         self._supervisor.start()
-        _running.add(weakref.ref(self._supervisor, _running.discard))
-        before_exit(_end_runs, 100)
+        end_at_exit(self._supervisor)
 
     # --- inputs and outputs ---
 
@@ -503,28 +497,3 @@ class _Coming(AsyncIterator[Any]):
 
 def _say(text: str) -> None:
     print(f"flowchan: {text}", file=sys.stderr)
-
-
-# Supervisors whose thread still lives, whether or not the program kept the handle of the run. A forked child
-# inherits the set but not the runs. A plain set is copied in one step while other threads start runs, and a
-# WeakSet is not.
-_running: set[weakref.ref[Supervisor]] = set()
-
-
-def abort_unfinished() -> None:
-    """Abort all unfinished runs, because the interpreter exits. A resource that runs need until their end
-    calls this before it ends."""
-    for reference in list(_running):
-        supervisor = reference()
-        if supervisor is not None and supervisor.pid == os.getpid() and not supervisor.ended.is_set():
-            supervisor.ask(AbortAsked())
-            supervisor.wait()
-
-
-@atexit.register
-def _end_runs() -> None:
-    abort_unfinished()
-    error = getattr(sys, "last_value", None)
-    if isinstance(error, Interrupted) and not hasattr(sys, "ps1"):
-        # The program did not catch it, so end like a program that does not catch the signal.
-        _core._die_of(error.signal)

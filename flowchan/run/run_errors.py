@@ -35,7 +35,7 @@ def stage_error(failure: Failure, plan: Plan) -> StageError:
         return failure.error
     if isinstance(failure.error, Deadlock):
         error = StageError(
-            "nobody can ever move again", stage=failure.worker.stage, worker=str(failure.worker)
+            "no worker can ever move again", stage=failure.worker.stage, worker=str(failure.worker)
         )
         error.__cause__ = failure.error
         return error

@@ -82,7 +82,7 @@ def test_branches_on_two_hosts_that_deadlock_are_reported() -> None:
     right = right.map(same, on=POOL["local-2"], name="right", capacity=1)
     left.batch(300_000, name="all").zip(right, name="pairs").sink(same, on=POOL)
     error, text = deadlock_of(graph.start())
-    assert "nobody can ever move again" in str(error)
+    assert "no worker can ever move again" in str(error)
     assert "every worker waits and nothing is in flight" in text
     assert "stream.buffer(n)" in text
     assert "'tee' waits to put into 'tee.1' (1 of 1)" in text

@@ -283,7 +283,7 @@ Scenario second_reader(const char* name, Session::Role role) {
         User& first = scene.users[0];
         for (const HeldView& sight : first.held_views)
             must(sight.slot->place() == SlotState::Held && sight.slot->viewer() == first.session,
-                 "it is no longer its viewer");
+                 "another session views the item");
         first.drop_view();
         verify_all(first);
         first.drop_view();

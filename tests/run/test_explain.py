@@ -150,7 +150,7 @@ def test_tee_with_branches_that_wait_for_each_other_is_detected(on: Any) -> None
     error, cause = deadlock_of(stuck_graph(1, on).start())
     text = str(cause)
     assert error.stage == "tee"
-    assert "nobody can ever move again" in str(error)
+    assert "no worker can ever move again" in str(error)
     assert "every worker waits and nothing is in flight" in text
     assert "stream.buffer(n)" in text
     assert "'tee' waits to put into 'tee.1' (1 of 1)" in text

@@ -107,7 +107,7 @@ def test_failing_subscriber_is_removed_without_affecting_others(caplog: pytest.L
 
     def fail(stats: RunStats) -> None:
         calls.append(stats)
-        raise OSError("nobody reads this")
+        raise OSError("no reader is left")
 
     graph, gate = Graph("fed"), Gate()
     end = graph.source([1, 2]).map(lambda number: gate.wait() or number).collect()
@@ -122,7 +122,7 @@ def test_failing_subscriber_is_removed_without_affecting_others(caplog: pytest.L
         assert run.wait()[end] == [1, 2]
     assert len(calls) == 1
     assert [record.getMessage() for record in caplog.records if "subscriber" in record.getMessage()] == [
-        "a subscriber of a run's feed failed and was removed: OSError: nobody reads this"
+        "a subscriber of a run's feed failed and was removed: OSError: no reader is left"
     ]
 
 

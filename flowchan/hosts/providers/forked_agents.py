@@ -25,7 +25,7 @@ from typing import Any
 from flowchan.errors import HostError
 from flowchan.hosts.providers.provider import Launch
 from flowchan.run.crew.process_exit import exit_text
-from flowchan.run.run import abort_unfinished
+from flowchan.run.unfinished_runs import abort_unfinished
 
 LENGTH = 8  # bytes of the length field before the description of an agent
 GENTLY = 5.0  # seconds for a fork server to end without a signal

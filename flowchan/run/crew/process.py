@@ -43,7 +43,7 @@ class WorkerProcess:
         self._is_of_server = self._process._start_method == "forkserver"
         self._server = forkserver_pid() or 0
         self._stranger = False
-        # the same process as the system knows it, if there is no pidfd
+        # identifies the process by its start time where the system has no pidfds
         self._known: psutil.Process | None = None
         self._lost = False
         try:

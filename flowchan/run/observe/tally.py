@@ -1,4 +1,4 @@
-"""What is known of a run besides the counts of its channels, kept up to date by its events."""
+"""Facts of a run that its channels do not count. The events of the run update them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Tally:
         self._pids.pop(worker, None)
 
     def ended_early(self, ended: Ended) -> None:
-        """Note the items of a worker that nobody wanted."""
+        """Note the items of a worker that had no reader."""
         self._unwanted[ended.worker.stage] += ended.unwanted
 
     def died(self, death: Death) -> None:

@@ -33,7 +33,8 @@ Clusters Using Megatron-LM". The number before the colon is the part. ::
 
 In the paper, the numbers of micro-batches and of parts must be multiples of W. Here they need not be. The
 schedule for the next multiple is generated, and steps that do not exist are omitted. The remaining order is
-still feasible, so there is no deadlock. Workers wait at omitted steps, so multiples are faster.
+still feasible, so there is no deadlock. Workers idle at omitted steps, so multiples of W are
+faster.
 
 *Zero bubble*: a backward pass has two halves. The previous part waits only for the gradients of the inputs
 (``I``). The gradients of the weights (``W``) can be computed at any time before the update, and so fill
