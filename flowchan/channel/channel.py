@@ -147,7 +147,7 @@ class Channel(_core.Channel[T]):
         across: ``"threads"`` (the default) passes references within one process. ``"processes"`` passes
             copies through shared memory. ``"hosts"`` does the same, and programs on other hosts can open the
             channel (docs/hosts.md).
-        max_bytes: Number of bytes at which ``put`` waits (default: no limit for threads; otherwise half of the
+        max_bytes: Number of bytes at which ``put`` waits (default: no limit for threads; else half of the
             machine's memory, at most 16 GiB). Memory is allocated on demand.
 
     Raises:
