@@ -32,6 +32,7 @@ from flowchan import (
     worker,
 )
 from flowchan.collective import Group
+from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.worker.gang_membership import GangMembership
 from flowchan.run.worker.opening import Ports
@@ -85,6 +86,31 @@ def test_gang_ends_when_its_outputs_have_no_reader(on: Any, numbers: Callable[[]
         graph = Graph("gang")
         graph.stage(few, graph.stage(in_step, graph.source(numbers), on=on, workers=3))
         graph.run()
+
+
+def test_only_the_dead_worker_of_a_gang_blames_its_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R11: the supervisor ends the other workers, so their items are not blamed."""
+    recovered: dict[int, bool] = {}
+    usual = RunPorts.recover
+
+    def recover(self: RunPorts, id: WorkerId, blame: bool) -> None:
+        recovered[id.number] = blame
+        usual(self, id, blame)
+
+    monkeypatch.setattr(RunPorts, "recover", recover)
+
+    def die_once(numbers: In[int], group: Group, out: Out[int]) -> None:
+        if worker().number == 2 and worker().incarnation == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        group.barrier()  # no member of the first group passes it
+        for number in numbers:
+            out.put(number)
+
+    graph = Graph("gang")
+    options: dict[str, Any] = {"on": "process", "workers": 3, "restartable": True}
+    result = graph.stage(die_once, graph.source(range(9)), **options).collect()
+    assert sorted(graph.run()[result]) == list(range(9))
+    assert recovered == {1: False, 2: True, 3: False}
 
 
 @everywhere
