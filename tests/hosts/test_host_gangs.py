@@ -22,7 +22,8 @@ from support.waiting import wait_until
 from flowchan import Graph, In, MemberDied, Out, Reduced, RunError, worker
 from flowchan.collective import Group
 from flowchan.hosts import local
-from flowchan.hosts.agent_messages import Lacking
+from flowchan.hosts.agent_handle import AgentHandle
+from flowchan.hosts.agent_messages import Lacking, Recover
 from flowchan.hosts.hosts_part import HostsPart
 from flowchan.hosts.worker_ports import WorkerPorts
 from flowchan.run.policy.events import WorkerId
@@ -60,6 +61,32 @@ def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
         out.put(number)
     for _ in group.join(add):
         pass
+
+
+def test_only_the_dead_remote_worker_of_a_gang_blames_its_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor ends the other workers, so their items are not blamed."""
+    recovered: dict[int, bool] = {}
+    usual = AgentHandle.say
+
+    def say(self: AgentHandle, message: Any) -> None:
+        if isinstance(message, Recover):
+            recovered[message.worker.number] = message.blame
+        usual(self, message)
+
+    monkeypatch.setattr(AgentHandle, "say", say)
+
+    def die_once(numbers: In[int], group: Group, out: Out[int]) -> None:
+        if worker().number == 2 and worker().incarnation == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        group.barrier()  # no member of the first group passes it
+        for number in numbers:
+            out.put(number)
+
+    graph = Graph("gang")
+    options: dict[str, Any] = {"on": local(1), "workers": 3, "restartable": True}
+    result = graph.stage(die_once, graph.source(range(9)), **options).collect()
+    assert sorted(graph.run()[result]) == list(range(9))
+    assert recovered == {1: False, 2: True, 3: False}
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["", "tls"])
