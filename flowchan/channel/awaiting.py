@@ -51,9 +51,11 @@ class Watcher:
         self._over = False
 
     def has_room(self) -> bool:
+        """Return whether this watcher can take another wait."""
         return len(self._waits) < MOST
 
     def add(self, future: asyncio.Future[None], wait: Await) -> None:
+        """Set the result of ``future`` once the channel may let ``wait`` continue."""
         from asyncio import current_task
 
         with self._lock:
@@ -65,6 +67,7 @@ class Watcher:
         self._watch.ring()
 
     def remove(self, future: asyncio.Future[None]) -> None:
+        """Forget the wait of ``future``."""
         with self._lock:
             self._waits.pop(future, None)
         self._watch.ring()
@@ -154,8 +157,10 @@ def _watcher(loop: asyncio.AbstractEventLoop) -> Watcher:
 
 
 async def _changed(wait: Await) -> None:
-    """Wait until the channel may let ``wait`` continue. The wait has left the queue of the channel by
-    then."""
+    """Wait until the channel may let ``wait`` continue.
+
+    The wait has left the queue of the channel by then.
+    """
     loop = _running_loop()
     watcher = _watcher(loop)
     future: asyncio.Future[None] = loop.create_future()
@@ -187,7 +192,7 @@ async def any_changed(waits: Sequence[Await]) -> None:
             one.leave(True)  # a wake-up may have been meant for another call
 
 
-async def aput(self: Writable[T], item: T) -> None:
+async def aput(self: Writable[T], item: T) -> None:  # noqa: D417 - a method of channels and ports
     """Put an item like ``put``, without blocking the event loop.
 
     Args:

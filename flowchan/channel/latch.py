@@ -19,9 +19,11 @@ class Latch:
         self._channel: Channel[None] = Channel(1)
 
     def set(self) -> None:
+        """Set the event."""
         self._channel.close()
 
     def is_set(self) -> bool:
+        """Return whether the event is set."""
         return self._channel.closed
 
     async def awaited(self) -> None:

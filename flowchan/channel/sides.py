@@ -11,10 +11,12 @@ T_contra = TypeVar("T_contra", contravariant=True)
 class Readable(Protocol[T_co]):
     """Channel or reading port."""
 
-    def get_nowait(self) -> T_co: ...
+    def get_nowait(self) -> T_co:
+        """Return the next item, or raise ``Empty``."""
 
 
 class Writable(Protocol[T_contra]):
     """Channel or writing port."""
 
-    def put_nowait(self, item: T_contra, /) -> None: ...
+    def put_nowait(self, item: T_contra, /) -> None:
+        """Put an item, or raise ``Full``."""

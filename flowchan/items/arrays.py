@@ -177,7 +177,9 @@ def _rebuild_tensor(buffer: Any, dtype: Any, shape: Any, stride: Any, requires_g
     return tensor.requires_grad_(requires_grad)
 
 
-def loan(self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout: float | None = None) -> Any:
+def loan(  # noqa: D417 - a method of channels and ports
+    self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout: float | None = None
+) -> Any:
     """Allocate an array in the channel's own memory, to be filled and then put.
 
     The put then does not copy the array. It may be the item or a part of it. Its contents are undefined at

@@ -241,6 +241,7 @@ class Sealed:
     packed: Packed
 
     def value(self) -> Any:
+        """Unpack the item."""
         return unpack(self.packed)
 
 

@@ -43,8 +43,10 @@ def combined(values: Sequence[Any], function: Function) -> Any:
 
 
 def reduced(values: Sequence[Any], op: str | Function) -> Any:
-    """Combine values with a named operation of :data:`OPERATIONS`, for arrays of equal shape, or with a
-    function."""
+    """Combine values, which may be arrays of one shape.
+
+    ``op`` is a function or a name of :data:`OPERATIONS`.
+    """
     total = combined(values, of_one_shape(OPERATIONS[op]) if isinstance(op, str) else op)
     return _divided(total, len(values)) if op == "mean" else total
 

@@ -88,6 +88,7 @@ def _rebuild_tensor(storage: Any, dtype: Any, where: tuple[Any, ...], requires_g
 
 
 def reduce_storage(storage: Any) -> Any:
+    """Pickle a storage: by its descriptor if it is shared memory, else by its contents."""
     fd = _descriptor(storage)
     if fd is None:
         return storage.__reduce_ex__(5)

@@ -145,6 +145,7 @@ def _state(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def a_kind_of(value: Any) -> str:
+    """Return the type of a value with its article, such as "an int"."""
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -63,7 +63,7 @@ def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
         pass
 
 
-def test_only_the_dead_remote_worker_of_a_gang_blames_its_item(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_dead_remote_worker_of_a_gang_blames_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor ends the other workers, so their items are not blamed."""
     recovered: dict[int, bool] = {}
     usual = AgentHandle.say
