@@ -104,6 +104,9 @@ class Channel(Generic[T]):
     def across(self) -> Literal["threads", "processes", "hosts"]:
         """The transport."""
     _hosts: bool
+    _elsewhere: bool
+    def _uncounted_session(self) -> int: ...
+    def _allow(self, puts: int) -> None: ...
     @property
     def closed(self) -> bool:
         """Whether puts are no longer possible."""
@@ -256,11 +259,28 @@ class Link:
 
     def __init__(self, home: bool) -> None: ...
     def attach(self, fd: int) -> None:
-        """Continue over this connected socket, and take ownership of it. Frames that did not arrive over
-        the former one are sent again."""
-    def line(self, number: int, inputs: list[Any], outputs: list[Any], on_demand: bool = False) -> None:
-        """Serve the ports of one worker, under a number that both sides use. on_demand: items come only
-        for workers that wait for one or process one."""
+        """Goes on over this connected socket, which belongs to the link from now on; what was sent over the
+        former one and has not arrived is sent again."""
+    def line(
+        self,
+        number: int,
+        inputs: list[Any],
+        outputs: list[Any],
+        on_demand: bool = False,
+        limited: bool = False,
+    ) -> None:
+        """Serve the ports of one worker, under a number that both sides know. on_demand: items come for those
+        only who wait for one, or work on one. limited: as many are put as there is room for."""
+    def pair(self, writes: int, reads: int) -> None:
+        """What is under way to the process by the one line takes room of the other, which is limited."""
+    def offer(self, number: int, most: int) -> tuple[int, bool] | None:
+        """Send up to so many of the next items of this line; return how many were sent in all, and whether
+        the end has come. None while some are recalled."""
+    def room(self, number: int) -> tuple[int, bool]:
+        """Return how many items may be put through this line in all, and whether it has ended."""
+    def await_used(self, number: int, count: int, timeout: float | None = None) -> bool | None:
+        """Wait until the other side has put so many items of this line. False: it never will; None: it has
+        not within the time."""
     def drop(self, number: int) -> None:
         """Stop serving the ports of a worker; their sessions do not change. Unknown numbers are ignored."""
     def wait(self, timeout: float | None = None) -> tuple[Any, ...]:
@@ -375,6 +395,7 @@ def _set_codec(
     loads: Callable[[Any], Any],
     unreadable: Callable[[bytes], Any],
     is_of_a_handler: Callable[[BaseException], bool],
+    not_put: Callable[[Any], None],
 ) -> None: ...
 def _deaths_over(inputs: Sequence[In[Any]]) -> int: ...
 def _take_up(

@@ -56,7 +56,8 @@ Await::Await(nb::object target_, bool reading, bool again) : target(std::move(ta
     else if (nb::isinstance<Out>(target))
         out = nb::inst_ptr<Out>(target);
     if ((in && !ready(*in)) || (out && !ready(*out))) throw nb::python_error();
-    Channel& ch = in ? *in->ch : out ? *out->ch : *nb::inst_ptr<Channel>(target);
+    Channel& whole = in ? *in->ch : out ? *out->ch : *nb::inst_ptr<Channel>(target);
+    Channel& ch = whole.through(reading ? Side::Reader : Side::Writer);
     if (!ch.usable()) throw nb::python_error();
     Caller caller =
         reading ? Caller{Side::Reader, in, in ? in->state.session : 0} : writing(ch, out, 0, true);

@@ -15,6 +15,7 @@
 #include "group_bindings.hpp"
 #include "link_bindings.hpp"
 #include "process.hpp"
+#include "raising.hpp"
 #include "sizes.hpp"
 #include "system.hpp"
 
@@ -69,7 +70,24 @@ void close_channel(Channel& ch) {
     });
 }
 
-// Only the supervisor ends a supervised session, never a process that notices the death of the worker.
+// For a port that does not count as a reader or a writer.
+uint32_t uncounted_session(Channel& ch) {
+    if (!ch.usable()) throw nb::python_error();
+    uint32_t session = 0;
+    std::string failure;
+    locked_ring(ch, [&](Ring& ring, Wakes& wakes) {
+        try {
+            session = ring.open_session(Session::PLAIN, wakes);
+        } catch (const std::exception& e) {
+            failure = e.what();
+        }
+    });
+    if (failure.empty()) return session;
+    raise("ChannelError", ch.describe() + ": " + failure);
+    throw nb::python_error();
+}
+
+// A supervised session is ended by its supervisor alone, never by whoever notices that its process is gone.
 template <class Port>
 void supervise(Port& port) {
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.session(port.state.session).supervised = 1; });
@@ -289,6 +307,12 @@ NB_MODULE(_core, m) {
         .def_prop_ro(
             "across", [](Channel& ch) { return ch.across(); }, "The transport.")
         .def_rw("_hosts", &Channel::hosts)
+        .def_rw("_elsewhere", &Channel::elsewhere)
+        .def("_uncounted_session", uncounted_session)
+        .def("_allow",
+             [](Channel& ch, uint64_t puts) {
+                 locked_ring(ch, [&](Ring& ring, Wakes& wakes) { ring.allow(puts, wakes); });
+             })
         .def_prop_ro(
             "closed", [](Channel& ch) { return state_of(ch) != OPEN; },
             "Whether puts are no longer possible.")
@@ -425,11 +449,13 @@ NB_MODULE(_core, m) {
     for (const char* name : {"In", "Out"}) m.attr(name).attr("__module__") = "flowchan";
     m.def(
         "_set_codec",
-        [](nb::handle dumps, nb::handle loads, nb::handle unreadable, nb::handle is_of_a_handler) {
+        [](nb::handle dumps, nb::handle loads, nb::handle unreadable, nb::handle is_of_a_handler,
+           nb::handle not_put) {
             set_codec(dumps.ptr(), loads.ptr());
+            set_not_put(not_put.ptr());
             set_unreadable(unreadable.ptr(), is_of_a_handler.ptr());
         },
-        "dumps"_a, "loads"_a, "unreadable"_a, "is_of_a_handler"_a);
+        "dumps"_a, "loads"_a, "unreadable"_a, "is_of_a_handler"_a, "not_put"_a);
     m.def("_when_finished", Receiving::when_finished, "call"_a,
           "Call ``call`` when the item that this thread is unpickling is finished, or at "
           "once if there is none.");

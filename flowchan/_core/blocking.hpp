@@ -105,6 +105,8 @@ struct Traits<Ring> {
         s.clock.begin(false);
         if (caller.side == Side::Reader && r.header().notify_writer)
             futex_wake(r.header().writer_queue.seq, r.header().writer_queue.call(1), true);
+        if (caller.side == Side::Writer && r.is_limited())  // a link, the one reader, asks for more room
+            futex_wake(r.header().reader_queue.seq, r.header().reader_queue.call(1), true);
     }
     // Leave the queue, and return whether the futex word had changed. The session may have ended while its
     // caller waited, which already removed the caller from the queue.
@@ -158,6 +160,7 @@ struct Traits<Ring> {
                 wait_queue(r, caller.side).call(1);
         if (caller.side == Side::Reader && r.header().notify_writer)  // one fewer waits
             wakes.writers += r.header().writer_queue.call(1);
+        if (caller.side == Side::Writer && r.is_limited()) wakes.readers += r.header().reader_queue.call(1);
     }
     // Return a hint that is read without the lock. A caller that acts on it takes the lock and looks again.
     static bool ready(Ring& r, Side side) {
@@ -165,7 +168,7 @@ struct Traits<Ring> {
         auto seen = [](uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_relaxed); };
         if (seen(h.state) != OPEN) return true;
         if (side == Side::Reader) return seen(h.head) != 0;
-        return seen(h.puts) - seen(h.takes) < h.capacity;
+        return seen(h.puts) - seen(h.takes) < h.capacity && !r.is_withheld();
     }
     static bool ended(Ring& r) { return r.header().state != OPEN; }
     static uint64_t resumes(Ring& r) {

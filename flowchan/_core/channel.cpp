@@ -87,6 +87,33 @@ uint32_t Channel::plain_session() {
     return plain;
 }
 
+Channel& Channel::through(Side side) {
+    if (!elsewhere) return *this;
+    nb::object& port = side == Side::Reader ? reading : writing;
+    if (!port.is_valid() || opened_in != fork_count) {
+        nb::object opened = nb::find(*this).attr("_open_port")(side == Side::Reader);
+        if (opened_in != fork_count) (side == Side::Reader ? writing : reading).reset();
+        opened_in = fork_count;
+        port = std::move(opened);
+    }
+    return *nb::inst_ptr<Channel>(port);
+}
+
+void Channel::fetch(Py_ssize_t most) {
+    if (!elsewhere) return;
+    const uint64_t here =
+        locked(through(Side::Reader), [](auto& transport, Wakes&) { return transport.inside(); });
+    if (here < uint64_t(most)) nb::find(*this).attr("_fetch")(uint64_t(most) - here);
+}
+
+// The owner is asked, for what is known of it here may be old. What it sends then has come, or is about to.
+bool Channel::asks_again(Side side) {
+    if (!elsewhere) return false;
+    nb::object answer = nb::find(*this).attr("_ask_again")(side == Side::Reader);
+    moved_there = nb::cast<uint64_t>(answer[1]);
+    return nb::cast<bool>(answer[0]);
+}
+
 static void abort_transport(LocalQueue& queue, PyObject* cause) {
     Wakes wakes;
     std::vector<PyObject*> dropped;

@@ -38,7 +38,12 @@ class Channel {
     uint64_t capacity = 0;
     uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
     std::atomic<uint64_t> forks = fork_count;
-    bool hosts = false;               // ring: it has readers that no descriptor can reach
+    bool hosts = false;           // ring: others read it whom no descriptor reaches
+    bool elsewhere = false;       // its owner is another process: items go through rings of this one
+    nb::object reading, writing;  // elsewhere: these, once they are open
+    std::atomic<uint64_t> opened_in = fork_count;  // elsewhere: the process that has opened them
+    uint64_t moved_there = 0;         // elsewhere: how many items had gone in and out there when it was asked
+    int64_t asked_in_vain = 0;        // elsewhere: when its owner last had nothing for a select
     std::atomic<uint32_t> plain = 0;  // ring: this process's own session, opened when first needed
     std::atomic<uint32_t> awaiting =
         0;  // coroutines of this process that wait here: a count for stats, no partner
@@ -56,10 +61,32 @@ class Channel {
     bool reaches_processes() const;
     std::string describe() const;  // "channel 'name'" or "Channel(64, across='threads')"
     uint32_t plain_session();      // 0 for threads; throws nb::python_error
+    Channel& through(Side side);   // where items go through in this process; throws nb::python_error
+    void fetch(Py_ssize_t most);   // elsewhere: has so many come, if they are there; throws nb::python_error
+    bool asks_again(Side side);    // elsewhere: whether that may be possible now; throws nb::python_error
     bool usable();                 // false with a Python error set: a `threads` channel in a forked child
 };
 
-// Call `f` with the transport of a channel, under its lock.
+bool is_out_of_time();  // whether what is being raised says so, and no handler of a signal has raised it
+
+// How long what the owner has sent may be on its way once it has said so.
+constexpr int64_t ON_ITS_WAY_NS = 100'000'000;
+
+// Does `call` in the ring that the channel's items go through here. Before the time is over in vain, the owner is
+// asked. Nothing of Python comes between the call and who gets its result.
+template <class Call>
+PyObject* in_time(Channel& ch, Side side, Deadline deadline, Call&& call) {
+    if (!ch.elsewhere) return call(ch, deadline);
+    Channel& port = ch.through(side);
+    PyObject* done = call(port, deadline);
+    if (done || deadline.at == NEVER || !is_out_of_time()) return done;
+    nb::python_error late;
+    if (ch.asks_again(side)) return call(port, Deadline{now_ns() + ON_ITS_WAY_NS});
+    late.restore();
+    return nullptr;
+}
+
+// Does `f` with the transport of a channel, under its lock.
 template <class F>
 auto locked(Channel& ch, F&& f) {
     if (!ch.usable()) throw nb::python_error();
@@ -202,6 +229,7 @@ PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool itera
 // Set the stand-in class for items that cannot be unpickled. `is_of_a_handler` tells whether an error came
 // from a signal handler.
 void set_unreadable(PyObject* unreadable, PyObject* is_of_a_handler);
+void set_not_put(PyObject* not_put);  // what hears of an item that was encoded for another host and not put
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout);
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline);
 PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline);

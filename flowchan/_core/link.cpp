@@ -143,7 +143,7 @@ void Link::leave_connection(int fd, const std::string& why) {
 }
 
 void Link::open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
-                       bool on_demand) {
+                       bool on_demand, bool limited) {
     std::lock_guard lock(mutex_);
     auto stream = std::make_unique<LinkStream>();
     stream->number = number;
@@ -153,11 +153,17 @@ void Link::open_stream(uint32_t number, const std::vector<Taking>& takes, const 
     for (const Putting& put : puts) {
         if (!owner_side_) put.ring->header().notify_writer = 1;
         stream->sinks.emplace_back(put.ring, put.writer, put.follows, put.replays).on_demand = on_demand;
+        stream->sinks.back().limited = owner_side_ && limited;
     }
     for (Sink& sink : stream->sinks)
         if (Source* source = numbering(*stream, sink)) source->ascending |= sink.writer.ordered;
     streams_[number] = std::move(stream);
     ring_doorbell();
+}
+
+void Link::pair_lines(uint32_t writes, uint32_t reads) {
+    std::lock_guard lock(mutex_);
+    if (LinkStream* stream = find(writes)) stream->partner = reads;
 }
 
 void Link::drop_stream(uint32_t number) {
@@ -166,6 +172,7 @@ void Link::drop_stream(uint32_t number) {
     if (!stream) return;
     changed_.wait(lock, [&] { return !(stream = find(number)) || stream->filling == 0; });
     streams_.erase(number);
+    event_added_.notify_all();
     ring_doorbell();
 }
 
@@ -183,17 +190,60 @@ std::vector<StreamCounts> Link::counts() {
     std::lock_guard lock(mutex_);
     std::vector<StreamCounts> all;
     for (auto& [number, stream] : streams_) {
-        StreamCounts counts{number, 0, 0, 0, 0, true};
+        StreamCounts counts{number, 0, 0, 0, 0, true, 0, 0, 0};
         for (Source& source : stream->sources) {
+            counts.taken += source.taken();
+            counts.used += owner_side_ ? 0 : source.base;
+            counts.standing += source.queue_place.entered();
             counts.ahead += source.entries.size();
             counts.window += source.byte_window.size();
             counts.started += owner_side_ && !source.left ? source.started : 0;
             counts.starved = counts.starved && source.starved;
         }
-        for (Sink& sink : stream->sinks) counts.staged += sink.staged.size();
+        for (Sink& sink : stream->sinks) {
+            counts.staged += sink.staged.size();
+            counts.used += owner_side_ ? sink.used : 0;
+            counts.standing += sink.queue_place.entered();
+        }
         all.push_back(counts);
     }
     return all;
+}
+
+std::optional<std::pair<uint64_t, bool>> Link::offer(uint32_t number, uint64_t most) {
+    std::lock_guard lock(mutex_);
+    LinkStream* stream = find(number);
+    if (!stream || stream->sources.size() != 1 || stream->sources[0].left)
+        return std::pair(uint64_t(0), true);
+    Source& source = stream->sources[0];
+    if (source.recalling) return std::nullopt;
+    source.take(source.entries.size() + std::min(most, MOST_AHEAD));
+    ring_doorbell();
+    return std::pair(source.taken(), source.ending != Ending::Open);
+}
+
+std::pair<uint64_t, bool> Link::room(uint32_t number) {
+    std::lock_guard lock(mutex_);
+    LinkStream* stream = find(number);
+    if (!stream || stream->sinks.size() != 1) return {0, true};
+    Sink& sink = stream->sinks[0];
+    sink.check_ended();
+    RingLock holding(*sink.ring);
+    return {sink.limit(prefetched(*stream)), sink.over};
+}
+
+std::optional<bool> Link::await_used(uint32_t number, uint64_t count, int64_t until) {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        LinkStream* stream = find(number);
+        if (!stream || stream->sources.size() != 1) return false;
+        const Source& source = stream->sources[0];
+        if (source.base >= count) return true;
+        if (source.left || closed_) return false;
+        const int64_t left = until - now_ns();
+        if (left <= 0) return std::nullopt;
+        event_added_.wait_for(lock, std::chrono::nanoseconds(left));
+    }
 }
 
 void Link::ring_doorbell() {

@@ -3,6 +3,8 @@
 #include "channel.hpp"
 #include "link.hpp"
 
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 namespace flowchan {
@@ -36,7 +38,8 @@ class PyLink : public Link {
     const bool owner_side;
 };
 
-void open_stream(PyLink& link, uint32_t number, nb::list inputs, nb::list outputs, bool on_demand) {
+void open_stream(PyLink& link, uint32_t number, nb::list inputs, nb::list outputs, bool on_demand,
+                 bool limited) {
     nb::list reads = link.owner_side ? inputs : outputs, writes = link.owner_side ? outputs : inputs;
     std::vector<Link::Taking> takes;
     std::vector<Link::Putting> puts;
@@ -52,7 +55,7 @@ void open_stream(PyLink& link, uint32_t number, nb::list inputs, nb::list output
             {ring_of(port, *out.ch), out.state, out.reader.is_valid() && !out.reader.is_none(), out.replays});
     }
     WithoutGil without;
-    link.open_stream(number, takes, puts, on_demand);
+    link.open_stream(number, takes, puts, on_demand, limited);
 }
 
 nb::tuple tuple_of(const LinkEvent& event) {
@@ -88,6 +91,21 @@ nb::tuple wait_for_event(PyLink& link, nb::handle timeout) {
     }
 }
 
+nb::object await_used(PyLink& link, uint32_t number, uint64_t count, nb::handle timeout) {
+    Deadline deadline;
+    if (!parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
+    for (;;) {
+        std::optional<bool> used;
+        {
+            WithoutGil without;
+            used = link.await_used(number, count, now_ns() + deadline.slice());
+        }
+        if (used) return nb::bool_(*used);
+        if (deadline.now_only() || deadline.passed()) return nb::none();
+        if (PyErr_CheckSignals()) throw nb::python_error();
+    }
+}
+
 nb::dict state_of(PyLink& link) {
     std::vector<StreamCounts> counts;
     bool connected;
@@ -104,6 +122,9 @@ nb::dict state_of(PyLink& link) {
         one["staged"] = stream.staged;
         one["window"] = stream.window;
         one["starved"] = stream.starved;
+        one["taken"] = stream.taken;
+        one["used"] = stream.used;
+        one["standing"] = stream.standing;
         lines[nb::int_(stream.number)] = one;
     }
     nb::dict all;
@@ -134,8 +155,39 @@ void bind_link(nb::module_& m) {
             "Continue over this connected socket, and take ownership of it. Frames that did "
             "not arrive over the former one are sent again.")
         .def("line", open_stream, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
-             "Serve the ports of one worker, under a number that both sides use. on_demand: "
-             "items come only for workers that wait for one or process one.")
+             "limited"_a = false,
+             "Serve the ports of one worker, under a number that both sides know. on_demand: items come for "
+             "those only who wait for one, or work on one. limited: as many are put as there is room for.")
+        .def(
+            "pair",
+            [](PyLink& link, uint32_t writes, uint32_t reads) {
+                WithoutGil without;
+                link.pair_lines(writes, reads);
+            },
+            "writes"_a, "reads"_a,
+            "What is under way to the process by the one line takes room of the other, which is limited.")
+        .def(
+            "offer",
+            [](PyLink& link, uint32_t number, uint64_t most) {
+                WithoutGil without;
+                return link.offer(number, most);
+            },
+            "number"_a, "most"_a,
+            "Send up to so many of the next items of this line; return how many were sent in all, and "
+            "whether "
+            "the end has come. None while some are recalled.")
+        .def(
+            "room",
+            [](PyLink& link, uint32_t number) {
+                WithoutGil without;
+                return link.room(number);
+            },
+            "number"_a,
+            "Return how many items may be put through this line in all, and whether it has ended.")
+        .def("await_used", await_used, "number"_a, "count"_a, "timeout"_a = nb::none(),
+             "Wait until the other side has put so many items of this line. False: it never will; None: it "
+             "has "
+             "not within the time.")
         .def(
             "drop",
             [](PyLink& link, uint32_t number) {

@@ -176,6 +176,7 @@ void Source::leave() {
 // Return whether others wait while this worker has processed one item for long.
 bool Source::should_recall(int64_t round_trip) const {
     if (!may_recall() || now_ns() - progress_at < Window::slow(round_trip)) return false;
+    if (on_demand && !started && !starved) return true;  // it does not ask for more, so these are for others
     const Header& h = ring->header();
     const auto seen = [](const auto& word) {
         return std::atomic_ref(const_cast<std::remove_cvref_t<decltype(word)>&>(word))
@@ -218,7 +219,7 @@ bool Source::enter_queue() {
     const Header& h = ring->header();
     // At the end of a channel other readers may still give back their leased items, which wakes all waiters.
     const bool ended = h.state == BROKEN || (ring->at_end_for(&reader) && entries.empty());
-    const bool any = h.head && !is_held_back();
+    const bool any = (h.head && !is_held_back()) || (ring->is_limited() && ring->wants_more() != wants_told);
     if (any || ring->session(reader.session).reserved_head || ended) return false;
     queue_place.enter(false, 0);
     return true;
@@ -310,6 +311,13 @@ bool Sink::check_ended() {
     over = dirty = true;
     forget_staged();
     return true;
+}
+
+bool Sink::has_room(uint64_t prefetched) {
+    RingLock holding(*ring);
+    const bool has = ring->free_places() > prefetched;
+    if (has || queue_place.changed()) queue_place.leave();
+    return has;
 }
 
 void Sink::enter_queue() {

@@ -148,7 +148,8 @@ uint64_t Link::handle_run(const char* at, uint64_t size) {
 // Return whether only this side of the link sends such frames.
 bool Link::is_sent_here_only(FrameType type) const {
     if (owner_side_) return type == FrameType::ITEM || type == FrameType::OUTPUT || type == FrameType::RECALL;
-    return type == FrameType::OPEN || type == FrameType::OUT || type == FrameType::INPUT;
+    return type == FrameType::OPEN || type == FrameType::OUT || type == FrameType::INPUT ||
+           type == FrameType::WANT;
 }
 
 // Handle the answer to a ping that was sent at that time.
@@ -177,7 +178,7 @@ bool Link::handle(const Head& head, const char* payload) {
     LinkStream* stream = find(head.stream);
     if (!stream) return true;  // this side gave it up, or has not opened it yet
     if (head.type == FrameType::OPEN) {
-        for (Sink& sink : stream->sinks) sink.dirty = true;
+        for (Sink& sink : stream->sinks) sink.dirty = true, sink.wanted = false;
         return true;
     }
     const bool of_source = head.type == FrameType::INPUT || head.type == FrameType::OUTPUT;
@@ -186,6 +187,7 @@ bool Link::handle(const Head& head, const char* payload) {
     if (head.type == FrameType::OUTPUT) return handle_output(*stream, head, payload);
     Sink& sink = stream->sinks[head.port];
     if (head.type == FrameType::RECALL) return sink.recall(), true;
+    if (head.type == FrameType::WANT) return hear_want(sink, head.n != 0);
     if (head.type == FrameType::END) return handle_end(*stream, sink, head, payload);
     return handle_item(*stream, sink, {head.n, head.kind(), head.deaths(), head.size, payload});
 }
@@ -452,11 +454,27 @@ bool Link::handle_output(LinkStream& stream, const Head& head, const char* paylo
     source.free_oldest(head.b - source.base);
     source.allowance.update(head.b, round_trip());
     source.update_byte_window(least_trip_);
+    if (source.ring->is_limited() && !(head.flags & NO_MORE)) {
+        RingLock holding(*source.ring);
+        source.ring->allow(head.n, holding.wakes);
+    }
     if (head.flags & BREAK) {
         RingLock holding(*source.ring);
         source.ring->break_(std::string(payload, head.size), holding.wakes);
     }
     if (head.flags & NO_MORE) source.leave();
+    event_added_.notify_all();  // who waits until it is used
+    return true;
+}
+
+// Home says how much room there is, and again when there is more. What nobody waits for any more is for others.
+bool Link::hear_want(Sink& sink, bool wanted) {
+    sink.wanted = wanted;
+    sink.dirty = true;
+    if (wanted || sink.over) return true;
+    RingLock holding(*sink.ring);
+    sink.queue_place.leave();
+    if (sink.ring->has_room(0)) sink.ring->wake_all_writers(holding.wakes);
     return true;
 }
 

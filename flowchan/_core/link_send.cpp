@@ -86,6 +86,10 @@ bool Link::serve_as_owner(LinkStream& stream) {
         Head head{
             .stream = stream.number, .port = port, .type = FrameType::OUTPUT, .a = sink.got, .b = sink.used};
         std::string cause;
+        if (sink.limited && !sink.over) {
+            RingLock holding(*sink.ring);
+            head.n = sink.limit_told = sink.limit(prefetched(stream));
+        }
         if (sink.over) {
             RingLock holding(*sink.ring);
             const bool broken = sink.ring->header().state == BROKEN;
@@ -126,8 +130,10 @@ bool Link::serve_as_worker(LinkStream& stream) {
         report_if_refused(stream, stream.sources[port], port);
     moved = add_outputs(stream) || moved;
     add_progress(stream);
-    // A worker that ends its outputs has ended its inputs before and finished its leased items: the owner
-    // side must know that first.
+    for (uint16_t port = 0; port < stream.sources.size(); ++port)
+        say_wants(stream, stream.sources[port], port);
+    // Who ends its outputs has ended its inputs before, and finished what it had in hand: home is to know
+    // that first.
     for (uint16_t port = 0; port < stream.sources.size(); ++port) {
         Source& source = stream.sources[port];
         if (source.ending == Ending::Open || source.end_sent) continue;
@@ -159,7 +165,18 @@ bool Link::add_outputs(LinkStream& stream) {
     return any;
 }
 
-// Send the worker's progress. An item counts as finished only after its outputs have been sent.
+void Link::say_wants(LinkStream& stream, Source& source, uint16_t port) {
+    if (!source.ring->is_limited() || !source.known || source.left) return;
+    bool wants;
+    {
+        RingLock holding(*source.ring);
+        wants = source.ring->wants_more();
+    }
+    if (wants == std::exchange(source.wants_told, wants)) return;
+    add_frame({.n = wants, .stream = stream.number, .port = port, .type = FrameType::WANT});
+}
+
+// How far the worker is. An item is finished when its outputs have been sent before.
 void Link::add_progress(LinkStream& stream) {
     uint64_t first = Slot::KEYLESS;
     for (Source& source : stream.sources)
@@ -281,6 +298,7 @@ bool Link::move_staged(LinkStream& stream) {
     bool moved = owner_side_ && settle(stream);
     for (Sink& sink : stream.sinks) {
         if (sink.over) continue;
+        if (sink.waits_for_room() && sink.has_room(prefetched(stream))) sink.dirty = moved = true;
         while (!sink.staged.empty()) {
             const Sink::Staged& first = sink.staged.front();
             if (sink.queue_place.changed()) {
@@ -430,7 +448,7 @@ bool Link::collect(LinkStream& stream, Watched& all, int64_t& until) {
     bool again = false;
     for (Sink& sink : stream.sinks) {
         if (sink.check_ended()) return false;
-        if ((!sink.staged.empty() || stream.settling) && !sink.over) {
+        if ((!sink.staged.empty() || stream.settling || sink.waits_for_room()) && !sink.over) {
             again = !sink.queue_place.entered() || again;
             sink.enter_queue();
             watch(sink.queue_place, sink.ring);

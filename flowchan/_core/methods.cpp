@@ -55,9 +55,11 @@ constexpr const char* GET_MANY[] = {"max", "timeout"};
 PyObject* do_put(Channel& ch, Out* out, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
     PyObject* v[2];
     Deadline deadline;
-    if (n == 1 && !keywords) return put_item(ch, out, args[0], deadline);
+    if (n == 1 && !keywords && !ch.elsewhere) return put_item(ch, out, args[0], deadline);
+    if (n == 1 && !keywords) return put_item(ch.through(Side::Writer), out, args[0], deadline);
     if (!parse("put", PUT, 1, args, n, keywords, v) || !parse_deadline(v[1], deadline)) return nullptr;
-    return put_item(ch, out, v[0], deadline);
+    return in_time(ch, Side::Writer, deadline,
+                   [&](Channel& to, Deadline until) { return put_item(to, out, v[0], until); });
 }
 PyObject* do_put_many(Channel& ch, Out* out, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
     PyObject* v[2];
@@ -71,7 +73,8 @@ PyObject* do_get(Channel& ch, In* in, PyObject* const* args, Py_ssize_t n, PyObj
     Deadline deadline;
     if (n || keywords)
         if (!parse("get", GET, 0, args, n, keywords, v) || !parse_deadline(v[0], deadline)) return nullptr;
-    return get_item(ch, in, deadline, keep, false);
+    return in_time(ch, Side::Reader, deadline,
+                   [&](Channel& from, Deadline until) { return get_item(from, in, until, keep, false); });
 }
 PyObject* do_get_many(Channel& ch, In* in, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
     PyObject* v[2];
@@ -84,7 +87,9 @@ PyObject* do_get_many(Channel& ch, In* in, PyObject* const* args, Py_ssize_t n, 
         PyErr_Format(PyExc_ValueError, "get_many: max must be a whole number >= 1, got %R", v[0]);
         return nullptr;
     }
-    return get_all(ch, in, most, deadline);
+    ch.fetch(most);
+    return in_time(ch, Side::Reader, deadline,
+                   [&](Channel& from, Deadline until) { return get_all(from, in, most, until); });
 }
 
 #define FAST(name, body)                                                                      \
@@ -108,10 +113,17 @@ FAST(in_get_more, PORT(in); return do_get(*port.ch, &port, args, n, keywords, tr
 FAST(in_get_many, PORT(in); return do_get_many(*port.ch, &port, args, n, keywords))
 
 PyObject* channel_put_nowait(PyObject* self, PyObject* item) {
-    return guarded([&] { return put_item(channel_of(self), nullptr, item, Deadline{0}); });
+    return guarded([&] {
+        return in_time(channel_of(self), Side::Writer, Deadline{0},
+                       [&](Channel& to, Deadline until) { return put_item(to, nullptr, item, until); });
+    });
 }
 PyObject* channel_get_nowait(PyObject* self, PyObject*) {
-    return guarded([&] { return get_item(channel_of(self), nullptr, Deadline{0}, false, false); });
+    return guarded([&] {
+        return in_time(channel_of(self), Side::Reader, Deadline{0}, [&](Channel& from, Deadline until) {
+            return get_item(from, nullptr, until, false, false);
+        });
+    });
 }
 PyObject* out_put_nowait(PyObject* self, PyObject* item) {
     return guarded([&]() -> PyObject* {
@@ -215,7 +227,8 @@ PyMethodDef out_methods[] = {{"put", fast(out_put), FASTCALL, PUT_DOC},
                              {nullptr, nullptr, 0, nullptr}};
 
 PyObject* channel_next(PyObject* self) {
-    return guarded([&] { return get_item(channel_of(self), nullptr, Deadline{}, false, true); });
+    return guarded(
+        [&] { return get_item(channel_of(self).through(Side::Reader), nullptr, Deadline{}, false, true); });
 }
 PyObject* in_next(PyObject* self) {
     return guarded([&]() -> PyObject* {
@@ -232,6 +245,8 @@ int channel_traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (!nb::inst_ready(self)) return 0;
     Channel& ch = channel_of(self);
+    Py_VISIT(ch.reading.ptr());
+    Py_VISIT(ch.writing.ptr());
     return ch.with(
         Each{[&](LocalQueue& queue) { return queue.traverse(visit, arg); }, [](Ring&) { return 0; }});
 }
@@ -239,6 +254,8 @@ int channel_clear(PyObject* self) {
     if (!nb::inst_ready(self)) return 0;
     std::vector<PyObject*> dropped;
     Wakes wakes;
+    channel_of(self).reading.reset();
+    channel_of(self).writing.reset();
     channel_of(self).with(
         Each{[&](LocalQueue& queue) { queue.break_(nullptr, dropped, wakes); }, [](Ring&) {}});
     for (PyObject* o : dropped) Py_DECREF(o);

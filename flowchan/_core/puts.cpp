@@ -1,4 +1,5 @@
-// The put operation, from the Python object to the transport.
+// What a put does, from the Python object to the transport.
+#include "arguments.hpp"
 #include "channel.hpp"
 #include "raising.hpp"
 #include "sizes.hpp"
@@ -156,16 +157,31 @@ Step put_frame(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline d
         deadline);
 }
 
+PyObject* py_not_put = nullptr;
+
+// Nothing comes of an item that was encoded: the channels in it need not last for it.
+void tell_not_put(PyObject* packed) {
+    nb::error_scope kept;
+    PyObject* none = PyObject_CallOneArg(py_not_put, packed);
+    if (!none) PyErr_WriteUnraisable(py_not_put);
+    Py_XDECREF(none);
+}
+
 Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
     ObjectFrame frame;
     frame.leaves = ch.hosts || ring.header().leaves;
     if (!encode(item, frame)) return Step::Interrupted;
     size = frame.size;
-    if (ch.hosts && needs_its_slot(frame.kind)) return raise_stays_here(ch, item), Step::Interrupted;
+    if (ch.hosts && needs_its_slot(frame.kind)) {
+        raise_stays_here(ch, item);
+        tell_not_put(frame.keep);
+        return Step::Interrupted;
+    }
     In* in = out ? out->follows() : nullptr;
     if (in && !in->state.once) runs(in, Session::OURS);
     Step step = put_frame(ring, ch, out, frame, deadline);
     runs(in, Session::USERS);
+    if (step != Step::Done && ch.hosts && frame.keep) tell_not_put(frame.keep);
     if (step == Step::Refused) return raise_refused(ch, frame.refused), Step::Interrupted;
     if (frame.kind == PINNED && step == Step::Done) notify_put(frame, nb::find(ch).ptr());
     return step;
@@ -175,6 +191,8 @@ Step put_step(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t
     return ch.with([&](auto& transport) { return put(transport, ch, out, item, deadline, size); });
 }
 }  // namespace
+
+void set_not_put(PyObject* not_put) { Py_XSETREF(py_not_put, Py_NewRef(not_put)); }
 
 bool has_its_output(In& in) {
     bool found = false;
@@ -257,7 +275,10 @@ PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline) {
     Py_ssize_t done = 0;
     PyObject* item;
     while ((item = PyIter_Next(iterator))) {
-        PyObject* none = put_item(ch, out, item, deadline);
+        PyObject* none = guarded([&] {
+            return in_time(ch, Side::Writer, deadline,
+                           [&](Channel& to, Deadline until) { return put_item(to, out, item, until); });
+        });
         Py_DECREF(item);
         if (!none) break;
         Py_DECREF(none);

@@ -13,7 +13,12 @@ PyObject* error_class(const char* name) {
     return module ? PyObject_GetAttrString(module, name) : nullptr;
 }
 
-// Raise Broken with the cause given to abort(), which may be null.
+PyObject* kept_class(const char* name) {
+    nb::error_scope kept;
+    return error_class(name);
+}
+
+// Raises Broken with the cause given to abort(), which may be null.
 void raise_broken(const std::string& message, PyObject* cause) {
     PyObject* cls = error_class("Broken");
     PyObject* error = cls ? PyObject_CallFunction(cls, "s", message.c_str()) : nullptr;
@@ -153,6 +158,12 @@ Cause pickle_cause(PyObject* cause) {
         words ? nb::steal(PyObject_CallOneArg(PyExc_RuntimeError, words.ptr())) : nb::object();
     const std::string text = pickled(stand_in.ptr());
     return whole.empty() ? Cause{text, ""} : Cause{whole, text};
+}
+
+bool is_out_of_time() {
+    static PyObject *const empty = kept_class("Empty"), *const full = kept_class("Full");
+    PyObject* type = PyErr_Occurred();
+    return type && (type == empty || type == full);
 }
 
 PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline deadline) {

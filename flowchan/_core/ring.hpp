@@ -177,20 +177,33 @@ class Ring : public std::enable_shared_from_this<Ring> {
         const Slot* slot = h_->head && slot_exists(h_->head) ? at<Slot>(h_->head) : nullptr;
         return slot && slot->numbered() && slot->number < number;
     }
-    // removes the items that were put and never taken; returns their number
-    uint64_t take_back(Wakes& wakes);
+    uint64_t take_back(Wakes& wakes);  // what was put and has never been taken; how many it were
     Step item_done(WriterState& writer, Wakes& wakes);      // no more outputs for writer.number
-    void begin_item(WriterState& writer, uint64_t number);  // before the first output for the item
-    // returns the present value of its futex word
-    uint32_t await_turn(Session& s, uint64_t number, bool again);
-    void end_turn_wait(Session& s);                      // ends the wait for a turn
-    void wake_turns(Wakes& wakes);                       // wakes the writers whose turn has come
+    void begin_item(WriterState& writer, uint64_t number);  // first output for it is about to come
+    void wake_all_writers(Wakes& wakes);
+    uint32_t await_turn(Session& s, uint64_t number, bool again);  // gives what its word is now
+    void end_turn_wait(Session& s);                                // it waits no more
+    void wake_turns(Wakes& wakes);                                 // those whose turn has come
     void start_turns_at(uint64_t number, Wakes& wakes);  // no item before that one has outputs to come
     uint64_t first_unfinished() const;                   // among the taken items and the coming ones
     void order(uint32_t session, Orders what, Wakes& wakes);
     bool has_room(uint64_t size) const {
         const bool fits = h_->bytes_in - h_->bytes_out + size <= most_inside() || h_->puts == h_->takes;
-        return fits && h_->puts - h_->takes + h_->parked + h_->claimed < capacity_;
+        return fits && !is_withheld() && h_->puts - h_->takes + h_->parked + h_->claimed < capacity_;
+    }
+    // How many items may be put in all, as the other side of a link allows it; put_limit is one more, 0: any
+    // number. It counts for who puts through this object alone. Raised, it lets all look who wait.
+    void allow(uint64_t puts, Wakes& wakes);
+    bool is_limited() const { return put_limit_.load(std::memory_order_relaxed) != 0; }
+    bool is_withheld() const {
+        const uint64_t limit = put_limit_.load(std::memory_order_relaxed);
+        return limit && h_->puts + h_->parked + h_->claimed + 1 >= limit;
+    }
+    // Whether somebody waits to put one more than that.
+    bool wants_more() const { return is_withheld() && h_->state == OPEN && h_->writer_queue.waiting > 0; }
+    uint64_t free_places() const {
+        const uint64_t all = h_->puts - h_->takes + h_->parked + h_->claimed;
+        return h_->state == OPEN && has_room(0) ? capacity_ - all : 0;
     }
     uint64_t most_inside() const {
         return h_->share ? std::min(h_->share, max_bytes_) : max_bytes_;
@@ -253,6 +266,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     SharedLock lock_;
     int fd_ = -1, socket_ = -1;
     bool map_incomplete_ = false;
+    std::atomic<uint64_t> put_limit_ = 0;  // written under the lock; a hint without it
     Peers peers_;
     // Copies of the constants from when this process first mapped the header. Damage to the header does not
     // reach them.
@@ -336,7 +350,6 @@ class Ring : public std::enable_shared_from_this<Ring> {
     bool reserve_low(uint64_t upto);
     bool reserve_high(uint64_t from);
     bool has_turn(uint64_t number, uint64_t more) const;
-    void wake_all_writers(Wakes& wakes);
     void wake_writers(Wakes& wakes, const ReaderState* reader = nullptr, uint32_t places = 1) {
         if (h_->writer_queue.ordered) wake_turns(wakes);
         if (!h_->writer_queue.waiting) return;

@@ -33,7 +33,13 @@ Step Ring::room(const Frame& frame, const WriterState* writer) {
     if (parks && (writer->number - h_->turn >= groups_ || all + 1 >= capacity_)) return Step::Wait;
     if (parks && group(writer->number).head && !slot_exists(group(writer->number).tail))
         return found_damage();
+    if (is_withheld()) return Step::Wait;
     return all < capacity_ ? Step::Done : Step::Wait;
+}
+
+void Ring::allow(uint64_t puts, Wakes& wakes) {
+    const bool raised = puts + 1 > put_limit_.exchange(puts + 1, std::memory_order_relaxed);
+    if (raised) wake_all_writers(wakes);
 }
 
 void Ring::link(Slot* slot, WriterState* writer, Change& change) {

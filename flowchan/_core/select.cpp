@@ -7,6 +7,7 @@
 #include "channel.hpp"
 #include "raising.hpp"
 
+#include <unistd.h>
 #include <algorithm>
 #include <deque>
 #include <numeric>
@@ -17,6 +18,8 @@ namespace flowchan {
 namespace {
 
 constexpr size_t MOST = 128;  // FUTEX_WAITV_MAX
+constexpr int64_t ASKED_AGAIN_NS = 5'000'000;
+constexpr size_t MOST_ROUNDS = 100;  // where others move items elsewhere all the time
 
 // All places of one wait; leaves them at its end.
 class WaitQueues {
@@ -43,14 +46,15 @@ class WaitQueues {
 };
 
 struct Operation {
-    Channel* ch;
+    Channel* ch;  // elsewhere: the ring of this process
     Side side;
     uint32_t session;
     In* in;
     Out* out;
-    PyObject* item;      // of a put, borrowed
-    nb::handle target;   // the channel or the port
-    bool looks = false;  // a get that takes nothing: done when a get would not wait
+    PyObject* item;                  // of a put, borrowed
+    nb::handle target;               // the channel or the port
+    bool looks = false;              // a get that takes nothing: done when it would not wait
+    Channel* owner_asked = nullptr;  // elsewhere: the channel whose owner may be asked
 
     Caller caller() const {
         Caller caller = side == Side::Writer ? writing(*ch, out, 0, false) : Caller{Side::Reader, in};
@@ -64,7 +68,9 @@ struct Operation {
 Operation parse(nb::handle target, Side side, PyObject* item) {
     Operation op{nullptr, side, 0, nullptr, nullptr, item, target};
     if (nb::isinstance<Channel>(target)) {
-        op.ch = nb::inst_ptr<Channel>(target);
+        Channel* whole = nb::inst_ptr<Channel>(target);
+        op.ch = &whole->through(side);
+        op.owner_asked = whole->elsewhere ? whole : nullptr;
     } else if (side == Side::Reader && nb::isinstance<In>(target)) {
         op.in = nb::inst_ptr<In>(target);
         if (!ready(*op.in)) throw nb::python_error();
@@ -141,14 +147,70 @@ static std::vector<uint64_t> moves(const std::vector<Operation>& ops) {
     return found;
 }
 
-// Do the same for one moment, so that it does not miss an item that moves between the channels while they are
-// tried. If nothing moved between the first try and the last, all operations had to wait at once (a double
-// collect).
+namespace {
+
+bool is_ready(const Operation& op) {
+    return op.ch->with(Each{[&](LocalQueue& queue) {
+                                Locked locked(queue);
+                                const bool is = queue.could_continue(op.caller());
+                                locked.unlock({});
+                                return is;
+                            },
+                            [&](Ring& ring) { return Traits<Ring>::ready(ring, op.side); }});
+}
+
+// Asks the owners of the channels elsewhere with which nothing can be done here. Whether any has, or sends,
+// what lets this go on; it has come then, or the end has.
+// `moved`: how much has happened there.
+bool ask_owners(const std::vector<Operation>& ops, std::vector<uint64_t>* moved = nullptr) {
+    bool any = false;
+    for (const Operation& op : ops) {
+        if (!op.owner_asked || is_ready(op)) continue;
+        const bool can = op.owner_asked->asks_again(op.side);
+        if (moved) moved->push_back(op.owner_asked->moved_there);
+        if (!can) continue;
+        any = true;
+        const Deadline soon{now_ns() + ON_ITS_WAY_NS};
+        const std::vector<uint64_t> before = moves({op});
+        while (!is_ready(op) && moves({op}) == before && !soon.passed()) {
+            WithoutGil without;
+            usleep(50);
+        }
+    }
+    return any;
+}
+
+// Before one is chosen among those that can be done: who else can, elsewhere, has the same chance. Each owner is
+// asked again only after a while if it had nothing.
+void hear_of_others(const std::vector<Operation>& ops) {
+    const auto is_far = [](const Operation& op) { return op.owner_asked && !is_ready(op); };
+    if (std::none_of(ops.begin(), ops.end(), is_far)) return;
+    if (std::none_of(ops.begin(), ops.end(), is_ready)) return;
+    std::vector<Operation> due;
+    for (const Operation& op : ops)
+        if (is_far(op) && now_ns() - op.owner_asked->asked_in_vain > ASKED_AGAIN_NS) due.push_back(op);
+    for (const Operation& op : due)
+        if (!ask_owners({op})) op.owner_asked->asked_in_vain = now_ns();
+}
+
+}  // namespace
+
+// The same at one moment: an item that goes from one of the channels to another while they are tried, one
+// after the other, is not missed. When nothing has moved between the first try and the last, all had to wait
+// at once (a double collect).
+// What others move elsewhere is counted there, and a round trip takes long: that ends after some rounds.
 static nb::object try_now(const std::vector<Operation>& ops) {
-    for (;;) {
+    std::vector<uint64_t> there_before;
+    for (size_t round = 1;; ++round) {
         const std::vector<uint64_t> before = moves(ops);
         nb::object done = try_each(ops);
-        if (nb::cast<int64_t>(done[0]) != -1 || moves(ops) == before) return done;
+        if (nb::cast<int64_t>(done[0]) != -1) return done;
+        std::vector<uint64_t> there;
+        const bool any = ask_owners(ops, &there);
+        const bool same = there == there_before || (there.size() == 1 && ops.size() == 1);
+        there_before = std::move(there);
+        if (!any && moves(ops) == before && (same || there_before.empty())) return done;
+        if (round >= MOST_ROUNDS && !there_before.empty()) return done;
         if (PyErr_CheckSignals()) throw nb::python_error();
     }
 }
@@ -167,6 +229,7 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list
         PyErr_Format(PyExc_ValueError, "select takes 1 to %zu operations, not %zu", MOST, ops.size());
         throw nb::python_error();
     }
+    hear_of_others(ops);
     nb::object done = deadline.now_only() ? try_now(ops) : try_each(ops);
     bool again = false;
     while (nb::cast<int64_t>(done[0]) == -1 && !deadline.now_only()) {
@@ -188,7 +251,7 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list
         }
         int64_t used = nb::cast<int64_t>(done[0]);
         wait_queues.leave_all(used < 0 || ops[size_t(used)].looks ? SIZE_MAX : size_t(used));
-        if (late) break;
+        if (late) return ask_owners(ops) ? try_each(ops) : done;
         if (used == -1) done = try_each(ops);
     }
     return done;

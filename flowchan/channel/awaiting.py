@@ -12,10 +12,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flowchan._core import Await, Watch, _select
+from flowchan._core import Await, Watch
 from flowchan.channel.sides import Readable, Writable
 from flowchan.errors import Drained, Empty, Full
 
@@ -173,25 +172,6 @@ async def _changed(wait: Await) -> None:
         raise
 
 
-async def any_changed(waits: Sequence[Await]) -> None:
-    """Wait until one of several waits may continue. All have left the queues of their channels by then."""
-    import asyncio
-
-    loop = _running_loop()
-    watched: dict[asyncio.Future[None], Watcher] = {}
-    try:
-        for one in waits:
-            future: asyncio.Future[None] = loop.create_future()
-            watched[future] = _watcher(loop)
-            watched[future].add(future, one)
-        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for future, watcher in watched.items():
-            watcher.remove(future)
-        for one in waits:
-            one.leave(True)  # a wake-up may have been meant for another call
-
-
 async def aput(self: Writable[T], item: T) -> None:  # noqa: D417 - a method of channels and ports
     """Put an item like ``put``, without blocking the event loop.
 
@@ -270,32 +250,6 @@ async def aget(self: Readable[T]) -> T:
         else:
             wait.leave(False)
             return item
-
-
-async def aselect(gets: list[Any], puts: list[tuple[Any, Any]], looks: list[Any]) -> tuple[int, Any]:
-    """Do one operation like the native ``select`` without a timeout, for coroutines.
-
-    A cancelled call has done none of the operations.
-    """
-    done = _select(gets, puts, 0, looks)
-    again = False
-    while done[0] == -1:
-        waits = [Await(one, True, again) for one in gets]
-        waits += [Await(one, False, again) for one, _ in puts]
-        waits += [Await(one, True, again) for one in looks]
-        try:
-            done = _select(gets, puts, 0, looks)
-        except BaseException:
-            for wait in waits:
-                wait.leave(True)
-            raise
-        if done[0] == -1:
-            await any_changed(waits)
-            again = True
-            continue
-        for place, wait in enumerate(waits):
-            wait.leave(place != done[0] or place >= len(gets) + len(puts))
-    return done
 
 
 async def anext_item(self: Readable[T]) -> T:

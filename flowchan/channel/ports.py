@@ -67,6 +67,9 @@ class Out(_core.Out[T_contra]):
         if _leaves(self, error):
             super().__exit__(type, error, traceback)
 
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until the owner of the channel has every item of this port; see ``Channel.flush``."""
+
     aput = awaiting.aput
     loan = arrays.loan
 

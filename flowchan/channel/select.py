@@ -95,12 +95,8 @@ def select(
     if isinstance(gets, Channel | In):  # iterating over a channel would take its items
         raise TypeError(f"select takes a list of channels and ports to get from, here [{gets!r}]")
     reading, looking = list(gets), _channels(ready)
-    # a copy, because the caller may change the pairs during the wait
-    writing = [(channel, item) for channel, item in puts]
-    targets: tuple[Any, ...] = (*reading, *(channel for channel, _ in writing), *looking)
-    far = next(filter(is_elsewhere, targets), None)
-    choose = _core._select if far is None else far._select
-    index, item = choose(reading, writing, timeout, looking)
+    writing = [(channel, item) for channel, item in puts]  # ours: the pairs may change while this waits
+    index, item = _core._select(reading, writing, timeout, looking)
     if index == -2:
         raise Drained("select: every channel to get from is drained")
     if index < 0:
@@ -114,11 +110,6 @@ def select(
         channel, item = writing[index - len(reading)]
         return Selected(channel, item, put=True)
     return Selected(looking[index - len(reading) - len(writing)], None, put=False)
-
-
-def is_elsewhere(target: Any) -> bool:
-    """Return whether another process owns the channel, which this one reaches over a connection."""
-    return getattr(target, "is_elsewhere", False)
 
 
 def _channels(ready: Iterable[Channel[Any]]) -> list[Channel[Any]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -158,17 +159,37 @@ def dumps(item: object, leaves: bool = False) -> Packed | Kept:
     """
     packed, channels = _pack_with(item, descriptors.Leaving() if leaves else descriptors.Parcel())
     on_device = None if isinstance(packed, bytes) else transfer.parcel(packed[1:])
-    if on_device is None and not channels.id:
-        return packed
-    whole = [packed] if isinstance(packed, bytes) else packed
-    return (
-        on_device.id if on_device else 0,
-        whole,
-        on_device,
-        channels.id,
-        tuple(channels.descriptors),
-        channels.kept,
-    )
+    result: Packed | Kept = packed
+    if on_device is not None or channels.id:
+        result = (
+            on_device.id if on_device else 0,
+            [packed] if isinstance(packed, bytes) else packed,
+            on_device,
+            channels.id,
+            tuple(channels.descriptors),
+            channels.kept,
+        )
+    if leaves:
+        _last.dumped = (id(result), channels.counted) if channels.counted else None
+    return result
+
+
+class _Last(threading.local):
+    """What this thread has serialised last for another host: its ``id``, and what counts the channels in it
+    no more, if there are any."""
+
+    dumped: tuple[int, list[Callable[[], None]]] | None = None
+
+
+_last = _Last()
+
+
+def not_put(dumped: object) -> None:
+    """Nothing comes of what :func:`dumps` has given: the channels in it need not last for it."""
+    last, _last.dumped = _last.dumped, None
+    if last is not None and last[0] == id(dumped):
+        for call in last[1]:
+            call()
 
 
 _NAMES_SOMETHING = pickle.STACK_GLOBAL
@@ -299,4 +320,4 @@ def _describe_culprit(item: object, error: BaseException) -> str:
     return f"{where} can't be pickled ({reason})"
 
 
-_core._set_codec(dumps, loads, Unreadable, is_interrupt)
+_core._set_codec(dumps, loads, Unreadable, is_interrupt, not_put)

@@ -39,14 +39,19 @@ LAST_WORD = 2.0
 
 
 class RemotePort:
-    """A port of home that is open here: a ring, the user's end of it, and the link's."""
+    """A port of home that is open here: a ring, the user's end of it, and the link's. ``counted``: it is one
+    that the user has opened; else the one that the plain calls of this process go through, whose ring takes
+    no more than home allows."""
 
-    def __init__(self, number: int, name: str, max_bytes: int | None, reads: bool) -> None:
-        self.number, self.reads = number, reads
+    def __init__(self, number: int, name: str, max_bytes: int | None, reads: bool, counted: bool) -> None:
+        self.number, self.reads, self.counted = number, reads, counted
         places = AHEAD if reads else BEHIND
         self.ring: Channel[Any] = Channel(places, across="processes", max_bytes=max_bytes)
         self.ring._name, self.ring._hosts = name, True
         self.end: In[Any] | Out[Any] = self.ring.writer() if reads else self.ring.reader()
+        self.arrived = 0  # when it is finished: how many of its items home has put
+        if not reads and not counted:
+            self.ring._allow(0)
         self.finished = Latch()
         self.port: weakref.ref[Any] | None = None
 
@@ -54,6 +59,12 @@ class RemotePort:
         """Whether its user may still put or get."""
         port = None if self.port is None else self.port()
         return port is not None and port.is_open
+
+    def leave(self) -> None:
+        """Close the user's end, without a wait: the process ends."""
+        port = None if self.port is None else self.port()
+        if port is not None:
+            port.leave()
 
     def has_more(self) -> bool:
         """Whether anything that was put here has not come home."""
@@ -154,10 +165,10 @@ class Connection(Calls):
 
     # --- lines ---
 
-    def new_line(self, name: str, max_bytes: int | None, reads: bool) -> RemotePort:
+    def new_line(self, name: str, max_bytes: int | None, reads: bool, counted: bool) -> RemotePort:
         with self._lock:
             self._line_numbers += 1
-            return RemotePort(self._line_numbers, name, max_bytes, reads)
+            return RemotePort(self._line_numbers, name, max_bytes, reads, counted)
 
     def open_line(self, line: RemotePort, channel: int) -> None:
         """Joins it to a port of that channel. Its user has its end already."""
@@ -172,15 +183,17 @@ class Connection(Calls):
                     fill, drain = (ends, []) if line.reads else ([], ends)
                     self.link.line(line.number, fill, drain, line.reads)
 
-        def joined(_: Any) -> None:
+        def joined(room: Any) -> None:
             join(Reply(line.number))
+            if not line.reads and not line.counted:
+                line.ring._allow(room)
 
         def enter() -> None:  # it may be finished before home's answer is looked at here
             with self._lock:
                 self._lines[line.number] = line
 
         what = "reader" if line.reads else "writer"
-        self.ask(channel, what, line.number, late=join, take=joined, first=enter)
+        self.ask(channel, what, line.number, line.counted, late=join, take=joined, first=enter)
         if self.lost:
             self._lose(self.lost)
 
@@ -194,7 +207,18 @@ class Connection(Calls):
         if said.broken:
             line.ring.abort(cause_in(said.cause))  # if the link has not said so already
         line.end.close()
+        line.arrived = said.used
         line.finished.set()
+
+    def await_used(self, line: RemotePort, count: int, timeout: float | None) -> bool | None:
+        """Wait until home has put ``count`` items of this line. False: it never will; None: it has not within
+        ``timeout`` seconds."""
+        if not line.finished.is_set():
+            used: bool | None = self.link.await_used(line.number, count, timeout)
+            if used is not False:
+                return used
+            line.finished.wait()  # home says how many it has put
+        return line.arrived >= count
 
     # --- who uses it ---
 
@@ -318,6 +342,8 @@ class Connection(Calls):
         """This process ends: what it has put goes first."""
         give_up = time.monotonic() + LAST_WORD
         for line in list(self._lines.values()):
+            if not line.counted:
+                line.leave()
             if not line.is_open():
                 line.finished.wait(max(0.0, give_up - time.monotonic()))
             while not self.lost and line.has_more() and time.monotonic() < give_up:

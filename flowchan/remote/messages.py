@@ -1,14 +1,9 @@
 """What a process that has channels of another host open says to their home over the control line of its link
 (line 0), and what home answers. Both have proved the secret by then, so these values are pickled as any items
-are; the users' items among them stay sealed.
-
-The server does what it is asked for, in the channel itself. So a call from elsewhere is what the same
-call is at
-home, and takes a round trip more."""
+are. The users' items are not among them: those go through ports, over lines of their own."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,13 +35,13 @@ class CallRequest:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Who asked waits no more. It is answered all the same, perhaps with an item that came just then."""
+    """The caller waits no more. The call is answered all the same."""
 
     number: int
 
 
 class Recalled(ChannelError):
-    """The answer to who asked and waits no more, when nothing was done."""
+    """The answer to a call that was cancelled before anything was done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +69,12 @@ class Reply:
 @dataclass(frozen=True, slots=True)
 class Finished:
     """Nothing more goes through the port that this line carries, in either direction. ``broken``: what it
-    writes to is, by ``cause``."""
+    writes to is, by ``cause``. ``used``: how many items of the client have been put in all."""
 
     line: int
     broken: bool = False
     cause: Sealed | None = None
+    used: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +115,6 @@ def to_put(item: Any) -> Any:
     return Opening(item.packed) if isinstance(item, Sealed) else item
 
 
-def opened(item: Any) -> Any:
-    """The item itself. Raises what its making raises."""
-    return item.value() if isinstance(item, Sealed) else item
-
-
 def sealed_cause(cause: BaseException | Sealed | None) -> Sealed | None:
     """Of one that can't be sent, its text."""
     if cause is None or isinstance(cause, Sealed):  # in a call whose items stay sealed, this does, too
@@ -134,16 +125,6 @@ def sealed_cause(cause: BaseException | Sealed | None) -> Sealed | None:
         found = sealed(RuntimeError(f"{type(cause).__name__}: {cause}"))
     assert isinstance(found, Sealed)
     return found
-
-
-def size_of(item: Any) -> int:
-    """About how many bytes an item has that travels so."""
-    packed = item.packed if isinstance(item, Sealed) else item
-    size = 0
-    for part in packed if isinstance(packed, list) else [packed]:
-        with contextlib.suppress(TypeError):  # a number, a channel
-            size += len(part) if isinstance(part, str) else memoryview(part).nbytes
-    return size
 
 
 def packed_in(value: Any) -> Iterator[bytes]:

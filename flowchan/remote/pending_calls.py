@@ -3,21 +3,18 @@ answer is used once, by who waits for it or, when nobody does any more, by what 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from flowchan.channel.channel import Out
 from flowchan.channel.latch import Latch
 from flowchan.errors import Broken, ChannelError, Closed, HostError
-from flowchan.remote.messages import CallRequest, Cancel, Recalled, Reply, wrong
+from flowchan.remote.messages import CallRequest, Cancel, Reply, wrong
 from flowchan.transport.descriptors import lacks
 from flowchan.transport.interrupts import is_interrupt
-
-T = TypeVar("T")
 
 
 class Unanswered(Exception):
@@ -32,16 +29,15 @@ def is_not_now(error: BaseException) -> bool:
 
 class PendingCall:
     """A call that home does for somebody here. ``late`` hears the answer, or that it was not done, when
-    nobody waits for it any more. ``reads``: the channels whose items it would take or look at."""
+    nobody waits for it any more."""
 
     def __init__(
         self,
         late: Callable[[Reply], None],
-        reads: tuple[Any, ...] = (),
         done: Callable[[], None] | None = None,
     ) -> None:
         self.number = 0  # until it is on its way
-        self.late, self.reads = late, reads
+        self.late = late
         self.answer: Reply | None = None
         self.abandoned = self.is_over = False  # over: `late` has heard of it, or does
         self._answered = Latch()
@@ -77,48 +73,18 @@ class Calls:
         what: str,
         *arguments: Any,
         late: Callable[[Reply], None] = lambda _: None,
-        undone: Callable[[], None] = lambda: None,
         take: Callable[[Any], Any] = lambda value: value,
-        reads: tuple[Any, ...] = (),
         within: float | None = None,
         first: Callable[[], None] = lambda: None,
     ) -> Any:
-        """What ``take`` makes of home's answer. ``late`` hears it when nobody waits any more, or could take
-        it; ``undone`` is called when home has not done it, whoever waits. Raises :class:`Unanswered` after
-        ``within`` seconds; and :class:`Recalled`, without ``undone``, when there is an item of ``reads`` here
-        and home has done nothing. ``first`` is done before; if the call never goes, ``late`` hears that."""
-        asked = PendingCall(_late_or_undone(late, undone), reads)
+        """Return what ``take`` makes of home's answer. ``late`` hears it when nobody waits any more, or could
+        take it. Raises :class:`Unanswered` after ``within`` seconds. ``first`` is done before; if the call
+        never goes, ``late`` hears that."""
+        asked = PendingCall(late)
         try:
             first()
             self._send(asked, channel, what, arguments)
             asked.wait(within)
-            return take(asked.value())
-        except BaseException as error:
-            self._failed(asked, error)
-            raise
-
-    async def await_answer(
-        self,
-        channel: int,
-        what: str,
-        *arguments: Any,
-        late: Callable[[Reply], None] = lambda _: None,
-        undone: Callable[[], None] = lambda: None,
-        take: Callable[[Any], Any] = lambda value: value,
-        reads: tuple[Any, ...] = (),
-    ) -> Any:
-        """As :meth:`ask`, for coroutines."""
-        loop = asyncio.get_running_loop()
-        answered = asyncio.Event()
-
-        def done() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(answered.set)
-
-        asked = PendingCall(_late_or_undone(late, undone), reads, done)
-        try:
-            self._send(asked, channel, what, arguments)
-            await answered.wait()
             return take(asked.value())
         except BaseException as error:
             self._failed(asked, error)
@@ -129,11 +95,10 @@ class Calls:
         channel: int,
         what: str,
         arguments: tuple[Any, ...],
-        reads: tuple[Any, ...] = (),
         done: Callable[[], None] | None = None,
     ) -> PendingCall:
         """Nobody waits here; ``done`` is called when it is answered."""
-        asked = PendingCall(lambda _: None, reads, done)
+        asked = PendingCall(lambda _: None, done)
         try:
             self._send(asked, channel, what, arguments)
         except BaseException:
@@ -158,13 +123,11 @@ class Calls:
             raise
         if self.lost:
             self._answer_all()
-        if any(one._returned for one in asked.reads):
-            self._recall(asked)
 
     def _failed(self, asked: PendingCall, error: BaseException) -> None:
         answer = asked.answer
         used = answer is not None and answer.wrong is None and not isinstance(error, Unanswered)
-        if not isinstance(error, Recalled) and (not used or is_not_now(error)):
+        if not used or is_not_now(error):
             self.abandon(asked)
 
     def abandon(self, asked: PendingCall) -> None:
@@ -182,21 +145,9 @@ class Calls:
             asked.late(answer)
 
     def _recall(self, asked: PendingCall) -> None:
-        """The server answers it at once: with what it has just done, or that it was recalled."""
+        """Have the server answer it at once: with what it has just done, or that it was recalled."""
         with contextlib.suppress(ChannelError, ValueError):
             self._asks.put_nowait(Cancel(asked.number))
-
-    def recall_readers(self, channel: Any) -> None:
-        """An item of that channel has come here for a call that nobody waits for any more: those who wait for
-        one look here again."""
-        with self._lock:
-            waiting = [
-                asked
-                for asked in self._asked.values()
-                if not asked.abandoned and any(one is channel for one in asked.reads)
-            ]
-        for asked in waiting:
-            self._recall(asked)
 
     def _answered(self, said: Reply) -> None:
         with self._lock:
@@ -217,15 +168,6 @@ class Calls:
         error = Broken(f"the channels of {self.address} are broken: {self.lost or 'they were left'}")
         error.__cause__ = HostError(self.lost or "they were left", self.address)
         return error
-
-
-def _late_or_undone(late: Callable[[Reply], None], undone: Callable[[], None]) -> Callable[[Reply], None]:
-    def heard(answer: Reply) -> None:
-        if answer.wrong is not None:
-            undone()
-        late(answer)
-
-    return heard
 
 
 def _settle(asked: PendingCall, answer: Reply) -> Callable[[], None]:

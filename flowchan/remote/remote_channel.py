@@ -1,37 +1,45 @@
-"""Channels across hosts as those have them in whose process they were not made.
+"""Channels across hosts in a process that has not made them (C16).
 
-Calls on the channel itself are done by its home, one after the other. A port, which ``reader()`` and
-``writer()`` give, has a ring of its own here, which a link fills and empties: many items are under way at a
-time, and no call waits for home. docs/hosts.md says what differs.
+Algorithm. Items go through rings of this process, which a link to home fills and empties: many are under way
+at a time, and no call waits for home. ``reader()`` and ``writer()`` give ports with a ring each. The plain
+calls ``put``, ``get`` and ``select`` share two rings, one for each direction. Their ports are opened at the
+first use and do not count as a reader or a writer. These calls are native and look up the ring themselves, so
+a ``KeyboardInterrupt`` cannot come between an item and its receiver.
+
+Invariants. Home sends items only while a call waits for one here, and takes back what was not taken for some
+milliseconds. It says how many items may be put in all, which is what it has and has room for; so the channel
+keeps its capacity as long as no two processes use the same room at a time. Before a call gives up at its
+timeout it asks home once, so that it never fails because news were under way.
+docs/hosts.md says what differs from a channel of this process.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import dataclasses
 import functools
 import math
 import numbers
 import os
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from flowchan import _core
+from flowchan.channel import awaiting
 from flowchan.channel.channel import Channel, ChannelStats, beside_packed, hears_aborts
 from flowchan.channel.ports import In, Out, moved
 from flowchan.channel.transports import HOSTS
-from flowchan.errors import Broken, ChannelError, Drained, Empty, FlowchanError, HostError
-from flowchan.items.arguments import flag, is_whole, refuses_misspelt, secret_bytes
-from flowchan.remote import remote_select
+from flowchan.errors import Broken, ChannelError, Closed, Empty, FlowchanError, Full, HostError
+from flowchan.items.arguments import flag, refuses_misspelt, secret_bytes
 from flowchan.remote.channel_server import home_at, home_of
 from flowchan.remote.connection import PEER_TIMEOUT_S, Connection, RemotePort, using
-from flowchan.remote.messages import Recalled, Reply, opened, seal, sealed_cause
-from flowchan.remote.pending_calls import Unanswered, is_not_now
+from flowchan.remote.messages import Reply, sealed_cause
+from flowchan.remote.pending_calls import Unanswered
 from flowchan.transport import descriptors
 from flowchan.transport.addresses import channel_address, mark_of, number_in, place_in
-from flowchan.transport.interrupts import unless_interrupted
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -53,6 +61,11 @@ class _RemoteEnd(Generic[T]):
     def close(self) -> None:
         """Leave. Returns when home knows it, and has all that was put."""
         self.__exit__(None, None, None)
+
+    def leave(self) -> None:
+        """Close it without a wait for home."""
+        self.is_open = False
+        super().close()  # type: ignore[misc]
 
     def __exit__(self, *how: Any) -> None:
         """As ``close``; of a reading end that is left by an exception, home has the items in hand again."""
@@ -93,6 +106,29 @@ class RemoteIn(_RemoteEnd[T], In[T]):
 class RemoteOut(_RemoteEnd[T], Out[T]):
     """A writing end of a channel whose home is elsewhere."""
 
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until home has all that was put here. Raises ``Full`` when ``timeout`` seconds are over first,
+        and ``Closed`` or ``Broken`` when the channel has ended and home has not taken all."""
+        wait = _seconds(timeout)
+        count = self._line.ring.stats().items_in
+        used = self._far._connection.await_used(self._line, count, wait)
+        if used is None:
+            raise Full(f"the channel of {self._far.address} had no room for all items within {wait:g} s")
+        if not used:
+            self._line.ring.put_nowait(None)  # raises why: it has ended, so nothing gets in
+
+
+class _Looked(NamedTuple):
+    closed: bool
+    broken: bool
+    stats: ChannelStats
+
+
+ON_ITS_WAY = 0.1
+"""Seconds for which items that home has sent are awaited at most."""
+NOTHING = Channel(1).stats()
+"""Of a port that is not open."""
+
 
 class RemoteChannel(Channel[T]):
     """A channel across hosts that was made in another process. ``flowchan.hosts.open_channel`` and items that
@@ -105,12 +141,14 @@ class RemoteChannel(Channel[T]):
         self, at: tuple[str, bytes, bool], connection: Connection, within: float | None = None
     ) -> None:
         capacity, max_bytes, name = connection.open(number_in(at[0]), within)
-        _core.Channel.__init__(  # it is empty for ever: all calls go to home
+        _core.Channel.__init__(  # it stays empty: items go through other rings
             self, capacity=capacity, processes=False, max_bytes=max_bytes or 2**64 - 1, name=name
         )
+        self._elsewhere = True  # so native calls ask `_open_port` for these
         self._at, self._link = at, connection  # `at`: address, secret, TLS
         self._number = number_in(at[0])
-        self._returned: collections.deque[Any] = collections.deque()  # what comes before home's next item
+        self._opening = threading.RLock()
+        self._ports: dict[bool, RemoteIn[T] | RemoteOut[T]] = {}  # of the plain calls; True: for reading
 
     @property
     def _connection(self) -> Connection:
@@ -119,7 +157,7 @@ class RemoteChannel(Channel[T]):
                 link.open(self._number)
                 link.adopt(self._number, self)
             self._link = link
-            self._returned.clear()
+            self._opening, self._ports = threading.RLock(), {}
         return self._link
 
     def _ask(self, what: str, *arguments: Any) -> Any:
@@ -130,152 +168,77 @@ class RemoteChannel(Channel[T]):
 
     # --- items ---
 
-    def put(self, item: T, timeout: float | None = None) -> None:
-        """As every channel's; home has it when this returns."""
-        wait = _seconds(timeout)
-        letter, take_back = seal(item)
-        self._connection.ask(self._number, "put", letter, wait, undone=take_back)
+    def _open_port(self, reads: bool) -> Channel[T]:
+        """Give the ring that plain calls of this process read or write. The core calls this at first use."""
+        connection = self._connection
+        with self._opening:
+            if reads not in self._ports:
+                self._ports[reads] = self._port(RemoteIn if reads else RemoteOut, reads, counted=False)
+            assert self._link is connection
+            return self._ports[reads]._line.ring
 
-    def put_nowait(self, item: T, /) -> None:
-        """As every channel's; takes a round trip."""
-        self.put(item, 0)
-
-    def put_many(self, items: Iterable[T], timeout: float | None = None) -> None:
-        """As every channel's: one after the other."""
-        give_up = math.inf if (wait := _seconds(timeout)) is None else time.monotonic() + wait
-        done = 0
+    def _ask_again(self, reads: bool) -> tuple[bool, int]:
+        """Ask home what is possible now, before a call gives up. Whether there is an item, or room, or the
+        end; and how often an item has gone in or out there. The core calls this."""
+        connection, line = self._connection, self._ports[reads]._line
         try:
-            for item in items:
-                left = None if give_up == math.inf else max(0.0, give_up - time.monotonic())
-                self.put(item, left)
-                done += 1
-        except BaseException as error:
-            error.items_put = done  # type: ignore[attr-defined]
-            raise
+            if reads:
+                sent, ended, moves = self._offer(1)
+                return ended or sent > line.ring.stats().items_out, moves
+            within = connection.answered_within(0)
+            room, ended, moves = connection.ask(self._number, "room", line.number, within=within)
+            has_room = room > line.ring.stats().items_in
+            if has_room:
+                line.ring._allow(room)
+            return ended or has_room, moves
+        except Unanswered:
+            return False, 0
+        except Broken:
+            return True, 0  # the ring is broken by then, and says why
+
+    def _offer(self, most: int) -> tuple[int, bool, int]:
+        """Have home send up to ``most`` items that it has, also of those that are on their way there from
+        here. See ``ClientSession``."""
+        connection, ports = self._connection, self._ports
+        number, put = 0, 0
+        if False in ports:
+            number, put = ports[False]._line.number, ports[False]._line.ring.stats().items_in
+        within = connection.answered_within(0)
+        what = ports[True]._line.number, most, number, put
+        offered: tuple[int, bool, int] = connection.ask(self._number, "offer", *what, within=within)
+        return offered
+
+    def _fetch(self, most: int) -> None:
+        """Have up to ``most`` more items come here, if home has them. The core calls this before it takes
+        several at a time."""
+        ring = self._ports[True]._line.ring
+        with contextlib.suppress(Unanswered, Broken):  # the ring says why
+            sent, _, _ = self._offer(most)
+            give_up = time.monotonic() + ON_ITS_WAY
+            while ring.stats().items_in < sent and not ring.closed and time.monotonic() < give_up:
+                time.sleep(0.0001)
 
     async def aput(self, item: T) -> None:
-        """As ``put``, for coroutines. One that is cancelled may have put it."""
-        letter, take_back = seal(item)
-        await self._connection.await_answer(self._number, "put", letter, None, undone=take_back)
-
-    def get(self, timeout: float | None = None) -> T:
-        """As every channel's."""
-        wait = _seconds(timeout)
-        return self._take("get", (), wait, opened, self._return_one)  # type: ignore[no-any-return]
-
-    def _take(self, what: str, how: tuple[Any, ...], wait: float | None, take: Any, late: Any) -> Any:
-        """What has come here already, else what home gives within the time."""
-        give_up = math.inf if wait is None else time.monotonic() + wait
-        while True:
-            if came := self._came_before(*how):
-                return self._open_here(came, take if what == "get_many" else _first_opened)
-            left = None if give_up == math.inf else max(0.0, give_up - time.monotonic())
-            within = None if left is None else self._connection.answered_within(left)
-            try:
-                return self._connection.ask(
-                    self._number, what, *how, left, late=late, take=take, reads=(self,), within=within
-                )
-            except Recalled:
-                continue
-            except Unanswered:
-                if not self._returned:
-                    raise Empty(f"nothing was heard of {self._at[0]} within {wait:g} s") from None
-            except (Drained, Empty):
-                if not self._returned:  # what an interrupted call asked for may have come meanwhile
-                    raise
-
-    def get_nowait(self) -> T:
-        """As every channel's; takes a round trip."""
-        return self.get(0)
-
-    def get_many(self, max: int, timeout: float | None = None) -> list[T]:
-        """As every channel's."""
-        if not is_whole(max) or max < 1:
-            raise ValueError(f"get_many: max must be a whole number >= 1, got {max!r}")
-        wait = _seconds(timeout)
-        return self._take("get_many", (max,), wait, self._open_all, self._return_many)  # type: ignore[no-any-return]
+        """As ``put``, for coroutines. A cancelled call has put nothing."""
+        await awaiting.aput(self._open_port(False), item)
 
     async def aget(self) -> T:
         """As ``get``, for coroutines. A cancelled call has taken nothing."""
-        while True:
-            if came := self._came_before():
-                return self._open_here(came, _first_opened)  # type: ignore[no-any-return]
-            try:
-                return await self._connection.await_answer(  # type: ignore[no-any-return]
-                    self._number, "get", None, late=self._return_one, take=opened, reads=(self,)
-                )
-            except Recalled:
-                continue
-            except Drained:
-                if not self._returned:
-                    raise
-
-    def _came_before(self, most: int = 1) -> list[Any]:
-        """What has come, still sealed, that earlier calls asked for which were interrupted."""
-        found: list[Any] = []
-        with contextlib.suppress(IndexError):
-            while len(found) < most:
-                found.append(self._returned.popleft())
-        return found
-
-    def _open_here(self, found: list[Any], take: Callable[[list[Any]], Any]) -> Any:
-        """What ``take`` makes of what is no more among the returned ones."""
-        try:
-            return take(found)
-        except BaseException as error:
-            if is_not_now(error):
-                self.put_back(found)
-            raise
-
-    def _open_all(self, found: list[Any]) -> list[Any]:
-        """The items. One that can't be received tells its error if it is the first, else to the next call."""
-        items: list[Any] = []
-        try:
-            for item in found:
-                items.append(opened(item))
-        except unless_interrupted(Exception) as error:
-            stays = bool(items) or is_not_now(error)
-            back = found[len(items) + (not stays) :]
-            found.clear()  # nobody puts it back again
-            self.put_back(back)
-            if not items:
-                raise
-        return items
-
-    def put_back(self, items: Sequence[Any]) -> None:
-        """They are the next ones here, also of who waits for home's."""
-        self._returned.extendleft(reversed(items))
-        self._link.recall_readers(self)
-
-    def _return_one(self, answer: Reply) -> None:
-        """An item has come for a call that waits no more: it is the next one here."""
-        if answer.wrong is None:
-            self._return_items([answer.value])
-
-    def _return_many(self, answer: Reply) -> None:
-        if answer.wrong is None:
-            self._return_items(answer.value)
-
-    def _return_items(self, items: Sequence[Any]) -> None:
-        self._returned.extend(items)
-        self._link.recall_readers(self)
-
-    def __next__(self) -> T:
-        try:
-            return self.get()
-        except Drained:
-            raise StopIteration from None
+        return await awaiting.aget(self._open_port(True))
 
     async def __anext__(self) -> T:
-        try:
-            return await self.aget()
-        except Drained:
-            raise StopAsyncIteration from None
+        return await awaiting.anext_item(self._open_port(True))
 
-    @staticmethod
-    def _select(gets: list[Any], puts: list[Any], timeout: Any, ready: list[Any]) -> tuple[int, Any]:
-        """``select`` with a channel as this one among others."""
-        return remote_select.select(gets, puts, _seconds(timeout), ready)
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until home has all that ``put`` has taken in this process."""
+        _seconds(timeout)
+        if (port := self._open_ports().get(False)) is not None:
+            assert isinstance(port, RemoteOut)
+            port.flush(timeout)
+
+    def _open_ports(self) -> dict[bool, RemoteIn[T] | RemoteOut[T]]:
+        """Those of this process, not those of its parent."""
+        return self._ports if self._link.pid == os.getpid() else {}
 
     def loan(self, *_: Any, **__: Any) -> NoReturn:
         """Memory of home can't be lent."""
@@ -284,8 +247,12 @@ class RemoteChannel(Channel[T]):
     # --- the channel ---
 
     def close(self) -> None:
-        """As every channel's."""
+        """As every channel's. Returns when home has all that was put here, if it takes it."""
+        with contextlib.suppress(Closed, Broken):
+            self.flush()
         self._ask("close")
+        if (port := self._open_ports().get(False)) is not None:
+            port.close()
 
     def abort(self, cause: BaseException | None = None) -> None:
         """As every channel's."""
@@ -295,51 +262,75 @@ class RemoteChannel(Channel[T]):
             hear(self, cause)
         with contextlib.suppress(Broken):  # home is lost
             self._ask("abort", sealed_cause(cause))
+        for port in self._open_ports().values():
+            _core.Channel.abort(port._line.ring, cause)
 
     def reader(self) -> In[T]:
         """A counted reading end, with many items under way at a time."""
-        return self._port(RemoteIn, True)  # type: ignore[no-any-return]
+        return self._port(RemoteIn, True, counted=True)  # type: ignore[no-any-return]
 
     def writer(self) -> Out[T]:
         """A counted writing end, with many items under way at a time."""
-        return self._port(RemoteOut, False)  # type: ignore[no-any-return]
+        return self._port(RemoteOut, False, counted=True)  # type: ignore[no-any-return]
 
-    def _port(self, kind: Any, reads: bool) -> Any:
+    def _port(self, kind: Any, reads: bool, counted: bool) -> Any:
         name = self._name or f"of {self.address}"
-        line = self._connection.new_line(name, self.max_bytes, reads)
-        port = kind(self, line)
+        line = self._connection.new_line(name, self.max_bytes, reads, counted)
+        port = kind(self if counted else weakref.proxy(self), line)
         line.port = weakref.ref(port)
         self._connection.open_line(line, self._number)
         return port
 
-    def _look(self) -> tuple[int, bool, bool, bool, ChannelStats]:
-        looked: tuple[int, bool, bool, bool, ChannelStats] = self._ask("look")
-        return looked
+    def _look(self) -> _Looked:
+        ports = self._open_ports()
+        numbers = [ports[reads]._line.number if reads in ports else 0 for reads in (True, False)]
+        closed, broken, stats, reads, writes = self._ask("look", *numbers)
+        reading = ports[True]._line.ring.stats() if True in ports else NOTHING
+        writing = ports[False]._line.ring.stats() if False in ports else NOTHING
+        prefetched = reads["taken"] - reading.items_out
+        coming = 0 if closed else writing.items_in - writes["used"]
+        return _Looked(
+            closed,
+            broken,
+            dataclasses.replace(
+                stats,
+                items_in=stats.items_in + coming,
+                items_out=stats.items_out - prefetched,
+                inside=0 if broken else stats.inside + prefetched + coming,
+                leased=stats.leased - reads["ahead"],
+                waiting_readers=stats.waiting_readers - reads["standing"] + reading.waiting_readers,
+                waiting_writers=stats.waiting_writers - writes["standing"] + writing.waiting_writers,
+                selecting=stats.selecting + reading.selecting + writing.selecting,
+                awaiting=stats.awaiting + reading.awaiting + writing.awaiting,
+            ),
+        )
 
     def __len__(self) -> int:
-        return self._look()[0]
+        return self._look().stats.inside
 
     @property
     def closed(self) -> bool:
         """Whether nobody can put any more."""
-        return self._look()[1]
+        return self._look().closed
 
     @property
     def drained(self) -> bool:
         """Whether it is closed and nothing more can be got."""
-        return self._look()[2]
+        looked = self._look()
+        nothing = looked.stats.inside == looked.stats.leased == 0
+        return looked.closed and nothing and not looked.broken
 
     @property
     def broken(self) -> bool:
         """Whether it ended by failure."""
         try:
-            return self._look()[3]
+            return self._look().broken
         except Broken:
             return True
 
     def stats(self) -> ChannelStats:
-        """Counts of this moment at home."""
-        return self._look()[4]
+        """Counts of this moment: home's, where what is under way to and from this process is inside."""
+        return self._look().stats
 
     @property
     def address(self) -> str:
@@ -371,9 +362,14 @@ class RemoteChannel(Channel[T]):
                 # Before the item is anywhere: we may be killed then.
                 sent = self._connection.send(self._number)
         if parcel is not None and sent:
-            parcel.counted.append(self.came)
+            parcel.counted.append(functools.partial(_come, weakref.ref(self._link), self._number))
         home = self._link.home
         return arrive, (*self._at, home, sent and mark_of(home, self._number))
+
+
+def _come(link: weakref.ref[Connection], number: int) -> None:
+    if (connection := link()) is not None:
+        connection.tell("come", number)
 
 
 def arrive(address: str, secret: bytes, tls: bool, home: str, sent: str | bool) -> Channel[Any]:
@@ -456,13 +452,9 @@ def open_channel(
         raise HostError(str(error), address) from None
 
 
-def _first_opened(found: list[Any]) -> Any:
-    return opened(found[0])
-
-
 def _seconds(timeout: Any) -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) and float(timeout) >= 0:
         return float(timeout) if float(timeout) < 1e9 else None
-    raise ValueError(f"timeout must be None (no limit) or a number of seconds >= 0, got {timeout!r}")
+    raise ValueError(f"timeout must be None (wait for ever) or a number of seconds >= 0, not {timeout!r}")

@@ -8,14 +8,12 @@ import functools
 import socket
 import threading
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flowchan import _core
-from flowchan.channel import awaiting
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.errors import Broken, Closed, Full
-from flowchan.items.codec import keeps_sealed
 from flowchan.remote.messages import (
     CallRequest,
     Cancel,
@@ -26,8 +24,6 @@ from flowchan.remote.messages import (
     cause_in,
     control_ring,
     sealed_cause,
-    size_of,
-    to_put,
     wrong,
 )
 from flowchan.transport.addresses import number_in
@@ -42,9 +38,10 @@ LAST_WORD = 1.0
 """Seconds within which a guest should hear that its home is over."""
 POLL_INTERVAL_S = 0.05
 """Seconds between two looks whether a process of this machine, whose connection has ended, has ended, too."""
-
-TOGETHER = 64 << 20
-"""Bytes of items with which an answer has enough."""
+SOON = 0.0005
+"""Seconds between two looks at what is on its way."""
+NO_LINE = {"taken": 0, "used": 0, "ahead": 0, "standing": 0, "staged": 0}
+"""What the link has done for a port that is not open."""
 
 
 class SessionOwner(Protocol):
@@ -57,7 +54,6 @@ class SessionOwner(Protocol):
     def make(self, capacity: int) -> Channel[Any]: ...
     def find(self, number: int) -> Channel[Any]: ...
     def come(self, number: int) -> None: ...
-    def sent_in(self, value: Any) -> Counter[int]: ...
     def send(self, number: int) -> bool: ...
     def forget(self, guest: ClientSession) -> None: ...
 
@@ -83,11 +79,10 @@ class ClientSession:
         self._opened: Counter[int] = Counter()  # so often
         self._read: weakref.WeakSet[Channel[Any]] = weakref.WeakSet()  # it has had a port of these
         self._ports: dict[int, In[Any] | Out[Any]] = {}  # by their lines
-        self._handed: Counter[int] = Counter()  # channels in what calls were answered, until they have come
+        # The lines of the client's plain calls; True: for reading.
+        self._plain: weakref.WeakKeyDictionary[Channel[Any], dict[bool, int]] = weakref.WeakKeyDictionary()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._answering: set[int] = set()  # what they are answered is on its way
-        # By channels: what was taken out for it, and there was no memory to send it. Its next call has it.
-        self._kept: defaultdict[int, deque[Any]] = defaultdict(deque)
         self._answers, letters = control_ring(), control_ring()
         self._letters, self._letterbox = letters.reader(), letters.writer()
         self._to_say = self._answers.reader()
@@ -131,9 +126,11 @@ class ClientSession:
         port = self._ports.pop(line, None)
         if port is None:
             return
+        used = self._lines_of(line)[0]["used"]
         self.link.drop(line)
         why = _broken_by(port.channel) if isinstance(port, Out) else None
-        finished = Finished(line) if why is None else Finished(line, True, sealed_cause(why.__cause__))
+        cause = None if why is None else sealed_cause(why.__cause__)
+        finished = Finished(line, why is not None, cause, used)
         self._tasks[-line] = self._loop.create_task(self._say(finished))
 
     async def _say(self, said: Finished) -> None:
@@ -168,7 +165,7 @@ class ClientSession:
             self._tasks[number] = self._loop.create_task(self._answer_cancelled(number))
 
     async def _answer_cancelled(self, number: int) -> None:
-        await self._give(Reply(number, wrong=wrong(Recalled())), None)
+        await self._give(Reply(number, wrong=wrong(Recalled())))
 
     async def _answer(self, ask: CallRequest) -> None:
         try:
@@ -178,46 +175,34 @@ class ClientSession:
             answer = Reply(ask.number, wrong=wrong(Recalled()))
         except Exception as error:
             answer = Reply(ask.number, wrong=wrong(error))
-        await self._give(answer, ask)
+        await self._give(answer)
         if ask.what == "leave" and not self._over:
             self._left = True
             self._last_word = self._loop.call_later(LAST_WORD, self._give_up)
 
-    async def _give(self, answer: Reply, ask: CallRequest | None) -> None:
+    async def _give(self, answer: Reply) -> None:
         if self._over:
-            return None
+            return
         self._tasks.pop(answer.number, None)  # from here on it can't be cancelled
         self._answering.add(answer.number)
-        handed = self._home.sent_in(answer.value)
-        self._handed += handed
         try:
-            await self._give_now(answer)
-        except Exception as error:
-            scarce = lacks(error)
-            if ask is None or not scarce or self._keep_items(ask, answer.value):
-                self._handed -= handed
-                answer = Reply(answer.number, wrong=wrong(error))  # who asked must not wait for ever
-            while scarce:  # what is said now is short, and what was done is done
+            while not await self._has_given(answer):
                 await asyncio.sleep(POLL_INTERVAL_S)
-                with contextlib.suppress(MemoryError, OSError):
-                    return await self._give_now(answer)
-            await self._give_now(answer)
+        except Exception as error:
+            await self._has_given(
+                Reply(answer.number, wrong=wrong(error))
+            )  # the caller must not wait forever
         finally:
             self._answering.discard(answer.number)
 
-    async def _give_now(self, answer: Reply) -> None:
-        with contextlib.suppress(Closed, Broken):
-            await self._answers.aput(answer)
-
-    def _keep_items(self, ask: CallRequest, value: Any) -> bool:
-        """Whether there are any among what it would have been answered."""
-        if value is None or ask.what not in ("get", "get_many", "select"):
-            return False
-        if ask.what != "select":
-            self._kept[ask.channel].extend(value if ask.what == "get_many" else [value])
-        elif 0 <= value[0] < len(gets := ask.arguments[0]):
-            self._kept[gets[value[0]]].append(value[1])
-        else:
+    async def _has_given(self, answer: Reply) -> bool:
+        """Send the answer. False: this process lacks memory or descriptors for it now."""
+        try:
+            with contextlib.suppress(Closed, Broken):
+                await self._answers.aput(answer)
+        except (MemoryError, OSError) as error:
+            if not lacks(error):
+                raise
             return False
         return True
 
@@ -228,10 +213,6 @@ class ClientSession:
             return self._home.asked[ask.what](self, *ask.arguments)
         if ask.what == "make":
             return self._make(*ask.arguments)
-        if ask.what == "select":
-            return await self._select(*ask.arguments)
-        if ask.what == "stand":
-            return await self._stand(*ask.arguments)
         if ask.what == "open":
             return self._do_open(ask.channel)
         if ask.what == "send":
@@ -239,10 +220,7 @@ class ClientSession:
         if ask.what == "drop":
             return self._drop(ask.channel)
         if ask.what == "come":
-            self._handed -= Counter([ask.channel])
             return self._home.come(ask.channel)
-        if ask.what in ("get", "get_many") and (kept := self._kept[ask.channel]):
-            return kept.popleft() if ask.what == "get" else _first(kept, ask.arguments[0])
         done = getattr(self, f"_do_{ask.what}")(self._open[ask.channel], *ask.arguments)
         return await done if asyncio.iscoroutine(done) else done
 
@@ -268,73 +246,6 @@ class ClientSession:
         if self._opened[number] <= 0:
             del self._opened[number]
             self._open.pop(number, None)
-            self._kept.pop(number, None)
-
-    async def _do_put(self, channel: Channel[Any], item: Any, timeout: float | None) -> None:
-        item = to_put(item)
-        if timeout == 0:
-            return channel.put_nowait(item)
-        try:
-            async with asyncio.timeout(timeout):
-                await channel.aput(item)
-        except TimeoutError:
-            channel.put_nowait(item)
-
-    async def _do_get(self, channel: Channel[Any], timeout: float | None) -> Any:
-        keeps_sealed.set(True)  # in this task
-        if timeout == 0:
-            return channel.get_nowait()
-        try:
-            async with asyncio.timeout(timeout):
-                return await channel.aget()
-        except TimeoutError:
-            return channel.get_nowait()
-
-    async def _do_get_many(self, channel: Channel[Any], most: int, timeout: float | None) -> list[Any]:
-        items = [await self._do_get(channel, timeout)]
-        size = size_of(items[0])
-        with contextlib.suppress(Exception):  # whatever it is, the next call says it
-            while len(items) < most and size < TOGETHER:
-                items.append(channel.get_nowait())
-                size += size_of(items[-1])
-        return items
-
-    async def _select(
-        self, gets: list[int], puts: list[tuple[int, Any]], looks: list[int], timeout: float | None
-    ) -> tuple[int, Any, Any]:
-        """One of these now, or within the time. And the counts of items before that."""
-        keeps_sealed.set(True)
-        reading, looking = self._all_open(gets), self._all_open(looks)
-        writing = [(self._open[number], to_put(item)) for number, item in puts]
-        stats = [one.stats() for one in (*reading, *(one for one, _ in writing), *looking)]
-        done = self._kept_one(gets, looks, len(puts))
-        if done is None:
-            done = _core._select(reading, writing, 0, looking)
-        if done[0] == -1 and timeout != 0:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    done = await awaiting.aselect(reading, writing, looking)
-        return *done, [(one.items_in, one.items_out) for one in stats]
-
-    def _kept_one(self, gets: list[int], looks: list[int], puts: int) -> tuple[int, Any] | None:
-        for index, number in enumerate(gets):
-            if kept := self._kept[number]:
-                return index, kept.popleft()
-        for index, number in enumerate(looks, len(gets) + puts):
-            if self._kept[number]:
-                return index, None
-        return None
-
-    async def _stand(self, reading: list[int], writing: list[int], again: bool) -> None:
-        """Until something has happened to one of these channels that may let it go on."""
-        if any(self._kept[number] for number in reading):
-            return
-        waits = [_core.Await(one, True, again) for one in self._all_open(reading)]
-        waits += [_core.Await(one, False, again) for one in self._all_open(writing)]
-        await awaiting.any_changed(waits)
-
-    def _all_open(self, numbers: list[int]) -> list[Channel[Any]]:
-        return [self._open[number] for number in numbers]
 
     def _do_close(self, channel: Channel[Any]) -> None:
         channel.close()
@@ -342,19 +253,61 @@ class ClientSession:
     def _do_abort(self, channel: Channel[Any], cause: Any) -> None:
         channel.abort(cause_in(cause))
 
-    def _do_look(self, channel: Channel[Any]) -> tuple[Any, ...]:
-        kept = len(self._kept[number_in(channel.address)])
-        drained = channel.drained and not kept
-        return len(channel) + kept, channel.closed, drained, channel.broken, channel.stats()
+    def _do_look(self, channel: Channel[Any], reads: int, writes: int) -> tuple[Any, ...]:
+        """Tell the state of the channel, and what the link has done for the lines of this client at that
+        moment."""
+        while True:
+            lines = self._lines_of(reads, writes)
+            stats = channel.stats()
+            if self._lines_of(reads, writes) == lines:
+                return channel.closed, channel.broken, stats, *lines
 
-    def _do_reader(self, channel: Channel[Any], line: int) -> None:
-        self._ports[line] = port = channel.reader()
+    def _lines_of(self, *numbers: int) -> list[dict[str, int]]:
+        lines = self.link.state()["lines"]
+        return [lines[number] if number and number in lines else NO_LINE for number in numbers]
+
+    async def _do_offer(
+        self, channel: Channel[Any], line: int, most: int, writes: int, put: int
+    ) -> tuple[int, bool, int]:
+        """Send up to ``most`` of the next items now, after what the client has ``put`` by another line. How
+        many it was sent in all, whether the end has come, and how often an item went in or out."""
+        while (
+            (mine := self._lines_of(writes)[0])["used"] < put
+            and not mine["staged"]
+            and self._ports.get(writes)
+        ):
+            await asyncio.sleep(SOON)
+        while (offered := self.link.offer(line, most)) is None:  # what it has prefetched is on its way back
+            await asyncio.sleep(SOON)
+        return *offered, _moves(channel)
+
+    def _do_room(self, channel: Channel[Any], line: int) -> tuple[int, bool, int]:
+        """Tell how many items the client may put in all, whether the end has come, and how often an item went
+        in or out."""
+        return *self.link.room(line), _moves(channel)
+
+    def _do_reader(self, channel: Channel[Any], line: int, counted: bool = True) -> None:
+        self._ports[line] = port = channel.reader() if counted else In(channel, channel._uncounted_session())
         self._read.add(channel)
         self.link.line(line, [port], [], True)
+        if not counted:
+            self._plain.setdefault(channel, {})[True] = line
+            self._pair(channel)
 
-    def _do_writer(self, channel: Channel[Any], line: int) -> None:
-        self._ports[line] = port = channel.writer()
-        self.link.line(line, [], [port])
+    def _pair(self, channel: Channel[Any]) -> None:
+        lines = self._plain.get(channel, {})
+        if len(lines) == 2:
+            self.link.pair(lines[False], lines[True])
+
+    def _do_writer(self, channel: Channel[Any], line: int, counted: bool = True) -> int:
+        """Open it. How many items may be put at first, unless the port counts: that puts ahead."""
+        self._ports[line] = port = channel.writer() if counted else Out(channel, channel._uncounted_session())
+        self.link.line(line, [], [port], limited=not counted)
+        if not counted:
+            self._plain.setdefault(channel, {})[False] = line
+            self._pair(channel)
+        room: int = self.link.room(line)[0]
+        return room
 
     # --- the end ---
 
@@ -415,14 +368,12 @@ class ClientSession:
         self._ports.clear()
         self._open.clear()
         self._opened.clear()
-        self._kept.clear()
-        for number in self._handed.elements():
-            self._home.come(number)
         self._home.forget(self)
 
 
-def _first(kept: deque[Any], most: int) -> list[Any]:
-    return [kept.popleft() for _ in range(min(most, len(kept)))]
+def _moves(channel: Channel[Any]) -> int:
+    stats = channel.stats()
+    return stats.items_in + stats.items_out
 
 
 def _broken_by(channel: Channel[Any]) -> Broken | None:

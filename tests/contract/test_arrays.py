@@ -382,12 +382,14 @@ def _look_again(array: Any, asked: Channel, answers: Channel) -> None:
     answers.put(int(array.sum()))
     asked.get()
     answers.put(int(array.sum()))
+    answers.flush()
 
 
 def _put_tensors(ch: Channel, count: int) -> None:
     for number in range(count):
         ch.put(torch.full((LARGE,), number))
-    os._exit(0)  # an exit without any cleanup
+    ch.flush()
+    os._exit(0)  # at once, as abrupt as an exit can be
 
 
 @pytest.mark.other_process

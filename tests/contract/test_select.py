@@ -374,6 +374,7 @@ def test_select_without_waiting_does_not_miss_a_moving_item(several, make_gate):
             for source, target in ((here, there), (there, here)):
                 try:
                     target.put("item")
+                    target.flush()
                     source.get()
                 except Closed:
                     return

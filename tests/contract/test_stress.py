@@ -173,6 +173,7 @@ def test_close_races_with_writers_and_readers(make, spawn_peer, make_gate, long_
             try:
                 while True:
                     ch.put(1)
+                    ch.flush()
                     done += 1
             except Closed:
                 return done

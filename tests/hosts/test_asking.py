@@ -8,7 +8,7 @@ import pytest
 from support.peers import HostPeer
 
 from flowchan import Channel
-from flowchan.hosts import serve
+from flowchan.hosts import open_channel, serve
 from flowchan.remote import connection
 from flowchan.remote.messages import CallRequest, Cancel, Finished, ServerClosed
 
@@ -16,10 +16,9 @@ WORDS = [
     "make",
     "come",
     "open",
-    "put",
-    "get",
-    "get_many",
     "look",
+    "offer",
+    "room",
     "reader",
     "writer",
     "send",
@@ -43,12 +42,13 @@ def anything(draw: random.Random) -> object:
 def ask_anything(address: str, secret: bytes, seed: int) -> int:
     """Send random requests, put 1 into the channel, and return how many requests failed."""
     draw = random.Random(seed)
-    place, _, number = address.rpartition("/")
-    with connection.using(place, secret, False) as home:
-        return ask_anything_of(home, int(number), draw)
+    with connection.using(address.rpartition("/")[0], secret, False) as home:
+        wrong = ask_anything_of(home, draw)
+        open_channel(address, secret).put(1)
+        return wrong
 
 
-def ask_anything_of(home: connection.Connection, number: int, draw: random.Random) -> int:
+def ask_anything_of(home: connection.Connection, draw: random.Random) -> int:
     wrong = 0
     for _ in range(300):
         what = draw.choice(WORDS) if draw.random() < 0.8 else anything(draw)
@@ -60,8 +60,6 @@ def ask_anything_of(home: connection.Connection, number: int, draw: random.Rando
             home.ask(channel, what, *(anything(draw) for _ in range(draw.randrange(3))))
         except Exception:
             wrong += 1
-    home.ask(number, "open")
-    home.ask(number, "put", 1, None)
     return wrong
 
 

@@ -205,28 +205,6 @@ def test_select_takes_ports_of_remote_channels():
     assert peer.result() == ["one", "two"]
 
 
-def test_an_item_that_came_for_an_interrupted_call_is_read_before_the_end():
-    """C4, C9: also when it comes after the next call has asked home."""
-    channel = make()
-
-    def read():
-        connection, send = channel._link, channel._link._send
-        channel.close()
-
-        def send_later(*arguments):
-            channel._returned.append("late")
-            send(*arguments)
-
-        connection._send = send_later
-        found = [channel.get(), *channel.get_many(5), select([channel]).item]
-        connection._send = send
-        with pytest.raises(Drained):
-            channel.get()
-        return found
-
-    assert HostPeer(read).result() == ["late"] * 3
-
-
 def test_tls_is_sent_with_the_channel():
     pytest.importorskip("cryptography")
     serve(peer_timeout=2, tls=True)
@@ -265,24 +243,3 @@ def test_every_cancelled_remote_call_is_answered():
 
     HostPeer(use).result()
     wait_blocked(channel)
-
-
-def test_get_many_elsewhere_gives_what_it_has_taken_whatever_comes_then(monkeypatch):
-    """C1: though home fails at the next item."""
-    channel = make()
-    channel.put_many([1, 2])
-
-    get_nowait, calls = channel.get_nowait, iter(range(9))
-
-    def fail():
-        if next(calls):
-            raise MemoryError
-        return get_nowait()
-
-    monkeypatch.setattr(channel, "get_nowait", fail)
-    peer = HostPeer(channel.get_many, 5)
-    try:
-        assert peer.result() == [1]
-    finally:
-        monkeypatch.undo()
-    assert channel.get() == 2

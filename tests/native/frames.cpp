@@ -189,7 +189,7 @@ class Model {
     explicit Model(Draw& draw) : draw_(draw) {
         for (uint32_t stream = 0; stream < STREAMS; ++stream)
             link_.open_stream(stream, {}, {ports_[stream][0].putting(), ports_[stream][1].putting()},
-                              draw.one_in(2));
+                              draw.one_in(2), false);
     }
     ~Model() {
         link_.close();
@@ -318,7 +318,8 @@ class Anything {
             writer.session = ends.putter;
             writer.ordered = owner_side && stream == 1;
             link_.open_stream(stream, {{ends.from, ends.taker}},
-                              {{ends.to, writer, owner_side, owner_side && stream == 2}}, draw.one_in(2));
+                              {{ends.to, writer, owner_side, owner_side && stream == 2}}, draw.one_in(2),
+                              draw.one_in(2));
         }
     }
     ~Anything() {

@@ -98,9 +98,9 @@ void run(uint64_t items, uint64_t workers, bool ordered, uint64_t often) {
         writer.ordered = ordered;
         feed.session = remote.back()->feed;
         linked.owner_side.open_stream(number, {{source, open_session(*source, Session::READER)}},
-                                      {{results, writer, true, false}}, false);
+                                      {{results, writer, true, false}}, false, false);
         linked.worker_side.open_stream(number, {{remote.back()->out, remote.back()->drain}},
-                                       {{remote.back()->into, feed, false, false}}, false);
+                                       {{remote.back()->into, feed, false, false}}, false, false);
     }
     linked.connect();
 

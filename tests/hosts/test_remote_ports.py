@@ -1,0 +1,418 @@
+"""C16: ``put`` and ``get`` of a remote channel go through a port of their process. These tests count items
+and requests to the owner, not seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+from support.peers import HostPeer, ThreadPeer
+from support.waiting import wait_blocked, wait_stats, wait_until
+
+from flowchan import Broken, Channel, Closed, Drained, Empty, Full, NothingReady, select
+from flowchan.remote.pending_calls import Calls
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+def make(capacity=64, **options):
+    return Channel(capacity, across="hosts", **options)
+
+
+def requests_of(call):
+    """How many requests the owner gets while ``call`` runs."""
+    sent, send = [], Calls._send
+
+    def count(calls, asked, channel, what, arguments):
+        sent.append(what)
+        send(calls, asked, channel, what, arguments)
+
+    Calls._send = count
+    try:
+        call()
+    finally:
+        Calls._send = send
+    return sent
+
+
+# quick
+
+
+def test_thousand_puts_take_one_request():
+    channel = make(10_000)
+
+    def put_all():
+        for number in range(1_000):
+            channel.put(number)
+        channel.flush()
+
+    assert HostPeer(lambda: requests_of(put_all)).result() == ["writer"]
+    assert channel.get_many(1_000) == list(range(1_000))
+
+
+def test_thousand_gets_take_one_request():
+    channel = make(10_000)
+    channel.put_many(range(1_000))
+
+    def take():
+        found = []
+        return requests_of(lambda: found.extend(channel.get() for _ in range(1_000))), found
+
+    assert HostPeer(take).result() == (["reader"], list(range(1_000)))
+
+
+def test_select_that_waits_takes_one_request_per_channel():
+    one, two = make(), make()
+
+    def choose():
+        return requests_of(lambda: [select([one, two]) for _ in range(100)])
+
+    peer = HostPeer(choose)
+    for number in range(50):
+        one.put(number)
+        two.put(number)
+    assert peer.result().count("reader") == 2
+
+
+# what the owner has
+
+
+def test_items_have_arrived_when_flush_returns():
+    channel = make()
+
+    def put():
+        channel.put_many(range(10))
+        channel.flush()
+        os._exit(0)
+
+    HostPeer(put).join()
+    assert [channel.get_nowait() for _ in range(10)] == list(range(10))
+
+
+def test_items_have_arrived_when_close_returns():
+    channel = make()
+
+    def put():
+        channel.put_many(range(10))
+        channel.close()
+        os._exit(0)
+
+    HostPeer(put).join()
+    assert list(channel) == list(range(10))
+
+
+def test_items_have_arrived_when_a_block_of_a_port_ends():
+    channel = make()
+
+    def put():
+        with channel.writer() as writer:
+            writer.put_many(range(10))
+            writer.flush()
+            before = len(channel)
+        return before, len(channel)
+
+    assert HostPeer(put).result() == (10, 10)
+
+
+def test_program_that_ends_sends_its_items_first():
+    channel = make()
+    HostPeer(channel.put_many, range(50)).result()
+    assert [channel.get(timeout=60) for _ in range(50)] == list(range(50))
+
+
+def test_flush_on_every_transport_returns_with_nothing_to_do():
+    for across in ("threads", "processes", "hosts"):
+        channel = Channel(across=across)
+        channel.put(1)
+        channel.flush()
+        with channel.writer() as writer:
+            writer.put(2)
+            writer.flush(timeout=0)
+        assert len(channel) == 2
+
+
+def test_flush_raises_when_the_channel_was_closed_before_the_items_came():
+    """They were in transit: the port had room, which the owner has given to another process since."""
+    channel, ready, go_on = make(1), make(), make()
+
+    def put():
+        channel.put("first")
+        channel.flush()
+        channel._ports[False]._line.ring._allow(5)  # as if the owner had said so and then changed its mind
+        channel.put("second")
+        with pytest.raises(Full):
+            channel.flush(timeout=0.05)
+        ready.put(None)
+        go_on.get()
+        with pytest.raises(Closed):
+            channel.flush()
+
+    peer = HostPeer(put)
+    ready.get()
+    channel.close()
+    go_on.put(None)
+    peer.result()
+    assert list(channel) == ["first"]
+
+
+def test_put_after_a_close_by_this_process_raises():
+    channel = make()
+
+    def use():
+        channel.put(1)
+        channel.close()
+        with pytest.raises(Closed):
+            channel.put(2)
+        with pytest.raises(Closed):
+            channel.put_nowait(2)
+
+    HostPeer(use).result()
+    assert list(channel) == [1]
+
+
+def test_first_put_into_a_closed_channel_raises():
+    channel = make()
+    channel.close()
+
+    def use():
+        for call in (channel.put, channel.put_nowait):
+            with pytest.raises(Closed):
+                call(1)
+        with pytest.raises(Drained):
+            channel.get()
+
+    HostPeer(use).result()
+
+
+# capacity
+
+
+def test_put_waits_while_the_owner_has_no_room():
+    """C2."""
+    channel = make(3)
+
+    def put():
+        for number in range(10):
+            channel.put(number)
+        channel.flush()
+
+    peer = HostPeer(put)
+    wait_blocked(channel, writers=1)
+    assert len(channel) == 3
+    assert [channel.get() for _ in range(10)] == list(range(10))
+    peer.result()
+    assert channel.stats().waiting_writers == 0
+
+
+def test_prefetched_items_take_room():
+    """C2: what the owner has sent to this process still counts."""
+    channel = make(2)
+
+    def use():
+        channel.put_many([1, 2])
+        with pytest.raises(NothingReady):
+            select(puts=[(channel, 3)], timeout=0)
+        assert channel.get() == 1
+        channel.put_nowait(3)
+        return channel.get_many(5)
+
+    assert HostPeer(use).result() == [2, 3]
+
+
+def test_room_that_the_owner_has_again_is_seen_without_a_wait():
+    """C7."""
+    channel, go_on, ready = make(1), make(), make()
+
+    def use():
+        channel.put(1)
+        with pytest.raises(Full):
+            channel.put_nowait(2)
+        ready.put(None)
+        go_on.get()
+        channel.put_nowait(2)
+        channel.flush()
+
+    peer = HostPeer(use)
+    ready.get()
+    assert channel.get() == 1
+    go_on.put(None)
+    peer.result()
+    assert channel.get() == 2
+
+
+# deaths
+
+
+def test_killed_program_loses_only_what_was_not_flushed():
+    channel, ready = make(10_000), make()
+
+    def put():
+        channel.put_many(range(100))
+        channel.flush()
+        ready.put(None)
+        channel.put_many(range(100, 5_000))
+        signal.pause()
+
+    peer = HostPeer(put)
+    ready.get()
+    peer.kill()
+    peer.join()
+    wait_until(lambda: not channel._reached.home.guests())
+    found = channel.get_many(10_000)
+    assert found == list(range(len(found)))
+    assert len(found) >= 100
+    channel.put("open")  # the death of a program that has no counted writer is no end
+    assert channel.get() == "open"
+
+
+def test_killed_reader_gives_its_prefetched_items_back():
+    channel, ready = make(), make()
+
+    def take():
+        got = channel.get()
+        channel._offer(5)  # the owner sends five, as to a quick reader
+        ring = channel._ports[True]._line.ring
+        wait_until(lambda: len(ring) == 5)
+        ready.put(got)
+        ready.flush()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    peer = HostPeer(take)
+    channel.put_many(range(10))
+    assert ready.get() == 0
+    peer.kill()
+    peer.join()
+    # The owner notices the death some time later.
+    assert sorted(channel.get(timeout=60) for _ in range(9)) == list(range(1, 10))
+
+
+def test_idle_reader_gives_its_prefetched_items_back():
+    """C8: though nobody waits for them."""
+    channel, ready, over = make(), make(), make()
+
+    def take():
+        got = channel.get()
+        channel._offer(5)
+        ready.put(got)
+        over.get()
+
+    peer = HostPeer(take)
+    channel.put_many(range(10))
+    assert ready.get() == 0
+    wait_stats(channel, leased=0, inside=9)
+    assert [channel.get_nowait() for _ in range(9)] == list(range(1, 10))
+    over.put(None)
+    peer.result()
+
+
+def test_calls_are_broken_when_the_owner_is_killed():
+    told = make()
+
+    def own():
+        mine = make()
+        told.put(mine)
+        told.flush()
+        mine.get()
+        signal.pause()
+
+    owner = HostPeer(own)
+    channel = told.get()
+    channel.put("seen")
+    getting = ThreadPeer(channel.get)
+    wait_blocked(channel, readers=1)
+    owner.kill()
+    owner.join()
+    with pytest.raises(Broken):
+        getting.result()
+    with pytest.raises(Broken):
+        channel.put(1)
+    with pytest.raises(Broken):
+        channel.flush()
+
+
+# several channels, times, Ctrl-C
+
+
+def test_select_over_two_remote_channels_takes_exactly_one():
+    """C10."""
+    one, two = make(), make()
+    one.put_many(range(5))
+    two.put_many(range(5))
+
+    def choose():
+        counts = []
+        for _ in range(10):
+            select([one, two])
+            counts.append(one.stats().items_out + two.stats().items_out)
+        return counts
+
+    assert HostPeer(choose).result() == list(range(1, 11))
+    assert (len(one), len(two)) == (0, 0)
+
+
+def test_timeouts_end_with_nothing_done():
+    """C7."""
+    channel = make(1)
+
+    def use():
+        with pytest.raises(Empty):
+            channel.get(timeout=0.01)
+        channel.put(1)
+        with pytest.raises(Full):
+            channel.put(2, timeout=0.01)
+        with pytest.raises(NothingReady):
+            select(puts=[(channel, 3)], timeout=0.01)
+        return len(channel)
+
+    assert HostPeer(use).result() == 1
+    assert channel.get() == 1
+
+
+def test_ctrl_c_ends_a_put_that_has_put_nothing():
+    """C9."""
+    channel = make(1)
+
+    def put():
+        channel.put(1)
+        with pytest.raises(KeyboardInterrupt):
+            channel.put(2)
+        return channel.get_many(5)
+
+    peer = HostPeer(put)
+    wait_blocked(channel, writers=1)
+    os.kill(peer.pid(), signal.SIGINT)
+    assert peer.result() == [1]
+
+
+def test_ctrl_c_ends_a_flush():
+    """C9."""
+    channel = make(1)
+
+    def put():
+        channel.put(1)
+        channel.flush()
+        channel._ports[False]._line.ring._allow(5)  # one more than the owner has room for
+        channel.put(2)
+        connection, begun = channel._connection, threading.Event()
+        await_used = connection.await_used
+
+        def noted(*arguments):
+            begun.set()
+            return await_used(*arguments)
+
+        def interrupt():
+            begun.wait()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        connection.await_used = noted
+        interrupting = ThreadPeer(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            channel.flush()
+        interrupting.result()
+
+    peer = HostPeer(put)
+    wait_blocked(channel, writers=1)
+    peer.result()
+    assert channel.get() == 1
