@@ -259,8 +259,8 @@ class Link:
 
     def __init__(self, home: bool) -> None: ...
     def attach(self, fd: int) -> None:
-        """Goes on over this connected socket, which belongs to the link from now on; what was sent over the
-        former one and has not arrived is sent again."""
+        """Continue over this connected socket, and take ownership of it. Frames that did not arrive over
+        the former one are sent again."""
     def line(
         self,
         number: int,
@@ -269,18 +269,19 @@ class Link:
         on_demand: bool = False,
         limited: bool = False,
     ) -> None:
-        """Serve the ports of one worker, under a number that both sides know. on_demand: items come for those
-        only who wait for one, or work on one. limited: as many are put as there is room for."""
+        """Serve the ports of one worker, under a number that both sides use. on_demand: items come only
+        for workers that wait for one or process one. limited: the worker puts only as many items as the
+        owner has room for."""
     def pair(self, writes: int, reads: int) -> None:
-        """What is under way to the process by the one line takes room of the other, which is limited."""
+        """Count the items prefetched through stream ``reads`` against the room of the limited stream ``writes``."""
     def offer(self, number: int, most: int) -> tuple[int, bool] | None:
-        """Send up to so many of the next items of this line; return how many were sent in all, and whether
-        the end has come. None while some are recalled."""
+        """Send up to ``most`` of the next items of this stream. Return how many were sent in total, and
+        whether the end has come; None during a recall."""
     def room(self, number: int) -> tuple[int, bool]:
-        """Return how many items may be put through this line in all, and whether it has ended."""
+        """Return how many puts are granted to this stream in total, and whether it has ended."""
     def await_used(self, number: int, count: int, timeout: float | None = None) -> bool | None:
-        """Wait until the other side has put so many items of this line. False: it never will; None: it has
-        not within the time."""
+        """Wait until the other side has put ``count`` items of this stream (True) or never will (False).
+        Return None at the timeout."""
     def drop(self, number: int) -> None:
         """Stop serving the ports of a worker; their sessions do not change. Unknown numbers are ignored."""
     def wait(self, timeout: float | None = None) -> tuple[Any, ...]:

@@ -70,7 +70,7 @@ void close_channel(Channel& ch) {
     });
 }
 
-// For a port that does not count as a reader or a writer.
+// Open a session for a port that counts neither as a reader nor as a writer.
 uint32_t uncounted_session(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
     uint32_t session = 0;
@@ -87,7 +87,7 @@ uint32_t uncounted_session(Channel& ch) {
     throw nb::python_error();
 }
 
-// A supervised session is ended by its supervisor alone, never by whoever notices that its process is gone.
+// Only the supervisor ends a supervised session, never a process that notices the death of the worker.
 template <class Port>
 void supervise(Port& port) {
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.session(port.state.session).supervised = 1; });

@@ -105,7 +105,7 @@ struct Traits<Ring> {
         s.clock.begin(false);
         if (caller.side == Side::Reader && r.header().notify_writer)
             futex_wake(r.header().writer_queue.seq, r.header().writer_queue.call(1), true);
-        if (caller.side == Side::Writer && r.is_limited())  // a link, the one reader, asks for more room
+        if (caller.side == Side::Writer && r.is_limited())  // the reader is a link, which requests more room
             futex_wake(r.header().reader_queue.seq, r.header().reader_queue.call(1), true);
     }
     // Leave the queue, and return whether the futex word had changed. The session may have ended while its

@@ -106,7 +106,8 @@ void Channel::fetch(Py_ssize_t most) {
     if (here < uint64_t(most)) nb::find(*this).attr("_fetch")(uint64_t(most) - here);
 }
 
-// The owner is asked, for what is known of it here may be old. What it sends then has come, or is about to.
+// Ask the owner, because this process may know an old state. Whatever the owner then sends has arrived or is
+// about to arrive.
 bool Channel::asks_again(Side side) {
     if (!elsewhere) return false;
     nb::object answer = nb::find(*this).attr("_ask_again")(side == Side::Reader);

@@ -38,12 +38,12 @@ class Channel {
     uint64_t capacity = 0;
     uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
     std::atomic<uint64_t> forks = fork_count;
-    bool hosts = false;           // ring: others read it whom no descriptor reaches
-    bool elsewhere = false;       // its owner is another process: items go through rings of this one
-    nb::object reading, writing;  // elsewhere: these, once they are open
-    std::atomic<uint64_t> opened_in = fork_count;  // elsewhere: the process that has opened them
-    uint64_t moved_there = 0;         // elsewhere: how many items had gone in and out there when it was asked
-    int64_t asked_in_vain = 0;        // elsewhere: when its owner last had nothing for a select
+    bool hosts = false;           // ring: it has readers that no descriptor can reach
+    bool elsewhere = false;       // another process owns it: items pass through two rings of this process
+    nb::object reading, writing;  // elsewhere: those rings, once they are open
+    std::atomic<uint64_t> opened_in = fork_count;  // elsewhere: `fork_count` of the process that opened them
+    uint64_t moved_there = 0;         // elsewhere: the owner's puts and gets when it was last asked
+    int64_t last_found_nothing = 0;   // elsewhere: when the owner last had nothing for a select
     std::atomic<uint32_t> plain = 0;  // ring: this process's own session, opened when first needed
     std::atomic<uint32_t> awaiting =
         0;  // coroutines of this process that wait here: a count for stats, no partner
@@ -61,19 +61,19 @@ class Channel {
     bool reaches_processes() const;
     std::string describe() const;  // "channel 'name'" or "Channel(64, across='threads')"
     uint32_t plain_session();      // 0 for threads; throws nb::python_error
-    Channel& through(Side side);   // where items go through in this process; throws nb::python_error
-    void fetch(Py_ssize_t most);   // elsewhere: has so many come, if they are there; throws nb::python_error
-    bool asks_again(Side side);    // elsewhere: whether that may be possible now; throws nb::python_error
+    Channel& through(Side side);   // the ring for calls of this process; throws nb::python_error
+    void fetch(Py_ssize_t most);   // elsewhere: prefetches up to so many items; throws nb::python_error
+    bool asks_again(Side side);    // elsewhere: asks the owner; true: try again; throws nb::python_error
     bool usable();                 // false with a Python error set: a `threads` channel in a forked child
 };
 
-bool is_out_of_time();  // whether what is being raised says so, and no handler of a signal has raised it
+bool is_out_of_time();  // whether the current error is Empty or Full, and no signal handler raised it
 
-// How long what the owner has sent may be on its way once it has said so.
+// How long to wait for items that the owner says it has sent.
 constexpr int64_t ON_ITS_WAY_NS = 100'000'000;
 
-// Does `call` in the ring that the channel's items go through here. Before the time is over in vain, the owner is
-// asked. Nothing of Python comes between the call and who gets its result.
+// Perform `call` on the channel's ring in this process. Before the call fails at its deadline, ask the owner
+// once. No Python code runs between the call and the return of its result.
 template <class Call>
 PyObject* in_time(Channel& ch, Side side, Deadline deadline, Call&& call) {
     if (!ch.elsewhere) return call(ch, deadline);
@@ -86,7 +86,7 @@ PyObject* in_time(Channel& ch, Side side, Deadline deadline, Call&& call) {
     return nullptr;
 }
 
-// Does `f` with the transport of a channel, under its lock.
+// Call `f` with the transport of a channel, under its lock.
 template <class F>
 auto locked(Channel& ch, F&& f) {
     if (!ch.usable()) throw nb::python_error();
@@ -229,7 +229,7 @@ PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool itera
 // Set the stand-in class for items that cannot be unpickled. `is_of_a_handler` tells whether an error came
 // from a signal handler.
 void set_unreadable(PyObject* unreadable, PyObject* is_of_a_handler);
-void set_not_put(PyObject* not_put);  // what hears of an item that was encoded for another host and not put
+void set_not_put(PyObject* not_put);  // is called with an item that was encoded for another host, but not put
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout);
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline);
 PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline);

@@ -97,6 +97,7 @@ Step not_received(Ring& ring, In* in, Taking taking, Taken& taken) {
     Locked locked(ring);
     if (leave && (!in || in->open)) ring.put_back(taken, in ? &in->state : nullptr, wakes);
     if (taken.held) ring.release(taken.held, wakes);
+    if (!in) ring.end_decoding(taken.number, wakes);
     locked.unlock(wakes);
     if (handled) return give_up(*in, item.release().ptr(), taken.deaths, error.release().ptr());
     if (taking == Taking::Rest && ordinary) return Step::NotNow;
@@ -139,7 +140,9 @@ nb::object opened_bundle(Ring& ring, const Taken& taken) {
                 ring.session(session).at = Session::OURS;
             }
             const Step tried = ring.try_take(taken, reader, session, wakes);
-            if (in && tried == Step::Done) in->copying = true;
+            if (tried != Step::Done) return tried;
+            if (in) in->copying = true;
+            if (!in) ring.begin_decoding(taken.number);
             return tried;
         },
         deadline);
@@ -148,13 +151,14 @@ nb::object opened_bundle(Ring& ring, const Taken& taken) {
     return step;
 }
 
-// Free the memory of an item that was copied or decoded. Its descriptors, if it came with any, are open by
-// now.
-void release_held(Ring& ring, const Taken& taken, bool with_bundle) {
+// Finish an item that was decoded: free its memory, unless it was copied. Its descriptors, if it came with
+// any, are open by now.
+void finish_decoded(Ring& ring, In* in, const Taken& taken, bool with_bundle) {
     Wakes wakes;
     Locked<Ring> locked(ring);
-    ring.release(taken.held, wakes);
-    if (with_bundle) ring.drop_bundles();
+    if (taken.held) ring.release(taken.held, wakes);
+    if (taken.held && with_bundle) ring.drop_bundles();
+    if (!in) ring.end_decoding(taken.number, wakes);
     locked.unlock(wakes);
 }
 
@@ -188,7 +192,7 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
     }
     runs(in, result ? Session::USERS : Session::OURS);
     if (!result) return not_received(ring, in, taking, taken);
-    if (taken.held) release_held(ring, taken, bundle.is_valid());
+    if (taken.held || (!in && ring.is_filled_by_link())) finish_decoded(ring, in, taken, bundle.is_valid());
     return killer ? give_up_suspect(*in, result, taken.deaths) : Step::Done;
 }
 

@@ -161,7 +161,7 @@ void Link::open_stream(uint32_t number, const std::vector<Taking>& takes, const 
     ring_doorbell();
 }
 
-void Link::pair_lines(uint32_t writes, uint32_t reads) {
+void Link::pair_streams(uint32_t writes, uint32_t reads) {
     std::lock_guard lock(mutex_);
     if (LinkStream* stream = find(writes)) stream->partner = reads;
 }

@@ -39,11 +39,11 @@ namespace flowchan {
 
 struct LinkStream {
     uint32_t number = 0;
-    uint32_t partner = 0;        // home: by which the process takes items of the channel into which it puts
-    bool announced = false;      // away: said to be open, over this connection
-    int filling = 0;             // large items that are being received into its rings
-    bool finished = false;       // owner side: the worker sends nothing more, and everything is put
-    bool settling = false;       // owner side: an item waits for its turn before it can be finished
+    uint32_t partner = 0;    // owner side: the stream by which the same process gets items of this channel
+    bool announced = false;  // worker side: OPEN was sent over this connection
+    int filling = 0;         // large items that are being received into its rings
+    bool finished = false;   // owner side: the worker sends nothing more, and everything is put
+    bool settling = false;   // owner side: an item waits for its turn before it can be finished
     std::deque<Source> sources;  // owner side: of the worker's inputs; worker side: of its outputs
     std::deque<Sink> sinks;      // of the other ports
 };
@@ -66,8 +66,8 @@ struct StreamCounts {
     uint64_t ahead, started, staged;  // sent or with the worker; started; outputs that wait for room
     uint64_t window;                  // bytes that may be on their way from here
     bool starved;                     // the worker waits for an item
-    uint64_t taken, used;             // items ever, out of the rings here and into them
-    uint64_t standing;                // gates of rings here at which the link stands for the other side
+    uint64_t taken, used;             // total items out of the rings on this side, and into them
+    uint64_t standing;                // wait queues on this side where the link waits for the other side
 };
 
 // The bytes to send, in their order: small pieces are copied, large items are sent in place. Only the sender
@@ -110,16 +110,18 @@ class Link {
         WriterState writer;
         bool follows, replays;
     };
-    // `on_demand`: items come for those only who wait for one, or work on one. `limited`: home has a place for
-    // each item that it lets the other side put, unless others have been quicker.
+    // `on_demand`: items come only for workers that wait for one or process one. `limited`: the owner side
+    // grants the other side one put for each free place, which other writers may still take first.
     void open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
                      bool on_demand, bool limited);
-    void pair_lines(uint32_t writes, uint32_t reads);  // Home: what the process has prefetched takes room
-    // Home: sends so many of the next items of a line's input, if they are there, whoever waits for them. How
-    // many it has sent in all; whether the end has come, or the line is not there; none while some are recalled.
+    void pair_streams(uint32_t writes, uint32_t reads);  // owner side: prefetched items take up room
+    // Owner side: send up to `most` of the next items of a stream's input, even if other readers wait. Return
+    // how many were sent in total, and whether the end has come or the stream is gone. Return none during a
+    // recall.
     std::optional<std::pair<uint64_t, bool>> offer(uint32_t number, uint64_t most);
-    std::pair<uint64_t, bool> room(uint32_t number);  // how many may be put in all; the same of the end
-    // Away: until home has put so many items of a line's output, or never will (false). No answer by then.
+    std::pair<uint64_t, bool> room(uint32_t number);  // total puts granted; whether the end has come
+    // Worker side: wait until the owner has put `count` items of a stream's output (true) or never will
+    // (false). Return none at the deadline.
     std::optional<bool> await_used(uint32_t number, uint64_t count, int64_t until);
     void drop_stream(uint32_t number);
     void close();
@@ -146,8 +148,8 @@ class Link {
     void add_item(LinkStream& stream, Source& source, uint16_t port);
     bool add_outputs(LinkStream& stream);
     bool add_end(LinkStream& stream, Source& source, uint16_t port);
-    void say_wants(LinkStream& stream, Source& source, uint16_t port);
-    bool hear_want(Sink& sink, bool wanted);
+    void report_want(LinkStream& stream, Source& source, uint16_t port);
+    bool handle_want(Sink& sink, bool wanted);
     uint64_t allowed(const Source& source) const {
         return owner_side_ ? source.allowed_ahead() : source.allowance.most();
     }

@@ -162,7 +162,7 @@ void bind_link(nb::module_& m) {
             "pair",
             [](PyLink& link, uint32_t writes, uint32_t reads) {
                 WithoutGil without;
-                link.pair_lines(writes, reads);
+                link.pair_streams(writes, reads);
             },
             "writes"_a, "reads"_a,
             "What is under way to the process by the one line takes room of the other, which is limited.")

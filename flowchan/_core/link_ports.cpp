@@ -219,7 +219,7 @@ bool Source::enter_queue() {
     const Header& h = ring->header();
     // At the end of a channel other readers may still give back their leased items, which wakes all waiters.
     const bool ended = h.state == BROKEN || (ring->at_end_for(&reader) && entries.empty());
-    const bool any = (h.head && !is_held_back()) || (ring->is_limited() && ring->wants_more() != wants_told);
+    const bool any = (h.head && !is_held_back()) || (ring->is_limited() && ring->wants_more() != want_sent);
     if (any || ring->session(reader.session).reserved_head || ended) return false;
     queue_place.enter(false, 0);
     return true;
@@ -329,8 +329,8 @@ void Sink::enter_queue() {
 static Sink::Progress progress_in(Ring& ring, bool on_demand) {
     Sink::Progress now;
     const Header& h = ring.header();
-    now.done = h.takes - std::min(h.leased, h.takes);
-    now.started = h.leased;
+    now.done = std::min(h.takes - std::min(h.leased, h.takes), ring.first_undecoded());
+    now.started = h.takes - now.done;
     const bool waits = (h.leased == 0 && !on_demand) || h.reader_queue.waiting > 0;
     if (ring.inside() == 0 && waits && h.state == OPEN) now.flags |= STARVED;
     if (h.readers == 0) now.flags |= NO_MORE;

@@ -166,7 +166,7 @@ class Source {
     // Start over on a new connection. Until the other side has reported what it received, no item counts as
     // sent.
     void connect() {
-        known = end_sent = recall_sent = wants_told = false;
+        known = end_sent = recall_sent = want_sent = false;
         sent = base;
     }
     void resume_after(uint64_t got);  // over a new connection, items after `got` are sent again
@@ -224,9 +224,9 @@ class Source {
     }
     bool should_recall(int64_t round_trip) const;
     void handle_recalled(uint64_t got);
-    // Away: whether the other side knows that somebody waits for more room there.
-    bool wants_told = false;
-    uint64_t taken() const { return base + entries.size(); }  // ever, but for those that were given back
+    // Worker side: whether the last WANT frame said that a writer waits for more room.
+    bool want_sent = false;
+    uint64_t taken() const { return base + entries.size(); }  // in total, without those that were given back
 };
 
 struct Received {
@@ -257,11 +257,11 @@ class Sink {
     const std::shared_ptr<Ring> ring;
     WriterState writer;
     const bool follows, replays;
-    bool on_demand = false;  // away: only who waits is in want of an item
-    // Home: the other side puts no more than there is room for, as far as it knows; whether it waits for more.
+    bool on_demand = false;  // worker side: only a worker that waits needs an item
+    // Owner side: whether puts of the other side are limited to granted room, and whether it waits for more.
     bool limited = false, wanted = false;
-    bool waits_for_room() const { return wanted && !over && staged.empty() && limit_told <= used; }
-    uint64_t limit_told = 0;
+    bool waits_for_room() const { return wanted && !over && staged.empty() && limit_sent <= used; }
+    uint64_t limit_sent = 0;
     bool has_room(uint64_t prefetched);
     uint64_t limit(uint64_t prefetched) const {  // with the ring's lock held
         return used + std::max(ring->free_places(), prefetched) - prefetched;

@@ -187,7 +187,7 @@ bool Link::handle(const Head& head, const char* payload) {
     if (head.type == FrameType::OUTPUT) return handle_output(*stream, head, payload);
     Sink& sink = stream->sinks[head.port];
     if (head.type == FrameType::RECALL) return sink.recall(), true;
-    if (head.type == FrameType::WANT) return hear_want(sink, head.n != 0);
+    if (head.type == FrameType::WANT) return handle_want(sink, head.n != 0);
     if (head.type == FrameType::END) return handle_end(*stream, sink, head, payload);
     return handle_item(*stream, sink, {head.n, head.kind(), head.deaths(), head.size, payload});
 }
@@ -463,12 +463,13 @@ bool Link::handle_output(LinkStream& stream, const Head& head, const char* paylo
         source.ring->break_(std::string(payload, head.size), holding.wakes);
     }
     if (head.flags & NO_MORE) source.leave();
-    event_added_.notify_all();  // who waits until it is used
+    event_added_.notify_all();  // for `await_used`
     return true;
 }
 
-// Home says how much room there is, and again when there is more. What nobody waits for any more is for others.
-bool Link::hear_want(Sink& sink, bool wanted) {
+// The owner reports the room now, and again when there is more. Without a waiting writer, the room is for
+// others.
+bool Link::handle_want(Sink& sink, bool wanted) {
     sink.wanted = wanted;
     sink.dirty = true;
     if (wanted || sink.over) return true;

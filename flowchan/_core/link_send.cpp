@@ -88,7 +88,7 @@ bool Link::serve_as_owner(LinkStream& stream) {
         std::string cause;
         if (sink.limited && !sink.over) {
             RingLock holding(*sink.ring);
-            head.n = sink.limit_told = sink.limit(prefetched(stream));
+            head.n = sink.limit_sent = sink.limit(prefetched(stream));
         }
         if (sink.over) {
             RingLock holding(*sink.ring);
@@ -131,9 +131,9 @@ bool Link::serve_as_worker(LinkStream& stream) {
     moved = add_outputs(stream) || moved;
     add_progress(stream);
     for (uint16_t port = 0; port < stream.sources.size(); ++port)
-        say_wants(stream, stream.sources[port], port);
-    // Who ends its outputs has ended its inputs before, and finished what it had in hand: home is to know
-    // that first.
+        report_want(stream, stream.sources[port], port);
+    // A worker that ends its outputs has ended its inputs before and finished its leased items: the owner
+    // side must know that first.
     for (uint16_t port = 0; port < stream.sources.size(); ++port) {
         Source& source = stream.sources[port];
         if (source.ending == Ending::Open || source.end_sent) continue;
@@ -165,18 +165,18 @@ bool Link::add_outputs(LinkStream& stream) {
     return any;
 }
 
-void Link::say_wants(LinkStream& stream, Source& source, uint16_t port) {
+void Link::report_want(LinkStream& stream, Source& source, uint16_t port) {
     if (!source.ring->is_limited() || !source.known || source.left) return;
     bool wants;
     {
         RingLock holding(*source.ring);
         wants = source.ring->wants_more();
     }
-    if (wants == std::exchange(source.wants_told, wants)) return;
+    if (wants == std::exchange(source.want_sent, wants)) return;
     add_frame({.n = wants, .stream = stream.number, .port = port, .type = FrameType::WANT});
 }
 
-// How far the worker is. An item is finished when its outputs have been sent before.
+// Send the worker's progress. An item counts as finished only after its outputs have been sent.
 void Link::add_progress(LinkStream& stream) {
     uint64_t first = Slot::KEYLESS;
     for (Source& source : stream.sources)

@@ -1,4 +1,4 @@
-// What a put does, from the Python object to the transport.
+// The put operation, from the Python object to the transport.
 #include "arguments.hpp"
 #include "channel.hpp"
 #include "raising.hpp"
@@ -159,8 +159,8 @@ Step put_frame(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline d
 
 PyObject* py_not_put = nullptr;
 
-// Nothing comes of an item that was encoded: the channels in it need not last for it.
-void tell_not_put(PyObject* packed) {
+// Report that an encoded item was not put, so that the channels in it need not be kept for it.
+void report_not_put(PyObject* packed) {
     nb::error_scope kept;
     PyObject* none = PyObject_CallOneArg(py_not_put, packed);
     if (!none) PyErr_WriteUnraisable(py_not_put);
@@ -174,14 +174,14 @@ Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, u
     size = frame.size;
     if (ch.hosts && needs_its_slot(frame.kind)) {
         raise_stays_here(ch, item);
-        tell_not_put(frame.keep);
+        report_not_put(frame.keep);
         return Step::Interrupted;
     }
     In* in = out ? out->follows() : nullptr;
     if (in && !in->state.once) runs(in, Session::OURS);
     Step step = put_frame(ring, ch, out, frame, deadline);
     runs(in, Session::USERS);
-    if (step != Step::Done && ch.hosts && frame.keep) tell_not_put(frame.keep);
+    if (step != Step::Done && ch.hosts && frame.keep) report_not_put(frame.keep);
     if (step == Step::Refused) return raise_refused(ch, frame.refused), Step::Interrupted;
     if (frame.kind == PINNED && step == Step::Done) notify_put(frame, nb::find(ch).ptr());
     return step;

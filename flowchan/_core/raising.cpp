@@ -18,7 +18,7 @@ PyObject* kept_class(const char* name) {
     return error_class(name);
 }
 
-// Raises Broken with the cause given to abort(), which may be null.
+// Raise Broken with the cause given to abort(), which may be null.
 void raise_broken(const std::string& message, PyObject* cause) {
     PyObject* cls = error_class("Broken");
     PyObject* error = cls ? PyObject_CallFunction(cls, "s", message.c_str()) : nullptr;

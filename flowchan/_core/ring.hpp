@@ -177,13 +177,15 @@ class Ring : public std::enable_shared_from_this<Ring> {
         const Slot* slot = h_->head && slot_exists(h_->head) ? at<Slot>(h_->head) : nullptr;
         return slot && slot->numbered() && slot->number < number;
     }
-    uint64_t take_back(Wakes& wakes);  // what was put and has never been taken; how many it were
+    // removes the items that were put and never taken; returns their number
+    uint64_t take_back(Wakes& wakes);
     Step item_done(WriterState& writer, Wakes& wakes);      // no more outputs for writer.number
-    void begin_item(WriterState& writer, uint64_t number);  // first output for it is about to come
+    void begin_item(WriterState& writer, uint64_t number);  // before the first output for the item
     void wake_all_writers(Wakes& wakes);
-    uint32_t await_turn(Session& s, uint64_t number, bool again);  // gives what its word is now
-    void end_turn_wait(Session& s);                                // it waits no more
-    void wake_turns(Wakes& wakes);                                 // those whose turn has come
+    // returns the present value of its futex word
+    uint32_t await_turn(Session& s, uint64_t number, bool again);
+    void end_turn_wait(Session& s);                      // ends the wait for a turn
+    void wake_turns(Wakes& wakes);                       // wakes the writers whose turn has come
     void start_turns_at(uint64_t number, Wakes& wakes);  // no item before that one has outputs to come
     uint64_t first_unfinished() const;                   // among the taken items and the coming ones
     void order(uint32_t session, Orders what, Wakes& wakes);
@@ -191,15 +193,15 @@ class Ring : public std::enable_shared_from_this<Ring> {
         const bool fits = h_->bytes_in - h_->bytes_out + size <= most_inside() || h_->puts == h_->takes;
         return fits && !is_withheld() && h_->puts - h_->takes + h_->parked + h_->claimed < capacity_;
     }
-    // How many items may be put in all, as the other side of a link allows it; put_limit is one more, 0: any
-    // number. It counts for who puts through this object alone. Raised, it lets all look who wait.
+    // Limit the puts through this object to `puts` items in total, as the other side of a link allows, and
+    // wake the writers if the limit has risen. put_limit_ is one more than the limit, or 0 for no limit.
     void allow(uint64_t puts, Wakes& wakes);
     bool is_limited() const { return put_limit_.load(std::memory_order_relaxed) != 0; }
     bool is_withheld() const {
         const uint64_t limit = put_limit_.load(std::memory_order_relaxed);
         return limit && h_->puts + h_->parked + h_->claimed + 1 >= limit;
     }
-    // Whether somebody waits to put one more than that.
+    // Return whether a writer waits because of the limit.
     bool wants_more() const { return is_withheld() && h_->state == OPEN && h_->writer_queue.waiting > 0; }
     uint64_t free_places() const {
         const uint64_t all = h_->puts - h_->takes + h_->parked + h_->claimed;
@@ -212,6 +214,14 @@ class Ring : public std::enable_shared_from_this<Ring> {
     // Return whether an item of this size would need memory that was never used, while readers are about to
     // free memory. `late`: the put has already waited for recycled memory as long as it is worth.
     bool lacks_warm_memory(uint64_t size, bool late);
+    // A plain get of a remote channel reads a ring that a link fills. Until an item is decoded, the link must
+    // not report it as finished. If this process dies, the owner still has the item.
+    bool is_filled_by_link() const { return h_->notify_writer; }
+    void begin_decoding(uint64_t number) {
+        if (is_filled_by_link()) decoding_.push_back(number);
+    }
+    void end_decoding(uint64_t number, Wakes& wakes);
+    uint64_t first_undecoded();  // also the item at the front, if it was put back; UINT64_MAX: none
     bool at_end() const { return h_->state == CLOSED && h_->leased == 0 && is_exhausted(); }
     bool at_end_for(const ReaderState* reader) const;
     uint64_t inside() const { return h_->state == BROKEN ? 0 : h_->puts - h_->takes; }
@@ -266,6 +276,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
     SharedLock lock_;
     int fd_ = -1, socket_ = -1;
     bool map_incomplete_ = false;
+    std::vector<uint64_t> decoding_;       // numbers of the items that plain gets of this process decode
+    bool decoding_seen_ = false;           // the link has seen that there were some
     std::atomic<uint64_t> put_limit_ = 0;  // written under the lock; a hint without it
     Peers peers_;
     // Copies of the constants from when this process first mapped the header. Damage to the header does not

@@ -8,6 +8,7 @@
 //   take -> put back to the front, when it cannot be received now
 //   loan -> HELD until it is put
 #include <algorithm>
+#include <utility>
 
 #include "ring.hpp"
 
@@ -280,6 +281,19 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
     change.commit();
     taken.held = nullptr;
     wakes.readers += h_->reader_queue.call(1);
+}
+
+void Ring::end_decoding(uint64_t number, Wakes& wakes) {
+    if (!std::erase(decoding_, number) || !std::exchange(decoding_seen_, false)) return;
+    wakes.writers += h_->writer_queue.call(1);  // the link has looked too early
+}
+
+uint64_t Ring::first_undecoded() {
+    decoding_seen_ = !decoding_.empty();
+    uint64_t first = UINT64_MAX;
+    for (uint64_t number : decoding_) first = std::min(first, number);
+    const Slot* front = h_->head && slot_exists(h_->head) ? at<Slot>(h_->head) : nullptr;
+    return front && front->numbered() ? std::min(first, front->number) : first;
 }
 
 void Ring::release(Slot* slot, Wakes& wakes) {

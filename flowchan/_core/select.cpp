@@ -19,7 +19,7 @@ namespace {
 
 constexpr size_t MOST = 128;  // FUTEX_WAITV_MAX
 constexpr int64_t ASKED_AGAIN_NS = 5'000'000;
-constexpr size_t MOST_ROUNDS = 100;  // where others move items elsewhere all the time
+constexpr size_t MOST_ROUNDS = 100;  // while other processes move remote items all the time
 
 // All places of one wait; leaves them at its end.
 class WaitQueues {
@@ -46,15 +46,15 @@ class WaitQueues {
 };
 
 struct Operation {
-    Channel* ch;  // elsewhere: the ring of this process
+    Channel* ch;  // for a remote channel: its ring in this process
     Side side;
     uint32_t session;
     In* in;
     Out* out;
     PyObject* item;                  // of a put, borrowed
     nb::handle target;               // the channel or the port
-    bool looks = false;              // a get that takes nothing: done when it would not wait
-    Channel* owner_asked = nullptr;  // elsewhere: the channel whose owner may be asked
+    bool looks = false;              // a get that takes nothing: done when a get would not wait
+    Channel* owner_asked = nullptr;  // a remote channel, whose owner may be asked
 
     Caller caller() const {
         Caller caller = side == Side::Writer ? writing(*ch, out, 0, false) : Caller{Side::Reader, in};
@@ -159,9 +159,8 @@ bool is_ready(const Operation& op) {
                             [&](Ring& ring) { return Traits<Ring>::ready(ring, op.side); }});
 }
 
-// Asks the owners of the channels elsewhere with which nothing can be done here. Whether any has, or sends,
-// what lets this go on; it has come then, or the end has.
-// `moved`: how much has happened there.
+// Ask the owners of the remote channels whose operations would wait. Return whether an operation may be
+// possible now: an item or the end has arrived, or there is room. `moved` gets each owner's puts and gets.
 bool ask_owners(const std::vector<Operation>& ops, std::vector<uint64_t>* moved = nullptr) {
     bool any = false;
     for (const Operation& op : ops) {
@@ -180,25 +179,25 @@ bool ask_owners(const std::vector<Operation>& ops, std::vector<uint64_t>* moved 
     return any;
 }
 
-// Before one is chosen among those that can be done: who else can, elsewhere, has the same chance. Each owner is
-// asked again only after a while if it had nothing.
-void hear_of_others(const std::vector<Operation>& ops) {
-    const auto is_far = [](const Operation& op) { return op.owner_asked && !is_ready(op); };
-    if (std::none_of(ops.begin(), ops.end(), is_far)) return;
+// Ask the owners before a choice among the operations that are possible here, so that remote channels have
+// the same chance. An owner that had nothing is asked again only after ASKED_AGAIN_NS.
+void ask_other_owners(const std::vector<Operation>& ops) {
+    const auto is_waiting_remote = [](const Operation& op) { return op.owner_asked && !is_ready(op); };
+    if (std::none_of(ops.begin(), ops.end(), is_waiting_remote)) return;
     if (std::none_of(ops.begin(), ops.end(), is_ready)) return;
     std::vector<Operation> due;
     for (const Operation& op : ops)
-        if (is_far(op) && now_ns() - op.owner_asked->asked_in_vain > ASKED_AGAIN_NS) due.push_back(op);
+        if (is_waiting_remote(op) && now_ns() - op.owner_asked->last_found_nothing > ASKED_AGAIN_NS)
+            due.push_back(op);
     for (const Operation& op : due)
-        if (!ask_owners({op})) op.owner_asked->asked_in_vain = now_ns();
+        if (!ask_owners({op})) op.owner_asked->last_found_nothing = now_ns();
 }
 
 }  // namespace
 
-// The same at one moment: an item that goes from one of the channels to another while they are tried, one
-// after the other, is not missed. When nothing has moved between the first try and the last, all had to wait
-// at once (a double collect).
-// What others move elsewhere is counted there, and a round trip takes long: that ends after some rounds.
+// Do the same for one moment, so that it does not miss an item that moves between the channels while they are
+// tried. If nothing moved between the first try and the last, all operations had to wait at once (a double
+// collect). Owners count the moves of remote channels. A round trip is slow, so the rounds are limited.
 static nb::object try_now(const std::vector<Operation>& ops) {
     std::vector<uint64_t> there_before;
     for (size_t round = 1;; ++round) {
@@ -229,7 +228,7 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list
         PyErr_Format(PyExc_ValueError, "select takes 1 to %zu operations, not %zu", MOST, ops.size());
         throw nb::python_error();
     }
-    hear_of_others(ops);
+    ask_other_owners(ops);
     nb::object done = deadline.now_only() ? try_now(ops) : try_each(ops);
     bool again = false;
     while (nb::cast<int64_t>(done[0]) == -1 && !deadline.now_only()) {

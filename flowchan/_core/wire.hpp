@@ -15,17 +15,21 @@
 namespace flowchan {
 
 enum class FrameType : uint8_t {
-    OPEN = 1,    // away: the line is open here; home answers with the state of all its ports
-    ITEM = 2,    // home -> away, input port: item n of the line
-    OUT = 3,     // away -> home, output port: an output made for item n, or for none (KEYLESS)
-    INPUT = 4,   // away -> home, of an input port: a = got, b = done, n = in hand, flags
-    OUTPUT = 5,  // home -> away, of an output port: a = got, b = used, n = how many there is room for in all,
-                 // flags; when BROKEN with the cause
-    END = 6,     // from whom items come to whom they go: none will come; BROKEN with the cause
-    PING = 7,    // n = the sender's clock
-    PONG = 8,    // n as it came
-    RECALL = 9,  // home -> away, of an input port: what the worker has not taken is wanted back
-    WANT = 10,  // away -> home, of an output port: n = 1 while somebody waits for more room than that, else 0
+    // from the worker side: the stream is open; the owner side answers with the state of all its ports
+    OPEN = 1,
+    ITEM = 2,   // owner side -> worker side, input port: item n of the stream
+    OUT = 3,    // worker side -> owner side, output port: an output made for item n, or for none (KEYLESS)
+    INPUT = 4,  // worker side -> owner side, of an input port: a = got, b = done, n = leased, flags
+    // owner side -> worker side, of an output port: a = got, b = used, n = total puts granted (only for limited
+    // streams), flags; when BROKEN with the cause
+    OUTPUT = 5,
+    END = 6,   // from the items' sender to their receiver: no more will come; BROKEN with the cause
+    PING = 7,  // n = the sender's clock
+    PONG = 8,  // n as received
+    // owner side -> worker side, of an input port: return the items that the worker has not taken
+    RECALL = 9,
+    // worker side -> owner side, of an output port: n = 1 while a writer waits for more room, else 0
+    WANT = 10,
 };
 
 enum Flag : uint8_t {

@@ -1,8 +1,8 @@
 """The channel: a bounded, closable FIFO with one contract on every transport.
 
-The contract, C1 to C16, is in docs/explanation/contract.md; ``tests/contract/`` tests each clause.
-``put`` and ``get`` and their kin are native methods inherited from the core; here are the checks of
-arguments, the statistics, and how a channel reaches another process.
+The contract, C1 to C16, is in docs/explanation/contract.md; ``tests/contract/`` tests each clause. Methods
+like ``put`` and ``get`` are native and inherited from the core. This file checks the arguments of the
+constructor, makes the statistics, and moves a channel to another process.
 """
 
 from __future__ import annotations
@@ -288,10 +288,13 @@ class Channel(_core.Channel[T]):
         super().abort(cause)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until the owner has every item that this process has put; ``timeout`` is in seconds.
+        """Wait until the owner of a remote channel has every item that this process has put.
 
-        An item is in a channel of this machine as soon as ``put`` returns, so this returns at once. A remote
-        channel (``flowchan.hosts.open_channel``) sends items while the program goes on, and waits here.
+        A remote channel (``flowchan.hosts.open_channel``) sends items while the program continues. On a channel
+        of this machine, ``flush`` returns immediately, because ``put`` returns when the item is in the channel.
+
+        Args:
+            timeout: How many seconds to wait at most; no limit by default.
 
         Raises:
             Full: The owner had no room for all of them in time.

@@ -95,7 +95,8 @@ def select(
     if isinstance(gets, Channel | In):  # iterating over a channel would take its items
         raise TypeError(f"select takes a list of channels and ports to get from, here [{gets!r}]")
     reading, looking = list(gets), _channels(ready)
-    writing = [(channel, item) for channel, item in puts]  # ours: the pairs may change while this waits
+    # a copy, because the caller may change the pairs during the wait
+    writing = [(channel, item) for channel, item in puts]
     index, item = _core._select(reading, writing, timeout, looking)
     if index == -2:
         raise Drained("select: every channel to get from is drained")

@@ -175,8 +175,10 @@ def dumps(item: object, leaves: bool = False) -> Packed | Kept:
 
 
 class _Last(threading.local):
-    """What this thread has serialised last for another host: its ``id``, and what counts the channels in it
-    no more, if there are any."""
+    """The last item with channels that this thread serialized for another host.
+
+    ``dumped`` holds the ``id`` of its serialized form and the callbacks that release its channels.
+    """
 
     dumped: tuple[int, list[Callable[[], None]]] | None = None
 
@@ -185,7 +187,7 @@ _last = _Last()
 
 
 def not_put(dumped: object) -> None:
-    """Nothing comes of what :func:`dumps` has given: the channels in it need not last for it."""
+    """Release the channels in the result of :func:`dumps`, because it was not put."""
     last, _last.dumped = _last.dumped, None
     if last is not None and last[0] == id(dumped):
         for call in last[1]:

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import secrets
+import sys
 import threading
 import time
 import weakref
@@ -66,10 +67,10 @@ class RemotePort:
         if port is not None:
             port.leave()
 
-    def has_more(self) -> bool:
-        """Whether anything that was put here has not come home."""
+    def undelivered(self) -> int:
+        """Return how many items that were put here the owner does not have yet."""
         stats = self.ring.stats()
-        return not self.reads and stats.inside + stats.leased > 0
+        return 0 if self.reads else stats.inside + stats.leased
 
 
 class Connection(Calls):
@@ -346,8 +347,10 @@ class Connection(Calls):
                 line.leave()
             if not line.is_open():
                 line.finished.wait(max(0.0, give_up - time.monotonic()))
-            while not self.lost and line.has_more() and time.monotonic() < give_up:
+            while not self.lost and line.undelivered() and time.monotonic() < give_up:
                 time.sleep(0.005)
+            if not self.lost and (count := line.undelivered()):
+                _report_undelivered(self.address, count)
         _nudge(self._nudges, "end", 0)  # behind all that home is to hear
         self._told_all.wait(LAST_WORD)
         self._left = True
@@ -396,6 +399,15 @@ def _begun(address: str, secret: bytes, tls: bool, timeout: float) -> Connection
                 _connections[key] = Connection(address, secret, tls, timeout)
         finally:
             dialling.release()
+
+
+def _report_undelivered(address: str, count: int) -> None:
+    if sys.stderr is not None:
+        print(
+            f"flowchan: the program ends before the channels at {address} had room for {count} of its items, "
+            "which are lost; call flush() first to wait for room",
+            file=sys.stderr,
+        )
 
 
 def forget(connection: Connection) -> None:

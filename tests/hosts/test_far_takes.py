@@ -334,5 +334,6 @@ def test_items_that_hold_channels_go_back_when_their_receiver_dies():
     peer = HostPeer(use)
     received.get()
     peer.join()
+    wait_until(lambda: not channel.stats().leased, what=channel.stats)
     assert [channel.get() for _ in range(3)] == [("whole", inner), (inner, inner), inner]
     wait_until(lambda: not home._under_way, what=lambda: home._under_way)

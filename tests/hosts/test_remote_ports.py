@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -416,3 +418,22 @@ def test_ctrl_c_ends_a_flush():
     wait_blocked(channel, writers=1)
     peer.result()
     assert channel.get() == 1
+
+
+def test_program_that_ends_reports_its_lost_items():
+    """C16."""
+    channel = make(1)
+    program = """
+import sys
+from flowchan.hosts import open_channel
+
+address, secret = sys.stdin.read().split()
+channel = open_channel(address, bytes.fromhex(secret))
+channel.put(1)
+channel._ports[False]._line.ring._allow(2)  # one more than the owner has room for
+channel.put(2)
+"""
+    key = f"{channel.address} {channel.secret.hex()}"
+    ended = subprocess.run([sys.executable, "-c", program], input=key, text=True, capture_output=True)
+    assert "had room for 1 of its items, which are lost; call flush() first" in ended.stderr
+    assert channel.get_many(5) == [1]
