@@ -1,1 +1,1 @@
-"""Channels between programs on different hosts."""
+"""Channels between programs, also on different hosts."""

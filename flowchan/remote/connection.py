@@ -1,8 +1,8 @@
-"""The way from this process to the home of channels of another one: a link, the control line on it, and a
-line for each port that is open here.
+"""Connections of this process to owners of remote channels.
 
-Two threads belong to it: one keeps the link, one hears what home says. It ends when no channel of that home
-is in use here any more.
+A connection consists of a link, a control stream, and one stream for each port that is open here. Two threads
+belong to it: one keeps the link connected, and one receives messages from the owner. The connection ends when
+this process uses no channel of that owner any more.
 """
 
 from __future__ import annotations
@@ -32,17 +32,24 @@ from flowchan.transport.local_peers import card
 from flowchan.transport.versions import differs, versions
 
 PEER_TIMEOUT_S = 10.0
-"""Seconds within which a home that this process did not know yet must answer."""
+"""Seconds within which an owner that this process has no connection to must answer."""
 UNHEARD = 1.0
-"""Seconds for which the answer to a call is awaited beyond its time, besides two round trips."""
+"""Extra seconds to wait for a reply, beyond the call's timeout and two round trips."""
 LAST_WORD = 2.0
-"""Seconds that the end of this process waits for what is under way."""
+"""Seconds that an exiting process waits for its items in transit."""
 
 
 class RemotePort:
-    """A port of home that is open here: a ring, the user's end of it, and the link's. ``counted``: it is one
-    that the user has opened; else the one that the plain calls of this process go through, whose ring takes
-    no more than home allows."""
+    """Local side of a port that is open at the owner: a ring, the user's end and the link's end.
+
+    Args:
+        number: Number of the stream.
+        name: Name of the ring, for error messages.
+        max_bytes: Limit of the channel for one item.
+        reads: Whether the user reads from the ring.
+        counted: Whether the user has opened the port. Otherwise it serves the plain calls of this process,
+            and its ring accepts only as many items as the owner allows.
+    """
 
     def __init__(self, number: int, name: str, max_bytes: int | None, reads: bool, counted: bool) -> None:
         self.number, self.reads, self.counted = number, reads, counted
@@ -50,19 +57,19 @@ class RemotePort:
         self.ring: Channel[Any] = Channel(places, across="processes", max_bytes=max_bytes)
         self.ring._name, self.ring._hosts = name, True
         self.end: In[Any] | Out[Any] = self.ring.writer() if reads else self.ring.reader()
-        self.arrived = 0  # when it is finished: how many of its items home has put
+        self.arrived = 0  # items that the owner has put in total, known when the stream is finished
         if not reads and not counted:
             self.ring._allow(0)
         self.finished = Latch()
         self.port: weakref.ref[Any] | None = None
 
     def is_open(self) -> bool:
-        """Whether its user may still put or get."""
+        """Return whether the user may still put or get."""
         port = None if self.port is None else self.port()
         return port is not None and port.is_open
 
     def leave(self) -> None:
-        """Close the user's end, without a wait: the process ends."""
+        """Close the user's end without waiting, because the process ends."""
         port = None if self.port is None else self.port()
         if port is not None:
             port.leave()
@@ -74,18 +81,22 @@ class RemotePort:
 
 
 class Connection(Calls):
-    """See above. Raises :class:`HostError` when home can't be reached within ``timeout`` seconds."""
+    """Connection to one owner; see the module.
+
+    Raises:
+        HostError: The owner can't be reached within ``timeout`` seconds.
+    """
 
     def __init__(self, address: str, secret: bytes, tls: bool, timeout: float = PEER_TIMEOUT_S) -> None:
         super().__init__(address)
         self.pid = os.getpid()
-        self.is_kept = False  # while home lives, though nobody here uses a channel of it
-        self._begun = 0  # so many are about to use one
+        self.is_kept = False  # stay connected while the owner lives, even without channels
+        self._begun = 0  # callers that are about to use a channel
         self._secret, self._tls = secret, tls
         self._hello = {**versions(), **card(), "guest": secrets.token_hex(16), "again": False}
         self._line_numbers = 0
         self._lines: dict[int, RemotePort] = {}
-        self._users: set[object] = set()  # a token for each
+        self._users: set[object] = set()  # one token for each user
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._left = False
         self._told_all = Latch()
@@ -106,7 +117,7 @@ class Connection(Calls):
         ]
         for thread in self._threads:
             thread.start()
-        before_exit(_leave_all, 1)  # before a home here is closed, which may have what was put
+        before_exit(_leave_all, 1)  # before a server of this process closes, which may own these channels
 
     def _dial(self, within: float, why: str) -> Any:
         try:
@@ -131,11 +142,20 @@ class Connection(Calls):
         sock.close()
         raise HostError(f"{why} at {self.address}: {why_not}", self.address)
 
-    # --- what home is asked for ---
+    # --- requests to the owner ---
 
     def open(self, channel: int, within: float | None = None) -> Any:
-        """What home says of the channel, which is open here until home is told to drop it. Raises
-        :class:`HostError` when it says nothing for ``within`` seconds, and two round trips."""
+        """Open the channel, and return its capacity, ``max_bytes`` and name.
+
+        The owner keeps the channel until this process drops it.
+
+        Args:
+            channel: Number of the channel.
+            within: Seconds to wait for the reply, plus two round trips (default: no limit).
+
+        Raises:
+            HostError: The owner has not replied in time.
+        """
 
         def drop(answer: Reply) -> None:
             if answer.wrong is None:
@@ -149,7 +169,7 @@ class Connection(Calls):
             raise HostError(why, self.address) from None
 
     def send(self, channel: int) -> bool:
-        """See :meth:`ChannelServer.send`."""
+        """Count an item that contains the channel; see :meth:`ChannelServer.send`."""
 
         def come(answer: Reply) -> None:
             if answer.value:
@@ -158,24 +178,29 @@ class Connection(Calls):
         return bool(self.ask(channel, "send", late=come))
 
     def two_round_trips(self) -> float:
+        """Return the measured time of two round trips, in seconds."""
         return 2 * float(self.link.state()["round_trip"])
 
     def answered_within(self, timeout: float) -> float:
-        """After so many seconds home is busy, stopped or out of reach."""
+        """Return the time in seconds after which an owner without a reply counts as unresponsive."""
         return timeout + self.two_round_trips() + UNHEARD
 
-    # --- lines ---
+    # --- streams ---
 
     def new_line(self, name: str, max_bytes: int | None, reads: bool, counted: bool) -> RemotePort:
+        """Return a new stream with its ring, not yet joined to a port."""
         with self._lock:
             self._line_numbers += 1
             return RemotePort(self._line_numbers, name, max_bytes, reads, counted)
 
     def open_line(self, line: RemotePort, channel: int) -> None:
-        """Joins it to a port of that channel. Its user has its end already."""
+        """Join a stream to a new port of that channel; the user has the other end already."""
 
         def join(answer: Reply) -> None:
-            """Of who waits no more, too: else home would never hear that the port is left."""
+            """Add the stream to the link, even for a caller that has given up.
+
+            Otherwise the owner would never learn that the port is closed.
+            """
             with self._lock:
                 if answer.wrong is not None:
                     self._lines.pop(line.number, None)
@@ -189,7 +214,7 @@ class Connection(Calls):
             if not line.reads and not line.counted:
                 line.ring._allow(room)
 
-        def enter() -> None:  # it may be finished before home's answer is looked at here
+        def enter() -> None:  # the stream may finish before the owner's reply is handled here
             with self._lock:
                 self._lines[line.number] = line
 
@@ -206,26 +231,31 @@ class Connection(Calls):
         if line is None:
             return
         if said.broken:
-            line.ring.abort(cause_in(said.cause))  # if the link has not said so already
+            line.ring.abort(cause_in(said.cause))  # if the link has not aborted it yet
         line.end.close()
         line.arrived = said.used
         line.finished.set()
 
     def await_used(self, line: RemotePort, count: int, timeout: float | None) -> bool | None:
-        """Wait until home has put ``count`` items of this line. False: it never will; None: it has not within
-        ``timeout`` seconds."""
+        """Wait until the owner has put ``count`` items of this stream.
+
+        Returns:
+            True if it has, False if it never will, and None if ``timeout`` seconds have passed.
+        """
         if not line.finished.is_set():
             used: bool | None = self.link.await_used(line.number, count, timeout)
             if used is not False:
                 return used
-            line.finished.wait()  # home says how many it has put
+            line.finished.wait()  # now the owner has reported how many it has put
         return line.arrived >= count
 
-    # --- who uses it ---
+    # --- users of the connection ---
 
     def adopt(self, number: int, user: Any) -> Any:
-        """``user`` has opened the channel of that number. Gives what is that channel here: who was first, of
-        several that have opened it at a time."""
+        """Register ``user`` as the object for the channel, and return the first object registered.
+
+        Several threads may open one channel at the same time; all of them use that object.
+        """
         token = object()
         with self._lock:
             self._users.add(token)
@@ -233,15 +263,20 @@ class Connection(Calls):
             return self._known.setdefault(number, user)
 
     def tell(self, what: str, number: int) -> None:
-        """What home is to hear of a channel, from who can't wait for that: that an item is finished which it
-        was in ("come"), that nobody uses it here ("drop")."""
+        """Queue a notice about a channel for the owner, without waiting.
+
+        Args:
+            what: "come" if an item that contained the channel is finished; "drop" if no object uses it here.
+            number: Number of the channel.
+        """
         _nudge(self._nudges, what, number)
 
     def user(self, number: int) -> Any:
+        """Return the object for the channel in this process, or None."""
         return self._known.get(number)
 
     def _nudged(self, what: str, number: int) -> None:
-        """By who can't wait for home to hear it."""
+        """Send a queued notice to the owner."""
         if what in ("come", "drop"):
             with contextlib.suppress(Broken):
                 self.post(number, what, ())
@@ -254,15 +289,15 @@ class Connection(Calls):
         self._look_for_users()
 
     def _look_for_users(self) -> None:
-        """Perhaps nobody is left."""
+        """Leave the owner if this process does not use it any more."""
         with _registry_lock:
             if self._left or self._begun or (self.is_kept and not self.lost):
                 return
-            if len(self._nudges):  # home is to hear of those first, and then this is asked again
+            if len(self._nudges):  # their notices go first, and then this runs again
                 return
             if self._users or any(line.is_open() for line in self._lines.values()):
                 return
-            if self._lines and not self.lost:  # what was put here is still under way
+            if self._lines and not self.lost:  # items that were put here are still in transit
                 return
             self._left = True
             forget(self)
@@ -273,12 +308,12 @@ class Connection(Calls):
             with contextlib.suppress(Broken):
                 self.post(0, "leave", (), done=self._end)
 
-    # --- its threads ---
+    # --- threads ---
 
     def _keep(self) -> None:
-        """Dials again when the connection breaks."""
+        """Connect again when the connection breaks."""
         for event in watch(self.link, self._peer_timeout / 4):
-            # Also of who leaves: what it has said goes first.
+            # A process that is leaving also connects again: its notices must arrive first.
             if isinstance(event, LinkBroken) and not self._told_all.is_set():
                 try:
                     sock, _ = self._dial(self._peer_timeout, f"lost the channels' home ({event.why})")
@@ -309,11 +344,13 @@ class Connection(Calls):
         else:
             self._answered(said)
 
-    # --- the end ---
+    # --- ending ---
 
     def _lose(self, why: str, ended: Collection[int] = ()) -> None:
-        """The server is out of reach for good: all that is open here is broken, but for what has ended
-        before."""
+        """Break everything that is open here, because the owner is lost.
+
+        The streams in ``ended`` had ended before and are closed instead.
+        """
         with self._lock:
             self.lost = self.lost or why
             lines, self._lines = list(self._lines.values()), {}
@@ -340,7 +377,7 @@ class Connection(Calls):
         _leaving.discard(self)
 
     def leave(self) -> None:
-        """This process ends: what it has put goes first."""
+        """Send the items of this process before it exits."""
         give_up = time.monotonic() + LAST_WORD
         for line in list(self._lines.values()):
             if not line.counted:
@@ -351,7 +388,7 @@ class Connection(Calls):
                 time.sleep(0.005)
             if not self.lost and (count := line.undelivered()):
                 _report_undelivered(self.address, count)
-        _nudge(self._nudges, "end", 0)  # behind all that home is to hear
+        _nudge(self._nudges, "end", 0)  # after all other notices
         self._told_all.wait(LAST_WORD)
         self._left = True
         self._end()
@@ -362,15 +399,17 @@ class Connection(Calls):
 _registry_lock = threading.RLock()
 _connections: dict[tuple[str, bytes], Connection] = {}
 _leaving: set[Connection] = set()
-"""The server is still to hear what they have said before; a program waits for that when it ends."""
+"""Connections that have sent "leave" and wait for the reply; an exiting program waits for them."""
 _dialling: weakref.WeakValueDictionary[tuple[str, bytes], Any] = weakref.WeakValueDictionary()
-"""Held by who dials that home."""
+"""A lock for each owner, held by the thread that connects to it."""
 
 
 @contextlib.contextmanager
 def using(address: str, secret: bytes, tls: bool, timeout: float = PEER_TIMEOUT_S) -> Iterator[Connection]:
-    """That of this process to a home; one for all its channels. It is not left meanwhile, though nobody uses
-    a channel yet."""
+    """Yield the connection of this process to an owner, and keep it connected in the block.
+
+    There is one connection for all channels of an owner.
+    """
     connection = _begun(address, secret, tls, timeout)
     try:
         yield connection
@@ -388,7 +427,8 @@ def _begun(address: str, secret: bytes, tls: bool, timeout: float) -> Connection
                 connection._begun += 1
                 return connection
             dialling = _dialling.setdefault(key, threading.Lock())
-        # Outside of the registry's lock: a home that does not answer holds up nobody who uses another one.
+        # Not under the registry's lock: an owner that does not answer must not delay the users of other
+        # owners.
         left = max(0.0, give_up - time.monotonic())
         if not dialling.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
             raise HostError(
@@ -411,6 +451,7 @@ def _report_undelivered(address: str, count: int) -> None:
 
 
 def forget(connection: Connection) -> None:
+    """Remove a connection from the registry, because its owner is lost or left."""
     for key, one in list(_connections.items()):
         if one is connection:
             del _connections[key]
@@ -422,8 +463,11 @@ def _nudge(nudges: Channel[tuple[str, int]], what: str, number: int) -> None:
 
 
 def _dropped(users: set[object], token: object, nudges: Channel[tuple[str, int]], number: int) -> None:
-    """Who used that channel is gone. It must not be among the users any more when its drop is heard, in
-    whichever order a collector calls what else looks after it."""
+    """Notify the owner that the user of a channel is gone.
+
+    The user must have been removed before the notice is handled, in whatever order the garbage collector runs
+    the finalizers.
+    """
     users.discard(token)
     _nudge(nudges, "drop", number)
 
@@ -435,7 +479,7 @@ def _leave_all() -> None:
 
 
 def _begin_anew() -> None:
-    """A forked child has none of its parent's threads."""
+    """Forget the parent's connections in a forked child, which has none of their threads."""
     global _registry_lock
     _registry_lock = threading.RLock()
     _connections.clear()

@@ -1,4 +1,4 @@
-"""Clients of a server: each gets a pair of channels at the server's home, one for each direction."""
+"""Clients of a :class:`Server`, each with two channels that the server owns: one for each direction."""
 
 from __future__ import annotations
 
@@ -19,12 +19,20 @@ from flowchan.remote.session import ClientSession
 from flowchan.transport.tcp import split
 
 POLL_INTERVAL_S = 0.005
-"""Seconds between two looks at who has read all."""
+"""Seconds between two checks whether the clients have read everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedClient:
-    """A client as its server has it. ``id``: its number, from 1 on."""
+    """A client, as its server sees it.
+
+    Args:
+        id: Number of the client, from 1.
+        tag: The tag that it gave.
+        inbox: Reads what the client sends.
+        outbox: Writes what the client receives.
+        link: Link to the client.
+    """
 
     id: int
     tag: str
@@ -34,7 +42,19 @@ class JoinedClient:
 
 
 class Clients:
-    """Lets clients join at an address. ``came`` hears of each. Raises ``ValueError`` or ``OSError``."""
+    """Listener at which clients join a server.
+
+    Args:
+        address: Address to listen at.
+        secret: Secret that clients must prove (default: 32 random bytes).
+        tls: Whether to encrypt the connections.
+        capacity: Capacity of each channel.
+        came: Called with each client that joins.
+
+    Raises:
+        ValueError: The address or the secret is invalid.
+        OSError: The server can't listen at the address.
+    """
 
     def __init__(
         self,
@@ -57,7 +77,7 @@ class Clients:
         self._number = 0
 
     def _join(self, guest: ClientSession, tag: str) -> tuple[int, str, str]:
-        """In the thread of the home."""
+        """Make the two channels of a new client, in the thread of the channel server."""
         if self._closed:
             raise Closed(f"the server at {self.address} was closed")
         up: Channel[Any] = self._home.make(self._capacity)
@@ -72,15 +92,21 @@ class Clients:
         return self._number, up.address, down.address
 
     def _left(self, guest: ClientSession) -> None:
-        """A client that goes before it has opened its end leaves nothing that tells of it."""
+        """Abort the channel from a client that left before it opened its end.
+
+        No port of the client exists then, so nothing else reports that it is gone.
+        """
         for one, up, _ in self._joined:
             if one is guest and not up.closed:
                 up.abort(HostError(f"a client of the server at {self.address} has gone", self.address))
         self._joined = [joined for joined in self._joined if joined[0] is not guest]
 
     def close(self, timeout: float) -> None:
-        """Lets nobody join any more. Returns when all have read what was sent to them or are gone, or after
-        ``timeout`` seconds."""
+        """Stop to accept clients, and wait until they have read their items.
+
+        Args:
+            timeout: Seconds to wait for clients that have not read everything and have not left.
+        """
         self._closed = True
         give_up, pause = time.monotonic() + timeout, threading.Event()
         while time.monotonic() < give_up and not all(guest.has_read(down) for guest, _, down in self._joined):
@@ -92,7 +118,11 @@ class Clients:
 def join(
     address: str, secret: bytes, tls: bool, timeout: float, tag: str
 ) -> tuple[int, In[Any], Out[Any], Any]:
-    """As a client: its number, what it reads, what it writes, and the link."""
+    """Join a server as a client.
+
+    Returns:
+        The number of the client, its port to read from, its port to write to, and its link.
+    """
     split(address)
     with using(address, secret, tls, timeout) as connection:
         id, up, down = connection.ask(0, "join", tag)
@@ -101,5 +131,5 @@ def join(
 
 
 def sealed_once(message: Any) -> Any:
-    """To be put into many channels, encoded once."""
+    """Encode a message once, for many channels."""
     return to_put(sealed(message))

@@ -1,6 +1,9 @@
-"""What a process that has channels of another host open says to their home over the control line of its link
-(line 0), and what home answers. Both have proved the secret by then, so these values are pickled as any items
-are. The users' items are not among them: those go through ports, over lines of their own."""
+"""Messages between the owner of remote channels and a client process.
+
+They travel over the control stream (stream 0) of the link between the two. Both sides have proved that they
+know the secret, so the messages are pickled like items. Users' items are not among them: each port has a
+stream of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,23 @@ from flowchan.items.shared_tensors import is_storage
 from flowchan.items.text import short
 
 PLAIN = (bool, int, float, str, bytes, type(None))
-"""Of what needs no seal: nobody's code runs when it is unpickled."""
+"""Types that travel without a seal, because unpickling them runs no code of the user."""
 
 
 def control_ring() -> Channel[Any]:
-    """For what goes one way over a control line. It takes every item that any channel takes."""
+    """Return the ring for one direction of a control stream.
+
+    It has room for every item that any channel accepts.
+    """
     return Channel(1024, across="processes", max_bytes=LARGEST)
 
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
-    """``what`` is to be done with the channel of this number; see ``ClientSession`` for what there is."""
+    """Request to do ``what`` with the channel ``channel``.
+
+    :class:`ClientSession` has a method for each ``what``.
+    """
 
     number: int
     channel: int
@@ -35,24 +44,25 @@ class CallRequest:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The caller waits no more. The call is answered all the same."""
+    """Notice that the caller no longer waits for a call, which still gets its reply."""
 
     number: int
 
 
 class Recalled(ChannelError):
-    """The answer to a call that was cancelled before anything was done."""
+    """The call was cancelled before it had any effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """What the call raised at home: the error's type and arguments, and its cause."""
+    """Type, arguments and cause of the exception that a call raised at the owner."""
 
     kind: type[BaseException]
     arguments: tuple[Any, ...]
     cause: Sealed | None
 
     def error(self) -> BaseException:
+        """Return the exception, for the caller."""
         error = self.kind(*self.arguments)
         if self.cause is not None:
             error.__cause__ = cause_in(self.cause)
@@ -61,6 +71,8 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
+    """Result of a call: its value or its exception."""
+
     number: int
     value: Any = None
     wrong: Wrong | None = None
@@ -68,8 +80,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Nothing more goes through the port that this line carries, in either direction. ``broken``: what it
-    writes to is, by ``cause``. ``used``: how many items of the client have been put in all."""
+    """Notice that no item will follow through a stream, in either direction.
+
+    Attributes:
+        line: Number of the stream.
+        broken: Whether the channel that the stream writes to is broken.
+        cause: The cause of that.
+        used: How many items from the client the owner has put in total.
+    """
 
     line: int
     broken: bool = False
@@ -79,19 +97,31 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class ServerClosed:
-    """The server is no more, and why. ``ended``: the lines whose channel has come to its clean end."""
+    """Notice that the owner has closed its server.
+
+    Attributes:
+        why: The reason, for the message of ``Broken``.
+        ended: Streams whose channel ended without a failure.
+    """
 
     why: str
     ended: tuple[int, ...] = ()
 
 
 def sealed(item: Any) -> Any:
-    """As what an item travels. Raises ``TypeError`` where it can't leave its machine."""
+    """Return ``item`` in the form in which it travels.
+
+    Raises:
+        TypeError: The item can't leave its machine.
+    """
     return seal(item)[0]
 
 
 def seal(item: Any) -> tuple[Any, Callable[[], None]]:
-    """As what an item travels, and what to call if it does not."""
+    """Return ``item`` in the form in which it travels, and a function that undoes the packing.
+
+    Call the function if the item is not sent.
+    """
     if type(item) in PLAIN:
         return item, lambda: None
     packed, take_back = pack_to_pass_on(item)
@@ -111,13 +141,13 @@ def seal(item: Any) -> tuple[Any, Callable[[], None]]:
 
 
 def to_put(item: Any) -> Any:
-    """What to put at home for an item that came as :func:`sealed` made it."""
+    """Return the object to put into the channel for an item that :func:`sealed` made."""
     return Opening(item.packed) if isinstance(item, Sealed) else item
 
 
 def sealed_cause(cause: BaseException | Sealed | None) -> Sealed | None:
-    """Of one that can't be sent, its text."""
-    if cause is None or isinstance(cause, Sealed):  # in a call whose items stay sealed, this does, too
+    """Return the cause in the form in which it travels, or its text if it can't be pickled."""
+    if cause is None or isinstance(cause, Sealed):  # a call whose items stay sealed gets a sealed cause
         return cause
     try:
         found = sealed(cause)
@@ -128,7 +158,7 @@ def sealed_cause(cause: BaseException | Sealed | None) -> Sealed | None:
 
 
 def packed_in(value: Any) -> Iterator[bytes]:
-    """The pickles of all items that are still sealed in what a call is answered."""
+    """Yield the pickles of all sealed items in the value of a reply."""
     if isinstance(value, list | tuple):
         for one in value:
             yield from packed_in(one)
@@ -138,16 +168,18 @@ def packed_in(value: Any) -> Iterator[bytes]:
 
 
 def cause_in(cause: Sealed | None) -> BaseException | None:
+    """Return the exception in ``cause``, or None if there is none."""
     if cause is None:
         return None
     try:
         found = cause.value()
-    except Exception as error:  # its own making may raise anything
+    except Exception as error:  # the exception's class may raise anything
         return ChannelError(f"the cause can't be received here: {error}")
     return found if isinstance(found, BaseException) else None
 
 
 def wrong(error: BaseException) -> Wrong:
+    """Describe an exception for a reply."""
     arguments = error.args if isinstance(error, ChannelError | ValueError | TypeError) else (str(error),)
     known = isinstance(error, Recalled) or type(error).__module__ in ("flowchan", "builtins")
     kind = type(error) if known else ChannelError

@@ -1,8 +1,8 @@
-"""Channels across hosts that nobody has any more, while there are items in them: the channels in those items
-need not be kept for them any longer.
+"""Channels that no process has open any more, although they still contain items.
 
-Who drops a channel can't know whether it is the last: forked children have its memory, too. All of them share
-the open file of that memory, which a lock tells apart from one that was opened anew.
+Other channels in these items need not be kept for them any longer. A process that drops a channel can't know
+whether it is the last user: forked children share its memory. All of them share one open file description of
+that memory. A lock on the file shows whether that description is still open.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from flowchan.items.codec import keeps_sealed
 
 
 class OrphanMemory:
-    """That of a channel, held as all who have it do: a :class:`Orphans` can see whether any are left."""
+    """Shared lock on a channel's memory, which all users of the channel hold.
+
+    :class:`Orphans` can thereby see whether any user is left.
+    """
 
     def __init__(self, channel: Channel[Any]) -> None:
         self._fd = channel._fd
@@ -28,7 +31,11 @@ class OrphanMemory:
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def dropped(self, number: int) -> Orphans | None:
-        """To be called before its descriptor is closed. None: it is too late, or there are no descriptors."""
+        """Return the channel as a possible orphan, or None.
+
+        Call this before the channel's descriptor is closed. The result is None if the descriptor is closed
+        already, or if this process has no descriptors left.
+        """
         with contextlib.suppress(OSError):
             dropped = Orphans(number, os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR))
             return dropped if os.fstat(dropped.fd).st_ino == self._inode else None
@@ -36,7 +43,12 @@ class OrphanMemory:
 
 
 class Orphans:
-    """One of them, by its number at its home."""
+    """A channel that may have no user any more.
+
+    Args:
+        number: Number of the channel at its owner.
+        fd: Descriptor of the channel's memory.
+    """
 
     def __init__(self, number: int, fd: int) -> None:
         self.number, self.fd = number, fd
@@ -45,6 +57,7 @@ class Orphans:
         close(self.fd)
 
     def is_nobodys(self) -> bool:
+        """Return whether no process uses the channel."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -52,13 +65,16 @@ class Orphans:
         return True
 
     def items(self) -> list[Any]:
-        """What was in it, sealed. Also of a channel that was aborted: its memory has them still."""
+        """Return the items of the channel, sealed.
+
+        An aborted channel still has its items in memory, and they are returned too.
+        """
         return contextvars.copy_context().run(self._items)
 
     def _items(self) -> list[Any]:
         keeps_sealed.set(True)
         found = []
-        with contextlib.suppress(Exception):  # it is empty, or whatever can be wrong with what nobody wants
+        with contextlib.suppress(Exception):  # the channel is empty, or in a state that no longer matters
             channel: Channel[Any] = Channel.__new__(Channel)
             _core.Channel.__init__(channel, fd=os.dup(self.fd), socket=-1, name="")
             channel._undo_abort()

@@ -1,5 +1,8 @@
-"""Calls that the home of channels does for somebody here: what is asked goes over the control line, and each
-answer is used once, by who waits for it or, when nobody does any more, by what was said for that case."""
+"""Calls from this process to the owner of remote channels.
+
+Requests go over the control stream. Each reply is used once: by the caller, or by the call's ``late``
+function if the caller has given up.
+"""
 
 from __future__ import annotations
 
@@ -18,36 +21,44 @@ from flowchan.transport.interrupts import is_interrupt
 
 
 class Unanswered(Exception):
-    """The server has not answered in time. What it still answers is heard late."""
+    """The owner has not replied in time; its reply will go to ``late``."""
 
 
 def is_not_now(error: BaseException) -> bool:
-    """Whether an error in the making of an item says nothing of the item: the call was interrupted, or this
-    process lacks memory or descriptors."""
+    """Return whether an item could not be decoded for a reason outside of the item.
+
+    Such reasons are an interrupt, and a lack of memory or descriptors in this process.
+    """
     return is_interrupt(error) or lacks(error)
 
 
 class PendingCall:
-    """A call that home does for somebody here. ``late`` hears the answer, or that it was not done, when
-    nobody waits for it any more."""
+    """A call that the owner has not answered yet.
+
+    Args:
+        late: Receives the reply if the caller has given up. If the request was never sent, the reply is an
+            error.
+        done: Called when the reply has arrived (default: wake :meth:`wait`).
+    """
 
     def __init__(
         self,
         late: Callable[[Reply], None],
         done: Callable[[], None] | None = None,
     ) -> None:
-        self.number = 0  # until it is on its way
+        self.number = 0  # until it is sent
         self.late = late
         self.answer: Reply | None = None
-        self.abandoned = self.is_over = False  # over: `late` has heard of it, or does
+        self.abandoned = self.is_over = False  # over: `late` was called or is about to be
         self._answered = Latch()
         self.done: Callable[[], None] = done or self._answered.set
 
     def wait(self, within: float | None = None) -> None:
+        """Wait up to ``within`` seconds for the reply."""
         self._answered.wait(within)
 
     def value(self) -> Any:
-        """What home answered. Raises what the call raised there."""
+        """Return the value of the reply, or raise the exception that the call raised at the owner."""
         if self.answer is None:
             raise Unanswered
         if self.answer.wrong is not None:
@@ -56,13 +67,13 @@ class PendingCall:
 
 
 class Calls:
-    """Those to one home."""
+    """The pending calls to one owner."""
 
     _asks: Out[Any]
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.lost = ""  # why
+        self.lost = ""  # why the owner is lost; empty while it is not
         self._lock = threading.RLock()
         self._numbers = 0
         self._asked: dict[int, PendingCall] = {}
@@ -77,9 +88,21 @@ class Calls:
         within: float | None = None,
         first: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Return what ``take`` makes of home's answer. ``late`` hears it when nobody waits any more, or could
-        take it. Raises :class:`Unanswered` after ``within`` seconds. ``first`` is done before; if the call
-        never goes, ``late`` hears that."""
+        """Send a request, wait for the reply, and return ``take(value)``.
+
+        Args:
+            channel: Number of the channel at the owner.
+            what: Kind of request.
+            arguments: Its arguments.
+            late: Receives the reply if the caller has given up or ``take`` failed. It receives an error if
+                the request was never sent.
+            take: Converts the value.
+            within: Seconds to wait for the reply (default: no limit).
+            first: Called before the request is sent.
+
+        Raises:
+            Unanswered: There was no reply within ``within`` seconds.
+        """
         asked = PendingCall(late)
         try:
             first()
@@ -97,7 +120,7 @@ class Calls:
         arguments: tuple[Any, ...],
         done: Callable[[], None] | None = None,
     ) -> PendingCall:
-        """Nobody waits here; ``done`` is called when it is answered."""
+        """Send a request without waiting, and call ``done`` when the reply arrives."""
         asked = PendingCall(lambda _: None, done)
         try:
             self._send(asked, channel, what, arguments)
@@ -107,7 +130,7 @@ class Calls:
         return asked
 
     def _send(self, asked: PendingCall, channel: int, what: str, arguments: tuple[Any, ...]) -> None:
-        """It is known here before it is on its way: whoever is interrupted from then on abandons it."""
+        """Register the call, then send its request: an interrupt in between abandons the call."""
         with self._lock:
             self._numbers += 1
             asked.number = self._numbers
@@ -116,9 +139,7 @@ class Calls:
             self._asks.put(CallRequest(asked.number, channel, what, arguments))
         except Exception as error:
             self._asked.pop(asked.number, None)
-            if isinstance(error, Closed) or (
-                isinstance(error, ValueError) and self.lost
-            ):  # the port is closed
+            if isinstance(error, Closed) or (isinstance(error, ValueError) and self.lost):
                 raise self.broken() from None
             raise
         if self.lost:
@@ -131,11 +152,11 @@ class Calls:
             self.abandon(asked)
 
     def abandon(self, asked: PendingCall) -> None:
-        """Nobody waits for it any more, or takes its answer."""
+        """Give the reply to ``late``, now or when it arrives, because the caller does not use it."""
         with self._lock:
             asked.abandoned = True
             answer = asked.answer
-            if answer is None and asked.number not in self._asked:  # it never went
+            if answer is None and asked.number not in self._asked:  # it was never sent
                 answer = Reply(asked.number, wrong=wrong(ChannelError("cancelled")))
             late = answer is not None and not asked.is_over
             asked.is_over = asked.is_over or late
@@ -145,7 +166,7 @@ class Calls:
             asked.late(answer)
 
     def _recall(self, asked: PendingCall) -> None:
-        """Have the server answer it at once: with what it has just done, or that it was recalled."""
+        """Ask the owner to answer now, either with the result or with ``Recalled``."""
         with contextlib.suppress(ChannelError, ValueError):
             self._asks.put_nowait(Cancel(asked.number))
 
@@ -157,7 +178,7 @@ class Calls:
             tell()
 
     def _answer_all(self) -> None:
-        """By an error: home is lost."""
+        """Answer all pending calls with an error, because the owner is lost."""
         with self._lock:
             waiting, self._asked = list(self._asked.values()), {}
             told = [_settle(asked, Reply(asked.number, wrong=wrong(self.broken()))) for asked in waiting]
@@ -165,13 +186,17 @@ class Calls:
             tell()
 
     def broken(self) -> Broken:
+        """Return the error for calls after the owner was lost or left."""
         error = Broken(f"the channels of {self.address} are broken: {self.lost or 'they were left'}")
         error.__cause__ = HostError(self.lost or "they were left", self.address)
         return error
 
 
 def _settle(asked: PendingCall, answer: Reply) -> Callable[[], None]:
-    """Who is to be told. With the lock of the calls held."""
+    """Store the reply, and return the function to call after the lock is released.
+
+    The caller holds the lock of the calls.
+    """
     asked.answer = answer
     if not asked.abandoned or asked.is_over:
         return asked.done

@@ -1,4 +1,4 @@
-"""Which home the channels across hosts of this process have: one for all, at the address that was said."""
+"""The channel server of this process: one for all its remote channels, at the address from ``serve``."""
 
 from __future__ import annotations
 
@@ -22,20 +22,28 @@ from flowchan.transport.tcp import split
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """Where a channel of this process is reached. ``number``: which of its home's it is."""
+    """Address of a channel that this process owns.
+
+    Args:
+        home: The server of the channel.
+        number: Number of the channel at that server.
+    """
 
     home: ChannelServer
     number: int
 
     @property
     def address(self) -> str:
+        """Address of the channel, for ``open_channel``."""
         return channel_address(self.home.address, self.number)
 
     @property
     def secret(self) -> bytes:
+        """Secret that a client must prove."""
         return self.home.secret
 
     def reduced(self) -> tuple[Any, ...]:
+        """Return the pickle of the channel, and count the item that is being packed."""
         parcel = descriptors.now.packing
         sent = parcel is not None and self.home.send(self.number)
         if parcel is not None and sent:
@@ -44,17 +52,19 @@ class Hosted:
         return arrive, (self.address, self.secret, self.home.tls, self.home.id, mark)
 
     def another(self, capacity: int) -> Channel[Any]:
+        """Make another channel with the same owner."""
         home = self.home
         if home.pid == os.getpid():
             return home.make(capacity)
-        at = home.address, home.secret, home.tls  # a forked child makes channels there as all others do
+        # a forked child makes channels at its parent like any other client
+        at = home.address, home.secret, home.tls
         with using(*at) as connection:
             return make_elsewhere(connection, *at, capacity)
 
 
 _lock = threading.Lock()
 _settings: dict[str, Any] = {}
-_homes: list[ChannelServer] = []  # at most one
+_homes: list[ChannelServer] = []
 
 
 @refuses_misspelt("serve")
@@ -65,11 +75,21 @@ def serve(
     tls: bool = False,
     peer_timeout: float = PEER_TIMEOUT_S,
 ) -> None:
-    """Says where the channels across hosts that this process makes from now on are reached: at any free port
-    of this machine alone, unless told otherwise. ``secret`` (32 random bytes, unless told otherwise): what
-    has to be proved there. ``tls``: whether what crosses is encrypted. ``peer_timeout``: for how many
-    seconds who
-    has a channel open elsewhere goes on without hearing of this program."""
+    """Set the address at which other programs reach the channels that this process makes from now on.
+
+    By default this is any free port of the loopback interface, which only this machine reaches.
+
+    Args:
+        address: Address to listen at (default: ``"127.0.0.1:0"``).
+        secret: Secret that clients must prove, at least 16 bytes (default: 32 random bytes).
+        tls: Whether to encrypt the connections (default: False).
+        peer_timeout: Seconds without a sign of life from this program after which a client gives up (default:
+            10).
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: The address, the secret or ``peer_timeout`` is invalid.
+    """
     split(address)
     flag("serve", "tls", tls)
     if secret is not None:
@@ -81,7 +101,7 @@ def serve(
 
 
 def let_in(channel: Channel[Any]) -> Hosted:
-    """Lets others reach a new channel."""
+    """Register a new channel with a server, so that other programs can reach it."""
     if (home := chosen.get()) is not None:
         number = home.add(channel)
         if number is None:
@@ -97,7 +117,7 @@ def let_in(channel: Channel[Any]) -> Hosted:
 
 
 def _begin_anew() -> None:
-    """A forked child has none of its parent's threads, so a home of its own."""
+    """Forget the server in a forked child, which has none of its parent's threads."""
     global _lock
     _lock = threading.Lock()
     _homes.clear()
