@@ -1,14 +1,12 @@
-"""Where the channels across hosts of this process are reached from elsewhere.
+"""Server through which other processes reach the channels that this process owns.
 
-Such a channel is an ordinary ring in the process that made it, its home. The server listens at one
-address for all
-of them, and lets in who proves the secret: a :class:`ClientSession`, for each process elsewhere that has
-some of them
-open, with one link to it. What a guest asks for over the control line is done here in the channel itself; a
-port that it opens is an ordinary port here, lent to the link.
+Such a channel is an ordinary ring in the process that made it, its owner. The server listens at one address
+for all of them, and accepts clients that prove the secret. Each client process has one link and one
+:class:`ClientSession`. The server carries out the client's requests on the channel itself. A port that the
+client opens is an ordinary port here, which the link uses.
 
-One thread does all of that, in an event loop of its own, and one per guest watches over its link. They end
-when the last channel is gone.
+One thread runs the server's event loop, and one thread per client watches its link. They end when the last
+channel is gone.
 """
 
 from __future__ import annotations
@@ -45,14 +43,26 @@ from flowchan.transport.tcp import listen
 from flowchan.transport.versions import differs, versions
 
 ANYWHERE = "127.0.0.1:0"
-KNOWN = 32  # guests that were given up and would be told so
-NEAR = 1.0  # seconds within which a home that lives answers its children
+KNOWN = 32  # ids of lost clients to remember, so that they learn why they are rejected
+NEAR = 1.0  # seconds within which a live owner answers its forked children
 
 
 class ChannelServer:
-    """Channels under one address, by their numbers there. It ends with the last of them, unless it is
-    ``kept``. ``peer_timeout``: for how many seconds a process elsewhere goes on without hearing of it. Raises
-    ``ValueError`` or ``OSError`` when it can't listen at ``address``."""
+    """Server for channels at one address, each with a number.
+
+    It ends with the last channel, unless ``kept`` is true.
+
+    Args:
+        address: Address to listen at.
+        secret: Secret that clients must prove (default: 32 random bytes).
+        tls: Whether connections are encrypted.
+        peer_timeout: Seconds without a sign of life from this process after which a client gives up.
+        kept: Whether the server stays when it has no channels.
+
+    Raises:
+        ValueError: The address is invalid.
+        OSError: The server can't listen at ``address``.
+    """
 
     def __init__(
         self,
@@ -65,15 +75,16 @@ class ChannelServer:
         self.id, self.pid = secrets.token_hex(16), os.getpid()
         self.tls, self.peer_timeout = tls, peer_timeout
         self.secret = secrets.token_bytes(32) if secret is None else secret
-        self.asked: dict[str, Callable[..., Any]] = {}  # what else guests may ask for
-        self.left: Callable[[ClientSession], None] = lambda _: None  # hears of each guest that is gone
+        self.asked: dict[str, Callable[..., Any]] = {}  # further requests by name
+        self.left: Callable[[ClientSession], None] = lambda _: None  # called with each session that ends
         self._stays, self._kept, self._over = kept, True, False
         self._channels: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         self._sent: dict[int, Channel[Any]] = {}
-        self._under_way: Counter[int] = Counter()  # in so many items
-        self._dropped: deque[Orphans] = deque()  # which may be nobody's now
+        self._under_way: Counter[int] = Counter()  # number of unfinished items that contain each channel
+        self._dropped: deque[Orphans] = deque()  # channels that may have no user any more
         self._mark = re.compile(re.escape(mark_of(self.id, "").encode()) + rb"(\d+)")
-        self._counting = threading.RLock()  # the collector may finish an item in whoever has it
+        # the garbage collector may finish an item while its thread holds the lock
+        self._counting = threading.RLock()
         self._numbers = 0
         self._guests: dict[str, ClientSession] = {}
         self._given_up: list[str] = []
@@ -87,19 +98,19 @@ class ChannelServer:
         self.address = self._door.address
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
-        name = f"flowchan home {self.address}"
+        name = f"flowchan server {self.address}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         _homes[self.id] = self
         before_exit(_close_all, 0)
 
     def __repr__(self) -> str:
-        return f"<home of {len(self._channels)} channels at {self.address}>"
+        return f"<ChannelServer with {len(self._channels)} channels at {self.address}>"
 
     # --- channels ---
 
     def add(self, channel: Channel[Any]) -> int | None:
-        """Its number; none if this home is over already."""
+        """Register a channel and return its number, or None if the server has ended."""
         with _ending:
             if self._over:
                 return None
@@ -111,7 +122,7 @@ class ChannelServer:
         return number
 
     def make(self, capacity: int) -> Channel[Any]:
-        """A new channel that is reached here."""
+        """Make a channel of this server."""
         before = chosen.set(self)
         try:
             return Channel(capacity, across=HOSTS.name)
@@ -119,8 +130,13 @@ class ChannelServer:
             chosen.reset(before)
 
     def send(self, number: int) -> bool:
-        """The channel is put into an item: it lasts, whoever drops it, until that is finished, and whoever
-        finishes it says that it has :meth:`come`. False: nobody has it any more."""
+        """Count an item that contains the channel, which lasts until that item is finished.
+
+        The process that finishes the item calls :meth:`come`.
+
+        Returns:
+            False if no process has the channel any more.
+        """
         if os.getpid() != self.pid:
             with contextlib.suppress(Broken):
                 connection = self._from_child()
@@ -131,12 +147,12 @@ class ChannelServer:
             if channel is None and number not in self._sent:
                 return False
             if channel is not None and number not in self._sent:
-                self._sent[number] = _twin(channel)  # before it counts: there may be no descriptors for it
+                self._sent[number] = _twin(channel)  # before the count, because descriptors may be lacking
             self._under_way[number] += 1
         return True
 
     def come(self, number: int) -> None:
-        """An item that it was put into is finished: nobody else gets that."""
+        """Stop counting an item that contained the channel, because it is finished."""
         if os.getpid() != self.pid:
             if (connection := self._from_child()) is not None:
                 connection.tell("come", number)
@@ -149,10 +165,10 @@ class ChannelServer:
             last = self._sent.pop(number, None)
         if last is not None:
             self.drop(number, OrphanMemory(last))
-        del last  # not under the lock: it may be the end of the channel
+        del last  # not under the lock: this may release the channel
 
     def sent_in(self, value: Any) -> Counter[int]:
-        """How often which channels of this home are in what a call is answered."""
+        """Count the channels of this server in the value of a reply, by number."""
         found: Counter[int] = Counter()
         if self._sent:
             for packed in packed_in(value):
@@ -160,18 +176,23 @@ class ChannelServer:
         return found
 
     def keep(self, channel: Channel[Any], number: int) -> None:
-        """The channel has come in an item. A forked child opens it, as who is elsewhere does: the parent, who
-        may have no more of it than that item, keeps it for as long as the child has it."""
+        """Keep a channel that a forked child has received in an item.
+
+        The child opens it like a remote client. The parent may have the channel only in that item, and keeps
+        it as long as the child has it.
+        """
         if os.getpid() == self.pid:
             return
-        with contextlib.suppress(FlowchanError):  # the parent is gone
+        with contextlib.suppress(FlowchanError):  # the parent has ended
             if (connection := self._from_child()) is not None:
                 connection.open(number, NEAR)
                 weakref.finalize(channel, connection.tell, "drop", number).atexit = False
 
     def _from_child(self) -> Connection | None:
-        """How a forked child tells its parent what is sent and has come, as others elsewhere do: over a
-        connection that is kept. None when the parent is gone."""
+        """Return a forked child's connection to its parent, or None if the parent has ended.
+
+        The child reports channels in items like a remote client. The connection stays open.
+        """
         try:
             os.kill(self.pid, 0)
             with using(self.address, self.secret, self.tls, NEAR) as connection:
@@ -181,67 +202,79 @@ class ChannelServer:
             return None
 
     def is_here(self, number: int) -> bool:
-        """Whether this process has it: a forked child those that were made before."""
+        """Return whether this process has the channel; a forked child has those made before the fork."""
         return self.pid == os.getpid() or number in self._channels or number in self._sent
 
     def find(self, number: int) -> Channel[Any]:
-        """Raises :class:`ChannelError` when it is gone, or never was."""
-        with self._counting:  # several threads may look for it
+        """Return the channel with this number.
+
+        Raises:
+            ChannelError: The channel was released or never existed.
+        """
+        with self._counting:  # several threads may search for the channel
             found = self._channels.get(number)
             if found is None and (sent := self._sent.get(number)) is not None:
-                # What is under way keeps no home alive, so it is none of those that somebody has.
+                # A channel in transit does not keep the server alive, so it is not among the registered
+                # channels.
                 twin = _twin(sent)
-                found = self._channels.setdefault(number, twin)  # the collector may have run meanwhile
+                found = self._channels.setdefault(number, twin)  # the garbage collector may have run since
                 if found is twin:
                     self._hear_of_the_end_of(found, number)
         if found is not None:
             return found
         raise ChannelError(
-            f"there is no channel {number} at {self.address}: nobody there has it any more. A channel "
-            "across hosts lasts as long as its home, or somebody who has opened it, holds it"
+            f"there is no channel {number} at {self.address}: its owner has released it or never had it; "
+            "keep the channel in its owner, or in a program that has opened it, while other programs use it"
         )
 
     def _hear_of_the_end_of(self, channel: Channel[Any], number: int) -> None:
         weakref.finalize(channel, _dropped, weakref.ref(self), number, OrphanMemory(channel)).atexit = False
 
     def drop(self, number: int, memory: OrphanMemory) -> None:
-        """An object for the channel is about to end. May be called from anywhere, also by the collector."""
+        """Check a channel whose object is about to be released; the garbage collector may call this."""
         if os.getpid() != self.pid:
             return
-        if self._sent and (dropped := memory.dropped(number)) is not None:  # else none can be in its items
+        # otherwise its items contain no channels
+        if self._sent and (dropped := memory.dropped(number)) is not None:
             self._dropped.append(dropped)
-        if self._over:  # perhaps just now
+        if self._over:  # it may have ended just now
             self._dropped.clear()
         self.look_again()
 
     def _look_at_dropped(self) -> None:
-        """What was put into the items of a channel that nobody has any more has come nowhere."""
+        """Release the channels in the items of channels that no process has any more."""
         for _ in range(len(self._dropped)):
             try:
                 dropped = self._dropped.popleft()
-            except IndexError:  # this home has ended meanwhile
+            except IndexError:  # the server has ended since
                 return
             lives = dropped.number in self._channels or dropped.number in self._sent
             if not lives and not dropped.is_nobodys():
-                self._dropped.append(dropped)  # a forked child has it: looked at again
+                self._dropped.append(dropped)  # a forked child has the channel: check it again later
             elif not lives:
                 for number in self.sent_in(dropped.items()).elements():
                     self.come(number)
 
     def is_over(self) -> bool:
-        # By those that live: who hears of an end may hear of it before the dictionary does.
+        """Return whether the server has ended or has no channels left."""
+        # Iterate, because a finalizer may run before the dictionary drops its entry.
         return self._over or (not self._kept and not any(True for _ in self._channels.values()))
 
     def look_again(self) -> None:
-        """Something has changed that may be the end. May be called from anywhere, also by the collector."""
-        with contextlib.suppress(RuntimeError):  # it has ended already
+        """Make the server check whether it has ended; the garbage collector may call this."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._changed.set)
 
+    def has_prefetched(self, channel: Channel[Any], other_than: ClientSession) -> bool:
+        """Return whether another client has prefetched items of ``channel``."""
+        return any(guest.has_prefetched(channel) for guest in self.guests() if guest is not other_than)
+
     def guests(self) -> list[ClientSession]:
+        """Return the sessions of all clients."""
         return list(self._guests.values())
 
     def close(self) -> None:
-        """Ends it now, for all who are connected."""
+        """End the server and all its sessions now."""
         self._over = True
         self.look_again()
         if threading.current_thread() is not self._thread and os.getpid() == self.pid:
@@ -259,7 +292,7 @@ class ChannelServer:
     async def _serve(self) -> None:
         self._loop.add_reader(self._door.fileno(), self._open_door)
         while True:
-            with contextlib.suppress(asyncio.TimeoutError):  # now and then it sends away who says nothing
+            with contextlib.suppress(asyncio.TimeoutError):  # drops silent connections once a second
                 await asyncio.wait_for(self._changed.wait(), 1.0)
             self._changed.clear()
             self._look_at_dropped()
@@ -271,7 +304,7 @@ class ChannelServer:
                     break
         self._loop.remove_reader(self._door.fileno())
         self._door.close()
-        why = f"the program at {self.address} has ended it"
+        why = f"the program at {self.address} has closed them"
         await asyncio.gather(*(guest.leave_alone(why) for guest in self.guests()))
         self._sent.clear()
         self._dropped.clear()
@@ -292,12 +325,12 @@ class ChannelServer:
                     guest.meet(sock)
 
     def _guest(self, hello: dict[str, Any]) -> ClientSession | None:
-        """Who has come; nobody, if it is not wanted any more, or is of another version."""
+        """Return the session for a client, or None if it was given up or has another version."""
         id, pid = hello.get("guest"), hello.get("pid")
         if not isinstance(id, str) or not isinstance(pid, int) or id in self._given_up:
             return None
         if differs(hello):
-            return None  # both know what the other has: it says so over there
+            return None  # the client sees this server's version and raises the error
         if id not in self._guests:
             if hello.get("again"):
                 return None
@@ -305,7 +338,7 @@ class ChannelServer:
         return self._guests[id]
 
     def forget(self, guest: ClientSession) -> None:
-        """It has left, or was given up."""
+        """Remove a session that has ended."""
         if self._guests.pop(guest.id, None) is not None:
             self._given_up.append(guest.id)
             del self._given_up[:-KNOWN]
@@ -314,15 +347,15 @@ class ChannelServer:
 
 
 _homes: dict[str, ChannelServer] = {}
-"""Those of this process and, in a forked child, those of its parents, by their ids."""
+"""Servers of this process and, in a forked child, of its parents, by their ids."""
 _ending = threading.Lock()
-"""Held where a home makes up its mind whether it is over."""
+"""Held while a server decides whether it has ended."""
 chosen: ContextVar[ChannelServer | None] = ContextVar("chosen", default=None)
-"""That of a channel which is being made; else it is the one that this process has."""
+"""Server of the channel that is being made (default: the one that this process has)."""
 
 
 def _twin(channel: Channel[Any]) -> Channel[Any]:
-    """The same channel as another object, which lasts by itself."""
+    """Return a second object for the channel, with descriptors of its own."""
     twin: Channel[Any] = Channel.__new__(Channel)
     socket = os.dup(channel._socket) if channel._socket >= 0 else -1
     _core.Channel.__init__(twin, fd=os.dup(channel._fd), socket=socket, name=channel._name)
@@ -336,11 +369,12 @@ def _dropped(home: weakref.ref[ChannelServer], number: int, memory: OrphanMemory
 
 
 def home_of(id: str) -> ChannelServer | None:
+    """Return the server with this id, of this process or of a parent."""
     return _homes.get(id)
 
 
 def home_at(address: str, secret: bytes) -> ChannelServer | None:
-    """That of this process, if it is ours."""
+    """Return the server at this address, if this process has it and the secret is right."""
     found = [home for home in _homes.values() if home.address == address]
     return found[0] if found and hmac.compare_digest(found[0].secret, secret) else None
 
@@ -352,7 +386,7 @@ def _close_all() -> None:
 
 
 def _begin_anew() -> None:
-    """A forked child reaches the channels of its parents' homes directly, and serves nobody there."""
+    """Stop listening in a forked child, which reaches its parents' channels directly."""
     global _ending
     _ending = threading.Lock()
     for home in _homes.values():

@@ -24,7 +24,7 @@ from flowchan.channel.latch import Latch
 from flowchan.channel.select import Selected, select
 from flowchan.errors import Broken, ChannelError, Closed, HostError
 from flowchan.remote.messages import Finished, Reply, ServerClosed, cause_in, control_ring
-from flowchan.remote.pending_calls import Calls, Unanswered
+from flowchan.remote.pending_calls import CLOSED_HERE, Calls, Unanswered
 from flowchan.run.crew.at_exit import before_exit
 from flowchan.transport.dial import reach
 from flowchan.transport.link_events import AHEAD, BEHIND, LinkBroken, LinkIdle, watch
@@ -128,15 +128,17 @@ class Connection(Calls):
         except OSError as error:
             remedy = ""
             if isinstance(error.__cause__, ConnectionRefusedError):
-                remedy = "; nothing listens there: look whether that program runs, and at which address"
+                remedy = (
+                    "; nothing listens there; check that the program is running and that the address is right"
+                )
             raise HostError(f"{error}{remedy}", self.address) from None
         why_not = differs(theirs)
         if not why_not and "home" not in theirs:
-            why_not = "no channels are reached there"
+            why_not = "no channel server listens there"
         elif self._hello["again"] and theirs["home"] != self.home:
-            why_not = "another program is there now"
+            why_not = "a different program listens there now"
         elif self._hello["guest"] in theirs.get("given_up", ()):
-            why_not = "it has not heard of this program for too long, and has given it up"
+            why_not = "it received nothing from this program for too long and has closed its session"
         if not why_not:
             return sock, theirs
         sock.close()
@@ -316,13 +318,13 @@ class Connection(Calls):
             # A process that is leaving also connects again: its notices must arrive first.
             if isinstance(event, LinkBroken) and not self._told_all.is_set():
                 try:
-                    sock, _ = self._dial(self._peer_timeout, f"lost the channels' home ({event.why})")
+                    sock, _ = self._dial(self._peer_timeout, f"lost the owner of the channels ({event.why})")
                 except HostError as error:
                     self._lose(str(error))
                     break
                 self.link.attach(sock.detach())
             elif isinstance(event, LinkIdle) and event.silent > self._peer_timeout:
-                self._lose(f"nothing was heard of {self.address} for {self._peer_timeout:g} s")
+                self._lose(f"nothing was heard from {self.address} for {self._peer_timeout:g} s")
                 break
 
     def _hear(self) -> None:
@@ -367,7 +369,7 @@ class Connection(Calls):
         _nudge(self._nudges, "lost", 0)
 
     def _end(self) -> None:
-        self.lost = self.lost or "they were left"
+        self.lost = self.lost or CLOSED_HERE
         self._told_all.set()
         self.link.close()
         for end in self._ends:

@@ -98,7 +98,7 @@ class Clients:
         """
         for one, up, _ in self._joined:
             if one is guest and not up.closed:
-                up.abort(HostError(f"a client of the server at {self.address} has gone", self.address))
+                up.abort(HostError(f"a client of the server at {self.address} has left", self.address))
         self._joined = [joined for joined in self._joined if joined[0] is not guest]
 
     def close(self, timeout: float) -> None:

@@ -19,6 +19,8 @@ from flowchan.remote.messages import CallRequest, Cancel, Reply, wrong
 from flowchan.transport.descriptors import lacks
 from flowchan.transport.interrupts import is_interrupt
 
+CLOSED_HERE = "this process has closed its connection to them"
+
 
 class Unanswered(Exception):
     """The owner has not replied in time; its reply will go to ``late``."""
@@ -187,8 +189,8 @@ class Calls:
 
     def broken(self) -> Broken:
         """Return the error for calls after the owner was lost or left."""
-        error = Broken(f"the channels of {self.address} are broken: {self.lost or 'they were left'}")
-        error.__cause__ = HostError(self.lost or "they were left", self.address)
+        error = Broken(f"the channels of {self.address} are broken: {self.lost or CLOSED_HERE}")
+        error.__cause__ = HostError(self.lost or CLOSED_HERE, self.address)
         return error
 
 

@@ -1,16 +1,16 @@
-"""Channels across hosts in a process that has not made them (C16).
+"""Remote channels: channels across hosts that another process owns (C16).
 
-Algorithm. Items go through rings of this process, which a link to home fills and empties: many are under way
-at a time, and no call waits for home. ``reader()`` and ``writer()`` give ports with a ring each. The plain
-calls ``put``, ``get`` and ``select`` share two rings, one for each direction. Their ports are opened at the
-first use and do not count as a reader or a writer. These calls are native and look up the ring themselves, so
-a ``KeyboardInterrupt`` cannot come between an item and its receiver.
+Algorithm. Items go through rings of this process. A link to the owner fills and empties these rings, so that
+many items are in transit at a time and no call waits for a round trip. ``reader()`` and ``writer()`` return
+ports with a ring each. The plain calls ``put``, ``get`` and ``select`` share two rings, one for each
+direction. Their ports are opened at the first use and do not count as a reader or a writer. These calls are
+native and look up the ring in C++, so a ``KeyboardInterrupt`` cannot separate an item from its receiver.
 
-Invariants. Home sends items only while a call waits for one here, and takes back what was not taken for some
-milliseconds. It says how many items may be put in all, which is what it has and has room for; so the channel
-keeps its capacity as long as no two processes use the same room at a time. Before a call gives up at its
-timeout it asks home once, so that it never fails because news were under way.
-docs/hosts.md says what differs from a channel of this process.
+Invariants. The owner sends items only while a call waits here. It takes items back that were not taken within
+some milliseconds. It limits how many items may be put in total, according to its free room. The channel
+therefore keeps its capacity unless two processes use the same room at the same time. A call that reaches its
+timeout asks the owner once before it fails, so that news in transit cannot make it fail. docs/hosts.md lists
+the differences from a local channel.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ R = TypeVar("R")
 
 
 class _RemoteEnd(Generic[T]):
-    """What both ends of a channel whose home is elsewhere have in common."""
+    """Methods shared by :class:`RemoteIn` and :class:`RemoteOut`."""
 
     def __init__(self, far: RemoteChannel[T], line: RemotePort) -> None:
         super().__init__(line.ring)  # type: ignore[call-arg]  # the port that stands beside it
@@ -55,20 +55,23 @@ class _RemoteEnd(Generic[T]):
 
     @property
     def channel(self) -> RemoteChannel[T]:
-        """The channel whose port it is."""
+        """Return the channel of this port."""
         return self._far
 
     def close(self) -> None:
-        """Leave. Returns when home knows it, and has all that was put."""
+        """Close the port, and return when the owner knows that and has all items that were put."""
         self.__exit__(None, None, None)
 
     def leave(self) -> None:
-        """Close it without a wait for home."""
+        """Close the port without waiting for the owner."""
         self.is_open = False
         super().close()  # type: ignore[misc]
 
     def __exit__(self, *how: Any) -> None:
-        """As ``close``; of a reading end that is left by an exception, home has the items in hand again."""
+        """Close the port like ``close``.
+
+        If an exception leaves the block of a reading end, its unfinished items return to the owner.
+        """
         self.is_open = False
         super().__exit__(*how)  # type: ignore[misc]
         self._line.finished.wait()
@@ -78,18 +81,24 @@ class _RemoteEnd(Generic[T]):
 
 
 class RemoteIn(_RemoteEnd[T], In[T]):
-    """A reading end of a channel whose home is elsewhere."""
+    """Reading end of a remote channel."""
 
     def get(self, timeout: float | None = None) -> T:
-        """As every port's; but an item that is at home now has two round trips, however short the time."""
+        """Return the next item, or raise ``Empty`` after ``timeout`` seconds.
+
+        An item that the owner has is received even if ``timeout`` is shorter than two round trips.
+        """
         return self._in_two_round_trips(super().get, timeout)
 
     def get_many(self, max: int, timeout: float | None = None) -> list[T]:
-        """As every port's, with the same difference."""
+        """Return up to ``max`` items, or raise ``Empty`` after ``timeout`` seconds.
+
+        Items that the owner has are received even if ``timeout`` is shorter than two round trips.
+        """
         return self._in_two_round_trips(functools.partial(super().get_many, max), timeout)
 
     def get_nowait(self) -> T:
-        """As ``get`` with no time at all."""
+        """Return the next item, or raise ``Empty`` after two round trips."""
         return self.get(0)
 
     def _in_two_round_trips(self, call: Callable[[float | None], R], timeout: float | None) -> R:
@@ -104,18 +113,26 @@ class RemoteIn(_RemoteEnd[T], In[T]):
 
 
 class RemoteOut(_RemoteEnd[T], Out[T]):
-    """A writing end of a channel whose home is elsewhere."""
+    """Writing end of a remote channel."""
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until home has all that was put here. Raises ``Full`` when ``timeout`` seconds are over first,
-        and ``Closed`` or ``Broken`` when the channel has ended and home has not taken all."""
+        """Wait until the owner has all items that were put through this port.
+
+        Args:
+            timeout: Seconds to wait (default: no limit).
+
+        Raises:
+            Full: The owner had no room for all items in time.
+            Closed: The channel was closed before the owner had all items.
+            Broken: The channel was aborted, or its owner is lost.
+        """
         wait = _seconds(timeout)
         count = self._line.ring.stats().items_in
         used = self._far._connection.await_used(self._line, count, wait)
         if used is None:
             raise Full(f"the channel of {self._far.address} had no room for all items within {wait:g} s")
         if not used:
-            self._line.ring.put_nowait(None)  # raises why: it has ended, so nothing gets in
+            self._line.ring.put_nowait(None)  # raises the reason, because the channel has ended
 
 
 class _Looked(NamedTuple):
@@ -124,15 +141,17 @@ class _Looked(NamedTuple):
     stats: ChannelStats
 
 
-ON_ITS_WAY = 0.1
-"""Seconds for which items that home has sent are awaited at most."""
+ON_ITS_WAY = 1.0
+"""Seconds to wait for items that the owner has sent."""
 NOTHING = Channel(1).stats()
-"""Of a port that is not open."""
+"""Counts of a port that is not open."""
 
 
 class RemoteChannel(Channel[T]):
-    """A channel across hosts that was made in another process. ``flowchan.hosts.open_channel`` and items that
-    hold one give it."""
+    """A channel across hosts that another process owns.
+
+    ``flowchan.hosts.open_channel`` returns one, and so does an item that contains the channel.
+    """
 
     across = HOSTS.name
     is_elsewhere = True
@@ -141,18 +160,19 @@ class RemoteChannel(Channel[T]):
         self, at: tuple[str, bytes, bool], connection: Connection, within: float | None = None
     ) -> None:
         capacity, max_bytes, name = connection.open(number_in(at[0]), within)
-        _core.Channel.__init__(  # it stays empty: items go through other rings
+        _core.Channel.__init__(  # this ring stays empty: items go through other rings
             self, capacity=capacity, processes=False, max_bytes=max_bytes or 2**64 - 1, name=name
         )
-        self._elsewhere = True  # so native calls ask `_open_port` for these
-        self._at, self._link = at, connection  # `at`: address, secret, TLS
+        self._elsewhere = True  # makes native calls use the ring from `_open_port`
+        self._at, self._link = at, connection  # address, secret, TLS
         self._number = number_in(at[0])
         self._opening = threading.RLock()
-        self._ports: dict[bool, RemoteIn[T] | RemoteOut[T]] = {}  # of the plain calls; True: for reading
+        # ports of the plain calls; True: for reading
+        self._ports: dict[bool, RemoteIn[T] | RemoteOut[T]] = {}
 
     @property
     def _connection(self) -> Connection:
-        if self._link.pid != os.getpid():  # a forked child has one of its own
+        if self._link.pid != os.getpid():  # a forked child needs its own connection
             with using(place_in(self._at[0]), *self._at[1:]) as link:
                 link.open(self._number)
                 link.adopt(self._number, self)
@@ -169,7 +189,7 @@ class RemoteChannel(Channel[T]):
     # --- items ---
 
     def _open_port(self, reads: bool) -> Channel[T]:
-        """Give the ring that plain calls of this process read or write. The core calls this at first use."""
+        """Return the ring for plain calls of this process; the core calls this at the first use."""
         connection = self._connection
         with self._opening:
             if reads not in self._ports:
@@ -178,12 +198,16 @@ class RemoteChannel(Channel[T]):
             return self._ports[reads]._line.ring
 
     def _ask_again(self, reads: bool) -> tuple[bool, int]:
-        """Ask home what is possible now, before a call gives up. Whether there is an item, or room, or the
-        end; and how often an item has gone in or out there. The core calls this."""
+        """Ask the owner for its current state before a call gives up; the core calls this.
+
+        Returns:
+            Whether there is an item (or room) or the channel has ended, and how often an item went into or
+            out of the channel at the owner.
+        """
         connection, line = self._connection, self._ports[reads]._line
         try:
             if reads:
-                sent, ended, moves = self._offer(1)
+                sent, ended, moves = self._offer(1, line.ring.stats().items_out)
                 return ended or sent > line.ring.stats().items_out, moves
             within = connection.answered_within(0)
             room, ended, moves = connection.ask(self._number, "room", line.number, within=within)
@@ -194,60 +218,66 @@ class RemoteChannel(Channel[T]):
         except Unanswered:
             return False, 0
         except Broken:
-            return True, 0  # the ring is broken by then, and says why
+            return True, 0  # the ring is broken by now and raises the reason
 
-    def _offer(self, most: int) -> tuple[int, bool, int]:
-        """Have home send up to ``most`` items that it has, also of those that are on their way there from
-        here. See ``ClientSession``."""
+    def _offer(self, most: int, got: int | None = None) -> tuple[int, bool, int]:
+        """Make the owner send up to ``most`` of its items; see ``ClientSession``.
+
+        These include items that this process has put and that are still in transit.
+        """
         connection, ports = self._connection, self._ports
         number, put = 0, 0
         if False in ports:
             number, put = ports[False]._line.number, ports[False]._line.ring.stats().items_in
         within = connection.answered_within(0)
-        what = ports[True]._line.number, most, number, put
+        what = ports[True]._line.number, most, got, number, put
         offered: tuple[int, bool, int] = connection.ask(self._number, "offer", *what, within=within)
         return offered
 
     def _fetch(self, most: int) -> None:
-        """Have up to ``most`` more items come here, if home has them. The core calls this before it takes
-        several at a time."""
+        """Fetch up to ``most`` more items, if the owner has them; the core calls this before ``get_many``."""
         ring = self._ports[True]._line.ring
-        with contextlib.suppress(Unanswered, Broken):  # the ring says why
+        with contextlib.suppress(Unanswered, Broken):  # the ring raises the reason
             sent, _, _ = self._offer(most)
             give_up = time.monotonic() + ON_ITS_WAY
             while ring.stats().items_in < sent and not ring.closed and time.monotonic() < give_up:
                 time.sleep(0.0001)
 
     async def aput(self, item: T) -> None:
-        """As ``put``, for coroutines. A cancelled call has put nothing."""
+        """Put an item, from a coroutine. A cancelled call has put nothing."""
         await awaiting.aput(self._open_port(False), item)
 
     async def aget(self) -> T:
-        """As ``get``, for coroutines. A cancelled call has taken nothing."""
+        """Get an item, from a coroutine. A cancelled call has taken nothing."""
         return await awaiting.aget(self._open_port(True))
 
     async def __anext__(self) -> T:
         return await awaiting.anext_item(self._open_port(True))
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until home has all that ``put`` has taken in this process."""
+        """Wait until the owner has all items that this process has put with plain calls.
+
+        Raises the same errors as the ``flush`` of a writing end.
+        """
         _seconds(timeout)
         if (port := self._open_ports().get(False)) is not None:
             assert isinstance(port, RemoteOut)
             port.flush(timeout)
 
     def _open_ports(self) -> dict[bool, RemoteIn[T] | RemoteOut[T]]:
-        """Those of this process, not those of its parent."""
+        """Return the ports of this process; ports of its parent are not among them."""
         return self._ports if self._link.pid == os.getpid() else {}
 
     def loan(self, *_: Any, **__: Any) -> NoReturn:
-        """Memory of home can't be lent."""
-        raise ChannelError(f"{self!r} has its memory on another host: put an array of your own")
+        """Raise ``ChannelError``, because the memory of a remote channel is on another host."""
+        raise ChannelError(
+            f"{self!r} has its memory on another host, so it has none to lend; put an array instead"
+        )
 
     # --- the channel ---
 
     def close(self) -> None:
-        """As every channel's. Returns when home has all that was put here, if it takes it."""
+        """Close the channel, after the owner has received all items of this process that it accepts."""
         with contextlib.suppress(Closed, Broken):
             self.flush()
         self._ask("close")
@@ -255,22 +285,22 @@ class RemoteChannel(Channel[T]):
             port.close()
 
     def abort(self, cause: BaseException | None = None) -> None:
-        """As every channel's."""
+        """Break the channel for all its users, with ``cause`` as the cause of their ``Broken``."""
         if cause is not None and not isinstance(cause, BaseException):
             raise TypeError(f"abort: cause must be an exception or None, not {cause!r}")
         if (hear := hears_aborts.get()) is not None:
             hear(self, cause)
-        with contextlib.suppress(Broken):  # home is lost
+        with contextlib.suppress(Broken):  # the owner is lost
             self._ask("abort", sealed_cause(cause))
         for port in self._open_ports().values():
             _core.Channel.abort(port._line.ring, cause)
 
     def reader(self) -> In[T]:
-        """A counted reading end, with many items under way at a time."""
+        """Open a counted reading end, which prefetches items."""
         return self._port(RemoteIn, True, counted=True)  # type: ignore[no-any-return]
 
     def writer(self) -> Out[T]:
-        """A counted writing end, with many items under way at a time."""
+        """Open a counted writing end, which sends items while the program continues."""
         return self._port(RemoteOut, False, counted=True)  # type: ignore[no-any-return]
 
     def _port(self, kind: Any, reads: bool, counted: bool) -> Any:
@@ -310,43 +340,46 @@ class RemoteChannel(Channel[T]):
 
     @property
     def closed(self) -> bool:
-        """Whether nobody can put any more."""
+        """Return whether puts have ended."""
         return self._look().closed
 
     @property
     def drained(self) -> bool:
-        """Whether it is closed and nothing more can be got."""
+        """Return whether the channel is closed and has no items left."""
         looked = self._look()
         nothing = looked.stats.inside == looked.stats.leased == 0
         return looked.closed and nothing and not looked.broken
 
     @property
     def broken(self) -> bool:
-        """Whether it ended by failure."""
+        """Return whether the channel has ended by a failure."""
         try:
             return self._look().broken
         except Broken:
             return True
 
     def stats(self) -> ChannelStats:
-        """Counts of this moment: home's, where what is under way to and from this process is inside."""
+        """Return the owner's current counts. Items in transit to and from this process count as inside."""
         return self._look().stats
 
     @property
     def address(self) -> str:
-        """Where it is reached."""
+        """Return the address of the channel."""
         return self._at[0]
 
     @property
     def secret(self) -> bytes:
-        """What has to be proved there."""
+        """Return the secret that clients must prove."""
         return self._at[1]
 
     def __repr__(self) -> str:
         return f"<Channel({self.capacity}, across={self.across!r}) of {self.address}>"
 
     def came(self) -> None:
-        """An item that it was in is finished here. The server keeps it for that item until then."""
+        """Notify the owner that an item that contained the channel is finished here.
+
+        The owner keeps the channel for that item until then.
+        """
         self._connection.tell("come", self._number)
 
     def _another(self, capacity: int) -> Channel[Any]:
@@ -358,8 +391,8 @@ class RemoteChannel(Channel[T]):
             return beside
         sent, parcel = False, descriptors.now.packing
         if parcel is not None:
-            with contextlib.suppress(Broken, HostError):  # home is lost: who receives it is told
-                # Before the item is anywhere: we may be killed then.
+            with contextlib.suppress(Broken, HostError):  # the owner is lost: the receiver gets an error
+                # Before the item exists anywhere, because this process may be killed at any moment.
                 sent = self._connection.send(self._number)
         if parcel is not None and sent:
             parcel.counted.append(functools.partial(_come, weakref.ref(self._link), self._number))
@@ -373,8 +406,18 @@ def _come(link: weakref.ref[Connection], number: int) -> None:
 
 
 def arrive(address: str, secret: bytes, tls: bool, home: str, sent: str | bool) -> Channel[Any]:
-    """The channel of that address: the one that was made here, if it was. ``sent``: a mark, if it has come in
-    an item, for which its home keeps it until that is finished."""
+    """Return the channel of an address when it is unpickled.
+
+    If this process owns the channel, that is the channel itself.
+
+    Args:
+        address: Address of the channel.
+        secret: Secret of the channel.
+        tls: Whether the connection is encrypted.
+        home: Id of the channel's server.
+        sent: Mark of an item that contained the channel, which the owner keeps until the item is finished;
+            False without an item.
+    """
     here = home_of(home)
     try:
         if here is not None and here.is_here(number_in(address)):
@@ -399,8 +442,15 @@ def arrive(address: str, secret: bytes, tls: bool, home: str, sent: str | bool) 
 def remote_channel(
     address: str, secret: bytes, tls: bool, timeout: float, give_up: float | None = None
 ) -> RemoteChannel[Any]:
-    """That of this process for a channel whose home is elsewhere. ``timeout``: for a home that this process
-    does not know yet. ``give_up``: when to, whether it knows it or not."""
+    """Return the object of this process for a remote channel.
+
+    Args:
+        address: Address of the channel.
+        secret: Secret of the channel.
+        tls: Whether the connection is encrypted.
+        timeout: Seconds to connect to an owner without a connection.
+        give_up: Time at which to stop waiting for the reply of the owner (default: never).
+    """
     with using(place_in(address), secret, tls, timeout) as connection:
         known: RemoteChannel[Any] | None = connection.user(number_in(address))
         if known is not None:
@@ -414,7 +464,7 @@ def remote_channel(
 def make_elsewhere(
     connection: Connection, place: str, secret: bytes, tls: bool, capacity: int
 ) -> RemoteChannel[Any]:
-    """A new channel whose home is there."""
+    """Make a new channel at the owner of this connection."""
 
     def drop(answer: Reply) -> None:
         if answer.wrong is None:
@@ -426,7 +476,7 @@ def make_elsewhere(
         connection.adopt(number, made)
         return made
     except BaseException:
-        connection.tell("drop", number)  # home keeps what it has made until then
+        connection.tell("drop", number)  # the owner keeps the new channel until then
         raise
 
 
@@ -434,9 +484,29 @@ def make_elsewhere(
 def open_channel(
     address: str, secret: bytes, *, tls: bool = False, timeout: float = PEER_TIMEOUT_S
 ) -> Channel[Any]:
-    """The channel that another program made by ``Channel(across="hosts")``, by its ``address`` and ``secret``
-    there. ``tls``: as that program has said in ``serve``. Raises :class:`HostError` when it is not reached
-    within ``timeout`` seconds."""
+    """Open a channel that another program has made with ``Channel(across="hosts")``.
+
+    Args:
+        address: ``channel.address`` in that program.
+        secret: ``channel.secret`` in that program.
+        tls: Whether the connection is encrypted, like ``tls`` of ``serve`` there (default: False).
+        timeout: Seconds to wait for the owner (default: 10); None waits without a limit.
+
+    Returns:
+        The channel. All opens of one address in a process return the same object.
+
+    Raises:
+        HostError: The owner can't be reached in time, or has released the channel.
+        ValueError: The address, the secret or the timeout is invalid.
+        TypeError: ``secret`` is not bytes, or ``tls`` is not a bool.
+
+    Example:
+        >>> from flowchan import Channel
+        >>> from flowchan.hosts import open_channel
+        >>> owned = Channel(across="hosts")
+        >>> open_channel(owned.address, owned.secret) is owned
+        True
+    """
     place, number = place_in(address), number_in(address)
     secret_bytes("open_channel", secret, "it is what channel.secret says")
     flag("open_channel", "tls", tls)
@@ -457,4 +527,4 @@ def _seconds(timeout: Any) -> float | None:
         return None
     if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) and float(timeout) >= 0:
         return float(timeout) if float(timeout) < 1e9 else None
-    raise ValueError(f"timeout must be None (wait for ever) or a number of seconds >= 0, not {timeout!r}")
+    raise ValueError(f"timeout must be None (no limit) or a number of seconds >= 0, got {timeout!r}")

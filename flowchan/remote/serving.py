@@ -105,7 +105,7 @@ def let_in(channel: Channel[Any]) -> Hosted:
     if (home := chosen.get()) is not None:
         number = home.add(channel)
         if number is None:
-            raise ChannelError(f"{home!r} has ended, and takes no more of them")
+            raise ChannelError(f"{home!r} has ended and accepts no more channels")
         return Hosted(home, number)
     with _lock:
         number = _homes[0].add(channel) if _homes else None

@@ -1,4 +1,4 @@
-"""One process elsewhere that has channels of this one open, as their home has it."""
+"""Sessions of client processes at the server of the channels that they have open."""
 
 from __future__ import annotations
 
@@ -35,33 +35,55 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LAST_WORD = 1.0
-"""Seconds within which a guest should hear that its home is over."""
+"""Seconds within which a client should confirm that it knows of the server's end."""
 POLL_INTERVAL_S = 0.05
-"""Seconds between two looks whether a process of this machine, whose connection has ended, has ended, too."""
+"""Seconds between two checks whether a client on this machine has ended after its connection broke."""
 SOON = 0.0005
-"""Seconds between two looks at what is on its way."""
+"""Seconds between two checks for items in transit."""
 NO_LINE = {"taken": 0, "used": 0, "ahead": 0, "standing": 0, "staged": 0}
-"""What the link has done for a port that is not open."""
+"""Counts of a stream that is not open."""
 
 
 class SessionOwner(Protocol):
-    """Whose guest it is."""
+    """The channel server, as its sessions see it."""
 
     address: str
     peer_timeout: float
     asked: dict[str, Callable[..., Any]]
 
-    def make(self, capacity: int) -> Channel[Any]: ...
-    def find(self, number: int) -> Channel[Any]: ...
-    def come(self, number: int) -> None: ...
-    def send(self, number: int) -> bool: ...
-    def forget(self, guest: ClientSession) -> None: ...
+    def make(self, capacity: int) -> Channel[Any]:
+        """Make a channel."""
+
+    def find(self, number: int) -> Channel[Any]:
+        """Return the channel with this number."""
+
+    def come(self, number: int) -> None:
+        """Note that an item that contained the channel is finished."""
+
+    def send(self, number: int) -> bool:
+        """Note that an item contains the channel."""
+
+    def has_prefetched(self, channel: Channel[Any], other_than: ClientSession) -> bool:
+        """Return whether another client has prefetched items of ``channel``."""
+
+    def forget(self, guest: ClientSession) -> None:
+        """Remove a session that has ended."""
 
 
 class ClientSession:
-    """See above. ``number`` in what follows is that of a channel of its home. All but the watch runs in the
-    thread of its home's event loop. When its process is gone, or was not heard of for too long, its ports are
-    closed here as those of a process that died. ``process``: itself, where it is one of this machine."""
+    """Session of one client process.
+
+    ``number`` is the number of a channel in all methods. Everything but ``_watch`` runs in the thread of the
+    server's event loop. If the process has ended or is silent for too long, the session closes its ports like
+    those of a process that died.
+
+    Args:
+        home: The server.
+        loop: The server's event loop.
+        id: Id of the client.
+        pid: Process id of the client, for the cause of a break.
+        process: The client's process, if it runs on this machine.
+    """
 
     def __init__(
         self,
@@ -74,33 +96,39 @@ class ClientSession:
         self.id, self.pid, self._process = id, pid, process
         self._home, self._loop = home, loop
         self._over = self._left = False
-        self._last_word: asyncio.TimerHandle | None = None  # it has left, and will close the connection
-        self._open: dict[int, Channel[Any]] = {}  # what it has open is kept for it
-        self._opened: Counter[int] = Counter()  # so often
-        self._read: weakref.WeakSet[Channel[Any]] = weakref.WeakSet()  # it has had a port of these
-        self._ports: dict[int, In[Any] | Out[Any]] = {}  # by their lines
-        # The lines of the client's plain calls; True: for reading.
+        # the client has left and will close the connection
+        self._last_word: asyncio.TimerHandle | None = None
+        self._open: dict[int, Channel[Any]] = {}  # channels that the client has open, which are kept for it
+        self._opened: Counter[int] = Counter()  # how often the client has opened each of them
+        # channels that the client has had a reading port of
+        self._read: weakref.WeakSet[Channel[Any]] = weakref.WeakSet()
+        self._ports: dict[int, In[Any] | Out[Any]] = {}  # by stream
+        # Streams of the client's plain calls; True: for reading.
         self._plain: weakref.WeakKeyDictionary[Channel[Any], dict[bool, int]] = weakref.WeakKeyDictionary()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._answering: set[int] = set()  # what they are answered is on its way
+        self._answering: set[int] = set()  # calls whose reply is being sent
         self._answers, letters = control_ring(), control_ring()
         self._letters, self._letterbox = letters.reader(), letters.writer()
         self._to_say = self._answers.reader()
         self.link = _core.Link(True)
         self.link.line(0, [self._to_say], [self._letterbox])
         self._listening = loop.create_task(self._listen())
-        name = f"flowchan guest at {home.address}"
+        name = f"flowchan client of {home.address}"
         self._watching = threading.Thread(target=self._watch, name=name, daemon=True)
         self._watching.start()
 
     def meet(self, sock: socket.socket) -> None:
+        """Connect the link over a socket of the client."""
         self.link.attach(sock.detach())
 
     # --- the link ---
 
     def _watch(self) -> None:
-        """Tells what happens to the link. Without a connection it is given up after a while, or as soon as
-        its process is known to have ended."""
+        """Handle events of the link, in a thread of its own.
+
+        Without a connection, the session ends after a while, or as soon as the client's process is known to
+        have ended.
+        """
         most = 1.5 * self._home.peer_timeout
         apart = most if self._process is None else POLL_INTERVAL_S
         for event in watch(self.link, self._home.peer_timeout / 4, apart):
@@ -119,7 +147,7 @@ class ClientSession:
         return self._process is not None and self._process.has_ended()
 
     def _soon(self, work: Callable[..., Any], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(work, *arguments)
 
     def _finish(self, line: int) -> None:
@@ -138,7 +166,7 @@ class ClientSession:
             await self._answers.aput(said)
         self._tasks.pop(-said.line, None)
 
-    # --- what it asks for ---
+    # --- requests ---
 
     async def _listen(self) -> None:
         with contextlib.suppress(Closed, Broken):
@@ -151,8 +179,11 @@ class ClientSession:
                 del letter
 
     def _cancel(self, number: int) -> None:
-        """Every call is answered: also one that has not begun, and whose task will never; and one that was
-        not heard of, for who asked may have been interrupted before it was on its way."""
+        """Cancel a call, which gets a reply in any case.
+
+        Its task may not have started, and then never will. The request may never arrive, because the caller
+        was interrupted before sending it.
+        """
         if number in self._answering:
             return
         if (task := self._tasks.get(number)) is None:
@@ -161,7 +192,8 @@ class ClientSession:
             task.add_done_callback(functools.partial(self._was_cancelled, number))
 
     def _was_cancelled(self, number: int, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(number) is task and not self._over:  # it never began, or it would have left
+        # the task never started, or it would have removed itself
+        if self._tasks.get(number) is task and not self._over:
             self._tasks[number] = self._loop.create_task(self._answer_cancelled(number))
 
     async def _answer_cancelled(self, number: int) -> None:
@@ -183,7 +215,7 @@ class ClientSession:
     async def _give(self, answer: Reply) -> None:
         if self._over:
             return
-        self._tasks.pop(answer.number, None)  # from here on it can't be cancelled
+        self._tasks.pop(answer.number, None)  # from now on the call can't be cancelled
         self._answering.add(answer.number)
         try:
             while not await self._has_given(answer):
@@ -196,7 +228,7 @@ class ClientSession:
             self._answering.discard(answer.number)
 
     async def _has_given(self, answer: Reply) -> bool:
-        """Send the answer. False: this process lacks memory or descriptors for it now."""
+        """Send the reply, or return False if this process lacks memory or descriptors for it now."""
         try:
             with contextlib.suppress(Closed, Broken):
                 await self._answers.aput(answer)
@@ -235,13 +267,13 @@ class ClientSession:
         return channel.capacity, channel.max_bytes, channel._name
 
     def keep(self, channel: Channel[Any]) -> int:
-        """It is there for it, until it has opened and dropped it. Its number."""
+        """Keep a channel until the client has opened and dropped it, and return its number."""
         number = number_in(channel.address)
         self._open[number] = channel
         return number
 
     def _drop(self, number: int) -> None:
-        """Once for each time that it was opened: one drop may be heard after the next opening."""
+        """Undo one opening; a drop may arrive after the next opening."""
         self._opened[number] -= 1
         if self._opened[number] <= 0:
             del self._opened[number]
@@ -254,8 +286,7 @@ class ClientSession:
         channel.abort(cause_in(cause))
 
     def _do_look(self, channel: Channel[Any], reads: int, writes: int) -> tuple[Any, ...]:
-        """Tell the state of the channel, and what the link has done for the lines of this client at that
-        moment."""
+        """Return the state of the channel and of this client's streams at the same moment."""
         while True:
             lines = self._lines_of(reads, writes)
             stats = channel.stats()
@@ -267,23 +298,51 @@ class ClientSession:
         return [lines[number] if number and number in lines else NO_LINE for number in numbers]
 
     async def _do_offer(
-        self, channel: Channel[Any], line: int, most: int, writes: int, put: int
+        self, channel: Channel[Any], line: int, most: int, got: int | None, writes: int, put: int
     ) -> tuple[int, bool, int]:
-        """Send up to ``most`` of the next items now, after what the client has ``put`` by another line. How
-        many it was sent in all, whether the end has come, and how often an item went in or out."""
+        """Send up to ``most`` of the next items now, after the client's ``put`` items of stream ``writes``.
+
+        Unless ``got`` is None, the client has got so many items and would fail without another one. Then wait
+        for items that other programs have prefetched and return.
+
+        Returns:
+            How many items were sent to the client in total, whether the end has come, and how often an item
+            went into or out of the channel.
+        """
         while (
             (mine := self._lines_of(writes)[0])["used"] < put
             and not mine["staged"]
             and self._ports.get(writes)
         ):
             await asyncio.sleep(SOON)
-        while (offered := self.link.offer(line, most)) is None:  # what it has prefetched is on its way back
+        while True:
+            offered = self.link.offer(line, most)
+            if offered is not None:  # else the items that this client has prefetched are on their way back
+                sent, ended = offered
+                if got is None or ended or sent > got or not self._home.has_prefetched(channel, self):
+                    return sent, ended, _moves(channel)
             await asyncio.sleep(SOON)
-        return *offered, _moves(channel)
+
+    def has_prefetched(self, channel: Channel[Any]) -> bool:
+        """Return whether the client has items of ``channel`` that it has not got yet.
+
+        A counted port may hold the items that it has begun with for long, so these do not count.
+        """
+        lines = self.link.state()["lines"]
+        plain = self._plain.get(channel, {}).values()
+        return any(
+            lines[line]["ahead"] > (0 if line in plain else lines[line]["in_hand"])
+            for line, port in list(self._ports.items())
+            if port.channel is channel and line in lines
+        )
 
     def _do_room(self, channel: Channel[Any], line: int) -> tuple[int, bool, int]:
-        """Tell how many items the client may put in all, whether the end has come, and how often an item went
-        in or out."""
+        """Return the room for this client's items.
+
+        Returns:
+            How many items the client may put in total, whether the end has come, and how often an item went
+            into or out of the channel.
+        """
         return *self.link.room(line), _moves(channel)
 
     def _do_reader(self, channel: Channel[Any], line: int, counted: bool = True) -> None:
@@ -300,7 +359,10 @@ class ClientSession:
             self.link.pair(lines[False], lines[True])
 
     def _do_writer(self, channel: Channel[Any], line: int, counted: bool = True) -> int:
-        """Open it. How many items may be put at first, unless the port counts: that puts ahead."""
+        """Open a writing port, and return how many items may be put at first.
+
+        A counted port ignores that number and sends ahead.
+        """
         self._ports[line] = port = channel.writer() if counted else Out(channel, channel._uncounted_session())
         self.link.line(line, [], [port], limited=not counted)
         if not counted:
@@ -309,10 +371,10 @@ class ClientSession:
         room: int = self.link.room(line)[0]
         return room
 
-    # --- the end ---
+    # --- ending ---
 
     def has_read(self, channel: Channel[Any]) -> bool:
-        """Whether a port of it has read all that is there, but perhaps for what it has just begun with."""
+        """Return whether the client has read all items, except those that it is processing."""
         if self._over:
             return True
         lines = self.link.state()["lines"]
@@ -325,7 +387,7 @@ class ClientSession:
         return line is None or (not len(port.channel) and line["ahead"] <= line["in_hand"])
 
     def _ended(self) -> tuple[int, ...]:
-        """Its lines for which the clean end has come."""
+        """Return the streams of this client that ended without a failure."""
         lines = self.link.state()["lines"]
         return tuple(
             line
@@ -336,25 +398,25 @@ class ClientSession:
         )
 
     async def leave_alone(self, why: str) -> None:
-        """The server is over."""
+        """Tell the client that the server closes, wait briefly for its goodbye, and end the session."""
         with contextlib.suppress(Closed, Broken, Full):
             self._answers.put_nowait(ServerClosed(why, self._ended()))
         give_up = self._loop.time() + LAST_WORD
         while self._loop.time() < give_up:
             stats = self._answers.stats()
             if not self.link.state()["connected"] or not stats.inside + stats.leased:
-                break  # who has heard it ends the connection
+                break  # a client that has received the message disconnects
             await asyncio.sleep(0.005)
         self._give_up()
         self._watching.join()
 
     def _give_up(self) -> None:
-        """Nothing of it counts any more. What it has not closed, it has left."""
+        """End the session, and release the ports that the client has not closed."""
         if self._over:
             return
         self._over = True
         if self._last_word is not None:
-            self._last_word.cancel()  # else it would keep all this
+            self._last_word.cancel()  # otherwise the timer would keep this session alive
         self.link.close()
         for task in list(self._tasks.values()):
             task.cancel()
@@ -377,12 +439,13 @@ def _moves(channel: Channel[Any]) -> int:
 
 
 def _broken_by(channel: Channel[Any]) -> Broken | None:
-    """What puts into it raise, if somebody has aborted it."""
+    """Return the error that puts into the channel raise, if it was aborted."""
     if channel.broken:
         try:
-            channel.put_nowait(None)  # nothing gets into what has ended
+            channel.put_nowait(None)  # raises, because the channel has ended
         except Broken as error:
-            return error.with_traceback(None)  # else it and who asks would keep each other, and the guest
-        except Closed:  # a writer has died
+            # otherwise the error, its frames and the session would keep each other alive
+            return error.with_traceback(None)
+        except Closed:
             pass
     return None
