@@ -361,8 +361,8 @@ def seeds_of_agents() -> list[Any]:
 
 def dropped() -> bool:
     """Return whether a channel server still has to check a dropped channel."""
-    homes = sys.modules.get("flowchan.remote.channel_server")
-    return homes is not None and any(home._dropped for home in homes._homes.values())
+    servers = sys.modules.get("flowchan.remote.channel_server")
+    return servers is not None and any(server._dropped for server in servers._servers.values())
 
 
 def is_an_allocators(held: str) -> bool:

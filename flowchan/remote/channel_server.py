@@ -42,9 +42,9 @@ from flowchan.transport.local_peers import local_peer
 from flowchan.transport.tcp import listen
 from flowchan.transport.versions import differs, versions
 
-ANYWHERE = "127.0.0.1:0"
-KNOWN = 32  # ids of lost clients to remember, so that they learn why they are rejected
-NEAR = 1.0  # seconds within which a live owner answers its forked children
+ANY_PORT = "127.0.0.1:0"
+MAX_LOST_CLIENTS = 32  # ids of lost clients to remember, so that they learn why they are rejected
+CHILD_TIMEOUT_S = 1.0  # seconds within which a live owner replies its forked children
 
 
 class ChannelServer:
@@ -66,7 +66,7 @@ class ChannelServer:
 
     def __init__(
         self,
-        address: str = ANYWHERE,
+        address: str = ANY_PORT,
         secret: bytes | None = None,
         tls: bool = False,
         peer_timeout: float = PEER_TIMEOUT_S,
@@ -75,8 +75,9 @@ class ChannelServer:
         self.id, self.pid = secrets.token_hex(16), os.getpid()
         self.tls, self.peer_timeout = tls, peer_timeout
         self.secret = secrets.token_bytes(32) if secret is None else secret
-        self.asked: dict[str, Callable[..., Any]] = {}  # further requests by name
-        self.left: Callable[[ClientSession], None] = lambda _: None  # called with each session that ends
+        self.requests: dict[str, Callable[..., Any]] = {}  # further requests by name
+        # Called with each session that ends.
+        self.client_left: Callable[[ClientSession], None] = lambda _: None
         self._stays, self._kept, self._over = kept, True, False
         self._channels: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         self._sent: dict[int, Channel[Any]] = {}
@@ -86,22 +87,22 @@ class ChannelServer:
         # the garbage collector may finish an item while its thread holds the lock
         self._counting = threading.RLock()
         self._numbers = 0
-        self._guests: dict[str, ClientSession] = {}
+        self._sessions: dict[str, ClientSession] = {}
         self._given_up: list[str] = []
         self._hello = {
             **versions(),
-            "home": self.id,
+            "server": self.id,
             "peer_timeout": peer_timeout,
             "given_up": self._given_up,
         }
-        self._door = AuthenticatedListener(listen(address), self.secret, self._hello, tls=tls)
-        self.address = self._door.address
+        self._listener = AuthenticatedListener(listen(address), self.secret, self._hello, tls=tls)
+        self.address = self._listener.address
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
         name = f"flowchan server {self.address}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        _homes[self.id] = self
+        _servers[self.id] = self
         before_exit(_close_all, 0)
 
     def __repr__(self) -> str:
@@ -118,7 +119,7 @@ class ChannelServer:
             self._channels[self._numbers] = channel
             number = self._numbers
         self._kept = self._stays
-        self._hear_of_the_end_of(channel, number)
+        self._watch_release(channel, number)
         return number
 
     def make(self, capacity: int) -> Channel[Any]:
@@ -132,7 +133,7 @@ class ChannelServer:
     def send(self, number: int) -> bool:
         """Count an item that contains the channel, which lasts until that item is finished.
 
-        The process that finishes the item calls :meth:`come`.
+        The process that finishes the item calls :meth:`item_done`.
 
         Returns:
             False if no process has the channel any more.
@@ -151,11 +152,11 @@ class ChannelServer:
             self._under_way[number] += 1
         return True
 
-    def come(self, number: int) -> None:
+    def item_done(self, number: int) -> None:
         """Stop counting an item that contained the channel, because it is finished."""
         if os.getpid() != self.pid:
             if (connection := self._from_child()) is not None:
-                connection.tell("come", number)
+                connection.notify("item_done", number)
             return
         with self._counting:
             self._under_way[number] -= 1
@@ -185,8 +186,8 @@ class ChannelServer:
             return
         with contextlib.suppress(FlowchanError):  # the parent has ended
             if (connection := self._from_child()) is not None:
-                connection.open(number, NEAR)
-                weakref.finalize(channel, connection.tell, "drop", number).atexit = False
+                connection.open(number, CHILD_TIMEOUT_S)
+                weakref.finalize(channel, connection.notify, "drop", number).atexit = False
 
     def _from_child(self) -> Connection | None:
         """Return a forked child's connection to its parent, or None if the parent has ended.
@@ -195,7 +196,7 @@ class ChannelServer:
         """
         try:
             os.kill(self.pid, 0)
-            with using(self.address, self.secret, self.tls, NEAR) as connection:
+            with using(self.address, self.secret, self.tls, CHILD_TIMEOUT_S) as connection:
                 connection.is_kept = True
                 return connection
         except (FlowchanError, OSError):
@@ -219,7 +220,7 @@ class ChannelServer:
                 twin = _twin(sent)
                 found = self._channels.setdefault(number, twin)  # the garbage collector may have run since
                 if found is twin:
-                    self._hear_of_the_end_of(found, number)
+                    self._watch_release(found, number)
         if found is not None:
             return found
         raise ChannelError(
@@ -227,7 +228,7 @@ class ChannelServer:
             "keep the channel in its owner, or in a program that has opened it, while other programs use it"
         )
 
-    def _hear_of_the_end_of(self, channel: Channel[Any], number: int) -> None:
+    def _watch_release(self, channel: Channel[Any], number: int) -> None:
         weakref.finalize(channel, _dropped, weakref.ref(self), number, OrphanMemory(channel)).atexit = False
 
     def drop(self, number: int, memory: OrphanMemory) -> None:
@@ -239,9 +240,9 @@ class ChannelServer:
             self._dropped.append(dropped)
         if self._over:  # it may have ended just now
             self._dropped.clear()
-        self.look_again()
+        self.wake()
 
-    def _look_at_dropped(self) -> None:
+    def _check_dropped(self) -> None:
         """Release the channels in the items of channels that no process has any more."""
         for _ in range(len(self._dropped)):
             try:
@@ -249,34 +250,36 @@ class ChannelServer:
             except IndexError:  # the server has ended since
                 return
             lives = dropped.number in self._channels or dropped.number in self._sent
-            if not lives and not dropped.is_nobodys():
+            if not lives and not dropped.is_unused():
                 self._dropped.append(dropped)  # a forked child has the channel: check it again later
             elif not lives:
                 for number in self.sent_in(dropped.items()).elements():
-                    self.come(number)
+                    self.item_done(number)
 
     def is_over(self) -> bool:
         """Return whether the server has ended or has no channels left."""
         # Iterate, because a finalizer may run before the dictionary drops its entry.
         return self._over or (not self._kept and not any(True for _ in self._channels.values()))
 
-    def look_again(self) -> None:
+    def wake(self) -> None:
         """Make the server check whether it has ended; the garbage collector may call this."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._changed.set)
 
     def has_prefetched(self, channel: Channel[Any], other_than: ClientSession) -> bool:
         """Return whether another client has prefetched items of ``channel``."""
-        return any(guest.has_prefetched(channel) for guest in self.guests() if guest is not other_than)
+        return any(
+            session.has_prefetched(channel) for session in self.sessions() if session is not other_than
+        )
 
-    def guests(self) -> list[ClientSession]:
+    def sessions(self) -> list[ClientSession]:
         """Return the sessions of all clients."""
-        return list(self._guests.values())
+        return list(self._sessions.values())
 
     def close(self) -> None:
         """End the server and all its sessions now."""
         self._over = True
-        self.look_again()
+        self.wake()
         if threading.current_thread() is not self._thread and os.getpid() == self.pid:
             self._thread.join()
 
@@ -290,22 +293,22 @@ class ChannelServer:
             self._loop.close()
 
     async def _serve(self) -> None:
-        self._loop.add_reader(self._door.fileno(), self._open_door)
+        self._loop.add_reader(self._listener.fileno(), self._accept_clients)
         while True:
             with contextlib.suppress(asyncio.TimeoutError):  # drops silent connections once a second
                 await asyncio.wait_for(self._changed.wait(), 1.0)
             self._changed.clear()
-            self._look_at_dropped()
-            self._open_door()
+            self._check_dropped()
+            self._accept_clients()
             with _ending:
                 if self.is_over():
                     self._over = True
-                    _homes.pop(self.id, None)
+                    _servers.pop(self.id, None)
                     break
-        self._loop.remove_reader(self._door.fileno())
-        self._door.close()
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
         why = f"the program at {self.address} has closed them"
-        await asyncio.gather(*(guest.leave_alone(why) for guest in self.guests()))
+        await asyncio.gather(*(session.notify_and_end(why) for session in self.sessions()))
         self._sent.clear()
         self._dropped.clear()
         rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -314,39 +317,39 @@ class ChannelServer:
         await asyncio.gather(*rest, return_exceptions=True)
         awaiting.end_waits()
 
-    def _open_door(self) -> None:
+    def _accept_clients(self) -> None:
         with contextlib.suppress(TimeoutError):
             while True:
-                sock, hello = self._door.accept(0)
-                guest = self._guest(hello)
-                if guest is None:
+                sock, hello = self._listener.accept(0)
+                session = self._session(hello)
+                if session is None:
                     sock.close()
                 else:
-                    guest.meet(sock)
+                    session.attach(sock)
 
-    def _guest(self, hello: dict[str, Any]) -> ClientSession | None:
+    def _session(self, hello: dict[str, Any]) -> ClientSession | None:
         """Return the session for a client, or None if it was given up or has another version."""
-        id, pid = hello.get("guest"), hello.get("pid")
+        id, pid = hello.get("client"), hello.get("pid")
         if not isinstance(id, str) or not isinstance(pid, int) or id in self._given_up:
             return None
         if differs(hello):
             return None  # the client sees this server's version and raises the error
-        if id not in self._guests:
+        if id not in self._sessions:
             if hello.get("again"):
                 return None
-            self._guests[id] = ClientSession(self, self._loop, id, pid, local_peer(hello))
-        return self._guests[id]
+            self._sessions[id] = ClientSession(self, self._loop, id, pid, local_peer(hello))
+        return self._sessions[id]
 
-    def forget(self, guest: ClientSession) -> None:
+    def forget(self, session: ClientSession) -> None:
         """Remove a session that has ended."""
-        if self._guests.pop(guest.id, None) is not None:
-            self._given_up.append(guest.id)
-            del self._given_up[:-KNOWN]
-            self.left(guest)
-        self.look_again()
+        if self._sessions.pop(session.id, None) is not None:
+            self._given_up.append(session.id)
+            del self._given_up[:-MAX_LOST_CLIENTS]
+            self.client_left(session)
+        self.wake()
 
 
-_homes: dict[str, ChannelServer] = {}
+_servers: dict[str, ChannelServer] = {}
 """Servers of this process and, in a forked child, of its parents, by their ids."""
 _ending = threading.Lock()
 """Held while a server decides whether it has ended."""
@@ -363,35 +366,35 @@ def _twin(channel: Channel[Any]) -> Channel[Any]:
     return twin
 
 
-def _dropped(home: weakref.ref[ChannelServer], number: int, memory: OrphanMemory) -> None:
-    if (one := home()) is not None:
+def _dropped(server: weakref.ref[ChannelServer], number: int, memory: OrphanMemory) -> None:
+    if (one := server()) is not None:
         one.drop(number, memory)
 
 
-def home_of(id: str) -> ChannelServer | None:
+def server_of(id: str) -> ChannelServer | None:
     """Return the server with this id, of this process or of a parent."""
-    return _homes.get(id)
+    return _servers.get(id)
 
 
-def home_at(address: str, secret: bytes) -> ChannelServer | None:
+def server_at(address: str, secret: bytes) -> ChannelServer | None:
     """Return the server at this address, if this process has it and the secret is right."""
-    found = [home for home in _homes.values() if home.address == address]
+    found = [server for server in _servers.values() if server.address == address]
     return found[0] if found and hmac.compare_digest(found[0].secret, secret) else None
 
 
 def _close_all() -> None:
-    for home in list(_homes.values()):
-        if home.pid == os.getpid():
-            home.close()
+    for server in list(_servers.values()):
+        if server.pid == os.getpid():
+            server.close()
 
 
-def _begin_anew() -> None:
+def _after_fork() -> None:
     """Stop listening in a forked child, which reaches its parents' channels directly."""
     global _ending
     _ending = threading.Lock()
-    for home in _homes.values():
-        home._door.drop()
+    for server in _servers.values():
+        server._listener.drop()
 
 
 atexit.register(_close_all)
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_after_fork)

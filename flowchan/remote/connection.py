@@ -32,10 +32,10 @@ from flowchan.transport.local_peers import card
 from flowchan.transport.versions import differs, versions
 
 PEER_TIMEOUT_S = 10.0
-"""Seconds within which an owner that this process has no connection to must answer."""
-UNHEARD = 1.0
+"""Seconds within which an owner that this process has no connection to must reply."""
+REPLY_TIMEOUT_S = 1.0
 """Extra seconds to wait for a reply, beyond the call's timeout and two round trips."""
-LAST_WORD = 2.0
+EXIT_TIMEOUT_S = 2.0
 """Seconds that an exiting process waits for its items in transit."""
 
 
@@ -91,29 +91,30 @@ class Connection(Calls):
         super().__init__(address)
         self.pid = os.getpid()
         self.is_kept = False  # stay connected while the owner lives, even without channels
-        self._begun = 0  # callers that are about to use a channel
+        self._starting = 0  # callers that are about to use a channel
         self._secret, self._tls = secret, tls
-        self._hello = {**versions(), **card(), "guest": secrets.token_hex(16), "again": False}
-        self._line_numbers = 0
-        self._lines: dict[int, RemotePort] = {}
+        self._hello = {**versions(), **card(), "client": secrets.token_hex(16), "again": False}
+        self._stream_numbers = 0
+        self._streams: dict[int, RemotePort] = {}
         self._users: set[object] = set()  # one token for each user
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._left = False
-        self._told_all = Latch()
-        sock, theirs = self._dial(timeout, f"can't open a channel of {address}")
-        self.home, self._peer_timeout = theirs["home"], float(theirs["peer_timeout"])
+        self._has_left = Latch()
+        sock, their_hello = self._dial(timeout, f"can't open a channel of {address}")
+        self.server_id, self._peer_timeout = their_hello["server"], float(their_hello["peer_timeout"])
         self._hello["again"] = True
-        asks, answers = control_ring(), control_ring()
-        self._asks, to_say = asks.writer(), asks.reader()
-        self._answers, letterbox = answers.reader(), answers.writer()
-        self._nudges: Channel[tuple[str, int]] = Channel(2**20)
-        self._ends = to_say, letterbox
+        requests, replies = control_ring(), control_ring()
+        self._requests, request_reader = requests.writer(), requests.reader()
+        self._replies, reply_writer = replies.reader(), replies.writer()
+        self._notices: Channel[tuple[str, int]] = Channel(2**20)
+        self._ends = request_reader, reply_writer
         self.link = _core.Link(False)
-        self.link.line(0, [letterbox], [to_say])
+        self.link.line(0, [reply_writer], [request_reader])
         self.link.attach(sock.detach())
         name = f"flowchan to {address}"
         self._threads = [
-            threading.Thread(target=work, name=name, daemon=True) for work in (self._keep, self._hear)
+            threading.Thread(target=work, name=name, daemon=True)
+            for work in (self._keep_connected, self._receive)
         ]
         for thread in self._threads:
             thread.start()
@@ -121,9 +122,9 @@ class Connection(Calls):
 
     def _dial(self, within: float, why: str) -> Any:
         try:
-            sock, theirs = reach(
+            sock, their_hello = reach(
                 self.address, self._secret, self._hello,
-                why=why, within=within, tls=self._tls, wanted=lambda: not self._told_all.is_set(),
+                why=why, within=within, tls=self._tls, wanted=lambda: not self._has_left.is_set(),
             )  # fmt: skip
         except OSError as error:
             remedy = ""
@@ -132,15 +133,15 @@ class Connection(Calls):
                     "; nothing listens there; check that the program is running and that the address is right"
                 )
             raise HostError(f"{error}{remedy}", self.address) from None
-        why_not = differs(theirs)
-        if not why_not and "home" not in theirs:
+        why_not = differs(their_hello)
+        if not why_not and "server" not in their_hello:
             why_not = "no channel server listens there"
-        elif self._hello["again"] and theirs["home"] != self.home:
+        elif self._hello["again"] and their_hello["server"] != self.server_id:
             why_not = "a different program listens there now"
-        elif self._hello["guest"] in theirs.get("given_up", ()):
+        elif self._hello["client"] in their_hello.get("given_up", ()):
             why_not = "it received nothing from this program for too long and has closed its session"
         if not why_not:
-            return sock, theirs
+            return sock, their_hello
         sock.close()
         raise HostError(f"{why} at {self.address}: {why_not}", self.address)
 
@@ -159,9 +160,9 @@ class Connection(Calls):
             HostError: The owner has not replied in time.
         """
 
-        def drop(answer: Reply) -> None:
-            if answer.wrong is None:
-                self.tell("drop", channel)
+        def drop(reply: Reply) -> None:
+            if reply.error is None:
+                self.notify("drop", channel)
 
         wait = None if within is None else within + self.two_round_trips()
         try:
@@ -173,11 +174,11 @@ class Connection(Calls):
     def send(self, channel: int) -> bool:
         """Count an item that contains the channel; see :meth:`ChannelServer.send`."""
 
-        def come(answer: Reply) -> None:
-            if answer.value:
-                self.tell("come", channel)
+        def undo(reply: Reply) -> None:
+            if reply.value:
+                self.notify("item_done", channel)
 
-        return bool(self.ask(channel, "send", late=come))
+        return bool(self.ask(channel, "send", late=undo))
 
     def two_round_trips(self) -> float:
         """Return the measured time of two round trips, in seconds."""
@@ -185,75 +186,75 @@ class Connection(Calls):
 
     def answered_within(self, timeout: float) -> float:
         """Return the time in seconds after which an owner without a reply counts as unresponsive."""
-        return timeout + self.two_round_trips() + UNHEARD
+        return timeout + self.two_round_trips() + REPLY_TIMEOUT_S
 
     # --- streams ---
 
-    def new_line(self, name: str, max_bytes: int | None, reads: bool, counted: bool) -> RemotePort:
+    def new_stream(self, name: str, max_bytes: int | None, reads: bool, counted: bool) -> RemotePort:
         """Return a new stream with its ring, not yet joined to a port."""
         with self._lock:
-            self._line_numbers += 1
-            return RemotePort(self._line_numbers, name, max_bytes, reads, counted)
+            self._stream_numbers += 1
+            return RemotePort(self._stream_numbers, name, max_bytes, reads, counted)
 
-    def open_line(self, line: RemotePort, channel: int) -> None:
+    def open_stream(self, stream: RemotePort, channel: int) -> None:
         """Join a stream to a new port of that channel; the user has the other end already."""
 
-        def join(answer: Reply) -> None:
+        def join(reply: Reply) -> None:
             """Add the stream to the link, even for a caller that has given up.
 
             Otherwise the owner would never learn that the port is closed.
             """
             with self._lock:
-                if answer.wrong is not None:
-                    self._lines.pop(line.number, None)
-                elif line.number in self._lines and line.number not in self.link.state()["lines"]:
-                    ends = [line.end]
-                    fill, drain = (ends, []) if line.reads else ([], ends)
-                    self.link.line(line.number, fill, drain, line.reads)
+                if reply.error is not None:
+                    self._streams.pop(stream.number, None)
+                elif stream.number in self._streams and stream.number not in self.link.state()["lines"]:
+                    ends = [stream.end]
+                    fill, drain = (ends, []) if stream.reads else ([], ends)
+                    self.link.line(stream.number, fill, drain, stream.reads)
 
         def joined(room: Any) -> None:
-            join(Reply(line.number))
-            if not line.reads and not line.counted:
-                line.ring._allow(room)
+            join(Reply(stream.number))
+            if not stream.reads and not stream.counted:
+                stream.ring._allow(room)
 
         def enter() -> None:  # the stream may finish before the owner's reply is handled here
             with self._lock:
-                self._lines[line.number] = line
+                self._streams[stream.number] = stream
 
-        what = "reader" if line.reads else "writer"
-        self.ask(channel, what, line.number, line.counted, late=join, take=joined, first=enter)
+        what = "reader" if stream.reads else "writer"
+        self.ask(channel, what, stream.number, stream.counted, late=join, take=joined, first=enter)
         if self.lost:
             self._lose(self.lost)
 
-    def _finish(self, said: Finished) -> None:
+    def _finish(self, message: Finished) -> None:
         with self._lock:
-            line = self._lines.pop(said.line, None)
-            if line is not None:
-                self.link.drop(said.line)
-        if line is None:
+            stream = self._streams.pop(message.stream, None)
+            if stream is not None:
+                self.link.drop(message.stream)
+        if stream is None:
             return
-        if said.broken:
-            line.ring.abort(cause_in(said.cause))  # if the link has not aborted it yet
-        line.end.close()
-        line.arrived = said.used
-        line.finished.set()
+        if message.broken:
+            stream.ring.abort(cause_in(message.cause))  # if the link has not aborted it yet
+        stream.end.close()
+        stream.arrived = message.used
+        stream.finished.set()
 
-    def await_used(self, line: RemotePort, count: int, timeout: float | None) -> bool | None:
+    def await_used(self, stream: RemotePort, count: int, timeout: float | None) -> bool | None:
         """Wait until the owner has put ``count`` items of this stream.
 
         Returns:
             True if it has, False if it never will, and None if ``timeout`` seconds have passed.
         """
-        if not line.finished.is_set():
-            used: bool | None = self.link.await_used(line.number, count, timeout)
+        if not stream.finished.is_set():
+            used: bool | None = self.link.await_used(stream.number, count, timeout)
             if used is not False:
                 return used
-            line.finished.wait()  # now the owner has reported how many it has put
-        return line.arrived >= count
+            stream.finished.wait()  # now the owner has reported how many it has put
+        return stream.arrived >= count
 
     # --- users of the connection ---
 
-    def adopt(self, number: int, user: Any) -> Any:
+    def register(self, number: int, user: Any) -> Any:
         """Register ``user`` as the object for the channel, and return the first object registered.
 
         Several threads may open one channel at the same time; all of them use that object.
@@ -261,45 +262,45 @@ class Connection(Calls):
         token = object()
         with self._lock:
             self._users.add(token)
-            weakref.finalize(user, _dropped, self._users, token, self._nudges, number).atexit = False
+            weakref.finalize(user, _dropped, self._users, token, self._notices, number).atexit = False
             return self._known.setdefault(number, user)
 
-    def tell(self, what: str, number: int) -> None:
+    def notify(self, what: str, number: int) -> None:
         """Queue a notice about a channel for the owner, without waiting.
 
         Args:
-            what: "come" if an item that contained the channel is finished; "drop" if no object uses it here.
+            what: "item_done" if an item that contained the channel is finished; "drop" if no object uses it.
             number: Number of the channel.
         """
-        _nudge(self._nudges, what, number)
+        _notify(self._notices, what, number)
 
     def user(self, number: int) -> Any:
         """Return the object for the channel in this process, or None."""
         return self._known.get(number)
 
-    def _nudged(self, what: str, number: int) -> None:
+    def _send_notice(self, what: str, number: int) -> None:
         """Send a queued notice to the owner."""
-        if what in ("come", "drop"):
+        if what in ("item_done", "drop"):
             with contextlib.suppress(Broken):
                 self.post(number, what, ())
         elif what == "end":
             try:
-                self.post(0, "leave", (), done=self._told_all.set)
+                self.post(0, "leave", (), done=self._has_left.set)
             except Broken:
-                self._told_all.set()
+                self._has_left.set()
             return
-        self._look_for_users()
+        self._leave_if_unused()
 
-    def _look_for_users(self) -> None:
+    def _leave_if_unused(self) -> None:
         """Leave the owner if this process does not use it any more."""
         with _registry_lock:
-            if self._left or self._begun or (self.is_kept and not self.lost):
+            if self._left or self._starting or (self.is_kept and not self.lost):
                 return
-            if len(self._nudges):  # their notices go first, and then this runs again
+            if len(self._notices):  # their notices go first, and then this runs again
                 return
-            if self._users or any(line.is_open() for line in self._lines.values()):
+            if self._users or any(stream.is_open() for stream in self._streams.values()):
                 return
-            if self._lines and not self.lost:  # items that were put here are still in transit
+            if self._streams and not self.lost:  # items that were put here are still in transit
                 return
             self._left = True
             forget(self)
@@ -312,11 +313,11 @@ class Connection(Calls):
 
     # --- threads ---
 
-    def _keep(self) -> None:
+    def _keep_connected(self) -> None:
         """Connect again when the connection breaks."""
         for event in watch(self.link, self._peer_timeout / 4):
             # A process that is leaving also connects again: its notices must arrive first.
-            if isinstance(event, LinkBroken) and not self._told_all.is_set():
+            if isinstance(event, LinkBroken) and not self._has_left.is_set():
                 try:
                     sock, _ = self._dial(self._peer_timeout, f"lost the owner of the channels ({event.why})")
                 except HostError as error:
@@ -327,24 +328,24 @@ class Connection(Calls):
                 self._lose(f"nothing was heard from {self.address} for {self._peer_timeout:g} s")
                 break
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         with contextlib.suppress(Closed, Broken):
             while not self._left or not self.lost:
-                done: Selected[Any] = select([self._answers, self._nudges])
-                if done.channel is self._nudges:
-                    self._nudged(*done.item)
+                done: Selected[Any] = select([self._replies, self._notices])
+                if done.channel is self._notices:
+                    self._send_notice(*done.item)
                 else:
-                    self._told(done.item)
+                    self._received(done.item)
                 del done
 
-    def _told(self, said: Reply | Finished | ServerClosed) -> None:
-        if isinstance(said, Finished):
-            self._finish(said)
-            self._look_for_users()
-        elif isinstance(said, ServerClosed):
-            self._lose(said.why, said.ended)
+    def _received(self, message: Reply | Finished | ServerClosed) -> None:
+        if isinstance(message, Finished):
+            self._finish(message)
+            self._leave_if_unused()
+        elif isinstance(message, ServerClosed):
+            self._lose(message.why, message.ended)
         else:
-            self._answered(said)
+            self._receive_reply(message)
 
     # --- ending ---
 
@@ -355,47 +356,47 @@ class Connection(Calls):
         """
         with self._lock:
             self.lost = self.lost or why
-            lines, self._lines = list(self._lines.values()), {}
+            streams, self._streams = list(self._streams.values()), {}
         with _registry_lock:
             forget(self)
         self.link.close()
-        self._answer_all()
-        for line in lines:
-            if line.number in ended:
-                line.ring.close()
+        self._fail_all()
+        for stream in streams:
+            if stream.number in ended:
+                stream.ring.close()
             else:
-                line.ring.abort(HostError(self.lost, self.address))
-            line.finished.set()
-        _nudge(self._nudges, "lost", 0)
+                stream.ring.abort(HostError(self.lost, self.address))
+            stream.finished.set()
+        _notify(self._notices, "lost", 0)
 
     def _end(self) -> None:
         self.lost = self.lost or CLOSED_HERE
-        self._told_all.set()
+        self._has_left.set()
         self.link.close()
         for end in self._ends:
             end.close()
-        self._asks.close()
-        self._nudges.close()
+        self._requests.close()
+        self._notices.close()
         _leaving.discard(self)
 
     def leave(self) -> None:
         """Send the items of this process before it exits."""
-        give_up = time.monotonic() + LAST_WORD
-        for line in list(self._lines.values()):
-            if not line.counted:
-                line.leave()
-            if not line.is_open():
-                line.finished.wait(max(0.0, give_up - time.monotonic()))
-            while not self.lost and line.undelivered() and time.monotonic() < give_up:
+        give_up = time.monotonic() + EXIT_TIMEOUT_S
+        for stream in list(self._streams.values()):
+            if not stream.counted:
+                stream.leave()
+            if not stream.is_open():
+                stream.finished.wait(max(0.0, give_up - time.monotonic()))
+            while not self.lost and stream.undelivered() and time.monotonic() < give_up:
                 time.sleep(0.005)
-            if not self.lost and (count := line.undelivered()):
+            if not self.lost and (count := stream.undelivered()):
                 _report_undelivered(self.address, count)
-        _nudge(self._nudges, "end", 0)  # after all other notices
-        self._told_all.wait(LAST_WORD)
+        _notify(self._notices, "end", 0)  # after all other notices
+        self._has_left.wait(EXIT_TIMEOUT_S)
         self._left = True
         self._end()
         for thread in self._threads:
-            thread.join(LAST_WORD)
+            thread.join(EXIT_TIMEOUT_S)
 
 
 _registry_lock = threading.RLock()
@@ -412,24 +413,24 @@ def using(address: str, secret: bytes, tls: bool, timeout: float = PEER_TIMEOUT_
 
     There is one connection for all channels of an owner.
     """
-    connection = _begun(address, secret, tls, timeout)
+    connection = _acquire(address, secret, tls, timeout)
     try:
         yield connection
     finally:
         with _registry_lock:
-            connection._begun -= 1
-        connection.tell("used", 0)
+            connection._starting -= 1
+        connection.notify("used", 0)
 
 
-def _begun(address: str, secret: bytes, tls: bool, timeout: float) -> Connection:
+def _acquire(address: str, secret: bytes, tls: bool, timeout: float) -> Connection:
     key, give_up = (address, secret), time.monotonic() + timeout
     while True:
         with _registry_lock:
             if (connection := _connections.get(key)) is not None:
-                connection._begun += 1
+                connection._starting += 1
                 return connection
             dialling = _dialling.setdefault(key, threading.Lock())
-        # Not under the registry's lock: an owner that does not answer must not delay the users of other
+        # Not under the registry's lock: an owner that does not reply must not delay the users of other
         # owners.
         left = max(0.0, give_up - time.monotonic())
         if not dialling.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
@@ -459,19 +460,19 @@ def forget(connection: Connection) -> None:
             del _connections[key]
 
 
-def _nudge(nudges: Channel[tuple[str, int]], what: str, number: int) -> None:
+def _notify(notices: Channel[tuple[str, int]], what: str, number: int) -> None:
     with contextlib.suppress(ChannelError):
-        nudges.put_nowait((what, number))
+        notices.put_nowait((what, number))
 
 
-def _dropped(users: set[object], token: object, nudges: Channel[tuple[str, int]], number: int) -> None:
+def _dropped(users: set[object], token: object, notices: Channel[tuple[str, int]], number: int) -> None:
     """Notify the owner that the user of a channel is gone.
 
     The user must have been removed before the notice is handled, in whatever order the garbage collector runs
     the finalizers.
     """
     users.discard(token)
-    _nudge(nudges, "drop", number)
+    _notify(notices, "drop", number)
 
 
 def _leave_all() -> None:
@@ -480,7 +481,7 @@ def _leave_all() -> None:
             connection.leave()
 
 
-def _begin_anew() -> None:
+def _after_fork() -> None:
     """Forget the parent's connections in a forked child, which has none of their threads."""
     global _registry_lock
     _registry_lock = threading.RLock()
@@ -490,4 +491,4 @@ def _begin_anew() -> None:
 
 
 atexit.register(_leave_all)
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_after_fork)

@@ -13,7 +13,7 @@ from flowchan.errors import Closed, HostError
 from flowchan.items.arguments import secret_bytes
 from flowchan.remote.channel_server import ChannelServer
 from flowchan.remote.connection import using
-from flowchan.remote.messages import sealed, to_put
+from flowchan.remote.messages import for_put, sealed
 from flowchan.remote.remote_channel import remote_channel
 from flowchan.remote.session import ClientSession
 from flowchan.transport.tcp import split
@@ -49,7 +49,7 @@ class Clients:
         secret: Secret that clients must prove (default: 32 random bytes).
         tls: Whether to encrypt the connections.
         capacity: Capacity of each channel.
-        came: Called with each client that joins.
+        on_join: Called with each client that joins.
 
     Raises:
         ValueError: The address or the secret is invalid.
@@ -62,44 +62,44 @@ class Clients:
         secret: bytes | None,
         tls: bool,
         capacity: int,
-        came: Callable[[JoinedClient], None],
+        on_join: Callable[[JoinedClient], None],
     ) -> None:
         split(address)
         if secret is not None:
             secret_bytes("Server", secret)
-        self._capacity, self._came = capacity, came
+        self._capacity, self._on_join = capacity, on_join
         self._closed = False
         self._joined: list[tuple[ClientSession, Channel[Any], Channel[Any]]] = []
-        self._home = ChannelServer(address, secret, tls, kept=True)
-        self._home.asked["join"] = self._join
-        self._home.left = self._left
-        self.address, self.secret = self._home.address, self._home.secret
+        self._server = ChannelServer(address, secret, tls, kept=True)
+        self._server.requests["join"] = self._join
+        self._server.client_left = self._left
+        self.address, self.secret = self._server.address, self._server.secret
         self._number = 0
 
-    def _join(self, guest: ClientSession, tag: str) -> tuple[int, str, str]:
+    def _join(self, session: ClientSession, tag: str) -> tuple[int, str, str]:
         """Make the two channels of a new client, in the thread of the channel server."""
         if self._closed:
             raise Closed(f"the server at {self.address} was closed")
-        up: Channel[Any] = self._home.make(self._capacity)
-        down: Channel[Any] = self._home.make(self._capacity)
+        up: Channel[Any] = self._server.make(self._capacity)
+        down: Channel[Any] = self._server.make(self._capacity)
         self._number += 1
-        self._joined.append((guest, up, down))
+        self._joined.append((session, up, down))
         up._name = f"from client {self._number}"
         down._name = f"to client {self._number}"
-        guest.keep(up)
-        guest.keep(down)
-        self._came(JoinedClient(self._number, tag, up.reader(), down.writer(), guest.link))
+        session.keep(up)
+        session.keep(down)
+        self._on_join(JoinedClient(self._number, tag, up.reader(), down.writer(), session.link))
         return self._number, up.address, down.address
 
-    def _left(self, guest: ClientSession) -> None:
+    def _left(self, session: ClientSession) -> None:
         """Abort the channel from a client that left before it opened its end.
 
         No port of the client exists then, so nothing else reports that it is gone.
         """
         for one, up, _ in self._joined:
-            if one is guest and not up.closed:
+            if one is session and not up.closed:
                 up.abort(HostError(f"a client of the server at {self.address} has left", self.address))
-        self._joined = [joined for joined in self._joined if joined[0] is not guest]
+        self._joined = [joined for joined in self._joined if joined[0] is not session]
 
     def close(self, timeout: float) -> None:
         """Stop to accept clients, and wait until they have read their items.
@@ -109,9 +109,11 @@ class Clients:
         """
         self._closed = True
         give_up, pause = time.monotonic() + timeout, threading.Event()
-        while time.monotonic() < give_up and not all(guest.has_read(down) for guest, _, down in self._joined):
+        while time.monotonic() < give_up and not all(
+            session.has_read(down) for session, _, down in self._joined
+        ):
             pause.wait(POLL_INTERVAL_S)
-        self._home.close()
+        self._server.close()
         self._joined.clear()
 
 
@@ -132,4 +134,4 @@ def join(
 
 def sealed_once(message: Any) -> Any:
     """Encode a message once, for many channels."""
-    return to_put(sealed(message))
+    return for_put(sealed(message))

@@ -49,19 +49,19 @@ class Cancel:
     number: int
 
 
-class Recalled(ChannelError):
+class CallCancelled(ChannelError):
     """The call was cancelled before it had any effect."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wrong:
+class RaisedError:
     """Type, arguments and cause of the exception that a call raised at the owner."""
 
     kind: type[BaseException]
     arguments: tuple[Any, ...]
     cause: Sealed | None
 
-    def error(self) -> BaseException:
+    def exception(self) -> BaseException:
         """Return the exception, for the caller."""
         error = self.kind(*self.arguments)
         if self.cause is not None:
@@ -75,7 +75,7 @@ class Reply:
 
     number: int
     value: Any = None
-    wrong: Wrong | None = None
+    error: RaisedError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,13 @@ class Finished:
     """Notice that no item will follow through a stream, in either direction.
 
     Attributes:
-        line: Number of the stream.
+        stream: Number of the stream.
         broken: Whether the channel that the stream writes to is broken.
         cause: The cause of that.
         used: How many items from the client the owner has put in total.
     """
 
-    line: int
+    stream: int
     broken: bool = False
     cause: Sealed | None = None
     used: int = 0
@@ -140,7 +140,7 @@ def seal(item: Any) -> tuple[Any, Callable[[], None]]:
     return Sealed(packed), take_back
 
 
-def to_put(item: Any) -> Any:
+def for_put(item: Any) -> Any:
     """Return the object to put into the channel for an item that :func:`sealed` made."""
     return Opening(item.packed) if isinstance(item, Sealed) else item
 
@@ -178,9 +178,9 @@ def cause_in(cause: Sealed | None) -> BaseException | None:
     return found if isinstance(found, BaseException) else None
 
 
-def wrong(error: BaseException) -> Wrong:
+def describe_error(error: BaseException) -> RaisedError:
     """Describe an exception for a reply."""
     arguments = error.args if isinstance(error, ChannelError | ValueError | TypeError) else (str(error),)
-    known = isinstance(error, Recalled) or type(error).__module__ in ("flowchan", "builtins")
+    known = isinstance(error, CallCancelled) or type(error).__module__ in ("flowchan", "builtins")
     kind = type(error) if known else ChannelError
-    return Wrong(kind, arguments, sealed_cause(error.__cause__))
+    return RaisedError(kind, arguments, sealed_cause(error.__cause__))

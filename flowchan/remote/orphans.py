@@ -56,7 +56,7 @@ class Orphans:
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         close(self.fd)
 
-    def is_nobodys(self) -> bool:
+    def is_unused(self) -> bool:
         """Return whether no process uses the channel."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,7 +15,7 @@ from typing import Any
 from flowchan.channel.channel import Out
 from flowchan.channel.latch import Latch
 from flowchan.errors import Broken, ChannelError, Closed, HostError
-from flowchan.remote.messages import CallRequest, Cancel, Reply, wrong
+from flowchan.remote.messages import CallRequest, Cancel, Reply, describe_error
 from flowchan.transport.descriptors import lacks
 from flowchan.transport.interrupts import is_interrupt
 
@@ -26,7 +26,7 @@ class Unanswered(Exception):
     """The owner has not replied in time; its reply will go to ``late``."""
 
 
-def is_not_now(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Return whether an item could not be decoded for a reason outside of the item.
 
     Such reasons are an interrupt, and a lack of memory or descriptors in this process.
@@ -50,35 +50,35 @@ class PendingCall:
     ) -> None:
         self.number = 0  # until it is sent
         self.late = late
-        self.answer: Reply | None = None
+        self.reply: Reply | None = None
         self.abandoned = self.is_over = False  # over: `late` was called or is about to be
-        self._answered = Latch()
-        self.done: Callable[[], None] = done or self._answered.set
+        self._has_reply = Latch()
+        self.done: Callable[[], None] = done or self._has_reply.set
 
     def wait(self, within: float | None = None) -> None:
         """Wait up to ``within`` seconds for the reply."""
-        self._answered.wait(within)
+        self._has_reply.wait(within)
 
     def value(self) -> Any:
         """Return the value of the reply, or raise the exception that the call raised at the owner."""
-        if self.answer is None:
+        if self.reply is None:
             raise Unanswered
-        if self.answer.wrong is not None:
-            raise self.answer.wrong.error()
-        return self.answer.value
+        if self.reply.error is not None:
+            raise self.reply.error.exception()
+        return self.reply.value
 
 
 class Calls:
     """The pending calls to one owner."""
 
-    _asks: Out[Any]
+    _requests: Out[Any]
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.lost = ""  # why the owner is lost; empty while it is not
         self._lock = threading.RLock()
         self._numbers = 0
-        self._asked: dict[int, PendingCall] = {}
+        self._pending: dict[int, PendingCall] = {}
 
     def ask(
         self,
@@ -105,14 +105,14 @@ class Calls:
         Raises:
             Unanswered: There was no reply within ``within`` seconds.
         """
-        asked = PendingCall(late)
+        call = PendingCall(late)
         try:
             first()
-            self._send(asked, channel, what, arguments)
-            asked.wait(within)
-            return take(asked.value())
+            self._send(call, channel, what, arguments)
+            call.wait(within)
+            return take(call.value())
         except BaseException as error:
-            self._failed(asked, error)
+            self._failed(call, error)
             raise
 
     def post(
@@ -123,69 +123,71 @@ class Calls:
         done: Callable[[], None] | None = None,
     ) -> PendingCall:
         """Send a request without waiting, and call ``done`` when the reply arrives."""
-        asked = PendingCall(lambda _: None, done)
+        call = PendingCall(lambda _: None, done)
         try:
-            self._send(asked, channel, what, arguments)
+            self._send(call, channel, what, arguments)
         except BaseException:
-            self.abandon(asked)
+            self.abandon(call)
             raise
-        return asked
+        return call
 
-    def _send(self, asked: PendingCall, channel: int, what: str, arguments: tuple[Any, ...]) -> None:
+    def _send(self, call: PendingCall, channel: int, what: str, arguments: tuple[Any, ...]) -> None:
         """Register the call, then send its request: an interrupt in between abandons the call."""
         with self._lock:
             self._numbers += 1
-            asked.number = self._numbers
-            self._asked[asked.number] = asked
+            call.number = self._numbers
+            self._pending[call.number] = call
         try:
-            self._asks.put(CallRequest(asked.number, channel, what, arguments))
+            self._requests.put(CallRequest(call.number, channel, what, arguments))
         except Exception as error:
-            self._asked.pop(asked.number, None)
+            self._pending.pop(call.number, None)
             if isinstance(error, Closed) or (isinstance(error, ValueError) and self.lost):
                 raise self.broken() from None
             raise
         if self.lost:
-            self._answer_all()
+            self._fail_all()
 
-    def _failed(self, asked: PendingCall, error: BaseException) -> None:
-        answer = asked.answer
-        used = answer is not None and answer.wrong is None and not isinstance(error, Unanswered)
-        if not used or is_not_now(error):
-            self.abandon(asked)
+    def _failed(self, call: PendingCall, error: BaseException) -> None:
+        reply = call.reply
+        used = reply is not None and reply.error is None and not isinstance(error, Unanswered)
+        if not used or is_transient(error):
+            self.abandon(call)
 
-    def abandon(self, asked: PendingCall) -> None:
+    def abandon(self, call: PendingCall) -> None:
         """Give the reply to ``late``, now or when it arrives, because the caller does not use it."""
         with self._lock:
-            asked.abandoned = True
-            answer = asked.answer
-            if answer is None and asked.number not in self._asked:  # it was never sent
-                answer = Reply(asked.number, wrong=wrong(ChannelError("cancelled")))
-            late = answer is not None and not asked.is_over
-            asked.is_over = asked.is_over or late
-        if answer is None:
-            self._recall(asked)
+            call.abandoned = True
+            reply = call.reply
+            if reply is None and call.number not in self._pending:  # it was never sent
+                reply = Reply(call.number, error=describe_error(ChannelError("cancelled")))
+            late = reply is not None and not call.is_over
+            call.is_over = call.is_over or late
+        if reply is None:
+            self._recall(call)
         elif late:
-            asked.late(answer)
+            call.late(reply)
 
-    def _recall(self, asked: PendingCall) -> None:
-        """Ask the owner to answer now, either with the result or with ``Recalled``."""
+    def _recall(self, call: PendingCall) -> None:
+        """Ask the owner to reply now, either with the result or with ``CallCancelled``."""
         with contextlib.suppress(ChannelError, ValueError):
-            self._asks.put_nowait(Cancel(asked.number))
+            self._requests.put_nowait(Cancel(call.number))
 
-    def _answered(self, said: Reply) -> None:
+    def _receive_reply(self, reply: Reply) -> None:
         with self._lock:
-            asked = self._asked.pop(said.number, None)
-            tell = None if asked is None else _settle(asked, said)
-        if tell is not None:
-            tell()
+            call = self._pending.pop(reply.number, None)
+            callback = None if call is None else _settle(call, reply)
+        if callback is not None:
+            callback()
 
-    def _answer_all(self) -> None:
+    def _fail_all(self) -> None:
         """Answer all pending calls with an error, because the owner is lost."""
         with self._lock:
-            waiting, self._asked = list(self._asked.values()), {}
-            told = [_settle(asked, Reply(asked.number, wrong=wrong(self.broken()))) for asked in waiting]
-        for tell in told:
-            tell()
+            waiting, self._pending = list(self._pending.values()), {}
+            callbacks = [
+                _settle(call, Reply(call.number, error=describe_error(self.broken()))) for call in waiting
+            ]
+        for callback in callbacks:
+            callback()
 
     def broken(self) -> Broken:
         """Return the error for calls after the owner was lost or left."""
@@ -194,13 +196,13 @@ class Calls:
         return error
 
 
-def _settle(asked: PendingCall, answer: Reply) -> Callable[[], None]:
+def _settle(call: PendingCall, reply: Reply) -> Callable[[], None]:
     """Store the reply, and return the function to call after the lock is released.
 
     The caller holds the lock of the calls.
     """
-    asked.answer = answer
-    if not asked.abandoned or asked.is_over:
-        return asked.done
-    asked.is_over = True
-    return functools.partial(asked.late, answer)
+    call.reply = reply
+    if not call.abandoned or call.is_over:
+        return call.done
+    call.is_over = True
+    return functools.partial(call.late, reply)

@@ -9,8 +9,8 @@ native and look up the ring in C++, so a ``KeyboardInterrupt`` cannot separate a
 Invariants. The owner sends items only while a call waits here. It takes items back that were not taken within
 some milliseconds. It limits how many items may be put in total, according to its free room. The channel
 therefore keeps its capacity unless two processes use the same room at the same time. A call that reaches its
-timeout asks the owner once before it fails, so that news in transit cannot make it fail. docs/hosts.md lists
-the differences from a local channel.
+timeout asks the owner once before it fails, because an item may be in transit. docs/hosts.md lists the
+differences from a local channel.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flowchan.channel.ports import In, Out, moved
 from flowchan.channel.transports import HOSTS
 from flowchan.errors import Broken, ChannelError, Closed, Empty, FlowchanError, Full, HostError
 from flowchan.items.arguments import flag, refuses_misspelt, secret_bytes
-from flowchan.remote.channel_server import home_at, home_of
+from flowchan.remote.channel_server import server_at, server_of
 from flowchan.remote.connection import PEER_TIMEOUT_S, Connection, RemotePort, using
 from flowchan.remote.messages import Reply, sealed_cause
 from flowchan.remote.pending_calls import Unanswered
@@ -48,15 +48,15 @@ R = TypeVar("R")
 class _RemoteEnd(Generic[T]):
     """Methods shared by :class:`RemoteIn` and :class:`RemoteOut`."""
 
-    def __init__(self, far: RemoteChannel[T], line: RemotePort) -> None:
-        super().__init__(line.ring)  # type: ignore[call-arg]  # the port that stands beside it
-        self._far, self._line = far, line
+    def __init__(self, remote: RemoteChannel[T], stream: RemotePort) -> None:
+        super().__init__(stream.ring)  # type: ignore[call-arg]  # In or Out
+        self._remote, self._stream = remote, stream
         self.is_open = True
 
     @property
     def channel(self) -> RemoteChannel[T]:
         """Return the channel of this port."""
-        return self._far
+        return self._remote
 
     def close(self) -> None:
         """Close the port, and return when the owner knows that and has all items that were put."""
@@ -74,7 +74,7 @@ class _RemoteEnd(Generic[T]):
         """
         self.is_open = False
         super().__exit__(*how)  # type: ignore[misc]
-        self._line.finished.wait()
+        self._stream.finished.wait()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return moved(self)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ class RemoteIn(_RemoteEnd[T], In[T]):
             return call(timeout)
         except Empty:
             assert timeout is not None
-            rest = self._far._two_round_trips() - timeout
+            rest = self._remote._two_round_trips() - timeout
             if rest <= 0:
                 raise
         return call(rest)
@@ -127,23 +127,23 @@ class RemoteOut(_RemoteEnd[T], Out[T]):
             Broken: The channel was aborted, or its owner is lost.
         """
         wait = _seconds(timeout)
-        count = self._line.ring.stats().items_in
-        used = self._far._connection.await_used(self._line, count, wait)
+        count = self._stream.ring.stats().items_in
+        used = self._remote._connection.await_used(self._stream, count, wait)
         if used is None:
-            raise Full(f"the channel of {self._far.address} had no room for all items within {wait:g} s")
+            raise Full(f"the channel of {self._remote.address} had no room for all items within {wait:g} s")
         if not used:
-            self._line.ring.put_nowait(None)  # raises the reason, because the channel has ended
+            self._stream.ring.put_nowait(None)  # raises the reason, because the channel has ended
 
 
-class _Looked(NamedTuple):
+class _Snapshot(NamedTuple):
     closed: bool
     broken: bool
     stats: ChannelStats
 
 
-ON_ITS_WAY = 1.0
+TRANSIT_TIMEOUT_S = 1.0
 """Seconds to wait for items that the owner has sent."""
-NOTHING = Channel(1).stats()
+NO_STATS = Channel(1).stats()
 """Counts of a port that is not open."""
 
 
@@ -154,7 +154,7 @@ class RemoteChannel(Channel[T]):
     """
 
     across = HOSTS.name
-    is_elsewhere = True
+    is_remote = True
 
     def __init__(
         self, at: tuple[str, bytes, bool], connection: Connection, within: float | None = None
@@ -175,12 +175,12 @@ class RemoteChannel(Channel[T]):
         if self._link.pid != os.getpid():  # a forked child needs its own connection
             with using(place_in(self._at[0]), *self._at[1:]) as link:
                 link.open(self._number)
-                link.adopt(self._number, self)
+                link.register(self._number, self)
             self._link = link
             self._opening, self._ports = threading.RLock(), {}
         return self._link
 
-    def _ask(self, what: str, *arguments: Any) -> Any:
+    def _request(self, what: str, *arguments: Any) -> Any:
         return self._connection.ask(self._number, what, *arguments)
 
     def _two_round_trips(self) -> float:
@@ -195,7 +195,7 @@ class RemoteChannel(Channel[T]):
             if reads not in self._ports:
                 self._ports[reads] = self._port(RemoteIn if reads else RemoteOut, reads, counted=False)
             assert self._link is connection
-            return self._ports[reads]._line.ring
+            return self._ports[reads]._stream.ring
 
     def _ask_again(self, reads: bool) -> tuple[bool, int]:
         """Ask the owner for its current state before a call gives up; the core calls this.
@@ -204,16 +204,16 @@ class RemoteChannel(Channel[T]):
             Whether there is an item (or room) or the channel has ended, and how often an item went into or
             out of the channel at the owner.
         """
-        connection, line = self._connection, self._ports[reads]._line
+        connection, stream = self._connection, self._ports[reads]._stream
         try:
             if reads:
-                sent, ended, moves = self._offer(1, line.ring.stats().items_out)
-                return ended or sent > line.ring.stats().items_out, moves
+                sent, ended, moves = self._offer(1, stream.ring.stats().items_out)
+                return ended or sent > stream.ring.stats().items_out, moves
             within = connection.answered_within(0)
-            room, ended, moves = connection.ask(self._number, "room", line.number, within=within)
-            has_room = room > line.ring.stats().items_in
+            room, ended, moves = connection.ask(self._number, "room", stream.number, within=within)
+            has_room = room > stream.ring.stats().items_in
             if has_room:
-                line.ring._allow(room)
+                stream.ring._allow(room)
             return ended or has_room, moves
         except Unanswered:
             return False, 0
@@ -228,18 +228,18 @@ class RemoteChannel(Channel[T]):
         connection, ports = self._connection, self._ports
         number, put = 0, 0
         if False in ports:
-            number, put = ports[False]._line.number, ports[False]._line.ring.stats().items_in
+            number, put = ports[False]._stream.number, ports[False]._stream.ring.stats().items_in
         within = connection.answered_within(0)
-        what = ports[True]._line.number, most, got, number, put
+        what = ports[True]._stream.number, most, got, number, put
         offered: tuple[int, bool, int] = connection.ask(self._number, "offer", *what, within=within)
         return offered
 
     def _fetch(self, most: int) -> None:
         """Fetch up to ``most`` more items, if the owner has them; the core calls this before ``get_many``."""
-        ring = self._ports[True]._line.ring
+        ring = self._ports[True]._stream.ring
         with contextlib.suppress(Unanswered, Broken):  # the ring raises the reason
             sent, _, _ = self._offer(most)
-            give_up = time.monotonic() + ON_ITS_WAY
+            give_up = time.monotonic() + TRANSIT_TIMEOUT_S
             while ring.stats().items_in < sent and not ring.closed and time.monotonic() < give_up:
                 time.sleep(0.0001)
 
@@ -280,7 +280,7 @@ class RemoteChannel(Channel[T]):
         """Close the channel, after the owner has received all items of this process that it accepts."""
         with contextlib.suppress(Closed, Broken):
             self.flush()
-        self._ask("close")
+        self._request("close")
         if (port := self._open_ports().get(False)) is not None:
             port.close()
 
@@ -288,12 +288,12 @@ class RemoteChannel(Channel[T]):
         """Break the channel for all its users, with ``cause`` as the cause of their ``Broken``."""
         if cause is not None and not isinstance(cause, BaseException):
             raise TypeError(f"abort: cause must be an exception or None, not {cause!r}")
-        if (hear := hears_aborts.get()) is not None:
-            hear(self, cause)
+        if (report := hears_aborts.get()) is not None:
+            report(self, cause)
         with contextlib.suppress(Broken):  # the owner is lost
-            self._ask("abort", sealed_cause(cause))
+            self._request("abort", sealed_cause(cause))
         for port in self._open_ports().values():
-            _core.Channel.abort(port._line.ring, cause)
+            _core.Channel.abort(port._stream.ring, cause)
 
     def reader(self) -> In[T]:
         """Open a counted reading end, which prefetches items."""
@@ -305,28 +305,28 @@ class RemoteChannel(Channel[T]):
 
     def _port(self, kind: Any, reads: bool, counted: bool) -> Any:
         name = self._name or f"of {self.address}"
-        line = self._connection.new_line(name, self.max_bytes, reads, counted)
-        port = kind(self if counted else weakref.proxy(self), line)
-        line.port = weakref.ref(port)
-        self._connection.open_line(line, self._number)
+        stream = self._connection.new_stream(name, self.max_bytes, reads, counted)
+        port = kind(self if counted else weakref.proxy(self), stream)
+        stream.port = weakref.ref(port)
+        self._connection.open_stream(stream, self._number)
         return port
 
-    def _look(self) -> _Looked:
+    def _snapshot(self) -> _Snapshot:
         ports = self._open_ports()
-        numbers = [ports[reads]._line.number if reads in ports else 0 for reads in (True, False)]
-        closed, broken, stats, reads, writes = self._ask("look", *numbers)
-        reading = ports[True]._line.ring.stats() if True in ports else NOTHING
-        writing = ports[False]._line.ring.stats() if False in ports else NOTHING
+        numbers = [ports[reads]._stream.number if reads in ports else 0 for reads in (True, False)]
+        closed, broken, stats, reads, writes = self._request("look", *numbers)
+        reading = ports[True]._stream.ring.stats() if True in ports else NO_STATS
+        writing = ports[False]._stream.ring.stats() if False in ports else NO_STATS
         prefetched = reads["taken"] - reading.items_out
-        coming = 0 if closed else writing.items_in - writes["used"]
-        return _Looked(
+        in_transit = 0 if closed else writing.items_in - writes["used"]
+        return _Snapshot(
             closed,
             broken,
             dataclasses.replace(
                 stats,
-                items_in=stats.items_in + coming,
+                items_in=stats.items_in + in_transit,
                 items_out=stats.items_out - prefetched,
-                inside=0 if broken else stats.inside + prefetched + coming,
+                inside=0 if broken else stats.inside + prefetched + in_transit,
                 leased=stats.leased - reads["ahead"],
                 waiting_readers=stats.waiting_readers - reads["standing"] + reading.waiting_readers,
                 waiting_writers=stats.waiting_writers - writes["standing"] + writing.waiting_writers,
@@ -336,31 +336,31 @@ class RemoteChannel(Channel[T]):
         )
 
     def __len__(self) -> int:
-        return self._look().stats.inside
+        return self._snapshot().stats.inside
 
     @property
     def closed(self) -> bool:
         """Return whether puts have ended."""
-        return self._look().closed
+        return self._snapshot().closed
 
     @property
     def drained(self) -> bool:
         """Return whether the channel is closed and has no items left."""
-        looked = self._look()
-        nothing = looked.stats.inside == looked.stats.leased == 0
-        return looked.closed and nothing and not looked.broken
+        snapshot = self._snapshot()
+        nothing = snapshot.stats.inside == snapshot.stats.leased == 0
+        return snapshot.closed and nothing and not snapshot.broken
 
     @property
     def broken(self) -> bool:
         """Return whether the channel has ended by a failure."""
         try:
-            return self._look().broken
+            return self._snapshot().broken
         except Broken:
             return True
 
     def stats(self) -> ChannelStats:
         """Return the owner's current counts. Items in transit to and from this process count as inside."""
-        return self._look().stats
+        return self._snapshot().stats
 
     @property
     def address(self) -> str:
@@ -375,37 +375,39 @@ class RemoteChannel(Channel[T]):
     def __repr__(self) -> str:
         return f"<Channel({self.capacity}, across={self.across!r}) of {self.address}>"
 
-    def came(self) -> None:
+    def item_done(self) -> None:
         """Notify the owner that an item that contained the channel is finished here.
 
         The owner keeps the channel for that item until then.
         """
-        self._connection.tell("come", self._number)
+        self._connection.notify("item_done", self._number)
 
     def _another(self, capacity: int) -> Channel[Any]:
         connection = self._connection
-        return make_elsewhere(connection, place_in(self.address), *self._at[1:], capacity)
+        return make_remote(connection, place_in(self.address), *self._at[1:], capacity)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if (beside := beside_packed(self)) is not None:
-            return beside
+        if (packed := beside_packed(self)) is not None:
+            return packed
         sent, parcel = False, descriptors.now.packing
         if parcel is not None:
             with contextlib.suppress(Broken, HostError):  # the owner is lost: the receiver gets an error
                 # Before the item exists anywhere, because this process may be killed at any moment.
                 sent = self._connection.send(self._number)
         if parcel is not None and sent:
-            parcel.counted.append(functools.partial(_come, weakref.ref(self._link), self._number))
-        home = self._link.home
-        return arrive, (*self._at, home, sent and mark_of(home, self._number))
+            parcel.counted.append(functools.partial(_item_done, weakref.ref(self._link), self._number))
+        server_id = self._link.server_id
+        return unpickle_channel, (*self._at, server_id, sent and mark_of(server_id, self._number))
 
 
-def _come(link: weakref.ref[Connection], number: int) -> None:
+def _item_done(link: weakref.ref[Connection], number: int) -> None:
     if (connection := link()) is not None:
-        connection.tell("come", number)
+        connection.notify("item_done", number)
 
 
-def arrive(address: str, secret: bytes, tls: bool, home: str, sent: str | bool) -> Channel[Any]:
+def unpickle_channel(
+    address: str, secret: bytes, tls: bool, server_id: str, sent: str | bool
+) -> Channel[Any]:
     """Return the channel of an address when it is unpickled.
 
     If this process owns the channel, that is the channel itself.
@@ -414,22 +416,22 @@ def arrive(address: str, secret: bytes, tls: bool, home: str, sent: str | bool) 
         address: Address of the channel.
         secret: Secret of the channel.
         tls: Whether the connection is encrypted.
-        home: Id of the channel's server.
+        server_id: Id of the channel's server.
         sent: Mark of an item that contained the channel, which the owner keeps until the item is finished;
             False without an item.
     """
-    here = home_of(home)
+    server = server_of(server_id)
     try:
-        if here is not None and here.is_here(number_in(address)):
-            found = here.find(number_in(address))
+        if server is not None and server.is_here(number_in(address)):
+            found = server.find(number_in(address))
             if sent:
-                here.keep(found, number_in(address))
-                _core._when_finished(functools.partial(here.come, number_in(address)))
+                server.keep(found, number_in(address))
+                _core._when_finished(functools.partial(server.item_done, number_in(address)))
             return found
-        far = remote_channel(address, secret, tls, PEER_TIMEOUT_S)
+        remote = remote_channel(address, secret, tls, PEER_TIMEOUT_S)
         if sent:
-            _core._when_finished(far.came)
-        return far
+            _core._when_finished(remote.item_done)
+        return remote
     except FlowchanError as error:
         raise Broken(f"the channel of {address} can't be received: {error}") from error
     except OSError as error:
@@ -457,26 +459,26 @@ def remote_channel(
             return known
         within = None if give_up is None else max(0.0, give_up - time.monotonic())
         opened: RemoteChannel[Any] = RemoteChannel((address, secret, tls), connection, within)
-        adopted: RemoteChannel[Any] = connection.adopt(opened._number, opened)
+        adopted: RemoteChannel[Any] = connection.register(opened._number, opened)
         return adopted
 
 
-def make_elsewhere(
+def make_remote(
     connection: Connection, place: str, secret: bytes, tls: bool, capacity: int
 ) -> RemoteChannel[Any]:
     """Make a new channel at the owner of this connection."""
 
-    def drop(answer: Reply) -> None:
-        if answer.wrong is None:
-            connection.tell("drop", answer.value)
+    def drop(reply: Reply) -> None:
+        if reply.error is None:
+            connection.notify("drop", reply.value)
 
     number = connection.ask(0, "make", capacity, late=drop)
     try:
         made: RemoteChannel[Any] = RemoteChannel((channel_address(place, number), secret, tls), connection)
-        connection.adopt(number, made)
+        connection.register(number, made)
         return made
     except BaseException:
-        connection.tell("drop", number)  # the owner keeps the new channel until then
+        connection.notify("drop", number)  # the owner keeps the new channel until then
         raise
 
 
@@ -511,10 +513,10 @@ def open_channel(
     secret_bytes("open_channel", secret, "it is what channel.secret says")
     flag("open_channel", "tls", tls)
     wait = _seconds(timeout)
-    here = home_at(place, secret)
+    server = server_at(place, secret)
     try:
-        if here is not None:
-            return here.find(number)
+        if server is not None:
+            return server.find(number)
         if wait is None:
             return remote_channel(address, secret, tls, math.inf)
         return remote_channel(address, secret, tls, wait, time.monotonic() + wait)

@@ -11,9 +11,9 @@ from typing import Any
 from flowchan.channel.channel import Channel
 from flowchan.errors import ChannelError
 from flowchan.items.arguments import finite_seconds, flag, refuses_misspelt, secret_bytes
-from flowchan.remote.channel_server import ANYWHERE, ChannelServer, chosen
+from flowchan.remote.channel_server import ANY_PORT, ChannelServer, chosen
 from flowchan.remote.connection import using
-from flowchan.remote.remote_channel import arrive, make_elsewhere
+from flowchan.remote.remote_channel import make_remote, unpickle_channel
 from flowchan.transport import descriptors
 from flowchan.transport.addresses import channel_address, mark_of
 from flowchan.transport.link_events import PEER_TIMEOUT_S
@@ -25,51 +25,51 @@ class Hosted:
     """Address of a channel that this process owns.
 
     Args:
-        home: The server of the channel.
+        server: The server of the channel.
         number: Number of the channel at that server.
     """
 
-    home: ChannelServer
+    server: ChannelServer
     number: int
 
     @property
     def address(self) -> str:
         """Address of the channel, for ``open_channel``."""
-        return channel_address(self.home.address, self.number)
+        return channel_address(self.server.address, self.number)
 
     @property
     def secret(self) -> bytes:
         """Secret that a client must prove."""
-        return self.home.secret
+        return self.server.secret
 
     def reduced(self) -> tuple[Any, ...]:
         """Return the pickle of the channel, and count the item that is being packed."""
         parcel = descriptors.now.packing
-        sent = parcel is not None and self.home.send(self.number)
+        sent = parcel is not None and self.server.send(self.number)
         if parcel is not None and sent:
-            parcel.counted.append(functools.partial(self.home.come, self.number))
-        mark = sent and mark_of(self.home.id, self.number)
-        return arrive, (self.address, self.secret, self.home.tls, self.home.id, mark)
+            parcel.counted.append(functools.partial(self.server.item_done, self.number))
+        mark = sent and mark_of(self.server.id, self.number)
+        return unpickle_channel, (self.address, self.secret, self.server.tls, self.server.id, mark)
 
     def another(self, capacity: int) -> Channel[Any]:
         """Make another channel with the same owner."""
-        home = self.home
-        if home.pid == os.getpid():
-            return home.make(capacity)
+        server = self.server
+        if server.pid == os.getpid():
+            return server.make(capacity)
         # a forked child makes channels at its parent like any other client
-        at = home.address, home.secret, home.tls
+        at = server.address, server.secret, server.tls
         with using(*at) as connection:
-            return make_elsewhere(connection, *at, capacity)
+            return make_remote(connection, *at, capacity)
 
 
 _lock = threading.Lock()
 _settings: dict[str, Any] = {}
-_homes: list[ChannelServer] = []
+_servers: list[ChannelServer] = []
 
 
 @refuses_misspelt("serve")
 def serve(
-    address: str = ANYWHERE,
+    address: str = ANY_PORT,
     *,
     secret: bytes | None = None,
     tls: bool = False,
@@ -97,30 +97,30 @@ def serve(
     peer_timeout = finite_seconds("serve", "peer_timeout", peer_timeout)
     with _lock:
         _settings.update(address=address, secret=secret, tls=tls, peer_timeout=peer_timeout)
-        _homes.clear()
+        _servers.clear()
 
 
 def let_in(channel: Channel[Any]) -> Hosted:
     """Register a new channel with a server, so that other programs can reach it."""
-    if (home := chosen.get()) is not None:
-        number = home.add(channel)
+    if (server := chosen.get()) is not None:
+        number = server.add(channel)
         if number is None:
-            raise ChannelError(f"{home!r} has ended and accepts no more channels")
-        return Hosted(home, number)
+            raise ChannelError(f"{server!r} has ended and accepts no more channels")
+        return Hosted(server, number)
     with _lock:
-        number = _homes[0].add(channel) if _homes else None
+        number = _servers[0].add(channel) if _servers else None
         if number is None:
-            _homes[:] = [ChannelServer(**_settings)]
-            number = _homes[0].add(channel)
+            _servers[:] = [ChannelServer(**_settings)]
+            number = _servers[0].add(channel)
             assert number is not None
-        return Hosted(_homes[0], number)
+        return Hosted(_servers[0], number)
 
 
-def _begin_anew() -> None:
+def _after_fork() -> None:
     """Forget the server in a forked child, which has none of its parent's threads."""
     global _lock
     _lock = threading.Lock()
-    _homes.clear()
+    _servers.clear()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_after_fork)

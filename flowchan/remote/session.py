@@ -15,16 +15,16 @@ from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.errors import Broken, Closed, Full
 from flowchan.remote.messages import (
+    CallCancelled,
     CallRequest,
     Cancel,
     Finished,
-    Recalled,
     Reply,
     ServerClosed,
     cause_in,
     control_ring,
+    describe_error,
     sealed_cause,
-    wrong,
 )
 from flowchan.transport.addresses import number_in
 from flowchan.transport.descriptors import lacks
@@ -34,13 +34,13 @@ from flowchan.transport.local_peers import LocalPeer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LAST_WORD = 1.0
+GOODBYE_TIMEOUT_S = 1.0
 """Seconds within which a client should confirm that it knows of the server's end."""
 POLL_INTERVAL_S = 0.05
 """Seconds between two checks whether a client on this machine has ended after its connection broke."""
-SOON = 0.0005
+TRANSIT_POLL_S = 0.0005
 """Seconds between two checks for items in transit."""
-NO_LINE = {"taken": 0, "used": 0, "ahead": 0, "standing": 0, "staged": 0}
+NO_STREAM = {"taken": 0, "used": 0, "ahead": 0, "standing": 0, "staged": 0}
 """Counts of a stream that is not open."""
 
 
@@ -49,7 +49,7 @@ class SessionOwner(Protocol):
 
     address: str
     peer_timeout: float
-    asked: dict[str, Callable[..., Any]]
+    requests: dict[str, Callable[..., Any]]
 
     def make(self, capacity: int) -> Channel[Any]:
         """Make a channel."""
@@ -57,7 +57,7 @@ class SessionOwner(Protocol):
     def find(self, number: int) -> Channel[Any]:
         """Return the channel with this number."""
 
-    def come(self, number: int) -> None:
+    def item_done(self, number: int) -> None:
         """Note that an item that contained the channel is finished."""
 
     def send(self, number: int) -> bool:
@@ -66,7 +66,7 @@ class SessionOwner(Protocol):
     def has_prefetched(self, channel: Channel[Any], other_than: ClientSession) -> bool:
         """Return whether another client has prefetched items of ``channel``."""
 
-    def forget(self, guest: ClientSession) -> None:
+    def forget(self, session: ClientSession) -> None:
         """Remove a session that has ended."""
 
 
@@ -78,7 +78,7 @@ class ClientSession:
     those of a process that died.
 
     Args:
-        home: The server.
+        server: The server.
         loop: The server's event loop.
         id: Id of the client.
         pid: Process id of the client, for the cause of a break.
@@ -87,17 +87,17 @@ class ClientSession:
 
     def __init__(
         self,
-        home: SessionOwner,
+        server: SessionOwner,
         loop: asyncio.AbstractEventLoop,
         id: str,
         pid: int,
         process: LocalPeer | None,
     ) -> None:
         self.id, self.pid, self._process = id, pid, process
-        self._home, self._loop = home, loop
+        self._server, self._loop = server, loop
         self._over = self._left = False
         # the client has left and will close the connection
-        self._last_word: asyncio.TimerHandle | None = None
+        self._end_timer: asyncio.TimerHandle | None = None
         self._open: dict[int, Channel[Any]] = {}  # channels that the client has open, which are kept for it
         self._opened: Counter[int] = Counter()  # how often the client has opened each of them
         # channels that the client has had a reading port of
@@ -107,17 +107,17 @@ class ClientSession:
         self._plain: weakref.WeakKeyDictionary[Channel[Any], dict[bool, int]] = weakref.WeakKeyDictionary()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._answering: set[int] = set()  # calls whose reply is being sent
-        self._answers, letters = control_ring(), control_ring()
-        self._letters, self._letterbox = letters.reader(), letters.writer()
-        self._to_say = self._answers.reader()
+        self._replies, requests = control_ring(), control_ring()
+        self._requests, self._request_writer = requests.reader(), requests.writer()
+        self._reply_reader = self._replies.reader()
         self.link = _core.Link(True)
-        self.link.line(0, [self._to_say], [self._letterbox])
-        self._listening = loop.create_task(self._listen())
-        name = f"flowchan client of {home.address}"
+        self.link.line(0, [self._reply_reader], [self._request_writer])
+        self._listening = loop.create_task(self._receive_requests())
+        name = f"flowchan client of {server.address}"
         self._watching = threading.Thread(target=self._watch, name=name, daemon=True)
         self._watching.start()
 
-    def meet(self, sock: socket.socket) -> None:
+    def attach(self, sock: socket.socket) -> None:
         """Connect the link over a socket of the client."""
         self.link.attach(sock.detach())
 
@@ -129,24 +129,24 @@ class ClientSession:
         Without a connection, the session ends after a while, or as soon as the client's process is known to
         have ended.
         """
-        most = 1.5 * self._home.peer_timeout
-        apart = most if self._process is None else POLL_INTERVAL_S
-        for event in watch(self.link, self._home.peer_timeout / 4, apart):
+        limit = 1.5 * self._server.peer_timeout
+        interval = limit if self._process is None else POLL_INTERVAL_S
+        for event in watch(self.link, self._server.peer_timeout / 4, interval):
             if isinstance(event, LineFinished):
-                self._soon(self._finish, event.line)
+                self._call_soon(self._finish, event.line)
             elif isinstance(event, LinkIdle):
-                if event.silent > most or (not event.connected and self._has_ended()):
-                    self._soon(self._give_up)
+                if event.silent > limit or (not event.connected and self._has_ended()):
+                    self._call_soon(self._give_up)
                     break
             elif self._left:
-                self._soon(self._give_up)
+                self._call_soon(self._give_up)
         if self._process is not None:
             self._process.close()
 
     def _has_ended(self) -> bool:
         return self._process is not None and self._process.has_ended()
 
-    def _soon(self, work: Callable[..., Any], *arguments: Any) -> None:
+    def _call_soon(self, work: Callable[..., Any], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(work, *arguments)
 
@@ -154,29 +154,29 @@ class ClientSession:
         port = self._ports.pop(line, None)
         if port is None:
             return
-        used = self._lines_of(line)[0]["used"]
+        used = self._streams_of(line)[0]["used"]
         self.link.drop(line)
         why = _broken_by(port.channel) if isinstance(port, Out) else None
         cause = None if why is None else sealed_cause(why.__cause__)
         finished = Finished(line, why is not None, cause, used)
-        self._tasks[-line] = self._loop.create_task(self._say(finished))
+        self._tasks[-line] = self._loop.create_task(self._send_finished(finished))
 
-    async def _say(self, said: Finished) -> None:
+    async def _send_finished(self, message: Finished) -> None:
         with contextlib.suppress(Closed, Broken):
-            await self._answers.aput(said)
-        self._tasks.pop(-said.line, None)
+            await self._replies.aput(message)
+        self._tasks.pop(-message.stream, None)
 
     # --- requests ---
 
-    async def _listen(self) -> None:
+    async def _receive_requests(self) -> None:
         with contextlib.suppress(Closed, Broken):
             while True:
-                letter = await self._letters.aget()
-                if isinstance(letter, Cancel):
-                    self._cancel(letter.number)
-                elif isinstance(letter, CallRequest):
-                    self._tasks[letter.number] = self._loop.create_task(self._answer(letter))
-                del letter
+                request = await self._requests.aget()
+                if isinstance(request, Cancel):
+                    self._cancel(request.number)
+                elif isinstance(request, CallRequest):
+                    self._tasks[request.number] = self._loop.create_task(self._answer(request))
+                del request
 
     def _cancel(self, number: int) -> None:
         """Cancel a call, which gets a reply in any case.
@@ -189,79 +189,79 @@ class ClientSession:
         if (task := self._tasks.get(number)) is None:
             self._tasks[number] = self._loop.create_task(self._answer_cancelled(number))
         elif task.cancel():
-            task.add_done_callback(functools.partial(self._was_cancelled, number))
+            task.add_done_callback(functools.partial(self._answer_if_unstarted, number))
 
-    def _was_cancelled(self, number: int, task: asyncio.Task[None]) -> None:
+    def _answer_if_unstarted(self, number: int, task: asyncio.Task[None]) -> None:
         # the task never started, or it would have removed itself
         if self._tasks.get(number) is task and not self._over:
             self._tasks[number] = self._loop.create_task(self._answer_cancelled(number))
 
     async def _answer_cancelled(self, number: int) -> None:
-        await self._give(Reply(number, wrong=wrong(Recalled())))
+        await self._reply(Reply(number, error=describe_error(CallCancelled())))
 
-    async def _answer(self, ask: CallRequest) -> None:
+    async def _answer(self, request: CallRequest) -> None:
         try:
-            value = await self._do(ask)
-            answer = Reply(ask.number, value)
+            value = await self._do(request)
+            reply = Reply(request.number, value)
         except asyncio.CancelledError:
-            answer = Reply(ask.number, wrong=wrong(Recalled()))
+            reply = Reply(request.number, error=describe_error(CallCancelled()))
         except Exception as error:
-            answer = Reply(ask.number, wrong=wrong(error))
-        await self._give(answer)
-        if ask.what == "leave" and not self._over:
+            reply = Reply(request.number, error=describe_error(error))
+        await self._reply(reply)
+        if request.what == "leave" and not self._over:
             self._left = True
-            self._last_word = self._loop.call_later(LAST_WORD, self._give_up)
+            self._end_timer = self._loop.call_later(GOODBYE_TIMEOUT_S, self._give_up)
 
-    async def _give(self, answer: Reply) -> None:
+    async def _reply(self, reply: Reply) -> None:
         if self._over:
             return
-        self._tasks.pop(answer.number, None)  # from now on the call can't be cancelled
-        self._answering.add(answer.number)
+        self._tasks.pop(reply.number, None)  # from now on the call can't be cancelled
+        self._answering.add(reply.number)
         try:
-            while not await self._has_given(answer):
+            while not await self._has_replied(reply):
                 await asyncio.sleep(POLL_INTERVAL_S)
         except Exception as error:
-            await self._has_given(
-                Reply(answer.number, wrong=wrong(error))
+            await self._has_replied(
+                Reply(reply.number, error=describe_error(error))
             )  # the caller must not wait forever
         finally:
-            self._answering.discard(answer.number)
+            self._answering.discard(reply.number)
 
-    async def _has_given(self, answer: Reply) -> bool:
+    async def _has_replied(self, reply: Reply) -> bool:
         """Send the reply, or return False if this process lacks memory or descriptors for it now."""
         try:
             with contextlib.suppress(Closed, Broken):
-                await self._answers.aput(answer)
+                await self._replies.aput(reply)
         except (MemoryError, OSError) as error:
             if not lacks(error):
                 raise
             return False
         return True
 
-    async def _do(self, ask: CallRequest) -> Any:
-        if ask.what == "leave":
+    async def _do(self, request: CallRequest) -> Any:
+        if request.what == "leave":
             return None
-        if ask.what in self._home.asked:
-            return self._home.asked[ask.what](self, *ask.arguments)
-        if ask.what == "make":
-            return self._make(*ask.arguments)
-        if ask.what == "open":
-            return self._do_open(ask.channel)
-        if ask.what == "send":
-            return self._home.send(ask.channel)
-        if ask.what == "drop":
-            return self._drop(ask.channel)
-        if ask.what == "come":
-            return self._home.come(ask.channel)
-        done = getattr(self, f"_do_{ask.what}")(self._open[ask.channel], *ask.arguments)
+        if request.what in self._server.requests:
+            return self._server.requests[request.what](self, *request.arguments)
+        if request.what == "make":
+            return self._make(*request.arguments)
+        if request.what == "open":
+            return self._do_open(request.channel)
+        if request.what == "send":
+            return self._server.send(request.channel)
+        if request.what == "drop":
+            return self._drop(request.channel)
+        if request.what == "item_done":
+            return self._server.item_done(request.channel)
+        done = getattr(self, f"_do_{request.what}")(self._open[request.channel], *request.arguments)
         return await done if asyncio.iscoroutine(done) else done
 
     def _make(self, capacity: int) -> int:
-        made = self._home.make(capacity)
+        made = self._server.make(capacity)
         return self.keep(made)
 
     def _do_open(self, number: int) -> tuple[int, int | None, str]:
-        channel = self._home.find(number)
+        channel = self._server.find(number)
         self._open[number] = channel
         self._opened[number] += 1
         return channel.capacity, channel.max_bytes, channel._name
@@ -288,14 +288,14 @@ class ClientSession:
     def _do_look(self, channel: Channel[Any], reads: int, writes: int) -> tuple[Any, ...]:
         """Return the state of the channel and of this client's streams at the same moment."""
         while True:
-            lines = self._lines_of(reads, writes)
+            lines = self._streams_of(reads, writes)
             stats = channel.stats()
-            if self._lines_of(reads, writes) == lines:
+            if self._streams_of(reads, writes) == lines:
                 return channel.closed, channel.broken, stats, *lines
 
-    def _lines_of(self, *numbers: int) -> list[dict[str, int]]:
+    def _streams_of(self, *numbers: int) -> list[dict[str, int]]:
         lines = self.link.state()["lines"]
-        return [lines[number] if number and number in lines else NO_LINE for number in numbers]
+        return [lines[number] if number and number in lines else NO_STREAM for number in numbers]
 
     async def _do_offer(
         self, channel: Channel[Any], line: int, most: int, got: int | None, writes: int, put: int
@@ -310,18 +310,18 @@ class ClientSession:
             went into or out of the channel.
         """
         while (
-            (mine := self._lines_of(writes)[0])["used"] < put
+            (mine := self._streams_of(writes)[0])["used"] < put
             and not mine["staged"]
             and self._ports.get(writes)
         ):
-            await asyncio.sleep(SOON)
+            await asyncio.sleep(TRANSIT_POLL_S)
         while True:
             offered = self.link.offer(line, most)
             if offered is not None:  # else the items that this client has prefetched are on their way back
                 sent, ended = offered
-                if got is None or ended or sent > got or not self._home.has_prefetched(channel, self):
+                if got is None or ended or sent > got or not self._server.has_prefetched(channel, self):
                     return sent, ended, _moves(channel)
-            await asyncio.sleep(SOON)
+            await asyncio.sleep(TRANSIT_POLL_S)
 
     def has_prefetched(self, channel: Channel[Any]) -> bool:
         """Return whether the client has items of ``channel`` that it has not got yet.
@@ -397,13 +397,13 @@ class ClientSession:
             and (isinstance(port, Out) or self._has_read(port, lines.get(line)))
         )
 
-    async def leave_alone(self, why: str) -> None:
-        """Tell the client that the server closes, wait briefly for its goodbye, and end the session."""
+    async def notify_and_end(self, why: str) -> None:
+        """Tell the client that the server closes, wait briefly for it to disconnect, and end the session."""
         with contextlib.suppress(Closed, Broken, Full):
-            self._answers.put_nowait(ServerClosed(why, self._ended()))
-        give_up = self._loop.time() + LAST_WORD
+            self._replies.put_nowait(ServerClosed(why, self._ended()))
+        give_up = self._loop.time() + GOODBYE_TIMEOUT_S
         while self._loop.time() < give_up:
-            stats = self._answers.stats()
+            stats = self._replies.stats()
             if not self.link.state()["connected"] or not stats.inside + stats.leased:
                 break  # a client that has received the message disconnects
             await asyncio.sleep(0.005)
@@ -415,13 +415,13 @@ class ClientSession:
         if self._over:
             return
         self._over = True
-        if self._last_word is not None:
-            self._last_word.cancel()  # otherwise the timer would keep this session alive
+        if self._end_timer is not None:
+            self._end_timer.cancel()  # otherwise the timer would keep this session alive
         self.link.close()
         for task in list(self._tasks.values()):
             task.cancel()
-        self._answers.close()
-        self._letterbox.close()
+        self._replies.close()
+        self._request_writer.close()
         for port in self._ports.values():
             if isinstance(port, Out):
                 port._fall(self.pid)
@@ -430,7 +430,7 @@ class ClientSession:
         self._ports.clear()
         self._open.clear()
         self._opened.clear()
-        self._home.forget(self)
+        self._server.forget(self)
 
 
 def _moves(channel: Channel[Any]) -> int:

@@ -39,7 +39,7 @@ def elsewhere():
     far = told.get()
     with contextlib.suppress(NothingReady):
         select([far._another(1) for _ in range(10)], timeout=0)
-    wait_until(lambda: len(far._link._nudges) == 0)
+    wait_until(lambda: len(far._link._notices) == 0)
     far.stats()
     yield far
     over.close()
@@ -381,7 +381,7 @@ def test_select_without_waiting_does_not_miss_a_moving_item(several, make_gate):
 
     mover = ThreadPeer(move) if here.across == "threads" or there.across == "threads" else ProcessPeer(move)
     gate.open()
-    for _ in range(300 if hasattr(there, "is_elsewhere") else 3_000):
+    for _ in range(300 if hasattr(there, "is_remote") else 3_000):
         done = select(channels, timeout=0)
         done.channel.put(done.item)
     for ch in channels:

@@ -14,7 +14,7 @@ from flowchan.remote.messages import CallRequest, Cancel, Finished, ServerClosed
 
 WORDS = [
     "make",
-    "come",
+    "item_done",
     "open",
     "look",
     "offer",
@@ -53,7 +53,7 @@ def ask_anything_of(home: connection.Connection, draw: random.Random) -> int:
     for _ in range(300):
         what = draw.choice(WORDS) if draw.random() < 0.8 else anything(draw)
         channel = draw.choice([1000, -1, None, "1"])  # channels that do not exist
-        home._asks.put(
+        home._requests.put(
             draw.choice([Cancel(draw.randrange(400)), Finished(1), ServerClosed("over"), anything(draw)])
         )
         try:

@@ -239,7 +239,7 @@ def test_every_cancelled_remote_call_is_answered():
     def use():
         for _ in range(20):
             asyncio.run(cancel())
-        wait_until(lambda: not channel._link._asked)
+        wait_until(lambda: not channel._link._pending)
 
     HostPeer(use).result()
     wait_blocked(channel)

@@ -33,10 +33,10 @@ def make(capacity=64, **options):
     return Channel(capacity, across="hosts", **options)
 
 
-def wait_for_guests(channel):
+def wait_for_sessions(channel):
     """Wait for one reader, and return the sessions of the remote users of the channel."""
     wait_stats(channel, readers=1)
-    return channel._reached.home.guests()
+    return channel._reached.server.sessions()
 
 
 def test_broken_connection_loses_and_repeats_no_item():
@@ -55,12 +55,12 @@ def test_broken_connection_loses_and_repeats_no_item():
             writer.put_many(range(5_000))
 
     peer, feeding = HostPeer(work), ThreadPeer(feed)
-    (guest,), found = wait_for_guests(there), []
+    (session,), found = wait_for_sessions(there), []
     for number in back:
         found.append(number)
         if len(found) % 500 == 0:
             cut()
-    breaks = guest.link.state()["breaks"]
+    breaks = session.link.state()["breaks"]
     peer.result()
     feeding.result()
     assert breaks > 0
@@ -139,34 +139,34 @@ def test_program_that_leaves_reports_its_items_first(broken, monkeypatch):
     """C12: the program has already left the owner, because it uses none of its channels any more."""
     channel, done = make(), threading.Event()
     home, look, post = (
-        channel._reached.home,
-        connection.Connection._look_for_users,
+        channel._reached.server,
+        connection.Connection._leave_if_unused,
         connection.Connection.post,
     )
-    said = []
+    sent = []
 
     def look_late(self):
         done.wait()
         look(self)
 
     def post_and_say(self, number, what, *arguments, **options):
-        said.append(what)
+        sent.append(what)
         post(self, number, what, *arguments, **options)
 
     def use():
         inner = channel._another(1)
         channel.put(inner)
-        monkeypatch.setattr(connection.Connection, "_look_for_users", look_late)
+        monkeypatch.setattr(connection.Connection, "_leave_if_unused", look_late)
         monkeypatch.setattr(connection.Connection, "post", post_and_say)
         (one,) = connection._connections.values()
-        one.tell("used", 0)
+        one.notify("used", 0)
         if broken:
             cut()
         assert channel.get() is inner
         del inner
         done.set()
         wait_until(lambda: not connection._connections)
-        assert said[-1] == "leave"
+        assert sent[-1] == "leave"
 
     child_of_multiprocessing(use)
     wait_until(lambda: not home._under_way, what=lambda: home._under_way)
@@ -288,7 +288,7 @@ def test_releasing_the_last_handle_leaves_nothing():
 def test_aborted_channel_releases_its_clients_without_the_collector():
     """C12: the links hold descriptors, and a program that allocates little seldom runs the collector."""
     channel, ready = make(), make()
-    (home,) = serving._homes
+    (home,) = serving._servers
 
     def write():
         writer = channel.writer()
@@ -301,10 +301,10 @@ def test_aborted_channel_releases_its_clients_without_the_collector():
     try:
         peer = HostPeer(write)
         ready.get()
-        found = [weakref.ref(guest) for guest in home.guests()]
+        found = [weakref.ref(session) for session in home.sessions()]
         channel.abort(ValueError("why"))
         peer.result()
-        wait_until(lambda: not any(guest() for guest in found))
+        wait_until(lambda: not any(session() for session in found))
     finally:
         gc.enable()
 
@@ -312,7 +312,7 @@ def test_aborted_channel_releases_its_clients_without_the_collector():
 def test_server_is_over_once_its_last_channel_is_released():
     """The server's thread learns that the channel is gone, and may check before any other code runs."""
     channel, found = make(), []
-    (home,) = serving._homes
+    (home,) = serving._servers
     weakref.finalize(channel, lambda: found.append(home.is_over()))
     del channel
     assert found == [True]
@@ -338,18 +338,18 @@ def test_port_left_by_an_exception_returns_its_current_item(fails):
 
 def test_client_survives_until_the_server_joins_its_connection(monkeypatch):
     """C11: the busy server has looked for the client's process twice by then."""
-    looks, has_ended, meet = [], LocalPeer.has_ended, ClientSession.meet
+    looks, has_ended, attach = [], LocalPeer.has_ended, ClientSession.attach
 
     def look(process):
         looks.append(process)
         return has_ended(process)
 
-    def meet_late(guest, sock):
-        wait_until(lambda: len(looks) > 1 or not guest._watching.is_alive())
-        meet(guest, sock)
+    def attach_late(session, sock):
+        wait_until(lambda: len(looks) > 1 or not session._watching.is_alive())
+        attach(session, sock)
 
     monkeypatch.setattr(LocalPeer, "has_ended", look)
-    monkeypatch.setattr(ClientSession, "meet", meet_late)
+    monkeypatch.setattr(ClientSession, "attach", attach_late)
     channel = make()
     HostPeer(channel.put, "item").result()
     assert channel.get() == "item"
@@ -376,22 +376,22 @@ def test_unresponsive_owner_does_not_block_other_owners():
 
 def test_server_says_goodbye_to_all_clients_concurrently():
     """A client that does not hear the goodbye keeps no other client waiting."""
-    home, said = ChannelServer(kept=True), []
+    home, sent = ChannelServer(kept=True), []
 
     class Deaf:
         def __init__(self):
             self.told = asyncio.Event()
 
-        async def leave_alone(self, why):
+        async def notify_and_end(self, why):
             self.told.set()
             async with asyncio.timeout(20):
-                await guests[1 - guests.index(self)].told.wait()
-            said.append(why)
+                await sessions[1 - sessions.index(self)].told.wait()
+            sent.append(why)
 
-    guests = [Deaf(), Deaf()]
-    home._guests.update(enumerate(guests))
+    sessions = [Deaf(), Deaf()]
+    home._sessions.update(enumerate(sessions))
     home.close()
-    assert len(said) == 2
+    assert len(sent) == 2
 
 
 WRONG = [

@@ -81,7 +81,7 @@ def make(capacity=64):
 
 def asked_for(channel):
     """Whether a question is not answered, of which its asker has not heard, or home."""
-    return bool(channel._connection._asked)
+    return bool(channel._connection._pending)
 
 
 GETS = {
@@ -159,7 +159,7 @@ def test_port_is_released_if_ctrl_c_ends_its_opening(end):
                 port.close()
             if not interrupt.where:
                 break
-        wait_until(lambda: not one._connection._lines and not asked_for(one))
+        wait_until(lambda: not one._connection._streams and not asked_for(one))
         over.get()
         return number
 

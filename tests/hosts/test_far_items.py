@@ -100,7 +100,7 @@ def test_channel_only_in_transit_is_one_object_at_its_owner(monkeypatch):
     """C13: this also holds if two threads look for the channel at the same time."""
     carrier, sent = make(), make()
     carrier.put(sent)
-    home, number = sent._reached.home, sent._reached.number
+    home, number = sent._reached.server, sent._reached.number
     del sent
     gc.collect()
     found, twin = [], home_module._twin
@@ -202,7 +202,7 @@ def test_channel_survives_until_its_last_item_is_finished():
     """C14: other users have dropped the channel or opened it by its address before. C12: after the last item
     it is released."""
     carrier, inner = make(), make()
-    (home,) = serving._homes
+    (home,) = serving._servers
     carrier.put_many([inner, inner])
     told = inner.address, inner.secret
 
@@ -246,7 +246,7 @@ def test_channel_survives_in_an_item_that_is_put_again(place):
     """C14: a forked child of the owner or a remote program puts it. C12: after the last item it is
     released."""
     carrier = make()
-    (home,) = serving._homes
+    (home,) = serving._servers
     carrier.put(make())
 
     def put_again():
@@ -284,7 +284,7 @@ def interrupt(which, call, *arguments):
 def test_call_ended_by_ctrl_c_keeps_no_channel_alive():
     """C12: the call opens a channel, makes one, or puts one into an item."""
     inner, other, over = make(), make(), make()
-    (home,) = serving._homes
+    (home,) = serving._servers
     told = inner.address, inner.secret
 
     def use():
@@ -310,7 +310,7 @@ def test_call_ended_by_ctrl_c_keeps_no_channel_alive():
 def test_abandoned_put_keeps_no_channel_alive():
     """C9, C12: the put ends by cancellation, by Ctrl-C or in a select."""
     inner, full, over = make(), make(1), make()
-    (home,) = serving._homes
+    (home,) = serving._servers
     full.put("full")
 
     def give_up():
@@ -356,7 +356,7 @@ def test_port_lost_to_ctrl_c_is_not_counted():
 def test_channel_is_not_sent_after_its_last_item_finished():
     """C14: a receiver of the channel would find that it no longer exists."""
     spare = make()  # keeps its server alive
-    (home,) = serving._homes
+    (home,) = serving._servers
     inner = make()
     number = int(inner.address.rpartition("/")[2])
     home.send(number)
@@ -366,7 +366,7 @@ def test_channel_is_not_sent_after_its_last_item_finished():
     @contextlib.contextmanager
     def after_the_item():
         home._counting = counting
-        home.come(number)
+        home.item_done(number)
         with counting:
             yield
 
@@ -380,7 +380,7 @@ def test_channel_is_not_sent_after_its_last_item_finished():
 def test_channels_in_unread_items_end_with_their_carrier(aborted):
     """C12: this includes channels in the items of such a channel."""
     kept, carrier, other, inner = make(), make(), make(), make()
-    (home,) = serving._homes
+    (home,) = serving._servers
     other.put(inner)
     carrier.put_many([other, inner, 1])
     carrier.put([other] * 2)
@@ -395,7 +395,7 @@ def test_channels_in_unread_items_end_with_their_carrier(aborted):
 
 def test_channels_in_items_survive_while_a_child_has_their_carrier():
     carrier, inner, go, kept = make(), make(), make(), make()
-    (home,) = serving._homes
+    (home,) = serving._servers
     carrier.put(inner)
 
     def take(carrier):
@@ -417,7 +417,7 @@ def test_channel_received_by_a_forked_child_can_be_forwarded():
     """C14: the child can forward it after its item is finished, without another reference. C12: then it is
     released."""
     carrier, target, go = make(), make(), make()
-    (home,) = serving._homes
+    (home,) = serving._servers
     carrier.put(make())
 
     def pass_on():

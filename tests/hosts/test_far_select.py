@@ -209,7 +209,7 @@ def test_channel_in_an_item_that_was_not_put_is_released():
     """C12: a select or a put times out or is refused."""
     full = make(1)
     full.put("old")
-    (home,) = serving._homes
+    (home,) = serving._servers
 
     def offer(inner):
         with pytest.raises(NothingReady):

@@ -184,7 +184,7 @@ def test_item_for_a_cancelled_call_goes_to_a_waiting_reader(how):
         waiting = ThreadPeer(WAITS[how], channel)
         wait_blocked(channel, readers=2)
         back.put("both wait")
-        ring = channel._ports[True]._line.ring
+        ring = channel._ports[True]._stream.ring
         wait_until(lambda: ring.stats().items_in > 0)  # one of them was woken for it
         first.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -200,7 +200,7 @@ def test_item_for_a_cancelled_call_goes_to_a_waiting_reader(how):
 
 def test_remote_timeout_holds_when_the_owner_does_not_answer(monkeypatch):
     """C9: and what home gives for such a call comes to the next."""
-    monkeypatch.setattr(connection, "UNHEARD", 0.01)
+    monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.01)
     serve()  # as patient as usual: the home is to be slow, not lost
     told = make()
     home = HostPeer(be_a_home, told)
@@ -271,13 +271,13 @@ def test_late_reply_is_delivered_once():
     class RemotePort(pending_calls.Calls):
         def __init__(self):
             super().__init__("127.0.0.1:1")
-            self._asks = Channel().writer()
+            self._requests = Channel().writer()
 
     for _ in range(300):
         heard, home = [], RemotePort()
         asked = pending_calls.PendingCall(heard.append)
         home._send(asked, 1, "get", ())
-        threads = [ThreadPeer(home.abandon, asked), ThreadPeer(home._answer_all)]
+        threads = [ThreadPeer(home.abandon, asked), ThreadPeer(home._fail_all)]
         for thread in threads:
             thread.result()
         assert len(heard) == 1
@@ -289,7 +289,7 @@ class Scarce(Channel):
     lacking: list[object] = []
 
     async def aput(self, item):
-        if isinstance(item, Reply) and item.wrong is None:
+        if isinstance(item, Reply) and item.error is None:
             value = item.value[1] if isinstance(item.value, tuple) and len(item.value) == 3 else item.value
             first = value[0] if isinstance(value, list) else value
             if first in self.lacking:
@@ -320,7 +320,7 @@ def test_reply_without_memory_is_sent_once_memory_is_free(scarce, monkeypatch):
 def test_items_that_hold_channels_go_back_when_their_receiver_dies():
     """C11, C12: and the channels last as long as these items."""
     channel, inner, received = make(), make(), make()
-    home = channel._reached.home
+    home = channel._reached.server
     channel.put_many([(Arrives(), inner), (inner, inner), inner])
 
     def use():

@@ -142,7 +142,7 @@ def test_flush_raises_when_the_channel_was_closed_before_the_items_came():
     def put():
         channel.put("first")
         channel.flush()
-        channel._ports[False]._line.ring._allow(5)  # as if the owner had said so and then changed its mind
+        channel._ports[False]._stream.ring._allow(5)  # as if the owner had said so and then changed its mind
         channel.put("second")
         with pytest.raises(Full):
             channel.flush(timeout=0.05)
@@ -261,7 +261,7 @@ def test_killed_program_loses_only_what_was_not_flushed():
     ready.get()
     peer.kill()
     peer.join()
-    wait_until(lambda: not channel._reached.home.guests())
+    wait_until(lambda: not channel._reached.server.sessions())
     found = channel.get_many(10_000)
     assert found == list(range(len(found)))
     assert len(found) >= 100
@@ -275,7 +275,7 @@ def test_killed_reader_gives_its_prefetched_items_back():
     def take():
         got = channel.get()
         channel._offer(5)  # the owner sends five, as to a quick reader
-        ring = channel._ports[True]._line.ring
+        ring = channel._ports[True]._stream.ring
         wait_until(lambda: len(ring) == 5)
         ready.put(got)
         ready.flush()
@@ -395,7 +395,7 @@ def test_ctrl_c_ends_a_flush():
     def put():
         channel.put(1)
         channel.flush()
-        channel._ports[False]._line.ring._allow(5)  # one more than the owner has room for
+        channel._ports[False]._stream.ring._allow(5)  # one more than the owner has room for
         channel.put(2)
         connection, begun = channel._connection, threading.Event()
         await_used = connection.await_used
@@ -430,7 +430,7 @@ from flowchan.hosts import open_channel
 address, secret = sys.stdin.read().split()
 channel = open_channel(address, bytes.fromhex(secret))
 channel.put(1)
-channel._ports[False]._line.ring._allow(2)  # one more than the owner has room for
+channel._ports[False]._stream.ring._allow(2)  # one more than the owner has room for
 channel.put(2)
 """
     key = f"{channel.address} {channel.secret.hex()}"

@@ -16,12 +16,12 @@
    -----------------------------------   ------------------------------------------------------------------
    post()                                connection.py: Connection.post, PendingCall
    abandon()                             connection.py: Connection.abandon; session.py: Cancel
-   told()                                connection.py: Connection._told; remote_channel.py: RemoteChannel._return_one
+   told()                                connection.py: Connection._received; remote_channel.py: RemoteChannel._return_one
    lose()                                connection.py: Connection._lose, Connection.broken
-   keep_or_use()                         remote_channel.py: arrive, remote_channel, RemoteChannel.came
-   nudged()                              connection.py: Connection._nudged, Connection.tell, Connection.adopt
-   hear()                                session.py: ClientSession._listen, ClientSession._do, ClientSession._do_open, ClientSession._drop
-   count(), uncount()                    channel_server.py: ChannelServer.send, ChannelServer.come, ChannelServer.find
+   keep_or_use()                         remote_channel.py: unpickle_channel, remote_channel, RemoteChannel.item_done
+   nudged()                              connection.py: Connection._send_notice, Connection.notify, Connection.register
+   hear()                                session.py: ClientSession._receive_requests, ClientSession._do, ClientSession._do_open, ClientSession._drop
+   count(), uncount()                    channel_server.py: ChannelServer.send, ChannelServer.item_done, ChannelServer.find
    take(), answer()                      session.py: ClientSession._do_get, ClientSession._answer
    give_up()                             session.py: ClientSession._give_up
 
