@@ -44,7 +44,7 @@ from flowchan.transport.versions import differs, versions
 
 ANY_PORT = "127.0.0.1:0"
 MAX_LOST_CLIENTS = 32  # ids of lost clients to remember, so that they learn why they are rejected
-CHILD_TIMEOUT_S = 1.0  # seconds within which a live owner replies its forked children
+CHILD_TIMEOUT_S = 1.0  # seconds within which a live owner answers its forked children
 
 
 class ChannelServer:
@@ -358,7 +358,7 @@ chosen: ContextVar[ChannelServer | None] = ContextVar("chosen", default=None)
 
 
 def _twin(channel: Channel[Any]) -> Channel[Any]:
-    """Return a second object for the channel, with descriptors of its own."""
+    """Return a second object for the channel, with separate descriptors."""
     twin: Channel[Any] = Channel.__new__(Channel)
     socket = os.dup(channel._socket) if channel._socket >= 0 else -1
     _core.Channel.__init__(twin, fd=os.dup(channel._fd), socket=socket, name=channel._name)

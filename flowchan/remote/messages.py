@@ -2,7 +2,7 @@
 
 They travel over the control stream (stream 0) of the link between the two. Both sides have proved that they
 know the secret, so the messages are pickled like items. Users' items are not among them: each port has a
-stream of its own.
+separate stream.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Calls:
             first: Called before the request is sent.
 
         Raises:
-            Unanswered: There was no reply within ``within`` seconds.
+            Unanswered: The owner did not reply within ``within`` seconds.
         """
         call = PendingCall(late)
         try:

@@ -77,7 +77,7 @@ def serve(
 ) -> None:
     """Set the address at which other programs reach the channels that this process makes from now on.
 
-    By default this is any free port of the loopback interface, which only this machine reaches.
+    The default is a free port of the loopback interface, which only this machine reaches.
 
     Args:
         address: Address to listen at (default: ``"127.0.0.1:0"``).

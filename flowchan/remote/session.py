@@ -124,7 +124,7 @@ class ClientSession:
     # --- the link ---
 
     def _watch(self) -> None:
-        """Handle events of the link, in a thread of its own.
+        """Handle events of the link, in a separate thread.
 
         Without a connection, the session ends after a while, or as soon as the client's process is known to
         have ended.
@@ -302,7 +302,7 @@ class ClientSession:
     ) -> tuple[int, bool, int]:
         """Send up to ``most`` of the next items now, after the client's ``put`` items of stream ``writes``.
 
-        Unless ``got`` is None, the client has got so many items and would fail without another one. Then wait
+        If ``got`` is not None, the client has got so many items and would fail without another one. Then wait
         for items that other programs have prefetched and return.
 
         Returns:

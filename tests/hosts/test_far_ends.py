@@ -138,7 +138,7 @@ def test_forked_child_that_ends_sends_its_items_first():
 def test_program_that_leaves_reports_its_items_first(broken, monkeypatch):
     """C12: the program has already left the owner, because it uses none of its channels any more."""
     channel, done = make(), threading.Event()
-    home, look, post = (
+    server, look, post = (
         channel._reached.server,
         connection.Connection._leave_if_unused,
         connection.Connection.post,
@@ -169,7 +169,7 @@ def test_program_that_leaves_reports_its_items_first(broken, monkeypatch):
         assert sent[-1] == "leave"
 
     child_of_multiprocessing(use)
-    wait_until(lambda: not home._under_way, what=lambda: home._under_way)
+    wait_until(lambda: not server._under_way, what=lambda: server._under_way)
 
 
 @pytest.mark.parametrize("cause", [None, ValueError("why")])
@@ -230,11 +230,11 @@ def test_waiting_remote_calls_break_when_the_owner_is_killed():
             channel.put(1)
         assert channel.broken
 
-    home = HostPeer(hold)
+    owner = HostPeer(hold)
     peer = HostPeer(wait)
     answers.get()
-    home.kill()
-    home.join()
+    owner.kill()
+    owner.join()
     peer.result()
 
 
@@ -246,11 +246,11 @@ def test_waiting_calls_break_when_the_owner_exits():
         told.put(mine)
         mine.get()
 
-    home = HostPeer(hold)
+    owner = HostPeer(hold)
     channel = told.get()
     writer = channel.writer()
     channel.put("end")
-    home.result()
+    owner.result()
     with pytest.raises(Broken):
         channel.get()
     with pytest.raises(Broken):
@@ -288,7 +288,7 @@ def test_releasing_the_last_handle_leaves_nothing():
 def test_aborted_channel_releases_its_clients_without_the_collector():
     """C12: the links hold descriptors, and a program that allocates little seldom runs the collector."""
     channel, ready = make(), make()
-    (home,) = serving._servers
+    (server,) = serving._servers
 
     def write():
         writer = channel.writer()
@@ -301,7 +301,7 @@ def test_aborted_channel_releases_its_clients_without_the_collector():
     try:
         peer = HostPeer(write)
         ready.get()
-        found = [weakref.ref(session) for session in home.sessions()]
+        found = [weakref.ref(session) for session in server.sessions()]
         channel.abort(ValueError("why"))
         peer.result()
         wait_until(lambda: not any(session() for session in found))
@@ -312,8 +312,8 @@ def test_aborted_channel_releases_its_clients_without_the_collector():
 def test_server_is_over_once_its_last_channel_is_released():
     """The server's thread learns that the channel is gone, and may check before any other code runs."""
     channel, found = make(), []
-    (home,) = serving._servers
-    weakref.finalize(channel, lambda: found.append(home.is_over()))
+    (server,) = serving._servers
+    weakref.finalize(channel, lambda: found.append(server.is_over()))
     del channel
     assert found == [True]
 
@@ -376,7 +376,7 @@ def test_unresponsive_owner_does_not_block_other_owners():
 
 def test_server_says_goodbye_to_all_clients_concurrently():
     """A client that does not hear the goodbye keeps no other client waiting."""
-    home, sent = ChannelServer(kept=True), []
+    server, sent = ChannelServer(kept=True), []
 
     class Deaf:
         def __init__(self):
@@ -389,8 +389,8 @@ def test_server_says_goodbye_to_all_clients_concurrently():
             sent.append(why)
 
     sessions = [Deaf(), Deaf()]
-    home._sessions.update(enumerate(sessions))
-    home.close()
+    server._sessions.update(enumerate(sessions))
+    server.close()
     assert len(sent) == 2
 
 

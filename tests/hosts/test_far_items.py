@@ -19,7 +19,7 @@ from support.waiting import wait_stats, wait_until
 
 from flowchan import Broken, Channel, ChannelError, pack, select, unpack
 from flowchan.hosts import open_channel
-from flowchan.remote import channel_server as home_module
+from flowchan.remote import channel_server as server_module
 from flowchan.remote import remote_channel, serving
 from flowchan.remote.connection import Connection
 from flowchan.remote.pending_calls import PendingCall
@@ -41,13 +41,13 @@ def test_item_of_a_class_unknown_to_the_owner_passes_unread():
                 self.array = array
 
             def __setstate__(self, state):
-                if os.getpid() == home:
-                    raise AssertionError("unpickled at home")
+                if os.getpid() == owner:
+                    raise AssertionError("unpickled at the owner")
                 self.__dict__.update(state)
 
         channel.put(Mine(np.arange(100_000)))
 
-    home = os.getpid()
+    owner = os.getpid()
     HostPeer(put).result()
     assert HostPeer(lambda: int(channel.get().array.sum())).result() == sum(range(100_000))
 
@@ -100,18 +100,18 @@ def test_channel_only_in_transit_is_one_object_at_its_owner(monkeypatch):
     """C13: this also holds if two threads look for the channel at the same time."""
     carrier, sent = make(), make()
     carrier.put(sent)
-    home, number = sent._reached.server, sent._reached.number
+    server, number = sent._reached.server, sent._reached.number
     del sent
     gc.collect()
-    found, twin = [], home_module._twin
+    found, twin = [], server_module._twin
 
     def find_first(channel):
-        monkeypatch.setattr(home_module, "_twin", twin)
-        found.append(home.find(number))
+        monkeypatch.setattr(server_module, "_twin", twin)
+        found.append(server.find(number))
         return twin(channel)
 
-    monkeypatch.setattr(home_module, "_twin", find_first)
-    assert home.find(number) is found[0]
+    monkeypatch.setattr(server_module, "_twin", find_first)
+    assert server.find(number) is found[0]
     assert carrier.get() is found[0]
 
 
@@ -202,7 +202,7 @@ def test_channel_survives_until_its_last_item_is_finished():
     """C14: other users have dropped the channel or opened it by its address before. C12: after the last item
     it is released."""
     carrier, inner = make(), make()
-    (home,) = serving._servers
+    (server,) = serving._servers
     carrier.put_many([inner, inner])
     told = inner.address, inner.secret
 
@@ -219,7 +219,7 @@ def test_channel_survives_until_its_last_item_is_finished():
 
     def is_gone():
         with contextlib.suppress(ChannelError):
-            return home.find(number) is None
+            return server.find(number) is None
         return True
 
     wait_until(is_gone)
@@ -246,7 +246,7 @@ def test_channel_survives_in_an_item_that_is_put_again(place):
     """C14: a forked child of the owner or a remote program puts it. C12: after the last item it is
     released."""
     carrier = make()
-    (home,) = serving._servers
+    (server,) = serving._servers
     carrier.put(make())
 
     def put_again():
@@ -258,9 +258,9 @@ def test_channel_survives_in_an_item_that_is_put_again(place):
     received.put("still there")
     assert received.get() == "still there"
     number = int(received.address.rpartition("/")[2])
-    assert home.is_here(number)
+    assert server.is_here(number)
     del received
-    wait_until(lambda: number not in home._channels and number not in home._sent)
+    wait_until(lambda: number not in server._channels and number not in server._sent)
 
 
 def interrupt(which, call, *arguments):
@@ -284,7 +284,7 @@ def interrupt(which, call, *arguments):
 def test_call_ended_by_ctrl_c_keeps_no_channel_alive():
     """C12: the call opens a channel, makes one, or puts one into an item."""
     inner, other, over = make(), make(), make()
-    (home,) = serving._servers
+    (server,) = serving._servers
     told = inner.address, inner.secret
 
     def use():
@@ -302,7 +302,7 @@ def test_call_ended_by_ctrl_c_keeps_no_channel_alive():
     peer = HostPeer(use)
     assert other.get() == "used"
     del inner
-    wait_until(lambda: len(home._channels) == 2 and not home._sent)
+    wait_until(lambda: len(server._channels) == 2 and not server._sent)
     over.put(None)
     peer.result()
 
@@ -310,7 +310,7 @@ def test_call_ended_by_ctrl_c_keeps_no_channel_alive():
 def test_abandoned_put_keeps_no_channel_alive():
     """C9, C12: the put ends by cancellation, by Ctrl-C or in a select."""
     inner, full, over = make(), make(1), make()
-    (home,) = serving._servers
+    (server,) = serving._servers
     full.put("full")
 
     def give_up():
@@ -331,7 +331,7 @@ def test_abandoned_put_keeps_no_channel_alive():
     peer = HostPeer(give_up)
     number = int(inner.address.rpartition("/")[2])
     wait_until(lambda: over.stats().waiting_readers == 1)
-    wait_until(lambda: number not in home._sent)
+    wait_until(lambda: number not in server._sent)
     over.put(None)
     peer.result()
 
@@ -356,23 +356,23 @@ def test_port_lost_to_ctrl_c_is_not_counted():
 def test_channel_is_not_sent_after_its_last_item_finished():
     """C14: a receiver of the channel would find that it no longer exists."""
     spare = make()  # keeps its server alive
-    (home,) = serving._servers
+    (server,) = serving._servers
     inner = make()
     number = int(inner.address.rpartition("/")[2])
-    home.send(number)
+    server.send(number)
     del inner
-    counting = home._counting
+    counting = server._counting
 
     @contextlib.contextmanager
     def after_the_item():
-        home._counting = counting
-        home.item_done(number)
+        server._counting = counting
+        server.item_done(number)
         with counting:
             yield
 
-    home._counting = after_the_item()
-    assert not home.send(number)
-    assert not home._under_way
+    server._counting = after_the_item()
+    assert not server.send(number)
+    assert not server._under_way
     del spare
 
 
@@ -380,22 +380,22 @@ def test_channel_is_not_sent_after_its_last_item_finished():
 def test_channels_in_unread_items_end_with_their_carrier(aborted):
     """C12: this includes channels in the items of such a channel."""
     kept, carrier, other, inner = make(), make(), make(), make()
-    (home,) = serving._servers
+    (server,) = serving._servers
     other.put(inner)
     carrier.put_many([other, inner, 1])
     carrier.put([other] * 2)
     del other, inner
-    assert home._under_way.total() == 4
+    assert server._under_way.total() == 4
     if aborted:
         carrier.abort(ValueError("enough"))
     del carrier
-    wait_until(lambda: not home._under_way, what=lambda: home._under_way)
-    assert kept.address.startswith(home.address)  # the server has not ended
+    wait_until(lambda: not server._under_way, what=lambda: server._under_way)
+    assert kept.address.startswith(server.address)  # the server has not ended
 
 
 def test_channels_in_items_survive_while_a_child_has_their_carrier():
     carrier, inner, go, kept = make(), make(), make(), make()
-    (home,) = serving._servers
+    (server,) = serving._servers
     carrier.put(inner)
 
     def take(carrier):
@@ -406,10 +406,10 @@ def test_channels_in_items_survive_while_a_child_has_their_carrier():
 
     peer = ProcessPeer(take, carrier)
     del carrier, inner
-    wait_until(lambda: len(home._dropped) > 0)
+    wait_until(lambda: len(server._dropped) > 0)
     go.put(None)
     assert peer.result() == 7
-    wait_until(lambda: not home._under_way and not home._dropped, what=lambda: home._under_way)
+    wait_until(lambda: not server._under_way and not server._dropped, what=lambda: server._under_way)
     assert not len(kept)
 
 
@@ -417,7 +417,7 @@ def test_channel_received_by_a_forked_child_can_be_forwarded():
     """C14: the child can forward it after its item is finished, without another reference. C12: then it is
     released."""
     carrier, target, go = make(), make(), make()
-    (home,) = serving._servers
+    (server,) = serving._servers
     carrier.put(make())
 
     def pass_on():
@@ -427,11 +427,11 @@ def test_channel_received_by_a_forked_child_can_be_forwarded():
         target.put(inner)
 
     peer = ProcessPeer(pass_on)
-    wait_until(lambda: not home._under_way)
+    wait_until(lambda: not server._under_way)
     go.put(None)
     peer.result()
     received = target.get()
     assert received.get() == "inside"
     number = int(received.address.rpartition("/")[2])
     del received
-    wait_until(lambda: number not in home._channels and number not in home._sent)
+    wait_until(lambda: number not in server._channels and number not in server._sent)

@@ -1,4 +1,4 @@
-"""Channels across hosts between programs that were started apart: opened by address and secret, or sent."""
+"""Test channels between programs, opened by address and secret or received in an item."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make(capacity=64, **options):
 
 def test_separate_program_opens_a_channel_by_address_and_secret():
     there, back = make(), make()
-    told = (there.address, there.secret), (back.address, back.secret)
+    addresses = (there.address, there.secret), (back.address, back.secret)
 
     def double(there, back):
         numbers, doubles = open_channel(*there), open_channel(*back)
@@ -39,14 +39,14 @@ def test_separate_program_opens_a_channel_by_address_and_secret():
             doubles.put(2 * number)
         doubles.close()
 
-    peer = HostPeer(double, *told)
+    peer = HostPeer(double, *addresses)
     there.put_many(range(10))
     there.close()
     assert list(back) == [2 * number for number in range(10)]
     peer.result()
 
 
-def test_ports_have_many_items_in_transit():
+def test_ports_transfer_many_items():
     there, back = make(), make()
 
     def double():
@@ -64,13 +64,13 @@ def test_ports_have_many_items_in_transit():
     feeding.result()
 
 
-def test_wrong_secret_opens_no_channel():
+def test_wrong_secret_cannot_open_a_channel():
     channel = make()
     with pytest.raises(HostError, match="secret"):
         open_channel(channel.address, secrets.token_bytes(32), timeout=1.5)
 
 
-def test_wrong_address_or_secret_is_refused_with_a_remedy():
+def test_wrong_address_or_secret_raises_with_a_remedy():
     channel = make()
     with pytest.raises(ValueError, match=r"channel\.address"):
         open_channel("127.0.0.1:1", channel.secret)
@@ -78,17 +78,17 @@ def test_wrong_address_or_secret_is_refused_with_a_remedy():
         open_channel(channel.address, channel.secret.hex())
     with pytest.raises(HostError, match="no channel 99"):
         open_channel(channel.address.partition("/")[0] + "/99", channel.secret)
-    told = r"^can't open a channel of .*: .* refused at 127\.0\.0\.1:1 for 0\.2 s; nothing listens there"
-    with pytest.raises(HostError, match=told):
+    expected = r"^can't open a channel of .*: .* refused at 127\.0\.0\.1:1 for 0\.2 s; nothing listens there"
+    with pytest.raises(HostError, match=expected):
         open_channel("127.0.0.1:1/1", channel.secret, timeout=0.2)
 
 
-def test_only_hosts_channels_have_an_address():
+def test_only_channels_across_hosts_have_an_address():
     with pytest.raises(ChannelError, match="across='hosts'"):
         _ = Channel(across="processes").address
 
 
-def test_wrong_keywords_of_open_channel_and_serve_are_refused():
+def test_open_channel_and_serve_reject_invalid_keywords():
     with pytest.raises(TypeError, match="open_channel: tls must be True or False, not 'x'"):
         open_channel("127.0.0.1:1/1", bytes(32), tls="x")
     with pytest.raises(TypeError, match="serve: tls must be True or False, not 1"):
@@ -133,12 +133,12 @@ def test_remote_calls_end_like_local_calls():
 
 
 def test_idle_remote_reader_holds_no_items():
-    """C8."""
+    """C8: another reader gets them."""
     channel, ready, go_on = make(), make(), make()
 
     def idle():
         with channel.reader() as reader:
-            ready.put("I have a port")
+            ready.put("ready")
             go_on.get()
             return list(reader)
 
@@ -151,8 +151,8 @@ def test_idle_remote_reader_holds_no_items():
     assert peer.result() == [4]
 
 
-def test_polls_of_a_remote_port_get_items_and_the_end():
-    """One that is too short for the wire may find nothing; the next one does."""
+def test_polling_a_remote_port_yields_items_and_then_drained():
+    """A poll that is shorter than a round trip may find no item; a later one does."""
     numbers = make()
     numbers.put_many(range(9))
     numbers.close()
@@ -175,7 +175,7 @@ def test_polls_of_a_remote_port_get_items_and_the_end():
 
 
 def test_coroutines_wait_on_a_remote_channel():
-    """C9: and one that is cancelled has taken nothing."""
+    """C9: a cancelled ``aget`` has taken nothing."""
     channel, ready = make(), make()
 
     async def take():
@@ -191,8 +191,8 @@ def test_coroutines_wait_on_a_remote_channel():
     assert peer.result() == [0, 1, 2]
 
 
-def test_select_takes_ports_of_remote_channels():
-    """C10."""
+def test_select_accepts_ports_of_remote_channels():
+    """C10: ports of two remote channels are selected like local ports."""
     one, two = make(), make()
 
     def choose():
@@ -205,7 +205,7 @@ def test_select_takes_ports_of_remote_channels():
     assert peer.result() == ["one", "two"]
 
 
-def test_tls_is_sent_with_the_channel():
+def test_channel_in_an_item_keeps_its_tls_setting():
     pytest.importorskip("cryptography")
     serve(peer_timeout=2, tls=True)
     channel = make()
@@ -216,7 +216,7 @@ def test_tls_is_sent_with_the_channel():
 
 
 def test_waiting_remote_get_counts_as_one_waiting_reader():
-    """C15."""
+    """C15: the owner counts it until the call has ended."""
     channel = make()
     peer = HostPeer(channel.get)
     wait_blocked(channel, readers=1)
@@ -226,7 +226,7 @@ def test_waiting_remote_get_counts_as_one_waiting_reader():
 
 
 def test_every_cancelled_remote_call_is_answered():
-    """C12: also those that home had not begun with; nothing is kept of them."""
+    """C12: this includes calls that the owner has not started; the client keeps no trace of them."""
     channel = make()
 
     async def cancel():

@@ -1,5 +1,7 @@
-"""Ctrl-C at every place of a call on a channel elsewhere where Python looks for signals (C9): the item is the
-next one of this process, and nobody waits at home any more."""
+"""Test Ctrl-C at every point of a remote call at which Python checks for signals (C9).
+
+The item goes to the next call of this process, and the owner keeps no waiting reader.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from flowchan.remote import connection
 
 pytestmark = pytest.mark.usefixtures("impatient")
 OURS = (*(str(Path(module.__file__ or "").parent) for module in (hosts, connection)), str(latch.__file__))
-LOOKS_AFTER = ("CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD")
+CHECKS_AFTER = ("CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD")
 
 
 @functools.cache
@@ -32,8 +34,14 @@ def instructions(code: CodeType) -> dict[int, str]:
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the place of that number: where a function of ours begins, after it has
-    called something native, and where it jumps back. ``where``: which place that was."""
+    """Raises KeyboardInterrupt at the check with this number.
+
+    Python checks for signals when one of our functions begins, after it has called native code, and when it
+    jumps back.
+
+    Attributes:
+        where: Function and line of that check.
+    """
 
     def __init__(self, number: int) -> None:
         self.where = ""
@@ -48,23 +56,23 @@ class Interrupt:
             return None
         finally:
             sys.settrace(None)
-            self._before.clear()  # frames, and what they hold
+            self._before.clear()  # releases the frames and their objects
 
     def _begin(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(OURS):
             return None
         if frame.f_back is not None:
-            self._before.pop(frame.f_back, None)  # a function of ours looks at its own beginning, not after
+            self._before.pop(frame.f_back, None)  # Python checks when our function begins, not after the call
         frame.f_trace_opcodes = True
         self._look(frame)
         return self._follow
 
     def _follow(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "opcode":
-            if self._before.get(frame) in LOOKS_AFTER:
+            if self._before.get(frame) in CHECKS_AFTER:
                 self._look(frame)
             self._before[frame] = instructions(frame.f_code)[frame.f_lasti]
-        elif event in ("return", "exception"):  # where what was called has raised, Python looks for no signal
+        elif event in ("return", "exception"):  # Python does not check after a call that raised
             self._before.pop(frame, None)
         return self._follow
 
@@ -79,8 +87,8 @@ def make(capacity=64):
     return Channel(capacity, across="hosts")
 
 
-def asked_for(channel):
-    """Whether a question is not answered, of which its asker has not heard, or home."""
+def has_pending_calls(channel):
+    """Return whether a call of this process has no reply yet."""
     return bool(channel._connection._pending)
 
 
@@ -93,26 +101,26 @@ GETS = {
 
 
 @pytest.mark.parametrize("how", GETS)
-@pytest.mark.parametrize("there", [True, False], ids=["there before", "comes then"])
-def test_get_ended_by_ctrl_c_leaves_its_item_next(how, there):
+@pytest.mark.parametrize("is_there", [True, False], ids=["before", "during"])
+def test_item_stays_next_if_ctrl_c_ends_its_get(how, is_there):
     """C9: for items already in the channel, items that come during the wait, and later ones.
 
     Each call is the first on its channel, which opens the port; later calls run no Python.
     """
-    one, told, get = make(), make(), GETS[how]
+    one, channels, get = make(), make(), GETS[how]
 
     def walk():
         for number in itertools.count(1):
             new = one._another(4)
-            if there:
+            if is_there:
                 new.put([number])
                 new.flush()
             else:
-                told.put(new)
+                channels.put(new)
             interrupt = Interrupt(number)
             found = interrupt.during(get, new)
-            if not there:
-                told.put("ended")
+            if not is_there:
+                channels.put("ended")
             if not interrupt.where:
                 assert found == [number]
                 break
@@ -121,9 +129,9 @@ def test_get_ended_by_ctrl_c_leaves_its_item_next(how, there):
             assert found == [number], f"after Ctrl-C in {interrupt.where}"
             with pytest.raises(Empty):
                 new.get_nowait()
-        if how != "get_many":  # which asks the owner for as many
+        if how != "get_many":  # get_many asks the owner for more items
             assert Interrupt(1).during(get, filled(new)) == ["again"]
-        wait_until(lambda: not asked_for(one))
+        wait_until(lambda: not has_pending_calls(one))
         return number
 
     def filled(channel):
@@ -131,24 +139,24 @@ def test_get_ended_by_ctrl_c_leaves_its_item_next(how, there):
         channel.flush()
         return channel
 
-    def walk_and_tell():
+    def walk_and_close():
         try:
             return walk()
         finally:
-            told.close()
+            channels.close()
 
-    peer = HostPeer(walk_and_tell)
-    if not there:
-        for number, new in enumerate(told, 1):
-            wait_until(lambda new=new: len(told) or new.stats().waiting_readers)
+    peer = HostPeer(walk_and_close)
+    if not is_there:
+        for number, new in enumerate(channels, 1):
+            wait_until(lambda new=new: len(channels) or new.stats().waiting_readers)
             new.put([number])
-            assert told.get() == "ended"
-    assert peer.result() > 15  # Python 3.11 looks at more places than later ones
+            assert channels.get() == "ended"
+    assert peer.result() > 15  # Python 3.11 checks more often than later versions
 
 
 @pytest.mark.parametrize("end", ["reader", "writer"])
-def test_port_is_released_if_ctrl_c_ends_its_opening(end):
-    """C5, C12: it does not count at home, and nothing keeps the connection."""
+def test_port_is_released_if_ctrl_c_interrupts_its_opening(end):
+    """C5, C12: the owner does not count the port, and it does not keep the connection open."""
     one, over = make(), make()
 
     def walk():
@@ -159,7 +167,7 @@ def test_port_is_released_if_ctrl_c_ends_its_opening(end):
                 port.close()
             if not interrupt.where:
                 break
-        wait_until(lambda: not one._connection._streams and not asked_for(one))
+        wait_until(lambda: not one._connection._streams and not has_pending_calls(one))
         over.get()
         return number
 
@@ -167,4 +175,4 @@ def test_port_is_released_if_ctrl_c_ends_its_opening(end):
     wait_blocked(over, readers=1)
     wait_stats(one, readers=0, writers=0)
     over.put(None)
-    assert peer.result() > 15  # Python 3.11 looks at more places than later ones
+    assert peer.result() > 15  # Python 3.11 checks more often than later versions

@@ -1,5 +1,7 @@
-"""C16: ``put`` and ``get`` of a remote channel go through a port of their process. These tests count items
-and requests to the owner, not seconds."""
+"""Test C16: ``put`` and ``get`` of a remote channel go through a port of their process.
+
+These tests count items and requests to the owner, not seconds.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ def make(capacity=64, **options):
 
 
 def requests_of(call):
-    """How many requests the owner gets while ``call`` runs."""
+    """Return the requests that the owner gets while ``call`` runs."""
     sent, send = [], Calls._send
 
-    def count(calls, asked, channel, what, arguments):
+    def count(calls, call, channel, what, arguments):
         sent.append(what)
-        send(calls, asked, channel, what, arguments)
+        send(calls, call, channel, what, arguments)
 
     Calls._send = count
     try:
@@ -39,7 +41,7 @@ def requests_of(call):
     return sent
 
 
-# quick
+# number of requests
 
 
 def test_thousand_puts_take_one_request():
@@ -65,7 +67,7 @@ def test_thousand_gets_take_one_request():
     assert HostPeer(take).result() == (["reader"], list(range(1_000)))
 
 
-def test_select_that_waits_takes_one_request_per_channel():
+def test_waiting_select_takes_one_request_per_channel():
     one, two = make(), make()
 
     def choose():
@@ -78,7 +80,7 @@ def test_select_that_waits_takes_one_request_per_channel():
     assert peer.result().count("reader") == 2
 
 
-# what the owner has
+# items at the owner
 
 
 def test_items_have_arrived_when_flush_returns():
@@ -105,7 +107,7 @@ def test_items_have_arrived_when_close_returns():
     assert list(channel) == list(range(10))
 
 
-def test_items_have_arrived_when_a_block_of_a_port_ends():
+def test_items_have_arrived_when_a_port_block_ends():
     channel = make()
 
     def put():
@@ -118,13 +120,13 @@ def test_items_have_arrived_when_a_block_of_a_port_ends():
     assert HostPeer(put).result() == (10, 10)
 
 
-def test_program_that_ends_sends_its_items_first():
+def test_program_sends_its_items_before_it_exits():
     channel = make()
     HostPeer(channel.put_many, range(50)).result()
     assert [channel.get(timeout=60) for _ in range(50)] == list(range(50))
 
 
-def test_flush_on_every_transport_returns_with_nothing_to_do():
+def test_flush_without_items_in_transit_returns_on_every_transport():
     for across in ("threads", "processes", "hosts"):
         channel = Channel(across=across)
         channel.put(1)
@@ -135,14 +137,15 @@ def test_flush_on_every_transport_returns_with_nothing_to_do():
         assert len(channel) == 2
 
 
-def test_flush_raises_when_the_channel_was_closed_before_the_items_came():
-    """They were in transit: the port had room, which the owner has given to another process since."""
+def test_flush_raises_if_the_channel_closes_before_items_arrive():
+    """C16: the items were in transit, and the owner has given their room to another process."""
     channel, ready, go_on = make(1), make(), make()
 
     def put():
         channel.put("first")
         channel.flush()
-        channel._ports[False]._stream.ring._allow(5)  # as if the owner had said so and then changed its mind
+        # as if the owner had granted this room and then given it to another process
+        channel._ports[False]._stream.ring._allow(5)
         channel.put("second")
         with pytest.raises(Full):
             channel.flush(timeout=0.05)
@@ -159,7 +162,7 @@ def test_flush_raises_when_the_channel_was_closed_before_the_items_came():
     assert list(channel) == ["first"]
 
 
-def test_put_after_a_close_by_this_process_raises():
+def test_put_after_close_in_the_same_process_raises():
     channel = make()
 
     def use():
@@ -192,7 +195,7 @@ def test_first_put_into_a_closed_channel_raises():
 
 
 def test_put_waits_while_the_owner_has_no_room():
-    """C2."""
+    """C2: puts from another process wait like local ones."""
     channel = make(3)
 
     def put():
@@ -209,7 +212,7 @@ def test_put_waits_while_the_owner_has_no_room():
 
 
 def test_prefetched_items_take_room():
-    """C2: what the owner has sent to this process still counts."""
+    """C2: items that the owner has sent to this process still count."""
     channel = make(2)
 
     def use():
@@ -223,8 +226,8 @@ def test_prefetched_items_take_room():
     assert HostPeer(use).result() == [2, 3]
 
 
-def test_room_that_the_owner_has_again_is_seen_without_a_wait():
-    """C7."""
+def test_put_nowait_sees_room_freed_at_the_owner():
+    """C7: ``put_nowait`` asks the owner before it fails."""
     channel, go_on, ready = make(1), make(), make()
 
     def use():
@@ -247,7 +250,7 @@ def test_room_that_the_owner_has_again_is_seen_without_a_wait():
 # deaths
 
 
-def test_killed_program_loses_only_what_was_not_flushed():
+def test_killed_program_loses_only_unflushed_items():
     channel, ready = make(10_000), make()
 
     def put():
@@ -265,16 +268,16 @@ def test_killed_program_loses_only_what_was_not_flushed():
     found = channel.get_many(10_000)
     assert found == list(range(len(found)))
     assert len(found) >= 100
-    channel.put("open")  # the death of a program that has no counted writer is no end
+    channel.put("open")  # a program without a counted writer does not break the channel when it dies
     assert channel.get() == "open"
 
 
-def test_killed_reader_gives_its_prefetched_items_back():
+def test_prefetched_items_return_when_their_reader_is_killed():
     channel, ready = make(), make()
 
     def take():
         got = channel.get()
-        channel._offer(5)  # the owner sends five, as to a quick reader
+        channel._offer(5)  # the owner sends five items, as it would to a fast reader
         ring = channel._ports[True]._stream.ring
         wait_until(lambda: len(ring) == 5)
         ready.put(got)
@@ -286,12 +289,12 @@ def test_killed_reader_gives_its_prefetched_items_back():
     assert ready.get() == 0
     peer.kill()
     peer.join()
-    # The owner notices the death some time later.
+    # The owner detects the death with a delay.
     assert sorted(channel.get(timeout=60) for _ in range(9)) == list(range(1, 10))
 
 
-def test_idle_reader_gives_its_prefetched_items_back():
-    """C8: though nobody waits for them."""
+def test_prefetched_items_of_an_idle_reader_return():
+    """C8: even if no other reader is waiting for them."""
     channel, ready, over = make(), make(), make()
 
     def take():
@@ -309,18 +312,18 @@ def test_idle_reader_gives_its_prefetched_items_back():
     peer.result()
 
 
-def test_calls_are_broken_when_the_owner_is_killed():
-    told = make()
+def test_calls_raise_broken_when_the_owner_is_killed():
+    handover = make()
 
     def own():
-        mine = make()
-        told.put(mine)
-        told.flush()
-        mine.get()
+        owned = make()
+        handover.put(owned)
+        handover.flush()
+        owned.get()
         signal.pause()
 
     owner = HostPeer(own)
-    channel = told.get()
+    channel = handover.get()
     channel.put("seen")
     getting = ThreadPeer(channel.get)
     wait_blocked(channel, readers=1)
@@ -334,11 +337,11 @@ def test_calls_are_broken_when_the_owner_is_killed():
         channel.flush()
 
 
-# several channels, times, Ctrl-C
+# several channels, timeouts, Ctrl-C
 
 
-def test_select_over_two_remote_channels_takes_exactly_one():
-    """C10."""
+def test_select_over_two_remote_channels_takes_one_item():
+    """C10: the other channel keeps its item."""
     one, two = make(), make()
     one.put_many(range(5))
     two.put_many(range(5))
@@ -354,8 +357,8 @@ def test_select_over_two_remote_channels_takes_exactly_one():
     assert (len(one), len(two)) == (0, 0)
 
 
-def test_timeouts_end_with_nothing_done():
-    """C7."""
+def test_timed_out_calls_have_no_effect():
+    """C7: the channel has the same items afterwards."""
     channel = make(1)
 
     def use():
@@ -372,8 +375,8 @@ def test_timeouts_end_with_nothing_done():
     assert channel.get() == 1
 
 
-def test_ctrl_c_ends_a_put_that_has_put_nothing():
-    """C9."""
+def test_ctrl_c_ends_a_waiting_put():
+    """C9: the interrupted item does not arrive."""
     channel = make(1)
 
     def put():
@@ -389,7 +392,7 @@ def test_ctrl_c_ends_a_put_that_has_put_nothing():
 
 
 def test_ctrl_c_ends_a_flush():
-    """C9."""
+    """C9: the interrupt reaches the caller although the owner has no room."""
     channel = make(1)
 
     def put():
@@ -420,8 +423,8 @@ def test_ctrl_c_ends_a_flush():
     assert channel.get() == 1
 
 
-def test_program_that_ends_reports_its_lost_items():
-    """C16."""
+def test_exiting_program_reports_its_lost_items():
+    """C16: the report goes to stderr."""
     channel = make(1)
     program = """
 import sys

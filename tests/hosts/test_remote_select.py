@@ -1,7 +1,7 @@
 """Test ``select`` in a program that has opened channels of other programs (C10).
 
-tests/contract/test_select.py shows that ``select`` takes one item, fairly, and loses none. These tests show
-what happens when owners and users come, leave and die during a ``select``.
+tests/contract/test_select.py shows that ``select`` takes exactly one item, fairly, and loses none. These
+tests add owners and users that start, leave and die during a ``select``.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def make(capacity=64):
     return Channel(capacity, across="hosts")
 
 
-def hold(told, over):
+def hold(handover, over):
     """Own a channel in another program until ``over`` has an item."""
     serve(peer_timeout=2)
-    mine = make()
-    told.put(mine)
+    owned = make()
+    handover.put(owned)
     over.get()
 
 
 def test_remote_channel_is_ready_when_get_would_not_block():
-    """C10: a channel in ``ready`` loses no item."""
+    """C10: ``ready`` takes no item from the channel."""
     work, stop = make(), make(1)
 
     def look():
@@ -70,58 +70,58 @@ def test_remote_select_takes_1_to_128_operations():
 
 
 def test_select_waits_for_two_owners_and_a_local_channel():
-    """C10: the first ready channel is taken, and no wait remains afterwards."""
-    told, over, ours = make(), make(), make()
-    home = HostPeer(hold, told, over)
-    theirs = told.get()
+    """C10: it takes from the first ready channel, and does not keep waiting on the others."""
+    handover, over, own = make(), make(), make()
+    owner = HostPeer(hold, handover, over)
+    remote = handover.get()
 
     def choose():
         local = Channel()
-        found = [select([ours, theirs, local]).item for _ in range(2)]
+        found = [select([own, remote, local]).item for _ in range(2)]
         local.put("here")
-        return [*found, select([ours, theirs, local]).item, theirs.stats().selecting, ours.stats().selecting]
+        return [*found, select([own, remote, local]).item, remote.stats().selecting, own.stats().selecting]
 
     peer = HostPeer(choose)
-    wait_blocked(theirs, readers=1)
-    theirs.put("theirs")
-    wait_until(lambda: not len(theirs))
-    wait_blocked(ours, readers=1)
-    ours.put("ours")
+    wait_blocked(remote, readers=1)
+    remote.put("theirs")
+    wait_until(lambda: not len(remote))
+    wait_blocked(own, readers=1)
+    own.put("ours")
     assert peer.result() == ["theirs", "ours", "here", 0, 0]
     over.put(None)
-    home.result()
+    owner.result()
 
 
 def test_select_ends_when_one_of_its_owners_is_killed():
     """C6, C11: the killed owner breaks its channel."""
-    told, over, ours = make(), make(), make()
-    home = HostPeer(hold, told, over)
-    theirs = told.get()
+    handover, over, own = make(), make(), make()
+    owner = HostPeer(hold, handover, over)
+    remote = handover.get()
 
     def choose():
         with pytest.raises(Broken) as caught:
-            select([ours, theirs])
+            select([own, remote])
         assert isinstance(caught.value.__cause__, HostError)
 
     waiting = [ThreadPeer(choose), HostPeer(choose)]
-    wait_blocked(theirs, readers=2)
-    home.kill()
-    home.join()
+    wait_blocked(remote, readers=2)
+    owner.kill()
+    owner.join()
     for peer in waiting:
         peer.result()
 
 
-@pytest.mark.parametrize("far_first", [True, False])
-def test_select_ends_once_both_channels_are_drained(far_first):
-    """C4, C10: the local or the remote channel may be the last."""
-    far = make()
+@pytest.mark.parametrize("remote_first", [True, False])
+def test_select_ends_once_both_channels_are_drained(remote_first):
+    """C4, C10: either the local or the remote channel may drain last."""
+    remote = make()
 
     def choose():
         local = Channel()
-        channels = [far, local] if far_first else [local, far]
-        waiting = ThreadPeer(select, [far, local])
+        channels = [remote, local] if remote_first else [local, remote]
+        waiting = ThreadPeer(select, [remote, local])
         wait_blocked(local, readers=1)
-        wait_blocked(far, readers=1)
+        wait_blocked(remote, readers=1)
         channels[0].close()
         assert waiting.running()
         channels[1].close()
@@ -132,8 +132,8 @@ def test_select_ends_once_both_channels_are_drained(far_first):
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_program_killed_during_select_is_forgotten(alone):
-    """C10, C11: the select runs at one owner, or also over a local channel."""
+def test_owner_forgets_a_program_killed_during_select(alone):
+    """C10, C11: the channels have one owner, or one of them is local."""
     one, two = make(), make()
 
     def choose():
@@ -175,7 +175,7 @@ def test_ctrl_c_ends_a_remote_wait_and_loses_no_item(how):
 
 
 def test_select_over_a_broken_connection_takes_each_item_once():
-    """C10: two programs take items with ``select`` and put them with ``select``."""
+    """C10: two programs get and put items with ``select``."""
     left, right, back = make(2), make(2), make(1)
     each = 150
 
@@ -205,11 +205,11 @@ def test_select_over_a_broken_connection_takes_each_item_once():
     assert found == Counter(range(2 * each))
 
 
-def test_channel_in_an_item_that_was_not_put_is_released():
-    """C12: a select or a put times out or is refused."""
+def test_channel_in_an_item_is_released_if_the_put_fails():
+    """C12: the put or select times out or raises."""
     full = make(1)
     full.put("old")
-    (home,) = serving._servers
+    (server,) = serving._servers
 
     def offer(inner):
         with pytest.raises(NothingReady):
@@ -230,4 +230,4 @@ def test_channel_in_an_item_that_was_not_put_is_released():
     HostPeer(offer, spare := make()).result()
     number = int(spare.address.rpartition("/")[2])
     del spare
-    wait_until(lambda: number not in home._channels and number not in home._sent)
+    wait_until(lambda: number not in server._channels and number not in server._sent)

@@ -1,5 +1,4 @@
-"""Calls elsewhere whose item can't be received, or that nobody waits for any more: nothing good is lost
-(C1, C9)."""
+"""Test remote items that can't be received or whose caller has given up: none is lost (C1, C9)."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def make(capacity=64, **options):
 
 
 class Arrives:
-    """Raises the next of ``errors`` when it is unpickled, while there are any, and comes whole afterwards."""
+    """Item that raises the next of ``errors`` when it is unpickled, or arrives if none is left."""
 
     errors: list[BaseException] = []
 
@@ -53,13 +52,13 @@ TAKES = {
 
 @pytest.mark.parametrize("how", ["get", "aget", "get_nowait"])
 def test_index_error_raised_by_an_item_reaches_the_caller(how):
-    """C1: of an item that was left for the next call, too."""
+    """C1: this includes an item that ``get_many`` left for the next call."""
     channel, take = make(), {**TAKES, "get_nowait": lambda one: one.get_nowait()}[how]
 
     def use():
         Arrives.errors = [IndexError("its own"), IndexError("its own")]
         channel.put_many(["good", Arrives(), "after"])
-        assert channel.get_many(2) == ["good"]  # the second error is for the next call
+        assert channel.get_many(2) == ["good"]  # the next call raises the second error
         with pytest.raises(IndexError, match="its own"):
             take(channel)
         return take(channel)
@@ -72,8 +71,8 @@ ERRORS = [(MemoryError,), (KeyboardInterrupt,), (OSError, errno.EMFILE, ""), (OS
 
 @pytest.mark.parametrize("how", TAKES)
 @pytest.mark.parametrize("error", ERRORS, ids=str)
-def test_item_that_cannot_be_received_now_comes_next(error, how):
-    """C9: as often as that happens; and what stands behind it comes behind it."""
+def test_item_that_cannot_be_received_now_is_got_next(error, how):
+    """C9: this holds each time it happens, and later items keep their order."""
     channel, take = make(), TAKES[how]
 
     def use():
@@ -88,35 +87,35 @@ def test_item_that_cannot_be_received_now_comes_next(error, how):
     assert HostPeer(use).result() == ["whole", "behind"]
 
 
-def time_is_up(*_):
+def raise_timeout(*_):
     raise TimeoutError("the handler's")
 
 
 class Slow:
-    """Time is up while it is unpickled, so many times."""
+    """Item whose unpickling is interrupted by a signal ``times`` times."""
 
     times = 0
 
     def __reduce__(self):
-        return comes_in_the_end, ()
+        return arrive_slowly, ()
 
 
-def comes_in_the_end():
+def arrive_slowly():
     if Slow.times:
         Slow.times -= 1
         os.kill(os.getpid(), signal.SIGUSR1)
-        for _ in range(1000):  # the handler runs between two of these
+        for _ in range(1000):  # gives Python time to run the handler
             pass
     return "whole"
 
 
 @pytest.mark.parametrize("how", TAKES)
-def test_timeout_raised_by_a_signal_handler_loses_no_item(how):
-    """C9: as Ctrl-C."""
+def test_timeout_error_from_a_signal_handler_loses_no_item(how):
+    """C9: the exception of a handler acts like Ctrl-C."""
     channel, take = make(), TAKES[how]
 
     def use():
-        signal.signal(signal.SIGUSR1, time_is_up)
+        signal.signal(signal.SIGUSR1, raise_timeout)
         channel.put_many([Slow(), "behind", 1, Slow(), 3])
         Slow.times = 2
         for _ in range(2):
@@ -131,8 +130,8 @@ def test_timeout_raised_by_a_signal_handler_loses_no_item(how):
     assert HostPeer(use).result() == ["whole", "behind", 1, "whole", 3]
 
 
-def test_remote_get_many_leaves_items_it_cannot_receive_now():
-    """C9: it returns the items before it; if Ctrl-C ends the call, the error holds them."""
+def test_remote_get_many_keeps_items_it_cannot_receive_now():
+    """C9: the call returns the items before it; after Ctrl-C, ``items_got`` of the error has them."""
     channel = make()
 
     def use():
@@ -165,8 +164,8 @@ full = None
 
 
 @pytest.mark.parametrize("how", WAITS)
-def test_item_for_a_cancelled_call_goes_to_a_waiting_reader(how):
-    """C8: to another thread of the same process, which home would give only a later one."""
+def test_item_of_a_cancelled_get_goes_to_a_waiting_reader(how):
+    """C8: the reader is another thread of the same process."""
     channel, back, filled = make(), make(), make(1)
     filled.put(0)
 
@@ -185,7 +184,7 @@ def test_item_for_a_cancelled_call_goes_to_a_waiting_reader(how):
         wait_blocked(channel, readers=2)
         back.put("both wait")
         ring = channel._ports[True]._stream.ring
-        wait_until(lambda: ring.stats().items_in > 0)  # one of them was woken for it
+        wait_until(lambda: ring.stats().items_in > 0)  # the item woke one of them
         first.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             loop.run_until_complete(first)
@@ -198,93 +197,93 @@ def test_item_for_a_cancelled_call_goes_to_a_waiting_reader(how):
     assert peer.result() == "the item"
 
 
-def test_remote_timeout_holds_when_the_owner_does_not_answer(monkeypatch):
-    """C9: and what home gives for such a call comes to the next."""
+def test_remote_timeout_holds_if_the_owner_is_stopped(monkeypatch):
+    """C9: the next call gets the item that the owner sends for the call that timed out."""
     monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.01)
-    serve()  # as patient as usual: the home is to be slow, not lost
-    told = make()
-    home = HostPeer(be_a_home, told)
-    theirs = told.get()
-    late = ThreadPeer(theirs.get_many, 1)
-    wait_blocked(theirs, readers=1)
-    os.kill(home.pid(), signal.SIGSTOP)
+    serve()  # the default peer_timeout: the owner must be slow, not lost
+    handover = make()
+    owner = HostPeer(own_a_channel, handover)
+    remote = handover.get()
+    late = ThreadPeer(remote.get_many, 1)
+    wait_blocked(remote, readers=1)
+    os.kill(owner.pid(), signal.SIGSTOP)
     try:
-        for call in (theirs.get, theirs.get_nowait, lambda timeout=0: theirs.get_many(2, timeout)):
+        for call in (remote.get, remote.get_nowait, lambda timeout=0: remote.get_many(2, timeout)):
             with pytest.raises(Empty):
-                call(*([0.05] if call == theirs.get else []))
+                call(*([0.05] if call == remote.get else []))
         with pytest.raises(NothingReady):
-            select([theirs], timeout=0)
+            select([remote], timeout=0)
     finally:
-        os.kill(home.pid(), signal.SIGCONT)
-    theirs.put("one")
+        os.kill(owner.pid(), signal.SIGCONT)
+    remote.put("one")
     assert late.result() == ["one"]
-    theirs.put("two")
-    assert theirs.get(timeout=20) == "two"
-    theirs.close()
+    remote.put("two")
+    assert remote.get(timeout=20) == "two"
+    remote.close()
     with pytest.raises(Drained):
-        theirs.get(timeout=20)
-    told.close()
-    home.result()
+        remote.get(timeout=20)
+    handover.close()
+    owner.result()
 
 
 def has_stopped(pid):
-    """Each of its threads has, which is later than the signal."""
+    """Return whether all threads of the process have stopped, which happens after the signal."""
     threads = Path(f"/proc/{pid}/task").glob("*/stat")
     return all(thread.read_text().rpartition(") ")[2].startswith("T") for thread in threads)
 
 
 def test_opening_a_channel_of_a_stopped_owner_times_out():
-    """C9: and when it goes on, it is as if nobody had opened the channel."""
+    """C9: when the owner continues, the channel is not counted as open."""
     serve()
-    told = make()
-    home = HostPeer(be_a_home, told)
-    theirs = told.get()
-    other = theirs._another(8)
+    handover = make()
+    owner = HostPeer(own_a_channel, handover)
+    remote = handover.get()
+    other = remote._another(8)
     address, secret = other.address, other.secret
     keep = make()
-    keep.put(other)  # home has it still
+    keep.put(other)  # keeps the channel at its owner
     del other
-    wait_until(lambda: theirs._connection.user(remote_channel.number_in(address)) is None)
-    os.kill(home.pid(), signal.SIGSTOP)
-    wait_until(lambda: has_stopped(home.pid()))  # until then it may answer
+    wait_until(lambda: remote._connection.user(remote_channel.number_in(address)) is None)
+    os.kill(owner.pid(), signal.SIGSTOP)
+    wait_until(lambda: has_stopped(owner.pid()))  # until then it may still reply
     try:
         with pytest.raises(HostError, match="it has not answered for"):
             open_channel(address, secret, timeout=0.05)
     finally:
-        os.kill(home.pid(), signal.SIGCONT)
+        os.kill(owner.pid(), signal.SIGCONT)
     assert open_channel(address, secret, timeout=20).capacity == 8
     keep.get()
-    told.close()
-    home.result()
+    handover.close()
+    owner.result()
 
 
-def be_a_home(told):
+def own_a_channel(handover):
     serve()
-    mine = make()
-    told.put(mine)
-    wait_until(lambda: told.closed)
+    owned = make()
+    handover.put(owned)
+    wait_until(lambda: handover.closed)
 
 
 def test_late_reply_is_delivered_once():
-    """C1: though home is lost just when its call is given up."""
+    """C1: this holds even if the owner is lost while the caller gives up."""
 
-    class RemotePort(pending_calls.Calls):
+    class LostCalls(pending_calls.Calls):
         def __init__(self):
             super().__init__("127.0.0.1:1")
             self._requests = Channel().writer()
 
     for _ in range(300):
-        heard, home = [], RemotePort()
-        asked = pending_calls.PendingCall(heard.append)
-        home._send(asked, 1, "get", ())
-        threads = [ThreadPeer(home.abandon, asked), ThreadPeer(home._fail_all)]
+        received, calls = [], LostCalls()
+        call = pending_calls.PendingCall(received.append)
+        calls._send(call, 1, "get", ())
+        threads = [ThreadPeer(calls.abandon, call), ThreadPeer(calls._fail_all)]
         for thread in threads:
             thread.result()
-        assert len(heard) == 1
+        assert len(received) == 1
 
 
 class Scarce(Channel):
-    """Of answers: it has no memory for some that hold an item, once each."""
+    """Ring for replies that raises MemoryError once for each value in ``lacking``."""
 
     lacking: list[object] = []
 
@@ -305,7 +304,7 @@ def scarce(monkeypatch):
 
 
 def test_reply_without_memory_is_sent_once_memory_is_free(scarce, monkeypatch):
-    """C9: an item that home has taken in is not refused for lack of memory for the answer."""
+    """C9: the call succeeds, although the first attempts to send its reply failed."""
     monkeypatch.setattr(Scarce, "lacking", [None, None])
     channel = make()
 
@@ -317,10 +316,10 @@ def test_reply_without_memory_is_sent_once_memory_is_free(scarce, monkeypatch):
     assert not Scarce.lacking
 
 
-def test_items_that_hold_channels_go_back_when_their_receiver_dies():
-    """C11, C12: and the channels last as long as these items."""
+def test_items_with_channels_return_when_their_receiver_dies():
+    """C11, C12: the channels last as long as these items."""
     channel, inner, received = make(), make(), make()
-    home = channel._reached.server
+    server = channel._reached.server
     channel.put_many([(Arrives(), inner), (inner, inner), inner])
 
     def use():
@@ -336,4 +335,4 @@ def test_items_that_hold_channels_go_back_when_their_receiver_dies():
     peer.join()
     wait_until(lambda: not channel.stats().leased, what=channel.stats)
     assert [channel.get() for _ in range(3)] == [("whole", inner), (inner, inner), inner]
-    wait_until(lambda: not home._under_way, what=lambda: home._under_way)
+    wait_until(lambda: not server._under_way, what=lambda: server._under_way)
