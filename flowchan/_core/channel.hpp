@@ -69,8 +69,9 @@ class Channel {
 
 bool is_out_of_time();  // whether the current error is Empty or Full, and no signal handler raised it
 
-// How long to wait for items that the owner says it has sent.
-constexpr int64_t ON_ITS_WAY_NS = 100'000'000;
+// How long to wait for items that the owner says it has sent, and how often to ask whether another thread has
+// taken them.
+constexpr int64_t ON_ITS_WAY_NS = 1'000'000'000, ASK_AGAIN_NS = 20'000'000;
 
 // Perform `call` on the channel's ring in this process. Before the call fails at its deadline, ask the owner
 // once. No Python code runs between the call and the return of its result.
@@ -81,7 +82,13 @@ PyObject* in_time(Channel& ch, Side side, Deadline deadline, Call&& call) {
     PyObject* done = call(port, deadline);
     if (done || deadline.at == NEVER || !is_out_of_time()) return done;
     nb::python_error late;
-    if (ch.asks_again(side)) return call(port, Deadline{now_ns() + ON_ITS_WAY_NS});
+    const int64_t give_up = now_ns() + ON_ITS_WAY_NS;
+    while (ch.asks_again(side)) {
+        done = call(port, Deadline{now_ns() + ASK_AGAIN_NS});
+        if (done || !is_out_of_time()) return done;
+        PyErr_Clear();
+        if (now_ns() > give_up) break;
+    }
     late.restore();
     return nullptr;
 }

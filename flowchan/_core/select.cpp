@@ -19,6 +19,7 @@ namespace {
 
 constexpr size_t MOST = 128;  // FUTEX_WAITV_MAX
 constexpr int64_t ASKED_AGAIN_NS = 5'000'000;
+constexpr size_t MOST_RECALLS = 8;
 constexpr size_t MOST_ROUNDS = 100;  // while other processes move remote items all the time
 
 // All places of one wait; leaves them at its end.
@@ -185,12 +186,21 @@ void ask_other_owners(const std::vector<Operation>& ops) {
     const auto is_waiting_remote = [](const Operation& op) { return op.owner_asked && !is_ready(op); };
     if (std::none_of(ops.begin(), ops.end(), is_waiting_remote)) return;
     if (std::none_of(ops.begin(), ops.end(), is_ready)) return;
-    std::vector<Operation> due;
-    for (const Operation& op : ops)
+    std::vector<Operation> due, possible;
+    for (const Operation& op : ops) {
+        if (op.owner_asked && is_ready(op)) possible.push_back(op);
         if (is_waiting_remote(op) && now_ns() - op.owner_asked->last_found_nothing > ASKED_AGAIN_NS)
             due.push_back(op);
-    for (const Operation& op : due)
-        if (!ask_owners({op})) op.owner_asked->last_found_nothing = now_ns();
+    }
+    for (const Operation& op : due) {
+        if (ask_owners({op}))
+            possible.push_back(op);
+        else
+            op.owner_asked->last_found_nothing = now_ns();
+    }
+    // An owner recalls a prefetched item after some milliseconds, perhaps while another owner was asked.
+    for (size_t round = 0; round < MOST_RECALLS && !std::ranges::all_of(possible, is_ready); ++round)
+        std::erase_if(possible, [](const Operation& op) { return !is_ready(op) && !ask_owners({op}); });
 }
 
 }  // namespace

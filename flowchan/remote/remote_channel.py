@@ -1,7 +1,7 @@
 """Remote channels: channels across hosts that another process owns (C16).
 
-Algorithm. Items go through rings of this process. A link to the owner fills and empties these rings, so that
-many items are in transit at a time and no call waits for a round trip. ``reader()`` and ``writer()`` return
+Algorithm. Items go through rings of this process. A link to the owner fills and empties these rings. Many
+items are in transit at a time, and calls do not wait for a round trip. ``reader()`` and ``writer()`` return
 ports with a ring each. The plain calls ``put``, ``get`` and ``select`` share two rings, one for each
 direction. Their ports are opened at the first use and do not count as a reader or a writer. These calls are
 native and look up the ring in C++, so a ``KeyboardInterrupt`` cannot separate an item from its receiver.
@@ -9,8 +9,8 @@ native and look up the ring in C++, so a ``KeyboardInterrupt`` cannot separate a
 Invariants. The owner sends items only while a call waits here. It takes items back that were not taken within
 some milliseconds. It limits how many items may be put in total, according to its free room. The channel
 therefore keeps its capacity unless two processes use the same room at the same time. A call that reaches its
-timeout asks the owner once before it fails, because an item may be in transit. docs/hosts.md lists the
-differences from a local channel.
+timeout asks the owner once before it fails, because an item may be in transit. The page docs/hosts.md lists
+the differences from a local channel.
 """
 
 from __future__ import annotations

@@ -150,16 +150,16 @@ class ClientSession:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(work, *arguments)
 
-    def _finish(self, line: int) -> None:
-        port = self._ports.pop(line, None)
+    def _finish(self, stream: int) -> None:
+        port = self._ports.pop(stream, None)
         if port is None:
             return
-        used = self._streams_of(line)[0]["used"]
-        self.link.drop(line)
+        used = self._streams_of(stream)[0]["used"]
+        self.link.drop(stream)
         why = _broken_by(port.channel) if isinstance(port, Out) else None
         cause = None if why is None else sealed_cause(why.__cause__)
-        finished = Finished(line, why is not None, cause, used)
-        self._tasks[-line] = self._loop.create_task(self._send_finished(finished))
+        finished = Finished(stream, why is not None, cause, used)
+        self._tasks[-stream] = self._loop.create_task(self._send_finished(finished))
 
     async def _send_finished(self, message: Finished) -> None:
         with contextlib.suppress(Closed, Broken):
@@ -298,7 +298,7 @@ class ClientSession:
         return [lines[number] if number and number in lines else NO_STREAM for number in numbers]
 
     async def _do_offer(
-        self, channel: Channel[Any], line: int, most: int, got: int | None, writes: int, put: int
+        self, channel: Channel[Any], stream: int, most: int, got: int | None, writes: int, put: int
     ) -> tuple[int, bool, int]:
         """Send up to ``most`` of the next items now, after the client's ``put`` items of stream ``writes``.
 
@@ -306,8 +306,8 @@ class ClientSession:
         for items that other programs have prefetched and return.
 
         Returns:
-            How many items were sent to the client in total, whether the end has come, and how often an item
-            went into or out of the channel.
+            The number of items sent to the client in total, whether the end has come, and the number of moves
+            into and out of the channel.
         """
         while (
             (mine := self._streams_of(writes)[0])["used"] < put
@@ -316,7 +316,7 @@ class ClientSession:
         ):
             await asyncio.sleep(TRANSIT_POLL_S)
         while True:
-            offered = self.link.offer(line, most)
+            offered = self.link.offer(stream, most)
             if offered is not None:  # else the items that this client has prefetched are on their way back
                 sent, ended = offered
                 if got is None or ended or sent > got or not self._server.has_prefetched(channel, self):
@@ -331,26 +331,28 @@ class ClientSession:
         lines = self.link.state()["lines"]
         plain = self._plain.get(channel, {}).values()
         return any(
-            lines[line]["ahead"] > (0 if line in plain else lines[line]["in_hand"])
-            for line, port in list(self._ports.items())
-            if port.channel is channel and line in lines
+            lines[stream]["ahead"] > (0 if stream in plain else lines[stream]["in_hand"])
+            for stream, port in list(self._ports.items())
+            if port.channel is channel and stream in lines
         )
 
-    def _do_room(self, channel: Channel[Any], line: int) -> tuple[int, bool, int]:
+    def _do_room(self, channel: Channel[Any], stream: int) -> tuple[int, bool, int]:
         """Return the room for this client's items.
 
         Returns:
-            How many items the client may put in total, whether the end has come, and how often an item went
-            into or out of the channel.
+            The number of items that the client may put in total, whether the end has come, and the number of
+            moves into and out of the channel.
         """
-        return *self.link.room(line), _moves(channel)
+        return *self.link.room(stream), _moves(channel)
 
-    def _do_reader(self, channel: Channel[Any], line: int, counted: bool = True) -> None:
-        self._ports[line] = port = channel.reader() if counted else In(channel, channel._uncounted_session())
+    def _do_reader(self, channel: Channel[Any], stream: int, counted: bool = True) -> None:
+        self._ports[stream] = port = (
+            channel.reader() if counted else In(channel, channel._uncounted_session())
+        )
         self._read.add(channel)
-        self.link.line(line, [port], [], True)
+        self.link.line(stream, [port], [], True)
         if not counted:
-            self._plain.setdefault(channel, {})[True] = line
+            self._plain.setdefault(channel, {})[True] = stream
             self._pair(channel)
 
     def _pair(self, channel: Channel[Any]) -> None:
@@ -358,17 +360,19 @@ class ClientSession:
         if len(lines) == 2:
             self.link.pair(lines[False], lines[True])
 
-    def _do_writer(self, channel: Channel[Any], line: int, counted: bool = True) -> int:
+    def _do_writer(self, channel: Channel[Any], stream: int, counted: bool = True) -> int:
         """Open a writing port, and return how many items may be put at first.
 
         A counted port ignores that number and sends ahead.
         """
-        self._ports[line] = port = channel.writer() if counted else Out(channel, channel._uncounted_session())
-        self.link.line(line, [], [port], limited=not counted)
+        self._ports[stream] = port = (
+            channel.writer() if counted else Out(channel, channel._uncounted_session())
+        )
+        self.link.line(stream, [], [port], limited=not counted)
         if not counted:
-            self._plain.setdefault(channel, {})[False] = line
+            self._plain.setdefault(channel, {})[False] = stream
             self._pair(channel)
-        room: int = self.link.room(line)[0]
+        room: int = self.link.room(stream)[0]
         return room
 
     # --- ending ---
@@ -378,23 +382,23 @@ class ClientSession:
         if self._over:
             return True
         lines = self.link.state()["lines"]
-        ports = {line: port for line, port in list(self._ports.items()) if port.channel is channel}
+        ports = {stream: port for stream, port in list(self._ports.items()) if port.channel is channel}
         return channel in self._read and all(
-            self._has_read(port, lines.get(line)) for line, port in ports.items() if isinstance(port, In)
+            self._has_read(port, lines.get(stream)) for stream, port in ports.items() if isinstance(port, In)
         )
 
-    def _has_read(self, port: In[Any], line: dict[str, int] | None) -> bool:
-        return line is None or (not len(port.channel) and line["ahead"] <= line["in_hand"])
+    def _has_read(self, port: In[Any], stream: dict[str, int] | None) -> bool:
+        return stream is None or (not len(port.channel) and stream["ahead"] <= stream["in_hand"])
 
     def _ended(self) -> tuple[int, ...]:
         """Return the streams of this client that ended without a failure."""
         lines = self.link.state()["lines"]
         return tuple(
-            line
-            for line, port in self._ports.items()
+            stream
+            for stream, port in self._ports.items()
             if port.channel.closed
             and not port.channel.broken
-            and (isinstance(port, Out) or self._has_read(port, lines.get(line)))
+            and (isinstance(port, Out) or self._has_read(port, lines.get(stream)))
         )
 
     async def notify_and_end(self, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Test remote items that are large for the line that carries calls and replies (C1, C9)."""
+"""Test items of a remote channel that are large for this process (C1)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import os
 import pytest
 from support.peers import HostPeer
 
-from flowchan import Channel, Drained
+from flowchan import Channel
 from flowchan.channel import channel as channels
-from flowchan.remote import session
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -28,35 +27,3 @@ def test_request_line_takes_items_up_to_the_channels_max_bytes(monkeypatch):
     channel.put_many([os.urandom(40_000)] * 3)
     assert HostPeer(use).result() == 3
     assert len(back.get()) == 160_000
-
-
-def test_reply_contains_a_bounded_number_of_bytes(monkeypatch):
-    """C9: the other items stay in the channel."""
-    channel = Channel(64, across="hosts")
-    monkeypatch.setattr(session, "TOGETHER", 100)
-    items = [b"x" * 60, "y" * 60, [b"z" * 60], 4, 5]
-    channel.put_many(items)
-    channel.close()
-
-    def use():
-        found = []
-        try:
-            while True:
-                found.append(channel.get_many(64))
-        except Drained:
-            return found
-
-    assert HostPeer(use).result() == [items[:2], items[2:]]
-
-
-def test_caller_gets_the_error_of_an_oversized_reply(monkeypatch):
-    channel = Channel(8, across="hosts")
-    monkeypatch.setattr(session, "control_ring", lambda: Channel(64, across="processes", max_bytes=10_000))
-    channel.put_many([b"x" * 20_000, "after"])
-
-    def use():
-        with pytest.raises(ValueError, match="takes items of at most max_bytes=10000"):
-            channel.get(timeout=60)
-        return channel.get()
-
-    assert HostPeer(use).result() == "after"
