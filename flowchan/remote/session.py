@@ -302,8 +302,8 @@ class ClientSession:
     ) -> tuple[int, bool, int]:
         """Send up to ``most`` of the next items now, after the client's ``put`` items of stream ``writes``.
 
-        If ``got`` is not None, the client has got so many items and would fail without another one. Then wait
-        for items that other programs have prefetched and return.
+        If ``got`` is not None, the client has received that many items and would fail without another one. In
+        that case wait for items that other programs have prefetched and return.
 
         Returns:
             The number of items sent to the client in total, whether the end has come, and the number of moves
