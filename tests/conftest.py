@@ -56,6 +56,8 @@ LOADS = re.compile(
 """Lines by which a file loads a large library into the process that runs it."""
 ENDING = ("thread ", "process ")
 """What ends by itself a moment after a test has seen the last of it; descriptors and mappings have owners."""
+PORT_END_S = 5.0
+"""Seconds to wait for the rings of a dropped remote channel, which end after the owner's reply."""
 PASSED = pytest.StashKey[bool]()
 STDERR = pytest.StashKey[int]()
 SHARED = pytest.StashKey[SharedTemplate]()
@@ -321,6 +323,8 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
         # A joined thread's task ends a moment after its join, and a channel server checks dropped channels
         # later.
         wait_until(lambda: not any(left.startswith(ENDING) for left in leftovers(before)) and not dropped())
+        if has_connection():
+            wait_until(lambda: not leftovers(before), PORT_END_S)
     gc.collect()  # a thread that ended only now may have held the last reference to such a cycle
     if left := leftovers(before):
         pytest.fail(f"left behind: {', '.join(sorted(left))}", pytrace=False)
@@ -363,6 +367,12 @@ def dropped() -> bool:
     """Return whether a channel server still has to check a dropped channel."""
     servers = sys.modules.get("flowchan.remote.channel_server")
     return servers is not None and any(server._dropped for server in servers._servers.values())
+
+
+def has_connection() -> bool:
+    """Return whether this process is connected to an owner of remote channels."""
+    module = sys.modules.get("flowchan.remote.connection")
+    return module is not None and bool(module._connections or module._leaving)
 
 
 def is_an_allocators(held: str) -> bool:
