@@ -5,6 +5,7 @@ These tests count items and requests to the owner, not seconds.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -440,3 +441,39 @@ channel.put(2)
     ended = subprocess.run([sys.executable, "-c", program], input=key, text=True, capture_output=True)
     assert "had room for 1 of its items, which are lost; call flush() first" in ended.stderr
     assert channel.get_many(5) == [1]
+
+
+# the end
+
+
+def rings_here():
+    """Return how many rings this process has mapped."""
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:flowchan" in line for line in maps)
+
+
+def test_dropped_channel_frees_its_rings_without_the_collector():
+    channel = make()
+
+    def use_and_drop():
+        kept = channel
+        kept.stats()
+        gc.collect()
+        gc.disable()
+        before = rings_here()
+        for _ in range(10):
+            other = kept._another(4)
+            other.put_many([1, 2, 3])
+            other.get()
+            select([other], puts=[(other, 4)])
+            with pytest.raises(Full):
+                other.put_many(range(5), timeout=0)
+            other.abort(RuntimeError("over"))
+            with pytest.raises(Broken):
+                select([other])
+            assert rings_here() > before
+            del other
+            wait_until(lambda: rings_here() == before)
+        return True
+
+    assert HostPeer(use_and_drop).result()
