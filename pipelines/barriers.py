@@ -28,7 +28,7 @@ from flowchan.pipelines.shared_dict import SharedDict
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _Generation:
     """Channels at which the parties of a barrier meet until it is broken."""
 
     arrivals: Channel[None]
@@ -36,7 +36,7 @@ class _Room:
     """Used in turns, so an early thread of the next meeting cannot leave through the gate of this one."""
 
     @classmethod
-    def of(cls, parties: int, make: Callable[[int], Channel[None]]) -> _Room:
+    def of(cls, parties: int, make: Callable[[int], Channel[None]]) -> _Generation:
         return cls(make(1), (make(parties), make(parties)))
 
     def arrive(self) -> int:
@@ -81,8 +81,8 @@ class Barrier:
         if action is not None and not callable(action):
             raise TypeError(f"Barrier: action must be callable or None, got {action!r}")
         self._action = action
-        self._room = _Room.of(parties, functools.partial(Channel, across=across))
-        self._rooms: SharedDict[str, _Room] = SharedDict({"now": self._room}, across=across)
+        self._generation = _Generation.of(parties, functools.partial(Channel, across=across))
+        self._generations: SharedDict[str, _Generation] = SharedDict({"now": self._generation}, across=across)
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until all parties have arrived.
@@ -97,45 +97,45 @@ class Barrier:
             BrokenBarrierError: ``timeout`` expired here or in another thread, or the barrier was broken or
                 reset. All waiting threads raise it, and all later ones until :meth:`reset`.
         """
-        room = self._room
+        generation = self._generation
         try:
-            with self._rooms.lock:
-                room = self._now()
-                meeting, index = divmod(room.arrive(), self.parties)
-                gate = room.gates[meeting % 2]
+            with self._generations.lock:
+                generation = self._now()
+                meeting, index = divmod(generation.arrive(), self.parties)
+                gate = generation.gates[meeting % 2]
                 if index == 0:
                     _clear(gate)
                 if index == self.parties - 1:
-                    self._release_all(room, gate)
+                    self._release_all(generation, gate)
                     return index
             gate.get(timeout)
         except ChannelError as error:
-            room.abort()  # the thread that broke it may have died before it finished
+            generation.abort()  # the thread that broke it may have died before it finished
             raise threading.BrokenBarrierError from error
         return index
 
-    def _now(self) -> _Room:
+    def _now(self) -> _Generation:
         """Return the current room: the known one, or its successor if it was broken."""
-        if self._room.arrivals.broken:
+        if self._generation.arrivals.broken:
             with contextlib.suppress(Broken):  # the creator of the barrier is gone, so it stays broken
-                self._room = self._rooms["now"]
-        return self._room
+                self._generation = self._generations["now"]
+        return self._generation
 
-    def _release_all(self, room: _Room, gate: Channel[None]) -> None:
+    def _release_all(self, generation: _Generation, gate: Channel[None]) -> None:
         if self._action is not None:
             try:
                 self._action()
             except BaseException:
-                room.abort()
+                generation.abort()
                 raise
         gate.put_many([None] * (self.parties - 1))
 
     def reset(self) -> None:
         """Make a broken barrier usable again. Waiting threads get ``threading.BrokenBarrierError``."""
-        with self._rooms.lock:
+        with self._generations.lock:
             self._now().abort()
-            self._room = _Room.of(self.parties, self._rooms._another)
-            self._rooms["now"] = self._room
+            self._generation = _Generation.of(self.parties, self._generations._another)
+            self._generations["now"] = self._generation
 
     def abort(self) -> None:
         """Break the barrier. Waiting threads, and later ones until :meth:`reset`, get the error.
@@ -330,10 +330,10 @@ class Condition(Held):
         """
         until = None if timeout is None else time.monotonic() + timeout
         while not (found := predicate()):
-            left = None if until is None else until - time.monotonic()
-            if left is not None and left <= 0:
+            remaining = None if until is None else until - time.monotonic()
+            if remaining is not None and remaining <= 0:
                 break
-            self.wait(left)
+            self.wait(remaining)
         return found
 
     def notify(self, n: int = 1) -> None:

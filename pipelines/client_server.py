@@ -181,7 +181,7 @@ class Server:
         self._lock = threading.Lock()
         self._all: list[ServedClient] = []
         # one channel per waiting call, which receives an item for each new client
-        self._news: list[Channel[None]] = []
+        self._wakeups: list[Channel[None]] = []
         self._clients = Clients(address, secret, tls, CAPACITY, self._add_client)
         self.address, self.secret = self._clients.address, self._clients.secret
 
@@ -191,10 +191,10 @@ class Server:
     def _add_client(self, member: JoinedClient) -> None:
         with self._lock:
             self._all.append(ServedClient(member))
-            told = list(self._news)
-        for news in told:
+            waiting = list(self._wakeups)
+        for wakeup in waiting:
             with contextlib.suppress(Exception):  # the channel has an item already
-                news.put_nowait(None)
+                wakeup.put_nowait(None)
 
     def clients(
         self, count: int | None = None, *, tag: str | None = None, timeout: float = LATE
@@ -210,7 +210,7 @@ class Server:
             Empty: Fewer than ``count`` clients came within ``timeout`` seconds.
         """
         give_up = time.monotonic() + timeout
-        with self._subscription() as news:
+        with self._subscription() as wakeup:
             while True:
                 with self._lock:
                     self._all = [client for client in self._all if not client._has_left()]
@@ -218,7 +218,7 @@ class Server:
                 if count is None or len(found) >= count:
                     return found
                 try:
-                    news.get(max(0.0, give_up - time.monotonic()))
+                    wakeup.get(max(0.0, give_up - time.monotonic()))
                 except Empty:
                     raise Empty(
                         f"{self!r} has {len(found)} of {count} clients{'' if tag is None else f' {tag!r}'} "
@@ -227,14 +227,14 @@ class Server:
 
     @contextlib.contextmanager
     def _subscription(self) -> Any:
-        news: Channel[None] = Channel(1)
+        wakeup: Channel[None] = Channel(1)
         with self._lock:
-            self._news.append(news)
+            self._wakeups.append(wakeup)
         try:
-            yield news
+            yield wakeup
         finally:
             with self._lock:
-                self._news.remove(news)
+                self._wakeups.remove(wakeup)
 
     def recv_any(self, *, tag: str | None = None, timeout: float | None = None) -> tuple[Any, ServedClient]:
         """Receive the next message of any client, chosen fairly.
@@ -253,7 +253,7 @@ class Server:
             Empty: No message came within ``timeout`` seconds.
         """
         give_up = math.inf if timeout is None else time.monotonic() + timeout
-        with self._subscription() as news:
+        with self._subscription() as wakeup:
             while True:
                 clients = self.clients(tag=tag)
                 for client in clients:
@@ -262,13 +262,13 @@ class Server:
                 inboxes = [client._inbox for client in clients]
                 left = None if give_up == math.inf else max(0.0, give_up - time.monotonic())
                 try:
-                    done = select([*inboxes, news], timeout=left)
+                    done = select([*inboxes, wakeup], timeout=left)
                 except NothingReady:
                     raise Empty(f"{self!r}: no message within {timeout:g} s") from None
                 except Broken as error:
                     self._raise_for_dead_client(clients, error)
                     continue
-                if done.channel is not news:
+                if done.channel is not wakeup:
                     return done.item, clients[inboxes.index(done.channel)]
 
     def _raise_for_dead_client(self, clients: list[ServedClient], error: Broken) -> None:
@@ -336,11 +336,11 @@ def _fill(into: Any, message: Any) -> None:
         raise ValueError(
             f"recv: into must be a {type(message).__name__} like the message, got {type(into).__name__}"
         )
-    ours, theirs = (into.dtype, tuple(into.shape)), (message.dtype, tuple(message.shape))
-    if ours != theirs:
+    expected, received = (into.dtype, tuple(into.shape)), (message.dtype, tuple(message.shape))
+    if expected != received:
         raise ValueError(
-            f"recv: into must have type {theirs[0]} and shape {theirs[1]} like the message, "
-            f"got {ours[0]} {ours[1]}"
+            f"recv: into must have type {received[0]} and shape {received[1]} like the message, "
+            f"got {expected[0]} {expected[1]}"
         )
     if hasattr(into, "copy_"):
         with torch.no_grad():  # type: ignore[union-attr]

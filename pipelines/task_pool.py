@@ -82,7 +82,7 @@ class TaskPool(Executor):
             raise TypeError(f"TaskPool: initializer must be callable or None, got {initializer!r}")
         if max_tasks_per_child is not None:
             whole("TaskPool", "max_tasks_per_child", max_tasks_per_child, 1)
-            if not self._place.apart:
+            if not self._place.own_process:
                 raise ValueError(
                     "TaskPool: max_tasks_per_child needs worker processes, got on='thread'; use on='process'"
                 )
@@ -90,20 +90,20 @@ class TaskPool(Executor):
         self._tasks: dict[int, _Task] = {}
         self._numbers = itertools.count(1)
         self._is_shut = False
-        self._book = book = _Book(self._tasks, ready)
+        self._calls = calls = _CallTable(self._tasks, ready)
         graph = Graph(name)
         numbers = graph.input("submitted", capacity=WAITING)
-        if not self._place.apart:
-            numbers.sink(book.work, name="call", workers=workers)
+        if not self._place.own_process:
+            numbers.sink(calls.work, name="call", workers=workers)
         else:
-            begun = numbers.flat_map(book.begin, name="begin", capacity=1)
+            begun = numbers.flat_map(calls.begin, name="begin", capacity=1)
             done = begun.map(
                 _Called(ready, max_tasks_per_child), name="call", on=on, workers=workers,
                 ordered=False, max_deaths=1, restarts=10**9,
             )  # fmt: skip
-            begun.errors.sink(book.fail, name="not sent")
-            done.errors.sink(book.fail, name="failures")
-            done.sink(book.finish, name="results")
+            begun.errors.sink(calls.fail, name="not sent")
+            done.errors.sink(calls.fail, name="failures")
+            done.sink(calls.finish, name="results")
         run = graph.start()
         self._submitted = run[numbers]
         self._watcher = threading.Thread(
@@ -141,8 +141,8 @@ class TaskPool(Executor):
     ) -> None:
         if not callable(fn):
             raise TypeError(f"submit: the first argument must be callable, got {fn!r}")
-        if self._book.broken is not None:
-            raise _broken(self._book.broken)
+        if self._calls.broken is not None:
+            raise _broken(self._calls.broken)
         number = next(self._numbers)
         self._tasks[number] = _Task(future, fn, args, kwargs)
         try:
@@ -183,7 +183,7 @@ class TaskPool(Executor):
         """
         if chunksize < 1:
             raise ValueError(f"map: chunksize must be at least 1, got {chunksize!r}")
-        if not self._place.apart or chunksize == 1:
+        if not self._place.own_process or chunksize == 1:
             return super().map(fn, *iterables, timeout=timeout)
         chunks = _chunks(zip(*iterables, strict=False), chunksize)
         return _one_by_one(super().map(functools.partial(_call_each, fn), chunks, timeout=timeout))
@@ -250,7 +250,7 @@ class _Task(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class _Book:
+class _CallTable:
     """Tasks of one pool by number, with the functions of its stages.
 
     It has no reference to the pool, so a pool without other references can be deleted. A task stays in the
@@ -364,7 +364,7 @@ def _usual_workers(placement: Placement) -> int:
     if placement.hosts:
         raise TypeError("TaskPool: workers must be the number of workers on all hosts, got None")
     cores = len(os.sched_getaffinity(0))
-    return cores if placement.apart else min(MOST_THREADS, cores + 4)
+    return cores if placement.own_process else min(MOST_THREADS, cores + 4)
 
 
 def _end(end: Callable[[Any], None], value: Any) -> None:
@@ -409,14 +409,14 @@ class _Called:
 
     def __init__(self, ready: _Ready, most: int | None) -> None:
         self._ready: _Ready | None = ready
-        self._left = most
+        self._remaining = most
 
     def __call__(self, item: tuple[int, Any]) -> tuple[int, Any]:
         number, packed = item
-        if self._left is not None:
-            if self._left == 0:
+        if self._remaining is not None:
+            if self._remaining == 0:
                 raise Retires
-            self._left -= 1
+            self._remaining -= 1
         if self._ready is not None:
             try:
                 self._ready.call()

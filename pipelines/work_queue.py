@@ -192,12 +192,12 @@ class _SharedQueue(Shared):
         self._owner = os.getpid(), threading.current_thread()
         self._open((Channel(capacity, across=across), Channel(ANSWERS[across], across=across)))
         # The queue outlives its last worker, because another may come.
-        self._stay = self.channels[0].reader()
+        self._keep_open = self.channels[0].reader()
 
     def _renew(self) -> None:
         self._worker = threading.local()
         self._kept: deque[Any] = deque()  # answers that drain received and the owner has not read yet
-        self._asked = self._received = 0
+        self._requested = self._received = 0
 
     def claim_name(self, name: str) -> bool:
         claimed = claim(name, WorkQueue(self, creator=True))
@@ -218,27 +218,27 @@ class _SharedQueue(Shared):
 
     def ask(self, item: Any, timeout: float | None) -> None:
         self.channels[0].put(item, timeout=timeout)
-        self._asked += 1
+        self._requested += 1
 
     def next_answer(self, timeout: float | None) -> Any:
         return self._kept.popleft() if self._kept else self._receive(timeout)
 
     def drain(self, timeout: float | None) -> None:
         deadline = _deadline(timeout)
-        while self._received < self._asked:
-            self._kept.append(self._receive(_left(deadline)))
+        while self._received < self._requested:
+            self._kept.append(self._receive(_remaining(deadline)))
 
     def _receive(self, timeout: float | None) -> Any:
         questions, answers = self.channels
         deadline = _deadline(timeout)
         while True:
-            left = _left(deadline)
+            remaining = _remaining(deadline)
             if questions.closed:  # the last worker may leave without a message
                 if questions.drained and len(answers) == 0:
                     answers.close()
-                left = POLL_INTERVAL_S if left is None else min(left, POLL_INTERVAL_S)
+                remaining = POLL_INTERVAL_S if remaining is None else min(remaining, POLL_INTERVAL_S)
             try:
-                item = answers.get(timeout=left)
+                item = answers.get(timeout=remaining)
             except Empty:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise
@@ -281,7 +281,7 @@ def _deadline(timeout: float | None) -> float | None:
     return None if timeout is None else time.monotonic() + timeout
 
 
-def _left(deadline: float | None) -> float | None:
+def _remaining(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 

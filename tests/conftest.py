@@ -41,7 +41,7 @@ import pytest_timeout
 from support import combinations, scripts
 from support.optional_packages import LARGE, LOADED, optional
 from support.outcomes import Outcomes
-from support.peers import Apart
+from support.peers import LaunchedElsewhere
 from support.preloaded_programs import TORCH, OurTemplate, SharedTemplate, Template
 from support.waiting import wait_until
 
@@ -210,7 +210,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Start the separate program whose children are a test's peers, before the check for leftovers begins."""
     fixtures, module = getattr(item, "fixturenames", ()), getattr(item, "module", None)
     if "spawn_peer" in fixtures or hasattr(module, "HostPeer") or hasattr(module, "PEERS"):
-        Apart.begin()
+        LaunchedElsewhere.begin()
 
 
 @pytest.hookimpl(trylast=True)
@@ -218,7 +218,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """End this program and the fork servers before the tests of another file, which may list all
     processes."""
     if nextitem is None or nextitem.path != item.path:
-        Apart.end()
+        LaunchedElsewhere.end()
         if seeds_of_agents():
             sys.modules["flowchan.hosts.providers.forked_agents"].end_seeds()
 
@@ -250,7 +250,7 @@ def impatient() -> Iterator[None]:
 
 
 @pytest.fixture
-def no_agent_stays() -> Iterator[None]:
+def no_agent_remains() -> Iterator[None]:
     """Check that the agents of a test have ended with it."""
     yield
     from hosted import agents  # not every test needs it
@@ -320,10 +320,12 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     with contextlib.suppress(AssertionError):  # the check below reports what has not ended
         # A joined thread's task ends a moment after its join, and a channel server checks dropped channels
         # later.
-        wait_until(lambda: not any(left.startswith(ENDING) for left in leftovers(before)) and not dropped())
+        wait_until(
+            lambda: not any(remaining.startswith(ENDING) for remaining in leftovers(before)) and not dropped()
+        )
     gc.collect()  # a thread that ended only now may have held the last reference to such a cycle
-    if left := leftovers(before):
-        pytest.fail(f"left behind: {', '.join(sorted(left))}", pytrace=False)
+    if remaining := leftovers(before):
+        pytest.fail(f"left behind: {', '.join(sorted(remaining))}", pytrace=False)
 
 
 def holdings() -> set[str]:

@@ -283,8 +283,8 @@ class Channel(_core.Channel[T]):
         """
         if cause is not None and not isinstance(cause, BaseException):
             raise TypeError(f"abort: cause must be an exception or None, not {cause!r}")
-        if (hear := hears_aborts.get()) is not None:
-            hear(self, cause)
+        if (report_abort := hears_aborts.get()) is not None:
+            report_abort(self, cause)
         super().abort(cause)
 
     loan = arrays.loan

@@ -22,7 +22,7 @@ _REMEDY = (
 
 def pickle_problems(stage: Stage) -> Iterator[Problem]:
     """Yield one problem for each part of a stage that cannot be sent to the stage's process."""
-    if not stage.placement.apart:
+    if not stage.placement.own_process:
         return
     for name, part in _parts(stage):
         error = refusal(part)

@@ -129,11 +129,11 @@ def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     written = {Origin(stage.name, output.port) for stage in stages for output in stage.all_outputs}
     for index, stage in enumerate(stages):
         for origin in stage.inputs:
-            stranger = graph._strangers.get(origin)
-            if stranger is not None:
+            foreign = graph._foreign_streams.get(origin)
+            if foreign is not None:
                 message = (
-                    f"reads stream {stranger.name!r} of another graph, {stranger.graph!r} declared at "
-                    f"{stranger.where}; declare both ends in one graph"
+                    f"reads stream {foreign.name!r} of another graph, {foreign.graph!r} declared at "
+                    f"{foreign.where}; declare both ends in one graph"
                 )
                 yield index, Problem("foreign", stage.name, stage.where, message)
             elif origin not in written and origin not in graph._loops:
@@ -325,7 +325,7 @@ def _spent(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     """
     for index, stage in enumerate(stages):
         items = stage.options.get("iterable")
-        if stage.placement.apart or not isinstance(items, Iterator) or isinstance(items, Channel | In):
+        if stage.placement.own_process or not isinstance(items, Iterator) or isinstance(items, Channel | In):
             continue
         if inspect.isgenerator(items) and inspect.getgeneratorstate(items) == inspect.GEN_CLOSED:
             how = "is already at its end, so there would be no items"
@@ -344,7 +344,7 @@ def _daemonic(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     process = multiprocessing.current_process()
     if process.daemon:
         for index, stage in enumerate(stages):
-            if stage.placement.apart:
+            if stage.placement.own_process:
                 message = (
                     f"process {process.name!r} is daemonic, so it cannot start "
                     "processes; start it with "
@@ -370,7 +370,7 @@ def _gangs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         if stage.gang is not None and is_async(stage.function):
             message = "its workers form a group, whose operations wait: an async function can't call them"
             yield index, Problem("gang", stage.name, stage.where, message)
-        if stage.gang is not None and stage.gang.elastic and not stage.placement.apart:
+        if stage.gang is not None and stage.gang.elastic and not stage.placement.own_process:
             message = (
                 "elastic=True needs processes, because a thread cannot die alone; use on='process' or on=pool"
             )

@@ -57,39 +57,39 @@ def type_problems(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[Pr
                 f"{type_name(given)}; "
                 "return an iterable, or yield the items",
             )
-    for stream, port, asked in _asked(stage, outputs):
-        if not fits(stream.item, asked):
+    for stream, port, wanted in _port_types(stage, outputs):
+        if not fits(stream.item, wanted):
             yield Problem(
                 "type",
                 stage.name,
                 stage.where,
-                f"{port!r} of {_named(stage.function)} takes {type_name(asked)}, but stream "
+                f"{port!r} of {_named(stage.function)} takes {type_name(wanted)}, but stream "
                 f"{stream.name!r} gives "
                 f"{type_name(stream.item)}; put a map between them that converts, or correct "
                 "one of the annotations",
             )
 
 
-def fits(given: Any, asked: Any) -> bool:
-    """Return whether a value of type ``given`` may be passed to a parameter annotated ``asked``.
+def fits(given: Any, wanted: Any) -> bool:
+    """Return whether a value of type ``given`` may be passed to a parameter annotated ``wanted``.
 
     If this is not certain, return True.
     """
-    given, asked = _bare(given), _bare(asked)
+    given, wanted = _bare(given), _bare(wanted)
     if isinstance(given, tuple):
-        return any(fits(member, asked) for member in given)
-    if isinstance(asked, tuple):
-        return any(fits(given, member) for member in asked)
-    if given is None or asked is None or (given, asked) in _WIDER or {given, asked} <= _BYTES:
+        return any(fits(member, wanted) for member in given)
+    if isinstance(wanted, tuple):
+        return any(fits(given, member) for member in wanted)
+    if given is None or wanted is None or (given, wanted) in _WIDER or {given, wanted} <= _BYTES:
         return True
     try:
-        if getattr(asked, "_is_protocol", False) or getattr(given, "_is_protocol", False):
+        if getattr(wanted, "_is_protocol", False) or getattr(given, "_is_protocol", False):
             return True
-        if issubclass(given, asked) or issubclass(asked, given):
+        if issubclass(given, wanted) or issubclass(wanted, given):
             return True
         # Numbers of NumPy and other libraries convert; a builtin float does not fit an int.
-        foreign = not {given, asked} <= {bool, int, float, complex}
-        return foreign and issubclass(given, numbers.Number) and issubclass(asked, numbers.Number)
+        foreign = not {given, wanted} <= {bool, int, float, complex}
+        return foreign and issubclass(given, numbers.Number) and issubclass(wanted, numbers.Number)
     except Exception:  # classes that do not support issubclass, such as TypedDict
         return True
 
@@ -115,7 +115,7 @@ def _bare(annotation: Any) -> Any:
     return next((kind for kind in (origin, annotation) if inspect.isclass(kind)), None)
 
 
-def _asked(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tuple[Output, str, Any]]:
+def _port_types(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tuple[Output, str, Any]]:
     """Yield each stream with a known item type, with its parameter and the parameter's annotation."""
     if stage.function is None:
         return
@@ -129,21 +129,21 @@ def _asked(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tuple[Out
     elif stage.operator.calls in _ITEMS:
         parameters = _positional(stage.function)
         index = _ITEMS[stage.operator.calls] - 1
-        asked = known(parameters[index].annotation) if len(parameters) > index else None
+        wanted = known(parameters[index].annotation) if len(parameters) > index else None
         for stream in read.values():
-            if stream.item is not None and asked is not None:
-                yield stream, parameters[index].name, asked
+            if stream.item is not None and wanted is not None:
+                yield stream, parameters[index].name, wanted
 
 
-def _in_pairs(stream: Output, port: str, asked: Any) -> tuple[Output, str, Any]:
+def _in_pairs(stream: Output, port: str, wanted: Any) -> tuple[Output, str, Any]:
     """Return the stream and the annotation for a stream of pairs ``(worker, item)``.
 
     The parameter receives the item of each pair.
     """
     args = typing.get_args(stream.item)
     if typing.get_origin(stream.item) is tuple and len(args) == 2 and fits(args[0], int):
-        return dataclasses.replace(stream, item=args[1]), port, asked
-    return stream, port, types.GenericAlias(tuple, (int, asked))
+        return dataclasses.replace(stream, item=args[1]), port, wanted
+    return stream, port, types.GenericAlias(tuple, (int, wanted))
 
 
 def _positional(function: Any) -> list[inspect.Parameter]:
@@ -226,17 +226,17 @@ def _port_messages(stage: Stage) -> Iterator[str]:
             f"{name} has no parameter annotated In[...] or Out[...], so it has no ports: {_shown(signature)}"
         )
     elif len(stage.inputs) != len(readers):
-        asked = f"{len(readers)} In parameter{'s' * (len(readers) != 1)}"
+        wanted = f"{len(readers)} In parameter{'s' * (len(readers) != 1)}"
         listed = f" ({', '.join(readers)})" if readers else ""
         given = "1 stream was" if len(stage.inputs) == 1 else f"{len(stage.inputs)} streams were"
-        yield f"{name} has {asked}{listed}, but {given} given; give one stream for each"
-    seat = None if stage.gang is None else stage.gang.parameter
+        yield f"{name} has {wanted}{listed}, but {given} given; give one stream for each"
+    group = None if stage.gang is None else stage.gang.parameter
     for parameter in signature.parameters.values():
-        if parameter.name != seat:
+        if parameter.name != group:
             yield from _parameter_messages(stage, name, parameter, parameter.name in ports)
-        elif seat in stage.kwargs:
+        elif group in stage.kwargs:
             yield (
-                f"{seat!r} of {name} is the worker's member of a group, which the run passes; "
+                f"{group!r} of {name} is the worker's member of a group, which the run passes; "
                 "remove the argument"
             )
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())

@@ -330,7 +330,7 @@ class _Interrupts:
         self.hold = False
         self.count = 0
         self.first = 0  # the number of the first signal
-        self.asked = False
+        self.stop_requested = False
 
     def __enter__(self) -> _Interrupts:
         self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
@@ -344,7 +344,7 @@ class _Interrupts:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGQUIT:
-            self.asked = True
+            self.stop_requested = True
             return
         from flowchan.transport.interrupts import Termination
 
@@ -356,14 +356,14 @@ class _Interrupts:
 
 def _follow(running: Any, view: LiveView, interrupts: _Interrupts) -> Any:
     """Wait for the end of the run, pass interrupts on to it, and return its results."""
-    heard = 0
+    handled = 0
     while True:
-        if interrupts.count > heard:
-            heard = interrupts.count
-            _interrupt(running, view, heard, interrupts.first)
-        if interrupts.asked:
-            interrupts.asked = False
-            view.say(running.explain())
+        if interrupts.count > handled:
+            handled = interrupts.count
+            _interrupt(running, view, handled, interrupts.first)
+        if interrupts.stop_requested:
+            interrupts.stop_requested = False
+            view.print_line(running.explain())
         with contextlib.suppress(TimeoutError):
             return running.wait(timeout=REFRESH)
 
@@ -371,13 +371,13 @@ def _follow(running: Any, view: LiveView, interrupts: _Interrupts) -> Any:
 def _interrupt(running: Any, view: LiveView, times: int, number: int) -> None:
     if times == 1:
         key = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
-        view.say(
+        view.print_line(
             f"stopping: the sources have stopped, what is in flight is being finished; {key} again ends it "
             "at once"
         )
         running.stop()
     else:
-        view.say("run ended: items in flight were discarded")
+        view.print_line("run ended: items in flight were discarded")
         running.abort()
 
 
@@ -411,14 +411,14 @@ def _print_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
 
 def _counts(graph: Blueprint) -> str:
     workers = sum(stage.workers for stage in graph.stages)
-    far = [stage for stage in graph.stages if stage.placement.is_remote]
-    there = sum(stage.workers for stage in far)
-    apart = sum(stage.workers for stage in graph.stages if stage.placement.apart) - there
+    remote_stages = [stage for stage in graph.stages if stage.placement.is_remote]
+    on_hosts = sum(stage.workers for stage in remote_stages)
+    own_process = sum(stage.workers for stage in graph.stages if stage.placement.own_process) - on_hosts
     return (
         f"{_number(len(graph.stages), 'stage')}, {_number(len(graph.edges), 'channel')}, "
         f"{_number(workers, 'worker')}"
-        + (f", {apart} of them in processes" if apart else "")
-        + (f", {there} on hosts" if there else "")
+        + (f", {own_process} of them in processes" if own_process else "")
+        + (f", {on_hosts} on hosts" if on_hosts else "")
     )
 
 

@@ -17,7 +17,7 @@ _ANY = (object, Any)
 _SEVERAL = (list, tuple, set, frozenset, dict)
 """Collections, whose constructors would split a text into letters."""
 
-_TRUTH = ("true", "false", "yes", "no", "on", "off", "1", "0")
+_BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 def converted(text: str, annotation: Any) -> Any:
@@ -51,8 +51,8 @@ def converted(text: str, annotation: Any) -> Any:
         return click.types.convert_type(annotation).convert(text, None, None)
     except click.BadParameter as error:
         # click also lists an empty word as a truth value
-        told = f"{text!r} must be one of {', '.join(_TRUTH)}" if annotation is bool else error.message
-        raise ValueError(told) from error
+        problem = f"{text!r} must be one of {', '.join(_BOOLEANS)}" if annotation is bool else error.message
+        raise ValueError(problem) from error
     except Exception as error:
         raise ValueError(f"{text!r} is not a {annotation.__name__}: {error}") from error
 

@@ -19,14 +19,14 @@ def check(spec: str) -> bool:
     Raises:
         HostError: The hosts cannot be looked up.
     """
-    from flowchan.hosts.probe import look
+    from flowchan.hosts.probe import check_hosts
     from flowchan.hosts.spec import parse
 
     try:
         provider = parse(spec).provider
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="HOSTS") from error
-    found = look(provider)
+    found = check_hosts(provider)
     answered = [facts for facts in found if facts.rate]
     if answered:
         for line in _table([HEADS, *map(_row, answered)]):

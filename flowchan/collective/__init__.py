@@ -26,7 +26,7 @@ __all__ = [
     "members",
 ]
 
-Group._seat = Membership
+Group._membership = Membership
 
 MOST = 1024
 """Largest number of members of a group."""
@@ -87,23 +87,23 @@ def group(
     return meet(f"at {at}\n{_number(at, rank)}", rank, size, timeout, name)
 
 
-def _launched(mine: Launched, name: str, timeout: float) -> Group:
-    number = _number(mine.job, mine.rank)
-    if mine.here == mine.size:
-        return meet(f"{mine.job}\n{number}", mine.rank, mine.size, timeout, name)
+def _launched(launched: Launched, name: str, timeout: float) -> Group:
+    number = _number(launched.job, launched.rank)
+    if launched.local_size == launched.size:
+        return meet(f"{launched.job}\n{number}", launched.rank, launched.size, timeout, name)
     at, secret = os.environ.get("FLOWCHAN_AT"), os.environ.get("FLOWCHAN_SECRET")
     if at and secret:
         return meet_at(
-            at, secret_bytes("FLOWCHAN_SECRET", secret.encode()), mine.rank, mine.size, timeout, name
+            at, secret_bytes("FLOWCHAN_SECRET", secret.encode()), launched.rank, launched.size, timeout, name
         )
-    if mine.launcher == "torchrun":
+    if launched.launcher == "torchrun":
         from flowchan.collective.rendezvous.store import meet_by_torchrun
 
         return meet_by_torchrun(number, timeout, name)
     raise GroupError(
-        f"{mine.launcher} has started {mine.size} members, {mine.here} of them on this host; set FLOWCHAN_AT "
-        "to an address of rank 0's host with a free port, such as 10.0.0.1:4711, and FLOWCHAN_SECRET to the "
-        "same secret of at least 16 characters on all members"
+        f"{launched.launcher} has started {launched.size} members, {launched.local_size} of them on this "
+        "host; set FLOWCHAN_AT to an address of rank 0's host with a free port, such as 10.0.0.1:4711, and "
+        "FLOWCHAN_SECRET to the same secret of at least 16 characters on all members"
     )
 
 

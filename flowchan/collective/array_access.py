@@ -85,8 +85,8 @@ def described(x: Any) -> str:
     if not is_array(x):
         return type(x).__name__
     dtype, shape = kind(x)
-    place = f" on {x.device}" if is_tensor(x) and x.device.type != "cpu" else ""
-    return f"{dtype}[{', '.join(map(str, shape))}]{place}"
+    device_text = f" on {x.device}" if is_tensor(x) and x.device.type != "cpu" else ""
+    return f"{dtype}[{', '.join(map(str, shape))}]{device_text}"
 
 
 def kind(x: Any) -> tuple[str, tuple[int, ...]]:
@@ -119,9 +119,9 @@ def check_type(call: str, x: Any, other: Any) -> None:
 
 def check_place(x: Any, out: Any) -> None:
     """Raise ``ValueError`` unless both are on the same device."""
-    place, has = (str(place_of(one) or "cpu") for one in (x, out))
-    if has != place:
-        raise ValueError(f"out must be on {place} like the input, got {has}")
+    device_text, has = (str(place_of(one) or "cpu") for one in (x, out))
+    if has != device_text:
+        raise ValueError(f"out must be on {device_text} like the input, got {has}")
 
 
 def check_overlap(x: Any, out: Any) -> None:
@@ -141,10 +141,10 @@ def _address(x: Any) -> int:
     return int(x.data_ptr() if is_tensor(x) else x.__array_interface__["data"][0])
 
 
-def check_room(rank: int, given: int, room: int) -> None:
+def check_size(rank: int, given: int, size: int) -> None:
     """Raise ``ValueError`` unless the bytes from that member fill its part of ``out``."""
-    if given != room:
-        raise ValueError(f"out must have room for the {given} bytes from rank {rank}, got room for {room}")
+    if given != size:
+        raise ValueError(f"out must have room for the {given} bytes from rank {rank}, got room for {size}")
 
 
 def check_writable(x: Any) -> None:
@@ -273,14 +273,14 @@ def finish(x: Any) -> None:
         sys.modules["torch"].cuda.current_stream(x.device).synchronize()
 
 
-def make(made: tuple[str, Any, tuple[int, ...]], place: Any = None) -> Any:
+def make(made: tuple[str, Any, tuple[int, ...]], device_text: Any = None) -> Any:
     """Create an empty array from the description that :func:`like` returned; a tensor is created on
-    ``place``."""
+    ``device_text``."""
     library, dtype, shape = made
     if library == "torch":
         import torch  # another member passed a tensor
 
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=place)
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=device_text)
     import numpy
 
     return numpy.empty(shape, dtype)

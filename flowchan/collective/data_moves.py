@@ -52,23 +52,26 @@ class Moving(AlgorithmChoice):
         self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
     ) -> bytes:
         """Send the data of ``root`` to all members."""
-        (told,) = self._exchange(doing, key, data, root, timeout, x, more)
-        return told
+        (received,) = self._exchange(doing, key, data, root, timeout, x, more)
+        return received
 
     def _gather_arrays(
         self, doing: int, x: Any, wanted: Sequence[int], timeout: float | None, root: int = 0
     ) -> list[Any]:
-        left = countdown(timeout)
+        remaining = countdown(timeout)
         by, source = self._by(doing, x), array_access.contiguous(x)
         if by is self and not array_access.is_here(x):
             raise TypeError(wrong_device_message("gather" if doing == GATHER else "allgather", x))
         more = root if doing == GATHER else None
-        likes = self._exchange(doing, ARRAYS + 4 * root, dumps(array_access.like(x)), -1, left(), x, more)
-        place = array_access.place_of(x)
+        likes = self._exchange(
+            doing, ARRAYS + 4 * root, dumps(array_access.like(x)), -1, remaining(), x, more
+        )
+        device = array_access.place_of(x)
         made = [
-            array_access.make(loads(one), place) if rank in wanted else None for rank, one in enumerate(likes)
+            array_access.make(loads(one), device) if rank in wanted else None
+            for rank, one in enumerate(likes)
         ]
-        by._allgather_into(doing, KNOWN + 4 * root, [source], made, left())
+        by._allgather_into(doing, KNOWN + 4 * root, [source], made, remaining())
         return made
 
     def _gather_into(self, x: Any, out: Any, timeout: float | None) -> Any:
@@ -126,9 +129,9 @@ class Moving(AlgorithmChoice):
 
     def _swap(self, doing: int, parts: list[bytes], timeout: float | None, root: int = 0) -> list[bytes]:
         """Send bytes to each member and return the bytes that each member sent to this one."""
-        lengths, left = dumps([len(part) for part in parts]), countdown(timeout)
+        lengths, remaining = dumps([len(part) for part in parts]), countdown(timeout)
         more = root if doing == SCATTER else None
-        said = self._exchange(doing, VALUES + 4 * root, lengths, -1, left(), parts, more)
-        rooms = [bytearray(loads(one)[self.rank]) for one in said]
-        self._alltoall(doing, KNOWN, list(parts), list(rooms), left(), more)
-        return [bytes(room) for room in rooms]
+        lengths_of_all = self._exchange(doing, VALUES + 4 * root, lengths, -1, remaining(), parts, more)
+        buffers = [bytearray(loads(one)[self.rank]) for one in lengths_of_all]
+        self._alltoall(doing, KNOWN, list(parts), list(buffers), remaining(), more)
+        return [bytes(buffer) for buffer in buffers]

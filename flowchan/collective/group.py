@@ -65,7 +65,7 @@ class Group(GroupSteps):
     _make_all: ClassVar[Callable[[int, str], Sequence[Group]]]
     """Make all members of a new group of threads or processes (a graph calls it for a gang)."""
 
-    _seat: ClassVar[Callable[..., Any]]
+    _membership: ClassVar[Callable[..., Any]]
     """Make a membership in a new group over hosts (a graph calls it for a gang)."""
 
     if TYPE_CHECKING:  # implemented by SharedGroup and LinkedGroup
@@ -77,7 +77,7 @@ class Group(GroupSteps):
         def _reached_at(self) -> str: ...
         def _has_lost_any(self) -> bool: ...
         def _cut_off(self, call: str) -> None: ...
-        def _take_seat(self) -> None: ...
+        def _take_slot(self) -> None: ...
         def _abandon(self) -> None: ...
         def _disbanding(self) -> Callable[[], None]: ...
 
@@ -220,8 +220,8 @@ class Group(GroupSteps):
         """
         self._check_root(root)
 
-        def do(left: float | None) -> Any:
-            result = self._reduced(REDUCE, x, op, out, root, left)
+        def do(remaining: float | None) -> Any:
+            result = self._reduced(REDUCE, x, op, out, root, remaining)
             return result if self.rank == root else None
 
         return self._do(do, timeout, wait, x)
@@ -239,7 +239,7 @@ class Group(GroupSteps):
             The list of the values in the order of the ranks on ``root``, None on the other members.
         """
         self._check_root(root)
-        return self._do(lambda left: self._gather(x, root, left), timeout, wait, x)
+        return self._do(lambda remaining: self._gather(x, root, remaining), timeout, wait, x)
 
     def scatter(
         self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None, wait: bool = True
@@ -260,7 +260,9 @@ class Group(GroupSteps):
         parts = [b""] * self.size
         if self.rank == root:
             parts = [dumps(x) for x in parts_argument("scatter", "xs", xs, self.size)]
-        return self._do(lambda left: loads(self._swap(SCATTER, parts, left, root)[root]), timeout, wait)
+        return self._do(
+            lambda remaining: loads(self._swap(SCATTER, parts, remaining, root)[root]), timeout, wait
+        )
 
     # --- collectives for members that may run out of values ---
 
@@ -329,7 +331,7 @@ class Group(GroupSteps):
             TimeoutError: The receiver has too many unread messages.
         """
         self._check_other("to", to)
-        self._take_seat()
+        self._take_slot()
         self._messages.send(x, to, timeout)
 
     def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
@@ -350,7 +352,7 @@ class Group(GroupSteps):
             TimeoutError: No message has arrived in time.
         """
         self._check_receive(source, out)
-        self._take_seat()
+        self._take_slot()
         return received(self._messages.receive(source, timeout), source, out, self.rank)
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
@@ -369,7 +371,7 @@ class Group(GroupSteps):
             TimeoutError: No message has arrived in time.
             ValueError: The group has no other member.
         """
-        self._take_seat()
+        self._take_slot()
         if self.size == 1:
             raise ValueError("receive_any: the group must have another member, got a group of 1")
         return self._messages.receive_any(timeout)
@@ -391,9 +393,9 @@ class Group(GroupSteps):
         """
         if to == self.rank == source:
             return x
-        left = countdown(timeout)
-        self.send(x, to, timeout=left())
-        return self.receive(source, timeout=left())
+        remaining = countdown(timeout)
+        self.send(x, to, timeout=remaining())
+        return self.receive(source, timeout=remaining())
 
     # --- groups within the group ---
 
@@ -413,10 +415,10 @@ class Group(GroupSteps):
             with g.split(g.rank % 2) as part:
                 part.barrier()
         """
-        left = countdown(self._settle(timeout))
-        part = self._part(key, name, left())
+        remaining = countdown(self._settle(timeout))
+        part = self._part(key, name, remaining())
         leads = part is not None and part.rank == 0
-        leaders = self._part(leads or None, f"leaders of {name}" if name else "leaders", left())
+        leaders = self._part(leads or None, f"leaders of {name}" if name else "leaders", remaining())
         if part is not None:
             part.leaders = leaders
         return part
@@ -468,7 +470,7 @@ class Group(GroupSteps):
             raise
 
     def __enter__(self) -> Group:
-        self._take_seat()
+        self._take_slot()
         return self
 
     def __exit__(

@@ -71,18 +71,18 @@ class Later:
         ``given`` are the call's arrays. For arrays on a device, the caller's stream finishes before the call
         starts, and the thread's stream finishes before the call counts as done.
         """
-        there = [x for x in given if not array_access.is_here(x)]
+        on_devices = [x for x in given if not array_access.is_here(x)]
 
         def run() -> Any:
             result = call()
-            for x in there:
+            for x in on_devices:
                 array_access.finish(x)
             return result
 
-        for x in there:
+        for x in on_devices:
             array_access.finish(x)
         self._member._queue(1)
-        future = self._thread.submit(run if there else call)
+        future = self._thread.submit(run if on_devices else call)
         future.add_done_callback(lambda _: self._member._queue(-1))
         self._last = future
         return Handle(future)
@@ -150,8 +150,8 @@ class Starting:
         """
         if wait is not False:
             return call(self._settle(timeout))
-        left = countdown(timeout)
-        return self._start(lambda: call(left()), *given)
+        remaining = countdown(timeout)
+        return self._start(lambda: call(remaining()), *given)
 
     def _start(self, call: Callable[[], Any], *given: Any) -> Handle:
         if self._later is None:
@@ -165,6 +165,6 @@ class Starting:
         """
         if self._later is None:
             return timeout
-        left = countdown(timeout)
-        self._later.settle(left())
-        return left()
+        remaining = countdown(timeout)
+        self._later.settle(remaining())
+        return remaining()

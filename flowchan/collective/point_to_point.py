@@ -45,13 +45,13 @@ class Peer(Protocol):
     def loads(self, item: Any) -> Any:
         """Return the value of an item of that channel."""
 
-    def is_gone(self) -> bool:
+    def has_ended(self) -> bool:
         """Return whether its channel will get no further messages."""
 
     def has_left(self) -> bool:
         """Return whether a member that is gone left the group, as far as this member knows."""
 
-    def gone(self, call: str) -> GroupError:
+    def death_error(self, call: str) -> GroupError:
         """Return the error for a call with a member that is gone."""
 
 
@@ -82,35 +82,35 @@ class Messages:
         except Empty:
             raise TimeoutError(f"rank {source} has sent nothing to rank {self._rank} in time") from None
         except (Broken, Drained) as error:
-            raise peer.gone("receive") from error
+            raise peer.death_error("receive") from error
 
-    def _receive_first(self, peer: Peer, left: Callable[[], float | None]) -> Any:
+    def _receive_first(self, peer: Peer, remaining: Callable[[], float | None]) -> Any:
         """Receive from a peer whose channel this member has not opened yet."""
         while (channel := peer.incoming()) is None:
-            if peer.is_gone() and peer.incoming() is None:
-                raise peer.gone("receive")
-            if left() == 0:
+            if peer.has_ended() and peer.incoming() is None:
+                raise peer.death_error("receive")
+            if remaining() == 0:
                 raise Empty
             time.sleep(POLL_INTERVAL_S)
-        return peer.take(channel, left())
+        return peer.take(channel, remaining())
 
     def receive_any(self, timeout: float | None) -> tuple[Any, int]:
-        left = countdown(timeout)
+        remaining = countdown(timeout)
         others = {rank: self.peer(rank) for rank in range(self._size) if rank != self._rank}
         while True:
             # they have sent all their messages
-            gone = {rank for rank, peer in others.items() if peer.is_gone()}
-            died = {rank for rank in gone if not others[rank].has_left()}
-            over = died or (gone if len(gone) == len(others) else set())
+            ended = {rank for rank, peer in others.items() if peer.has_ended()}
+            died = {rank for rank in ended if not others[rank].has_left()}
+            over = died or (ended if len(ended) == len(others) else set())
             opened = self._opened(others)
-            wait = 0.0 if over else left()
-            if not others.keys() <= opened.keys() | gone:  # one of these may open its channel
+            wait = 0.0 if over else remaining()
+            if not others.keys() <= opened.keys() | ended:  # one of these may open its channel
                 wait = POLL_INTERVAL_S if wait is None else min(POLL_INTERVAL_S, wait)
-            if (found := self._from_one(opened, opened.keys() - gone, wait)) is not None:
+            if (found := self._from_one(opened, opened.keys() - ended, wait)) is not None:
                 return found
             if over:
-                raise others[min(over)].gone("receive_any")
-            if left() == 0:
+                raise others[min(over)].death_error("receive_any")
+            if remaining() == 0:
                 raise TimeoutError(f"rank {self._rank} has received nothing in time")
 
     def _opened(self, peers: dict[int, Peer]) -> dict[int, Any]:
@@ -123,16 +123,16 @@ class Messages:
         return channels
 
     def _from_one(
-        self, channels: dict[int, Any], here: set[int], wait: float | None
+        self, channels: dict[int, Any], local: set[int], wait: float | None
     ) -> tuple[Any, int] | None:
-        """Return an item that any of the channels has, or wait for the channels of the ranks in ``here``."""
+        """Return an item that any of the channels has, or wait for the channels of the ranks in ``local``."""
         for rank in _random.sample(list(channels), len(channels)):
             with contextlib.suppress(Empty, Drained, Broken):
                 return self._peers[rank].take(channels[rank], 0.0), rank
-        ranks = _random.sample(sorted(here), min(len(here), CHANNELS_OF_ONE_SELECT))
+        ranks = _random.sample(sorted(local), min(len(local), CHANNELS_OF_ONE_SELECT))
         if ranks:
             with contextlib.suppress(NothingReady, Drained, Broken):
-                wait = wait if len(ranks) == len(here) else POLL_INTERVAL_S
+                wait = wait if len(ranks) == len(local) else POLL_INTERVAL_S
                 done = select([channels[rank] for rank in ranks], timeout=wait)
                 (rank,) = (rank for rank in ranks if channels[rank] is done.channel)
                 return self._peers[rank].loads(done.item), rank
@@ -160,8 +160,8 @@ class LocalPeers:
         self._member = weakref.proxy(member)  # dropping a member must close it at once
         self._known: dict[int, SameHostPeer] = {}
 
-    def peer(self, place: int) -> SameHostPeer:
-        return self._known.setdefault(place, SameHostPeer(self._member, place))
+    def peer(self, index: int) -> SameHostPeer:
+        return self._known.setdefault(index, SameHostPeer(self._member, index))
 
     def close(self, wait: bool = True) -> None:
         """Close the channels, after waiting for live receivers that have not opened theirs."""
@@ -170,10 +170,10 @@ class LocalPeers:
 
 
 class SameHostPeer:
-    """Another member on this host, number ``place`` in the group of ``member``."""
+    """Another member on this host, number ``index`` in the group of ``member``."""
 
-    def __init__(self, member: SharedMember, place: int) -> None:
-        self._member, self._place = member, place
+    def __init__(self, member: SharedMember, index: int) -> None:
+        self._member, self._index = member, index
         self._made: Out[Any] | None = None
         self._out: Out[Any] | None = None  # the same port, once the channel is published
         self._is_found = False  # the receiver has opened the channel, so its end breaks the channel
@@ -189,7 +189,7 @@ class SameHostPeer:
             else:
                 self._put_unfound(port, x, timeout)
         except (Broken, Closed) as error:
-            raise self.gone("send") from error
+            raise self.death_error("send") from error
 
     def _show(self) -> Out[Any]:
         """Create and publish the channel. If Ctrl-C comes before it is published, the next send publishes
@@ -200,7 +200,7 @@ class SameHostPeer:
                 self._made = made.writer()
             channel = self._made.channel
             at = channel._fd + _PACKED * (channel._socket + 1)
-            self._member._show_lane(self._place, at, os.fstat(channel._fd).st_ino)
+            self._member._show_lane(self._index, at, os.fstat(channel._fd).st_ino)
             self._out = self._made
         return self._out
 
@@ -210,22 +210,22 @@ class SameHostPeer:
         The end of such a receiver does not break the channel, so its state is checked. If the channel is
         full, wait until the receiver opens it, because each try to put would serialize the item again.
         """
-        left = countdown(timeout)
-        if self.is_gone():
-            raise self.gone("send")
+        remaining = countdown(timeout)
+        if self.has_ended():
+            raise self.death_error("send")
         try:
             port.put(x, 0.0)
             return
         except Full:
             pause = POLL_INTERVAL_S
             while not self._is_open(port):
-                if self.is_gone():
-                    raise self.gone("send") from None
-                if left() == 0:
+                if self.has_ended():
+                    raise self.death_error("send") from None
+                if remaining() == 0:
                     raise
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_INTERVAL_S)
-        port.put(x, left())
+        port.put(x, remaining())
 
     def incoming(self) -> In[Any] | None:
         """Return the channel of its messages, or None.
@@ -235,7 +235,7 @@ class SameHostPeer:
         """
         if self._in:
             return self._in[0]
-        if (where := self._member._lane_from(self._place)) is not None:
+        if (where := self._member._lane_from(self._index)) is not None:
             pid, at, inode = where
             socket, fd = divmod(at, _PACKED)
             with self._lock:
@@ -246,7 +246,7 @@ class SameHostPeer:
                         # break the sender's channel.
                         append_result(self._in, In, channel)
                 except (Broken, OSError) as error:
-                    raise self.gone("receive") from error
+                    raise self.death_error("receive") from error
         return self._in[0] if self._in else None
 
     def take(self, channel: Any, timeout: float | None) -> Any:
@@ -259,7 +259,7 @@ class SameHostPeer:
         with self._lock:
             made, self._made, self._out = self._made, None, None
         if made is not None:
-            while wait and not self._is_open(made) and not self.is_gone():
+            while wait and not self._is_open(made) and not self.has_ended():
                 time.sleep(POLL_INTERVAL_S)
             made.close()
         for port in self._in:
@@ -271,16 +271,16 @@ class SameHostPeer:
         stats = port.channel.stats()
         return bool(stats.readers or stats.items_out) or port.closed
 
-    def is_gone(self) -> bool:
-        _, gone, _, _, _, alive, *_ = self._member._see(self._place)
-        return bool(gone) or not alive
+    def has_ended(self) -> bool:
+        _, status, _, _, _, alive, *_ = self._member._see(self._index)
+        return bool(status) or not alive
 
     def has_left(self) -> bool:
-        return bool(self._member._see(self._place)[1] == _LEFT)
+        return bool(self._member._see(self._index)[1] == _LEFT)
 
-    def gone(self, call: str) -> GroupError:
+    def death_error(self, call: str) -> GroupError:
         if self._member._see(self._member.rank)[-1]:
             return GroupError(f"{call} failed: this member has left")
         kind, how = (MemberLeft, "has left") if self.has_left() else (MemberDied, "died")
-        rank = self._member._ranks[self._place]
+        rank = self._member._ranks[self._index]
         return kind(f"{call} failed: rank {rank} {how}", (rank,), call)

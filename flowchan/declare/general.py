@@ -15,7 +15,7 @@ from flowchan.declare.annotations import group_parameter, ports_of
 from flowchan.declare.builder import Builder
 from flowchan.declare.options import SOURCE_OPTIONS
 from flowchan.declare.placements import PlacementOption
-from flowchan.declare.shapes import Untold
+from flowchan.declare.shapes import UntypedFunction
 from flowchan.declare.stream import Stream, origins, streams_argument, streams_of
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS, Gang
 from flowchan.items.arguments import callable_argument, flag, no_misspelt_option
@@ -35,7 +35,7 @@ class General(Builder):
     """Graph with :meth:`stage`."""
 
     @overload
-    def stage(self, function: Untold, *streams: Stream[Any], **options: Any) -> Any: ...
+    def stage(self, function: UntypedFunction, *streams: Stream[Any], **options: Any) -> Any: ...
     @overload
     def stage(
         self,
@@ -195,8 +195,8 @@ class General(Builder):
         """
         ports = ports_of(callable_argument("stage", "function", function))
         no_misspelt_option("stage", function, kwargs, STAGE_OPTIONS)
-        seat = group_parameter(function)
-        if flag("stage", "elastic", elastic) and seat is None:
+        group = group_parameter(function)
+        if flag("stage", "elastic", elastic) and group is None:
             raise ValueError(
                 "stage: elastic=True is for a gang, whose function has a parameter annotated "
                 "flowchan.collective.Group"
@@ -208,14 +208,14 @@ class General(Builder):
             )
         readers = [port.name for port in ports if port.reads][: len(streams)]
         addressed = _per_worker(per_worker, readers)
-        surplus = [f"surplus{number}" for number in range(1, len(streams) - len(readers) + 1)]
+        extra = [f"surplus{number}" for number in range(1, len(streams) - len(readers) + 1)]
         stage = self._declare(
             "stage",
             name=name,
             function=function,
             kwargs=kwargs,
             inputs=origins(self, *streams_argument("stage", streams)),
-            input_ports=readers + surplus,
+            input_ports=readers + extra,
             outputs=[(port.name, port.item) for port in ports if not port.reads],
             capacity=capacity,
             on=on,
@@ -223,7 +223,7 @@ class General(Builder):
             restarts=restarts,
             restartable=restartable,
             gpus=gpus,
-            gang=None if seat is None else Gang(*seat, elastic),
+            gang=None if group is None else Gang(*group, elastic),
         )
         self._address(addressed)
         outs = streams_of(self, stage)

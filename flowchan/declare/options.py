@@ -104,12 +104,12 @@ class StageSettings:
         flag(kind, "restartable", self.restartable)
         placement = placement_argument(kind, self.on)
         limited = seconds(kind, "timeout", self.timeout) is not None
-        if limited and not placement.apart and not is_async(function):
+        if limited and not placement.own_process and not is_async(function):
             raise ValueError(
                 f"{kind}: timeout={self.timeout} needs on='process', a pool of flowchan.hosts or an async "
                 "def function: nothing can end a call on a thread from outside"
             )
-        if whole(kind, "gpus", self.gpus, 0) and not placement.apart:
+        if whole(kind, "gpus", self.gpus, 0) and not placement.own_process:
             raise ValueError(
                 f"{kind}: gpus={self.gpus} needs on='process' or a pool of flowchan.hosts: threads share the "
                 "program's devices"

@@ -20,8 +20,9 @@ class Placement:
 
     Attributes:
         name: Name in reports and pictures.
-        apart: True if each worker has its own process, to which the stage is sent. Then another process can
-            replace a dead one. Otherwise the workers are threads of the program's process and end with it.
+        own_process: True if each worker has its own process, to which the stage is sent. Then another
+            process can replace a dead one. Otherwise the workers are threads of the program's process and
+            end with it.
         hosts: Names of the hosts on which the workers run in turn; empty for this machine.
         shares: Relative number of workers on each host; empty for equal numbers.
         nowhere: True if the hosts are not given yet.
@@ -29,7 +30,7 @@ class Placement:
     """
 
     name: str
-    apart: bool
+    own_process: bool
     hosts: tuple[str, ...] = ()
     shares: tuple[int, ...] = ()
     nowhere: bool = False
@@ -45,16 +46,16 @@ class Placement:
 
     def transport_to(self, other: Placement) -> Transport:
         """Return the transport of a channel from this placement to ``other``."""
-        return PROCESSES if self.apart or other.apart else THREADS
+        return PROCESSES if self.own_process or other.own_process else THREADS
 
-    def is_beside(self, other: Placement) -> bool:
+    def has_same_host(self, other: Placement) -> bool:
         """Return whether one crew serves both placements, because neither has hosts."""
         return not self.hosts and not other.hosts
 
 
-THREAD = Placement("thread", apart=False)
-PROCESS = Placement("process", apart=True)
-HOSTS = Placement("hosts", apart=True, nowhere=True)
+THREAD = Placement("thread", own_process=False)
+PROCESS = Placement("process", own_process=True)
+HOSTS = Placement("hosts", own_process=True, nowhere=True)
 
 PLACEMENTS: Mapping[str, Placement] = MappingProxyType(
     {placement.name: placement for placement in (THREAD, PROCESS, HOSTS)}

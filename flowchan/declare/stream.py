@@ -421,7 +421,7 @@ class Stream(Generic[T_co]):
         origin = self._own("allreduce")
         own = {"op": op} if named else {}
         (stream,) = self._next("allreduce", [("out", Reduced)], options, function=function, own=own)
-        self.graph._tell_apart(origin)
+        self.graph._split_per_worker(origin)
         return stream
 
     @refuses_misspelt("buffer")

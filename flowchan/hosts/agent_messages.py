@@ -24,7 +24,7 @@ class Start:
 
     Attributes:
         line: The number of its stream on the link.
-        here: The worker as its own code sees it.
+        info: The worker as its own code sees it.
         stage: Its stage, pickled.
         modules: Modules that the pickle refers to and that the host may lack.
         predecessors: How the workers died that held its first item.
@@ -34,12 +34,12 @@ class Start:
         most: How many bytes the driver's channels take.
         share: How many of these bytes a channel may hold when it has more than one item.
         gpus: How many GPUs it has for itself.
-        seat: Its membership of the group of its gang, if it has one yet.
-        elastic: Whether its gang is elastic: later memberships follow in ``Seated``.
+        membership: Its membership of the group of its gang, if it has one yet.
+        elastic: Whether its gang is elastic: later memberships follow in ``NewMembership``.
     """
 
     line: int
-    here: seeds.Worker
+    info: seeds.Worker
     stage: bytes
     modules: tuple[str, ...]
     predecessors: tuple[str, ...]
@@ -49,12 +49,12 @@ class Start:
     most: int
     share: int
     gpus: int
-    seat: Any = None
+    membership: Any = None
     elastic: bool = False
 
     @property
     def id(self) -> WorkerId:
-        return WorkerId(self.here.stage, self.here.number)
+        return WorkerId(self.info.stage, self.info.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class Recover:
 
 
 @dataclass(frozen=True, slots=True)
-class Seated:
-    """Give this waiting worker of an elastic gang the membership ``seat`` of its next group."""
+class NewMembership:
+    """Give this waiting worker of an elastic gang the membership ``membership`` of its next group."""
 
     worker: WorkerId
-    seat: Any
+    membership: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,9 @@ class Leave:
     """The run is over: end, and end every remaining worker."""
 
 
-Command = Start | Seated | Recover | Terminate | Close | Release | RequestCancelled | Echo | AskWaits | Leave
+Command = (
+    Start | NewMembership | Recover | Terminate | Close | Release | RequestCancelled | Echo | AskWaits | Leave
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +152,14 @@ class Waiting:
     workers: Mapping[WorkerId, WorkerWaits]
 
 
-Told = Event | Lacking | PeerEnded | Echo | Waiting | Logged
+AgentReport = Event | Lacking | PeerEnded | Echo | Waiting | Logged
 
 
-def refusal(channel: str, way: str) -> TypeError:
+def refusal(channel: str, destination: str) -> TypeError:
     """Make the error that breaks a channel whose next item can't leave its machine."""
     return TypeError(
-        f"an item of channel {channel!r} can't go {way}: it holds a channel or something else that only "
-        "processes of one machine can share"
+        f"an item of channel {channel!r} can't go {destination}: it holds a channel or something else that "
+        "only processes of one machine can share"
     )
 
 

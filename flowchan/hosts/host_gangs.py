@@ -47,4 +47,4 @@ class HostGangs:
         if gang is None or member is None:
             return None
         number, rank, size = member
-        return gang.group._seat(number, rank, size, worker.stage.name, host, gang.elastic)
+        return gang.group._membership(number, rank, size, worker.stage.name, host, gang.elastic)

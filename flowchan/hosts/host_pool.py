@@ -56,7 +56,7 @@ class Pool(Placement):
             raise KeyError(f"{self.name}[…] needs a host; it has {', '.join(self.hosts)}")
         return dataclasses.replace(self, name=", ".join(chosen), hosts=chosen, shares=shares)
 
-    def is_beside(self, other: Placement) -> bool:
+    def has_same_host(self, other: Placement) -> bool:
         return isinstance(other, Pool) and other.provider == self.provider
 
     def open_part(self, ports: RunPorts, workers: Sequence[PlannedWorker]) -> HostsPart:
@@ -76,6 +76,6 @@ def pool_of(call: str, provider: Provider, peer_timeout: float = PEER_TIMEOUT_S,
     except HostError as error:
         missing = str(error)
     return Pool(
-        name=repr(provider), apart=True, hosts=names, missing=missing, provider=provider,
+        name=repr(provider), own_process=True, hosts=names, missing=missing, provider=provider,
         peer_timeout=waits, tls=flag(call, "tls", tls),
     )  # fmt: skip

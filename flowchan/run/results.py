@@ -14,7 +14,7 @@ from flowchan.declare.stream import Stream
 from flowchan.errors import Broken, Closed
 from flowchan.run.crew.local_part import LocalPart
 from flowchan.run.crew.run_ports import RunPorts
-from flowchan.run.policy.decisions import AbortAsked
+from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.policy.events import Began, Ended, Event, Failure, WorkerId
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.worker.requests import NOTHING
@@ -57,11 +57,11 @@ class ResultGathering:
         self._plan = plan = ports.plan
         self._ports, self._local = ports, local
         self._supervisor = supervisor
-        self._with_requests = {worker.id.stage for worker in plan.workers if worker.stage.asked}
+        self._with_requests = {worker.id.stage for worker in plan.workers if worker.stage.may_get_requests}
         self._all = [worker.id for worker in plan.workers if worker.gathers]
         # the last thread that asked for an item; None: its loop has ended
         self._loops: dict[str, int | None] = {}
-        self._kept_loops: set[str] = set()  # results whose loop a Ctrl-C interrupted
+        self._interrupted_loops: set[str] = set()  # results whose loop a Ctrl-C interrupted
         self._gathered: dict[str, _GatheredResult] = {}  # results that were full before the program read them
         self._begun = False
         self._lock = threading.Lock()
@@ -73,33 +73,33 @@ class ResultGathering:
         with self._lock:
             if self._begun or stage in self._loops:
                 return False
-            self.asked(stage)
+            self.mark_reader(stage)
             return True
 
-    def asked(self, stage: str) -> None:
+    def mark_reader(self, stage: str) -> None:
         """Note that the calling thread asks for an item."""
         self._loops[stage] = threading.get_ident()
 
     def items(self, stage: str) -> Iterable[Any]:
         """Give the items, without those that answer questions."""
         coming = self.coming(stage)
-        return self._unasked(coming) if stage in self._with_requests else coming
+        return self._settled(coming) if stage in self._with_requests else coming
 
     def coming(self, stage: str) -> Any:
         """Give the items with the answers to questions. ``async for`` takes them too."""
-        self.asked(stage)
+        self.mark_reader(stage)
         self._supervisor.report(Began(_worker(stage)))
         taken_in = self._gathered.get(stage)
         return self._ports.gathering_port(_worker(stage)) if taken_in is None else taken_in.items
 
-    def _unasked(self, items: Iterable[Any]) -> Iterator[Any]:
+    def _settled(self, items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
-            if (left := self._supervisor.left_of(item)) is not NOTHING:
-                yield left
+            if (reader_left := self._supervisor.settle_answers(item)) is not NOTHING:
+                yield reader_left
 
-    def left_of(self, stage: str, item: Any) -> Any:
+    def settle_answers(self, stage: str, item: Any) -> Any:
         """Settle the answers in an item. Return what is left of it, or ``NOTHING``."""
-        return self._supervisor.left_of(item) if stage in self._with_requests else item
+        return self._supervisor.settle_answers(item) if stage in self._with_requests else item
 
     def raise_if_broken(self, stage: str) -> None:
         """Raise ``Broken`` if :meth:`items` did not give all items."""
@@ -110,11 +110,11 @@ class ResultGathering:
     def keep(self, stage: str) -> None:
         """Keep the rest of a result until the end of the block, if the calling thread iterated over it."""
         if self._loops[stage] == threading.get_ident():
-            self._kept_loops.add(stage)
+            self._interrupted_loops.add(stage)
 
     def leave(self, stage: str) -> None:
         """Note that no reader iterates over this result any more, unless it is kept."""
-        if stage not in self._kept_loops:
+        if stage not in self._interrupted_loops:
             self._end(stage)
 
     def leave_all(self, of_thread: int) -> None:
@@ -131,9 +131,9 @@ class ResultGathering:
 
     def leave_kept(self) -> None:
         """Leave what was kept: the program has caught the Ctrl-C that ended its loop, and goes on."""
-        for stage in list(self._kept_loops):  # another thread's loop may be interrupted now
+        for stage in list(self._interrupted_loops):  # another thread's loop may be interrupted now
             self._end(stage)
-        self._kept_loops.clear()
+        self._interrupted_loops.clear()
 
     def _break(self, stage: str) -> None:
         """Break a result. An early end would make other results look whole."""
@@ -156,16 +156,18 @@ class ResultGathering:
                     self._take_in(id)
 
     def _take_in(self, id: WorkerId) -> None:
-        def left() -> bool:
+        def reader_left() -> bool:
             return self._loops.get(id.stage, 0) is None
 
-        self._gathered[id.stage] = _GatheredResult(self._ports, self._local, self._supervisor, id, left)
+        self._gathered[id.stage] = _GatheredResult(
+            self._ports, self._local, self._supervisor, id, reader_left
+        )
 
     def take_in_the_rest(self) -> None:
         """Take in the results over which the calling thread iterated when it was interrupted."""
         for id in self._all:
             if self._loops.get(id.stage) == threading.get_ident():
-                self._kept_loops.add(id.stage)
+                self._interrupted_loops.add(id.stage)
                 if id.stage not in self._gathered:
                     self._take_in(id)
 
@@ -186,7 +188,7 @@ class ResultGathering:
                         self._local.start_thread(waiting[0])
                     del waiting[0]
         except BaseException:  # these results get no reader, so the run would wait forever
-            self._supervisor.ask(AbortAsked())
+            self._supervisor.ask(AbortRequested())
             for id in waiting:
                 self._break(id.stage)
             self._supervisor.wait()
@@ -198,10 +200,10 @@ class ResultGathering:
         values = self._supervisor.results
         for name, taken_in in list(self._gathered.items()):
             taken_in.thread.join()
-            if name in self._kept_loops or (name not in self._loops and taken_in.broken is None):
+            if name in self._interrupted_loops or (name not in self._loops and taken_in.broken is None):
                 values.setdefault(name, list(taken_in.items))
         graph = self._plan.graph
-        taken = self._loops.keys() - self._kept_loops
+        taken = self._loops.keys() - self._interrupted_loops
         names = [stage.name for stage in graph.stages if stage.name in values and stage.name not in taken]
         streams: dict[Stream[Any], Any] = {Stream(graph, name, "out", name): values[name] for name in names}
         return Results(graph.name, streams)
@@ -214,7 +216,7 @@ def _worker(stage: str) -> WorkerId:
 
 class _GatheredResult:
     """The items of a result that was full before the program read it. A thread goes on taking them in.
-    ``left``: whether its reader has left."""
+    ``reader_left``: whether its reader has left."""
 
     def __init__(
         self,
@@ -222,30 +224,32 @@ class _GatheredResult:
         local: LocalPart,
         supervisor: Supervisor,
         id: WorkerId,
-        left: Callable[[], bool],
+        reader_left: Callable[[], bool],
     ) -> None:
         self.items: Channel[Any] = Channel(10**15)
         self.broken: Broken | None = None  # the run broke off, and these are not all of them
         name, arguments = (
             f"flowchan {ports.plan.graph.name}/{id}",
-            (ports.gathering_port(id), supervisor, id, left),
+            (ports.gathering_port(id), supervisor, id, reader_left),
         )
         self.thread = threading.Thread(target=self._pour, args=arguments, name=name, daemon=True)
         self.thread.start()
         local.add_thread(id, self.thread)
 
-    def _pour(self, port: In[Any], supervisor: Supervisor, id: WorkerId, left: Callable[[], bool]) -> None:
+    def _pour(
+        self, port: In[Any], supervisor: Supervisor, id: WorkerId, reader_left: Callable[[], bool]
+    ) -> None:
         last: Event = Ended(id)
         with contextlib.suppress(Closed):  # the run may be over
             supervisor.report(Began(id))
         try:
             for item in port:
-                if (rest := supervisor.left_of(item)) is not NOTHING:
+                if (rest := supervisor.settle_answers(item)) is not NOTHING:
                     self.items.put(rest)
         except BaseException as error:  # also an error of an item's unpickling
             if isinstance(error, Broken) and port.channel.broken:
                 self.broken = error
-            elif not (isinstance(error, ValueError) and left()):  # its reader has closed the port
+            elif not (isinstance(error, ValueError) and reader_left()):  # its reader has closed the port
                 self.broken = Broken("not all items could be received")
                 last = Failure(id, error, None, os.getpid())
         finally:

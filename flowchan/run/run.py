@@ -22,7 +22,7 @@ from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.observe.feed import Subscription
 from flowchan.run.observe.measure import state_of
 from flowchan.run.observe.report import render
-from flowchan.run.policy.decisions import AbortAsked, StopAsked
+from flowchan.run.policy.decisions import AbortRequested, StopRequested
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.explain import explain
 from flowchan.run.policy.plan import Plan
@@ -32,7 +32,7 @@ from flowchan.run.results import ResultGathering, Results
 from flowchan.run.run_errors import failure_of_run
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.unfinished_runs import end_at_exit
-from flowchan.run.worker.item_timeout import say
+from flowchan.run.worker.item_timeout import set_message
 from flowchan.run.worker.requests import NOTHING, Requests, answering_ends
 from flowchan.transport.interrupts import InterruptWatch, interrupts_deferred, signal_of
 
@@ -64,7 +64,7 @@ class Run:
         self._interrupts = InterruptWatch(lambda: method() if (method := interrupted()) is not None else None)
         self._in_block = False
         self._answering: set[str] = set()  # inputs that were used by ask()
-        self._told: Results | None = None  # results given to Interrupted
+        self._interrupted_results: Results | None = None  # results given to Interrupted
         take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         failure = weakref.WeakMethod(self._failure)
@@ -75,7 +75,7 @@ class Run:
         )
         self._supervisor.asking = self._asking
         if lasting is not None:  # the end of the pool's block waits for the run
-            self._supervisor.unheard.append(self)
+            self._supervisor.unreported.append(self)
         self._supervisor.start()
         end_at_exit(self._supervisor)
 
@@ -155,26 +155,26 @@ class Run:
             ends = answering_ends(self._plan, stream.stage)
             self._gathering.take_in(frozenset(WorkerId(end, 1) for end in ends))
             self._answering.add(stream.stage)
-        asked, answer = self._asking.begin(item)
+        request, answer = self._asking.begin(item)
         try:
             async with asyncio.timeout(limit) as clock:
                 try:
-                    await out.aput(cast(T, asked))
+                    await out.aput(cast(T, request))
                 except Broken:  # the awaited answer raises the reason
                     pass
                 return await answer
         except TimeoutError as error:
-            say(f"ask: no answer within timeout={timeout} s", error, clock)
+            set_message(f"ask: no answer within timeout={timeout} s", error, clock)
             raise
         finally:
-            self._asking.forget(asked.question)
+            self._asking.forget(request.question)
 
     async def _items_later(self, stage: str) -> AsyncGenerator[Any, None]:
         gathering = self._gathering
         try:
             async for item in gathering.coming(stage):
-                if (left := gathering.left_of(stage, item)) is not NOTHING:
-                    yield left
+                if (remaining := gathering.settle_answers(stage, item)) is not NOTHING:
+                    yield remaining
             gathering.raise_if_broken(stage)
         except Broken:
             gathering.leave(stage)
@@ -196,7 +196,7 @@ class Run:
         try:
             for item in gathering.items(stage):
                 yield item
-                gathering.asked(stage)
+                gathering.mark_reader(stage)
                 self._interrupts.seen = False
             gathering.raise_if_broken(stage)
         except Broken:
@@ -236,7 +236,7 @@ class Run:
         """
         try:
             with interrupts_deferred():
-                if self._told is None:
+                if self._interrupted_results is None:
                     self._gathering.leave_kept()
                 self._gathering.begin()
             if not self._supervisor.wait(timeout):
@@ -246,7 +246,7 @@ class Run:
         except KeyboardInterrupt as interrupt:
             self._end_interrupted(signal_of(interrupt))
         failure = self._failure()
-        self._supervisor.unheard.clear()
+        self._supervisor.unreported.clear()
         try:
             if failure is not None:
                 raise failure
@@ -272,11 +272,11 @@ class Run:
 
     def stop(self) -> None:
         """Stop the sources, and let everything in flight finish. Returns at once."""
-        self._supervisor.ask(StopAsked())
+        self._supervisor.ask(StopRequested())
 
     def abort(self) -> None:
         """Break every channel at once and discard all items in flight. Returns at once."""
-        self._supervisor.ask(AbortAsked())
+        self._supervisor.ask(AbortRequested())
 
     @refuses_misspelt("scale")
     def scale(self, stage: Stream[Any] | str, workers: int) -> None:
@@ -302,7 +302,7 @@ class Run:
         whole("run.scale", "workers", workers, 1)
         found = self._plan.graph.stage_named(name)
         why = self._plan.is_fixed(found)
-        if not why and self._lasting and found.placement.apart:
+        if not why and self._lasting and found.placement.own_process:
             why = f"a {found.kind} with the processes of a pool"
         if why:
             allowed = ", ".join(operator.name for operator in OPERATORS.values() if operator.per_item)
@@ -320,9 +320,9 @@ class Run:
             again: The signal has come twice already, so abort the run.
         """
         self._finish(number, again)
-        assert self._told is not None
-        told = self._told, self.report()
-        raise self._interruption(lambda _: told, number) from self._failure()
+        assert self._interrupted_results is not None
+        outcome = self._interrupted_results, self.report()
+        raise self._interruption(lambda _: outcome, number) from self._failure()
 
     def _interrupted(self) -> Interrupted | None:
         """Return the error for a Ctrl-C in the body of a loop over items, outside a block. The error finishes
@@ -339,11 +339,11 @@ class Run:
         return Interrupted(f"{message}; .results and .report hold what was finished", tell, number)
 
     def _tell(self, error: Interrupted) -> tuple[Results, str]:
-        if self._told is None:
+        if self._interrupted_results is None:
             self._finish()
             error.__cause__ = self._failure()
-        assert self._told is not None
-        return self._told, self.report()
+        assert self._interrupted_results is not None
+        return self._interrupted_results, self.report()
 
     def _finish(self, number: int = signal.SIGINT, again: bool = False) -> None:
         """Stop the run and wait until everything in flight is finished. A further interrupt aborts the run,
@@ -352,7 +352,7 @@ class Run:
         try:
             with interrupts_deferred():
                 if self._supervisor.state.phase == "running" and not again:
-                    _say(f"stopping, what is in flight is being finished ({key} again to break off)")
+                    _print_notice(f"stopping, what is in flight is being finished ({key} again to break off)")
                 self.stop()
                 for out in self._ports.inputs.values():
                     out.close()
@@ -362,15 +362,15 @@ class Run:
                 raise KeyboardInterrupt
             self._supervisor.wait()
             if self._supervisor.state.aborted:
-                _say("broken off, what was in flight is discarded: nothing moved any more")
+                _print_notice("broken off, what was in flight is discarded: nothing moved any more")
         except KeyboardInterrupt:
             with contextlib.suppress(KeyboardInterrupt):
                 self.abort()
-                _say("broken off, what was in flight is discarded")
+                _print_notice("broken off, what was in flight is discarded")
                 self._supervisor.wait()
         ended = self._supervisor.ended.is_set()
-        self._told = self._gathering.results() if ended else Results(self._plan.graph.name, {})
-        self._supervisor.unheard.clear()
+        self._interrupted_results = self._gathering.results() if ended else Results(self._plan.graph.name, {})
+        self._supervisor.unreported.clear()
 
     def __enter__(self) -> Run:
         self._interrupts.open()
@@ -383,7 +383,11 @@ class Run:
         self._interrupts.close()
         self._in_block = False
         if isinstance(error, KeyboardInterrupt):
-            if self._told is None or not isinstance(error, Interrupted) or error.results is not self._told:
+            if (
+                self._interrupted_results is None
+                or not isinstance(error, Interrupted)
+                or error.results is not self._interrupted_results
+            ):
                 self._end_interrupted(signal_of(error))
             return
         if error is None:
@@ -495,5 +499,5 @@ class _Coming(AsyncIterator[Any]):
         self._run._leave(self._stage)
 
 
-def _say(text: str) -> None:
+def _print_notice(text: str) -> None:
     print(f"flowchan: {text}", file=sys.stderr)

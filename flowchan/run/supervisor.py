@@ -101,18 +101,18 @@ from flowchan.run.policy.events import (
     Crashed,
     Death,
     Ended,
+    ErrorSent,
     Event,
     Failure,
-    Gone,
     Met,
     NotAdded,
+    ProcessEnded,
     RequestCancelled,
     Result,
     Retried,
     RunBegan,
     RunEnded,
     Started,
-    Troubled,
     WorkerId,
 )
 from flowchan.run.policy.failures import text_of
@@ -134,7 +134,7 @@ def first_state(plan: Plan, now: float) -> PolicyState:
     ids = frozenset(worker.id for worker in plan.workers)
     return PolicyState(
         alive=ids,
-        processes=frozenset(worker.id for worker in plan.workers if worker.stage.placement.apart),
+        processes=frozenset(worker.id for worker in plan.workers if worker.stage.placement.own_process),
         sources=frozenset(id for id in ids if id.stage in plan.sources),
         ends=frozenset(id for id in ids if id.stage in plan.ends),
         limits=plan.limits(),
@@ -175,11 +175,11 @@ class Supervisor:
         self.take_in: Callable[[frozenset[WorkerId]], None] = lambda _: None
         # The handle of a pool's run, until the run has ended and its failure is known. The pool shares the
         # list.
-        self.unheard: list[Any] = []
+        self.unreported: list[Any] = []
         self._tally = Tally()
         self._history = History()
         self.feed = Feed(f"flowchan {plan.graph.name}", weakref.WeakMethod(self.stats))
-        self.feed.listen(Journal(plan).hear)
+        self.feed.listen(Journal(plan).record)
         self.asking: Requests | None = None
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, channels.broken, channels.cause_of)
@@ -200,7 +200,7 @@ class Supervisor:
             thread.start()
             self._thread = thread
         except BaseException as reason:
-            self.unheard.clear()
+            self.unreported.clear()
             self._undo_start(reason)
             raise
 
@@ -247,7 +247,7 @@ class Supervisor:
             with contextlib.suppress(Closed, Full):
                 self._events.put_nowait(RequestCancelled(question))
 
-    def left_of(self, item: Any) -> Any:
+    def settle_answers(self, item: Any) -> Any:
         """Settle the answers in an item at an end of the graph. Return the rest of the item, or
         ``NOTHING``."""
         return item if self.asking is None else answers_in(item, self.asking.settle)
@@ -287,7 +287,7 @@ class Supervisor:
                 self.ended.set()
                 self.feed.end()
                 if self.crashed is None and not self.state.failures:
-                    self.unheard.clear()  # until now the end of a pool's block must find it
+                    self.unreported.clear()  # until now the end of a pool's block must find it
         # Last, because it may raise; for all waiting threads the run must have ended.
         self.crew.warn_of(self.state.abandoned)
 
@@ -316,40 +316,40 @@ class Supervisor:
     def turn(self, event: SupervisorEvent | Event) -> None:
         """Handle an event, and act on it and on the time that has passed."""
         before = self.state
-        self._look_for_movement()
-        self._hear(event)
-        self._breaks.look()
-        if self._breaks.is_due(self._all_is_heard):
+        self._check_progress()
+        self._receive(event)
+        self._breaks.check()
+        if self._breaks.is_due(self._all_reported):
             self._tell_break()
-        self._look_for_deadlock()
+        self._check_deadlock()
         self._cancel_tasks()
         if self.state is before:
             self._decide(decisions.Tick())
         self._start_due()
-        self._history.look(self._counters)
+        self._history.sample(self._counters)
 
-    def _hear(self, event: SupervisorEvent | Event) -> None:
+    def _receive(self, event: SupervisorEvent | Event) -> None:
         match event:
             case Result(stage, value):
                 self.results[stage] = value
             case Answered():
-                self._tally.heard(event)
+                self._tally.record(event)
                 if self.asking is not None:
                     self.asking.settle(event.question, event.value, event.error)
-            case Retried() | Troubled():
-                self._tally.heard(event)
+            case Retried() | ErrorSent():
+                self._tally.record(event)
                 self.feed.tell(event)
             case RequestCancelled(question):
                 self.crew.cancel_request(question)
             case Began() | Started():
                 self.report(event)
             case Aborted():
-                self._breaks.hear(event)
+                self._breaks.record(event)
             case Met():
-                self._breaks.hear_met(event)
+                self._breaks.record_met(event)
             case Crashed(error):
                 raise error
-            case Gone(worker) | Death(worker):
+            case ProcessEnded(worker) | Death(worker):
                 if worker not in self.state.alive or worker in self._breaks.ended():
                     self.crew.forget(worker)
                 else:
@@ -358,13 +358,13 @@ class Supervisor:
                 if not self._breaks.keeps(event):
                     self._decide(event)
             case _:
-                if isinstance(event, Failure) and self._breaks.told_by(event.worker):
+                if isinstance(event, Failure) and self._breaks.has_reported(event.worker):
                     self._tell_break()  # a worker's reports arrive in its order
                 self._decide(event)
 
     def _decide(self, event: SupervisorEvent) -> None:
         before, now = self.state, time.monotonic()
-        if isinstance(event, Ended | Failure | Gone | Death) and event.worker in before.alive:
+        if isinstance(event, Ended | Failure | ProcessEnded | Death) and event.worker in before.alive:
             self._tally.ended(event.worker)
             if isinstance(event, Ended):
                 self._tally.ended_early(event)
@@ -404,8 +404,10 @@ class Supervisor:
         later = pause > 0 or not self.state.goes_on
         failed = self.crew.replace(workers, blamed, later)
         if later:
-            left = {*workers} - {event.worker for event in failed}
-            self._due.update(dict.fromkeys((id for id in workers if id in left), time.monotonic() + pause))
+            unfailed = {*workers} - {event.worker for event in failed}
+            self._due.update(
+                dict.fromkeys((id for id in workers if id in unfailed), time.monotonic() + pause)
+            )
         for event in failed:
             self._decide(event)
 
@@ -444,7 +446,7 @@ class Supervisor:
         over = self.state.phase in ("failing", "aborting") or (self.state.phase == "finishing" and late)
         self.crew.cancel_tasks(over)
 
-    def _look_for_movement(self) -> None:
+    def _check_progress(self) -> None:
         """Give a stopped run more time as long as its items move."""
         waited = time.monotonic() - self.state.since
         if self.state.phase == "stopping" and waited > decisions.STOP_SECONDS:
@@ -462,16 +464,16 @@ class Supervisor:
         self._breaks.end()
         self.channels.break_all(cause)
 
-    def _all_is_heard(self) -> bool:
+    def _all_reported(self) -> bool:
         """Tell whether everything that workers have reported so far has been decided."""
-        return self.crew.all_is_heard() and len(self._events) == 0
+        return self.crew.all_reported() and len(self._events) == 0
 
-    def _look_for_deadlock(self) -> None:
+    def _check_deadlock(self) -> None:
         if time.monotonic() >= self._deadlocks.next_at:
             self.channels.close_unwanted()
         if self._due:
             return
-        found = self._deadlocks.look(
+        found = self._deadlocks.check(
             time.monotonic(), self.state.alive, self.channels.activity, self._observe
         )
         if isinstance(found, decisions.Stuck):

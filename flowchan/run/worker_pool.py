@@ -17,7 +17,7 @@ from flowchan.declare.values import Stage
 from flowchan.errors import GraphError, Problem, RunError, StageError
 from flowchan.run.crew.at_exit import before_exit
 from flowchan.run.crew.pool_processes import LastingProcesses
-from flowchan.run.policy.decisions import AbortAsked
+from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.plan import Plan, plan
@@ -81,7 +81,7 @@ class WorkerPool(Runnable):
         self._refuse_forked_child()
         with self._lock:
             run = Run(plan, self._prepared(plan))
-            self._supervisor, self._unreported = weakref.ref(run._supervisor), run._supervisor.unheard
+            self._supervisor, self._unreported = weakref.ref(run._supervisor), run._supervisor.unreported
             return run
 
     def _watching(self) -> AbstractContextManager[Any]:
@@ -183,7 +183,7 @@ class WorkerPool(Runnable):
                 if (
                     supervisor := self._active_supervisor()
                 ) is not None:  # Ctrl-C has come, for the last time
-                    supervisor.ask(AbortAsked())
+                    supervisor.ask(AbortRequested())
                     lasting.kill()
                     supervisor.wait()
         except BaseException:
@@ -219,7 +219,7 @@ def _refuse_ports(plan: Plan) -> None:
             "graph.run(), or place the stage on='thread'",
         )
         for worker in plan.workers
-        if worker.stage.placement.apart
+        if worker.stage.placement.own_process
         and (ports := len(list(worker.channels())))
         > (most := MOST_PORTS - (worker.stage.name in plan.elastic))
     }

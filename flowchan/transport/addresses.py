@@ -63,12 +63,12 @@ def number_in(address: str) -> int:
     return int(address.rpartition("/")[2])
 
 
-def mark_of(home: str, number: int | str) -> str:
+def mark_of(owner: str, number: int | str) -> str:
     """Return the mark that an item contains for each channel that was sent in it.
 
     The id of an owner is random, so nothing else equals the mark.
     """
-    return f"sent by {home}/{number}"
+    return f"sent by {owner}/{number}"
 
 
 def _is_loopback(address: str) -> bool:

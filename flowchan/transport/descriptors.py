@@ -109,9 +109,9 @@ class Parcel:
     def add(self, memory: int, socket: int, owner: Any) -> Handle:
         self.id = self.id or int.from_bytes(os.urandom(8)) or 1
         self.kept.append(owner)
-        mine = [fd for fd in (memory, socket) if fd >= 0]
-        self.descriptors += mine
-        return Sent(len(self.descriptors) - len(mine), len(mine), os.fstat(memory).st_ino)
+        own_fds = [fd for fd in (memory, socket) if fd >= 0]
+        self.descriptors += own_fds
+        return Sent(len(self.descriptors) - len(own_fds), len(own_fds), os.fstat(memory).st_ino)
 
 
 class Leaving(Parcel):
@@ -156,19 +156,19 @@ class OpenedDescriptors:
     """
 
     def __init__(self, descriptors: list[int], missing: int) -> None:
-        self.left = dict(enumerate(descriptors))
+        self.remaining = dict(enumerate(descriptors))
         self.missing = missing
 
     def take(self, sent: Sent) -> tuple[int, int]:
         last = sent.first + sent.number
-        if not all(number in self.left for number in range(sent.first, last)):
+        if not all(number in self.remaining for number in range(sent.first, last)):
             raise OSError(self.missing or errno.EBADF, os.strerror(self.missing or errno.EBADF))
-        return self.left.pop(sent.first), self.left.pop(last - 1) if sent.number > 1 else -1
+        return self.remaining.pop(sent.first), self.remaining.pop(last - 1) if sent.number > 1 else -1
 
     def close(self) -> None:
-        for fd in self.left.values():
+        for fd in self.remaining.values():
             os.close(fd)
-        self.left.clear()
+        self.remaining.clear()
 
 
 class _Now(threading.local):

@@ -113,7 +113,7 @@ class AuthenticatedListener:
             pending = PendingHandshake(sock, steps, self._handshake_timeout)
         except Refused as refused:
             sock.close()
-            self._note(str(refused))
+            self._log_refusal(str(refused))
             return
         except BaseException:
             sock.close()
@@ -143,9 +143,9 @@ class AuthenticatedListener:
             self._unregister_peer(pending, pending.sock)
             pending.close()
             if isinstance(error, OSError) and lacks(error):  # TLS needs more descriptors
-                self._note(f"{pending.peer} was refused: {error.strerror}")
+                self._log_refusal(f"{pending.peer} was refused: {error.strerror}")
             elif isinstance(error, Refused):
-                self._note(str(error))
+                self._log_refusal(str(error))
             else:
                 raise
             return False
@@ -180,9 +180,9 @@ class AuthenticatedListener:
     def _drop_peer(self, pending: PendingHandshake, reason: str) -> None:
         self._unregister_peer(pending, pending.sock)
         pending.close()
-        self._note(f"{pending.peer} was refused: {reason}")
+        self._log_refusal(f"{pending.peer} was refused: {reason}")
 
-    def _note(self, reason: str) -> None:
+    def _log_refusal(self, reason: str) -> None:
         self.refused += 1
         self.last_refused = reason
 

@@ -54,7 +54,7 @@ class Coordinator:
         self.over = ""
         self.settled = False
         self.sockets: dict[int, socket.socket] = {}
-        self._said = [b""] * size
+        self._lines = [b""] * size
         self._give_up = give_up
 
     def come(self, rank: int, sock: socket.socket) -> None:
@@ -64,9 +64,9 @@ class Coordinator:
             return
         self.sockets[rank] = sock
         if self.over:
-            _tell(sock, _last_words(self.over))
+            _tell(sock, _end_message(self.over))
 
-    def hear(self, rank: int) -> bytes:
+    def receive(self, rank: int) -> bytes:
         """Receive from a rank whose socket is readable, and return the completed round, if any."""
         try:
             came = self.sockets[rank].recv(AT_ONCE, socket.MSG_DONTWAIT)
@@ -75,22 +75,22 @@ class Coordinator:
         except OSError:
             came = b""
         if came:
-            return b"" if self.over else self.say(rank, came)
+            return b"" if self.over else self.add_line(rank, came)
         self.sockets.pop(rank).close()
         if not self.settled:
             self.end(f"rank {rank} ended while the members met")
         return b""
 
-    def say(self, rank: int, words: bytes) -> bytes:
+    def add_line(self, rank: int, words: bytes) -> bytes:
         """Add the words of a rank to this round, and return the round if it is complete."""
-        self._said[rank] += words
-        if not all(line.endswith(b"\n") for line in self._said):
+        self._lines[rank] += words
+        if not all(line.endswith(b"\n") for line in self._lines):
             return b""
-        self.settled = all(line == SETTLED for line in self._said)
-        told = b"[" + b",".join(line.strip() for line in self._said) + b"]\n"
-        self._said = [b""] * len(self._said)
-        self._tell_all(told)
-        return told
+        self.settled = all(line == SETTLED for line in self._lines)
+        answer = b"[" + b",".join(line.strip() for line in self._lines) + b"]\n"
+        self._lines = [b""] * len(self._lines)
+        self._tell_all(answer)
+        return answer
 
     def tell(self, value: Any) -> None:
         """Send a JSON value to all others, before the first round."""
@@ -100,7 +100,7 @@ class Coordinator:
         """End the rendezvous for all participants."""
         if not self.over:
             self.over = why
-            self._tell_all(_last_words(why, refused))
+            self._tell_all(_end_message(why, refused))
 
     def assemble(self, accept: Accept) -> None:
         """Accept all other ranks until ``give_up``.
@@ -112,7 +112,7 @@ class Coordinator:
             TimeoutError: Some ranks, which it names, have not connected in time.
             RendezvousEnded: Two processes have the same rank, or sizes differ.
         """
-        size = len(self._said)
+        size = len(self._lines)
         while missing := set(range(1, size)) - self.sockets.keys():
             try:
                 sock, hello = accept(max(0.0, self._give_up - time.monotonic()))
@@ -129,19 +129,19 @@ class Coordinator:
                 self.end(f"two processes have come as rank {rank}", True)
             if self.over:
                 while self.sockets:  # until they have received the reason
-                    self._look()
+                    self._receive_ready()
                 raise RendezvousEnded(self.over, True)
 
     def gather(self, value: Any) -> list[Any]:
         """Exchange a value in the name of rank 0, like :meth:`Participant.gather`."""
-        told = self.say(0, json.dumps(value).encode() + b"\n")
-        while not told:
-            told = self._look()
+        answer = self.add_line(0, json.dumps(value).encode() + b"\n")
+        while not answer:
+            answer = self._receive_ready()
             if self.over:
                 raise RendezvousEnded(self.over)
-        return list(json.loads(told))
+        return list(json.loads(answer))
 
-    def _look(self) -> bytes:
+    def _receive_ready(self) -> bytes:
         """Receive from the ranks that are ready, and return the completed round, if any."""
         waiting, ranks = select.poll(), {sock.fileno(): rank for rank, sock in self.sockets.items()}
         for fd in ranks:
@@ -150,7 +150,7 @@ class Coordinator:
         ready = waiting.poll(longest)
         if not ready:
             raise TimeoutError(LATE)
-        return [self.hear(ranks[fd]) for fd, _ in ready][-1]
+        return [self.receive(ranks[fd]) for fd, _ in ready][-1]
 
     def _tell_all(self, line: bytes) -> None:
         for sock in self.sockets.values():
@@ -162,7 +162,7 @@ class Coordinator:
         self.sockets.clear()
 
 
-def _last_words(why: str, refused: bool = False) -> bytes:
+def _end_message(why: str, refused: bool = False) -> bytes:
     return json.dumps({"over": why, "refused": refused}).encode() + b"\n"
 
 
@@ -192,13 +192,13 @@ class Participant:
             RendezvousEnded: The rendezvous has ended.
             TimeoutError: The time limit of the socket is over.
         """
-        return list(self._hear(json.dumps(value).encode() + b"\n"))
+        return list(self._exchange(json.dumps(value).encode() + b"\n"))
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Return a value that the coordinator sends to all, before the first round."""
-        return self._hear(b"")
+        return self._exchange(b"")
 
-    def _hear(self, words: bytes) -> Any:
+    def _exchange(self, words: bytes) -> Any:
         try:
             self._sock.sendall(words)
             line = self._line()
@@ -208,10 +208,10 @@ class Participant:
             line = b""
         if not line:
             raise RendezvousEnded(f"{self._coordinator} ended while the members met")
-        said = json.loads(line)
-        if isinstance(said, dict):
-            raise RendezvousEnded(said["over"], said["refused"])
-        return said
+        message = json.loads(line)
+        if isinstance(message, dict):
+            raise RendezvousEnded(message["over"], message["refused"])
+        return message
 
     def _line(self) -> bytes:
         while b"\n" not in self._has:
@@ -230,7 +230,7 @@ class Participant:
 
     def settle(self) -> None:
         """Exchange the last round with those that stay connected. Raises the errors of ``gather``."""
-        self._hear(SETTLED)
+        self._exchange(SETTLED)
         self._sock.settimeout(None)
 
     def wait_for_end(self) -> None:

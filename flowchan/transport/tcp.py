@@ -191,11 +191,11 @@ def route_to(peer: str) -> str:
         return str(sock.getsockname()[0])
 
 
-def resolve(host: str, port: int, asked: str) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+def resolve(host: str, port: int, requested: str) -> list[tuple[int, int, int, str, tuple[str, int]]]:
     """Resolve the name of a host."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)  # type: ignore[return-value]
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        of_it = "" if asked == host else f"{asked}: "
+        of_it = "" if requested == host else f"{requested}: "
         raise OSError(errno.EADDRNOTAVAIL, f"{of_it}the host {host!r} is not known ({reason})") from None

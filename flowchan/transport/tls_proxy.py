@@ -82,8 +82,8 @@ class Encrypted:
 
     def check_certificate(self, fingerprint: bytes) -> None:
         """Raise :class:`ProxyFailed` unless the peer presents the certificate that it proved."""
-        theirs = self._tls.getpeercert(binary_form=True) or b""
-        if not hmac.compare_digest(hashlib.sha256(theirs).digest(), fingerprint):
+        certificate = self._tls.getpeercert(binary_form=True) or b""
+        if not hmac.compare_digest(hashlib.sha256(certificate).digest(), fingerprint):
             raise ProxyFailed("its certificate is not the one that it proved: the connection is intercepted")
 
     def encrypt(self, plain: memoryview) -> bytes:

@@ -253,7 +253,7 @@ def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.devic
             f"Sequential: devices must be {parts}, one for each part, got {len(devices)}: {shown(devices)}"
         )
     found = [torch.device(name) if on.hosts else _device(name) for name in devices]
-    if on.apart and not on.hosts and forks() and any(device.type == "cuda" for device in found):
+    if on.own_process and not on.hosts and forks() and any(device.type == "cuda" for device in found):
         # CUDA may start with the first output, before later forks of workers
         raise ValueError(
             f"Sequential: devices={short(devices)} cannot be used in forked processes, because CUDA does not "
@@ -424,7 +424,7 @@ def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> lis
             assert layer is not None
             part = Part(number, nn.Sequential())
             try:
-                part.module.add_module(name, _shadow(layer))
+                part.module.add_module(name, _meta_copy(layer))
                 with _Operations() as operations:
                     value, skips = run_part(part, value, skips)
             # The layer does not support meta tensors or copies, or it fails, which the run reports.
@@ -457,7 +457,7 @@ def _first_wrong(value: Any, samples: int, dim: int) -> tuple[str, Any] | None:
     return None
 
 
-def _shadow(layer: nn.Module) -> nn.Module:
+def _meta_copy(layer: nn.Module) -> nn.Module:
     """Return a copy of a layer whose parameters and buffers have shapes and no values.
 
     The layer itself may be in use on other threads, so it is not changed even for a moment.

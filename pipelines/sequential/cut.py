@@ -81,7 +81,7 @@ class Cut:
             )
         if not all(map(operator.is_, layers.values(), self._layers)):  # a layer was replaced
             self._divide([len(part.module) for part in self._parts])
-            if not self.on.apart:
+            if not self.on.own_process:
                 for part in self._parts:
                     part.module.to(part.device)
         return self._parts
@@ -185,7 +185,7 @@ class Cut:
                 return
             self._open = False
             number = len(self.parts)
-            threads = compute_threads(number) if self.on.apart else torch.get_num_threads()
+            threads = compute_threads(number) if self.on.own_process else torch.get_num_threads()
             try:
                 costs = balancing.costs(self.module, piece, "time", threads, backward=False)
                 plain = balancing.seconds(self.module, piece)

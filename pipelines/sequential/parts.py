@@ -93,8 +93,8 @@ def run_part(part: Part, value: Any, skips: Skips, keep: bool = True) -> tuple[A
         value, skips = mapped(lambda tensor: tensor.to(part.device), (value, skips))
     if keep and may_write(part.module):
         value = mapped(Tensor.clone, value)
-    with skip_store(skips) as left:
-        return called(part.module, value), left
+    with skip_store(skips) as remaining:
+        return called(part.module, value), remaining
 
 
 def called(module: nn.Sequential, value: Any) -> Any:

@@ -118,7 +118,7 @@ class Sequential(nn.Module):
         places = checked_devices(devices, number, place)
         super().__init__()
         if isinstance(counts, int) and balance is not None:
-            threads = compute_threads(number) if place.apart else torch.get_num_threads()
+            threads = compute_threads(number) if place.own_process else torch.get_num_threads()
             micro = split(sample, chunks or CHUNKS, "sample", dim)[0]
             costs = balancing.costs(layers, micro, balance, threads, param_scale=param_scale)
             counts = balancing.best_split(costs, number)
@@ -131,7 +131,7 @@ class Sequential(nn.Module):
         for own in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             vars(self)[own] = vars(module)[own]
         self._begin(counts, places, dim, join)
-        if place.apart:
+        if place.own_process:
             check_sendable(self.parts)
         else:
             for part in self.parts:
@@ -245,7 +245,7 @@ class Sequential(nn.Module):
 
     def _raise_for_changes(self) -> None:
         refuse_sharded_layers(self.module)
-        if self._cut.on.apart:
+        if self._cut.on.own_process:
             refuse_sharded(self.module, "a process of a part", 'use on="thread"')
         elif self._traced is not None:
             refuse_sharded(self.module, "a traced pipe", "pass an nn.Sequential")

@@ -116,7 +116,7 @@ class Training:
             parts=(),
             recompute=options.recompute,
             deferred=options.deferred,
-            own_process=self._on.apart,
+            own_process=self._on.own_process,
             hosts=len(self._on.hosts),
             trains=True,
             optimizer=options.optimizer,
@@ -143,7 +143,7 @@ class Training:
             self._start()
 
     def _start(self) -> None:
-        if self._on.apart:
+        if self._on.own_process:
             share(part.module for part in self._parts if not part.remote)
             self._seen = _seen(self._parts)
         self._run.begin()
@@ -274,7 +274,7 @@ class Training:
             raise RuntimeError(
                 "training: torch.autocast does not reach the parts; use pipe.trainer(…, autocast=…)"
             )
-        if self._on.apart and self._run.alive and self._seen != _seen(self._parts):
+        if self._on.own_process and self._run.alive and self._seen != _seen(self._parts):
             raise RuntimeError(
                 "training: a layer has changed since the training began (mode, attribute, hook or memory); "
                 "leave the with block and begin another training"
@@ -285,7 +285,7 @@ class Training:
 
         A backward pass through a graph that saved one of them then raises.
         """
-        if self._on.apart and not self._on.hosts and not self._outside:
+        if self._on.own_process and not self._on.hosts and not self._outside:
             for part in self._parts:
                 for parameter in part.module.parameters():
                     torch.autograd.graph.increment_version(parameter)
@@ -348,12 +348,12 @@ class Training:
         """
         ports = {f"{job.name}.onward": 1, f"{job.name}.back": -1}
         taken = {ports[link.name]: link.passed for link in self._run.run.stats().edges if link.name in ports}
-        left = {side: taken.get(side, 0) - self._sent[job.worker][side] for side in (1, -1)}
+        unsent = {side: taken.get(side, 0) - self._sent[job.worker][side] for side in (1, -1)}
         done = None
         for step in plan[job.worker]:
             side = self._owners.sends(job.worker, step)
-            if side and left[side] > 0:
-                left[side] -= 1
+            if side and unsent[side] > 0:
+                unsent[side] -= 1
                 done = step
         if done is None:
             return "before any step known to be complete"

@@ -164,10 +164,10 @@ def measured(parts: Sequence[Part], micro: Any) -> list[Kept]:
 
 def _graph(module: nn.Sequential, value: Any, skips: Skips) -> float:
     """Return the bytes that autograd saves for the backward pass of a part."""
-    whole = nn.Sequential()
-    whole._modules["part"] = module
-    whole.training = True  # the measured run is a training, even if layers are in eval mode
-    return costs(whole, value, "memory", torch.get_num_threads(), param_scale=0.0, skips=skips)[0] - sum(
+    container = nn.Sequential()
+    container._modules["part"] = module
+    container.training = True  # the measured run is a training, even if layers are in eval mode
+    return costs(container, value, "memory", torch.get_num_threads(), param_scale=0.0, skips=skips)[0] - sum(
         map(_nbytes, module.buffers())
     )
 

@@ -7,11 +7,11 @@ from typing import Any
 from flowchan import Channel
 
 
-def echo(there: Any, back: Any) -> None:
+def echo(requests: Any, replies: Any) -> None:
     """Copy all items from one channel to the other, and close the other."""
-    for item in there:
-        back.put(item)
-    back.close()
+    for item in requests:
+        replies.put(item)
+    replies.close()
 
 
 def answer_by_what_arrives(carrier: Any) -> None:
@@ -43,14 +43,14 @@ def put_and_take_back(first: Any, second: Any, result: Any) -> None:
     result.put(second.get())
 
 
-def echo_sums(there: Any, back: Any) -> None:
+def echo_sums(requests: Any, replies: Any) -> None:
     """Answer with the sum of each array, keep all arrays, and answer with all sums again at the end."""
     kept = []
-    for item in there:
+    for item in requests:
         kept.append(item)
-        back.put(sum_of(item))
+        replies.put(sum_of(item))
     for item in kept:
-        back.put(sum_of(item))
+        replies.put(sum_of(item))
 
 
 def sum_of(item: Any) -> int:

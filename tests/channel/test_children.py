@@ -48,12 +48,12 @@ def end(process: Any) -> None:
 
 def test_a_channel_is_an_argument_of_a_process(context):
     """Pass the channel by inheritance under fork, and by pickling under spawn and forkserver."""
-    there, back = Channel(4, across="processes"), Channel(4, across="processes")
-    process = context.Process(target=children.echo, args=(there, back))
+    requests, replies = Channel(4, across="processes"), Channel(4, across="processes")
+    process = context.Process(target=children.echo, args=(requests, replies))
     process.start()
-    there.put_many([1, "two", None])
-    there.close()
-    assert list(back) == [1, "two", None]
+    requests.put_many([1, "two", None])
+    requests.close()
+    assert list(replies) == [1, "two", None]
     end(process)
 
 
@@ -106,19 +106,19 @@ def test_parent_wakes_a_waiting_child(context):
 def test_grandchild_inherits_a_channel(method):
     """Pass a channel from this process to a forked child, and from there to a child of the child."""
     context = multiprocessing.get_context(method)
-    there, back = Channel(4, across="processes"), Channel(4, across="processes")
+    requests, replies = Channel(4, across="processes"), Channel(4, across="processes")
 
     def start_another():
-        process = context.Process(target=children.echo, args=(there, back))
+        process = context.Process(target=children.echo, args=(requests, replies))
         process.start()
         process.join()
         os._exit(process.exitcode or 0)
 
     child = multiprocessing.get_context("fork").Process(target=start_another)
     child.start()
-    there.put("far")
-    there.close()
-    assert list(back) == ["far"]
+    requests.put("far")
+    requests.close()
+    assert list(replies) == ["far"]
     end(child)
 
 
@@ -134,15 +134,15 @@ def test_one_channel_pickled_twice_into_a_process_is_one_channel(context):
 @pytest.mark.parametrize("method", METHODS)
 def test_executor_initialiser_receives_a_channel(method):
     """Pass a channel as users of concurrent.futures pass an object that all workers share."""
-    there, back = Channel(4, across="processes"), Channel(4, across="processes")
+    requests, replies = Channel(4, across="processes"), Channel(4, across="processes")
     context = multiprocessing.get_context(method)
-    there.put_many([1, 2, 3])
-    there.close()
+    requests.put_many([1, 2, 3])
+    requests.close()
     with ProcessPoolExecutor(
-        1, mp_context=context, initializer=children.echo, initargs=(there, back)
+        1, mp_context=context, initializer=children.echo, initargs=(requests, replies)
     ) as pool:
         assert pool.submit(len, "abc").result() == 3
-        assert list(back) == [1, 2, 3]
+        assert list(replies) == [1, 2, 3]
 
 
 def test_os_fork_child_uses_the_channel():
@@ -236,30 +236,30 @@ def test_script_that_leaves_channels_open_exits_cleanly(tmp_path):
 
 
 def test_c1_early_and_late_processes_map_a_grown_channel(context: Any) -> None:
-    there: Channel[Any] = Channel(30_000, across="processes", max_bytes=256 << 20)
-    back: Channel[int] = Channel(30_000, across="processes")
-    processes = [context.Process(target=children.echo_sums, args=(there, back))]
+    requests: Channel[Any] = Channel(30_000, across="processes", max_bytes=256 << 20)
+    replies: Channel[int] = Channel(30_000, across="processes")
+    processes = [context.Process(target=children.echo_sums, args=(requests, replies))]
     processes[0].start()
     sums = []
 
     def exchange(item: Any) -> None:
-        there.put(item)
+        requests.put(item)
         sums.append(children.sum_of(item))
 
     exchange(1)
-    assert back.get() == 1  # it has mapped the present size
+    assert replies.get() == 1  # it has mapped the present size
     for size in (1_000, 30_000, 1 << 20, 4 << 20):
         exchange(np.arange(size))
     for number in range(20_000):
         exchange(number)
-    processes.append(context.Process(target=children.echo_sums, args=(there, back)))
+    processes.append(context.Process(target=children.echo_sums, args=(requests, replies)))
     processes[1].start()
     for size in (2 << 20, 30):
         exchange(np.arange(size))
-    there.close()
+    requests.close()
     answers = sums[:1]
     # arrays that were kept while the channel grew must be unchanged
-    answers += [back.get() for _ in range(2 * len(sums) - 1)]
+    answers += [replies.get() for _ in range(2 * len(sums) - 1)]
     for process in processes:
         process.join()
         assert process.exitcode == 0

@@ -274,8 +274,8 @@ def start_child(number: int) -> tuple[int, int]:
 
 def outcome(number: int, pid: int, answer: int) -> str:
     """Return what was wrong with the end of the child, or an empty string."""
-    with open(answer, "rb") as told:
-        text = told.read().decode()
+    with open(answer, "rb") as reported:
+        text = reported.read().decode()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code == 0:
         return ""

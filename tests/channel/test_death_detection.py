@@ -30,7 +30,7 @@ class Waiting:
         self.ids.append(threading.get_native_id())
         return channel.get()
 
-    def looks_again(self, times: int) -> None:
+    def checks_again(self, times: int) -> None:
         """Wait until the thread has gone to sleep ``times`` times more."""
         until = self._sleeps() + times
         wait_until(lambda: self._sleeps() >= until)
@@ -64,9 +64,9 @@ def test_waiter_checks_the_other_processes_without_system_reads() -> None:
     process = ProcessPeer(take_part, [channel], leave, end)
     wait_until(lambda: channel.stats().writers == 1)
     waiting = Waiting(channel)
-    waiting.looks_again(3)  # it has opened the descriptor of the process by now
+    waiting.checks_again(3)  # it has opened the descriptor of the process by now
     before = waiting.reads()
-    waiting.looks_again(5)
+    waiting.checks_again(5)
     assert waiting.reads() == before
     channel.put("item")
     assert waiting.peer.result() == "item"
@@ -78,20 +78,20 @@ def test_waiter_checks_the_other_processes_without_system_reads() -> None:
 def test_one_descriptor_watches_a_process_while_it_takes_part() -> None:
     channels = [Channel[Any](across="processes") for _ in range(2)]
     leave, end = Channel[Any](across="processes"), Channel[Any](across="processes")
-    mine = [channel.writer() for channel in channels]
+    own = [channel.writer() for channel in channels]
     process = ProcessPeer(take_part, channels, leave, end)
     wait_until(lambda: all(channel.stats().writers == 2 for channel in channels))
     both = [Waiting(channel) for channel in channels]
     for waiting in both:
-        waiting.looks_again(3)
+        waiting.checks_again(3)
     assert pidfds() == 1
     assert ProcessPeer(pidfds).result() == 0  # a forked child keeps none of its parent's
     leave.close()
     wait_until(lambda: all(channel.stats().writers == 1 for channel in channels))
     for waiting in both:
-        waiting.looks_again(4)
+        waiting.checks_again(4)
     assert pidfds() == 0
-    for writer, waiting in zip(mine, both, strict=True):
+    for writer, waiting in zip(own, both, strict=True):
         writer.put("item")
         assert waiting.peer.result() == "item"
     end.close()
@@ -112,7 +112,7 @@ def looking_for_many(channel: Channel[Any], leave: Channel[Any], end: Channel[An
         children.append(child)
     wait_until(lambda: channel.stats().writers == len(children))
     waiting = Waiting(channel)
-    waiting.looks_again(4)
+    waiting.checks_again(4)
     found = pidfds()
     channel.put("item")
     waiting.peer.result()

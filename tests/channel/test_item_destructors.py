@@ -68,10 +68,10 @@ def test_leased_item_of_a_collected_port_returns_intact():
     assert item.number == 7
     with pytest.raises(ValueError, match="closed"):
         item.owner.into.get_nowait()
-    gone = weakref.ref(item)
+    reference = weakref.ref(item)
     del item
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     other.close()
 
 

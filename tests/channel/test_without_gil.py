@@ -77,9 +77,9 @@ def test_threads_that_share_ports_pass_every_item_once(across: str) -> None:
 
     leaving = threading.Barrier(AT_ONCE)
     puts = [lambda n=n: put(1000 * n) for n in range(AT_ONCE)]
-    gets = [lambda mine=mine: mine.extend(reader) for mine in got]
+    gets = [lambda own=own: own.extend(reader) for own in got]
     at_once(*puts, *gets)
-    assert Counter(number for mine in got for number in mine) == Counter(range(1000 * AT_ONCE))
+    assert Counter(number for own in got for number in own) == Counter(range(1000 * AT_ONCE))
     reader.close()
 
 
@@ -107,8 +107,8 @@ def test_port_closed_while_threads_read_takes_nothing_more() -> None:
                         reader.get(timeout=0)
 
             at_once(read, read, reader.close)
-            left = stays.get_many(30) if len(channel) else []
-        assert left == list(range(20))[20 - len(left) :]
+            remaining = stays.get_many(30) if len(channel) else []
+        assert remaining == list(range(20))[20 - len(remaining) :]
 
 
 def test_an_item_may_be_changed_while_it_is_put() -> None:
@@ -181,7 +181,7 @@ def test_running_event_loop_can_be_inspected() -> None:
     """The supervisor of a run inspects the loop when it looks for deadlocks."""
     channel, over = Channel[int](), threading.Event()
 
-    def look() -> None:
+    def count_items() -> None:
         while not over.is_set():
             only_wait_for([channel])
 
@@ -192,8 +192,8 @@ def test_running_event_loop_can_be_inspected() -> None:
         loop = asyncio.get_running_loop()
         waiting = [asyncio.create_task(channel.aget()) for _ in range(3)]
         await asyncio.sleep(0)
-        looks = threading.Thread(target=look)
-        looks.start()
+        checks = threading.Thread(target=count_items)
+        checks.start()
         for _ in range(3000):
             asyncio.gather(*waiting).add_done_callback(asyncio.Future.exception)
             waits = asyncio.create_task(asyncio.wait(waiting))
@@ -207,7 +207,7 @@ def test_running_event_loop_can_be_inspected() -> None:
         over.set()
         channel.put_many(range(3))
         assert sorted(await asyncio.gather(*waiting)) == [0, 1, 2]
-        looks.join()
+        checks.join()
 
     with asyncio.Runner(loop_factory=StageLoop) as runner:
         runner.run(main())

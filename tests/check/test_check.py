@@ -107,8 +107,8 @@ def test_channels_of_one_name_are_reported(graph: Blueprint) -> None:
 
 def test_stream_of_another_graph_is_reported_with_that_graph(graph: Blueprint) -> None:
     other = Blueprint("other")
-    strange = other.source("abc", name="letters")
-    graph.source(range(3)).zip(strange).sink(print)
+    unusual = other.source("abc", name="letters")
+    graph.source(range(3)).zip(unusual).sink(print)
     problem = only(graph)
     assert (problem.rule, problem.stage) == ("foreign", "zip")
     assert f"stream 'letters' of another graph, 'other' declared at {other.where}" in problem.message
@@ -348,9 +348,9 @@ def test_capacity_that_is_not_a_positive_int_is_reported(graph: Blueprint, capac
 def test_channels_larger_than_memory_are_reported_with_both_sizes(
     graph: Blueprint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told = tmp_path / "meminfo"
-    told.write_text("MemTotal:  8 kB\nMemAvailable:  195 kB\n")
-    monkeypatch.setattr("flowchan.check.rules.MEMINFO", told)
+    meminfo_file = tmp_path / "meminfo"
+    meminfo_file.write_text("MemTotal:  8 kB\nMemAvailable:  195 kB\n")
+    monkeypatch.setattr("flowchan.check.rules.MEMINFO", meminfo_file)
     graph.source(range(3)).map(to_text, capacity=10).map(to_int, on="process", capacity=2000).sink(print)
     problem = only(graph)
     needed = 2 * 64 * 1024 + 64 * (10 + 2000)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from support.graph_samples import Animal, Dog, Row, Speaks, T, UserId, only, pass_on, to_int, to_text
+from support.graph_samples import Animal, Dog, Row, Speaker, T, UserId, only, pass_on, to_int, to_text
 
 from flowchan import In, Out
 from flowchan.check.rules import check
@@ -72,7 +72,7 @@ def test_result_that_is_not_iterable_is_reported(graph: Blueprint) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "asked"),
+    ("given", "wanted"),
     [
         (int, int),
         (Dog, Animal),
@@ -97,7 +97,7 @@ def test_result_that_is_not_iterable_is_reported(graph: Blueprint) -> None:
         (UserId, int),
         (str, Literal["a"]),
         (Annotated[int, "small"], int),
-        (Dog, Speaks),
+        (Dog, Speaker),
         (type(to_text), collections.abc.Callable[[int], str]),
         (type[int], type),
         (bytearray, bytes),
@@ -107,12 +107,12 @@ def test_result_that_is_not_iterable_is_reported(graph: Blueprint) -> None:
         (int, None),
     ],
 )
-def test_types_that_may_fit_are_not_reported(given: Any, asked: Any) -> None:
-    assert fits(given, asked)
+def test_types_that_may_fit_are_not_reported(given: Any, wanted: Any) -> None:
+    assert fits(given, wanted)
 
 
 @pytest.mark.parametrize(
-    ("given", "asked"),
+    ("given", "wanted"),
     [
         (int, str),
         (str, Path),
@@ -127,8 +127,8 @@ def test_types_that_may_fit_are_not_reported(given: Any, asked: Any) -> None:
         (tuple[int, str], dict),
     ],
 )
-def test_types_that_cannot_fit_are_reported(given: Any, asked: Any) -> None:
-    assert not fits(given, asked)
+def test_types_that_cannot_fit_are_reported(given: Any, wanted: Any) -> None:
+    assert not fits(given, wanted)
 
 
 # pickle

@@ -108,7 +108,7 @@ def test_launch_accepts_nproc_per_node_like_torchrun(tmp_path: Path, spelled: li
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["-n", "2", "--nnodes", "2"], "No such option:? '?--nnodes"),
         (["-n", "2", "--standalone"], "No such option:? '?--standalone"),
@@ -118,15 +118,15 @@ def test_launch_accepts_nproc_per_node_like_torchrun(tmp_path: Path, spelled: li
         (["-n", "2", "--nproc-per-node", "2"], "give one of -n .* and --nproc-per-node"),
     ],
 )
-def test_launch_rejects_unknown_option_before_script(tmp_path: Path, args: list[str], said: str) -> None:
+def test_launch_rejects_unknown_option_before_script(tmp_path: Path, args: list[str], message: str) -> None:
     with started(tmp_path, "print('here')", *args) as launcher:
         output, errors = launcher.communicate(timeout=100)
     assert (output, launcher.returncode) == ("", 2)
-    assert re.search(said, errors)
+    assert re.search(message, errors)
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("raise ValueError('no such file')", "ended with exit code 1: ValueError: no such file"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
@@ -134,13 +134,13 @@ def test_launch_rejects_unknown_option_before_script(tmp_path: Path, args: list[
         ("sys.exit(7)", "ended with exit code 7"),
     ],
 )
-def test_last_line_names_first_failure(tmp_path: Path, how: str, said: str) -> None:
+def test_last_line_names_first_failure(tmp_path: Path, how: str, message: str) -> None:
     """Not those that failed because of it."""
     with started(tmp_path, FAILS.replace("HOW", how), "-n", "3") as launcher:
         _, errors = launcher.communicate(timeout=100)
     last = errors.splitlines()[-1]
     assert last.startswith("flowchan: rank 1 (process "), errors
-    assert said in last
+    assert message in last
     assert launcher.returncode == 1
 
 
@@ -162,7 +162,7 @@ def cores() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("where", [[], ["--hosts", "local:1"]], ids=["here", "on hosts"])
 def test_ranks_are_pinned_and_log_to_files(tmp_path: Path, where: list[str], cores: list[int]) -> None:
-    def said(count: int, *options: str) -> list[str]:
+    def message(count: int, *options: str) -> list[str]:
         logs = tmp_path / f"logs {count} {len(options)}"
         args = ["-n", str(count), *where, "--log-dir", str(logs), *options]
         with started(tmp_path, CORES, *args) as launcher:
@@ -170,9 +170,9 @@ def test_ranks_are_pinned_and_log_to_files(tmp_path: Path, where: list[str], cor
         assert {(logs / str(rank) / "stderr.log").read_text() for rank in range(count)} == {"an error\n"}
         return [(logs / str(rank) / "stdout.log").read_text() for rank in range(count)]
 
-    assert said(len(cores)) == [f"[{core}]\n" for core in cores]
-    assert said(len(cores) + 1) == [f"{cores}\n"] * (len(cores) + 1)
-    assert said(1, "--no-pin") == [f"{cores}\n"]
+    assert message(len(cores)) == [f"[{core}]\n" for core in cores]
+    assert message(len(cores) + 1) == [f"{cores}\n"] * (len(cores) + 1)
+    assert message(1, "--no-pin") == [f"{cores}\n"]
 
 
 @pytest.mark.parametrize("taken", ["logs", "logs/0"])

@@ -121,25 +121,25 @@ def test_sigquit_prints_waiting_stages(tmp_path: Path) -> None:
 
 def test_a_terminal_sees_a_live_table(tmp_path: Path) -> None:
     """One row per stage while it runs: items, rate, busy, fill."""
-    ours, theirs = pty.openpty()
+    controller, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
     with subprocess.Popen(
-        command(tmp_path, ENDLESS), stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment
+        command(tmp_path, ENDLESS), stdout=subprocess.PIPE, stderr=terminal, text=True, env=environment
     ) as process:
-        os.close(theirs)
+        os.close(terminal)
         assert process.stdout is not None
         process.stdout.readline()
         shown = b""
         while b"count" not in shown or b"tell" not in shown:
-            shown += os.read(ours, 4096)
+            shown += os.read(controller, 4096)
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         while process.poll() is None:
             try:
-                os.read(ours, 4096)
+                os.read(controller, 4096)
             except OSError:
                 break
-    os.close(ours)
+    os.close(controller)
     assert process.returncode == 130
 
 

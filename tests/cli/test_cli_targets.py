@@ -72,7 +72,7 @@ def test_a_module_is_a_target(folder: Path, target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [
         (
             "shop.nothing",
@@ -82,13 +82,13 @@ def test_a_module_is_a_target(folder: Path, target: str) -> None:
         ("shop.bad", "bad.py: ModuleNotFoundError: No module named 'not_there' (line 1)"),
     ],
 )
-def test_wrong_module_is_reported_in_one_line(folder: Path, target: str, said: str) -> None:
+def test_wrong_module_is_reported_in_one_line(folder: Path, target: str, message: str) -> None:
     (folder / "shop").mkdir()
     (folder / "shop" / "__init__.py").touch()
     (folder / "shop" / "bad.py").write_text("import not_there")
     result = flowchan("check", target)
     assert result.exit_code == 2
-    assert said in result.output
+    assert message in result.output
     assert len(result.output.splitlines()) == 1
 
 
@@ -123,18 +123,18 @@ def test_arguments_are_converted_to_annotated_types(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["x", ".", "slow"], "typed.py:made: n: 'x' is not a valid integer"),
         (["3", ".", "quick"], "typed.py:made: speed: 'quick' must be one of slow, fast"),
         (["3", ".", "slow", "c"], "typed.py:made: mode: 'c' must be one of a, b"),
     ],
 )
-def test_an_argument_that_does_not_fit_is_named(folder: Path, arguments: list[str], said: str) -> None:
+def test_an_argument_that_does_not_fit_is_named(folder: Path, arguments: list[str], message: str) -> None:
     (folder / "typed.py").write_text(TYPED)
     result = flowchan("check", "typed.py", "--", *arguments)
     assert result.exit_code == 2
-    assert said in result.output
+    assert message in result.output
 
 
 @pytest.mark.parametrize("annotation", [Any, object, Sequence, Iterable, Sequence[str]])

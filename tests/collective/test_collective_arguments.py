@@ -17,7 +17,7 @@ OPS = "'sum', 'mean', 'prod', 'min', 'max', 'and', 'or', 'xor'"
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "said"),
+    ("call", "error", "message"),
     [
         (lambda g: g.allreduce(1, op=3), TypeError,
          f"allreduce: op must be one of {OPS} or a function of two, not 3 (int)"),
@@ -76,7 +76,7 @@ OPS = "'sum', 'mean', 'prod', 'min', 'max', 'and', 'or', 'xor'"
     ],
 )  # fmt: skip
 def test_invalid_argument_error_names_value_and_allowed_values(
-    call: Any, error: type[Exception], said: str
+    call: Any, error: type[Exception], message: str
 ) -> None:
     """The group can still be used."""
 
@@ -86,7 +86,7 @@ def test_invalid_argument_error_names_value_and_allowed_values(
         return str(info.value), g.allreduce(1)
 
     for text, total in raised(in_threads(2, body)):
-        assert said in text
+        assert message in text
         assert total == 2
 
 
@@ -94,7 +94,7 @@ GIVEN: dict[str, Any] = {"rank": 1, "size": 2, "at": "127.0.0.1:9", "secret": b"
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "said"),
+    ("given", "error", "message"),
     [
         ({"secret": b"x"}, ValueError, "group: secret must have at least 16 bytes, not 1"),
         ({"secret": b""}, ValueError, "group: secret must have at least 16 bytes, not 0"),
@@ -113,11 +113,11 @@ GIVEN: dict[str, Any] = {"rank": 1, "size": 2, "at": "127.0.0.1:9", "secret": b"
     ],
 )  # fmt: skip
 def test_group_checks_arguments_before_it_connects(
-    given: dict[str, Any], error: type[Exception], said: str
+    given: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error) as info:
         collective.group(**GIVEN | given)
-    assert said in str(info.value)
+    assert message in str(info.value)
     assert "only members" not in str(info.value)  # the error does not show the secret
 
 

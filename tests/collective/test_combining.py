@@ -101,12 +101,12 @@ def test_operator_and_function_do_not_match() -> None:
 
 def test_values_of_different_shapes_raise_on_all_members() -> None:
     def body(g: Any) -> list[str]:
-        said = []
+        message = []
         for value in ({"a": {"b": 1, f"c{g.rank}": 2}}, {"a": [1] * (1 + g.rank)}):
             with pytest.raises(ValueError, match=r"in \['a'\]") as info:
                 g.allreduce_with(value, add)
-            said.append(str(info.value))
-        return said
+            message.append(str(info.value))
+        return message
 
     first, second = in_threads(2, body)
     assert first == second

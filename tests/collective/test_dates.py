@@ -36,15 +36,15 @@ def test_dates_are_combined_as_in_numpy(run: Any, dtype: str, length: int) -> No
         for op in MEANT[dtype]:
             whole, other = given(g.rank, dtype, length), given(g.rank, dtype, length)
             assert g.allreduce(whole, op) is whole
-            apart = g.allreduce(np.repeat(other, 2)[::2], op, out=np.zeros(2 * length, dtype)[::2])
+            strided = g.allreduce(np.repeat(other, 2)[::2], op, out=np.zeros(2 * length, dtype)[::2])
             part = g.reduce_scatter(np.tile(other, g.size), op)
-            found[op] = whole, apart, part, g.reduce(other, 0, op)
+            found[op] = whole, strided, part, g.reduce(other, 0, op)
         return found
 
     for rank, found in enumerate(run(3, body)):
-        for op, (whole, apart, part, at_0) in found.items():
+        for op, (whole, strided, part, at_0) in found.items():
             right = by_numpy(op, [given(other, dtype, length) for other in range(3)])
-            for one in (whole, apart, part, *([at_0] if rank == 0 else [])):
+            for one in (whole, strided, part, *([at_0] if rank == 0 else [])):
                 assert one.dtype == right.dtype
                 np.testing.assert_array_equal(one, right, err_msg=op)
 
@@ -72,7 +72,7 @@ def test_dates_can_be_moved(run: Any, dtype: str) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(
-    ("dtype", "op", "said"),
+    ("dtype", "op", "message"),
     [
         ("M8[D]", "sum", r"elements of type datetime64\[D\] cannot be combined by sum; use min, max"),
         ("M8[D]", "mean", r"elements of type datetime64\[D\] cannot be combined by mean; use min, max"),
@@ -92,9 +92,11 @@ def test_dates_can_be_moved(run: Any, dtype: str) -> None:
     ],
 )
 @pytest.mark.parametrize("call", ["allreduce", "reduce", "reduce_scatter"])
-def test_meaningless_operation_on_dates_raises(run: Any, call: str, dtype: str, op: str, said: str) -> None:
+def test_meaningless_operation_on_dates_raises(
+    run: Any, call: str, dtype: str, op: str, message: str
+) -> None:
     def body(g: Any) -> Any:
-        with pytest.raises(TypeError, match=said):
+        with pytest.raises(TypeError, match=message):
             getattr(g, call)(np.ones(4, dtype), op=op)
         return g.allreduce(1)
 

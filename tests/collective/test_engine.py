@@ -80,15 +80,15 @@ def test_engine_with_two_replicas_matches_one_replica(batches: Batches) -> None:
 
 def test_hooks_run_in_order_on_replicas_with_fewer_samples(batches: Batches) -> None:
     def train(g: Any) -> list[str]:
-        told: list[str] = []
+        messages: list[str] = []
         hook = SimpleNamespace(
-            **{name: lambda state, name=name: told.append(f"{name} {state.step}") for name in HOOKS}
+            **{name: lambda state, name=name: messages.append(f"{name} {state.step}") for name in HOOKS}
         )
         clipping = SimpleNamespace(on_backward=lambda state: clip(made.module))
         made = engine(g, [clipping, hook])
         made.train(batches[: 1 + g.rank], epochs=1)
         check_equal(made.module, g)
-        return told
+        return messages
 
     def clip(module: Any) -> None:
         nn.utils.clip_grad_norm_(module.parameters(), 0.1)

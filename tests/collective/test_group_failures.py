@@ -64,7 +64,7 @@ def test_death_during_split_raises_member_died(monkeypatch: pytest.MonkeyPatch) 
     def body(g: Any) -> Any:
         g.barrier()
         if g.rank == 1:
-            monkeypatch.setattr(type(g), "_take_seat", die)
+            monkeypatch.setattr(type(g), "_take_slot", die)
         with pytest.raises(MemberDied) as died, g.split(0) as part:
             part.barrier()
         return died.value.ranks
@@ -145,7 +145,7 @@ def test_dropped_member_counts_as_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "said"),
+    ("first", "second", "message"),
     [
         (lambda g: g.allreduce(np.ones(3)), lambda g: g.allreduce(np.ones(4)), "allreduce(float64[3])"),
         (lambda g: g.reduce(np.ones(4)), lambda g: g.reduce(np.ones((2, 2))),
@@ -158,7 +158,7 @@ def test_dropped_member_counts_as_left() -> None:
         (lambda g: g.allreduce(1), lambda g: g.allgather(1), "allgather(int)"),
     ],
 )  # fmt: skip
-def test_mismatch_names_the_calls_of_all_members(first: Any, second: Any, said: str) -> None:
+def test_mismatch_names_the_calls_of_all_members(first: Any, second: Any, message: str) -> None:
     """The group can still be used."""
 
     def body(g: Any) -> Any:
@@ -168,7 +168,7 @@ def test_mismatch_names_the_calls_of_all_members(first: Any, second: Any, said: 
 
     found = in_threads(3, body)
     assert found[0] == found[1] == found[2]
-    assert said in found[0][0]
+    assert message in found[0][0]
     assert "rank 0 called" in found[0][0]
     assert "rank 2 called" in found[0][0]
     assert found[0][1] == 3
@@ -218,8 +218,8 @@ def test_stall_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         first._stalled(1, 10.0)
         second.barrier()
         handle.wait()
-    said = f"barrier of a group of 2 has waited 10 s for these members: rank 1 (process {os.getpid()})"
-    assert said in caplog.text
+    message = f"barrier of a group of 2 has waited 10 s for these members: rank 1 (process {os.getpid()})"
+    assert message in caplog.text
 
 
 STALL = """
@@ -270,7 +270,7 @@ def test_ctrl_c_interrupts_every_waiting_call(call: str) -> None:
 
 def test_member_belongs_to_one_process() -> None:
     first, second = collective.members(2)
-    first._take_seat()
+    first._take_slot()
     pid = os.fork()
     if pid == 0:
         try:
@@ -312,7 +312,7 @@ def test_groups_leave_no_resources_in_any_close_order() -> None:
     groups = [collective.members(3) for _ in range(20)]
     for number, made in enumerate(groups):
         for member in made if number % 2 else reversed(made):
-            member._take_seat()
+            member._take_slot()
             if number % 3:
                 member.close()
     del groups, made, member
@@ -320,13 +320,13 @@ def test_groups_leave_no_resources_in_any_close_order() -> None:
 
 def test_death_is_noticed_while_another_member_is_slow() -> None:
     """The waiting member does not wait for the slow one first."""
-    told = threading.Event()
+    reported = threading.Event()
     first, second, third = collective.members(3)
     pid = os.fork()
     if pid == 0:
-        third._take_seat()
+        third._take_slot()
         os._exit(0)
-    second._take_seat()
+    second._take_slot()
     found: list[BaseException] = []
 
     def wait() -> None:
@@ -335,12 +335,12 @@ def test_death_is_noticed_while_another_member_is_slow() -> None:
                 first.barrier()
         except MemberDied as died:
             found.append(died)
-        told.set()
+        reported.set()
 
     thread = threading.Thread(target=wait)
     thread.start()
     os.waitpid(pid, 0)
-    wait_until(told.is_set)
+    wait_until(reported.is_set)
     thread.join()
     second.close()
     third.close()

@@ -78,10 +78,12 @@ def test_invalid_rank_and_size_in_environment_raise() -> None:
         place({"RANK": "4", "WORLD_SIZE": "4"})
 
 
-@pytest.mark.parametrize(("tasks", "node", "here"), [("2(x3),1", "0", 2), ("2(x3),1", "3", 1), ("7", "0", 7)])
-def test_slurm_task_counts_give_members_on_this_node(tasks: str, node: str, here: int) -> None:
+@pytest.mark.parametrize(
+    ("tasks", "node", "local_size"), [("2(x3),1", "0", 2), ("2(x3),1", "3", 1), ("7", "0", 7)]
+)
+def test_slurm_task_counts_give_members_on_this_node(tasks: str, node: str, local_size: int) -> None:
     step = {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}
-    assert place(LAUNCHERS["Slurm"]("0", "7") | step).here == here
+    assert place(LAUNCHERS["Slurm"]("0", "7") | step).local_size == local_size
 
 
 def test_mpi_members_on_several_hosts_need_address_and_secret(
@@ -136,12 +138,12 @@ def test_members_with_equal_at_meet_in_any_order() -> None:
 
 def test_duplicate_ranks_and_different_sizes_raise_on_all_members() -> None:
     twice, other = ((0, 3), (1, 3), (1, 3)), ((0, 3), (1, 2))
-    for come, said in ((twice, "two processes have come as rank 1"), (other, "one of 3 members")):
+    for come, message in ((twice, "two processes have come as rank 1"), (other, "one of 3 members")):
         found: list[Any] = []
-        threads = [start(found, f"refused {said}", *one) for one in come]
+        threads = [start(found, f"refused {message}", *one) for one in come]
         for thread in threads:
             thread.join()
-        assert [str(error) for error in found if said not in str(error)] == []
+        assert [str(error) for error in found if message not in str(error)] == []
 
 
 MANY_DESCRIPTORS = """
@@ -166,20 +168,20 @@ def test_processes_with_many_descriptors_form_a_group() -> None:
 
 def test_member_joins_next_group_if_rank_0_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a stage whose workers are replaced does not fail the run."""
-    take_seat, seen = SharedGroup._take_seat, []
+    take_slot, seen = SharedGroup._take_slot, []
 
     def be_killed() -> None:
-        SharedGroup._take_seat = lambda _: os._exit(1)  # type: ignore[method-assign]  # the memory is sent
+        SharedGroup._take_slot = lambda _: os._exit(1)  # type: ignore[method-assign]  # the memory is sent
         meet("killed", 0, 2, 60.0)
 
     killed = ProcessPeer(be_killed)
 
-    def take_seat_late(member: SharedGroup) -> None:
+    def take_slot_late(member: SharedGroup) -> None:
         if not seen:
             seen.append(killed.join())
-        take_seat(member)
+        take_slot(member)
 
-    monkeypatch.setattr(SharedGroup, "_take_seat", take_seat_late)
+    monkeypatch.setattr(SharedGroup, "_take_slot", take_slot_late)
     peer = ThreadPeer(meet, "killed", 1, 2, 60.0)
     wait_until(lambda: bool(seen))
     with meet("killed", 0, 2, 60.0) as first, peer.result() as second:

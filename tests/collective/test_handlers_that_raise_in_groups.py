@@ -42,13 +42,19 @@ def interrupted() -> Iterator[Callable[..., None]]:
     signal.signal(signal.SIGALRM, before)
 
 
-def beside(hosts: str | None, others: Callable[[Any], Any]) -> tuple[Any, list[Any], Callable[[], None]]:
+def with_members(
+    hosts: str | None, others: Callable[[Any], Any]
+) -> tuple[Any, list[Any], Callable[[], None]]:
     """Return rank 0 of a group, the results of ``others`` in threads, and a function that waits for these."""
     size, found, at = len(hosts or "aa"), [None] * len(hosts or "aa"), free_address()
-    here = collective.members(size) if hosts is None else None
+    local_members = collective.members(size) if hosts is None else None
 
     def member(rank: int) -> Any:
-        return here[rank] if here else meet_at(at, SECRET, rank, size, 60, host=(hosts or "")[rank])
+        return (
+            local_members[rank]
+            if local_members
+            else meet_at(at, SECRET, rank, size, 60, host=(hosts or "")[rank])
+        )
 
     def run(rank: int) -> None:
         with member(rank) as g:
@@ -93,7 +99,7 @@ def test_handler_exception_leaves_a_waiting_call(
     interrupted: Any, hosts: str | None, call: Callable[[Any], Any]
 ) -> None:
     over = threading.Event()
-    g, _, wait = beside(hosts, lambda _: over.wait())
+    g, _, wait = with_members(hosts, lambda _: over.wait())
     try:
         with pytest.raises(TimeIsUp):
             interrupted(call, g)
@@ -112,7 +118,7 @@ def test_handler_exception_is_a_death_for_other_members(interrupted: Any) -> Non
             return over.wait()
         return g.allreduce(np.ones(2))
 
-    g, found, wait = beside("aab", others)
+    g, found, wait = with_members("aab", others)
     try:
         with pytest.raises(TimeIsUp):
             interrupted(g.allreduce, np.ones(2))
@@ -165,10 +171,10 @@ def test_handler_exception_is_not_treated_as_connection_error(
         raise kind
 
     signal.signal(signal.SIGALRM, handler)
-    here, there = socket.socketpair()
-    with here, there:
-        there.send(b"x")
-        sockets: Any = {1: Interrupted(here, call)}
+    local_members, remote_end = socket.socketpair()
+    with local_members, remote_end:
+        remote_end.send(b"x")
+        sockets: Any = {1: Interrupted(local_members, call)}
         step = ExchangeStep(
             Connections(sockets, {0: 0, 1: 1}, 0),
             ("barrier", 1, 1),

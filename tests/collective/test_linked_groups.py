@@ -76,13 +76,13 @@ def test_death_raises_on_all_hosts(victim: int) -> None:
 
 
 def test_error_of_another_host_arrives_after_it_stops_reading() -> None:
-    here, there = socket.socketpair()
-    ours, theirs = Links({1: here}, {1: 1}, 0), Links({0: there}, {0: 0}, 1)
+    local, remote = socket.socketpair()
+    own_links, other_links = Links({1: local}, {1: 1}, 0), Links({0: remote}, {0: 0}, 1)
     call = ("allreduce", 4, 0)
-    theirs.fail(MemberDied("rank 2 died", (2,), "allreduce"), call, goes_on=False)
+    other_links.fail(MemberDied("rank 2 died", (2,), "allreduce"), call, goes_on=False)
     with pytest.raises(MemberDied, match="rank 2 died"):
-        ours.swap(call, lambda _: [bytes(10_000_000)])
-    ours.close()
+        own_links.swap(call, lambda _: [bytes(10_000_000)])
+    own_links.close()
 
 
 def test_member_left_is_raised_on_all_hosts() -> None:
@@ -396,8 +396,8 @@ def test_ended_connection_reports_last_message(error: Exception) -> None:
             g._links.fail(error, ("allreduce", 4, 0), False)
             return None
         wait_until(lambda: g._links.ended() is not None)
-        with pytest.raises(type(error)) as told:
+        with pytest.raises(type(error)) as caught:
             g._cut_off("allreduce")
-        return str(told.value), getattr(told.value, "ranks", None)
+        return str(caught.value), getattr(caught.value, "ranks", None)
 
     assert raised(over_hosts(2, body))[0] == (str(error), getattr(error, "ranks", None))

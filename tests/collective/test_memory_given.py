@@ -87,7 +87,7 @@ def shared(length: int) -> Any:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda g: g.allreduce(np.ones(4, np.float32), out=np.ones(4)),
          r"out must have the type of the input and 4 elements, got float64\[4\]"),
@@ -101,8 +101,8 @@ def shared(length: int) -> Any:
     ],
     ids=range(7),
 )  # fmt: skip
-def test_out_that_cannot_hold_the_result_raises(run: Any, call: Callable[..., Any], said: str) -> None:
-    refused(run, call, said)
+def test_out_that_cannot_hold_the_result_raises(run: Any, call: Callable[..., Any], message: str) -> None:
+    refused(run, call, message)
 
 
 @pytest.mark.parametrize("out", [read_only(4), shared(4)], ids=["read-only", "shared"])

@@ -141,36 +141,36 @@ class Counted:
 
 def test_waiting_message_is_serialized_once() -> None:
     """Its receiver has not opened the channel."""
-    mine, other = members(2)
+    own, other = members(2)
     item = Counted()
-    with mine, other:
-        other._take_seat()
+    with own, other:
+        other._take_slot()
         for number in range(64):
-            mine.send(number, 1)
+            own.send(number, 1)
         with pytest.raises(Full):
-            mine.send(item, 1, timeout=0.1)
+            own.send(item, 1, timeout=0.1)
     assert item.packed == 1
 
 
 def test_send_on_closed_group_raises() -> None:
-    told: list[GroupError] = []
+    reported: list[GroupError] = []
 
     def send_for_ever() -> None:
         try:
             while True:
-                mine.send("more", 1)
+                own.send("more", 1)
         except GroupError as error:
-            told.append(error)
+            reported.append(error)
 
-    mine, other = members(2)
+    own, other = members(2)
     sender = threading.Thread(target=send_for_ever)
     with other:
         sender.start()
         other.receive(0)
-        wait_blocked(mine._messages.peer(1)._out.channel, writers=1)  # type: ignore[attr-defined]
-        mine.close()
+        wait_blocked(own._messages.peer(1)._out.channel, writers=1)  # type: ignore[attr-defined]
+        own.close()
         sender.join()
-    assert [(type(error), str(error)) for error in told] == [
+    assert [(type(error), str(error)) for error in reported] == [
         (GroupError, "send failed: this member has left")
     ]
 

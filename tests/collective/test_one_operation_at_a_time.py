@@ -45,18 +45,18 @@ def inside(members: Any) -> Iterator[Any]:
 
 
 def test_signal_handler_cannot_nest_operations(members: Any) -> None:
-    said: list[str] = []
+    message: list[str] = []
 
     def handler(*_: Any) -> None:
         try:
             members[0].allreduce(1)
         except GroupError as error:
-            said.append(str(error))
+            message.append(str(error))
 
     def other() -> None:
         wait_until(lambda: is_inside(members[0]))
         os.kill(os.getpid(), signal.SIGUSR1)
-        wait_until(lambda: bool(said))
+        wait_until(lambda: bool(message))
         members[1].barrier()
 
     before = signal.signal(signal.SIGUSR1, handler)
@@ -67,12 +67,12 @@ def test_signal_handler_cannot_nest_operations(members: Any) -> None:
     finally:
         thread.join()
         signal.signal(signal.SIGUSR1, before)
-    assert "allreduce was called by a signal handler during another operation" in said[0]
+    assert "allreduce was called by a signal handler during another operation" in message[0]
 
 
 def test_timeout_applies_while_another_thread_is_in_an_operation(members: Any) -> None:
-    said = "barrier of a group of 2 timed out before it began: another thread was in an operation"
-    with inside(members) as member, pytest.raises(TimeoutError, match=said):
+    message = "barrier of a group of 2 timed out before it began: another thread was in an operation"
+    with inside(members) as member, pytest.raises(TimeoutError, match=message):
         member.barrier(timeout=0.01)
 
 

@@ -120,9 +120,9 @@ def test_tensors_that_are_not_dense_raise_with_remedy() -> None:
     ]
 
     def body(g: Any) -> int:
-        for said, x in odd.items():
+        for message, x in odd.items():
             for call in calls:
-                with pytest.raises(TypeError, match=re.escape(said)):
+                with pytest.raises(TypeError, match=re.escape(message)):
                     call(g, x)
         return int(g.allreduce(1))
 
@@ -136,7 +136,7 @@ def test_tensors_that_are_not_dense_raise_with_remedy() -> None:
     [("float8_e4m3fn", "float32"), ("float8_e5m2", "float32"), ("complex32", "complex64")],
 )
 def test_uncombinable_type_raises_with_remedy(run: Any, dtype: str, remedy: str) -> None:
-    said = (
+    message = (
         f"elements of type torch.{dtype} cannot be combined by sum; convert them first, for "
         f"example to {remedy}"
     )
@@ -144,7 +144,7 @@ def test_uncombinable_type_raises_with_remedy(run: Any, dtype: str, remedy: str)
     def body(g: Any) -> int:
         x = torch.zeros(2).to(getattr(torch, dtype))
         for call in (g.allreduce, g.reduce, g.reduce_scatter):
-            with pytest.raises(TypeError, match=said):
+            with pytest.raises(TypeError, match=message):
                 call(x)
         return int(g.allreduce(1))
 

@@ -112,8 +112,8 @@ def test_accumulated_gradients_are_averaged_once(digits: Any) -> None:
         net = model()
         gradients = Gradients(net, g)
         ((x, y),) = batches(digits, 1)
-        mine = slice(32 * g.rank, 32 * (g.rank + 1))
-        x, y = x[mine], y[mine]
+        own_rows = slice(32 * g.rank, 32 * (g.rank + 1))
+        x, y = x[own_rows], y[own_rows]
         if in_parts:
             with gradients.accumulate():
                 (loss_of(net, x[:16], y[:16]) / 2).backward()
@@ -214,9 +214,9 @@ def test_topk_sends_left_out_elements_later() -> None:
         code.decode([code.encode(x)], out)
         total += out
         assert int((out != 0).sum()) <= 2
-    left = code._left
-    assert left is not None
-    torch.testing.assert_close(total + left, 8 * x)
+    residual = code._left
+    assert residual is not None
+    torch.testing.assert_close(total + residual, 8 * x)
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, float("nan")])
@@ -331,9 +331,9 @@ def test_elastic_average_follows_its_formula() -> None:
     def train(g: Any) -> list[float]:
         net, average = pulled(g, to=5.0 if g.rank == 0 else 9.0)
         average.step()
-        mine = net.weight.item()
+        own_rows = net.weight.item()
         average.to_centre()
-        return [mine, net.weight.item()]
+        return [own_rows, net.weight.item()]
 
     assert ok(in_threads(2, train)) == [[4.0, 4.0], [7.0, 4.0]]  # pulls of 1 and 2 on a centre of 1
     with pytest.raises(ValueError, match="strength must be between 0 and 1"):
@@ -346,9 +346,9 @@ def test_elastic_average_changes_nothing_after_a_death() -> None:
         g.close()
         with pytest.raises(GroupError):
             average.step()
-        mine = net.weight.item()
+        own_rows = net.weight.item()
         average.to_centre()
-        return [mine, net.weight.item()]
+        return [own_rows, net.weight.item()]
 
     assert ok(in_threads(2, train)) == [[5.0, 1.0]] * 2
 
@@ -386,22 +386,22 @@ def test_synchronize_rejects_buffer_with_shared_elements() -> None:
 @pytest.mark.parametrize("change", CHANGES)
 def test_check_equal_names_first_difference_and_rank(change: str) -> None:
     """Modules that cannot be made equal raise before anything is written."""
-    function, said = CHANGES[change]
+    function, message = CHANGES[change]
 
-    def look(g: Any) -> None:
+    def build_module(g: Any) -> None:
         net = model()
         check_equal(net, g)
         function(net, g.rank)
-        with pytest.raises(Mismatch, match=said):
+        with pytest.raises(Mismatch, match=message):
             check_equal(net, g)
         if change == "values":
             synchronize(net, g, root=2)
             check_equal(net, g)
             return
-        with pytest.raises(Mismatch, match=said):
+        with pytest.raises(Mismatch, match=message):
             synchronize(net, g)
 
-    ok(in_threads(3, look))
+    ok(in_threads(3, build_module))
 
 
 class Nothing:
@@ -420,12 +420,12 @@ def test_gradient_buffers_use_the_device_of_their_parameters(monkeypatch: pytest
     monkeypatch.setattr(array_access, "finish", lambda x: finished.append(str(x.device)))
 
     def body(g: Any) -> list[str]:
-        there, here = nn.Linear(3, 4, device="meta"), nn.Linear(4, 2)
-        gradients = Gradients(nn.ModuleList([there, here]), g, compress=Nothing)
-        here(torch.ones(1, 4)).sum().backward()
-        there(torch.ones(1, 3, device="meta")).sum().backward()
+        on_meta, on_cpu = nn.Linear(3, 4, device="meta"), nn.Linear(4, 2)
+        gradients = Gradients(nn.ModuleList([on_meta, on_cpu]), g, compress=Nothing)
+        on_cpu(torch.ones(1, 4)).sum().backward()
+        on_meta(torch.ones(1, 3, device="meta")).sum().backward()
         gradients.wait()
-        return [str(p.grad.device) for net in (there, here) for p in net.parameters()]
+        return [str(p.grad.device) for net in (on_meta, on_cpu) for p in net.parameters()]
 
     assert ok(in_threads(2, body)) == [["meta", "meta", "cpu", "cpu"]] * 2
     assert finished == ["meta"] * 4  # of two members, before and after

@@ -28,9 +28,11 @@ def test_shrink_keeps_the_order_of_the_survivors(victims: set[int]) -> None:
             die()
         return shrunk(g)
 
-    left = sorted({0, 1, 2, 3} - victims)
-    found = Processes(4, body).results(len(left))
-    assert found == {old: (new, len(left), len(left), left) for new, old in enumerate(left)}
+    survivors = sorted({0, 1, 2, 3} - victims)
+    found = Processes(4, body).results(len(survivors))
+    assert found == {
+        old: (new, len(survivors), len(survivors), survivors) for new, old in enumerate(survivors)
+    }
 
 
 @pytest.mark.each_value
@@ -38,7 +40,7 @@ def test_shrink_keeps_the_order_of_the_survivors(victims: set[int]) -> None:
     ("victim", "at"),
     [
         (0, "_lead"), (1, "_follow"), (3, "_follow"),
-        *((rank, call) for rank in (0, 1, 3) for call in ("_take_seat", "_wait_for_all")),
+        *((rank, call) for rank in (0, 1, 3) for call in ("_take_slot", "_wait_for_all")),
     ],
 )  # fmt: skip
 def test_shrink_survives_a_death_during_the_call(
@@ -64,14 +66,14 @@ def test_shrink_survives_a_death_during_the_call(
             return before(self, *arguments)
         return die()
 
-    left = sorted({0, 1, 3} - {victim})
+    survivors = sorted({0, 1, 3} - {victim})
     found = Processes(4, body).results(2)
-    assert found == {old: (new, 2, 2, left) for new, old in enumerate(left)}
+    assert found == {old: (new, 2, 2, survivors) for new, old in enumerate(survivors)}
 
 
 def test_shrink_ignores_left_members_and_interrupts_others() -> None:
     """The member left before, or after it gave up."""
-    left = threading.Event()
+    survivors = threading.Event()
 
     def body(g: Any) -> Any:
         if g.rank == 0:
@@ -81,10 +83,10 @@ def test_shrink_ignores_left_members_and_interrupts_others() -> None:
             with pytest.raises(MemberLeft):
                 g.barrier()
             g.close()
-            left.set()
+            survivors.set()
             return None
         if g.rank == 2:
-            left.wait()
+            survivors.wait()
             return g.shrink(name="rest").allgather(g.rank)
         with pytest.raises(MemberDied):
             g.barrier()
@@ -156,10 +158,10 @@ def test_interrupted_shrink_releases_members_that_joined(
     interrupted, done = threading.Event(), threading.Event()
     follow, wait = Shrinking._follow, Shrinking._wait
 
-    def wait_or_interrupt(self: Any, left: list[int]) -> None:
-        if self._old.rank == 0 and left == [2]:  # once member 1 has joined
+    def wait_or_interrupt(self: Any, survivors: list[int]) -> None:
+        if self._old.rank == 0 and survivors == [2]:  # once member 1 has joined
             raise KeyboardInterrupt
-        wait(self, left)
+        wait(self, survivors)
 
     def follow_late(self: Any) -> Any:
         if self._old.rank == 2:
@@ -210,14 +212,14 @@ def test_shrink_raises_only_where_descriptors_are_missing(
 def test_shrink_timeout_names_missing_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """A waiting member looks less and less often for the others."""
     late = threading.Event()
-    looks: list[tuple[int, int]] = []
-    is_left = Shrinking._is_left
+    checks: list[tuple[int, int]] = []
+    is_left = Shrinking._is_survivor
 
-    def look(self: Any, member: int) -> bool:
-        looks.append((self._old.rank, member))
+    def check(self: Any, member: int) -> bool:
+        checks.append((self._old.rank, member))
         return is_left(self, member)
 
-    monkeypatch.setattr(Shrinking, "_is_left", look)
+    monkeypatch.setattr(Shrinking, "_is_survivor", check)
 
     def body(g: Any) -> Any:
         if g.rank == 2:
@@ -225,15 +227,15 @@ def test_shrink_timeout_names_missing_members(monkeypatch: pytest.MonkeyPatch) -
         if g.rank == 0:
             with pytest.raises(TimeoutError, match=r"shrink of a group of 3 .*: \[1, 2\] have not arrived"):
                 g.shrink(timeout=0.05)
-            looked = looks.count((0, 1))
+            checked = checks.count((0, 1))
             late.set()
-            return looked
+            return checked
         late.wait()
         return g.shrink().allgather(g.rank)
 
-    looked, *others = in_threads(3, body)
+    checked, *others = in_threads(3, body)
     assert others == [[1, 2]] * 2
-    assert looked < 10
+    assert checked < 10
 
 
 def test_group_can_shrink_until_one_member_is_left() -> None:

@@ -36,9 +36,11 @@ def test_shrink_keeps_the_order_of_the_survivors(
             die()
         return shrunk(g)
 
-    left = sorted(set(range(len(hosts))) - victims)
-    found = OverHosts(hosts, body).results(len(left))
-    assert found == {old: (new, len(left), len(left), left) for new, old in enumerate(left)}
+    survivors = sorted(set(range(len(hosts))) - victims)
+    found = OverHosts(hosts, body).results(len(survivors))
+    assert found == {
+        old: (new, len(survivors), len(survivors), survivors) for new, old in enumerate(survivors)
+    }
 
 
 @pytest.mark.parametrize("at", ["meet_by", "_follow"])
@@ -54,9 +56,9 @@ def test_shrink_survives_a_death_during_the_call(at: str, monkeypatch: pytest.Mo
             monkeypatch.setattr(address, at, die)
         return shrunk(g)
 
-    left = [0, 2]
+    survivors = [0, 2]
     found = OverHosts("aabb", body).results(2)
-    assert found == {old: (new, 2, 2, left) for new, old in enumerate(left)}
+    assert found == {old: (new, 2, 2, survivors) for new, old in enumerate(survivors)}
 
 
 def test_group_over_hosts_can_shrink_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,13 +84,13 @@ def test_group_over_hosts_can_shrink_again(monkeypatch: pytest.MonkeyPatch) -> N
 def test_shrink_waits_for_late_members(late: int, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A late member accepts connections, so it is alive; the members that wait for it do not give up."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 0.2)
-    asked: Channel[None] = Channel(across="processes")
+    requests: Channel[None] = Channel(across="processes")
     is_late = address._is_late
 
     def tells(old: Any, ranks: list[int], give_up: float) -> bool:
         found = is_late(old, ranks, give_up)
         if late in ranks and found:
-            asked.put(None)
+            requests.put(None)
         return found
 
     monkeypatch.setattr(address, "_is_late", tells)
@@ -99,12 +101,12 @@ def test_shrink_waits_for_late_members(late: int, hosts: str, monkeypatch: pytes
             die()
         if g.rank == late:
             for _ in range(4):
-                asked.get()
+                requests.get()
         return shrunk(g)
 
-    left = [rank for rank in range(len(hosts)) if rank != 1]
-    expected = {old: (new, len(left), len(left), left) for new, old in enumerate(left)}
-    assert OverHosts(hosts, body).results(len(left)) == expected
+    survivors = [rank for rank in range(len(hosts)) if rank != 1]
+    expected = {old: (new, len(survivors), len(survivors), survivors) for new, old in enumerate(survivors)}
+    assert OverHosts(hosts, body).results(len(survivors)) == expected
 
 
 def test_shrink_retries_with_member_that_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,13 +135,13 @@ def test_failed_rank_does_not_wait_for_started_operations(torch_programs: Templa
         )
         for rank in range(2)
     ]
-    (_, errors), (said, _) = (rank.communicate(timeout=100) for rank in ranks)
+    (_, errors), (message, _) = (rank.communicate(timeout=100) for rank in ranks)
     assert "ValueError: a mistake" in errors
-    assert "rank 0 has left" in said
+    assert "rank 0 has left" in message
     assert [rank.returncode for rank in ranks] == [1, 0]
 
 
-BESIDE = """
+OTHER_PROGRAM = """
 import sys
 import torch, torch.distributed as dist
 import flowchan.collective.torch.backend
@@ -158,7 +158,7 @@ for call in (lambda: dist.all_reduce(torch.ones(2)), dist.barrier):
 @pytest.mark.parametrize("named", ["cpu:flowchan,cuda:gloo", "cuda:gloo,cpu:flowchan"])
 def test_second_backend_raises(torch_programs: Template, named: str) -> None:
     """torch would ignore it."""
-    program = torch_programs.popen("-c", BESIDE, named, stdout=subprocess.PIPE, text=True)
+    program = torch_programs.popen("-c", OTHER_PROGRAM, named, stdout=subprocess.PIPE, text=True)
     lines = program.communicate(timeout=100)[0].splitlines()
     assert len(lines) >= 2
     for line in lines[-2:]:  # gloo of torch 2.8 prints lines before
@@ -167,7 +167,7 @@ def test_second_backend_raises(torch_programs: Template, named: str) -> None:
 
 @pytest.mark.parametrize("named", ["flowchan", "cpu:flowchan", "cpu:flowchan,cuda:nccl"])
 def test_nccl_as_second_backend_is_accepted(torch_programs: Template, named: str) -> None:
-    program = torch_programs.popen("-c", BESIDE, named, stdout=subprocess.PIPE, text=True)
+    program = torch_programs.popen("-c", OTHER_PROGRAM, named, stdout=subprocess.PIPE, text=True)
     assert program.communicate(timeout=100)[0] == "done\ndone\n"
 
 
@@ -243,9 +243,9 @@ def test_mismatched_torch_calls_raise_on_both_ranks(torch_programs: Template, tm
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=100)[0].splitlines() for rank in ranks]
-    assert said[0] == said[1]
-    assert said[0] == [
+    message = [rank.communicate(timeout=100)[0].splitlines() for rank in ranks]
+    assert message[0] == message[1]
+    assert message[0] == [
         "rank 0 called reduce(float32[2], 0, 'sum'); rank 1 called reduce_scatter(float32[2], 'sum')",
         "rank 0 called gather([float32[2], float32[0]], 0); "
         "rank 1 called gather([float32[0], float32[2]], 1)",

@@ -39,9 +39,9 @@ def used_before(one_compute_thread: None) -> None:
     in_threads(2, lambda g: (by(g, "gloo"), g.allreduce(torch.ones(1))))
 
 
-def by(g: Any, way: str | None) -> None:
+def by(g: Any, algorithm: str | None) -> None:
     for operation in OPERATIONS:
-        g.set_algorithm(operation, way)
+        g.set_algorithm(operation, algorithm)
 
 
 def all_results(g: Any, make: Callable[[Any], Any]) -> list[Any]:
@@ -55,12 +55,12 @@ def all_results(g: Any, make: Callable[[Any], Any]) -> list[Any]:
     found += g.gather(x[g.rank], root=1) or []
     found += g.allgather(x, out=[make(x) for _ in range(g.size)])
     found += [g.reduce_scatter(x), g.reduce_scatter(x, out=make(x[:1]))]
-    rooms = [make(x[: g.rank + 1]) for _ in range(g.size)]
-    found += g.alltoall([x[: to + 1] + to for to in range(g.size)], out=rooms)
+    buffers = [make(x[: g.rank + 1]) for _ in range(g.size)]
+    found += g.alltoall([x[: to + 1] + to for to in range(g.size)], out=buffers)
     return [one.tolist() for one in found]
 
 
-class Noted:
+class RecordingBackend:
     """A backend that records its calls and completes them at once; ``first`` is called before."""
 
     def __init__(self, first: Callable[[], Any] = lambda: None) -> None:
@@ -69,7 +69,7 @@ class Noted:
         self.before: Any = None
 
     def __getattr__(self, call: str) -> Any:
-        def done(*_: Any) -> Noted:
+        def done(*_: Any) -> RecordingBackend:
             self.calls.append(call)
             self.first()
             return self
@@ -87,7 +87,7 @@ def fail() -> None:
     raise RuntimeError("it fails for this member")
 
 
-def in_place_of(g: Any, backend: Noted) -> None:
+def replace_backend(g: Any, backend: RecordingBackend) -> None:
     """Replace the member's gloo by ``backend``, which keeps its connections."""
     backend.before, g._backends["gloo"]._backend = g._backends["gloo"]._backend, backend
 
@@ -95,14 +95,14 @@ def in_place_of(g: Any, backend: Noted) -> None:
 def test_gloo_matches_native_algorithms(run: Any) -> None:
     def body(g: Any) -> Any:
         found = []
-        for way in (None, "gloo"):
-            by(g, way)
+        for algorithm in (None, "gloo"):
+            by(g, algorithm)
             found.append((all_results(g, np.array), all_results(g, lambda x: torch.as_tensor(x).clone())))
         handle = g.allreduce(torch.ones(3), wait=False)
         return found, handle.wait().tolist()
 
-    for (ours, theirs), later in run(3, body):
-        assert theirs == ours
+    for (ours, others), later in run(3, body):
+        assert others == ours
         assert later == [3.0] * 3
 
 
@@ -122,8 +122,8 @@ def test_gloo_checks_out_before_it_starts(run: Any) -> None:
             lambda: g.allgather(x[:2], out=sealed),
             lambda: g.alltoall([x[:2]] * 2, out=[sealed[:2]] * 2),
         ]
-        for way in (None, "gloo"):
-            by(g, way)
+        for algorithm in (None, "gloo"):
+            by(g, algorithm)
             for call in calls:
                 with pytest.raises(ValueError, match=r"out must have the type|got a read-only array"):
                     call()
@@ -176,12 +176,12 @@ def test_store_of_one_host_listens_on_loopback_only() -> None:
 def test_store_failure_raises_on_all_members() -> None:
     def body(g: Any) -> Any:
         by(g, "gloo")
-        way = g._by(operations.ALLREDUCE, torch.ones(1))
+        algorithm = g._by(operations.ALLREDUCE, torch.ones(1))
         if g.rank == 0:
-            way._address = fail
+            algorithm._address = fail
         with pytest.raises(GroupError, match=r"allreduce by gloo has failed at rank 0: .*it fails for"):
             g.allreduce(torch.ones(1))
-        vars(way).pop("_address", None)
+        vars(algorithm).pop("_address", None)
         return g.allreduce(torch.ones(1)).item()
 
     assert raised(in_threads(2, body)) == [2.0] * 2
@@ -230,7 +230,7 @@ def test_backend_failure_raises_on_all_members(run: Any) -> None:
             g.allreduce(torch.zeros(3, dtype=torch.uint32))  # a type that gloo lacks
         before = g.allreduce(torch.ones(3)).tolist()
         if g.rank == 1:
-            in_place_of(g, Noted(fail))
+            replace_backend(g, RecordingBackend(fail))
         with pytest.raises(GroupError, match=r"reduce by gloo has failed at rank \d: "):
             g.reduce(torch.ones(100_000), root=2)
         return before, g.allreduce(torch.ones(3)).tolist()
@@ -248,12 +248,12 @@ def test_failure_during_connect_raises_on_all_members(monkeypatch: pytest.Monkey
 
     def body(g: Any) -> None:
         by(g, "gloo")
-        way = g._by(operations.ALLREDUCE, torch.ones(1))
-        end, connect = way._end, way._connect
+        algorithm = g._by(operations.ALLREDUCE, torch.ones(1))
+        end, connect = algorithm._end, algorithm._connect
         if g.rank == 0:
-            way._end = lambda stuck: (end(stuck), failed.set())
+            algorithm._end = lambda stuck: (end(stuck), failed.set())
         else:
-            way._connect = lambda *arguments: (failed.wait(), connect(*arguments))
+            algorithm._connect = lambda *arguments: (failed.wait(), connect(*arguments))
         with pytest.raises(GroupError, match=r"allreduce by gloo has failed at rank 0: .* it can't be made"):
             g.allreduce(torch.ones(1))
 
@@ -297,7 +297,7 @@ def test_interrupted_member_in_backend_counts_as_dead(monkeypatch: pytest.Monkey
         by(g, "gloo")
         g.allreduce(torch.ones(3))
         if g.rank == 1:
-            in_place_of(g, Noted(interrupt))
+            replace_backend(g, RecordingBackend(interrupt))
             with pytest.raises(KeyboardInterrupt):
                 g.allreduce(torch.ones(3))
             return os.read(read, 1)
@@ -318,7 +318,7 @@ def test_timeout_ends_a_backend_operation() -> None:
         by(g, "gloo")
         g.allreduce(torch.ones(3))
         if g.rank == 1:
-            in_place_of(g, Noted(lambda: os.read(read, 1)))
+            replace_backend(g, RecordingBackend(lambda: os.read(read, 1)))
             with pytest.raises(GroupError):
                 g.allreduce(torch.ones(3))
             return None
@@ -371,10 +371,10 @@ def test_unavailable_algorithm_raises_with_remedy(monkeypatch: pytest.MonkeyPatc
 
 def test_device_tensors_use_the_backend_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is used without being selected, but not for tensors in this machine's memory."""
-    made: list[Noted] = []
+    made: list[RecordingBackend] = []
 
-    def make(*_: Any) -> Noted:
-        made.append(Noted())
+    def make(*_: Any) -> RecordingBackend:
+        made.append(RecordingBackend())
         return made[-1]
 
     monkeypatch.setattr(algorithms, "BY_DEVICE", {"meta": "noted"})
@@ -382,7 +382,7 @@ def test_device_tensors_use_the_backend_of_the_device(monkeypatch: pytest.Monkey
     x, parts = torch.ones(4, device="meta"), [torch.ones(2, device="meta")] * 2
 
     def body(g: Any) -> Any:
-        said = g.explain("allreduce", x)
+        explanation = g.explain("allreduce", x)
         assert g.allreduce(x, "mean") is x
         g.broadcast(x, root=1)
         g.reduce(x, root=1)
@@ -393,7 +393,7 @@ def test_device_tensors_use_the_backend_of_the_device(monkeypatch: pytest.Monkey
         assert handle.wait() is x
         with pytest.raises(Mismatch, match=r"rank 1 called allreduce\(float32\[4\]\)"):
             g.allreduce(torch.ones(4) if g.rank else x)
-        return said, devices, g.allreduce(torch.ones(1)).item()
+        return explanation, devices, g.allreduce(torch.ones(1)).item()
 
     expected = "allreduce: noted of torch.distributed, among all 2 members", {"meta"}, 2.0
     assert raised(in_threads(2, body)) == [expected] * 2
@@ -401,7 +401,7 @@ def test_device_tensors_use_the_backend_of_the_device(monkeypatch: pytest.Monkey
     assert [one.calls for one in made] == [calls] * 2
 
 
-class Mpi(Noted):
+class Mpi(RecordingBackend):
     """A backend like that of an mpirun with one process."""
 
     def rank(self) -> int:

@@ -27,7 +27,7 @@ from flowchan.collective.trees import Table, Times, Tree, grown, meetings
 from flowchan.errors import MemberDied, Mismatch
 from flowchan.transport.tcp import dial
 
-NEAR, FAR = Times(3e-5, 2e-4), Times(1e-2, 2e-4)
+NEAR, DISTANT = Times(3e-5, 2e-4), Times(1e-2, 2e-4)
 EMPTY = 20 * HEADER.size
 """More bytes than the messages without data in these tests."""
 
@@ -59,7 +59,7 @@ def test_tree_is_binomial_if_sending_dominates() -> None:
 
 
 def test_tree_is_a_star_if_delay_dominates() -> None:
-    assert grown(8, 2, all_alike(8, FAR)).children[2] == [0, 1, 3, 4, 5, 6, 7]
+    assert grown(8, 2, all_alike(8, DISTANT)).children[2] == [0, 1, 3, 4, 5, 6, 7]
     assert grown(8, 2, all_alike(8, NEAR), small=True).children[2] == [0, 1, 3, 4, 5, 6, 7]
 
 
@@ -74,7 +74,7 @@ def test_tree_avoids_a_slow_connection(small: bool) -> None:
 
 def test_tree_joins_two_sites_by_one_connection() -> None:
     site = "aabba"
-    between = Times(FAR.delay, 1.0)
+    between = Times(DISTANT.delay, 1.0)
     table = {pair: NEAR if site[pair[0]] == site[pair[1]] else between for pair in all_alike(5, NEAR)}
     for root in range(5):
         parent = grown(5, root, table).parent
@@ -115,7 +115,7 @@ def joined(hosts: int, slow: tuple[int, int] = (-1, -1), wire: Wire | None = Non
                 at = wire.to(at)
             sockets[low][high] = dial(at, 60)
             sockets[high][low], _ = server.accept()
-    return [Links(mine, {host: host for host in mine}, host) for host, mine in enumerate(sockets)]
+    return [Links(own, {host: host for host in own}, host) for host, own in enumerate(sockets)]
 
 
 def at_all(links: list[Links], do: Any) -> list[Any]:
@@ -155,12 +155,12 @@ def test_large_messages_avoid_a_slow_connection(links: list[Links]) -> None:
     call, large = ("broadcast", 2, 0), os.urandom(3_000_000)
 
     def do(one: Links) -> Any:
-        told = one.spread(call, large if one.host == 0 else None, one.tree(0), None)
+        spread_values = one.spread(call, large if one.host == 0 else None, one.tree(0), None)
         brought = one.gather(call, bytes([one.host]) * 500_000, one.tree(3), None)
-        return bytes(told), {host: bytes(part) for host, part in brought.items()}
+        return bytes(spread_values), {host: bytes(part) for host, part in brought.items()}
 
     found = at_all(links, do)
-    assert [told for told, _ in found] == [large] * 4
+    assert [spread_values for spread_values, _ in found] == [large] * 4
     assert [brought for _, brought in found] == [
         *({} for _ in range(3)),
         {host: bytes([host]) * 500_000 for host in range(3)},
@@ -271,15 +271,23 @@ def test_operations_along_trees_avoid_a_slow_connection() -> None:
         for root in range(g.size):
             x = np.full(100_000, g.rank)
             arrays.append(int(g.broadcast(x, root=root)[-1]))
-        told = g.broadcast("x" * 100_000 if g.rank == 4 else None, root=4)
+        spread_values = g.broadcast("x" * 100_000 if g.rank == 4 else None, root=4)
         lists = g.gather("y" * (100_000 + g.rank), root=3)
         slow = g.stats().get(SLOW[1] if g.rank == SLOW[0] else SLOW[0])
         moved = slow.sent + slow.received if slow and g.rank in SLOW else 0
-        return texts[0]["x"][:12], texts[1], rests, arrays, len(told), lists and [*map(len, lists)], moved
+        return (
+            texts[0]["x"][:12],
+            texts[1],
+            rests,
+            arrays,
+            len(spread_values),
+            lists and [*map(len, lists)],
+            moved,
+        )
 
     found = OverHosts("abcde", body).results(5)
-    for rank, (text, count, rests, arrays, told, lists, moved) in found.items():
-        assert (text, count, told) == (found[0][0], 5, 100_000)
+    for rank, (text, count, rests, arrays, spread_values, lists, moved) in found.items():
+        assert (text, count, spread_values) == (found[0][0], 5, 100_000)
         assert rests == [(4, 4)]
         assert arrays == [0, 1, 2, 3, 4]
         assert lists == ([100_000 + one for one in range(5)] if rank == 3 else None)
@@ -345,6 +353,6 @@ def test_timeout_names_late_host_not_its_dependents(
         return sorted(one.gather(call, b"x", tree, None))
 
     assert at_all(links, do)[0] == [1, 2, 3]
-    said = {record.getMessage() for record in caplog.records}
-    assert said
-    assert all(text.endswith("for rank 2 with its host") for text in said), said
+    message = {record.getMessage() for record in caplog.records}
+    assert message
+    assert all(text.endswith("for rank 2 with its host") for text in message), message

@@ -22,7 +22,7 @@ from flowchan.collective.value_bytes import dumps, loads
 from flowchan.errors import Mismatch
 
 LARGE = 400_000
-WAYS = {
+ALGORITHMS = {
     "allreduce": ["exchange", "slices"],
     "reduce": ["exchange", "slices"],
     "broadcast": ["chunks", "direct"],
@@ -33,12 +33,12 @@ WAYS = {
 
 def moved(g: Any, length: int) -> list[Any]:
     """Return the results of the operations that move arrays of ``length`` elements."""
-    mine = np.arange(length) + g.rank
-    first = g.broadcast(mine.copy(), root=1)
-    rooms = [np.empty(length * (rank + 1), int) for rank in range(g.size)]
-    all_of_them = g.allgather(np.resize(mine, length * (g.rank + 1)), out=rooms)
+    own = np.arange(length) + g.rank
+    first = g.broadcast(own.copy(), root=1)
+    buffers = [np.empty(length * (rank + 1), int) for rank in range(g.size)]
+    all_of_them = g.allgather(np.resize(own, length * (g.rank + 1)), out=buffers)
     outs = [np.empty(length, int) for _ in range(g.size)]
-    swapped = g.alltoall([mine * 10 + to for to in range(g.size)], out=outs)
+    swapped = g.alltoall([own * 10 + to for to in range(g.size)], out=outs)
     return [first, *all_of_them, *swapped]
 
 
@@ -53,10 +53,10 @@ def right(rank: int, size: int, length: int) -> list[Any]:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("run", [in_threads, in_processes], ids=["threads", "processes"])
-@pytest.mark.parametrize("operation", WAYS)
+@pytest.mark.parametrize("operation", ALGORITHMS)
 def test_each_algorithm_gives_the_same_result(run: Any, operation: str) -> None:
-    def body(g: Any, way: str | None) -> list[bytes]:
-        g.set_algorithm(operation, way)
+    def body(g: Any, algorithm: str | None) -> list[bytes]:
+        g.set_algorithm(operation, algorithm)
         found = []
         for length in (0, 1, 3000, 60_000, LARGE):
             x = (np.arange(length) + g.rank) / np.float32(7)
@@ -65,19 +65,19 @@ def test_each_algorithm_gives_the_same_result(run: Any, operation: str) -> None:
                 found.append(x)
         return [one.tobytes() for one in found]
 
-    first, *others = (raised(run(2, body, way)) for way in (None, *WAYS[operation]))
+    first, *others = (raised(run(2, body, algorithm)) for algorithm in (None, *ALGORITHMS[operation]))
     assert others == [first] * 2
 
 
-@pytest.mark.parametrize(("way", "times"), [("direct", 1), (None, 40)])
-def test_results_are_equal_without_direct_reads(way: str | None, times: int) -> None:
+@pytest.mark.parametrize(("algorithm", "times"), [("direct", 1), (None, 40)])
+def test_results_are_equal_without_direct_reads(algorithm: str | None, times: int) -> None:
     """Sandboxes and Yama may forbid direct reads. One is tried once: when selected, or in its first trial."""
     if os.getuid():
         pytest.skip("only root can become somebody whose memory others may not read")
 
     def body(g: Any) -> Any:
         for operation in ("broadcast", "allgather", "alltoall"):
-            g.set_algorithm(operation, way)
+            g.set_algorithm(operation, algorithm)
         g.barrier()
         os.setuid(65534)
         x = np.arange(LARGE)
@@ -90,30 +90,30 @@ def test_results_are_equal_without_direct_reads(way: str | None, times: int) -> 
 
     for before, same, after in raised(list(Processes(3, body).results(3).values())):
         assert same
-        assert (way == "direct") == ("direct: each member reads directly" in before)
+        assert (algorithm == "direct") == ("direct: each member reads directly" in before)
         assert "chunks" in after
 
 
 def test_large_and_small_arrays_are_gathered_together() -> None:
     def body(g: Any) -> Any:
         sizes = [LARGE, 3, 70_000, 0]
-        rooms = [np.empty(size) for size in sizes]
-        g.allgather(np.full(sizes[g.rank], float(g.rank)), out=rooms)
+        buffers = [np.empty(size) for size in sizes]
+        g.allgather(np.full(sizes[g.rank], float(g.rank)), out=buffers)
         outs = [np.empty(size) for size in sizes]
         g.alltoall([np.full(sizes[g.rank], float(g.rank)) for _ in sizes], out=outs)
-        return [(len(one), set(one.tolist())) for one in (*rooms, *outs)]
+        return [(len(one), set(one.tolist())) for one in (*buffers, *outs)]
 
     expected = [(LARGE, {0.0}), (3, {1.0}), (70_000, {2.0}), (0, set())] * 2
     assert raised(in_processes(4, body)) == [expected] * 4
 
 
-@pytest.mark.parametrize("way", [None, *WAYS["alltoall"]])
-def test_alltoall_can_receive_into_its_input(way: str | None) -> None:
+@pytest.mark.parametrize("algorithm", [None, *ALGORITHMS["alltoall"]])
+def test_alltoall_can_receive_into_its_input(algorithm: str | None) -> None:
     """Each array is received in its own place; or parts of one array with different sizes in other places.
     Large and small arrays are mixed."""
 
     def body(g: Any) -> None:
-        g.set_algorithm("alltoall", way)
+        g.set_algorithm("alltoall", algorithm)
         for length in (3, 3000, 24_000, 40_000):
             xs = [np.full(length, 10 * g.rank + to) for to in range(g.size)]
             assert g.alltoall(xs, out=xs)[0] is xs[0]
@@ -131,11 +131,11 @@ def test_alltoall_can_receive_into_its_input(way: str | None) -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("way", [None, *WAYS["alltoall"]])
+@pytest.mark.parametrize("algorithm", [None, *ALGORITHMS["alltoall"]])
 @pytest.mark.parametrize("others", [0, 5, 6000])
-def test_alltoall_accepts_a_large_part_for_itself(way: str | None, others: int) -> None:
+def test_alltoall_accepts_a_large_part_for_itself(algorithm: str | None, others: int) -> None:
     def body(g: Any) -> None:
-        g.set_algorithm("alltoall", way)
+        g.set_algorithm("alltoall", algorithm)
         for _ in range(3):
             sizes = [LARGE if to == g.rank else others for to in range(g.size)]
             outs = [np.empty(size, int) for size in sizes]
@@ -146,8 +146,8 @@ def test_alltoall_accepts_a_large_part_for_itself(way: str | None, others: int) 
     raised(in_processes(3, body))
 
 
-_MANNER = r"(direct(?: by two threads)?|\S+ of \d+ KB(?: \w+ past the caches)?)"
-QUICKEST = re.compile(_MANNER + ": .*, as measured: (.*); shared")
+_PLAN = r"(direct(?: by two threads)?|\S+ of \d+ KB(?: \w+ past the caches)?)"
+QUICKEST = re.compile(_PLAN + ": .*, as measured: (.*); shared")
 
 
 @pytest.mark.parametrize("operation", ["allreduce", "reduce_scatter", "broadcast"])
@@ -185,16 +185,16 @@ def test_direct_read_by_two_threads_is_complete(run_on_one_host: Any, operation:
     def body(g: Any) -> Any:
         g.set_algorithm(operation, "direct")
         for turn in range(60):
-            mine = given(g.rank, turn)
+            own = given(g.rank, turn)
             if operation == "broadcast":
-                found = [mine if g.rank else np.empty(LARGE + 77, int)]
+                found = [own if g.rank else np.empty(LARGE + 77, int)]
                 g.broadcast(found[0], root=1)
             else:
-                found = g.allgather(mine) if operation == "allgather" else g.alltoall([mine] * 2)
+                found = g.allgather(own) if operation == "allgather" else g.alltoall([own] * 2)
             senders = [1] if operation == "broadcast" else [0, 1]
             for sender, x in zip(senders, found, strict=True):
                 np.testing.assert_array_equal(x, given(sender, turn))
-        return g.explain(operation, np.resize(mine, 2 * mine.size) if operation == "alltoall" else mine)
+        return g.explain(operation, np.resize(own, 2 * own.size) if operation == "alltoall" else own)
 
     assert "direct by two threads" in run_on_one_host(2, body)[0]
 
@@ -202,12 +202,12 @@ def test_direct_read_by_two_threads_is_complete(run_on_one_host: Any, operation:
 def test_chosen_algorithm_uses_its_fastest_plan(run_on_one_host: Any) -> None:
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
-        for way in ("exchange", "slices"):
-            g.set_algorithm("allreduce", way)
-            assert f"allreduce: {way}: " in g.explain("allreduce", x)
+        for algorithm in ("exchange", "slices"):
+            g.set_algorithm("allreduce", algorithm)
+            assert f"allreduce: {algorithm}: " in g.explain("allreduce", x)
             for _ in range(60):
                 g.allreduce(x)
-            assert f"allreduce: {way} of " in g.explain("allreduce", x)
+            assert f"allreduce: {algorithm} of " in g.explain("allreduce", x)
 
     run_on_one_host(3, body)
 
@@ -226,8 +226,8 @@ def test_fastest_other_plan_is_found_without_direct_reads() -> None:
         g.barrier()
         return g.explain("broadcast", x)
 
-    for said in raised(list(Processes(3, body).results(3).values())):
-        assert "as measured: " in said
+    for explanation in raised(list(Processes(3, body).results(3).values())):
+        assert "as measured: " in explanation
 
 
 def test_time_before_a_failed_operation_is_not_counted(run_on_one_host: Any) -> None:
@@ -247,11 +247,11 @@ def test_time_before_a_failed_operation_is_not_counted(run_on_one_host: Any) -> 
 
 def test_late_members_use_the_same_plans(run_on_one_host: Any) -> None:
     def body(g: Any) -> None:
-        sizes, mine = random.Random(1), random.Random(g.rank)
+        sizes, own = random.Random(1), random.Random(g.rank)
         for turn in range(300):
             x = np.full(sizes.choice([10_000, 30_000, 70_000]), turn + g.rank)
-            if mine.random() < 0.1:
-                time.sleep(mine.random() / 1000)
+            if own.random() < 0.1:
+                time.sleep(own.random() / 1000)
             assert set(g.allreduce(x).tolist()) == {g.size * turn + 3}
 
     run_on_one_host(3, body)

@@ -33,7 +33,7 @@ def case(function: Case) -> Case:
     return function
 
 
-def mine(*shape: int, seed: int = 0) -> torch.Tensor:
+def random_tensor(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(100 * seed + dist.get_rank()))
 
 
@@ -42,7 +42,7 @@ def all_reduce() -> Any:
     found = []
     for length in (1, 1000, 300_000):
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
-            dist.all_reduce(x := mine(length), op)
+            dist.all_reduce(x := random_tensor(length), op)
             found.append(x)
     dist.all_reduce(x := torch.arange(5) + rank(), dist.ReduceOp.BOR)
     return [*found, x]
@@ -50,7 +50,7 @@ def all_reduce() -> Any:
 
 @case
 def all_reduce_async() -> Any:
-    many = [mine(50_000, seed=i) for i in range(8)]
+    many = [random_tensor(50_000, seed=i) for i in range(8)]
     works = [dist.all_reduce(x, async_op=True) for x in many]
     for work in works:
         work.wait()
@@ -60,33 +60,33 @@ def all_reduce_async() -> Any:
 
 @case
 def not_in_one_piece() -> Any:
-    x = mine(30, 40)
+    x = random_tensor(30, 40)
     dist.all_reduce(part := x.t())
     return x, part
 
 
 @case
 def broadcast_and_reduce() -> Any:
-    dist.broadcast(a := mine(70_000), 1)
-    dist.reduce(b := mine(1000), 1)
+    dist.broadcast(a := random_tensor(70_000), 1)
+    dist.reduce(b := random_tensor(1000), 1)
     return a, b if rank() == 1 else None
 
 
 @case
 def all_gather() -> Any:
-    parts = [mine_of(r, 10 + r) for r in range(size())]
+    parts = [random_tensor_of(r, 10 + r) for r in range(size())]
     if dist.get_backend() != "gloo":  # gloo lacks the uneven one
         parts = [torch.empty(10 + r) for r in range(size())]
-        dist.all_gather(parts, mine(10 + rank()))
+        dist.all_gather(parts, random_tensor(10 + rank()))
     whole = torch.empty(size() * 100_000)
-    dist.all_gather_into_tensor(whole, mine(100_000))
+    dist.all_gather_into_tensor(whole, random_tensor(100_000))
     return parts, whole
 
 
 @case
 def coalesced() -> Any:
     """Use as many tensors as ranks, so that a mix-up would show."""
-    given = [mine(5, seed=number) for number in range(size())]
+    given = [random_tensor(5, seed=number) for number in range(size())]
     found = [[torch.empty(5) for _ in given] for _ in range(size())]
     dist.all_gather_coalesced(found, given)
     dist.all_reduce_coalesced(given)
@@ -95,8 +95,8 @@ def coalesced() -> Any:
 
 @case
 def reduce_scatter() -> Any:
-    dist.reduce_scatter(a := torch.empty(10), list(mine(10 * size()).split(10)))
-    dist.reduce_scatter_tensor(b := torch.empty(50_000), mine(50_000 * size()))
+    dist.reduce_scatter(a := torch.empty(10), list(random_tensor(10 * size()).split(10)))
+    dist.reduce_scatter_tensor(b := torch.empty(50_000), random_tensor(50_000 * size()))
     return a, b
 
 
@@ -104,25 +104,25 @@ def reduce_scatter() -> Any:
 def gather_and_scatter() -> Any:
     root = rank() == 1
     parts = [torch.empty(7) for _ in range(size())] if root else None
-    dist.gather(mine(7), parts, dst=1)
-    dist.scatter(x := torch.empty(9), list(mine(size(), 9)) if root else None, src=1)
+    dist.gather(random_tensor(7), parts, dst=1)
+    dist.scatter(x := torch.empty(9), list(random_tensor(size(), 9)) if root else None, src=1)
     return parts, x
 
 
 @case
 def all_to_all() -> Any:
-    dist.all_to_all_single(a := torch.empty(6 * size()), mine(6 * size()))
+    dist.all_to_all_single(a := torch.empty(6 * size()), random_tensor(6 * size()))
     sends = [rank() + to + 1 for to in range(size())]
     comes = [source + rank() + 1 for source in range(size())]
-    dist.all_to_all_single(b := torch.empty(sum(comes), 3), mine(sum(sends), 3), comes, sends)
+    dist.all_to_all_single(b := torch.empty(sum(comes), 3), random_tensor(sum(sends), 3), comes, sends)
     if dist.get_backend() == "gloo":
-        return a, b, [mine_of(r, 4 * size())[4 * rank() : 4 * rank() + 4] for r in range(size())]
+        return a, b, [random_tensor_of(r, 4 * size())[4 * rank() : 4 * rank() + 4] for r in range(size())]
     out = [torch.empty(4) for _ in range(size())]
-    dist.all_to_all(out, list(mine(4 * size()).split(4)))
+    dist.all_to_all(out, list(random_tensor(4 * size()).split(4)))
     return a, b, out
 
 
-def mine_of(other: int, *shape: int) -> torch.Tensor:
+def random_tensor_of(other: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(other))
 
 
@@ -130,7 +130,7 @@ def mine_of(other: int, *shape: int) -> torch.Tensor:
 def messages() -> Any:
     right, left = (rank() + 1) % size(), (rank() - 1) % size()
     x = torch.empty(90_000)
-    operations = [dist.P2POp(dist.irecv, x, left), dist.P2POp(dist.isend, mine(90_000), right)]
+    operations = [dist.P2POp(dist.irecv, x, left), dist.P2POp(dist.isend, random_tensor(90_000), right)]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     y = torch.empty(3)
@@ -162,9 +162,9 @@ def objects() -> Any:
 @case
 def groups() -> Any:
     pairs = [dist.new_group([r]) for r in range(size())]
-    dist.all_reduce(a := mine(5), group=pairs[rank()])
+    dist.all_reduce(a := random_tensor(5), group=pairs[rank()])
     whole = dist.new_group(list(range(size())))
-    dist.all_reduce(b := mine(5), group=whole)
+    dist.all_reduce(b := random_tensor(5), group=whole)
     dist.barrier(group=whole)
     return a, b
 
@@ -173,10 +173,10 @@ def groups() -> Any:
 def functional_collectives() -> Any:
     group = dist.group.WORLD
     return (
-        functional.all_reduce(mine(1000), "sum", group) + 0,
-        functional.all_gather_tensor(mine(6, 2), 0, group) + 0,
-        functional.reduce_scatter_tensor(mine(6 * size(), 2), "sum", 0, group) + 0,
-        functional.broadcast(mine(10), 1, group) + 0,
+        functional.all_reduce(random_tensor(1000), "sum", group) + 0,
+        functional.all_gather_tensor(random_tensor(6, 2), 0, group) + 0,
+        functional.reduce_scatter_tensor(random_tensor(6 * size(), 2), "sum", 0, group) + 0,
+        functional.broadcast(random_tensor(10), 1, group) + 0,
     )
 
 
@@ -189,7 +189,9 @@ def trained(net: Any, steps: int = 4, optimizer: Any = None) -> Any:
     optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(net(mine(16, 20, seed=step)), mine(16, 5, seed=step + 50))
+        loss = nn.functional.mse_loss(
+            net(random_tensor(16, 20, seed=step)), random_tensor(16, 5, seed=step + 50)
+        )
         loss.backward()
         optimizer.step()
     return [p.detach() for p in net.parameters()]
@@ -219,8 +221,8 @@ def ddp_unused_parameters() -> Any:
 def ddp_no_sync() -> Any:
     net = DistributedDataParallel(model())
     with net.no_sync():
-        net(mine(16, 20)).sum().backward()
-    net(mine(16, 20, seed=1)).sum().backward()
+        net(random_tensor(16, 20)).sum().backward()
+    net(random_tensor(16, 20, seed=1)).sum().backward()
     return [p.grad for p in net.parameters()]
 
 
@@ -229,7 +231,7 @@ def ddp_join_with_uneven_inputs() -> Any:
     net = DistributedDataParallel(nn.Linear(20, 5))
     with net.join():
         for step in range(3 + rank()):
-            net(mine(4, 20, seed=step)).sum().backward()
+            net(random_tensor(4, 20, seed=step)).sum().backward()
     return [p.grad for p in net.parameters()]
 
 
@@ -240,7 +242,7 @@ def ddp_join_divided_by_who_is_left() -> Any:
     with net.join(divide_by_initial_world_size=False):
         for step in range(1 + 2 * rank()):
             net.zero_grad()
-            net(mine(4, 20, seed=step)).sum().backward()
+            net(random_tensor(4, 20, seed=step)).sum().backward()
     return [p.grad for p in net.parameters()]
 
 
@@ -254,22 +256,24 @@ def ddp_join_with_unused_parameters() -> Any:
     net = DistributedDataParallel(Choice(nn.Linear(20, 5) for _ in range(2)), find_unused_parameters=True)
     with net.join():
         for step in range(2 + rank()):
-            net(mine(4, 20, seed=step), step % 2).sum().backward()
+            net(random_tensor(4, 20, seed=step), step % 2).sum().backward()
     return [p.grad for p in net.parameters()]
 
 
 @case
 def one_tensor_in_place_of_lists() -> Any:
     group: Any = dist.distributed_c10d._get_default_group()
-    group.allreduce(a := mine(5)).wait()
-    group.allreduce(b := mine(5), dist.ReduceOp.MAX).wait()
-    group.broadcast(c := mine(5), 1).wait()
-    group.reduce(d := mine(5), 1, dist.ReduceOp.MIN).wait()
+    group.allreduce(a := random_tensor(5)).wait()
+    group.allreduce(b := random_tensor(5), dist.ReduceOp.MAX).wait()
+    group.broadcast(c := random_tensor(5), 1).wait()
+    group.reduce(d := random_tensor(5), 1, dist.ReduceOp.MIN).wait()
     parts = [torch.empty(5) for _ in range(size())]
-    group.allgather(parts, mine(5)).wait()
-    group.gather(e := [torch.empty(5) for _ in range(size() if rank() == 1 else 0)], mine(5), 1).wait()
-    group.scatter(f := torch.empty(5), list(mine(size(), 5)) if rank() == 1 else [], 1).wait()
-    group.reduce_scatter(g := torch.empty(5), list(mine(size(), 5))).wait()
+    group.allgather(parts, random_tensor(5)).wait()
+    group.gather(
+        e := [torch.empty(5) for _ in range(size() if rank() == 1 else 0)], random_tensor(5), 1
+    ).wait()
+    group.scatter(f := torch.empty(5), list(random_tensor(size(), 5)) if rank() == 1 else [], 1).wait()
+    group.reduce_scatter(g := torch.empty(5), list(random_tensor(size(), 5))).wait()
     return a, b, c, d if rank() == 1 else None, parts, e, f, g
 
 
@@ -350,7 +354,10 @@ def tensor_parallel() -> Any:
     net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
     mesh = init_device_mesh("cpu", (size(),))
     parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return [net.to(dtype)(mine_of(0, 8, 20).to(dtype)).detach() for dtype in (torch.float32, torch.bfloat16)]
+    return [
+        net.to(dtype)(random_tensor_of(0, 8, 20).to(dtype)).detach()
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
 
 
 @case
@@ -388,8 +395,8 @@ def pipelining() -> Any:
         stage = PipelineStage(part, rank(), size(), torch.device("cpu"))
         steps = schedule(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
         losses: list[torch.Tensor] = []
-        arguments = (mine_of(0, 8, 20),) if rank() == 0 else ()
-        steps.step(*arguments, target=mine_of(1, 8, 5), losses=losses)
+        arguments = (random_tensor_of(0, 8, 20),) if rank() == 0 else ()
+        steps.step(*arguments, target=random_tensor_of(1, 8, 5), losses=losses)
         found.append([*(p.grad for p in part.parameters()), *(loss.detach() for loss in losses)])
     return found
 
@@ -402,7 +409,7 @@ def checkpoints() -> Any:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (size(),))
-    whole = mine_of(0, 10, 6)
+    whole = random_tensor_of(0, 10, 6)
     state = {"w": distribute_tensor(whole, mesh, [Shard(0)]), "step": torch.tensor(7)}
     dcp.save(state, checkpoint_id=f"{FOLDER[0]}.now")
     dcp.async_save(state, checkpoint_id=f"{FOLDER[0]}.later").result()
@@ -441,14 +448,14 @@ def compiled() -> Any:
         dist.all_reduce(y)
         return parts.sum(0), mean, part, swapped + 1, y
 
-    return step(mine(6, 3))
+    return step(random_tensor(6, 3))
 
 
 @case
 def receive_from_anybody() -> Any:
     if rank():
-        dist.send(mine(3), 0)
-        dist.send(mine(4), 0, tag=7)
+        dist.send(random_tensor(3), 0)
+        dist.send(random_tensor(4), 0, tag=7)
         return None
     x, y = torch.empty(3), torch.empty(4)
     return dist.recv(x), dist.recv(y, tag=7), x, y

@@ -22,7 +22,7 @@ import numpy as np
 from support.waiting import wait_until
 
 from flowchan.transport.device import transfer
-from flowchan.transport.device.arenas import NoRoom
+from flowchan.transport.device.arenas import ArenaFull
 
 MOST_EVENTS = 4096
 
@@ -138,7 +138,7 @@ class FakeDevice:
 
     def allocate(self, device: str, size: int) -> tuple[Memory, bytes]:
         if self.full:
-            raise NoRoom("the fake device is full")
+            raise ArenaFull("the fake device is full")
         self.counts["allocate"] += 1
         memory = Memory.new(size)
         return memory, memory.handle()

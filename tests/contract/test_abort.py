@@ -220,9 +220,9 @@ def test_abort_frees_the_items_of_this_process():
     """C6, C12: discarded items are freed."""
     ch = Channel(across="threads")
     item = Item()
-    gone = weakref.ref(item)
+    reference = weakref.ref(item)
     ch.put(item)
     del item
-    assert gone() is not None
+    assert reference() is not None
     ch.abort()
-    assert gone() is None
+    assert reference() is None

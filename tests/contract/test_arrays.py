@@ -300,10 +300,10 @@ def test_error_without_room_names_the_holders(make):
     ch.put(np.zeros(LARGE))
     kept = ch.get()
     ch.put_many([np.zeros(LARGE)] * 2)
-    said = (
+    message = (
         rf"2 of 2 items inside, 1\.6 MB of max_bytes=8\.0 MB; process {os.getpid()} holds 1 block, 800\.2 KB"
     )
-    with pytest.raises(Full, match=said):
+    with pytest.raises(Full, match=message):
         ch.put(np.zeros(LARGE), timeout=0.01)
     assert len(kept) == LARGE
 
@@ -335,27 +335,27 @@ def _keep_two(ch: Channel, taken: Channel, port: bool) -> None:
     del kept
 
 
-def _fork_and_end(ch: Channel, asked: Channel, answers: Channel) -> None:
+def _fork_and_end(ch: Channel, requests: Channel, answers: Channel) -> None:
     """Give the received item to a child that outlives this process."""
     array = ch.get()
     if os.fork() == 0:
-        _look_again(array, asked, answers)
+        _read_again(array, requests, answers)
     os._exit(0)
 
 
 @pytest.mark.other_process
 def test_forked_child_keeps_views_after_its_parent_has_ended(make, spawn_peer):
-    ch, asked, answers = make(1), make(1), make(1)
+    ch, requests, answers = make(1), make(1), make(1)
     before = psutil.Process().children(recursive=True)
     ch.put(np.full(LARGE, 5))
-    parent = spawn_peer(_fork_and_end, ch, asked, answers)
+    parent = spawn_peer(_fork_and_end, ch, requests, answers)
     assert answers.get() == 5 * LARGE
     assert parent.join() == 0
     ch.stats()  # detects dead processes
     for _ in range(10):
         ch.put(np.full(LARGE, 6))
         assert ch.get()[0] == 6
-    asked.put(None)
+    requests.put(None)
     assert answers.get() == 5 * LARGE
     wait_until(lambda: psutil.Process().children(recursive=True) == before)
 
@@ -364,23 +364,23 @@ def test_forked_child_keeps_views_after_its_parent_has_ended(make, spawn_peer):
 def test_forked_child_keeps_the_views_of_its_parent(make, spawn_peer):
     """The parent may release the view and the channel may continue, but the child's view must stay
     unchanged."""
-    ch, asked, answers = make(1), make(1), make(1)
+    ch, requests, answers = make(1), make(1), make(1)
     ch.put(np.full(LARGE, 5))
     arrived = ch.get()
-    peer = spawn_peer(_look_again, arrived, asked, answers)
+    peer = spawn_peer(_read_again, arrived, requests, answers)
     assert answers.get() == 5 * LARGE
     del arrived
     for _ in range(10):
         ch.put(np.full(LARGE, 6))
         assert ch.get()[0] == 6
-    asked.put(None)
+    requests.put(None)
     assert answers.get() == 5 * LARGE
     peer.result()
 
 
-def _look_again(array: Any, asked: Channel, answers: Channel) -> None:
+def _read_again(array: Any, requests: Channel, answers: Channel) -> None:
     answers.put(int(array.sum()))
-    asked.get()
+    requests.get()
     answers.put(int(array.sum()))
 
 

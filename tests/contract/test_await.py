@@ -440,11 +440,11 @@ def test_closed_loop_is_freed(make):
         waiting.cancel()
         return weakref.ref(asyncio.get_running_loop())
 
-    gone = asyncio.run(main())
+    reference = asyncio.run(main())
 
     def forgotten():
         gc.collect()
-        return gone() is None
+        return reference() is None
 
     wait_until(forgotten)
     wait_until(lambda: len(awaiting._watchers) == 0)

@@ -149,44 +149,44 @@ def test_dropped_items_of_this_process_are_freed():
     """The items go with the last reference to the channel."""
     ch = Channel(across="threads")
     item = Item()
-    gone = weakref.ref(item)
+    reference = weakref.ref(item)
     ch.put_many([item, item])
     del item, ch
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 def test_channel_keeps_no_reference_to_a_received_item():
     """Between threads, the channel keeps no reference to an item that has left it."""
     ch = Channel(across="threads")
     item = Item()
-    gone = weakref.ref(item)
+    reference = weakref.ref(item)
     ch.put(item)
     assert ch.get() is item
     del item
-    assert gone() is None
+    assert reference() is None
 
 
 def test_a_channel_that_holds_itself_is_collected():
     """A reference cycle through a channel of this process must not leak."""
     ch = Channel(across="threads")
     item = Item()
-    gone = weakref.ref(item)
+    reference = weakref.ref(item)
     ch.put_many([ch, item])
     del item, ch
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 def test_channel_referenced_by_its_abort_cause_is_collected():
     """An exception holds all objects of its traceback."""
     ch = Channel(across="threads")
     cause = Cause(ch)
-    gone = weakref.ref(cause)
+    reference = weakref.ref(cause)
     ch.abort(cause)
     del cause, ch
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 @pytest.mark.not_hosts("a channel that is under way lasts at its home, whatever becomes of the item")

@@ -150,14 +150,14 @@ def test_long_stream_opens_the_memory_once_without_waiting(make, spawn_peer):
     for number in range(1000):
         ch.put(FakeTensor(np.full(MB // 8, number)))
     ch.close()
-    total, theirs = answers.get()
+    total, peer_end = answers.get()
     assert total == 999 * 500
-    assert theirs["open"] == 1  # 1 MB each, in an arena of 64 MB
-    assert theirs["open event"] <= 4 * transfer.EVERY_FEW
-    assert theirs["copy out"] == 1000
-    assert not {"close", "finish", "from host"} & theirs.keys()
+    assert peer_end["open"] == 1  # 1 MB each, in an arena of 64 MB
+    assert peer_end["open event"] <= 4 * transfer.EVERY_FEW
+    assert peer_end["copy out"] == 1000
+    assert not {"close", "finish", "from host"} & peer_end.keys()
     assert FAKE.counts["copy in"] == 1000
-    assert FAKE.counts["allocate"] == theirs["open"]
+    assert FAKE.counts["allocate"] == peer_end["open"]
     assert FAKE.counts["finish"] == FAKE.counts["to host"] == 0
     peer.result()
     assert kept() == 0
@@ -262,12 +262,12 @@ def test_aborted_channel_keeps_no_blocks(make):
 def test_unreferenced_channel_keeps_no_blocks(make):
     ch = make(4)
     ch.put(FakeTensor(np.ones(10)))
-    gone = weakref.ref(ch)
+    reference = weakref.ref(ch)
     make.forget()
     del ch
     gc.collect()
     assert kept() == 0
-    assert gone() is None
+    assert reference() is None
 
 
 @pytest.mark.other_process
@@ -356,11 +356,11 @@ def test_a_device_that_the_receiver_cannot_see_is_named(make, monkeypatch, switc
     ch = make(1)
     ch.put(FakeTensor(np.arange(10), "fake-A"))
     FAKE.seen = ["fake-B"]
-    said = (
+    message = (
         rf"fake device fake-A of process {os.getpid()}.*can use fake-B "
         rf"only.*CUDA_VISIBLE_DEVICES.*tensor\.cpu\(\)"
     )
-    with pytest.raises(ChannelError, match=said):
+    with pytest.raises(ChannelError, match=message):
         ch.get()
     assert kept() == 0
 

@@ -43,11 +43,11 @@ def test_tensor_arrives_on_its_device_if_visible():
 
 @pytest.mark.parametrize("ports", [False, True])
 def test_tensor_arrives_on_the_device_of_the_same_number(ports):
-    there, back = Channel(across="hosts"), Channel(across="hosts")
+    outward, inward = Channel(across="hosts"), Channel(across="hosts")
 
     def move():
         of_another_host("other-A", "other-B")
-        taking, giving = (there.reader(), back.writer()) if ports else (there, back)
+        taking, giving = (outward.reader(), inward.writer()) if ports else (outward, inward)
         for tensor in taking:
             assert tensor.device == "other-B"
             giving.put(FakeTensor(2 * tensor.numpy(), "other-A"))
@@ -57,11 +57,11 @@ def test_tensor_arrives_on_the_device_of_the_same_number(ports):
 
     peer = HostPeer(move)
     for number in (1, 1000, 100_000):
-        there.put(FakeTensor(np.arange(number), "fake-B"))
-        tensor = back.get()
+        outward.put(FakeTensor(np.arange(number), "fake-B"))
+        tensor = inward.get()
         assert tensor.device == "fake-A"
         assert np.array_equal(tensor.numpy(), 2 * np.arange(number))
-    there.close()
+    outward.close()
     peer.result()
     assert through_the_host() == (3, 3, 0)
 
@@ -115,7 +115,7 @@ VIEWS = {
 }
 
 
-def elsewhere(server, function):
+def remote_channel(server, function):
     """Run a client on another host that has two devices."""
     address, secret = server.address, server.secret
 
@@ -136,13 +136,13 @@ def test_device_bytes_go_to_a_server_and_back():
         return tensor.device
 
     with Server() as server:
-        peer = elsewhere(server, echo)
+        peer = remote_channel(server, echo)
         (client,) = server.clients(1)
         client.send(FakeTensor(np.arange(100, dtype="u1"), "fake-B"))
-        back = client.recv()
+        inward = client.recv()
         assert peer.result() == "other-B"
-    assert (back.device, back.numpy().dtype) == ("fake-B", "u1")
-    assert np.array_equal(back.numpy(), np.arange(1, 101))
+    assert (inward.device, inward.numpy().dtype) == ("fake-B", "u1")
+    assert np.array_equal(inward.numpy(), np.arange(1, 101))
     assert through_the_host() == (1, 1, 0)
     assert kept() == 0
 
@@ -151,24 +151,24 @@ def test_device_bytes_go_to_a_server_and_back():
 def test_device_tensors_go_to_a_server_and_its_clients(view):
     """Corresponds to testCUDATensor and testNoncontiguousCUDATensor. A broadcast copies to host memory
     once."""
-    there = VIEWS[view]()
+    outward = VIEWS[view]()
 
     def send(client):
-        client.send(FakeTensor(there, "other-A"))
+        client.send(FakeTensor(outward, "other-A"))
         tensor = client.recv()
         return tensor.device, tensor.numpy()
 
     with Server() as server:
-        peers = [elsewhere(server, send) for _ in range(2)]
+        peers = [remote_channel(server, send) for _ in range(2)]
         for client in server.clients(2):
             came = client.recv()
             assert came.device == "fake-A"
-            assert np.array_equal(came.numpy(), there)
-            assert came.numpy().shape == there.shape
+            assert np.array_equal(came.numpy(), outward)
+            assert came.numpy().shape == outward.shape
         server.broadcast(FakeTensor(came.numpy() + 1, "fake-B"))
         for peer in peers:
             device, array = peer.result()
             assert device == "other-B"
-            assert np.array_equal(array, there + 1)
+            assert np.array_equal(array, outward + 1)
     assert through_the_host() == (1, 2, 0)
     assert kept() == 0

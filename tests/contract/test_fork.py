@@ -198,9 +198,9 @@ def test_fork_during_a_run_leaves_the_run_to_the_parent():
     doubled = source.map(lambda item: 2 * item, on="process").collect()
 
     def own_run():
-        mine = Graph("child")
-        result = mine.source(range(5)).map(lambda item: item + 1, on="process").collect()
-        numbers.put(sum(mine.run()[result]))
+        own = Graph("child")
+        result = own.source(range(5)).map(lambda item: item + 1, on="process").collect()
+        numbers.put(sum(own.run()[result]))
         return True
 
     with graph.start() as run:

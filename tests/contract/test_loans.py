@@ -166,7 +166,7 @@ def test_c13_loan_larger_than_any_block_is_refused(make):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "error", "said"),
+    ("shape", "dtype", "error", "message"),
     [
         (-1, "uint8", ValueError, "shape must be whole numbers"),
         ((3, 2.5), "uint8", ValueError, "shape must be whole numbers"),
@@ -174,8 +174,8 @@ def test_c13_loan_larger_than_any_block_is_refused(make):
         (3, "no such type", TypeError, "no such type"),
     ],
 )
-def test_c13_invalid_loan_is_refused(make, shape, dtype, error, said):
-    with pytest.raises(error, match=said):
+def test_c13_invalid_loan_is_refused(make, shape, dtype, error, message):
+    with pytest.raises(error, match=message):
         make(1).loan(shape, dtype)
 
 

@@ -9,62 +9,62 @@ from collections import Counter
 
 import pytest
 from support.peers import HostPeer, ProcessPeer, ThreadPeer
-from support.waiting import nobody_waits, wait_blocked, wait_until
+from support.waiting import no_waiters, wait_blocked, wait_until
 from transports import TRANSPORTS, Transport
 
 from flowchan import Broken, Channel, Closed, Drained, Empty, Full, NothingReady, Selected, select
 
 MIXES = [*([transport] for transport in TRANSPORTS), *map(list, itertools.combinations(TRANSPORTS, 2))]
-ELSEWHERE = Transport("elsewhere", "hosts", peers=(), copies=True)
+REMOTE = Transport("remote_channel", "hosts", peers=(), copies=True)
 """Channels that another program owns."""
-FAR_MIXES = [[ELSEWHERE], [TRANSPORTS[0], ELSEWHERE]]
+REMOTE_MIXES = [[REMOTE], [TRANSPORTS[0], REMOTE]]
 
 
-def hold(told, over):
+def hold(reply, over):
     """Own channels in another process."""
-    mine = Channel(across="hosts")
-    told.put(mine)
+    own = Channel(across="hosts")
+    reply.put(own)
     with contextlib.suppress(Drained):
         over.get()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def elsewhere():
+def remote_channel():
     """Yield a channel of another owner, which makes further ones.
 
     The connection is open and has been used before a test counts processes or threads.
     """
-    told, over = Channel(across="hosts"), Channel(across="hosts")
-    home = HostPeer(hold, told, over)
-    far = told.get()
+    reply, over = Channel(across="hosts"), Channel(across="hosts")
+    owner = HostPeer(hold, reply, over)
+    remote_end = reply.get()
     with contextlib.suppress(NothingReady):
-        select([far._another(1) for _ in range(10)], timeout=0)
-    wait_until(lambda: len(far._link._nudges) == 0)
-    far.stats()
-    yield far
+        select([remote_end._another(1) for _ in range(10)], timeout=0)
+    wait_until(lambda: len(remote_end._link._nudges) == 0)
+    remote_end.stats()
+    yield remote_end
     over.close()
-    home.result()
+    owner.result()
 
 
 def name(mix):
     return "+".join(transport.name for transport in mix)
 
 
-@pytest.fixture(params=[*MIXES, *FAR_MIXES], ids=name)
-def several(request, elsewhere):
+@pytest.fixture(params=[*MIXES, *REMOTE_MIXES], ids=name)
+def several(request, remote_channel):
     """Return ``several(n, capacity)``, which makes n channels of one transport, or of two in turn."""
 
     def make(n, capacity=64):
         transports = itertools.islice(itertools.cycle(request.param), n)
         return [
-            elsewhere._another(capacity) if one is ELSEWHERE else one.make(capacity) for one in transports
+            remote_channel._another(capacity) if one is REMOTE else one.make(capacity) for one in transports
         ]
 
     return make
 
 
 @pytest.fixture(params=MIXES, ids=name)
-def several_here(request):
+def several_local(request):
     """Return the same without remote channels.
 
     Ports of remote channels are not tests of select, and a hundred of them make a connection take more
@@ -126,9 +126,9 @@ def test_none_is_an_item_like_any_other(several):
     assert select([ch], timeout=0) == Selected(ch, None, put=False)
 
 
-def test_ports_are_selected_like_channels(several_here):
+def test_ports_are_selected_like_channels(several_local):
     """C5, C10: an item of a port is leased until the next request."""
-    a, b = several_here(2)
+    a, b = several_local(2)
     reader, writer = a.reader(), b.writer()
     a.put_many([1, 2])
     assert select([reader], timeout=0) == Selected(reader, 1, put=False)
@@ -156,9 +156,9 @@ def test_select_names_an_argument_of_another_type(gets):
         select(gets)
 
 
-def test_select_refuses_a_channel_in_place_of_a_list(several_here):
+def test_select_refuses_a_channel_in_place_of_a_list(several_local):
     """C10: iterating over it would take its items."""
-    (ch,) = several_here(1)
+    (ch,) = several_local(1)
     check_that_no_list_is_refused(ch)
 
 
@@ -170,9 +170,9 @@ def check_that_no_list_is_refused(ch):
     assert len(ch) == 1
 
 
-def test_select_refuses_ports_of_the_wrong_side(several_here):
+def test_select_refuses_ports_of_the_wrong_side(several_local):
     """C10."""
-    (ch,) = several_here(1)
+    (ch,) = several_local(1)
     check_that_ends_are_not_mixed_up(ch)
 
 
@@ -184,20 +184,20 @@ def check_that_ends_are_not_mixed_up(ch):
 
 
 @pytest.mark.parametrize("number", [0, 129])
-def test_select_takes_1_to_128_operations(several_here, number):
+def test_select_takes_1_to_128_operations(several_local, number):
     """C10."""
     with pytest.raises(ValueError, match="1 to 128 operations"):
-        select(several_here(number), timeout=0)
+        select(several_local(number), timeout=0)
 
 
-def test_select_waits_on_128_channels(several_here):
+def test_select_waits_on_128_channels(several_local):
     """C10."""
-    channels = several_here(128)
+    channels = several_local(128)
     with pytest.raises(NothingReady):
         select(channels, timeout=0.01)
     channels[77].put("there")
     assert select(channels).item == "there"
-    assert nobody_waits(*channels)
+    assert no_waiters(*channels)
 
 
 # now or later
@@ -212,7 +212,7 @@ def test_select_that_times_out_does_nothing(several, timeout):
         with pytest.raises(kind):
             select([a], puts=[(b, "new")], timeout=timeout)
     assert (len(a), b.get()) == (0, "old")
-    assert nobody_waits(a, b)
+    assert no_waiters(a, b)
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "1", True])
@@ -273,12 +273,12 @@ def test_close_or_abort_wakes_a_waiting_select(several, end, raised):
     getattr(b, end)()
     with pytest.raises(raised):
         waiting.result()
-    assert nobody_waits(a, b)
+    assert no_waiters(a, b)
 
 
-def test_a_closed_port_is_refused(several_here):
+def test_a_closed_port_is_refused(several_local):
     """C5, C10."""
-    (ch,) = several_here(1)
+    (ch,) = several_local(1)
     check_that_a_closed_port_is_refused(ch)
 
 
@@ -302,16 +302,16 @@ def test_select_refuses_the_same_mistakes_with_remote_ports(check):
     HostPeer(check, ch).result()
 
 
-def test_closing_a_port_ends_a_select_that_waits_on_it(several_here):
+def test_closing_a_port_ends_a_select_that_waits_on_it(several_local):
     """C5, C10."""
-    a, b = several_here(2)
+    a, b = several_local(2)
     keep, reader = a.reader(), a.reader()
     waiting = ThreadPeer(select, [reader, b])
     wait_blocked(a, readers=1)
     reader.close()
     with pytest.raises(ValueError, match="this port was closed"):
         waiting.result()
-    assert nobody_waits(a, b)
+    assert no_waiters(a, b)
     keep.close()
 
 
@@ -334,7 +334,7 @@ def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
         if done.channel is a:
             a.put("a")
         assert plain.result() == "a"
-        assert nobody_waits(a, b)
+        assert no_waiters(a, b)
 
 
 # fairness and totals
@@ -364,23 +364,23 @@ def test_empty_channels_do_not_bias_the_choice(several, before):
 
 def test_select_without_waiting_does_not_miss_a_moving_item(several, make_gate):
     """C10: one of two channels has an item at every moment; checking them in turn must not miss it."""
-    here, there = channels = several(2)
-    here.put("item")
+    first, second = channels = several(2)
+    first.put("item")
     gate = make_gate(1)
 
     def move():
         gate.arrive()
-        while not (here.closed or there.closed):
-            for source, target in ((here, there), (there, here)):
+        while not (first.closed or second.closed):
+            for source, target in ((first, second), (second, first)):
                 try:
                     target.put("item")
                     source.get()
                 except Closed:
                     return
 
-    mover = ThreadPeer(move) if here.across == "threads" or there.across == "threads" else ProcessPeer(move)
+    mover = ThreadPeer(move) if first.across == "threads" or second.across == "threads" else ProcessPeer(move)
     gate.open()
-    for _ in range(300 if hasattr(there, "is_elsewhere") else 3_000):
+    for _ in range(300 if hasattr(second, "is_elsewhere") else 3_000):
         done = select(channels, timeout=0)
         done.channel.put(done.item)
     for ch in channels:
@@ -420,4 +420,4 @@ def test_many_concurrent_selects_take_each_item_once(several, long_walk):
         ch.close()
     taken = Counter(item for reader in readers for item in reader.result())
     assert taken == dict.fromkeys(((number, i) for number in range(parties) for i in range(each)), 1)
-    assert nobody_waits(*channels)
+    assert no_waiters(*channels)

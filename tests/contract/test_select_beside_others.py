@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.peers import ProcessPeer, ThreadPeer
-from support.waiting import nobody_waits, wait_blocked, wait_until
+from support.waiting import no_waiters, wait_blocked, wait_until
 from transports import TRANSPORTS
 
 from flowchan import Channel, Drained, NothingReady, Selected, select
@@ -30,7 +30,7 @@ def test_put_by_another_thread_or_process_wakes_a_select(kind, chosen):
     assert [ch.stats().selecting for ch in channels] == [1, 1]
     kind(channels[chosen].put, "item").result()
     assert waiting.result() == Selected(channels[chosen], "item", put=False)
-    assert nobody_waits(*channels)
+    assert no_waiters(*channels)
 
 
 @pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])

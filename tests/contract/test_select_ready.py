@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.peers import ProcessPeer, ThreadPeer
-from support.waiting import nobody_waits, wait_blocked
+from support.waiting import no_waiters, wait_blocked
 
 from flowchan import Broken, Channel, NothingReady, Selected, select
 
@@ -55,7 +55,7 @@ def test_closing_a_channel_ends_all_selects_on_ready(kind):
     stop.close()
     assert [peer.result() for peer in peers] == [None] * 5
     assert (moved(work), moved(full)) == ((0, 0), (1, 0))
-    assert nobody_waits(work, full, stop)
+    assert no_waiters(work, full, stop)
 
 
 def test_select_on_ready_leaves_the_item_to_a_reader(make):
@@ -71,7 +71,7 @@ def test_select_on_ready_leaves_the_item_to_a_reader(make):
         ch.close()  # one select may not have looked before the item was taken
         for looker in looking:
             looker.result()
-        assert nobody_waits(ch)
+        assert no_waiters(ch)
 
 
 def test_select_on_ready_raises_the_cause_of_a_break(make):

@@ -165,16 +165,16 @@ def test_values_arrive_as_they_were_sent(make, group):
 @pytest.mark.parametrize("group", GROUPS)
 def test_values_go_through_a_peer_and_back(make, spawn_peer, group):
     """Both directions, in a row, with batches."""
-    there, back = make(8), make(8)
+    outward, inward = make(8), make(8)
 
     def echo():
-        for item in there:
-            back.put(item)
-        back.close()
+        for item in outward:
+            inward.put(item)
+        inward.close()
 
     peer = spawn_peer(echo)
-    writer = spawn_peer(lambda: (there.put_many(GROUPS[group]), there.close()))
-    arrived = list(back)
+    writer = spawn_peer(lambda: (outward.put_many(GROUPS[group]), outward.close()))
+    arrived = list(inward)
     writer.result()
     peer.result()
     assert len(arrived) == len(GROUPS[group])

@@ -227,14 +227,14 @@ def test_c11_failed_items_reach_the_errors_stream_once() -> None:
         deaths.at(item)
         return item
 
-    def told(failed: Any) -> Any:
+    def reported(failed: Any) -> Any:
         deaths.at(failed.item)
         return failed.item
 
     graph = Graph("c11")
     worked = graph.source(range(ITEMS), capacity=4).map(work, on="process", workers=2, capacity=4)
     out = worked.collect()
-    failed = worked.errors.map(told, on="process").collect()
+    failed = worked.errors.map(reported, on="process").collect()
     results = graph.run()
     assert results[out] == list(range(0, ITEMS, 2))
     assert sorted(results[failed]) == list(range(1, ITEMS, 2))

@@ -332,7 +332,7 @@ def test_the_item_type_is_the_element_type_or_unknown(stream: Stream, annotation
 
 
 def test_unresolvable_annotation_leaves_item_type_unknown(stream: Stream) -> None:
-    class Spiteful:
+    class RaisesOnRepr:
         def __eq__(self, other: object) -> bool:
             raise RuntimeError("compared")
 
@@ -340,7 +340,7 @@ def test_unresolvable_annotation_leaves_item_type_unknown(stream: Stream) -> Non
 
     def function(item: Any) -> Any: ...
 
-    function.__annotations__["return"] = Spiteful()
+    function.__annotations__["return"] = RaisesOnRepr()
     assert stream.map(function).item is None
 
 

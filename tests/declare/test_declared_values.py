@@ -57,4 +57,4 @@ def test_two_placements_decide_the_transport(one: Placement, other: Placement, t
 
 
 def test_only_processes_and_hosts_are_separate_placements() -> None:
-    assert [place.name for place in PLACEMENTS.values() if place.apart] == ["process", "hosts"]
+    assert [place.name for place in PLACEMENTS.values() if place.own_process] == ["process", "hosts"]

@@ -217,12 +217,12 @@ def test_channel_survives_until_its_last_item_is_finished():
     number = int(received.address.rpartition("/")[2])
     del received
 
-    def is_gone():
+    def has_ended():
         with contextlib.suppress(ChannelError):
             return home.find(number) is None
         return True
 
-    wait_until(is_gone)
+    wait_until(has_ended)
 
 
 def test_packed_item_keeps_its_channels():

@@ -258,9 +258,9 @@ def test_run_still_active_at_exit_is_aborted_with_its_agents(tmp_path: Path) -> 
     while not held.exists():
         pass
     """
-    said = program(tmp_path, text)
-    assert said.count("a seed") == 1
-    assert "graph 'goes on' is aborted after" in said
+    output = program(tmp_path, text)
+    assert output.count("a seed") == 1
+    assert "graph 'goes on' is aborted after" in output
 
 
 def test_agents_end_with_a_killed_program_despite_its_forked_child(tmp_path: Path) -> None:
@@ -284,8 +284,8 @@ def test_agents_end_with_a_killed_program_despite_its_forked_child(tmp_path: Pat
     with start(script(tmp_path, SCRIPT + text), tmp_path) as process:
         assert process.stdout is not None
         child = psutil.Process(int(process.stdout.readline()))
-        here = psutil.Process(process.pid)
-        family = [*seeds_of(here), *agents_of(here), *map(workers_of, agents_of(here))]
+        current = psutil.Process(process.pid)
+        family = [*seeds_of(current), *agents_of(current), *map(workers_of, agents_of(current))]
         assert len(family) == 3
         *others, workers = family
         process.kill()

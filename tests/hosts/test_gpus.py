@@ -24,8 +24,8 @@ def _three(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seen(_: Any = None) -> tuple[str, int, str]:
-    here = worker()
-    return here.host, here.number, os.environ["CUDA_VISIBLE_DEVICES"]
+    info = worker()
+    return info.host, info.number, os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 everywhere = pytest.mark.parametrize("on", ["process", local(1)], ids=str)
@@ -98,12 +98,12 @@ def test_threads_share_the_devices_of_the_program() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "those"), [("", []), ("-1", []), ("0,-1,2", ["0"]), ("GPU-1a,GPU-b", ["GPU-1a", "GPU-b"])]
+    ("listed", "those"), [("", []), ("-1", []), ("0,-1,2", ["0"]), ("GPU-1a,GPU-b", ["GPU-1a", "GPU-b"])]
 )
 def test_present_uses_the_environment_variable(
-    monkeypatch: pytest.MonkeyPatch, told: str, those: list[str]
+    monkeypatch: pytest.MonkeyPatch, listed: str, those: list[str]
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
     assert present() == those
 
 

@@ -31,7 +31,7 @@ def twice(number: int) -> list[int]:
     return [number, number]
 
 
-def far(stream: Stream) -> Stream:
+def on_hosts(stream: Stream) -> Stream:
     """Return the stream, passed through two hosts."""
     return stream.map(same, on=POOL, workers=2)
 
@@ -51,7 +51,7 @@ def source(graph: Graph) -> Any:
 
 
 def map_(graph: Graph) -> Any:
-    return run(graph, far(begins(graph)).collect()), list(range(40))
+    return run(graph, on_hosts(begins(graph)).collect()), list(range(40))
 
 
 def flat_map(graph: Graph) -> Any:
@@ -82,47 +82,47 @@ def both(numbers: In[int], out: Out[int], log: Out[int]) -> None:
 
 
 def reduce(graph: Graph) -> Any:
-    total = far(begins(graph)).reduce(lambda so_far, number: so_far + number)
+    total = on_hosts(begins(graph)).reduce(lambda so_far, number: so_far + number)
     return run(graph, total), sum(range(40))
 
 
 def collect(graph: Graph) -> Any:
     """Collect a list that is itself an item for a host."""
-    return run(graph, far(far(begins(graph)).collect()).collect()), [list(range(40))]
+    return run(graph, on_hosts(on_hosts(begins(graph)).collect()).collect()), [list(range(40))]
 
 
 def batch(graph: Graph) -> Any:
-    batches = far(far(begins(graph)).batch(16))
+    batches = on_hosts(on_hosts(begins(graph)).batch(16))
     return run(graph, batches.collect()), [list(range(16)), list(range(16, 32)), list(range(32, 40))]
 
 
 def unbatch(graph: Graph) -> Any:
     given = begins(graph).map(twice, on=POOL, workers=2).unbatch()
-    return run(graph, far(given).collect()), [number for number in range(40) for _ in "ab"]
+    return run(graph, on_hosts(given).collect()), [number for number in range(40) for _ in "ab"]
 
 
 def take(graph: Graph) -> Any:
-    return run(graph, far(far(begins(graph)).take(7)).collect()), list(range(7))
+    return run(graph, on_hosts(on_hosts(begins(graph)).take(7)).collect()), list(range(7))
 
 
 def tee(graph: Graph) -> Any:
-    one, other = far(begins(graph)).tee(2)
-    return run(graph, far(one).collect(), other.collect()), [list(range(40))] * 2
+    one, other = on_hosts(begins(graph)).tee(2)
+    return run(graph, on_hosts(one).collect(), other.collect()), [list(range(40))] * 2
 
 
 def zip_(graph: Graph) -> Any:
-    pairs = far(begins(graph)).zip(far(graph.source(range(30), name="fewer")))
-    return run(graph, far(pairs).collect()), [(number, number) for number in range(30)]
+    pairs = on_hosts(begins(graph)).zip(on_hosts(graph.source(range(30), name="fewer")))
+    return run(graph, on_hosts(pairs).collect()), [(number, number) for number in range(30)]
 
 
 def merge(graph: Graph) -> Any:
-    merged = graph.merge(far(begins(graph)), far(graph.source(range(40, 60), name="more")))
-    return sorted(run(graph, far(merged).collect())), list(range(60))
+    merged = graph.merge(on_hosts(begins(graph)), on_hosts(graph.source(range(40, 60), name="more")))
+    return sorted(run(graph, on_hosts(merged).collect())), list(range(60))
 
 
 def allreduce(graph: Graph) -> Any:
     """Reduce over local workers between two hosts."""
-    rounds = far(far(begins(graph)).map(same, workers=2).allreduce("sum"))
+    rounds = on_hosts(on_hosts(begins(graph)).map(same, workers=2).allreduce("sum"))
     found = run(graph, rounds.collect())
     contributed = sum(one.contributors for one in found)
     return (sum(one.value for one in found), contributed), (sum(range(40)), 40)
@@ -151,7 +151,7 @@ def halved(fresh: In[int], back: In[int], again: Out[int], done: Out[int]) -> No
 
 def input_(graph: Graph) -> Any:
     numbers = graph.input("numbers")
-    result = far(numbers).collect()
+    result = on_hosts(numbers).collect()
     with graph.start() as going:
         for number in range(40):
             going[numbers].put(number)
@@ -204,10 +204,10 @@ def test_async_functions_run_locally_and_on_hosts() -> None:
             yield number
 
     graph = Graph("async")
-    result = far(far(graph.source(ticks)).map(slow, workers=4)).collect()
+    result = on_hosts(on_hosts(graph.source(ticks)).map(slow, workers=4)).collect()
     assert run(graph, result) == list(range(40))
 
-    graph = Graph("far")
+    graph = Graph("on_hosts")
     found = graph.source(ticks, on=POOL).map(slow, workers=4, on=POOL).collect()
     assert sorted(run(graph, found)) == list(range(40))
 
@@ -226,18 +226,18 @@ def test_callable_class_is_built_once_on_each_workers_host() -> None:
 
 
 def test_source_generator_closes_on_its_host_when_readers_stop() -> None:
-    def endless(closed: In[int], out: Out[int], said: Out[str]) -> None:
+    def endless(closed: In[int], out: Out[int], outcomes: Out[str]) -> None:
         def numbers() -> Iterator[int]:
             number = 0
             try:
                 while True:
                     yield (number := number + 1)
             finally:
-                said.put(worker().host)
+                outcomes.put(worker().host)
 
         out.put_many(numbers())
 
     graph = Graph("endless")
-    out, said = graph.stage(endless, graph.source([]), on=POOL["local-2"], name="endless")
-    taken, words = run(graph, far(out).take(5).collect(), said.collect())
+    out, outcomes = graph.stage(endless, graph.source([]), on=POOL["local-2"], name="endless")
+    taken, words = run(graph, on_hosts(out).take(5).collect(), outcomes.collect())
     assert (taken, words) == ([1, 2, 3, 4, 5], ["local-2"])

@@ -14,12 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+from benchmarks.remote import cut
 from hosted import agents, workers_of
 from support.network_proxy import Wire, wired
 from support.waiting import wait_until
 from support.worker_latch import Gate
 
-from benchmarks.far import cut
 from flowchan import Deadlock, Graph, In, Out, Run, RunError, StageError
 from flowchan.hosts import local
 from flowchan.hosts.hosts_part import HostsPart
@@ -41,10 +41,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Waits]:
     real = HostsPart.waits
 
     def ask(self: HostsPart, alive: Any) -> Waits | None:
-        told = real(self, alive)
-        if told is not None:
-            found.append(told)
-        return told
+        waits = real(self, alive)
+        if waits is not None:
+            found.append(waits)
+        return waits
 
     monkeypatch.setattr(HostsPart, "waits", ask)
     monkeypatch.setattr(supervisor, "POLL_INTERVAL_S", 0.001)
@@ -90,7 +90,7 @@ def test_branches_on_two_hosts_that_deadlock_are_reported() -> None:
     assert "'pairs' waits for an item from 'all' (0 of 64)" in text
 
 
-def give_left_only(left: Out[int], right: Out[int]) -> None:
+def read_left_only(left: Out[int], right: Out[int]) -> None:
     for number in itertools.count():
         left.put(number)
 
@@ -100,13 +100,13 @@ def ask_right_only(left: In[int], right: In[int], out: Out[int]) -> None:
         out.put(number)
 
 
-@pytest.mark.parametrize("asker", ["local-1", "local-2"])
-def test_stages_that_deadlock_on_hosts_are_reported(asker: str) -> None:
+@pytest.mark.parametrize("questioner", ["local-1", "local-2"])
+def test_stages_that_deadlock_on_hosts_are_reported(questioner: str) -> None:
     graph = Graph("stuck")
-    left, right = graph.stage(give_left_only, name="giver", on=POOL["local-1"])
-    graph.stage(ask_right_only, left, right, name="asker", on=POOL[asker]).sink(same)
+    left, right = graph.stage(read_left_only, name="giver", on=POOL["local-1"])
+    graph.stage(ask_right_only, left, right, name="questioner", on=POOL[questioner]).sink(same)
     _, text = deadlock_of(graph.start())
-    assert f"'asker' on {asker} waits for an item from 'giver.right' (0 of 64)" in text
+    assert f"'asker' on {questioner} waits for an item from 'giver.right' (0 of 64)" in text
     assert "'giver' on local-1 waits to put into 'giver.left' (64 of 64)" in text
 
 
@@ -145,8 +145,8 @@ def test_one_working_worker_of_two_is_not_a_deadlock(looks: list[Waits]) -> None
     gate = Gate()
     graph = Graph("working")
     found: list[int] = []
-    far = graph.source([0]).map(gate.wait, on=POOL, workers=2)
-    far.map(same, on=POOL, workers=2).sink(found.append)
+    remote = graph.source([0]).map(gate.wait, on=POOL, workers=2)
+    remote.map(same, on=POOL, workers=2).sink(found.append)
     run = graph.start()
     gate.wait_held(1)
     assert goes_on(run, looks)
@@ -214,13 +214,13 @@ def round_and_round(wire: Wire, times: int, then: Any = lambda run: None) -> Any
         graph = Graph("round")
         back = graph.feedback()
         out, done = graph.stage(begin, graph.source([times]), back, on=pool["local-1"], name="begin")
-        far = out.map(lambda number: number - 1, on=pool["local-2"], name="far")
+        remote = out.map(lambda number: number - 1, on=pool["local-2"], name="far")
 
         def pass_by(number: int) -> int:
             then(run)
             return number
 
-        back.feed(far.map(pass_by, name="here"))
+        back.feed(remote.map(pass_by, name="here"))
         result = done.collect()
         run = graph.start()
         return run.wait()[result]

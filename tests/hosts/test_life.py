@@ -18,11 +18,11 @@ class BreaksMeanwhile:
 
     def __init__(self) -> None:
         self.events: Any = iter([(), ("broken", "reset by peer"), ("closed",)])
-        self.looks = 0
+        self.polls = 0
 
     def state(self) -> dict[str, Any]:
-        self.looks += 1
-        return {"connected": self.looks == 1, "heard_ago": 0.0}
+        self.polls += 1
+        return {"connected": self.polls == 1, "heard_ago": 0.0}
 
     def wait(self, seconds: float) -> tuple[Any, ...]:
         return next(self.events)  # type: ignore[no-any-return]
@@ -36,8 +36,8 @@ def test_recent_break_does_not_end_the_agent(monkeypatch):
     monkeypatch.setattr(agent_handle, "START", 0.0)  # the time for its start is over
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
     provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)
-    heard = agent_handle.Heard(*[lambda *_: None] * 6)
-    one = agent_handle.AgentHandle(provider, 0, 0, 10.0, heard)
+    callbacks = agent_handle.AgentCallbacks(*[lambda *_: None] * 6)
+    one = agent_handle.AgentHandle(provider, 0, 0, 10.0, callbacks)
     one.link.close()
     one.link = BreaksMeanwhile()  # type: ignore[assignment]
     try:
@@ -51,19 +51,19 @@ def test_agent_that_has_not_connected_does_not_delay_the_end():
     """The agent has nothing to finish, so Ctrl-C while agents start ends the program at once."""
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
     provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)
-    one = agent_handle.AgentHandle(provider, 0, 0, 10.0, agent_handle.Heard(*[lambda *_: None] * 6))
+    one = agent_handle.AgentHandle(provider, 0, 0, 10.0, agent_handle.AgentCallbacks(*[lambda *_: None] * 6))
     one._started = started
     one.leave()
     one.close(math.inf)
 
 
 @pytest.mark.parametrize(
-    "said", ["", "no orders", "{}", "[1]", '{"secret": 5}', '{"secret": "00", "more": 1}']
+    "output", ["", "no orders", "{}", "[1]", '{"secret": 5}', '{"secret": "00", "more": 1}']
 )
-def test_agent_started_by_hand_explains_how_agents_start(said: str) -> None:
+def test_agent_started_by_hand_explains_how_agents_start(output: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "flowchan.hosts.agent"],
-        input=said,
+        input=output,
         capture_output=True,
         text=True,
         check=False,

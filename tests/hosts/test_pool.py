@@ -26,7 +26,7 @@ def test_pool_indexed_by_names_has_only_those_hosts() -> None:
     pool = local(3)
     assert pool["local-2"].hosts == ("local-2",)
     assert pool["local-1", "local-3"].hosts == ("local-1", "local-3")
-    assert pool["local-2"].is_beside(pool)
+    assert pool["local-2"].has_same_host(pool)
 
 
 def test_hosts_get_workers_in_proportion_to_their_shares() -> None:
@@ -34,7 +34,7 @@ def test_hosts_get_workers_in_proportion_to_their_shares() -> None:
     pool = local(3)
     uneven = pool[{"local-3": 1, "local-1": 3}]
     assert (uneven.hosts, uneven.shares) == (("local-3", "local-1"), (1, 3))
-    assert uneven.is_beside(pool)
+    assert uneven.has_same_host(pool)
     assert pickle.loads(pickle.dumps(uneven)) == uneven != pool["local-3", "local-1"]
     for workers, on_first in ((1, 1), (2, 2), (4, 3), (8, 6), (9, 7)):
         graph = Graph("uneven")

@@ -68,12 +68,12 @@ def test_late_reservation_logs_requested_and_available_resources(monkeypatch, ca
     placement = SimpleNamespace(placement_group_table=lambda _: {"stats": {"scheduling_state": state}})
     monkeypatch.setitem(sys.modules, "ray.util.placement_group", placement)
     cluster = SimpleNamespace(nodes=lambda: NODES)
-    asked = _Reservation(None)
-    asked.say_if_late(cluster, ray(3, resources={"GPU": 1}))
+    reservation = _Reservation(None)
+    reservation.warn_if_late(cluster, ray(3, resources={"GPU": 1}))
     assert not caplog.messages
-    asked.say_at = 0.0
+    reservation.warn_at = 0.0
     for _ in range(2):
-        asked.say_if_late(cluster, ray(3, resources={"GPU": 1}))
+        reservation.warn_if_late(cluster, ray(3, resources={"GPU": 1}))
     assert caplog.messages == [
         "ray(3, resources={'GPU': 1.0}) has no place yet: it asks for 1 CPU, 1 GPU on each of 3 different "
         f"nodes, and of the 2 in the cluster 10.0.0.1 has 8 CPU, 10.0.0.2 has 4 CPU; {why}"

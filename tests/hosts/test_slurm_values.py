@@ -54,8 +54,8 @@ def test_graph_outside_an_allocation_is_drawn_but_cannot_run():
     assert repr(pool) == "slurm()"
     graph.source(range(3)).map(abs, on=pool, name="far").sink(abs, on=pool["node1"])
     assert "hosts of slurm()" in to_mermaid(graph)
-    far, _ = check(graph)
-    assert (far.rule, far.stage) == ("hosts", "far")
+    remote, _ = check(graph)
+    assert (remote.rule, remote.stage) == ("hosts", "far")
     with pytest.raises(
         GraphError, match=r"no allocation of Slurm .*start it with 'sbatch' or within 'salloc'"
     ):

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from flowchan.errors import HostError
-from flowchan.hosts.providers.output import Said
+from flowchan.hosts.providers.output import ProcessOutput
 from flowchan.hosts.providers.shell import around, as_text, explainer
 from flowchan.hosts.providers.ssh import ssh
 from flowchan.transport import addresses
@@ -91,8 +91,10 @@ ENDS = [
 @pytest.mark.parametrize(("lines", "marks", "why"), ENDS)
 def test_end_of_an_agent_is_reported_only_when_known(lines, marks, why):
     """The end of ssh says nothing about the agent unless the wrapper script has reported it."""
-    told = explainer("gpu1", "nopy", "get one", lambda code, said: "not reached")(255, Said(lines, marks))
-    assert told is None if why is None else told is not None and told.startswith(why)
+    message = explainer("gpu1", "nopy", "get one", lambda code, output: "not reached")(
+        255, ProcessOutput(lines, marks)
+    )
+    assert message is None if why is None else message is not None and message.startswith(why)
 
 
 ROUTES = {"here": "127.0.0.1", "six": "::1", "near": "10.0.0.1", "near2": "10.0.0.1", "far": "192.168.0.9"}

@@ -39,12 +39,12 @@ def walk(nodes: Nodes, tmp_path: Path) -> Callable[[str], list[str]]:
 def test_use_without_a_cluster_names_the_remedy(tmp_path):
     """This test is the first of the file, because Ray finds any cluster that runs on this machine."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
-    said = tmp_path / "said"
+    output = tmp_path / "said"
     subprocess.run(
-        (sys.executable, WALKS, "no_cluster", said), check=True, env={**os.environ, "RAY_ADDRESS": ""}
+        (sys.executable, WALKS, "no_cluster", output), check=True, env={**os.environ, "RAY_ADDRESS": ""}
     )
     assert re.fullmatch(
-        r"ray: no cluster is reached from here \(.*\): start one with 'ray start.*\n", said.read_text()
+        r"ray: no cluster is reached from here \(.*\): start one with 'ray start.*\n", output.read_text()
     )
 
 

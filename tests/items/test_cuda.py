@@ -90,25 +90,25 @@ TENSORS = {
 }
 
 
-def _echo(ch: Channel, back: Channel) -> None:
+def _echo(ch: Channel, returned: Channel) -> None:
     for item in ch:
-        back.put(item)
+        returned.put(item)
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_every_kind_of_tensor_arrives_equal(start, monkeypatch, switch):
     """Send to another process and back, within this process, and in the form for another host."""
     monkeypatch.setenv(transfer.SWITCH, switch)
-    there, back, here, far = channel(), channel(), channel(), Channel(across="hosts")
-    start(_echo, there, back)
+    requests, returned, replies, remote = channel(), channel(), channel(), Channel(across="hosts")
+    start(_echo, requests, returned)
     for name, make in TENSORS.items():
         sent = make()
         if not isinstance(sent, torch.nn.Parameter):
             sent = sent.detach().cuda().requires_grad_(sent.requires_grad)
-        there.put(sent)
-        here.put(sent)
-        far.put(sent)
-        for arrived in (back.get(), here.get(), far.get()):
+        requests.put(sent)
+        replies.put(sent)
+        remote.put(sent)
+        for arrived in (returned.get(), replies.get(), remote.get()):
             assert type(arrived) is type(sent), name
             assert (arrived.dtype, arrived.shape, arrived.device) == (sent.dtype, sent.shape, sent.device), (
                 name
@@ -117,7 +117,7 @@ def test_every_kind_of_tensor_arrives_equal(start, monkeypatch, switch):
             assert torch.equal(arrived.detach().to_dense(), sent.detach().to_dense()), name
             if name in ("transposed", "channels last"):
                 assert arrived.stride() == sent.stride()
-    there.close()
+    requests.close()
 
 
 def test_writes_after_the_put_stay_with_the_sender():
@@ -163,14 +163,14 @@ def test_receiver_stream_waits_for_the_senders_event(start):
 
 
 def test_transfer_uses_the_current_stream(start):
-    ch, back = channel(), channel()
-    start(_echo, ch, back)
+    ch, returned = channel(), channel()
+    start(_echo, ch, returned)
     streams = [torch.cuda.Stream() for _ in range(3)]
     for number in range(60):
         with torch.cuda.stream(streams[number % 3]):
             torch.cuda._sleep(A_WHILE // 100)
             ch.put(torch.full((LARGE,), number, device="cuda"))
-            assert (back.get() == number).all()
+            assert (returned.get() == number).all()
     ch.close()
 
 
@@ -270,29 +270,29 @@ def test_expandable_segments_cross():
     subprocess.run([sys.executable, "-c", EXPANDABLE], env={**os.environ, **allocator}, check=True)
 
 
-def _name_devices(ch: Channel, back: Channel) -> None:
+def _name_devices(ch: Channel, returned: Channel) -> None:
     for item in ch:
-        back.put((int(item.sum()), item.device.index))
+        returned.put((int(item.sum()), item.device.index))
 
 
 @two
 def test_devices_are_known_by_identity_not_by_number(start, monkeypatch):
     """The receiver sees only the second device, as its first one."""
-    ch, back = channel(), channel()
+    ch, returned = channel(), channel()
     second = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", second)
-    start(_name_devices, ch, back)
+    start(_name_devices, ch, returned)
     ch.put(torch.ones(LARGE, device="cuda:1"))
-    assert back.get() == (LARGE, 0)
+    assert returned.get() == (LARGE, 0)
     ch.close()
 
 
 @two
 def test_item_with_tensors_of_two_devices_arrives(start):
-    ch, back = channel(), channel()
-    start(_echo, ch, back)
+    ch, returned = channel(), channel()
+    start(_echo, ch, returned)
     ch.put([torch.full((LARGE,), number, device=f"cuda:{number}") for number in range(2)])
-    for number, tensor in enumerate(back.get()):
+    for number, tensor in enumerate(returned.get()):
         assert tensor.device.index == number
         assert (tensor.to("cuda:0") == number).all()
     ch.close()
@@ -312,10 +312,10 @@ def test_a_device_that_the_receiver_cannot_see_is_named(start, monkeypatch, swit
     ch.put(torch.ones(LARGE, device="cuda"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     start(_answer_with_the_error, ch, answers)
-    said = answers.get()
-    assert f"of process {os.getpid()}" in said
-    assert "can use none only" in said
-    assert "tensor.cpu()" in said
+    message = answers.get()
+    assert f"of process {os.getpid()}" in message
+    assert "can use none only" in message
+    assert "tensor.cpu()" in message
 
 
 def test_a_put_while_a_graph_is_captured_is_refused():

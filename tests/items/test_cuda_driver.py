@@ -12,7 +12,7 @@ from support.tensors import TENSORS
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 from flowchan.transport.device import arenas, cuda, transfer  # noqa: E402
-from flowchan.transport.device.arenas import NoRoom  # noqa: E402
+from flowchan.transport.device.arenas import ArenaFull  # noqa: E402
 from flowchan.transport.device.cuda import Driver, TorchDevice, read, write  # noqa: E402
 
 torch_device = torch.device
@@ -77,15 +77,15 @@ def test_driver_calls_get_their_arguments(driver):
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda driver: driver.allocate(0, 2 << 40), r"cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY \(2\)"),
         (lambda driver: driver.open(1, bytes(64)), r"cuIpcOpenMemHandle_v2: CUDA_ERROR_OTHER \(201\)"),
         (lambda driver: driver.allocate(7, 1), r"cuDeviceGet: CUDA_ERROR_INVALID_DEVICE \(101\)"),
     ],
 )
-def test_the_drivers_errors_say_which_call_failed(driver, call, said):
-    with pytest.raises(OSError, match=said):
+def test_the_drivers_errors_say_which_call_failed(driver, call, message):
+    with pytest.raises(OSError, match=message):
         call(driver)
     assert driver.allocate(0, 1)[0] == 0x7F1234000064  # the context was popped again
 
@@ -230,7 +230,7 @@ def test_torch_device_follows_the_protocol(host_as_device, monkeypatch, switch):
 
 
 def test_torch_device_without_room_uses_host_memory(host_as_device):
-    with pytest.raises(NoRoom, match="OUT_OF_MEMORY"):
+    with pytest.raises(ArenaFull, match="OUT_OF_MEMORY"):
         TorchDevice().allocate("GPU-1234", 2 << 40)
 
 

@@ -44,7 +44,7 @@ class Machine(RuleBasedStateMachine):
         self.inside: deque[tuple[int, int, int]] = deque()  # numbers, sizes, and the number of the put
         self.held: list[tuple[Any, int]] = []
         self.lent: list[tuple[Any, int]] = []
-        self.put_away: list[Any] = []  # former loans that have been put
+        self.released: list[Any] = []  # former loans that have been put
         self.readers: list[tuple[Any, list[tuple[int, int, int]]]] = []  # each with its leased items
         self.writers: list[Any] = []
         self.number = self.puts = 0
@@ -54,14 +54,14 @@ class Machine(RuleBasedStateMachine):
         self.capacity = capacity
         self.channel: Any = Channel(capacity, across="processes", max_bytes=MAX_BYTES)
         # Ports that stay open to the end, because the last one to leave would close the channel.
-        self.stay = self.channel.reader(), self.channel.writer()
+        self.remain = self.channel.reader(), self.channel.writer()
 
     def new(self) -> int:
         self.number += 1
         return self.number
 
     def is_in_use(self) -> bool:
-        return bool(self.held or self.lent or self.put_away or any(hand for _, hand in self.readers))
+        return bool(self.held or self.lent or self.released or any(hand for _, hand in self.readers))
 
     def put_now(self, to: Any, array: Any, number: int) -> bool:
         try:
@@ -120,17 +120,17 @@ class Machine(RuleBasedStateMachine):
             array, _ = self.lent.pop(i)
             assert not array.flags.writeable
             if keep:
-                self.put_away.append(array)
+                self.released.append(array)
 
     @precondition(lambda self: self.lent)
     @rule(data=st.data())
     def drop_a_loan(self, data: st.DataObject) -> None:
         del self.lent[data.draw(st.integers(0, len(self.lent) - 1))]
 
-    @precondition(lambda self: self.put_away)
+    @precondition(lambda self: self.released)
     @rule()
     def drop_what_was_put(self) -> None:
-        self.put_away.clear()
+        self.released.clear()
 
     @precondition(lambda self: len(self.readers) < 3)
     @rule()
@@ -181,7 +181,7 @@ class Machine(RuleBasedStateMachine):
         stats = self.channel.stats()
         assert stats.inside == len(self.inside)
         assert stats.leased == sum(len(hand) for _, hand in self.readers)
-        if not self.held and not self.lent and not self.put_away and not self.inside:
+        if not self.held and not self.lent and not self.released and not self.inside:
             assert stats.holders == ()
 
     def teardown(self) -> None:
@@ -195,7 +195,7 @@ class Machine(RuleBasedStateMachine):
             port.close()
         self.held.clear()
         self.lent.clear()
-        self.put_away.clear()
+        self.released.clear()
         while self.inside:
             number, _, _ = self.inside.popleft()
             check(self.channel.get_nowait(), number)
@@ -205,7 +205,7 @@ class Machine(RuleBasedStateMachine):
             self.held.append((self.channel.get_nowait(), number))
             check(*self.held[-1])
         self.held.clear()
-        for port in self.stay:
+        for port in self.remain:
             port.close()
         try:
             self.channel.get_nowait()

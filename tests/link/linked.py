@@ -94,7 +94,7 @@ class RemoteWorker:
         takes its items."""
         self.linked.owner_side.drop(self.number)
         self.linked.worker_side.drop(self.number)
-        successor = RemoteWorker(
+        replacement = RemoteWorker(
             self.linked,
             number,
             self.source,
@@ -105,7 +105,7 @@ class RemoteWorker:
         )
         for channel in (self.into, *self.out):
             channel.abort(None)
-        return successor
+        return replacement
 
     def start(self, function: Callable[[Any], Iterable[tuple[int, Any]]]) -> threading.Thread:
         """Run a thread that puts the outputs of ``function`` for each item, as pairs (number of the port,

@@ -41,8 +41,8 @@ class Cut(Linked):
     def _redial(self, cuts: tuple[int, ...]) -> None:
         for cut in cuts:
             self._connect_through(cut)
-            while not isinstance(said := next_event(self.owner_side, WAIT_LIMIT_S), LinkBroken):
-                if isinstance(said, LinkClosed):  # all came before the cut
+            while not isinstance(event := next_event(self.owner_side, WAIT_LIMIT_S), LinkBroken):
+                if isinstance(event, LinkClosed):  # all came before the cut
                     return
             for relay in self._relays:
                 relay.join(WAIT_LIMIT_S)
@@ -65,11 +65,11 @@ class Cut(Linked):
 
 def pass_on(source: socket.socket, target: socket.socket, most: int | None) -> None:
     """Forward up to ``most`` bytes, then end both connections."""
-    left = most
+    remaining = most
     with contextlib.suppress(OSError):
-        while left != 0 and (came := source.recv(65536 if left is None else min(left, 65536))):
+        while remaining != 0 and (came := source.recv(65536 if remaining is None else min(remaining, 65536))):
             target.sendall(came)
-            left = None if left is None else left - len(came)
+            remaining = None if remaining is None else remaining - len(came)
     for sock in (source, target):
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
@@ -109,11 +109,11 @@ def test_outputs_cut_while_skipped_are_skipped_once(times: int) -> None:
         wait_until(lambda: results.stats().items_in == 1)
         first.owner_side.drop(1)
         first.owner_side.close()
-        successor, writer = source.reader(), results.writer()
-        _core._take_up([remote.reader], remote.writers, [successor])
+        replacement, writer = source.reader(), results.writer()
+        _core._take_up([remote.reader], remote.writers, [replacement])
         with Cut(*CUTS) as second:
             again = RemoteWorker(second, 1, source, results)
-            successor.close()
+            replacement.close()
             writer.close()
             thread = again.start(large)
             outputs = [output[:2] for output in results]

@@ -102,28 +102,28 @@ def test_stopped_process_does_not_count_the_stop_as_silence() -> None:
     """R11: a program that was stopped handles the received frames first, and does not blame the other
     side."""
     own_end, silent = socket.socketpair()
-    told = Channel[float](10_000, across="processes")
+    reported = Channel[float](10_000, across="processes")
 
     def wait() -> None:
         link = _core.Link(False)
         link.attach(own_end.detach())
         while not link.wait(0.1):
-            told.put(link.state()["heard_ago"])
+            reported.put(link.state()["heard_ago"])
 
     began = time.monotonic()
     waiting = ProcessPeer(wait)
-    told.get()
+    reported.get()
     number = waiting.pid()
     assert number is not None
     wait_until(lambda: psutil.Process(number).status() == psutil.STATUS_SLEEPING)
     os.kill(number, signal.SIGSTOP)
     stopped = -time.monotonic()
     wait_until(lambda: stopped + time.monotonic() > 2)
-    while len(told):
-        told.get()
+    while len(reported):
+        reported.get()
     stopped += time.monotonic()
     os.kill(number, signal.SIGCONT)
-    heard_ago = told.get()
+    heard_ago = reported.get()
     assert heard_ago < time.monotonic() - began - 0.9 * stopped
     waiting.kill()
     waiting.join()

@@ -29,7 +29,7 @@ def server():
         yield server
 
 
-def beside(server, function, tag=""):
+def with_helper(server, function, tag=""):
     """A client in a thread, for as long as the function takes."""
 
     def work():
@@ -49,7 +49,7 @@ def free_address():
 
 def test_listen_and_connect(server):
     """testListenAndConnect: the server sees tags and numbers, and may change the tags."""
-    peer = beside(server, lambda client: (client.id, client.recv()), tag="first")
+    peer = with_helper(server, lambda client: (client.id, client.recv()), tag="first")
     (client,) = server.clients(1)
     assert (client.tag, client.id) == ("first", 1)
     client.tag = "renamed"
@@ -82,7 +82,7 @@ def test_ping_pong(server):
         client.send("ping")
         return client.recv()
 
-    peer = beside(server, ping)
+    peer = with_helper(server, ping)
     (client,) = server.clients(1)
     assert client.recv() == "ping"
     client.send("pong")
@@ -108,7 +108,7 @@ def test_ping_pong_without_waiting(server):
         wait_until(came)
         return found
 
-    peer = beside(server, ping)
+    peer = with_helper(server, ping)
     (client,) = server.clients(1)
     assert client.recv() == "ping"
     client.send("pong")
@@ -118,7 +118,7 @@ def test_ping_pong_without_waiting(server):
 def test_broadcast(server):
     """testBroadcast: to those with a tag, then to all."""
     peers = [
-        beside(server, lambda client: [client.recv() for _ in range(1 + (client.tag == "odd"))], tag)
+        with_helper(server, lambda client: [client.recv() for _ in range(1 + (client.tag == "odd"))], tag)
         for tag in ["even", "odd"] * 5
     ]
     server.clients(10)
@@ -137,7 +137,7 @@ def test_broadcast_encodes_once(server):
             counted.append(self)
             return int, (7,)
 
-    peers = [beside(server, lambda client: client.recv()) for _ in range(3)]
+    peers = [with_helper(server, lambda client: client.recv()) for _ in range(3)]
     server.clients(3)
     server.broadcast((Counts(), np.arange(100_000)))
     assert [(seven, int(array.sum())) for seven, array in (peer.result() for peer in peers)] == [
@@ -148,7 +148,7 @@ def test_broadcast_encodes_once(server):
 
 def test_recv_any(server):
     """testRecvAny: one message of each client."""
-    peers = [beside(server, lambda client: client.send(client.id)) for _ in range(10)]
+    peers = [with_helper(server, lambda client: client.send(client.id)) for _ in range(10)]
     found = [server.recv_any() for _ in range(10)]
     assert all(message == client.id for message, client in found)
     assert sorted(message for message, _ in found) == list(range(1, 11))
@@ -161,7 +161,7 @@ def test_recv_any_of_a_tag(server):
         client.send(client.tag)
         client.recv()
 
-    peers = [beside(server, work, tag) for tag in ("a", "b")]
+    peers = [with_helper(server, work, tag) for tag in ("a", "b")]
     server.clients(2)
     assert server.recv_any(tag="b")[0] == "b"
     with pytest.raises(Empty):
@@ -178,12 +178,12 @@ def test_bytes_go_both_ways(server):
     def echo(client):
         client.send(client.recv(into=torch.zeros(100, dtype=torch.uint8)) + 1)
 
-    peer = beside(server, echo)
+    peer = with_helper(server, echo)
     (client,) = server.clients(1)
     client.send(torch.arange(100, dtype=torch.uint8))
-    mine = torch.zeros(100, dtype=torch.uint8)
-    assert client.recv(into=mine) is mine
-    assert torch.equal(mine, torch.arange(1, 101, dtype=torch.uint8))
+    own = torch.zeros(100, dtype=torch.uint8)
+    assert client.recv(into=own) is own
+    assert torch.equal(own, torch.arange(1, 101, dtype=torch.uint8))
     peer.result()
 
 
@@ -200,7 +200,7 @@ def test_bytes_go_both_ways(server):
 )
 def test_message_that_does_not_fit_stays_the_next_one(server, wrong):
     """testStorageSizeMismatch, testTensorNumDimensionsMismatch, testTensorDimensionSizeMismatch."""
-    peer = beside(server, lambda client: client.send(torch.ones(2, 3)))
+    peer = with_helper(server, lambda client: client.send(torch.ones(2, 3)))
     (client,) = server.clients(1)
     with pytest.raises(ValueError, match="into must"):
         client.recv(into=wrong())
@@ -222,7 +222,7 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 def test_tensors(server, view):
     """testTensor, testNoncontiguousTensorEasy, Transport and Hard, testTensorZeroSized: also into views."""
-    peer = beside(server, lambda client: client.send(VIEWS[view]()))
+    peer = with_helper(server, lambda client: client.send(VIEWS[view]()))
     (client,) = server.clients(1)
     into = torch.full_like(VIEWS[view](), -1)
     assert torch.equal(client.recv(into=into), VIEWS[view]())
@@ -235,7 +235,7 @@ def test_tensors(server, view):
 @pytest.mark.parametrize("view", VIEWS)
 def test_tensors_of_the_host_into_those_of_a_device(server, view):
     """testCUDAStoragePingPong, testCUDATensor, testNoncontiguousCUDATensor."""
-    peer = beside(server, lambda client: client.send(VIEWS[view]()))
+    peer = with_helper(server, lambda client: client.send(VIEWS[view]()))
     (client,) = server.clients(1)
     into = torch.full_like(VIEWS[view](), -1, device="cuda")
     assert torch.equal(client.recv(into=into).cpu(), VIEWS[view]())
@@ -259,7 +259,7 @@ def test_net_stats(server):
         # The thread that sends counts when its call has returned, perhaps after the answer has come.
         wait_until(lambda: client.stats().sent > 100_000)
 
-    peer = beside(server, work)
+    peer = with_helper(server, work)
     (client,) = server.clients(1)
     client.recv()
     there = client.stats()
@@ -273,7 +273,7 @@ def test_net_stats(server):
 
 
 def test_a_clients_farewell_is_the_clean_end(server):
-    peer = beside(server, lambda client: client.send("last"))
+    peer = with_helper(server, lambda client: client.send("last"))
     (client,) = server.clients(1)
     peer.join()
     assert client.recv() == "last"
@@ -296,7 +296,7 @@ def test_a_servers_farewell_is_the_clean_end():
                 client.send("nobody is there")
         return found
 
-    peer = beside(server, read)
+    peer = with_helper(server, read)
     server.clients(1)
     server.broadcast("one")
     server.broadcast("two")
@@ -311,12 +311,12 @@ def test_closed_server_accepts_no_client():
         Client(server.address, server.secret, timeout=0.2)
 
 
-ImpatientHome = partial(ChannelServer, peer_timeout=2)
+ImpatientOwner = partial(ChannelServer, peer_timeout=2)
 
 
 def test_death_of_client_differs_from_its_close(monkeypatch):
     """All that it had sent is received first."""
-    monkeypatch.setattr(joining, "ChannelServer", ImpatientHome)
+    monkeypatch.setattr(joining, "ChannelServer", ImpatientOwner)
 
     def work(address, secret):
         client = Client(address, secret, tag="dies")
@@ -340,7 +340,7 @@ def test_death_of_server_differs_from_its_close():
     address = free_address()
 
     def serve():
-        joining.ChannelServer = ImpatientHome
+        joining.ChannelServer = ImpatientOwner
         server = Server(address, secret=SECRET)
         server.clients(1)[0].send("alive")
         server.recv_any()

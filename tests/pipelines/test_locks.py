@@ -153,19 +153,19 @@ def test_a_waiting_process_gets_it_when_the_holder_is_killed(across: Any) -> Non
 @between
 def test_forked_child_does_not_hold_its_parents_lock(across: Any) -> None:
     lock = Lock(across=across)
-    told = Channel[bool](2, across="processes")
+    reported = Channel[bool](2, across="processes")
 
     def attempt() -> None:
-        told.put(lock.acquire(blocking=False))
+        reported.put(lock.acquire(blocking=False))
         with lock:
-            told.put(True)
+            reported.put(True)
 
     with lock:
         child = fork(attempt)
-        assert told.get() is False
+        assert reported.get() is False
         wait_blocked(lock.channels[0], readers=1)
         assert lock.locked()
-    assert told.get() is True
+    assert reported.get() is True
     child.join()
 
 
@@ -274,18 +274,18 @@ def test_permits_of_a_dead_process_are_free_again(across: Any, end: str) -> None
 
 @between
 def test_a_forked_child_has_acquired_nothing(across: Any) -> None:
-    semaphore, told = Semaphore(1, across=across), Channel[str](across="processes")
+    semaphore, reported = Semaphore(1, across=across), Channel[str](across="processes")
 
     def release() -> None:
         try:
             semaphore.release()
         except ValueError:
-            told.put("nothing to release")
-        told.put(f"{semaphore.acquire(blocking=False)}")
+            reported.put("nothing to release")
+        reported.put(f"{semaphore.acquire(blocking=False)}")
 
     with semaphore:
         child = fork(release)
-        assert [told.get(), told.get()] == ["nothing to release", "False"]
+        assert [reported.get(), reported.get()] == ["nothing to release", "False"]
         child.join()
     assert semaphore.acquire(blocking=False)
     semaphore.release()

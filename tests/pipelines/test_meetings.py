@@ -88,7 +88,7 @@ def test_a_timeout_breaks_it_for_all(across: Any, on: Any) -> None:
         return "met"
 
     other = start(on, 1, meet, barrier)
-    wait_until(lambda: sum(gate.stats().waiting_readers for gate in barrier._room.gates) == 1)
+    wait_until(lambda: sum(gate.stats().waiting_readers for gate in barrier._generation.gates) == 1)
     with pytest.raises(threading.BrokenBarrierError):
         barrier.wait(timeout=0.01)
     assert other.join() == ["broken"]
@@ -101,7 +101,7 @@ def test_a_timeout_breaks_it_for_all(across: Any, on: Any) -> None:
 def test_death_of_participant_lets_no_other_pass_early(across: Any) -> None:
     barrier = Barrier(2, across=across)
     first = PEERS[across](barrier.wait)
-    wait_blocked(barrier._room.gates[0], readers=1)
+    wait_blocked(barrier._generation.gates[0], readers=1)
     os.kill(first.pid(), signal.SIGSTOP)  # it will not take its leave of the first meeting
     assert barrier.wait() == 1
     first.kill()
@@ -110,8 +110,8 @@ def test_death_of_participant_lets_no_other_pass_early(across: Any) -> None:
         other = PEERS[across](barrier.wait)
         assert barrier.wait() in (0, 1)
         other.join()
-    wait_stats(barrier._room.arrivals, items_in=6)
-    assert [len(gate) for gate in barrier._room.gates] == [0, 0]
+    wait_stats(barrier._generation.arrivals, items_in=6)
+    assert [len(gate) for gate in barrier._generation.gates] == [0, 0]
 
 
 def test_wrong_parties_raise_at_the_call() -> None:
@@ -167,8 +167,8 @@ def test_reset_breaks_current_wait_and_later_waits_meet(across: Any, on: Any) ->
     barrier.reset()
     assert not barrier.broken
     index = barrier.wait()
-    told, met = zip(*others.join(), strict=True)
-    assert told == ("broken", "broken")
+    reported, met = zip(*others.join(), strict=True)
+    assert reported == ("broken", "broken")
     assert sorted([index, *met]) == [0, 1, 2]
     assert barrier.n_waiting == 0
 
@@ -383,17 +383,17 @@ def test_a_waiter_that_was_killed_takes_no_notification_with_it(across: Any) -> 
 
 @between
 def test_killed_notifier_releases_lock_and_keeps_waiters(across: Any) -> None:
-    condition, told = Condition(across=across), Channel[None](across=across)
+    condition, reported = Condition(across=across), Channel[None](across=across)
     waiting = PEERS[across](wait_in, condition)
     wait_until(lambda: waiters(condition) == 1)
 
     def hold() -> None:
         with condition:
-            told.put(None)
+            reported.put(None)
             signal.pause()
 
     child = PEERS[across](hold)
-    told.get()
+    reported.get()
     child.kill()
     child.join()
     with condition:
@@ -404,26 +404,26 @@ def test_killed_notifier_releases_lock_and_keeps_waiters(across: Any) -> None:
 # Over hosts
 
 
-def home_of_all(told: Channel[Any]) -> None:
+def owner_of_all(reported: Channel[Any]) -> None:
     """Runs on another host: what it makes lasts as long as it lives."""
     serve(peer_timeout=2)
     condition = Condition(across="hosts")
-    told.put([Barrier(2, across="hosts"), Event(across="hosts"), condition, SharedDict(across="hosts")])
+    reported.put([Barrier(2, across="hosts"), Event(across="hosts"), condition, SharedDict(across="hosts")])
     with condition:
         condition.wait()
 
 
 def test_waiters_end_after_death_of_creating_process() -> None:
     """C11: as at its channels."""
-    told: Channel[Any] = Channel(across="hosts")
-    home = PEERS["hosts"](home_of_all, told)
-    barrier, event, condition, shared = told.get()
+    reported: Channel[Any] = Channel(across="hosts")
+    owner = PEERS["hosts"](owner_of_all, reported)
+    barrier, event, condition, shared = reported.get()
     wait_until(lambda: waiters(condition) == 1)
     waiting = [ThreadPeer(barrier.wait), ThreadPeer(event.wait), ThreadPeer(wait_in, condition)]
     wait_until(lambda: barrier.n_waiting == 1 and waiters(condition) == 2)
     wait_blocked(event._gates["now"], readers=1)
-    home.kill()
-    home.join()
+    owner.kill()
+    owner.join()
     for peer, raised in zip(waiting, (threading.BrokenBarrierError, Broken, Broken), strict=True):
         with pytest.raises(raised):
             peer.result()

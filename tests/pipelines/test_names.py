@@ -216,16 +216,16 @@ def test_name_is_free_after_owner_drops_the_queue() -> None:
 
 
 def test_late_worker_finds_the_end() -> None:
-    queue, told = workqueue("late", across="processes"), Channel[object](across="processes")
+    queue, reported = workqueue("late", across="processes"), Channel[object](across="processes")
     queue.close()
     assert list(queue) == []
 
     def late() -> None:
         found = workqueue("late", across="processes")
-        told.put((found.creator, list(found)))
+        reported.put((found.creator, list(found)))
 
     child = forked(late)
-    assert told.get() == (False, [])
+    assert reported.get() == (False, [])
     end(child)
 
 
@@ -280,7 +280,7 @@ def test_forked_child_of_owner_does_not_keep_the_name() -> None:
 
 
 def test_children_forked_during_claims_do_not_keep_the_name() -> None:
-    told, go = Channel[bool](across="processes"), Channel[None](across="processes")
+    reported, go = Channel[bool](across="processes"), Channel[None](across="processes")
 
     def fork() -> None:
         for _ in range(30):
@@ -298,21 +298,21 @@ def test_children_forked_during_claims_do_not_keep_the_name() -> None:
             wait_blocked(go, readers=30)
             kept = taken("comes and goes")
         finally:
-            told.put(kept)
+            reported.put(kept)
         for _ in range(30):
             os.wait()
 
     child = forked(own)
-    kept = told.get()
+    kept = reported.get()
     go.close()
     end(child)
     assert not kept
 
 
 def test_name_of_thread_queue_holds_in_its_process_only() -> None:
-    queue, told = workqueue("threads"), Channel[object](across="processes")
-    child = forked(lambda: told.put(workqueue("threads", across="processes").creator))
-    assert told.get() is True
+    queue, reported = workqueue("threads"), Channel[object](across="processes")
+    child = forked(lambda: reported.put(workqueue("threads", across="processes").creator))
+    assert reported.get() is True
     end(child)
     assert not workqueue("threads").creator
     assert not taken("threads")

@@ -161,8 +161,8 @@ def test_ctrl_c_ends_program_that_waits_for_remote_calls(tmp_path: Path) -> None
         assert len(others) == 5  # one fork server, two agents, two workers
         for line in ("flowchan: stopping", "flowchan: broken off"):
             process.send_signal(signal.SIGINT)
-            while line not in (said := process.stderr.readline()):
-                assert said, line
+            while line not in (message := process.stderr.readline()):
+                assert message, line
         process.communicate()
     assert process.returncode == -signal.SIGINT
     _, left = psutil.wait_procs(others, timeout=WAIT_LIMIT_S)

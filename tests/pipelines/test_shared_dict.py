@@ -143,17 +143,17 @@ def test_shared_dict_over_hosts_rejects_local_values() -> None:
 @between
 @pytest.mark.parametrize("done", [False, True])
 def test_death_during_change_leaves_it_complete_or_absent(across: Any, done: bool) -> None:
-    shared, told = SharedDict({"n": 0}, across=across), Channel[None](1, across=across)
+    shared, reported = SharedDict({"n": 0}, across=across), Channel[None](1, across=across)
 
     def die() -> None:
         with shared.lock:
             if done:
                 shared._cell.put({"n": pickle.dumps(1)})
-            told.put(None)
+            reported.put(None)
             signal.pause()
 
     child = PEERS[across](die)
-    told.get()
+    reported.get()
     child.kill()
     assert shared["n"] == int(done)
     shared["n"] += 1

@@ -140,42 +140,42 @@ def test_externally_finished_future_keeps_the_pool(on: Any) -> None:
 # Objects that idle workers keep
 
 
-class Told:
+class ReportsItsEnd:
     """Says when it goes, in the process where it was made or in another."""
 
-    def __init__(self, told: Channel[str], word: str) -> None:
-        self.told, self.word = told, word
+    def __init__(self, reported: Channel[str], word: str) -> None:
+        self.reported, self.word = reported, word
 
     def __del__(self) -> None:
-        self.told.put(f"{self.word} {os.getpid()}")
+        self.reported.put(f"{self.word} {os.getpid()}")
 
 
-class ToldError(Exception):
-    def __init__(self, told: Channel[str]) -> None:
-        super().__init__(told)
-        self.last_words = Told(told, "exception")
+class ReportingError(Exception):
+    def __init__(self, reported: Channel[str]) -> None:
+        super().__init__(reported)
+        self.last_words = ReportsItsEnd(reported, "exception")
 
 
-def answer(told: Channel[str], argument: Any) -> tuple[int, Told]:
-    return os.getpid(), Told(told, "result")
+def answer(reported: Channel[str], argument: Any) -> tuple[int, ReportsItsEnd]:
+    return os.getpid(), ReportsItsEnd(reported, "result")
 
 
-def fail(told: Channel[str], argument: Any) -> None:
-    raise ToldError(told)
+def fail(reported: Channel[str], argument: Any) -> None:
+    raise ReportingError(reported)
 
 
 def test_an_idle_process_keeps_neither_argument_nor_result_nor_exception() -> None:
-    told = Channel[str](across="processes")
+    reported = Channel[str](across="processes")
     with TaskPool(1, on="process") as pool:
-        pid, _ = pool.submit(answer, told, Told(told, "argument")).result()
+        pid, _ = pool.submit(answer, reported, ReportsItsEnd(reported, "argument")).result()
         expected = {f"argument {pid}", f"result {pid}"}
         while expected:
-            expected.discard(told.get(timeout=60))
-        failed = pool.submit(fail, told, Told(told, "argument"))
-        assert isinstance(failed.exception(), ToldError)
+            expected.discard(reported.get(timeout=60))
+        failed = pool.submit(fail, reported, ReportsItsEnd(reported, "argument"))
+        assert isinstance(failed.exception(), ReportingError)
         expected = {f"argument {pid}", f"exception {pid}"}
         while expected:
-            expected.discard(told.get(timeout=60))
+            expected.discard(reported.get(timeout=60))
 
 
 class Thing:
@@ -183,10 +183,10 @@ class Thing:
         return self
 
     def fails(self) -> None:
-        raise ToldNothingError(self)
+        raise SilentError(self)
 
 
-class ToldNothingError(Exception):
+class SilentError(Exception):
     pass
 
 
@@ -195,15 +195,15 @@ class ToldNothingError(Exception):
 def test_an_idle_pool_keeps_neither_argument_nor_result_nor_exception(on: Any, method: str) -> None:
     with TaskPool(1, on=on) as pool:
         thing = Thing()
-        gone = weakref.ref(thing)
+        reference = weakref.ref(thing)
         future = pool.submit(getattr(thing, method))
         del thing
         wait_until(future.done)
         ended = future.exception() if method == "fails" else future.result()
-        gone = gone if ended is None else weakref.ref(ended)
+        reference = reference if ended is None else weakref.ref(ended)
         del future, ended
         gc.collect()
-        wait_until(lambda: gone() is None)
+        wait_until(lambda: reference() is None)
 
 
 # A pool that has ended

@@ -211,15 +211,15 @@ def test_owner_may_join_processes_before_reading_answers() -> None:
 def test_workers_with_many_answers_do_not_block_on_owner(
     across: Across,
 ) -> None:
-    def repeat(queue: WorkQueue, told: WorkQueue, worker: int) -> None:
+    def repeat(queue: WorkQueue, reported: WorkQueue, worker: int) -> None:
         for number in queue:
             queue.put_many([number] * 500)
-            told.put("done")
+            reported.put("done")
 
-    queue, told = workqueue(capacity=1, across=across), workqueue(across=across)
-    running = start(2, repeat, queue, told, on=on(across))
+    queue, reported = workqueue(capacity=1, across=across), workqueue(across=across)
+    running = start(2, repeat, queue, reported, on=on(across))
     queue.put_many([1, 2, 3])
-    assert [told.get() for _ in range(3)] == ["done"] * 3  # it may wait for anything, and put again
+    assert [reported.get() for _ in range(3)] == ["done"] * 3  # it may wait for anything, and put again
     queue.put(4)
     queue.close()
     running.join()
@@ -305,10 +305,10 @@ def echo_by_name(queue: WorkQueue, answer: Any) -> None:
 
 
 def test_spawned_process_knows_name_of_passed_queue() -> None:
-    queue, told = workqueue("spawned", across="processes"), workqueue(across="processes")
-    child = multiprocessing.get_context("spawn").Process(target=echo_by_name, args=(queue, told))
+    queue, reported = workqueue("spawned", across="processes"), workqueue(across="processes")
+    child = multiprocessing.get_context("spawn").Process(target=echo_by_name, args=(queue, reported))
     child.start()
-    assert told.get() == (False, False, False)
+    assert reported.get() == (False, False, False)
     queue.put_many("abc")
     queue.close()
     assert list(queue) == ["a", "b", "c"]

@@ -86,7 +86,7 @@ def death() -> None:
     print(graph.run()[total], len(died))
 
 
-def stay(item: int) -> int:
+def remain(item: int) -> int:
     os.write(1, b"at work\n")
     threading.Event().wait()
     return item
@@ -95,7 +95,7 @@ def stay(item: int) -> int:
 def orphans() -> None:
     """Two workers that never end by themselves."""
     graph = Graph("orphans")
-    graph.source(range(2)).map(stay, workers=2, on="process").sink(print)
+    graph.source(range(2)).map(remain, workers=2, on="process").sink(print)
     graph.run()
 
 

@@ -18,22 +18,22 @@ from flowchan.run.crew.pool_processes import LastingProcess
 
 
 class Square:
-    """Stage function that counts its calls and reports its start and end to ``life``."""
+    """Stage function that counts its calls and reports its start and end to ``lifecycle``."""
 
-    def __init__(self, life: Channel[str]) -> None:
-        self.life, self.calls = life, 0
-        life.put("built")
+    def __init__(self, lifecycle: Channel[str]) -> None:
+        self.lifecycle, self.calls = lifecycle, 0
+        lifecycle.put("built")
 
     def __call__(self, number: int) -> tuple[int, int, int]:
         self.calls += 1
         return number * number, self.calls, os.getpid()
 
     def close(self) -> None:
-        self.life.put("closed")
+        self.lifecycle.put("closed")
 
 
-def told(life: Channel[str]) -> list[str]:
-    return life.get_many(100, timeout=0) if len(life) else []
+def reported(lifecycle: Channel[str]) -> list[str]:
+    return lifecycle.get_many(100, timeout=0) if len(lifecycle) else []
 
 
 def halve(number: int) -> float:

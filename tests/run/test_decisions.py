@@ -27,17 +27,17 @@ from flowchan.run.policy.actions import (
 from flowchan.run.policy.decisions import (
     GRACE,
     STOP_SECONDS,
-    AbortAsked,
+    AbortRequested,
     Moved,
-    StopAsked,
+    StopRequested,
     Tick,
     decide,
 )
 from flowchan.run.policy.events import (
     Ended,
     Failure,
-    Gone,
     GroupLost,
+    ProcessEnded,
     WorkerId,
 )
 from flowchan.run.policy.transitions import (
@@ -78,11 +78,11 @@ def test_end_of_the_last_worker_ends_the_run(phase: Phase) -> None:
 
 
 @pytest.mark.parametrize(
-    "happening", [Ended(MAP), failure(MAP), died(MAP), StopAsked(), AbortAsked(), Tick()]
+    "event", [Ended(MAP), failure(MAP), died(MAP), StopRequested(), AbortRequested(), Tick()]
 )
-def test_events_after_the_end_change_nothing(happening: Any) -> None:
+def test_events_after_the_end_change_nothing(event: Any) -> None:
     state = at("ended", alive=frozenset())
-    assert decide(state, happening, 1e9) == (state, ())
+    assert decide(state, event, 1e9) == (state, ())
 
 
 @pytest.mark.parametrize("phase", ["running", "stopping"])
@@ -166,9 +166,9 @@ def test_gang_restarts_after_all_its_workers_have_ended() -> None:
     state, actions = decide(state, died(first), 0.0)
     assert actions == (Terminate(second, force=True), Terminate(third, force=True))
     assert state.ends_with_peers(second)
-    state, actions = decide(state, Gone(third), 0.0)
+    state, actions = decide(state, ProcessEnded(third), 0.0)
     assert actions == ()
-    state, actions = decide(state, Gone(second), 0.0)
+    state, actions = decide(state, ProcessEnded(second), 0.0)
     assert actions == (RestartGang(GANG, 0.0, first),)
     assert state == dataclasses.replace(GANG_AT_WORK, restarts={"gang": 1})
 
@@ -182,7 +182,7 @@ def test_missing_member_in_an_aborted_run_is_not_a_failure() -> None:
 def test_only_unfinished_workers_of_a_gang_restart() -> None:
     first, second, third = GANG
     state, _ = decide(GANG_AT_WORK, died(first), 0.0)
-    state, _ = decide(state, Gone(third), 0.0)
+    state, _ = decide(state, ProcessEnded(third), 0.0)
     state, actions = decide(state, Ended(second), 0.0)
     assert actions == (ReleasePorts(second), RestartGang((first, third), 0.0, first))
 
@@ -193,9 +193,9 @@ def test_gang_that_loses_members_without_deaths_uses_its_restarts() -> None:
         for worker in GANG:
             state, _ = decide(state, missing(worker), 0.0)
         for worker in GANG[:2]:
-            state, actions = decide(state, Gone(worker), 0.0)
+            state, actions = decide(state, ProcessEnded(worker), 0.0)
             assert actions == ()
-        state, actions = decide(state, Gone(GANG[2]), 0.0)
+        state, actions = decide(state, ProcessEnded(GANG[2]), 0.0)
         if restart < 3:
             assert actions == (RestartGang(GANG, 0.0, None),)
             assert state == dataclasses.replace(GANG_AT_WORK, restarts={"gang": restart})
@@ -206,24 +206,24 @@ def test_gang_that_loses_members_without_deaths_uses_its_restarts() -> None:
 def test_missing_member_is_not_reported_next_to_a_later_failure() -> None:
     """Members on other hosts may have missed it before."""
     first, second, _ = GANG
-    left = dataclasses.replace(missing(second), error=MemberLeft("rank 0 has left"))
-    state, _ = decide(GANG_AT_WORK, left, 0.0)
-    assert (state.phase, state.failures) == ("failing", (left,))
+    failure_left = dataclasses.replace(missing(second), error=MemberLeft("rank 0 has left"))
+    state, _ = decide(GANG_AT_WORK, failure_left, 0.0)
+    assert (state.phase, state.failures) == ("failing", (failure_left,))
     why = failure(first)
     state, _ = decide(state, why, 0.0)
     assert state.failures == (why,)
 
 
-@pytest.mark.parametrize("heard", [0, 1, 2], ids=["first", "before its process is gone", "last"])
-def test_gang_ends_when_one_worker_ends_without_readers(heard: int) -> None:
+@pytest.mark.parametrize("is_reported", [0, 1, 2], ids=["first", "before its process is gone", "last"])
+def test_gang_ends_when_one_worker_ends_without_readers(is_reported: int) -> None:
     """Members on other hosts may have missed it before that end is heard. The third worker waits for an
     item."""
     first, second, third = GANG
-    happenings = [missing(second), *([Gone(second)] if heard else [])]
-    happenings.insert(heard, Ended(first, early=True))
+    events = [missing(second), *([ProcessEnded(second)] if is_reported else [])]
+    events.insert(is_reported, Ended(first, early=True))
     state = GANG_AT_WORK
-    for happening in happenings:
-        state, _ = decide(state, happening, 0.0)
+    for event in events:
+        state, _ = decide(state, event, 0.0)
     assert state == dataclasses.replace(
         GANG_AT_WORK, alive=frozenset({third}), no_readers=frozenset({"gang"})
     )
@@ -240,7 +240,7 @@ def test_failing_run_does_not_wait_for_a_gang() -> None:
     first, second, third = GANG
     state = dataclasses.replace(GANG_AT_WORK, limits={})
     state, _ = decide(state, missing(third), 0.0)
-    state, _ = decide(state, Gone(third), 0.0)
+    state, _ = decide(state, ProcessEnded(third), 0.0)
     state, actions = decide(state, died(first), 0.0)
     assert (state.phase, state.alive) == ("failing", frozenset({second}))
     assert actions == (BreakChannels(), ReleasePorts(first), ReleasePorts(third))
@@ -249,15 +249,15 @@ def test_failing_run_does_not_wait_for_a_gang() -> None:
 
 
 def test_failing_gang_releases_earlier_gangs() -> None:
-    left, here, *others = (WorkerId(stage, number) for stage in ("a", "b") for number in (1, 2))
-    workers = frozenset({left, here, *others})
+    failure_left, present, *others = (WorkerId(stage, number) for stage in ("a", "b") for number in (1, 2))
+    workers = frozenset({failure_left, present, *others})
     state = PolicyState(workers, workers, frozenset(), workers, gangs=frozenset({"a", "b"}))
     actions: tuple[Any, ...] = ()
-    for worker in (left, *others):
+    for worker in (failure_left, *others):
         state, _ = decide(state, missing(worker), 0.0)
-        state, actions = decide(state, Gone(worker), 0.0)
-    assert (state.phase, state.alive, state.ended_peers) == ("failing", {here}, frozenset())
-    assert ReleasePorts(left) in actions
+        state, actions = decide(state, ProcessEnded(worker), 0.0)
+    assert (state.phase, state.alive, state.ended_peers) == ("failing", {present}, frozenset())
+    assert ReleasePorts(failure_left) in actions
 
 
 ELASTIC = dataclasses.replace(GANG_AT_WORK, elastic=frozenset({"gang"}))
@@ -302,27 +302,27 @@ def test_elastic_gang_without_deaths_regroups_within_its_restarts() -> None:
 
 
 def test_stop_stops_the_sources() -> None:
-    state, actions = decide(START, StopAsked(), 7.0)
+    state, actions = decide(START, StopRequested(), 7.0)
     assert (state.phase, state.since, state.stopped) == ("stopping", 7.0, True)
     assert actions == (StopSources(),)
 
 
 @pytest.mark.parametrize("phase", [phase for phase in GOING_ON if phase != "running"])
 def test_stop_of_an_ending_run_changes_only_its_state(phase: Phase) -> None:
-    state, actions = decide(at(phase), StopAsked(), 7.0)
+    state, actions = decide(at(phase), StopRequested(), 7.0)
     assert (state, actions) == (at(phase, stopped=True), ())
 
 
 @pytest.mark.parametrize("phase", ["running", "stopping", "finishing"])
 def test_abort_breaks_the_channels(phase: Phase) -> None:
-    state, actions = decide(at(phase), AbortAsked(), 7.0)
+    state, actions = decide(at(phase), AbortRequested(), 7.0)
     assert (state.phase, state.since, state.aborted) == ("aborting", 7.0, True)
     assert actions == (BreakChannels(),)
 
 
 @pytest.mark.parametrize("phase", ["failing", "aborting"])
 def test_abort_of_a_broken_run_changes_nothing(phase: Phase) -> None:
-    assert decide(at(phase), AbortAsked(), 7.0) == (at(phase), ())
+    assert decide(at(phase), AbortRequested(), 7.0) == (at(phase), ())
 
 
 @pytest.mark.parametrize("phase", GOING_ON)

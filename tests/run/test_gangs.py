@@ -60,8 +60,8 @@ def test_each_worker_is_a_member_of_one_group(on: Any) -> None:
         out.put((worker().number, group.rank, group.size, group.name, group.allreduce(group.rank)))
 
     graph = Graph("gang")
-    told = graph.stage(tell, on=on, workers=3, name="tell").collect()
-    assert sorted(graph.run()[told]) == [(rank + 1, rank, 3, "tell", 3) for rank in range(3)]
+    reported = graph.stage(tell, on=on, workers=3, name="tell").collect()
+    assert sorted(graph.run()[reported]) == [(rank + 1, rank, 3, "tell", 3) for rank in range(3)]
 
 
 @pytest.mark.usefixtures("_method")

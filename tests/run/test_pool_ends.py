@@ -102,9 +102,9 @@ def test_program_gets_records_from_closing_callables(
         pool.run()
     records = [record for record in caplog.records if record.name == "lasting"]
     for number in (1, 2):
-        mine = [record for record in records if vars(record)["number"] == number]
-        assert [record.getMessage() for record in mine] == [f"closes {n}" for n in range(200)]
-        assert {record.processName for record in mine} == {f"flowchan talk/last {number}"}
+        own = [record for record in records if vars(record)["number"] == number]
+        assert [record.getMessage() for record in own] == [f"closes {n}" for n in range(200)]
+        assert {record.processName for record in own} == {f"flowchan talk/last {number}"}
 
 
 def test_dropped_pool_does_not_wait_for_log_records(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

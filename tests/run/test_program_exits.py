@@ -182,15 +182,15 @@ def run_to_its_end(command: list[Any], ending: Ending) -> tuple[subprocess.Popen
     with start(*command) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        said = ""
+        message = ""
         if ending.signals:
             assert process.stdout.readline().strip() in GOING, process.communicate()
         for number, signum in enumerate(ending.signals):
             if number:
-                said = process.stderr.readline()
+                message = process.stderr.readline()
             process.send_signal(signum)
         out, err = process.communicate()
-        return process, out, said + err
+        return process, out, message + err
 
 
 @pytest.mark.each_value
@@ -363,11 +363,11 @@ def test_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing(tmp_path: 
     with start(program, tmp_path / "cells.json") as process:
         out, err = process.communicate()
     assert process.returncode == 0, err
-    said = json.loads(out)
-    assert said[1] == "[100, 101, 102, 103, 104]\n"
-    assert said[2].splitlines()[-1] == "ZeroDivisionError 3"
-    assert "Interrupted stopped" in said[4].splitlines()
-    workers = [int(word) for word in said[3].split()]
+    message = json.loads(out)
+    assert message[1] == "[100, 101, 102, 103, 104]\n"
+    assert message[2].splitlines()[-1] == "ZeroDivisionError 3"
+    assert "Interrupted stopped" in message[4].splitlines()
+    workers = [int(word) for word in message[3].split()]
     assert workers
     wait_until(lambda: not any(psutil.pid_exists(worker) for worker in workers), 20)
     wait_until(lambda: not members(process.pid), 20, what=lambda: members(process.pid))

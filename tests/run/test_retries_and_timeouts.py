@@ -197,8 +197,8 @@ def test_coroutine_that_exceeds_the_timeout_is_cancelled() -> None:
     poured, late = twice.collect(), twice.errors.map(lambda one: (one.item, repr(one.error))).collect()
     results = graph.run()
     assert results[good] == [0, 1, 3]
-    said = "TimeoutError('the worker took longer than timeout=0.05 s')"
-    assert results[bad] == results[late] == [(2, said)]
+    expected = "TimeoutError('the worker took longer than timeout=0.05 s')"
+    assert results[bad] == results[late] == [(2, expected)]
     assert results[poured] == [0, 0, 1, 1, 2, 3, 3]
     assert cancelled == [2, 2]
 

@@ -19,8 +19,8 @@ from flowchan import Deadlock, Graph, Interrupted, MemberDied, Run, RunError
 from flowchan.run import run as run_module
 from flowchan.run.policy import deadlock, decisions
 from flowchan.run.policy.actions import BreakChannels
-from flowchan.run.policy.decisions import AbortAsked, Decided, StopAsked
-from flowchan.run.policy.events import Death, Ended, Failure, Gone, Result, WorkerId
+from flowchan.run.policy.decisions import AbortRequested, Decided, StopRequested
+from flowchan.run.policy.events import Death, Ended, Failure, ProcessEnded, Result, WorkerId
 from flowchan.run.policy.plan import Plan, plan
 from flowchan.run.supervisor import Supervisor
 
@@ -46,11 +46,11 @@ def follow(run: ScriptedRun) -> list[Decided]:
     """Every decision of the run but those on time that changed nothing."""
     found: list[Decided] = []
 
-    def hear(event: Any) -> None:
+    def receive(event: Any) -> None:
         if isinstance(event, Decided) and (event.actions or event.after is not event.before):
             found.append(event)
 
-    run.supervisor.feed.listen(hear)
+    run.supervisor.feed.listen(receive)
     return found
 
 
@@ -179,7 +179,7 @@ def test_gang_that_misses_a_peer_restarts_once_all_have_ended() -> None:
         run.crew.report(Failure(worker, MemberDied("a peer died"), None, 1))
     for worker in GANG:
         assert run.crew.called("replace") == []
-        run.crew.report(Gone(worker))
+        run.crew.report(ProcessEnded(worker))
     assert ended(run.supervisor) == "done"
     assert run.crew.called("replace") == [(GANG, None, False)]
 
@@ -207,7 +207,7 @@ def test_stopped_run_drains() -> None:
     run = ScriptedRun(pipeline())
     run.crew.on("stop sources", lambda: run.crew.end_all(*ALL))
     run.supervisor.start()
-    run.supervisor.ask(StopAsked())
+    run.supervisor.ask(StopRequested())
     assert ended(run.supervisor) == "stopped"
     assert run.crew.called("break") == []
 
@@ -218,7 +218,7 @@ def test_aborted_run_terminates_then_kills_a_worker_that_stays(monkeypatch: pyte
     run.crew.on("break", lambda _: run.crew.end_all(SOURCE, SINK))
     run.crew.on("terminate", lambda id, force: run.crew.report(killed(id)) if force else None)
     run.supervisor.start()
-    run.supervisor.ask(AbortAsked())
+    run.supervisor.ask(AbortRequested())
     assert ended(run.supervisor) == "aborted"
     assert run.crew.called("terminate") == [(WORK, False), (WORK, True)]
     assert run.supervisor.state.failures == ()

@@ -225,9 +225,9 @@ def test_replacement_does_not_repeat_the_numbers_of_a_dead_worker(tmp_path: Path
 
     def lines() -> list[str]:
         assert graph.run(seed=3)[results] == [1]
-        said = log.read_text().splitlines()
+        message = log.read_text().splitlines()
         log.write_text("")
-        return said
+        return message
 
     first = lines()
     assert [line.split()[0] for line in first] == ["0", "1", "2"]

@@ -274,8 +274,10 @@ def test_daemonic_process_cannot_start_workers(method: str, tmp_path: Path) -> N
             process.start()
             process.join()
     """
-    said = run_python(script(tmp_path, text))
-    assert said.startswith("daemon process 'helper' is daemonic, so it cannot start processes; start it with")
+    message = run_python(script(tmp_path, text))
+    assert message.startswith(
+        "daemon process 'helper' is daemonic, so it cannot start processes; start it with"
+    )
 
 
 @pytest.mark.usefixtures("_method")
@@ -416,13 +418,13 @@ def test_one_thread_at_a_time_leaves_the_parents_forkserver(
         monkeypatch.setattr(server, f"_forkserver_{name}", value)
     others_may_come: list[bool] = []
 
-    def look(*_: object) -> None:
+    def check(*_: object) -> None:
         other = threading.Thread(target=lambda: others_may_come.append(server._lock.acquire(blocking=False)))
         other.start()
         other.join()
         raise ChildProcessError
 
-    monkeypatch.setattr(os, "waitid", look)
+    monkeypatch.setattr(os, "waitid", check)
     process_start._leave_the_parents_server()
     monkeypatch.undo()
     assert others_may_come == [False]

@@ -410,8 +410,8 @@ def test_ctrl_c_after_a_block_finishes_items_in_flight(tmp_path: Path) -> None:
     assert err.count("flowchan: stopping") == 1
 
 
-@pytest.mark.parametrize("way", ["run()", "start().wait()"])
-def test_second_ctrl_c_while_the_run_starts_breaks_it_off(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", ["run()", "start().wait()"])
+def test_second_ctrl_c_while_the_run_starts_breaks_it_off(variant: str, tmp_path: Path) -> None:
     text = """
         import itertools, os, signal
         from flowchan import Graph, Interrupted
@@ -432,7 +432,7 @@ def test_second_ctrl_c_while_the_run_starts_breaks_it_off(way: str, tmp_path: Pa
         except Interrupted as interrupted:
             print(interrupted.report.split()[2], flush=True)
     """
-    with start(script(tmp_path, text.replace("WAY", way))) as process:
+    with start(script(tmp_path, text.replace("WAY", variant))) as process:
         code, out, err = ended(process)
     assert (code, out) == (0, "aborted\n"), err
     assert err == "flowchan: broken off, what was in flight is discarded\n"
@@ -468,8 +468,8 @@ def test_ctrl_c_while_the_run_is_being_started_stops_it(tmp_path: Path) -> None:
         finally:
             print(seen, flush=True)
     """
-    for way, seen in (("run", "[1]"), ("start", None)):
-        with start(script(tmp_path, text.replace("WAY", way))) as process:
+    for variant, seen in (("run", "[1]"), ("start", None)):
+        with start(script(tmp_path, text.replace("WAY", variant))) as process:
             code, out, err = ended(process)
         assert code == -signal.SIGINT, err
         assert seen is None or out == f"{seen}\n", err

@@ -141,7 +141,7 @@ def test_cuda_in_forked_processes_raises_before_any_use(
         ]
 
 
-class Shy:
+class UnprintableValue:
     """Object whose ``repr`` fails."""
 
     def __repr__(self) -> str:
@@ -151,18 +151,18 @@ class Shy:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ({"parts": Shy()}, "got <Shy whose"),
-        ({"parts": [2, Shy()]}, "got <Shy whose"),
-        ({"on": Shy()}, "got <Shy whose"),
-        ({"chunks": Shy()}, "got <Shy whose"),
-        ({"balance": Shy()}, "got <Shy whose"),
+        ({"parts": UnprintableValue()}, "got <Shy whose"),
+        ({"parts": [2, UnprintableValue()]}, "got <Shy whose"),
+        ({"on": UnprintableValue()}, "got <Shy whose"),
+        ({"chunks": UnprintableValue()}, "got <Shy whose"),
+        ({"balance": UnprintableValue()}, "got <Shy whose"),
         (
-            {"balance": "time", "sample": {Shy(): 1}},
+            {"balance": "time", "sample": {UnprintableValue(): 1}},
             "sample[<Shy whose repr raises LookupError>] must be a tensor",
         ),
-        ({"devices": Shy()}, "got <Shy whose"),
-        ({"devices": ["cpu", Shy()]}, "got <Shy whose repr raises LookupError> ("),
-        ({"devices": ["cpu", "cpu", Shy()]}, "got 3: <list whose repr raises LookupError>"),
+        ({"devices": UnprintableValue()}, "got <Shy whose"),
+        ({"devices": ["cpu", UnprintableValue()]}, "got <Shy whose repr raises LookupError> ("),
+        ({"devices": ["cpu", "cpu", UnprintableValue()]}, "got 3: <list whose repr raises LookupError>"),
     ],
 )
 def test_error_names_the_type_if_repr_fails(arguments: dict[str, Any], word: str) -> None:
@@ -179,7 +179,7 @@ def test_training_error_names_the_type_if_repr_fails(argument: str) -> None:
         (TypeError, ValueError),
         match=rf"^training: {argument} must be .*(not|got) (<Shy whose .* LookupError>|Shy)( \(Shy\))?$",
     ):
-        Sequential(model()).trainer(**{"loss": nn.functional.mse_loss, argument: Shy()})
+        Sequential(model()).trainer(**{"loss": nn.functional.mse_loss, argument: UnprintableValue()})
 
 
 def test_misspelt_training_option_raises_with_a_suggestion() -> None:

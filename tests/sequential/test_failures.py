@@ -41,9 +41,9 @@ class At(nn.Module):
         self.chunk, self.act, self.back = chunk, act, backward
         self.seen = {"forward": 0, "backward": 0}
 
-    def count(self, way: str) -> None:
-        self.seen[way] += 1
-        if self.seen[way] == self.chunk + 1 and self.back == (way == "backward"):
+    def count(self, variant: str) -> None:
+        self.seen[variant] += 1
+        if self.seen[variant] == self.chunk + 1 and self.back == (variant == "backward"):
             self.act()
 
     def forward(self, x: Tensor) -> Tensor:

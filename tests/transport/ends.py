@@ -30,11 +30,13 @@ def met(
     sock: socket.socket, secret: bytes = SECRET, *, dialled: bool = True, timeout: float = 30, **more: Any
 ) -> tuple[socket.socket, Any]:
     """Call ``meet`` for one end, whose hello names its role."""
-    said = {"dialled": dialled}
-    return authentication.meet(sock, secret, dialled=dialled, hello=said, timeout=timeout, **more)
+    results = {"dialled": dialled}
+    return authentication.meet(sock, secret, dialled=dialled, hello=results, timeout=timeout, **more)
 
 
-def beside(sock: socket.socket, secret: bytes = SECRET, *, dialled: bool = False, **more: Any) -> ThreadPeer:
+def meet_in_thread(
+    sock: socket.socket, secret: bytes = SECRET, *, dialled: bool = False, **more: Any
+) -> ThreadPeer:
     """Run the other end in a thread."""
     return ThreadPeer(lambda: met(sock, secret, dialled=dialled, **more))
 

@@ -193,12 +193,12 @@ def main() -> dict[str, Any]:
     both = graph.merge(lower, upper).batch(2)
     assert_type(both, Stream[list[str]])
     letters = both.unbatch().take(2).collect()
-    asked: Input[str] = graph.input("questions")
-    answers = asked.map(len, on="thread").collect()
+    questions: Input[str] = graph.input("questions")
+    answers = questions.map(len, on="thread").collect()
     frequency = frequencies.collect()
     with graph.start() as run:
-        run[asked].put("how long?")
-        run[asked].close()
+        run[questions].put("how long?")
+        run[questions].close()
         for answer in run.iter(answers):
             assert_type(answer, int)
     results = run.wait()

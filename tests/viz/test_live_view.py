@@ -41,7 +41,7 @@ def test_failing_view_does_not_end_the_run(terminal: bool) -> None:
         stream.left = 0
         shown = stream.getvalue()
         view.show(run.stats())
-        view.say("one more line")
+        view.print_line("one more line")
         view.show(run.stats())
         assert stream.getvalue() == shown
         assert run.wait()[numbers] == [0, 1, 2]
@@ -59,14 +59,14 @@ def test_failing_view_continues_with_plain_lines(terminal: bool, caplog: Any) ->
             view.show(run.stats())
         stream.left = 10**6
         before = len(stream.getvalue())
-        view.say("stopping: Ctrl-C again breaks off")
+        view.print_line("stopping: Ctrl-C again breaks off")
         view.show(run.stats())
-        said, shown = stream.getvalue()[before:].splitlines()[:2]
+        labels, shown = stream.getvalue()[before:].splitlines()[:2]
         run.wait()
-    assert said == "stopping: Ctrl-C again breaks off"
+    assert labels == "stopping: Ctrl-C again breaks off"
     assert "source" in shown
-    told = [record.getMessage() for record in caplog.records if record.name == "flowchan.viz"]
-    assert told == ["the live view could not be written: OSError: [Errno 28] no space left"]
+    reported = [record.getMessage() for record in caplog.records if record.name == "flowchan.viz"]
+    assert reported == ["the live view could not be written: OSError: [Errno 28] no space left"]
 
 
 @pytest.mark.parametrize(("kind", "drawn"), [("xterm", True), ("dumb", False)])

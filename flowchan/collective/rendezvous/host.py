@@ -80,11 +80,11 @@ def _accept(listener: socket.socket, wait: float) -> tuple[socket.socket, dict[s
         sock, _ = listener.accept()
         sock.settimeout(HELLO_S)
         try:
-            said = sock.recv(_HELLO.size, socket.MSG_WAITALL)
+            greeting = sock.recv(_HELLO.size, socket.MSG_WAITALL)
         except unless_interrupted(OSError):
-            said = b""
-        if _user_of(sock) == os.getuid() and len(said) == _HELLO.size:
-            rank, size = _HELLO.unpack(said)
+            greeting = b""
+        if _user_of(sock) == os.getuid() and len(greeting) == _HELLO.size:
+            rank, size = _HELLO.unpack(greeting)
             sock.settimeout(None)
             return sock, {"rank": rank, "size": size}
         sock.close()

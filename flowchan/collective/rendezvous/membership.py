@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 
 from flowchan.collective.group import Group
-from flowchan.collective.messages_remote import Way
+from flowchan.collective.messages_remote import Connector
 from flowchan.collective.rendezvous.forming import meet_by
 from flowchan.errors import MemberDied
 from flowchan.transport.dial import reach
@@ -56,11 +56,11 @@ class Membership:
         hello = {"group": self.group, "rank": self.rank}
         sock, _ = reach(self.at, self.secret, hello, why=why, within=WITHIN, tls=self.tls)
         secret = hmac.digest(self.secret, f"group {self.group}".encode(), "sha256")
-        way = Way(secret, route_to(split(self.at)[0]), self.tls)
+        connector = Connector(secret, route_to(split(self.at)[0]), self.tls)
         with contextlib.ExitStack() as stack:
             participant = stack.enter_context(contextlib.closing(Participant(sock, "the driver")))
             try:
-                self._member = meet_by(participant.gather, self.rank, way, WITHIN, self.name, self.host)
+                self._member = meet_by(participant.gather, self.rank, connector, WITHIN, self.name, self.host)
                 if self.elastic:
                     participant.settle()
                     self._listener = _Listener(participant, self._member)

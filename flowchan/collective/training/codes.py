@@ -47,14 +47,14 @@ class TopK:
         if not 0 < fraction <= 1:
             raise ValueError(f"TopK: fraction must be above 0 and at most 1, not {fraction!r}")
         self._fraction = fraction
-        self._left: Tensor | None = None
+        self._residual: Tensor | None = None
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        whole = x.clone() if self._left is None else x + self._left
-        chosen = whole.abs().topk(max(1, int(self._fraction * whole.numel()))).indices
-        values = whole[chosen]
-        whole[chosen] = 0
-        self._left = whole
+        total = x.clone() if self._residual is None else x + self._residual
+        chosen = total.abs().topk(max(1, int(self._fraction * total.numel()))).indices
+        values = total[chosen]
+        total[chosen] = 0
+        self._residual = total
         return chosen, values
 
     def decode(self, values: list[tuple[Tensor, Tensor]], out: Tensor) -> None:

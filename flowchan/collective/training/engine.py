@@ -98,10 +98,10 @@ class Engine:
             ValueError: ``batches`` is an iterator and several epochs remain, but an iterator ends with the
                 first.
         """
-        left = epochs - self.state.epoch
-        if isinstance(batches, Iterator) and left > 1:
+        remaining = epochs - self.state.epoch
+        if isinstance(batches, Iterator) and remaining > 1:
             raise ValueError(
-                f"train: batches must be iterable for each of {left} epochs, got the iterator "
+                f"train: batches must be iterable for each of {remaining} epochs, got the iterator "
                 f"{shown(batches)}; "
                 "pass a function of the epoch, or a list"
             )
@@ -274,9 +274,9 @@ def _plain(state: Any) -> Any:
 
 
 def _known(hook: Any) -> Any:
-    strange = [name for name in dir(hook) if name.startswith("on_") and name not in HOOKS]
-    if strange:
+    unknown = [name for name in dir(hook) if name.startswith("on_") and name not in HOOKS]
+    if unknown:
         raise ValueError(
-            f"hooks must have only the methods {', '.join(HOOKS)}, got {hook!r} with {', '.join(strange)}"
+            f"hooks must have only the methods {', '.join(HOOKS)}, got {hook!r} with {', '.join(unknown)}"
         )
     return hook

@@ -77,9 +77,9 @@ def _digest(x: Tensor) -> bytes:
     return hashlib.blake2b(memory(contiguous(x.cpu()))).digest()
 
 
-def _raise_for_difference(mine: list[tuple[Any, ...]], group: Group) -> None:
+def _raise_for_difference(own: list[tuple[Any, ...]], group: Group) -> None:
     """Compare the entries of all members: for each tensor its name, type and shape, and perhaps a digest."""
-    first, *others = group.allgather(mine)
+    first, *others = group.allgather(own)
     found = [
         (_first_difference(first, other), rank) for rank, other in enumerate(others, 1) if other != first
     ]
@@ -233,13 +233,13 @@ def _in_buckets(module: nn.Module) -> list[list[Tensor]]:
     """Divide the parameters into lists of one type and device, last parameters first, as backward reaches
     them."""
     buckets: list[list[Tensor]] = []
-    room = 0
+    free_bytes = 0
     for parameter in reversed([p for p in module.parameters() if p.requires_grad]):
-        if room <= 0 or _type(buckets[-1][0]) != _type(parameter):
+        if free_bytes <= 0 or _type(buckets[-1][0]) != _type(parameter):
             buckets.append([])
-            room = _BUCKET
+            free_bytes = _BUCKET
         buckets[-1].append(parameter)
-        room -= parameter.nbytes
+        free_bytes -= parameter.nbytes
     return buckets
 
 
@@ -374,9 +374,9 @@ class ElasticAverage:
         for pulls, centre in zip(self._pulls, self._centre, strict=True):
             for parameter, pull in pulls.views.items():
                 torch.sub(parameter, centre.views[parameter], out=pull).mul_(self._strength)
-        mine = [(parameter, pull.clone()) for pulls in self._pulls for parameter, pull in pulls.views.items()]
+        own = [(parameter, pull.clone()) for pulls in self._pulls for parameter, pull in pulls.views.items()]
         self._move(contributes=True)
-        for parameter, pull in mine:  # only now, because a member may have died before the centre moved
+        for parameter, pull in own:  # only now, because a member may have died before the centre moved
             parameter.sub_(pull)
 
     def join(self) -> None:

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowchan.errors import HostError
-from flowchan.hosts.providers.output import LAST, Said
+from flowchan.hosts.providers.output import LAST, ProcessOutput
 from flowchan.hosts.providers.provider import Launch
 from flowchan.hosts.providers.shell import how_it_ended
 from flowchan.items.arguments import text, whole
 from flowchan.items.text import shown
 from flowchan.transport.addresses import address_towards
 
-SAY = 10.0
+WARN_AFTER_S = 10.0
 """Seconds after which a warning says which resources are awaited: a cluster may have to grow, or other jobs
 may have to end."""
 
@@ -79,18 +79,20 @@ class _Reservation:
 
     group: Any
     taken: set[int] = field(default_factory=set)
-    say_at: float = field(default_factory=lambda: time.monotonic() + SAY)
+    warn_at: float = field(default_factory=lambda: time.monotonic() + WARN_AFTER_S)
 
-    def say_if_late(self, ray: Any, provider: Ray) -> None:
+    def warn_if_late(self, ray: Any, provider: Ray) -> None:
         """Log once which resources were requested and which exist. An infeasible request is not an error,
         because a cluster with an autoscaler may grow. Ray has no public way to see whether it has one."""
         with _lock:
-            if time.monotonic() < self.say_at:
+            if time.monotonic() < self.warn_at:
                 return
-            self.say_at = float("inf")
+            self.warn_at = float("inf")
         table = importlib.import_module("ray.util.placement_group").placement_group_table(self.group)
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        there = ", ".join(f"{node['NodeManagerAddress']} has {_amounts(node['Resources'])}" for node in nodes)
+        capacities = ", ".join(
+            f"{node['NodeManagerAddress']} has {_amounts(node['Resources'])}" for node in nodes
+        )
         infeasible = table.get("stats", {}).get("scheduling_state") == "INFEASIBLE"
         why = (
             "Ray calls that infeasible: it waits for the cluster to grow"
@@ -100,7 +102,7 @@ class _Reservation:
         _log.warning(
             "%r has no place yet: it asks for %s on each of %d different nodes, and of the %d in the cluster "
             "%s; %s",
-            *(provider, _amounts(provider.bundle), provider.count, len(nodes), there, why),
+            *(provider, _amounts(provider.bundle), provider.count, len(nodes), capacities, why),
         )
 
 
@@ -162,7 +164,7 @@ class HeldByRay:
             return False
         self._placed = bool(reservation.group.wait(0))
         if not self._placed:
-            reservation.say_if_late(self._ray, self._key[1])
+            reservation.warn_if_late(self._ray, self._key[1])
         return not self._placed
 
     def _explain(self) -> str | None:
@@ -180,7 +182,9 @@ class HeldByRay:
         if result is None:
             return f"{self._host} is lost: Ray's connection to it broke before the launch was there"
         python, code, lines = result
-        return how_it_ended(self._host, python, 128 - code if code < 0 else code, Said(tuple(lines)), REMEDY)
+        return how_it_ended(
+            self._host, python, 128 - code if code < 0 else code, ProcessOutput(tuple(lines)), REMEDY
+        )
 
     def kill(self) -> None:
         """End the actor with its agent, and release its resources."""
@@ -222,8 +226,8 @@ def _amounts(resources: Mapping[str, float]) -> str:
 def _gist(message: str) -> str:
     """Return the lines of Ray's long error message that name the cause."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    told = [line for line in lines if "because" in line or "node" in line.lower()]
-    return " ".join(told or lines[:1])
+    relevant = [line for line in lines if "because" in line or "node" in line.lower()]
+    return " ".join(relevant or lines[:1])
 
 
 def _holder() -> type:

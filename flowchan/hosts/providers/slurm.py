@@ -14,7 +14,7 @@ from functools import partial
 
 from flowchan.errors import HostError
 from flowchan.hosts.providers.child import Child
-from flowchan.hosts.providers.output import Said
+from flowchan.hosts.providers.output import ProcessOutput
 from flowchan.hosts.providers.provider import Launch
 from flowchan.hosts.providers.shell import around, explainer
 from flowchan.items.arguments import text
@@ -62,8 +62,8 @@ class Slurm:
         if self.address is not None:
             return self.address
         hosts = self.hosts if hosts is None else hosts
-        told = _scontrol("show", "node", "--oneliner", ",".join(hosts))
-        found = dict(NODE.findall(told))
+        line = _scontrol("show", "node", "--oneliner", ",".join(hosts))
+        found = dict(NODE.findall(line))
         return address_towards("slurm", {host: found.get(host, host) for host in hosts})
 
     def start(self, number: int, launch: Launch) -> Child:
@@ -89,17 +89,17 @@ def _scontrol(*arguments: str) -> str:
         raise HostError(f"slurm: 'scontrol {' '.join(arguments)}' fails: {error.stderr.strip()}") from error
 
 
-def _unstarted(host: str, code: int, said: Said) -> str:
+def _unstarted(host: str, code: int, output: ProcessOutput) -> str:
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
-    return f"{host} could not start the agent: srun {how} before it ({said.last()})"
+    return f"{host} could not start the agent: srun {how} before it ({output.last()})"
 
 
-def _ended_by_slurm(host: str, said: Said, has_ended: bool) -> str | None:
+def _ended_by_slurm(host: str, output: ProcessOutput, has_ended: bool) -> str | None:
     """Return the message that Slurm has ended the step and with it the agent, or None. If the agent has ended
     first, the end of the task is that of the agent."""
     over = CANCELLED if has_ended else OVER
-    told = next((line.strip(" *") for line in said.lines if over.search(line)), None)
-    return told and f"the agent {host} was ended by Slurm ({told})"
+    line = next((line.strip(" *") for line in output.lines if over.search(line)), None)
+    return line and f"the agent {host} was ended by Slurm ({line})"
 
 
 def slurm(*, address: str | None = None) -> Slurm:

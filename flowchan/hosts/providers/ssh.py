@@ -10,7 +10,7 @@ from functools import partial
 
 from flowchan.errors import HostError
 from flowchan.hosts.providers.child import Child
-from flowchan.hosts.providers.output import Said
+from flowchan.hosts.providers.output import ProcessOutput
 from flowchan.hosts.providers.provider import Launch
 from flowchan.hosts.providers.shell import around, as_text, explainer
 from flowchan.items.arguments import text
@@ -72,9 +72,9 @@ def _machine(host: str) -> str:
     raise HostError(f"{host}: ssh does not take it: {done.stderr.strip()}", host)
 
 
-def _unreached(host: str, code: int, said: Said) -> str:
+def _unreached(host: str, code: int, output: ProcessOutput) -> str:
     """Say why nothing has run on the host."""
-    last = said.last()
+    last = output.last()
     if code != FAILED:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return f"{host} could not start the agent: ssh {how} before it ({last})"

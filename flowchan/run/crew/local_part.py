@@ -24,7 +24,7 @@ from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.crew.worker_processes import WorkerProcesses
 from flowchan.run.policy import decisions
 from flowchan.run.policy.deadlock import Waits
-from flowchan.run.policy.events import Began, Ended, Event, Failure, Gone, Started, WorkerId
+from flowchan.run.policy.events import Began, Ended, Event, Failure, ProcessEnded, Started, WorkerId
 from flowchan.run.policy.stats import HostStats
 from flowchan.run.worker.worker import work
 
@@ -52,7 +52,7 @@ class LocalPart:
         self._report: Report = run_is_over
         self._processes: WorkerProcesses | None = None
         self._helpers: list[threading.Thread] = []
-        has_processes = any(worker.stage.placement.apart for worker in self._planned)
+        has_processes = any(worker.stage.placement.own_process for worker in self._planned)
         self._mail = Mail() if has_processes else None
 
     @property
@@ -78,21 +78,21 @@ class LocalPart:
             else Employed(name, self._mail.channel, put, self._lasting)
         )
         for worker in self._planned:
-            if worker.stage.placement.apart:
+            if worker.stage.placement.own_process:
                 self._start_process(worker.id)
 
     def start_threads(self) -> None:
         """Start all workers on threads, except those that gather results, and the threads that watch
         processes."""
         for worker in self._planned:
-            if not worker.stage.placement.apart and not worker.gathers and not worker.is_task:
+            if not worker.stage.placement.own_process and not worker.gathers and not worker.is_task:
                 self.start_thread(worker.id)
         for stage in self.plan.graph.stages:
-            if is_async(stage.function) and not stage.placement.apart:
+            if is_async(stage.function) and not stage.placement.own_process:
                 self._start_loop(stage)
         if self._mail is not None and self._processes is not None:
             mail, processes = self._mail, self._processes
-            self._start_helper(" mail", lambda: mail.deliver(self._hear))
+            self._start_helper(" mail", lambda: mail.deliver(self._receive))
             self._start_helper(" watch", processes.watch)
 
     def _start_helper(self, name: str, work: Callable[[], None]) -> None:
@@ -108,7 +108,15 @@ class LocalPart:
     def start_thread(self, id: WorkerId) -> None:
         """Start a worker on a thread of this process."""
         stage, ports = self._ports.worker(id).stage, self._ports.ports[id]
-        arguments = (self._ports.started(id), stage, ports, self._report, False, (), self._gangs.seat(id))
+        arguments = (
+            self._ports.started(id),
+            stage,
+            ports,
+            self._report,
+            False,
+            (),
+            self._gangs.membership(id),
+        )
         self.add_thread(id, self._start(f"/{id}", work, *arguments))
 
     def add_thread(self, id: WorkerId, thread: threading.Thread) -> None:
@@ -134,31 +142,31 @@ class LocalPart:
         predecessors = self._deaths.started(id)
         self._reported.discard(id)
         with start_of(self.plan.graph, stage.name):
-            seats = self._gangs.seat(id), self._gangs.next_seats(id, stage)
+            memberships = self._gangs.membership(id), self._gangs.next_memberships(id, stage)
             packed = dumps_for_worker(stage) if self._lasting is None else self._lasting.packed(stage)
-            here = self._ports.started(id)
-            pid = self._processes.start(here, packed, ports, predecessors, stage.gpus, *seats)
+            info = self._ports.started(id)
+            pid = self._processes.start(info, packed, ports, predecessors, stage.gpus, *memberships)
         self._report(Started(id, pid))
 
     # --- reports of workers ---
 
-    def _hear(self, event: Event) -> None:
+    def _receive(self, event: Event) -> None:
         """Report an event of a worker process, on the thread of the mail."""
         if isinstance(event, Began):
             self._deaths.began(event.worker)
         elif isinstance(event, Ended | Failure):
             self._reported.add(event.worker)
-        elif isinstance(event, Gone) and event.worker not in self._reported:
+        elif isinstance(event, ProcessEnded) and event.worker not in self._reported:
             event = self._death_of(event.worker)
         self._report(event)
 
     def _death_of(self, id: WorkerId) -> Event:
         ports = self._ports.ports.get(id)
         if ports is None or self._processes is None:  # the run is over
-            return Gone(id)
+            return ProcessEnded(id)
         return self._deaths.died(self._ports.worker(id), self._processes.exit_of(id, ports))
 
-    def all_is_heard(self) -> bool:
+    def all_reported(self) -> bool:
         """See :class:`CrewPart`."""
         return self._mail is None or self._mail.is_empty()
 
@@ -218,13 +226,13 @@ class LocalPart:
 
     def add(self, id: WorkerId) -> None:
         """See :class:`CrewPart`."""
-        for left in self._ports.left():
-            thread = self.threads.get(left)
+        for id in self._ports.ended_workers():
+            thread = self.threads.get(id)
             if thread is not None and not thread.is_alive():
-                self.forget(left)
+                self.forget(id)
         try:
             worker = self._ports.add(id)
-            if worker.stage.placement.apart:
+            if worker.stage.placement.own_process:
                 self._start_process(id)
             else:
                 self.start_thread(id)
@@ -238,7 +246,7 @@ class LocalPart:
 
     def forget(self, id: WorkerId) -> None:
         """See :class:`CrewPart`."""
-        if id not in self._ports.left():
+        if id not in self._ports.ended_workers():
             return
         self._ports.forget(id)
         if self.threads.pop(id, None) is None and self._processes is not None:

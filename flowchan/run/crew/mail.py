@@ -14,7 +14,7 @@ from flowchan.channel.channel import Channel
 from flowchan.errors import Broken, Closed
 from flowchan.run.crew.part import Report
 from flowchan.run.policy.events import Crashed, Event
-from flowchan.run.worker.logs import Logged, log_here
+from flowchan.run.worker.logs import Logged, log_locally
 
 MOST_EVENTS = 1024
 
@@ -26,13 +26,13 @@ class Mail:
         self.channel: Channel[Event | Logged] = Channel(MOST_EVENTS, across="processes")
         self._reader = self.channel.reader()
 
-    def deliver(self, hear: Callable[[Event], None]) -> None:
+    def deliver(self, receive: Callable[[Event], None]) -> None:
         """Pass on each event until the mail is closed. Log records go to the program's loggers."""
         for event in self._reader:  # an event counts as unread until it is passed on
             if isinstance(event, Logged):
-                log_here(event)
+                log_locally(event)
             else:
-                hear(event)
+                receive(event)
 
     def is_empty(self) -> bool:
         """Tell whether all reports so far have been passed on."""

@@ -85,7 +85,9 @@ def hint_at_import(exitcode: int | None) -> str:
 def leave_if_unguarded(graph: Blueprint) -> None:
     """End this process if it is still importing the main script. Print why, unless the parent reports it."""
     process = multiprocessing.current_process()
-    if not getattr(process, "_inheriting", False) or not any(stage.placement.apart for stage in graph.stages):
+    if not getattr(process, "_inheriting", False) or not any(
+        stage.placement.own_process for stage in graph.stages
+    ):
         return
     if not process.name.startswith(NAME):
         print(f"flowchan: {unguarded(graph).problems[0]}", file=sys.stderr, flush=True)

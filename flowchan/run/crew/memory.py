@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
-MINE = Path("/proc/self/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 VMSTAT = Path("/proc/vmstat")
 
 
@@ -49,7 +49,7 @@ def _files(unified: str, legacy: str) -> Iterator[Path]:
     """Yield the files of this process's control groups: each group first, then all above it. In a container
     the group's own folder is often mounted as the root."""
     try:
-        lines = MINE.read_text().splitlines()
+        lines = OWN_CGROUPS.read_text().splitlines()
     except OSError:
         return
     for line in lines:

@@ -76,7 +76,7 @@ class CrewPart(Protocol):
     def cancel_request(self, question: int) -> None:
         """Let workers drop the item of a request whose caller has left."""
 
-    def all_is_heard(self) -> bool:
+    def all_reported(self) -> bool:
         """Tell whether everything that workers have reported so far has reached ``report``."""
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:

@@ -28,11 +28,11 @@ from flowchan.run.crew.main_guard import ProcessName, start_of
 from flowchan.run.crew.process import WorkerProcess
 from flowchan.run.crew.worker_processes import WorkerProcesses, end_all
 from flowchan.run.policy import decisions
-from flowchan.run.policy.events import Event, Gone, WorkerId
+from flowchan.run.policy.events import Event, ProcessEnded, WorkerId
 from flowchan.run.policy.plan import PlannedWorker
 from flowchan.run.worker.gpus import Gpus
-from flowchan.run.worker.logs import Logged, log_here
-from flowchan.run.worker.process_main import Left, Order, lasting_main
+from flowchan.run.worker.logs import Logged, log_locally
+from flowchan.run.worker.process_main import Order, WorkEnded, lasting_main
 from flowchan.run.worker.streams import terminals
 from flowchan.transport.interrupts import interrupts_deferred
 
@@ -45,10 +45,10 @@ class LastingProcess:
 
     def __init__(self, graph: str, id: WorkerId, stage: bytes, devices: str | None) -> None:
         orders: Channel[Order] = Channel(2, across="processes")
-        words: Channel[Left | Logged | None] = Channel(64, across="processes")
-        self._orders, self._words = orders.writer(), words.reader()
+        reports: Channel[WorkEnded | Logged | None] = Channel(64, across="processes")
+        self._orders, self._reports = orders.writer(), reports.reader()
         # The ends of the process. Closing them before it has them would end the channels.
-        self._its = orders.reader(), words.writer()
+        self._its = orders.reader(), reports.writer()
         arguments = (id, stage, *self._its, os.getpid(), devices)
         self.process = WorkerProcess(ProcessName(f"{graph}/{id}"), lasting_main, arguments)
 
@@ -57,11 +57,11 @@ class LastingProcess:
         with contextlib.suppress(Closed, Broken):
             self._orders.put(order)
 
-    def word(self, until: float) -> Left | None:
+    def word(self, until: float) -> WorkEnded | None:
         """Wait for the process to report the end of its work.
 
         Returns:
-            None if it waits for another order; ``Left`` if it has ended.
+            None if it waits for another order; ``WorkEnded`` if it has ended.
 
         Raises:
             Empty: It has not reported by the time ``until``.
@@ -69,19 +69,19 @@ class LastingProcess:
         while True:
             ended = self.process.ended()
             try:
-                said = self._words.get(
+                message = self._reports.get(
                     timeout=0.0 if ended else max(0.0, min(POLL_INTERVAL_S, until - time.monotonic()))
                 )
-                if not isinstance(said, Logged):
-                    return said
-                log_here(said)
+                if not isinstance(message, Logged):
+                    return message
+                log_locally(message)
             except Empty:
                 if ended:
-                    return Left()
+                    return WorkEnded()
                 if time.monotonic() >= until:
                     raise
             except (Closed, Broken):
-                return Left()
+                return WorkEnded()
 
     def dismiss(self) -> None:
         """Let the process close its callable and end: no order follows."""
@@ -89,7 +89,7 @@ class LastingProcess:
 
     def leave(self) -> None:
         """Drop the reports of the process from now on."""
-        self._words.close()
+        self._reports.close()
 
 
 Dismissed = list[tuple[WorkerId, LastingProcess]]
@@ -119,12 +119,12 @@ class LastingProcesses:
         """Start a process for each of these workers that needs one and has none."""
         for worker in workers:
             stage = worker.stage
-            if stage.placement.apart:
+            if stage.placement.own_process:
                 with start_of(graph, stage.name):
                     self._alive(worker.id, self.packed(stage), self.gpus.take(worker.id, stage.gpus))
         self._late.clear()
         for one in [one for one in self._leaving if one[1].process.ended()]:
-            self._hear(*one)
+            self._await_end(*one)
             self._leaving.remove(one)
             one[1].process.close()
 
@@ -146,7 +146,7 @@ class LastingProcesses:
             self._late.add(id)
         return started
 
-    def stays(self, id: WorkerId, until: float) -> bool:
+    def is_reusable(self, id: WorkerId, until: float) -> bool:
         """Tell whether a worker's process waits for the next run, or has been dismissed. Waits for its report
         until the time ``until``."""
         lasting = self._known.get(id)
@@ -163,11 +163,11 @@ class LastingProcesses:
         """Forget a process that has ended."""
         self._known.pop(id, None)
 
-    def _hear(self, id: WorkerId, lasting: LastingProcess) -> None:
+    def _await_end(self, id: WorkerId, lasting: LastingProcess) -> None:
         """Wait for the last report of a process that was dismissed."""
-        left = lasting.word(math.inf)
-        if left is not None and left.error is not None:
-            self._failed.append((id, left.error))
+        ended = lasting.word(math.inf)
+        if ended is not None and ended.error is not None:
+            self._failed.append((id, ended.error))
 
     def kill(self) -> None:
         """Kill all processes."""
@@ -180,7 +180,7 @@ class LastingProcesses:
         try:
             _dismiss(self._known, self._leaving)
             for id, lasting in self._leaving:
-                self._hear(id, lasting)
+                self._await_end(id, lasting)
         except BaseException:  # Ctrl-C: the program no longer waits
             self.kill()
             raise
@@ -219,10 +219,10 @@ class Employed(WorkerProcesses):
         self,
         graph: str,
         mail: Channel[Event | Logged],
-        gone: Callable[[Gone], None],
+        on_ended: Callable[[ProcessEnded], None],
         lasting: LastingProcesses,
     ) -> None:
-        super().__init__(graph, mail, gone)
+        super().__init__(graph, mail, on_ended)
         self._lasting = lasting
         self._gpus = lasting.gpus
 
@@ -237,7 +237,7 @@ class Employed(WorkerProcesses):
     def end(self) -> None:
         """Forget the processes that stay for the next run, and end the others."""
         until = time.monotonic() + decisions.GRACE
-        for id in [id for id in list(self.known) if self._lasting.stays(id, until)]:
+        for id in [id for id in list(self.known) if self._lasting.is_reusable(id, until)]:
             del self.known[id]
         super().end()
         for id in list(self.known):

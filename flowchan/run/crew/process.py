@@ -38,11 +38,11 @@ class WorkerProcess:
         start_process(self._process)
         assert self._process.pid is not None
         self.pid = self._process.pid
-        self.born = time.monotonic()
+        self.started_at = time.monotonic()
         self.pidfd: int | None = None
         self._is_of_server = self._process._start_method == "forkserver"
         self._server = forkserver_pid() or 0
-        self._stranger = False
+        self._collected_elsewhere = False
         # identifies the process by its start time where the system has no pidfds
         self._known: psutil.Process | None = None
         self._lost = False
@@ -128,7 +128,7 @@ class WorkerProcess:
                 "was killed, because Python's forkserver had been, and without it nothing "
                 "is known of a process"
             )
-        if self.exitcode == UNKNOWN and self._stranger:
+        if self.exitcode == UNKNOWN and self._collected_elsewhere:
             return (
                 "ended, and its exit code is unknown, because the program ignores SIGCHLD or collects its "
                 "children"
@@ -141,13 +141,13 @@ class WorkerProcess:
         """Wait for the exit code. Another thread may be collecting it, as ``multiprocessing`` does when a
         process is started or listed, and stores it here in a moment. Code of the program may also have
         collected it."""
-        polls_left = 100
+        polls = 100
         while self._process.exitcode is None:
             time.sleep(0.001)
             if not self._is_of_server and _has_ended(self.pid) is None:
-                polls_left -= 1
-                if polls_left == 0:
-                    self._stranger = True
+                polls -= 1
+                if polls == 0:
+                    self._collected_elsewhere = True
                     self._process._popen.returncode = UNKNOWN  # type: ignore[attr-defined]
 
     def close(self) -> None:

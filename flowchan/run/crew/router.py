@@ -109,9 +109,9 @@ class CrewRouter:
         for part in self._parts:
             part.cancel_request(question)
 
-    def all_is_heard(self) -> bool:
+    def all_reported(self) -> bool:
         """See :class:`CrewPart`."""
-        return all(part.all_is_heard() for part in self._parts)
+        return all(part.all_reported() for part in self._parts)
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
         """See :class:`CrewPart`. Ask each remote part until it has answered, then join all answers."""
@@ -152,8 +152,10 @@ def _shares(plan: Plan) -> list[tuple[Placement, list[PlannedWorker]]]:
     shares: list[tuple[Placement, list[PlannedWorker]]] = []
     for worker in plan.workers:
         if worker.host:
-            mine = (workers for placement, workers in shares if placement.is_beside(worker.stage.placement))
-            workers = next(mine, None)
+            own_workers = (
+                workers for placement, workers in shares if placement.has_same_host(worker.stage.placement)
+            )
+            workers = next(own_workers, None)
             if workers is None:
                 shares.append((worker.stage.placement, [worker]))
             else:

@@ -186,7 +186,7 @@ class RunPorts:
         for reader in self.ports[id].inputs.values():
             reader._retire()
 
-    def left(self) -> list[WorkerId]:
+    def ended_workers(self) -> list[WorkerId]:
         """List the workers that were removed and whose ports are released."""
         return [id for id in self._leaving if id not in self.ports]
 

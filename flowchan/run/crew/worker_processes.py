@@ -16,7 +16,7 @@ from flowchan.run.crew.process_exit import ProcessExit
 from flowchan.run.crew.recovery import deaths_over_item
 from flowchan.run.crew.watch import Watch
 from flowchan.run.policy import decisions, seeds
-from flowchan.run.policy.events import Event, Gone, WorkerId
+from flowchan.run.policy.events import Event, ProcessEnded, WorkerId
 from flowchan.run.policy.journal import log
 from flowchan.run.worker import logs
 from flowchan.run.worker.gpus import Gpus
@@ -27,45 +27,47 @@ from flowchan.run.worker.streams import Streams
 
 
 class WorkerProcesses:
-    """The worker processes of one run. ``graph`` is its name. ``gone`` receives each process that has ended
-    for certain, on the thread that runs :meth:`watch`."""
+    """The worker processes of one run. ``graph`` is its name. ``on_ended`` receives each process that has
+    ended for certain, on the thread that runs :meth:`watch`."""
 
-    def __init__(self, graph: str, mail: Channel[Event | Logged], gone: Callable[[Gone], None]) -> None:
+    def __init__(
+        self, graph: str, mail: Channel[Event | Logged], on_ended: Callable[[ProcessEnded], None]
+    ) -> None:
         self._graph = graph
         self._mail = mail
         self._gpus = Gpus()
         self.known: dict[WorkerId, WorkerProcess] = {}
-        self._watch = Watch(gone)
+        self._watch = Watch(on_ended)
         # Kills for lack of memory, before the run and so far.
         self._oom_kills = memory.oom_kills()
 
     def start(
         self,
-        here: seeds.Worker,
+        info: seeds.Worker,
         stage: bytes,
         ports: Ports,
         predecessors: tuple[str, ...],
         gpus: int,
         member: Any = None,
-        next_seats: Channel[Any] | None = None,
+        next_memberships: Channel[Any] | None = None,
     ) -> int:
         """Start a worker's process and return its pid.
 
         Args:
-            here: The worker's own description.
+            info: The worker's own description.
             stage: Its stage, pickled.
             ports: Its ports.
             predecessors: How the workers died that held its first item.
             gpus: How many GPUs it has for itself.
             member: Its membership of the group of its gang.
-            next_seats: The channel of later memberships.
+            next_memberships: The channel of later memberships.
 
         Raises:
             HostError: There are fewer GPUs left.
         """
-        id = WorkerId(here.stage, here.number)
+        id = WorkerId(info.stage, info.number)
         devices = self._gpus.take(id, gpus)
-        order = Order(here, ports, self._mail, predecessors, member, next_seats, logs.levels())
+        order = Order(info, ports, self._mail, predecessors, member, next_memberships, logs.levels())
         process = self._begin(id, stage, order, devices)
         self.known[id] = process
         self._watch.add(id, process)
@@ -84,7 +86,7 @@ class WorkerProcesses:
         """Describe how a worker's process has ended; ``ports`` are those of the worker."""
         process = self.known[id]
         how = process.how_it_ended(process.exitcode == -signal.SIGKILL and self._kernel_killed())
-        lived = time.monotonic() - process.born
+        lived = time.monotonic() - process.started_at
         return ProcessExit(how, process.exitcode, process.pid, lived, deaths_over_item(ports))
 
     def _kernel_killed(self) -> bool:

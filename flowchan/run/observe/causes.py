@@ -52,8 +52,8 @@ class _Load:
     @property
     def is_local(self) -> bool:
         """Return whether its workers are threads of this process."""
-        place = PLACEMENTS.get(self.stage.on)
-        return place is not None and not place.apart and not self.stage.hosts
+        placement = PLACEMENTS.get(self.stage.on)
+        return placement is not None and not placement.own_process and not self.stage.hosts
 
     @property
     def is_read_by_program(self) -> bool:
@@ -246,11 +246,11 @@ def _loop(stats: RunStats) -> list[str]:
 
     def comes_back(stage: str) -> bool:
         seen: set[str] = set()
-        left = [stage]
-        while left:
-            new = behind.get(left.pop(), set()) - seen
+        pending = [stage]
+        while pending:
+            new = behind.get(pending.pop(), set()) - seen
             seen |= new
-            left += new
+            pending += new
         return stage in seen
 
     return [stage.name for stage in stats.stages if comes_back(stage.name)]

@@ -28,10 +28,10 @@ class CpuClock:
     _last: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
-        self.look()
+        self.update()
         self._first = self._last
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Read the clock if the process or thread still exists."""
         # The kernel's numbers for the clocks of others: CPUCLOCK_SCHED, plus 4 for a single thread.
         clock = (~self.thread << 3) | 6 if self.thread else (~self.pid << 3) | 2
@@ -67,7 +67,7 @@ class _Working:
 
     def seconds(self, now: float) -> WorkSeconds:
         if self.clock is not None:
-            self.clock.look()
+            self.clock.update()
             return WorkSeconds(max(0.0, now - self.began), cpu=self.clock.cpu, ready=self.clock.ready)
         unknown = 0.0 if self.shares else None
         return WorkSeconds(max(0.0, now - self.began), cpu=unknown, ready=unknown)
@@ -113,12 +113,12 @@ class WorkerClocks:
             clock = None if pid == 0 or shares else CpuClock(pid or os.getpid(), thread)
             self._working[worker] = _Working(now, clock, shares)
 
-    def look(self, worker: WorkerId) -> None:
+    def update(self, worker: WorkerId) -> None:
         """Read the clock of a worker that is about to end, because the clock may vanish."""
         with self._lock:
             working = self._working.get(worker)
             if working is not None and working.clock is not None:
-                working.clock.look()
+                working.clock.update()
 
     def end(self, worker: WorkerId) -> None:
         """Stop the clock of a worker that has ended."""

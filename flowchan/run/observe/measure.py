@@ -174,7 +174,7 @@ def _stage(about: _StageInput) -> StageStats:
     unwanted = about.unwanted
     finished = max(0, items_in - in_hand - failed - unwanted)
     items_out = (max if stage.operator.repeats else sum)(given) if given else finished
-    if stage.placement.hosts and stage.operator.owes and _readers_left(about, outs):
+    if stage.placement.hosts and stage.operator.owes and _lacks_readers(about, outs):
         # No worker counts the items that were on the way to or from a host then.
         unwanted = max(unwanted, items_in - items_out - failed - in_hand)
     members = 0
@@ -224,10 +224,10 @@ def _with_waits(worked: WorkSeconds, reads: float, writes: float, turns: float) 
     return dataclasses.replace(worked, input=reads, place=writes - turn, turn=turn)
 
 
-def _readers_left(about: _StageInput, outs: list[Snapshot]) -> bool:
+def _lacks_readers(about: _StageInput, outs: list[Snapshot]) -> bool:
     """Return whether the stage has ended because its outputs had no reader left."""
-    left = any(s.stats.inside and not s.stats.readers for s in outs)
-    return not about.alive and (about.unwanted > 0 or left)
+    unread = any(s.stats.inside and not s.stats.readers for s in outs)
+    return not about.alive and (about.unwanted > 0 or unread)
 
 
 def state_of(state: PolicyState) -> RunState:

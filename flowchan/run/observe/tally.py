@@ -11,11 +11,11 @@ from flowchan.run.policy.events import (
     Began,
     Death,
     Ended,
+    ErrorSent,
     Event,
     Failure,
     Retried,
     Started,
-    Troubled,
     WorkerId,
 )
 from flowchan.run.policy.transitions import PolicyState
@@ -44,9 +44,9 @@ class Tally:
             self._pids[event.worker] = event.pid
             self._clocks.started(event)
         elif isinstance(event, Ended | Failure):
-            self._clocks.look(event.worker)
+            self._clocks.update(event.worker)
 
-    def heard(self, event: Retried | Answered | Troubled) -> None:
+    def record(self, event: Retried | Answered | ErrorSent) -> None:
         """Note what has become of an item."""
         if isinstance(event, Retried):
             self._retried[event.worker.stage] += 1

@@ -147,7 +147,7 @@ class Deadlocks:
         self._unread: frozenset[WorkerId] | None = None  # unread results of the observation in progress
         self._before: Observation | None = None  # last observation, if the run has not moved since
 
-    def look(
+    def check(
         self,
         now: float,
         alive: frozenset[WorkerId],
@@ -158,7 +158,7 @@ class Deadlocks:
         It returns None while other hosts are being asked."""
         if now < self.next_at:
             return None
-        if self._unread is None and not self._is_worth_it(activity(), alive):
+        if self._unread is None and not self._starts_observation(activity(), alive):
             self._before, self.next_at = None, now + STILL
             return None
         assert self._unread is not None
@@ -169,7 +169,7 @@ class Deadlocks:
         before, self._before = self._before, found
         return judge(before, found)
 
-    def _is_worth_it(self, seen: Activity, alive: frozenset[WorkerId]) -> bool:
+    def _starts_observation(self, seen: Activity, alive: frozenset[WorkerId]) -> bool:
         """Tell whether an observation may find a deadlock. If so, the observation begins."""
         moved, self._moved = seen.moved != self._moved, seen.moved
         waiting, unread = seen.reading + seen.writing, seen.unread & alive

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from flowchan.errors import MemberLeft, WorkerDied
 from flowchan.run.policy.actions import Action, Replace, StopSources
-from flowchan.run.policy.events import Death, Ended, Failure, Gone, GroupLost
+from flowchan.run.policy.events import Death, Ended, Failure, GroupLost, ProcessEnded
 from flowchan.run.policy.gang_decisions import (
     form_groups,
     group_lost,
@@ -80,12 +80,12 @@ class Broke:
 
 
 @dataclass(frozen=True, slots=True)
-class StopAsked:
+class StopRequested:
     """``run.stop()``, the first Ctrl-C, or SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)
-class AbortAsked:
+class AbortRequested:
     """``run.abort()``, or the second Ctrl-C."""
 
 
@@ -100,7 +100,18 @@ class Moved:
 
 
 SupervisorEvent = (
-    Ended | Failure | Death | Gone | GroupLost | Stuck | Broke | StopAsked | AbortAsked | Moved | Tick | Scale
+    Ended
+    | Failure
+    | Death
+    | ProcessEnded
+    | GroupLost
+    | Stuck
+    | Broke
+    | StopRequested
+    | AbortRequested
+    | Moved
+    | Tick
+    | Scale
 )
 
 
@@ -132,7 +143,7 @@ def _decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
             return _ended(state, event, now)
         case Death():
             return _died(state, event, now)
-        case Gone(worker):
+        case ProcessEnded(worker):
             known = worker in state.alive and state.ends_with_peers(worker)
             return (peer_ended(state, worker) if known else state), ()
         case Failure():
@@ -143,9 +154,9 @@ def _decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
             return run_stuck(state, failure, now)
         case Broke(failure):
             return channel_broken(state, failure, now)
-        case StopAsked():
+        case StopRequested():
             return _stop(state, now)
-        case AbortAsked():
+        case AbortRequested():
             return run_aborted(state, now)
         case Moved():
             return (dataclasses.replace(state, since=now) if state.phase == "stopping" else state), ()

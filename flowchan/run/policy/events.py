@@ -95,7 +95,7 @@ class Retried:
 
 
 @dataclass(frozen=True, slots=True)
-class Troubled:
+class ErrorSent:
     """An item has failed and went to the errors stream. ``text`` gives the reason in one line. Not every such
     item is reported."""
 
@@ -141,7 +141,7 @@ class GroupLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class ProcessEnded:
     """The process of a worker has ended after the worker had reported its end. All its other reports come
     first."""
 
@@ -213,12 +213,12 @@ Event = (
     | Aborted
     | Met
     | Retried
-    | Troubled
+    | ErrorSent
     | Answered
     | RequestCancelled
     | Result
     | GroupLost
-    | Gone
+    | ProcessEnded
     | Death
     | Crashed
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 from flowchan.run.policy import decisions, seeds
 from flowchan.run.policy.actions import Terminate
-from flowchan.run.policy.decisions import AbortAsked, Decided, StopAsked, Tick
+from flowchan.run.policy.decisions import AbortRequested, Decided, StopRequested, Tick
 from flowchan.run.policy.events import Death, NotAdded, RunBegan, RunEnded, Started, WorkerId
 from flowchan.run.policy.plan import Plan
 
@@ -31,7 +31,7 @@ class Journal:
         self._graph = f"graph {plan.graph.name!r}"
         self._limits = plan.limits()
 
-    def hear(self, event: Any) -> None:
+    def record(self, event: Any) -> None:
         """Log an event of the feed, if it deserves a record."""
         match event:
             case RunBegan(workers, seed):
@@ -52,9 +52,9 @@ class Journal:
         event, before, after = decided.event, decided.before, decided.after
         if isinstance(event, Death):
             self._died(event, decided)
-        elif isinstance(event, StopAsked) and before.phase == "running":
+        elif isinstance(event, StopRequested) and before.phase == "running":
             self._log(logging.INFO, f"{self._graph} stops: what is in flight is finished")
-        elif isinstance(event, AbortAsked) and after.phase != before.phase:
+        elif isinstance(event, AbortRequested) and after.phase != before.phase:
             self._log(logging.INFO, f"{self._graph} is broken off")
         elif isinstance(event, Tick) and (before.phase, after.phase) == ("stopping", "aborting"):
             text = f"was stopped, and nothing has moved in it for {decisions.STOP_SECONDS:g} s"
@@ -95,9 +95,9 @@ class Journal:
 def blamed(item: str, why: str) -> None:
     """Log that an item counts as failed because workers have died over it. The worker that holds the item
     calls this."""
-    here = seeds.worker()
-    about = {"stage": here.stage, "number": here.number}
-    log.error("stage %r gave up item %s: %s", here.stage, item, why, extra=about)
+    worker = seeds.worker()
+    about = {"stage": worker.stage, "number": worker.number}
+    log.error("stage %r gave up item %s: %s", worker.stage, item, why, extra=about)
 
 
 def _where(pid: int, host: str) -> str:

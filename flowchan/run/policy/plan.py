@@ -40,7 +40,7 @@ class PlannedWorker:
     @property
     def is_task(self) -> bool:
         """Return whether it runs as a task of its stage's event loop, next to the other workers."""
-        return is_async(self.stage.function) and not self.stage.placement.apart
+        return is_async(self.stage.function) and not self.stage.placement.own_process
 
     @property
     def gathers(self) -> bool:
@@ -88,7 +88,7 @@ class Plan:
         return {
             stage.name: stage.restarts if stage.restartable or stage.operator.per_item else 0
             for stage in self.graph.stages
-            if stage.placement.apart
+            if stage.placement.own_process
         }
 
     @property
@@ -126,7 +126,7 @@ class Plan:
     @property
     def elastic(self) -> frozenset[str]:
         """Return the gangs that continue while a worker is replaced; threads do not die."""
-        stages = (stage for stage in self.graph.stages if stage.placement.apart)
+        stages = (stage for stage in self.graph.stages if stage.placement.own_process)
         return frozenset(stage.name for stage in stages if stage.gang is not None and stage.gang.elastic)
 
     def between(self) -> Iterator[tuple[set[str], set[str]]]:

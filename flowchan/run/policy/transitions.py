@@ -155,9 +155,11 @@ def without_member(state: PolicyState, worker: WorkerId) -> PolicyState:
     it."""
     if worker.stage not in state.elastic:
         return state
-    left = {other: heard for other, heard in state.without_group.items() if other != worker}
+    remaining = {other: loss for other, loss in state.without_group.items() if other != worker}
     changed = state.changed | {worker.stage}
-    return dataclasses.replace(state, without_group=left, joining=state.joining - {worker}, changed=changed)
+    return dataclasses.replace(
+        state, without_group=remaining, joining=state.joining - {worker}, changed=changed
+    )
 
 
 def with_failure(failures: tuple[Failure, ...], new: Failure) -> tuple[Failure, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from flowchan.channel.channel import In, Out
 from flowchan.errors import Closed
-from flowchan.run.worker.item_timeout import say
+from flowchan.run.worker.item_timeout import set_message
 from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob, OwnEnd, is_end_of
 
 
@@ -28,7 +28,7 @@ async def _call(job: OperatorJob, item: Any) -> Any:
             async with asyncio.timeout(job.timeout) as limit:
                 return await job.function(item)
         except BaseException as error:
-            say(f"the worker took longer than timeout={job.timeout} s", error, limit)
+            set_message(f"the worker took longer than timeout={job.timeout} s", error, limit)
             if attempt > job.retries or not isinstance(error, job.retry_on):
                 job.give_up(item, error, attempt)
                 return SKIPPED
@@ -92,7 +92,7 @@ async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
             except OwnEnd as end:
                 raise end.__cause__ or Closed from None
             except BaseException as error:
-                say(f"the worker took longer than timeout={job.timeout} s", error, limit)
+                set_message(f"the worker took longer than timeout={job.timeout} s", error, limit)
                 if attempt > job.retries or not isinstance(error, job.retry_on):
                     job.give_up(item, error, attempt)
                     break
@@ -105,10 +105,10 @@ async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 async def _does_not_count(limit: asyncio.Timeout) -> AsyncIterator[None]:
     """Pause the time limit of the item while the worker waits for room."""
     until, clock = limit.when(), asyncio.get_running_loop().time
-    left = None if until is None else until - clock()
+    remaining = None if until is None else until - clock()
     limit.reschedule(None)
     yield
-    limit.reschedule(None if left is None else clock() + left)
+    limit.reschedule(None if remaining is None else clock() + remaining)
 
 
 async def _put_or_end(out: Out[Any], output: Any) -> None:

@@ -59,11 +59,11 @@ class StageLoop(asyncio.SelectorEventLoop):
         """Return whether the loop waits and has only these tasks; call it on another thread."""
         answer: concurrent.futures.Future[bool] = concurrent.futures.Future()
 
-        def look() -> None:  # runs in the loop: without a GIL, no other thread may read its tasks
+        def check() -> None:  # runs in the loop: without a GIL, no other thread may read its tasks
             answer.set_result(self._waiting.is_idle and asyncio.all_tasks() <= {*tasks, self.starter})
 
         try:
-            self.call_soon_threadsafe(look)
+            self.call_soon_threadsafe(check)
             return answer.result(ANSWER_WITHIN_S)
         except (TimeoutError, RuntimeError):  # the loop is busy or closed
             return False

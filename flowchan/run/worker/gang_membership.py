@@ -20,19 +20,19 @@ POLL_INTERVAL_S = 0.05
 class GangMembership:
     """Membership of a worker in the current group of its gang.
 
-    ``member`` is its first membership, or ``None`` for a replacement worker. ``next_seats`` delivers the
-    memberships of later groups, for an elastic gang only.
+    ``member`` is its first membership, or ``None`` for a replacement worker. ``next_memberships`` delivers
+    the memberships of later groups, for an elastic gang only.
     """
 
     def __init__(
         self,
         worker: WorkerId,
         member: Any,
-        next_seats: Channel[Any] | None,
+        next_memberships: Channel[Any] | None,
         tell: Callable[[Event], None],
         ports: Ports,
     ) -> None:
-        self._worker, self._member, self._next, self._tell = worker, member, next_seats, tell
+        self._worker, self._member, self._next, self._tell = worker, member, next_memberships, tell
         self._ports = ports
         self._group: Any = None
 

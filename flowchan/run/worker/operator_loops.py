@@ -30,7 +30,7 @@ from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare, has_
 SKIPPED: Any = object()
 POLL_INTERVAL_S = 0.05
 """Seconds between two checks whether the run has broken off."""
-TROUBLE_INTERVAL_S = 0.5
+FAILED_ITEM_INTERVAL_S = 0.5
 """Minimum number of seconds between two reports of failed items by a worker."""
 
 
@@ -51,8 +51,8 @@ class OperatorJob:
     answering: Answering | None = None  # set if items may come from ask()
     on_retry: Callable[[], None] = lambda: None
     on_result: Callable[[Any], None] = lambda _: None
-    on_trouble: Callable[[str], None] = lambda _: None
-    last_trouble_at: float = -TROUBLE_INTERVAL_S
+    on_failed_item: Callable[[str], None] = lambda _: None
+    last_report_at: float = -FAILED_ITEM_INTERVAL_S
     on_clean_up: Callable[[], None] = lambda: None  # called when a task starts its cleanup
     unwanted: int = 0  # items without a reader (partition), or of cancelled requests
     predecessors: tuple[str, ...] = ()  # how earlier workers with the first item died
@@ -76,10 +76,10 @@ class OperatorJob:
     def _pause(self) -> None:
         """Wait before a retry; raise ``Broken`` if the run breaks off during the wait."""
         until = time.monotonic() + (self.retry_delay or 0.0)
-        while (left := until - time.monotonic()) > 0:
+        while (remaining := until - time.monotonic()) > 0:
             if self.is_over():
                 raise Broken("the run broke off while an item waited for its retry")
-            time.sleep(min(left, POLL_INTERVAL_S))
+            time.sleep(min(remaining, POLL_INTERVAL_S))
 
     def without_failed(self, items: Any, results: Any) -> Any:
         """Return the results of a batch without the members that failed.
@@ -118,11 +118,11 @@ class OperatorJob:
                 return
         if self.errors is None or not isinstance(error, Exception):
             raise ItemFailed(bare(item)) from error
-        crosses = self.errors.channel.transport.copies
-        carried: Any = Portable(error) if crosses else error
-        if time.monotonic() > self.last_trouble_at + TROUBLE_INTERVAL_S:
-            self.last_trouble_at = time.monotonic()
-            self.on_trouble(f"item {short(item, 60)}: {text_of(error)}")
+        is_copied = self.errors.channel.transport.copies
+        carried: Any = Portable(error) if is_copied else error
+        if time.monotonic() > self.last_report_at + FAILED_ITEM_INTERVAL_S:
+            self.last_report_at = time.monotonic()
+            self.on_failed_item(f"item {short(item, 60)}: {text_of(error)}")
         try:
             self.errors.put(Failed(item, carried, attempts))
         except Broken:
@@ -337,16 +337,16 @@ def reduce(job: OperatorJob, *, items: In[Any], out: Out[Any] | None = None) -> 
         if total is SKIPPED:
             total = item
             continue
-        so_far = total
+        total_so_far = total
 
-        def fold(item: Any, so_far: Any = so_far) -> Any:
-            return job.function(so_far, item)
+        def fold(item: Any, total_so_far: Any = total_so_far) -> Any:
+            return job.function(total_so_far, item)
 
         try:
             total = fold(item)
         except BaseException as error:
             result = job.recover(fold, item, error)
-            total = so_far if result is SKIPPED else result
+            total = total_so_far if result is SKIPPED else result
     if total is SKIPPED:
         raise TypeError("reduce: initial must be given for a stream without items")
     job.on_result(total)
@@ -373,13 +373,13 @@ def batch(job: OperatorJob, *, items: In[Any], out: Out[list[Any]]) -> None:
 
 
 def take(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    left = job.options["n"]
-    if left == 0:
+    remaining = job.options["n"]
+    if remaining == 0:
         return
     for item in items:
         job.pass_on(out, item)
-        left -= 1
-        if left == 0:
+        remaining -= 1
+        if remaining == 0:
             return
 
 

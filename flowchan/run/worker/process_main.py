@@ -33,26 +33,26 @@ from flowchan.transport.device import transfer
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Order to a process to work as ``here`` in one run, with these ports.
+    """Order to a process to work as ``info`` in one run, with these ports.
 
     The process reports to ``mail``. ``predecessors`` describes how earlier workers with its first item died.
-    ``member`` is the membership of a gang's worker, and ``next_seats`` delivers those of later groups.
+    ``member`` is the membership of a gang's worker, and ``next_memberships`` delivers those of later groups.
     ``levels`` are the log levels of the program. ``terminals`` are the terminals to print to during the run,
     for a process that outlasts it.
     """
 
-    here: seeds.Worker
+    info: seeds.Worker
     ports: Ports
     mail: Channel[Event | logs.Logged]
     predecessors: tuple[str, ...]
     member: Any
-    next_seats: Channel[Any] | None
+    next_memberships: Channel[Any] | None
     levels: Mapping[str, int]
     terminals: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class WorkEnded:
     """Last message of a pool process, with the ``error`` of closing its callable."""
 
     error: Any = None  # in the form of Failure.error
@@ -76,14 +76,14 @@ def lasting_main(
     id: WorkerId,
     stage: bytes,
     orders: In[Order],
-    says: Out[Left | logs.Logged | None],
+    reports: Out[WorkEnded | logs.Logged | None],
     parent: int,
     devices: str | None,
 ) -> None:
     """Work in one run for each order.
 
-    The process sends ``None`` through ``says`` when it is ready for another order. It ends after the last
-    order or after a failure. After its last run, ``says`` also carries its log records.
+    The process sends ``None`` through ``reports`` when it is ready for another order. It ends after the last
+    order or after a failure. After its last run, ``reports`` also carries its log records.
     """
     _prepare(id, parent, devices)
     lasting = Lasting()
@@ -97,16 +97,16 @@ def lasting_main(
             break
         runs.rest()
         with contextlib.suppress(Closed, Broken):  # the pool is gone, so no order follows
-            says.put(None)
+            reports.put(None)
     else:
-        runs.end(says.put)
-    left = Left()
+        runs.end(reports.put)
+    ended = WorkEnded()
     try:
         lasting.close()
     except BaseException as error:
-        left = Left(Portable(error))
+        ended = WorkEnded(Portable(error))
     with contextlib.suppress(Closed, Broken):
-        says.put(left)
+        reports.put(ended)
     if outcome == "retired":
         sys.exit(RETIRED)
 
@@ -152,21 +152,21 @@ class _Work:
         self._logs = logs.Sending()
 
     def do(self, order: Order) -> Outcome:
-        here, tell = order.here, order.mail.put
-        self._logs.begin(here, order.levels, tell)
+        info, tell = order.info, order.mail.put
+        self._logs.begin(info, order.levels, tell)
         forget_boards()
-        seeds.begin(here)
+        seeds.begin(info)
         try:
             stage = self._stage or pickle.loads(self._packed)
         except BaseException as error:
             with contextlib.suppress(Closed, Broken):
-                tell(Failure(WorkerId(here.stage, here.number), Portable(error), None, os.getpid()))
+                tell(Failure(WorkerId(info.stage, info.number), Portable(error), None, os.getpid()))
             return "failed"
         used_up = stage.args or stage.kwargs or "iterable" in stage.options
         self._stage = None if used_up else stage
         outcome = work(
-            here, stage, order.ports, tell, sends=True, predecessors=order.predecessors,
-            member=order.member, next_seats=order.next_seats, build=self._build,
+            info, stage, order.ports, tell, sends=True, predecessors=order.predecessors,
+            member=order.member, next_memberships=order.next_memberships, build=self._build,
         )  # fmt: skip
         transfer.only_ports_read(port.channel for port in order.ports.everything())
         return outcome

@@ -22,11 +22,11 @@ from flowchan.run.policy.events import (
     Aborted,
     Began,
     Ended,
+    ErrorSent,
     Event,
     Failure,
     Result,
     Retried,
-    Troubled,
     WorkerId,
 )
 from flowchan.run.policy.failures import ItemFailed, Portable, Retires
@@ -56,9 +56,9 @@ def join_ports(ports: Ports, stage: Stage) -> None:
         return
     (reader,) = ports.inputs.values()
     in_order = stage.ordered and stage.operator.ordered
-    apart = {output.port for output in stage.outputs if output.apart}
+    channel_per_worker = {output.port for output in stage.outputs if output.channel_per_worker}
     for port, out in ports.outputs.items():
-        keeps = in_order and port not in apart
+        keeps = in_order and port not in channel_per_worker
         out._follow(reader, keeps and stage.workers > 1, stage.operator.one_output, later=keeps)
     if ports.errors is not None:
         ports.errors._follow(reader, False, False)
@@ -72,18 +72,18 @@ def work(
     sends: bool,
     predecessors: tuple[str, ...] = (),
     member: Any = None,
-    next_seats: Channel[Any] | None = None,
+    next_memberships: Channel[Any] | None = None,
     build: Callable[[Function | None], AbstractContextManager[Function]] = built,
 ) -> Outcome:
     """Run one worker to its end and return how it ended.
 
     It never raises: ``tell`` gets the event of any end before the ports close. ``sends`` is true if events
     cross to another process. ``predecessors`` describes how earlier workers with the first item died.
-    ``member`` is the membership in the gang's group, and ``next_seats`` delivers those of later groups.
+    ``member`` is the membership in the gang's group, and ``next_memberships`` delivers those of later groups.
     ``build`` makes the callable.
     """
     worker = WorkerId(info.stage, info.number)
-    membership = None if stage.gang is None else GangMembership(worker, member, next_seats, tell, ports)
+    membership = None if stage.gang is None else GangMembership(worker, member, next_memberships, tell, ports)
     seeds.enter(info)
     job = OperatorJob(kind=stage.kind, function=nothing)
     ended_by: BaseException | None = None
@@ -178,12 +178,12 @@ def job_of(
         on_retry=lambda: tell(Retried(worker)), on_result=lambda value: tell(Result(worker.stage, value)),
     )  # fmt: skip
 
-    def trouble(text: str) -> None:
+    def report_failed_item(text: str) -> None:
         with contextlib.suppress(Closed, Broken):  # the run has ended
-            tell(Troubled(worker, f"worker {worker}, {text}"))
+            tell(ErrorSent(worker, f"worker {worker}, {text}"))
 
-    job.on_trouble = trouble
-    if stage.asked and stage.operator.answers:
+    job.on_failed_item = report_failed_item
+    if stage.may_get_requests and stage.operator.answers:
         job.answering = Answering(stage, worker, tell, sends)
         job.function = job.answering.around(function)
     for reader in ports.inputs.values():
@@ -224,8 +224,8 @@ def end(
         reader._on_poison(0, None)  # it refers to the job and so to the run; this breaks the cycle
     failed = error is not None and not _clean_end(error, ports)
     if not failed and not seeds.worker().host:
-        left = [reader for reader in ports.inputs.values() if not reader._retired]
-        job.unwanted += sum(map(job.drop_remaining, left))
+        unretired = [reader for reader in ports.inputs.values() if not reader._retired]
+        job.unwanted += sum(map(job.drop_remaining, unretired))
     last: Event = Ended(worker, job.unwanted)
     if error is not None and failed:
         cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error

@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 
 from flowchan.errors import ChannelError
 from flowchan.transport import descriptors
-from flowchan.transport.device.arenas import ArenaPool, Block, Device, NoRoom
+from flowchan.transport.device.arenas import ArenaFull, ArenaPool, Block, Device
 from flowchan.transport.pidfd import open_pidfd
 
 SWITCH = "FLOWCHAN_CUDA_IPC"
@@ -158,8 +158,8 @@ class TransferState:
         with self.lock:
             for key, kept in list(self.kept.items()):
                 kept.sweep()
-                here = sys.getrefcount(kept.channel) > 2  # more than ours and the argument
-                if not kept.blocks or not (here or _is_open_elsewhere(kept.channel)):
+                is_used = sys.getrefcount(kept.channel) > 2  # more than ours and the argument
+                if not kept.blocks or not (is_used or _is_open_in_other_process(kept.channel)):
                     del self.kept[key]
 
 
@@ -178,11 +178,11 @@ def reduce(tensor: Any, form: Any, size: int, kind: str) -> tuple[Any, ...]:
     packing = descriptors.now.packing
     if packing is not None and not packing.on_device:
         number = device.visible().index(identity)
-        return _rebuild_elsewhere, (kind, identity, number, device.to_host(tensor), form)
+        return _rebuild_from_host_memory, (kind, identity, number, device.to_host(tensor), form)
     if size and os.environ.get(SWITCH, "1").lower() not in ("0", "off", "no", "false"):
         try:
             return _rebuild, (pickle.PickleBuffer(_ticket(tensor, size, device, identity)), form)
-        except NoRoom:
+        except ArenaFull:
             pass
     return _rebuild_from_host, (kind, identity, os.getpid(), device.to_host(tensor), form)
 
@@ -311,7 +311,7 @@ def _rebuild_from_host(kind: str, identity: str, pid: int, host: Any, form: Any)
     return _visible(kind, identity, pid).from_host(host, identity, form)
 
 
-def _rebuild_elsewhere(kind: str, identity: str, number: int, host: Any, form: Any) -> Any:
+def _rebuild_from_host_memory(kind: str, identity: str, number: int, host: Any, form: Any) -> Any:
     """Make the tensor on the same device if it is visible, or else on the device of the same number."""
     device = _state.device(kind)
     seen = device.visible()
@@ -430,7 +430,7 @@ def _wait_at_exit() -> None:
 
     During a run this has no time limit: the supervisor ends this process when the run is over.
     """
-    limit, pause, next_look = float(os.environ.get(EXIT_WAIT, "60")), 0.0005, 0.02
+    limit, pause, next_check = float(os.environ.get(EXIT_WAIT, "60")), 0.0005, 0.02
     began = since = time.monotonic()
     count = -1
     while True:
@@ -438,11 +438,11 @@ def _wait_at_exit() -> None:
         if not _state.kept:
             return
         now = time.monotonic()
-        left = sum(len(kept.blocks) for kept in _state.kept.values())
-        if left != count:
-            count, since = left, now
-        if now - began >= next_look:
-            next_look = now - began + 0.5
+        unreturned = sum(len(kept.blocks) for kept in _state.kept.values())
+        if unreturned != count:
+            count, since = unreturned, now
+        if now - began >= next_check:
+            next_check = now - began + 0.5
             if not any(_may_be_read(kept.channel) for kept in _state.kept.values()):
                 return
         if now - since >= limit and not any(_has_ports(kept.channel) for kept in _state.kept.values()):
@@ -469,14 +469,14 @@ def only_ports_read(channels: Iterable[Any]) -> None:
 
 def _may_be_read(channel: Any) -> bool:
     """Return whether a process can still read the channel."""
-    return _has_ports(channel) if channel in _state.ported else _is_open_elsewhere(channel)
+    return _has_ports(channel) if channel in _state.ported else _is_open_in_other_process(channel)
 
 
 def _has_ports(channel: Any) -> bool:
     return channel in _state.ported and channel.stats().readers > 0
 
 
-def _is_open_elsewhere(channel: Any) -> bool:
+def _is_open_in_other_process(channel: Any) -> bool:
     """Return whether another process has the channel's memory open."""
     memory = os.fstat(channel._fd)
     for pid in filter(str.isdigit, os.listdir("/proc")):

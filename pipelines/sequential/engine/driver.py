@@ -144,7 +144,7 @@ class WorkersRun(PipelineRun):
 
     def __init__(self, name: str, jobs: Sequence[Assignment], on: Placement, chunks: int) -> None:
         super().__init__(name)
-        self.jobs, self.own_processes = jobs, on.apart
+        self.jobs, self.own_processes = jobs, on.own_process
         self._commands, answers = declare(self.graph, jobs, on, chunks)
         self.lend(*answers)
         self._synced: list[list[SyncedTensors]] = []  # per worker, for parts on other hosts

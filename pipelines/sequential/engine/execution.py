@@ -183,10 +183,10 @@ class Execution:
         held = self._held[key] if keep else self._held.pop(key)
         assert isinstance(held, _Forward)
         outputs, given = _roots(held, gradients)
-        asked = [*held.leaves, *parameters]
-        if not outputs or not asked:
-            return (None,) * len(asked)
-        return torch.autograd.grad(outputs, asked, given, retain_graph=keep, allow_unused=True)
+        requested = [*held.leaves, *parameters]
+        if not outputs or not requested:
+            return (None,) * len(requested)
+        return torch.autograd.grad(outputs, requested, given, retain_graph=keep, allow_unused=True)
 
     def infer(self, passed: Passed, casting: Casting = ()) -> Passed:
         """Run a forward pass without a graph."""
