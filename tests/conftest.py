@@ -250,7 +250,7 @@ def impatient() -> Iterator[None]:
 
 
 @pytest.fixture
-def no_agent_remains() -> Iterator[None]:
+def no_agent_stays() -> Iterator[None]:
     """Check that the agents of a test have ended with it."""
     yield
     from hosted import agents  # not every test needs it

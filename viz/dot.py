@@ -89,9 +89,9 @@ def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
     for index, (writer, reader, edge) in enumerate(picture.arrows):
         if reader is None:
             _loose_end(dot, f"end{index}", picture.stages[writer], edge)
-            dot.edge(f"n{writer}", f"end{index}", **_arrow(edge, picture.labels))
+            dot.edge(f"n{writer}", f"end{index}", **_arrow(edge, picture.captions))
         elif picture.rows[writer] == picture.rows[reader]:
-            dot.edge(f"n{writer}", f"n{reader}", **_arrow(edge, picture.labels))
+            dot.edge(f"n{writer}", f"n{reader}", **_arrow(edge, picture.captions))
         else:
             _broken(dot, index, picture, writer, reader, edge)
     _begin_rows(dot, picture)
@@ -104,7 +104,7 @@ def _node(dot: Digraph, number: int, stage: Stage, picture: Picture, does: str) 
     file, line = labels.place(stage)
     dot.node(
         f"n{number}",
-        label=_stage_label(stage, picture.labels, does),
+        label=_stage_label(stage, picture.captions, does),
         tooltip=graphviz.escape(f"{stage.name}: {stage.kind}, {labels.relative(file)}:{line}"),
         **_style_of(picture.roles[number], GROUNDS[labels.ground(stage.placement)][0]),
     )
@@ -116,13 +116,13 @@ def _style_of(role: Role, fill: str) -> dict[str, str]:
     return attributes | {"margin": "0.01,0.04"} if shape == "ellipse" else attributes
 
 
-def _stage_label(stage: Stage, labels: Mapping[str, str], does: str) -> str:
+def _stage_label(stage: Stage, captions: Mapping[str, str], does: str) -> str:
     workers, options = labels.workers_text(stage), labels.option_text(stage)
     count = f" <B>{workers}</B>" if workers else ""
     rows = [f"<B>{escape(stage.name)}</B>{count}"]
     if options:
         rows.append(f'<FONT POINT-SIZE="10">{escape(options)}</FONT>')
-    detail = escape(labels.detail_text(stage, labels)).replace("\n", "<BR/>")
+    detail = escape(labels.detail_text(stage, captions)).replace("\n", "<BR/>")
     rows.append(f'<FONT POINT-SIZE="9" COLOR="{FAINT}">{detail}</FONT>')
     if does:
         rows.append(f'<FONT POINT-SIZE="9">{does}</FONT>')
@@ -155,7 +155,7 @@ def _broken(dot: Digraph, index: int, picture: Picture, writer: int, reader: int
             shape="plaintext",
             margin="0.02,0.02",
         )
-    attributes = _arrow(edge, picture.labels) | {"constraint": "true"}
+    attributes = _arrow(edge, picture.captions) | {"constraint": "true"}
     dot.edge(f"n{writer}", f"to{index}", **attributes)
     dot.edge(f"from{index}", f"n{reader}", **{key: attributes[key] for key in attributes if key != "label"})
 
@@ -188,11 +188,11 @@ def _begin_rows(dot: Digraph, picture: Picture) -> None:
             dot.edge(f"row{row}", node, style="invis")
 
 
-def _arrow(edge: Edge, labels: Mapping[str, str]) -> dict[str, Any]:
+def _arrow(edge: Edge, captions: Mapping[str, str]) -> dict[str, Any]:
     import graphviz
 
     attributes = {"tooltip": graphviz.escape(labels.channel_tooltip(edge))}
-    item, rest = labels.channel_text(edge, labels)
+    item, rest = labels.channel_text(edge, captions)
     if item or rest:
         lines = "<BR/>".join(filter(None, (item and f"<B>{escape(item)}</B>", escape(rest))))
         # a table adds room around the text

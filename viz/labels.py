@@ -53,7 +53,7 @@ class Picture:
         roles: Role of each stage.
         arrows: Triples (writer, reader, edge); the reader is ``None`` if the channel leaves the graph.
         rows: Row of each stage, counted from the top.
-        labels: Labels that the graph sets for stages, instead of their operator and line.
+        captions: Labels that the graph sets for stages, instead of their operator and line.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Picture:
     roles: tuple[Role, ...]
     arrows: tuple[tuple[int, int | None, Edge], ...]
     rows: tuple[int, ...]
-    labels: Mapping[str, str]
+    captions: Mapping[str, str]
 
     @property
     def grounds(self) -> set[Ground]:
@@ -85,8 +85,8 @@ def picture(blueprint: Blueprint) -> Picture:
     )
     error_readers = {reader for _, reader, edge in arrows if edge.errors and reader is not None}
     roles = tuple(_role(index, stage, error_readers) for index, stage in enumerate(stages))
-    labels = {name: text for name, text in drawn.items() if text}
-    return Picture(blueprint.name, stages, roles, arrows, _rows(stages, arrows), labels)
+    captions = {name: text for name, text in drawn.items() if text}
+    return Picture(blueprint.name, stages, roles, arrows, _rows(stages, arrows), captions)
 
 
 def _role(index: int, stage: Stage, error_readers: set[int]) -> Role:
@@ -136,13 +136,13 @@ def workers_text(stage: Stage) -> str:
     return f"\N{MULTIPLICATION SIGN}{stage.workers}" if stage.workers > 1 else ""
 
 
-def channel_text(edge: Edge, labels: Mapping[str, str]) -> tuple[str, str]:
+def channel_text(edge: Edge, captions: Mapping[str, str]) -> tuple[str, str]:
     """Return the two lines of a channel's label: its item type and its unusual settings.
 
     Either may be empty. Both are empty next to a stage whose label the graph sets, because the items of such
     stages are internal.
     """
-    if edge.writer in labels or edge.reader in labels:
+    if edge.writer in captions or edge.reader in captions:
         return "", ""
     unusual = [f"capacity {edge.capacity:,}"] if edge.capacity != DEFAULT_CAPACITY else []
     unusual += ["one for each worker"] if edge.worker else []
@@ -182,13 +182,13 @@ def _options(stage: Stage) -> Iterator[str]:
         yield where
 
 
-def detail_text(stage: Stage, labels: Mapping[str, str]) -> str:
+def detail_text(stage: Stage, captions: Mapping[str, str]) -> str:
     """Return the operator and the line of the function, or the label that the graph sets.
 
     The operator is left out if it is also the name.
     """
-    if stage.name in labels:
-        return labels[stage.name]
+    if stage.name in captions:
+        return captions[stage.name]
     kind = "" if stage.kind == stage.name else f"{stage.kind} · "
     return kind + place_text(stage)
 

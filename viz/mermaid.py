@@ -53,7 +53,7 @@ def to_mermaid(blueprint: Blueprint) -> str:
     for number, stage in enumerate(picture.stages):
         role, ground = picture.roles[number], labels.ground(stage.placement)
         classes[f"{role}_{ground}"] = f"{FILLS[ground]},{STROKES[role]}"
-        lines.append(f"    n{number}{_shaped(role, _words(stage, picture.labels))}:::{role}_{ground}")
+        lines.append(f"    n{number}{_shaped(role, _words(stage, picture.captions))}:::{role}_{ground}")
     for index, (writer, reader, edge) in enumerate(picture.arrows):
         if reader is None:
             role = labels.end_role(picture.stages[writer])
@@ -63,7 +63,7 @@ def to_mermaid(blueprint: Blueprint) -> str:
             classes[role] = f"{ENDS},{STROKES[role]}"
             lines.append(f"    out{index}{_shaped(role, words)}:::{role}")
         lines.append(
-            f"    n{writer} {_arrow(edge, picture.labels)} "
+            f"    n{writer} {_arrow(edge, picture.captions)} "
             f"{f'out{index}' if reader is None else f'n{reader}'}"
         )
     red = [str(index) for index, (_, _, edge) in enumerate(picture.arrows) if edge.errors]
@@ -73,9 +73,9 @@ def to_mermaid(blueprint: Blueprint) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _words(stage: Stage, labels: Mapping[str, str]) -> str:
+def _words(stage: Stage, captions: Mapping[str, str]) -> str:
     first = f"{stage.name} {labels.workers_text(stage)}".rstrip()
-    return "\n".join(filter(None, (first, labels.option_text(stage), labels.detail_text(stage, labels))))
+    return "\n".join(filter(None, (first, labels.option_text(stage), labels.detail_text(stage, captions))))
 
 
 def _shaped(role: Role, words: str) -> str:
@@ -83,8 +83,8 @@ def _shaped(role: Role, words: str) -> str:
     return f"{left}{_quoted(words)}{right}"
 
 
-def _arrow(edge: Edge, labels: Mapping[str, str]) -> str:
-    words = "\n".join(filter(None, labels.channel_text(edge, labels)))
+def _arrow(edge: Edge, captions: Mapping[str, str]) -> str:
+    words = "\n".join(filter(None, labels.channel_text(edge, captions)))
     line = "-.->" if edge.errors or edge.feedback else "==>" if edge.transport.copies else "-->"
     return f"{line}|{_quoted(words)}|" if words else line
 

@@ -80,8 +80,8 @@ def _engines(picture: str) -> Iterator[tuple[str, list[str], Callable[[list[str]
 def _run(command: list[str], dot: str) -> bytes:
     engine = subprocess.run(command, input=dot.encode(), capture_output=True, check=False)
     if engine.returncode or not engine.stdout:
-        labels = engine.stderr.decode(errors="replace").strip().splitlines()
-        raise RenderError(f"status {engine.returncode}, {labels[-1] if labels else 'no error output'}")
+        captions = engine.stderr.decode(errors="replace").strip().splitlines()
+        raise RenderError(f"status {engine.returncode}, {captions[-1] if captions else 'no error output'}")
     return engine.stdout
 
 

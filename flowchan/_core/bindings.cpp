@@ -44,7 +44,7 @@ PyType_Slot out_slots[] = {{Py_tp_methods, out_methods},
 uint64_t state_of(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
     return ch.with([](auto& transport) {
-        look_for_dead(transport);
+        check_for_dead(transport);
         return transport.seen_state();
     });
 }
@@ -433,7 +433,7 @@ NB_MODULE(_core, m) {
     m.def("_when_finished", Receiving::when_finished, "call"_a,
           "Call ``call`` when the item that this thread is unpickling is finished, or at "
           "once if there is none.");
-    m.def("_look_at", look_at, "channels"_a);
+    m.def("_observe", observe, "channels"_a);
     bind_link(m);
     bind_group(m);
     m.def("_deaths_over", deaths_over, "inputs"_a);

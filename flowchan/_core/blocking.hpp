@@ -60,7 +60,7 @@ struct Traits<LocalQueue> {
         q.wake_waiting(caller.side, wakes);
     }
     static bool ready(LocalQueue&, Side) { return false; }
-    static void look_for_dead(LocalQueue&, Wakes&) {}
+    static void check_for_dead(LocalQueue&, Wakes&) {}
     static constexpr bool is_check_due(LocalQueue&) { return false; }
     static bool ended(LocalQueue& q) { return q.state != OPEN; }
     static uint64_t resumes(LocalQueue&) { return 0; }
@@ -171,7 +171,7 @@ struct Traits<Ring> {
     static uint64_t resumes(Ring& r) {
         return std::atomic_ref(r.header().resumes).load(std::memory_order_relaxed);
     }
-    static void look_for_dead(Ring& r, Wakes& wakes) { r.sweep(wakes); }
+    static void check_for_dead(Ring& r, Wakes& wakes) { r.sweep(wakes); }
     static bool is_check_due(Ring& r) { return r.is_sweep_due(); }
     static int64_t slice(Deadline deadline) { return deadline.slice(); }
     static int sleep(Ring& r, const Caller& caller, Waiting& waiting, int64_t ns) {
@@ -257,7 +257,7 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
         const bool slice_over = error == ETIMEDOUT;
         Locked<M> locked(m);
         const bool called = T::leave(m, caller, waiting, selecting);
-        T::look_for_dead(m, wakes);
+        T::check_for_dead(m, wakes);
         // An interrupted call must not take an item, because it cannot return it. A call whose slice is over
         // ignores the starving waiter, which may be dead.
         const bool passes = T::may_pass(m, caller, &waiting) || slice_over || T::ended(m);
@@ -285,13 +285,13 @@ Step perform(M& m, Who&& caller, Op&& op, Deadline deadline) {
     Locked<M> locked(m);
     // Callers that never wait also learn of deaths (C5). A get that finds an item need not know; a put would
     // go nowhere.
-    if (T::processes && caller(false).side == Side::Writer && T::is_check_due(m)) T::look_for_dead(m, wakes);
+    if (T::processes && caller(false).side == Side::Writer && T::is_check_due(m)) T::check_for_dead(m, wakes);
     // No caller stands back in a channel that has ended: the others may wait for the items that this one
     // leases.
     const bool behind = !deadline.now_only() && !T::ended(m) && !T::may_pass(m, caller(false), nullptr);
     Step step = behind ? Step::Wait : op(wakes);
     if (step == Step::Wait && !behind && T::is_check_due(m)) {
-        T::look_for_dead(m, wakes);
+        T::check_for_dead(m, wakes);
         step = op(wakes);
     }
     locked.unlock(wakes);

@@ -153,7 +153,7 @@ nb::dict channel_stats(Channel& ch) {
 
 // Return totals over the channels of a run: items put plus items taken, waiting readers, and waiting writers.
 // It is cheap enough for frequent calls.
-nb::tuple look_at(nb::list channels) {
+nb::tuple observe(nb::list channels) {
     uint64_t moved = 0, reading = 0, writing = 0;
     for (nb::handle one : channels) {
         const Counts c =

@@ -67,8 +67,8 @@ class Calling : public Patience {
     bool interrupted(int64_t waited) override {
         return with_gil([&] {
             if (PyErr_CheckSignals()) return true;
-            if (waited < STALLED_NS || told_) return false;
-            told_ = true;
+            if (waited < STALLED_NS || has_reported_) return false;
+            has_reported_ = true;
             PyObject* done = PyObject_CallMethod(self_, "_stalled", "Id", doing_, double(waited) / 1e9);
             Py_XDECREF(done);
             return !done;
@@ -81,7 +81,7 @@ class Calling : public Patience {
         PyGroup& group = group_of(self_);
         Member::Use& use = group.in_use();
         if (group.is_taken()) return End::Taken;
-        if (use.is_mine()) return End::Within;
+        if (use.is_own()) return End::Within;
         if (use.try_lock()) return End::Done;
         waits();
         while (!use.try_lock_for(std::min(SLICE_NS, deadline.left()))) {
@@ -99,7 +99,7 @@ class Calling : public Patience {
     PyObject* self_;
     const uint32_t doing_;
     PyThreadState* state_ = nullptr;  // set while the GIL is released
-    bool told_ = false;
+    bool has_reported_ = false;
 };
 
 // Raises the error for the end of an operation, and returns null. `x`, `root` (unless negative) and `more`
@@ -129,10 +129,10 @@ inline bool parse_op(PyObject* name, Op& op) {
 }
 
 inline bool parse_root(PyObject* value, const Member& group, uint32_t& root) {
-    const bool is_whole = !value || (PyIndex_Check(value) && !PyBool_Check(value));
-    const long long number = value && is_whole ? PyLong_AsLongLong(value) : 0;
+    const bool is_integer = !value || (PyIndex_Check(value) && !PyBool_Check(value));
+    const long long number = value && is_integer ? PyLong_AsLongLong(value) : 0;
     if (number == -1 && PyErr_Occurred()) PyErr_Clear();  // the number is too large
-    if (!is_whole || number < 0 || number >= group.size) {
+    if (!is_integer || number < 0 || number >= group.size) {
         PyErr_Format(PyExc_ValueError, "root must be a rank of the group, from 0 to %u, not %R",
                      group.size - 1, value);
         return false;

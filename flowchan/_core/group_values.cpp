@@ -16,22 +16,22 @@ constexpr size_t MOST_PLAIN = 64 * 1024;  // bytes; pickle is as fast for larger
 // may encode another value, so each value has its own buffer.
 class Written {
   public:
-    explicit Written(PyObject* value) : room_(std::move(spare_)) {
-        if (!room_) room_ = std::make_unique<char[]>(MOST_PLAIN);
-        char* end = write_plain(value, room_.get(), room_.get() + MOST_PLAIN - 1);
+    explicit Written(PyObject* value) : buffer_(std::move(spare_)) {
+        if (!buffer_) buffer_ = std::make_unique<char[]>(MOST_PLAIN);
+        char* end = write_plain(value, buffer_.get(), buffer_.get() + MOST_PLAIN - 1);
         if (!end) return;
         *end++ = PLAIN;
-        bytes = size_t(end - room_.get());
+        bytes = size_t(end - buffer_.get());
     }
-    ~Written() { spare_ = std::move(room_); }
+    ~Written() { spare_ = std::move(buffer_); }
     Written(const Written&) = delete;
-    const char* from() const { return room_.get(); }
+    const char* from() const { return buffer_.get(); }
 
     size_t bytes = 0;  // 0: it is not a plain value
 
   private:
     static thread_local std::unique_ptr<char[]> spare_;
-    std::unique_ptr<char[]> room_;
+    std::unique_ptr<char[]> buffer_;
 };
 thread_local std::unique_ptr<char[]> Written::spare_;
 
@@ -76,14 +76,14 @@ PyObject* allgather_values(PyObject* self, PyObject* x, PyObject* timeout) {
     PyGroup& group = group_of(self);
     Deadline deadline;
     if (!parse_deadline(timeout, deadline)) return nullptr;
-    const Written mine(x);
-    if (!mine.bytes) return Py_NewRef(Py_NotImplemented);
+    const Written own(x);
+    if (!own.bytes) return Py_NewRef(Py_NotImplemented);
     nb::object found = nb::steal(PyList_New(group.size));
     if (!found.is_valid()) return nullptr;
     Calling calling(self, ALLGATHER, deadline);
     PlaceValues place(calling, found.ptr(), group.size);
     const End end = calling.run([&](Patience& patience) {
-        return group.allgather({ALLGATHER, key_of(ALLGATHER, VALUES)}, mine.from(), mine.bytes, place,
+        return group.allgather({ALLGATHER, key_of(ALLGATHER, VALUES)}, own.from(), own.bytes, place,
                                patience);
     });
     if (end != End::Done) return raise_end(self, end, ALLGATHER, x, nullptr);

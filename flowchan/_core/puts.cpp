@@ -161,7 +161,7 @@ Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, u
     frame.leaves = ch.hosts || ring.header().leaves;
     if (!encode(item, frame)) return Step::Interrupted;
     size = frame.size;
-    if (ch.hosts && needs_its_slot(frame.kind)) return raise_stays_here(ch, item), Step::Interrupted;
+    if (ch.hosts && needs_its_slot(frame.kind)) return raise_not_transferable(ch, item), Step::Interrupted;
     In* in = out ? out->follows() : nullptr;
     if (in && !in->state.once) runs(in, Session::OURS);
     Step step = put_frame(ring, ch, out, frame, deadline);

@@ -116,7 +116,8 @@ bool Ring::lock(bool patient) {
     std::atomic_ref had_by(h_->had_by);
     const bool had = had_by.load(std::memory_order_relaxed) == process_number();
     const int64_t wanted = had ? 0 : ticks();
-    if (!had && !patient && pace.should_rest(wanted)) rest(wanted);  // a patient caller has just rested
+    if (!had && !patient && turn_taking.should_rest(wanted))
+        rest(wanted);  // a patient caller has just rested
     const SharedLock::Got got = lock_.lock(patient);
     if (got == SharedLock::Got::Busy) return false;
     fault_point();
@@ -125,13 +126,13 @@ bool Ring::lock(bool patient) {
     if (got == SharedLock::Got::FromDead) {
         recover();
         fault_point();
-        lock_.is_whole();
+        lock_.mark_consistent();
     }
     if (!had) {
         had_by.store(process_number(), std::memory_order_relaxed);
-        pace.took_over(wanted, h_->puts + h_->takes);
+        turn_taking.took_over(wanted, h_->puts + h_->takes);
     }
-    pace.count();
+    turn_taking.count();
     return true;
 }
 

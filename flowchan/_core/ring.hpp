@@ -245,7 +245,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     bool is_map_incomplete() const { return map_incomplete_; }  // this process cannot map the whole channel
 
     Spin spin;
-    Pace pace;
+    TurnTaking turn_taking;
 
   private:
     Windows windows_;

@@ -214,15 +214,15 @@ void Ring::begin_again(ReaderState& reader) {
 // is the oldest that is leased, reserved for another try or given back, or else the next to be taken.
 uint64_t Ring::first_unfinished() const {
     uint64_t first = h_->numbered;
-    const auto look = [&](uint64_t slot) {
+    const auto check = [&](uint64_t slot) {
         if (slot && slot_exists(slot) && at<Slot>(slot)->numbered())
             first = std::min(first, at<Slot>(slot)->number);
     };
-    look(h_->head);
+    check(h_->head);
     for (const Session& s : h_->sessions()) {
         if (s.role != Session::READER) continue;
-        look(s.lease_head);
-        look(s.reserved_head);
+        check(s.lease_head);
+        check(s.reserved_head);
     }
     return first;
 }

@@ -48,9 +48,9 @@ struct Operation {
     uint32_t session;
     In* in;
     Out* out;
-    PyObject* item;      // of a put, borrowed
-    nb::handle target;   // the channel or the port
-    bool looks = false;  // a get that takes nothing: done when a get would not wait
+    PyObject* item;            // of a put, borrowed
+    nb::handle target;         // the channel or the port
+    bool checks_only = false;  // a get that takes nothing: done when a get would not wait
 
     Caller caller() const {
         Caller caller = side == Side::Writer ? writing(*ch, out, 0, false) : Caller{Side::Reader, in};
@@ -88,8 +88,8 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
 }
 
 // Return whether a get would not wait, because an item is inside or the channel is drained.
-Step look(Channel& ch) {
-    ch.with([](auto& transport) { look_for_dead(transport); });
+Step check_ready(Channel& ch) {
+    ch.with([](auto& transport) { check_for_dead(transport); });
     const Step step = locked(ch, [](auto& transport, Wakes&) {
         if (transport.broken()) return Step::Broken;
         return transport.counts().inside || transport.drained() ? Step::Done : Step::NotNow;
@@ -99,7 +99,7 @@ Step look(Channel& ch) {
 }
 
 Step try_once(const Operation& op, PyObject*& item) {
-    if (op.looks) return look(*op.ch);
+    if (op.checks_only) return check_ready(*op.ch);
     std::optional<nb::ft_object_guard> guard;  // see channel.hpp
     if (op.in || op.out) guard.emplace(op.target);
     return op.side == Side::Reader ? try_get(*op.ch, op.in, item) : try_put(*op.ch, op.out, op.item);
@@ -161,7 +161,7 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list
     for (nb::handle put : puts) ops.push_back(parse(put[0], Side::Writer, nb::borrow(put[1]).ptr()));
     for (nb::handle channel : ready) {
         ops.push_back(parse(channel, Side::Reader, nullptr));
-        ops.back().looks = true;
+        ops.back().checks_only = true;
     }
     if (ops.empty() || ops.size() > MOST) {
         PyErr_Format(PyExc_ValueError, "select takes 1 to %zu operations, not %zu", MOST, ops.size());
@@ -187,7 +187,7 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list
             throw;
         }
         int64_t used = nb::cast<int64_t>(done[0]);
-        wait_queues.leave_all(used < 0 || ops[size_t(used)].looks ? SIZE_MAX : size_t(used));
+        wait_queues.leave_all(used < 0 || ops[size_t(used)].checks_only ? SIZE_MAX : size_t(used));
         if (late) break;
         if (used == -1) done = try_each(ops);
     }

@@ -15,7 +15,7 @@ BY_DEVICE = {"cuda": "nccl"}
 COMBINED = (*COMBINING, NAMES[REDUCE_SCATTER])
 
 
-def ways_of(operation: str) -> tuple[str, ...]:
+def algorithms_of(operation: str) -> tuple[str, ...]:
     """Return the names that ``set_algorithm`` accepts for an operation."""
     if operation in COMBINING:
         return ("exchange", "slices", *BACKENDS)
@@ -83,7 +83,7 @@ class AlgorithmChoice:
         Example:
             g.set_algorithm("broadcast", "direct")
         """
-        doing, known = number_of(operation), ways_of(operation)
+        doing, known = number_of(operation), algorithms_of(operation)
         if name is not None and name not in known:
             those = " or ".join(map(repr, known)) or "None"
             raise ValueError(f"{operation}: name must be {those}, got {name!r}")

@@ -65,7 +65,7 @@ class Connector:
     listen_at: str
     tls: bool = False
 
-    def listener(self, hello: Hello) -> AuthenticatedListener:
+    def listen(self, hello: Hello) -> AuthenticatedListener:
         """Listen for other members."""
         return AuthenticatedListener(listen(joined((self.listen_at, 0))), self.secret, hello, tls=self.tls)
 

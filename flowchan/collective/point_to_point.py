@@ -149,8 +149,8 @@ class SharedMember(Protocol):
     @property
     def rank(self) -> int: ...
     def _see(self, member: int) -> tuple[int, int, int, int, bool, bool, bool, bool]: ...
-    def _lane_from(self, member: int) -> tuple[int, int, int] | None: ...
-    def _show_lane(self, to: int, at: int, inode: int) -> None: ...
+    def _channel_from(self, member: int) -> tuple[int, int, int] | None: ...
+    def _publish_channel(self, to: int, at: int, inode: int) -> None: ...
 
 
 class LocalPeers:
@@ -200,7 +200,7 @@ class SameHostPeer:
                 self._made = made.writer()
             channel = self._made.channel
             at = channel._fd + _PACKED * (channel._socket + 1)
-            self._member._show_lane(self._index, at, os.fstat(channel._fd).st_ino)
+            self._member._publish_channel(self._index, at, os.fstat(channel._fd).st_ino)
             self._out = self._made
         return self._out
 
@@ -235,7 +235,7 @@ class SameHostPeer:
         """
         if self._in:
             return self._in[0]
-        if (where := self._member._lane_from(self._index)) is not None:
+        if (where := self._member._channel_from(self._index)) is not None:
             pid, at, inode = where
             socket, fd = divmod(at, _PACKED)
             with self._lock:

@@ -41,8 +41,8 @@ class ShrinkMember(Protocol):
     def _fd(self) -> int: ...
     def _see(self, member: int) -> tuple[int, int, int, int, bool, bool, bool, bool]: ...
     def _count_out(self, member: int) -> None: ...
-    def _lane_from(self, member: int, offer: bool = False) -> tuple[int, int, int] | None: ...
-    def _show_lane(self, member: int, fd: int, inode: int, offer: bool = False) -> None: ...
+    def _channel_from(self, member: int, offer: bool = False) -> tuple[int, int, int] | None: ...
+    def _publish_channel(self, member: int, fd: int, inode: int, offer: bool = False) -> None: ...
     def _give_up(self) -> None: ...
     def _take_slot(self) -> None: ...
     def _title(self) -> str: ...
@@ -80,7 +80,7 @@ class Shrinking(Generic[M]):
             old._give_up()  # members that still use the old group raise MemberDied
             old._local.close(wait=False)  # so do members that wait in a channel of this one
             for member in self._others:
-                old._show_lane(member, 0, COME, True)
+                old._publish_channel(member, 0, COME, True)
             while (new := self._try()) is None:
                 pass
             return new
@@ -103,7 +103,7 @@ class Shrinking(Generic[M]):
         return alive and not over
 
     def _has_come(self, member: int) -> bool:
-        return self._old._lane_from(member, True) is not None
+        return self._old._channel_from(member, True) is not None
 
     def _wait(self, survivors: list[int]) -> None:
         if time.monotonic() > self._give_up:
@@ -123,7 +123,7 @@ class Shrinking(Generic[M]):
             new._take_slot()
             inode = os.fstat(new._fd).st_ino
             for place, member in enumerate(survivors[1:], 1):
-                old._show_lane(member, new._fd + _PLACE * place, inode, True)
+                old._publish_channel(member, new._fd + _PLACE * place, inode, True)
             while absent := [place for place in range(1, len(survivors)) if not new._see(place)[0]]:
                 for place in absent:
                     if not self._is_survivor(survivors[place]):
@@ -137,7 +137,7 @@ class Shrinking(Generic[M]):
     def _follow(self) -> M | None:
         """Join the group that another member offers, if any."""
         for member in self._others:
-            pid, at, inode = self._old._lane_from(member, True) or (0, 0, COME)
+            pid, at, inode = self._old._channel_from(member, True) or (0, 0, COME)
             if inode in self._tried:
                 continue
             self._tried.add(inode)

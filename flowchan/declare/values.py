@@ -95,8 +95,8 @@ class Gang:
     Attributes:
         parameter: Parameter of the function that receives the worker's member.
         group: Class that makes such groups, for example ``flowchan.collective.Group``. ``_make_all(size,
-            name)`` returns the members of a group on this machine. ``_seat(…)`` returns a place in a group
-            over hosts; ``hosts.crew`` calls it.
+            name)`` returns the members of a group on this machine. ``_membership(…)`` returns a place in a
+            group over hosts.
         elastic: True if the other workers continue while one is replaced.
     """
 

@@ -79,7 +79,7 @@ class DriverListener:
                 for fd, _ in waiting.poll(POLL_INTERVAL_MS):
                     if fd in members:
                         meeting, rank = members[fd]
-                        meeting.hear(rank)
+                        meeting.receive(rank)
                 if not self._obey():
                     return
                 with contextlib.suppress(TimeoutError):

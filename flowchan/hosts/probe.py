@@ -72,8 +72,8 @@ def check_hosts(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> lis
     found: dict[int, Facts] = {}
     address = _listen_at(provider, found)
     with ExitStack() as resources:
-        sock = listen(f"[{address}]:0" if ":" in address else f"{address}:0")
-        listener = resources.enter_context(AuthenticatedListener(sock, secret, {}))
+        bound = listen(f"[{address}]:0" if ":" in address else f"{address}:0")
+        listener = resources.enter_context(AuthenticatedListener(bound, secret, {}))
         started: dict[int, StartedAgent] = {}
         for number, host in enumerate(provider.hosts):
             if number in found:

@@ -16,7 +16,7 @@ from flowchan.declare.operators import OPERATORS
 from flowchan.declare.stream import Input, Stream
 from flowchan.errors import Broken, Interrupted, RunError
 from flowchan.items.arguments import finite_seconds, refuses_misspelt, seconds, whole
-from flowchan.run.crew.pool_processes import LastingProcesses
+from flowchan.run.crew.pool_processes import PooledProcesses
 from flowchan.run.crew.router import CrewRouter
 from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.observe.feed import Subscription
@@ -52,11 +52,11 @@ class Run:
             run[questions].put("why?")
     """
 
-    def __init__(self, plan: Plan, lasting: LastingProcesses | None = None) -> None:
+    def __init__(self, plan: Plan, pooled: PooledProcesses | None = None) -> None:
         self._plan = plan
-        self._lasting = lasting is not None
+        self._pooled = pooled is not None
         self._ports = RunPorts(plan)
-        self._crew = CrewRouter(self._ports, lasting)
+        self._crew = CrewRouter(self._ports, pooled)
         self._supervisor = Supervisor(plan, self._crew, self._ports)
         self._gathering = ResultGathering(self._ports, self._crew.local, self._supervisor)
         # a run must be freed without the garbage collector
@@ -74,7 +74,7 @@ class Run:
             lambda question: method(question) if (method := cancel()) is not None else None,
         )
         self._supervisor.asking = self._asking
-        if lasting is not None:  # the end of the pool's block waits for the run
+        if pooled is not None:  # the end of the pool's block waits for the run
             self._supervisor.unreported.append(self)
         self._supervisor.start()
         end_at_exit(self._supervisor)
@@ -302,7 +302,7 @@ class Run:
         whole("run.scale", "workers", workers, 1)
         found = self._plan.graph.stage_named(name)
         why = self._plan.is_fixed(found)
-        if not why and self._lasting and found.placement.own_process:
+        if not why and self._pooled and found.placement.own_process:
             why = f"a {found.kind} with the processes of a pool"
         if why:
             allowed = ", ".join(operator.name for operator in OPERATORS.values() if operator.per_item)

@@ -18,7 +18,7 @@ The run contract. Code that disagrees with it has a defect. Each clause names it
   channel ends cleanly only if all its writers reached their ends in order. So a worker that meets a break
   breaks all its channels before it leaves one. The channels of a failed worker end once all of them are
   broken. In a run that breaks off, no reader mistakes a part of the items for all of them.
-  (test_failure.py, test_half_results.py, test_random_breaks.py)
+  (test_failure.py, test_partial_results.py, test_random_breaks.py)
 - R4 Death. The death of a worker is noticed within 200 ms and reported with signal and exit code.
   (test_death.py)
 - R5 Stop. The first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources. Everything in flight is finished,

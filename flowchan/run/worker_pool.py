@@ -16,7 +16,7 @@ from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.values import Stage
 from flowchan.errors import GraphError, Problem, RunError, StageError
 from flowchan.run.crew.at_exit import before_exit
-from flowchan.run.crew.pool_processes import LastingProcesses
+from flowchan.run.crew.pool_processes import PooledProcesses
 from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.failures import text_of
@@ -58,7 +58,7 @@ class WorkerPool(Runnable):
         self._graph = graph
         self._lock = threading.Lock()
         self._pid = 0
-        self._lasting: LastingProcesses | None = None  # set inside the block
+        self._pooled: PooledProcesses | None = None  # set inside the block
         self._leaving = False
         self._stages: tuple[Stage, ...] = ()
         self._supervisor: weakref.ref[Supervisor] | None = None  # of the last run
@@ -68,10 +68,10 @@ class WorkerPool(Runnable):
         return self._graph
 
     def __enter__(self) -> Self:
-        if self._lasting is not None:
+        if self._pooled is not None:
             raise RuntimeError(f"{self!r} is entered already; use another pool for another block")
         self._pid = os.getpid()
-        self._lasting = LastingProcesses(self._graph.name)
+        self._pooled = PooledProcesses(self._graph.name)
         self._leaving, self._stages = False, ()
         _open.add(weakref.ref(self, _open.discard))
         before_exit(_close_all, 101)  # before runs are aborted
@@ -100,15 +100,15 @@ class WorkerPool(Runnable):
     def _outside_error(self) -> RuntimeError:
         return RuntimeError(f"{self!r} must be used in its block: with graph.pool() as pool: pool.run()")
 
-    def _prepared(self, plan: Plan) -> LastingProcesses:
+    def _prepared(self, plan: Plan) -> PooledProcesses:
         """With a process for each worker that needs one."""
-        lasting = self._checked_processes(plan)
-        lasting.make_ready(self._graph, plan.workers)
-        return lasting
+        pooled = self._checked_processes(plan)
+        pooled.make_ready(self._graph, plan.workers)
+        return pooled
 
-    def _checked_processes(self, plan: Plan) -> LastingProcesses:
+    def _checked_processes(self, plan: Plan) -> PooledProcesses:
         """Raise if the pool cannot run the plan now; otherwise return its processes."""
-        if self._lasting is None or self._leaving:
+        if self._pooled is None or self._leaving:
             raise self._outside_error()
         if self._active_supervisor() is not None:
             raise RuntimeError(
@@ -124,7 +124,7 @@ class WorkerPool(Runnable):
         _refuse_hosts(self._graph)
         _refuse_ports(plan)
         self._stages = stages
-        return self._lasting
+        return self._pooled
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -173,26 +173,26 @@ class WorkerPool(Runnable):
 
         With ``at_once``, the processes are killed without closing the callables.
         """
-        lasting = self._lasting
-        if lasting is None:
+        pooled = self._pooled
+        if pooled is None:
             return []
         try:
             with interrupts_deferred(), self._lock:
-                self._lasting = None
+                self._pooled = None
                 _open.discard(weakref.ref(self))
                 if (
                     supervisor := self._active_supervisor()
                 ) is not None:  # Ctrl-C has come, for the last time
                     supervisor.ask(AbortRequested())
-                    lasting.kill()
+                    pooled.kill()
                     supervisor.wait()
         except BaseException:
             at_once = True
             raise
         finally:
             if at_once:
-                lasting.kill()
-            failed = lasting.close()
+                pooled.kill()
+            failed = pooled.close()
         return failed
 
     def __repr__(self) -> str:

@@ -52,14 +52,14 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ray#60670, #50132": (
         "a rendezvous is stale, or two of them race",
         (
-            "collective/test_group_meeting.py::test_concurrent_jobs_form_separate_groups",
-            "collective/test_group_meeting.py::test_member_joins_next_group_if_rank_0_is_killed",
+            "collective/test_group_rendezvous.py::test_concurrent_jobs_form_separate_groups",
+            "collective/test_group_rendezvous.py::test_member_joins_next_group_if_rank_0_is_killed",
         ),
     ),
     "pytorch#150798, #145965, vllm#4440": (
         "collectives of objects are slow, for their sizes are told as tensors on a device first",
         (
-            "collective/test_ways.py::test_only_built_in_types_avoid_pickle",
+            "collective/test_algorithms.py::test_only_built_in_types_avoid_pickle",
             "collective/test_operations.py::test_gather_scatter_and_alltoall_accept_any_size",
         ),
     ),

@@ -72,10 +72,10 @@ class Interrupted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._member, name)
 
-    def _show_lane(self, *channel: Any) -> None:
+    def _publish_channel(self, *channel: Any) -> None:
         when, self._when = self._when, ""
         if when != "before":
-            self._member._show_lane(*channel)
+            self._member._publish_channel(*channel)
         if when:
             raise KeyboardInterrupt
 

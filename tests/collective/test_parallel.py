@@ -214,7 +214,7 @@ def test_topk_sends_left_out_elements_later() -> None:
         code.decode([code.encode(x)], out)
         total += out
         assert int((out != 0).sum()) <= 2
-    residual = code._left
+    residual = code._residual
     assert residual is not None
     torch.testing.assert_close(total + residual, 8 * x)
 

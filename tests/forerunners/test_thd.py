@@ -5,7 +5,7 @@ has the name of the original without ``_sum``, ``_product``, ``_min`` and ``_max
 ``_group`` repeats each case in a part of the members. These tests have no counterpart or another result:
 
 ``*_cuda``, ``*_multigpu``
-    CUDA tensors use NCCL: tests/collective/test_torch_ways.py.
+    CUDA tensors use NCCL: tests/collective/test_torch_algorithms.py.
 ``irecv``
     flowchan has no asynchronous receive.
 ``DistributedDataParallel``, ``DistributedDataParallelCPU``
@@ -15,7 +15,7 @@ has the name of the original without ``_sum``, ``_product``, ``_min`` and ``_max
 ``command_channel_smoke``, ``rpc_serialization``, ``tensor_smoke``
     flowchan has no remote tensors.
 slow master, accept timeout
-    They are in tests/collective/test_group_meeting.py and test_linked_groups.py.
+    They are in tests/collective/test_group_rendezvous.py and test_linked_groups.py.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def test_map_big_arguments_and_big_returns(on: Any) -> None:
     assert map(1, lambda table, worker: table, table, on=on).join() == [table]
 
 
-# --- test_workqueue.lua ---
+# --- test_work_queue.lua ---
 
 
 class Kind:
@@ -332,7 +332,7 @@ def test_sharedtable_multiple_writes_and_table_increment(on: Any) -> None:
     assert table["inner"]["n"] == 30
 
 
-# --- test_marshal.lua ---
+# --- test_marshalled.lua ---
 
 
 @everywhere

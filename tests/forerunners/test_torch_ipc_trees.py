@@ -109,7 +109,7 @@ def test_walk_table(run: Run) -> None:
 
 def test_constructors() -> None:
     """These are ``NullTree``, ``LocalhostTree`` and ``StaticTree``; ``DiscoveredTree`` corresponds to any
-    other way to find an address. The way of Slurm is in tests/collective/test_group_meeting.py."""
+    other way to find an address. The way of Slurm is in tests/collective/test_group_rendezvous.py."""
     with collective.group() as alone:
         assert (alone.allreduce_with("x", add), alone.broadcast("x"), alone.rank) == (("x", 1), "x", 0)
 

@@ -8,7 +8,8 @@ name of the original but none of its code. These tests have no counterpart or an
     It was disabled because it hung. ``mpiBarrier`` replaces both.
 ``selector``, ``allselector``, and each case repeated with ``p2p``, ``nccl``, ``gloo``
     The algorithm depends on size, type and placement. ``explain`` reports it, and each size here is on
-    another side of its limits. ``set_algorithm`` chooses another one: tests/collective/test_torch_ways.py.
+    another side of its limits. ``set_algorithm`` chooses another one:
+    tests/collective/test_torch_algorithms.py.
 async ``reduce``, ``sendreceivenext`` and ``allgather``
     In TorchMPI they were synchronous under another name. Here ``wait=False`` is an argument of ``allreduce``,
     ``broadcast``, ``barrier``, ``allgather`` and ``gather``.

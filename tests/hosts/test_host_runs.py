@@ -99,7 +99,7 @@ def test_users_module_is_sent_by_value(tmp_path: Path, monkeypatch: pytest.Monke
     found = results(graph, numbers.map(own_only.triple, on=local(2), workers=2).collect())
     assert [number.value for number in found] == [0, 3, 6, 9, 12]
     assert all(type(number) is own_only.Number for number in found)
-    del sys.modules["mine_only"]
+    del sys.modules["own_only"]
 
 
 def test_module_missing_on_a_host_is_named() -> None:

@@ -50,8 +50,8 @@ def odd(*programs: str) -> Odd:
 
 TELLING = """
 from flowchan.hosts import probe
-truly = probe._about_us()
-probe._about_us = lambda: {{**truly, {what!r}: "0.0.1"}}
+truly = probe._own_facts()
+probe._own_facts = lambda: {{**truly, {what!r}: "0.0.1"}}
 probe.main()
 """
 

@@ -69,12 +69,12 @@ class Peer {
     ~Peer() { ::close(fd_); }
 
     void add_frame(const Head& head, const std::string& payload = {}) {
-        said += 1;
+        sent_count += 1;
         unsent_.append(reinterpret_cast<const char*>(&head), head.length());
         unsent_ += payload;
     }
     void add_frame(const std::string& bytes) {
-        said += 1;
+        sent_count += 1;
         unsent_ += bytes;
     }
     void cut() {
@@ -114,7 +114,7 @@ class Peer {
             if (head->type == FrameType::PONG && head->n == mark) return true;
         return false;
     }
-    static inline uint64_t said = 0;  // frames, over all connections
+    static inline uint64_t sent_count = 0;  // frames, over all connections
 
     // End the sending direction and wait until the link has noticed it.
     void end() {
@@ -201,7 +201,8 @@ class Model {
         Peer peer(link_, draw_);
         hear_states(peer);
         Sent sent = Sent::Right;
-        for (uint64_t left = draw_.below(12); left && sent == Sent::Right; --left) sent = say_something(peer);
+        for (uint64_t left = draw_.below(12); left && sent == Sent::Right; --left)
+            sent = send_something(peer);
         if (sent == Sent::Right) must(peer.wait(), "a valid frame has ended the connection");
         if (sent == Sent::Wrong) must(!peer.wait(), "an invalid frame has not ended the connection");
         peer.end();
@@ -224,7 +225,7 @@ class Model {
         }
     }
 
-    Sent say_something(Peer& peer) {
+    Sent send_something(Peer& peer) {
         Head head{.stream = uint32_t(draw_.below(STREAMS)),
                   .port = uint16_t(draw_.below(PORTS)),
                   .type = FrameType::ITEM};
@@ -334,7 +335,7 @@ class Anything {
         bool whole = true;
         for (uint64_t left = draw_.below(30); left && whole; --left) {
             move();
-            whole = say_something(peer);
+            whole = send_something(peer);
             if (draw_.one_in(2)) peer.send();
             if (whole && draw_.one_in(4) && !peer.wait()) break;
             while (peer.has_more() && count_frame(peer)) {}
@@ -360,15 +361,17 @@ class Anything {
 
     // Return false if the bytes were not a frame, or one without its end, so that the link handles nothing
     // after it.
-    bool say_something(Peer& peer) {
+    bool send_something(Peer& peer) {
         if (draw_.one_in(100)) return peer.add_frame(draw_.bytes(draw_.below(200))), false;
         const uint32_t stream = uint32_t(draw_.below(STREAMS));
-        const FrameType said[] = {FrameType::OPEN, FrameType::INPUT, FrameType::OUTPUT, FrameType::ITEM,
-                                  FrameType::OUT,  FrameType::END,   FrameType::RECALL, FrameType::PONG};
+        const FrameType sent_count[] = {FrameType::OPEN,   FrameType::INPUT, FrameType::OUTPUT,
+                                        FrameType::ITEM,   FrameType::OUT,   FrameType::END,
+                                        FrameType::RECALL, FrameType::PONG};
         const FrameType usual[] = {owner_side_ ? FrameType::INPUT : FrameType::OUTPUT,
                                    owner_side_ ? FrameType::OUT : FrameType::ITEM};
-        Head head{
-            .n = near(stream), .stream = stream, .type = draw_.one_in(4) ? draw_.of(said) : draw_.of(usual)};
+        Head head{.n = near(stream),
+                  .stream = stream,
+                  .type = draw_.one_in(4) ? draw_.of(sent_count) : draw_.of(usual)};
         head.a = near(stream);
         head.b = std::min(head.a, near(stream));
         if (head.carries_item()) {
@@ -402,7 +405,7 @@ class Anything {
 template <class World, class Make>
 void meet_often(uint64_t frames, Make make) {
     std::unique_ptr<World> world;
-    for (uint64_t n = 0; Peer::said < frames; ++n) {
+    for (uint64_t n = 0; Peer::sent_count < frames; ++n) {
         if (n % CONNECTIONS_PER_LINK == 0) world.reset(), world = make();
         world->meet();
     }
@@ -422,5 +425,5 @@ int main(int argc, char** argv) {
         meet_often<Model>(frames, [&] { return std::make_unique<Model>(draw); });
     else
         meet_often<Anything>(frames, [&] { return std::make_unique<Anything>(what == "owner", draw); });
-    printf("all connections of %llu frames have ended\n", static_cast<unsigned long long>(Peer::said));
+    printf("all connections of %llu frames have ended\n", static_cast<unsigned long long>(Peer::sent_count));
 }

@@ -58,10 +58,10 @@ class Kills {
                 for (uint64_t n = random() % 2000; n; --n) cpu_relax();  // any instruction
                 if (worker.pid) kill(worker.pid, SIGKILL);
             }
-            look_for_dead();
+            check_for_dead();
         }
         while (std::any_of(workers.begin(), workers.end(), [](Worker& w) { return w.pid != 0; }))
-            look_for_dead(0);
+            check_for_dead(0);
         must(missing.empty(), std::to_string(missing.size()) + " outputs are lost");
         while (!sink.held_views.empty()) sink.drop_view();
         sink.leave(true);
@@ -132,7 +132,7 @@ class Kills {
         _exit(0);
     }
     // End the sessions of finished processes, and replace killed ones.
-    void look_for_dead(int options = WNOHANG) {
+    void check_for_dead(int options = WNOHANG) {
         for (int status; pid_t pid = waitpid(-1, &status, options);) {
             if (pid < 0) return;
             for (Worker& worker : workers) {

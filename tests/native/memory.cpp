@@ -60,7 +60,7 @@ class Memory {
                     inside.push_back(lent);
             }
         }
-        for (const HeldView& sight : user.held_views) sight.verify();
+        for (const HeldView& view : user.held_views) view.verify();
         const std::string problems = check(ring);
         must(problems.empty(), problems);
     }
@@ -69,7 +69,7 @@ class Memory {
         uint64_t got = 0;
         for (; !inside.empty(); inside.pop_front())
             must(user.get(got, Deadline{0}) == Step::Done && got == inside.front(), "get");
-        auto lent = [](const HeldView& sight) { return sight.slot->loaned(); };
+        auto lent = [](const HeldView& view) { return view.slot->loaned(); };
         for (auto it = user.held_views.begin();
              (it = std::find_if(user.held_views.begin(), user.held_views.end(), lent)) !=
              user.held_views.end();) {

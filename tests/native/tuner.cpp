@@ -9,19 +9,19 @@
 
 int main(int argc, char** argv) {
     if (argc < 3) return 2;
-    const int half = std::atoi(argv[1]), ways = std::atoi(argv[2]);
-    if (argc != 3 + 2 * ways) return 2;
-    flowchan::Trial trial((1u << ways) - 1, 0);
-    uint32_t way = 0, before = 0;
+    const int half = std::atoi(argv[1]), plans = std::atoi(argv[2]);
+    if (argc != 3 + 2 * plans) return 2;
+    flowchan::Tuner tuner((1u << plans) - 1, 0);
+    uint32_t plan = 0, before = 0;
     for (int part = 0; part < 2; ++part) {
-        std::vector<int> done(ways);
-        const auto time = [&](uint32_t of) { return std::atoll(argv[3 + part * ways + int(of)]); };
+        std::vector<int> done(plans);
+        const auto time = [&](uint32_t of) { return std::atoll(argv[3 + part * plans + int(of)]); };
         for (int i = 0; i < half; ++i) {
-            const uint32_t next = trial.next();
-            if (i || part) trial.took(before, time(before));
-            done[way] += 1;
-            before = way;
-            way = next;
+            const uint32_t next = tuner.next();
+            if (i || part) tuner.took(before, time(before));
+            done[plan] += 1;
+            before = plan;
+            plan = next;
         }
         for (const int count : done) printf("%d ", count);
     }

@@ -173,17 +173,17 @@ struct User {
     }
     // Put the oldest loan of `lender`, like put_loaned of puts.cpp.
     Step put_loan(User& lender, Deadline deadline = {}, const uint64_t* item = nullptr) {
-        HeldView& sight = lender.held_views.front();
+        HeldView& view = lender.held_views.front();
         Frame frame;
         frame.kind = BUFFERS;
-        frame.size = sight.size;
+        frame.size = view.size;
         bool skipped = false;
         Step step = perform(
             ring, [&](bool) { return as_caller(); },
             [&](Wakes& wakes) {
                 if (item) begin(*item);
                 if ((skipped = skip())) return Step::Done;
-                return ring.put_loan(sight.slot, frame, as_writer(), wakes);
+                return ring.put_loan(view.slot, frame, as_writer(), wakes);
             },
             deadline);
         if (skipped)

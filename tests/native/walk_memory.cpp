@@ -204,7 +204,7 @@ Scenario gaps(const char* name, bool again) {
             user.leave(true);
         };
     s.look = [](Scene& scene, int) {
-        for (const HeldView& sight : scene.users[0].held_views) sight.verify();
+        for (const HeldView& view : scene.users[0].held_views) view.verify();
     };
     s.last = [](Scene& scene) {
         User& user = scene.users[0];

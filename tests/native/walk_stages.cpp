@@ -272,7 +272,7 @@ Scenario handing_on(const char* name, bool tried, bool all = false) {
             reserve_for(scene.users[0], scene.users[1], all);
     };
     s.finish = [=](Scene& scene) {
-        User &successor = scene.users[tried ? 2 : 1], &other = scene.users[3];
+        User &replacement = scene.users[tried ? 2 : 1], &other = scene.users[3];
         if (tried && scene.in->session(scene.users[1].session).role == Session::READER)
             reserve_for(scene.users[1], scene.users[2]);
         Values values;
@@ -282,11 +282,11 @@ Scenario handing_on(const char* name, bool tried, bool all = false) {
                  "another reader got a reserved item");
             values.push_back(value);
         }
-        while (successor.get(value, Deadline{0}) == Step::Done) values.push_back(value);
+        while (replacement.get(value, Deadline{0}) == Step::Done) values.push_back(value);
         std::sort(values.begin(), values.end());
         must(values == Values{1, 2, 3}, "the items were" + Walk::text(values));
         must(other.get(value, Deadline{0}) == Step::Drained, "something is left");
-        for (User* user : {&scene.users[1], &successor, &other})
+        for (User* user : {&scene.users[1], &replacement, &other})
             if (scene.in->session(user->session).role == Session::READER) user->leave(true);
         if (!tried) scene.users[2].leave(true);
     };

@@ -31,7 +31,7 @@ void acknowledge(User& user) {
     locked(user.ring, [&](Wakes& wakes) { user.ring.acknowledge(user.reader, wakes); });
 }
 void verify_all(const User& user) {
-    for (const HeldView& sight : user.held_views) sight.verify();
+    for (const HeldView& view : user.held_views) view.verify();
 }
 // Check that no views are left.
 void nothing_seen(Scene& scene) {
@@ -281,8 +281,8 @@ Scenario second_reader(const char* name, Session::Role role) {
     };
     s.last = [](Scene& scene) {
         User& first = scene.users[0];
-        for (const HeldView& sight : first.held_views)
-            must(sight.slot->place() == SlotState::Held && sight.slot->viewer() == first.session,
+        for (const HeldView& view : first.held_views)
+            must(view.slot->place() == SlotState::Held && view.slot->viewer() == first.session,
                  "another session views the item");
         first.drop_view();
         verify_all(first);

@@ -359,15 +359,15 @@ def test_waiting_run_costs_its_supervisor_few_checks(monkeypatch: pytest.MonkeyP
         wait_until(lambda: sum(edge.waiting_readers for edge in run.stats().edges) == 51)
         for owner, name in (
             (supervisor, "summarise"),
-            (_core, "_look_at"),
+            (_core, "_observe"),
             (run._crew, "cancel_tasks"),
         ):
             count(owner, name)
-        wait_until(lambda: counts["_look_at"] > 10)
+        wait_until(lambda: counts["_observe"] > 10)
         seen = Counter(counts)
         run[numbers].close()
     assert seen["summarise"] == 0
-    assert seen["cancel_tasks"] <= seen["_look_at"] + 2, "turns of its loop"
+    assert seen["cancel_tasks"] <= seen["_observe"] + 2, "turns of its loop"
 
 
 def test_moving_run_is_not_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:

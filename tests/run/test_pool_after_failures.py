@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from lasting import Square, ends, halve, halves, kill, lasting_of, reported, workers_of
+from pooled import Square, ends, halve, halves, kill, pooled_of, reported, workers_of
 from support.waiting import wait_until
 from support.worker_latch import Gate
 
@@ -261,7 +261,7 @@ def test_each_run_is_complete_while_workers_are_killed(runs: int) -> None:
     numbers = graph.source(range(100)).map(abs, on="process", workers=2, restarts=100).collect()
 
     def kill_one(pool: WorkerPool) -> None:
-        if processes := [lasting.process for lasting in lasting_of(pool).values()]:
+        if processes := [pooled.process for pooled in pooled_of(pool).values()]:
             draw.choice(processes).kill()
 
     with graph.pool() as pool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from lasting import Square, ends, halves, reported, workers_of
+from pooled import Square, ends, halves, reported, workers_of
 from runs import run_python, script
 from support.waiting import wait_blocked, wait_until
 from support.worker_latch import Gate

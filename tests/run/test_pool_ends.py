@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
-from lasting import ends, halves, kill, workers_of
+from pooled import ends, halves, kill, workers_of
 from runs import run_python, script, start
 from support.waiting import wait_until
 from support.worker_latch import Gate
@@ -139,7 +139,7 @@ PROGRAM = """
         pool = graph.pool()
         pool.__enter__()
         pool.run()
-        print(*(one.process.pid for one in pool._lasting._known.values()), flush=True)
+        print(*(one.process.pid for one in pool._pooled._known.values()), flush=True)
         if sys.argv[1] == "wait":
             signal.pause()
 """

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lasting import Square, ends, halves, kill, reported, workers_of
+from pooled import Square, ends, halves, kill, reported, workers_of
 from runs import script, start
 from support.worker_latch import Gate
 

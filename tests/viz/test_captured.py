@@ -195,14 +195,14 @@ POOL = """
     import multiprocessing, sys
     from flowchan import Graph
 
-    def talk(number):
+    def log_item(number):
         print("x" * 2000)
         return number
 
     if __name__ == "__main__":
         multiprocessing.set_start_method(sys.argv[1])
         graph = Graph("pool")
-        found = graph.source(range(100)).map(talk, on="process").collect()
+        found = graph.source(range(100)).map(log_item, on="process").collect()
         with graph.pool() as pool:
             pool.run(progress=True)
             print("printed", len(pool.run()[found]))

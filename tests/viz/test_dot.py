@@ -123,7 +123,7 @@ def test_long_graph_is_broken_into_labelled_rows() -> None:
 
 
 def test_result_is_named_like_its_variable(tmp_path: Path) -> None:
-    file = tmp_path / "own.py"
+    file = tmp_path / "mine.py"
     file.write_text("total = (\n    numbers\n    .reduce(add)\n)\nx.y = numbers.collect()\n")
     for line, name in ((3, "total"), (5, "any")):
         assert result_name(replace(stage("any"), where=Where(str(file), line))) == name

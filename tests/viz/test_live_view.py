@@ -61,12 +61,12 @@ def test_failing_view_continues_with_plain_lines(terminal: bool, caplog: Any) ->
         before = len(stream.getvalue())
         view.print_line("stopping: Ctrl-C again breaks off")
         view.show(run.stats())
-        labels, shown = stream.getvalue()[before:].splitlines()[:2]
+        captions, shown = stream.getvalue()[before:].splitlines()[:2]
         run.wait()
-    assert labels == "stopping: Ctrl-C again breaks off"
+    assert captions == "stopping: Ctrl-C again breaks off"
     assert "source" in shown
-    reported = [record.getMessage() for record in caplog.records if record.name == "flowchan.viz"]
-    assert reported == ["the live view could not be written: OSError: [Errno 28] no space left"]
+    told = [record.getMessage() for record in caplog.records if record.name == "flowchan.viz"]
+    assert told == ["the live view could not be written: OSError: [Errno 28] no space left"]
 
 
 @pytest.mark.parametrize(("kind", "drawn"), [("xterm", True), ("dumb", False)])

@@ -234,8 +234,8 @@ def test_pool_workers_print_above_bars_of_each_run(method: str, tmp_path: Path) 
     """They were started before the bars, and print on when these have gone."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, POOLED)), method], tmp_path)
     assert code == 0, lines
-    labels = [line for line in lines if line.startswith("said")]
-    assert labels == [
+    captions = [line for line in lines if line.startswith("said")]
+    assert captions == [
         f"said by a worker, on the terminal itself: {there}" for there in (True, False, False, True)
     ]
     assert [line for line in lines if line.endswith(" 4950")] == [

@@ -100,7 +100,7 @@ class _Listener:
     def __init__(self, participant: Participant, member: Group) -> None:
         self._participant, self._disband = participant, member._disbanding()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="flowchan-collective-seat", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="flowchan-collective-membership", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

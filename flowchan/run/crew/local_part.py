@@ -18,7 +18,7 @@ from flowchan.run.crew.gangs import Gangs
 from flowchan.run.crew.mail import Mail, run_helper, run_is_over
 from flowchan.run.crew.main_guard import start_of
 from flowchan.run.crew.part import Report
-from flowchan.run.crew.pool_processes import Employed, LastingProcesses
+from flowchan.run.crew.pool_processes import Employed, PooledProcesses
 from flowchan.run.crew.process import WorkerProcess
 from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.crew.worker_processes import WorkerProcesses
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 
 class LocalPart:
-    """See :class:`CrewPart`. ``lasting``: the processes of a pool, if the run has one.
+    """See :class:`CrewPart`. ``pooled``: the processes of a pool, if the run has one.
 
     Invariant. Threads of the program add to ``threads`` while the supervisor reads it. So each reader copies
     it in one step.
     """
 
-    def __init__(self, ports: RunPorts, lasting: LastingProcesses | None = None) -> None:
+    def __init__(self, ports: RunPorts, pooled: PooledProcesses | None = None) -> None:
         self.plan = ports.plan
         self._ports = ports
-        self._lasting = lasting
+        self._pooled = pooled
         self._planned = [worker for worker in self.plan.workers if not worker.host]
         self.threads: dict[WorkerId, threading.Thread] = {}
         self._tasks: list[Tasks] = []  # of the async stages
@@ -74,8 +74,8 @@ class LocalPart:
         name, put = self.plan.graph.name, self._mail.channel.put
         self._processes = (
             WorkerProcesses(name, self._mail.channel, put)
-            if self._lasting is None
-            else Employed(name, self._mail.channel, put, self._lasting)
+            if self._pooled is None
+            else Employed(name, self._mail.channel, put, self._pooled)
         )
         for worker in self._planned:
             if worker.stage.placement.own_process:
@@ -143,7 +143,7 @@ class LocalPart:
         self._reported.discard(id)
         with start_of(self.plan.graph, stage.name):
             memberships = self._gangs.membership(id), self._gangs.next_memberships(id, stage)
-            packed = dumps_for_worker(stage) if self._lasting is None else self._lasting.packed(stage)
+            packed = dumps_for_worker(stage) if self._pooled is None else self._pooled.packed(stage)
             info = self._ports.started(id)
             pid = self._processes.start(info, packed, ports, predecessors, stage.gpus, *memberships)
         self._report(Started(id, pid))

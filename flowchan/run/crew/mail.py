@@ -1,8 +1,8 @@
 """The events that the worker processes of one machine report, in order.
 
-Workers put events into one channel. The thread that watches processes puts ``Gone`` into the same channel
-when a process has ended. Each process puts in its own order, so ``Gone`` comes after everything that the
-worker reported.
+Workers put events into one channel. The thread that watches processes puts ``ProcessEnded`` into the same
+channel when a process has ended. Each process puts in its own order, so ``ProcessEnded`` comes after
+everything that the worker reported.
 """
 
 from __future__ import annotations

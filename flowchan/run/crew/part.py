@@ -23,8 +23,8 @@ class CrewPart(Protocol):
     def start(self, report: Report) -> None:
         """Start all workers that have a process, or raise.
 
-        ``report`` receives each event of a worker in the worker's order. When its process has ended, ``Gone``
-        or ``Death`` follows everything that the worker reported.
+        ``report`` receives each event of a worker in the worker's order. When its process has ended,
+        ``ProcessEnded`` or ``Death`` follows everything that the worker reported.
         """
 
     def replace(

@@ -32,7 +32,7 @@ from flowchan.run.policy.events import Event, ProcessEnded, WorkerId
 from flowchan.run.policy.plan import PlannedWorker
 from flowchan.run.worker.gpus import Gpus
 from flowchan.run.worker.logs import Logged, log_locally
-from flowchan.run.worker.process_main import Order, WorkEnded, lasting_main
+from flowchan.run.worker.process_main import Order, WorkEnded, pooled_main
 from flowchan.run.worker.streams import terminals
 from flowchan.transport.interrupts import interrupts_deferred
 
@@ -40,7 +40,7 @@ POLL_INTERVAL_S = 0.05
 """Seconds between two polls of a process whose report is awaited."""
 
 
-class LastingProcess:
+class PooledProcess:
     """A worker's process that works in one run after another."""
 
     def __init__(self, graph: str, id: WorkerId, stage: bytes, devices: str | None) -> None:
@@ -50,7 +50,7 @@ class LastingProcess:
         # The ends of the process. Closing them before it has them would end the channels.
         self._its = orders.reader(), reports.writer()
         arguments = (id, stage, *self._its, os.getpid(), devices)
-        self.process = WorkerProcess(ProcessName(f"{graph}/{id}"), lasting_main, arguments)
+        self.process = WorkerProcess(ProcessName(f"{graph}/{id}"), pooled_main, arguments)
 
     def work(self, order: Order) -> None:
         """Send an order. If the process has ended, the watch reports that."""
@@ -92,18 +92,18 @@ class LastingProcess:
         self._reports.close()
 
 
-Dismissed = list[tuple[WorkerId, LastingProcess]]
+Dismissed = list[tuple[WorkerId, PooledProcess]]
 """Processes that were dismissed and are closing their callables."""
 
 
-class LastingProcesses:
+class PooledProcesses:
     """The worker processes of a pool. ``graph`` is the name of its graph."""
 
     def __init__(self, graph: str) -> None:
         self.gpus = Gpus()
         self._graph = graph
         self._packed: dict[str, bytes] = {}
-        self._known: dict[WorkerId, LastingProcess] = {}
+        self._known: dict[WorkerId, PooledProcess] = {}
         self._late: set[WorkerId] = set()  # started within the present run
         self._leaving: Dismissed = []
         self._failed: list[tuple[WorkerId, BaseException]] = []  # errors of closing callables
@@ -130,18 +130,18 @@ class LastingProcesses:
 
     def employ(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
         """Give a worker's process an order. Start the process if it does not run."""
-        lasting = self._alive(id, stage, devices)
-        lasting.work(order)
-        return lasting.process
+        pooled = self._alive(id, stage, devices)
+        pooled.work(order)
+        return pooled.process
 
-    def _alive(self, id: WorkerId, stage: bytes, devices: str | None) -> LastingProcess:
+    def _alive(self, id: WorkerId, stage: bytes, devices: str | None) -> PooledProcess:
         known = self._known.get(id)
         if known is not None and not known.process.ended():
             return known
         if known is not None:
             self.forget(id)
             known.process.close()
-        self._known[id] = started = LastingProcess(self._graph, id, stage, devices)
+        self._known[id] = started = PooledProcess(self._graph, id, stage, devices)
         if multiprocessing.get_start_method() != "forkserver":
             self._late.add(id)
         return started
@@ -149,13 +149,13 @@ class LastingProcesses:
     def is_reusable(self, id: WorkerId, until: float) -> bool:
         """Tell whether a worker's process waits for the next run, or has been dismissed. Waits for its report
         until the time ``until``."""
-        lasting = self._known.get(id)
+        pooled = self._known.get(id)
         try:
-            waits = lasting is not None and lasting.word(until) is None
+            waits = pooled is not None and pooled.word(until) is None
         except Empty:
             return False
-        if lasting is not None and waits and id in self._late:
-            lasting.dismiss()
+        if pooled is not None and waits and id in self._late:
+            pooled.dismiss()
             self._leaving.append((id, self._known.pop(id)))
         return waits
 
@@ -163,24 +163,24 @@ class LastingProcesses:
         """Forget a process that has ended."""
         self._known.pop(id, None)
 
-    def _await_end(self, id: WorkerId, lasting: LastingProcess) -> None:
+    def _await_end(self, id: WorkerId, pooled: PooledProcess) -> None:
         """Wait for the last report of a process that was dismissed."""
-        ended = lasting.word(math.inf)
+        ended = pooled.word(math.inf)
         if ended is not None and ended.error is not None:
             self._failed.append((id, ended.error))
 
     def kill(self) -> None:
         """Kill all processes."""
-        for lasting in [*self._known.values(), *(lasting for _, lasting in self._leaving)]:
-            lasting.process.kill()
+        for pooled in [*self._known.values(), *(pooled for _, pooled in self._leaving)]:
+            pooled.process.kill()
 
     def close(self) -> list[tuple[WorkerId, BaseException]]:
         """Let all processes close their callables and end. Return the errors of the callables, also those of
         processes that were dismissed before."""
         try:
             _dismiss(self._known, self._leaving)
-            for id, lasting in self._leaving:
-                self._await_end(id, lasting)
+            for id, pooled in self._leaving:
+                self._await_end(id, pooled)
         except BaseException:  # Ctrl-C: the program no longer waits
             self.kill()
             raise
@@ -190,24 +190,24 @@ class LastingProcesses:
         return self._failed
 
 
-def _end_dropped(pid: int, known: dict[WorkerId, LastingProcess], leaving: Dismissed) -> None:
+def _end_dropped(pid: int, known: dict[WorkerId, PooledProcess], leaving: Dismissed) -> None:
     """End the processes of a pool that was dropped within its block. Other processes than their parent do
     nothing."""
     if pid == os.getpid():
         _dismiss(known, leaving)
-        for _, lasting in leaving:
-            lasting.leave()
+        for _, pooled in leaving:
+            pooled.leave()
         _end_leaving(leaving)
 
 
-def _dismiss(known: dict[WorkerId, LastingProcess], leaving: Dismissed) -> None:
+def _dismiss(known: dict[WorkerId, PooledProcess], leaving: Dismissed) -> None:
     for id in list(known):
         leaving.append((id, known.pop(id)))
         leaving[-1][1].dismiss()
 
 
 def _end_leaving(leaving: Dismissed) -> None:
-    end_all([(id, lasting.process) for id, lasting in leaving])
+    end_all([(id, pooled.process) for id, pooled in leaving])
     while leaving:
         leaving.pop()[1].process.close()
 
@@ -220,25 +220,25 @@ class Employed(WorkerProcesses):
         graph: str,
         mail: Channel[Event | Logged],
         on_ended: Callable[[ProcessEnded], None],
-        lasting: LastingProcesses,
+        pooled: PooledProcesses,
     ) -> None:
         super().__init__(graph, mail, on_ended)
-        self._lasting = lasting
-        self._gpus = lasting.gpus
+        self._pooled = pooled
+        self._gpus = pooled.gpus
 
     def _begin(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
         order = dataclasses.replace(order, terminals=terminals())
-        return self._lasting.employ(id, stage, order, devices)
+        return self._pooled.employ(id, stage, order, devices)
 
     def forget(self, id: WorkerId) -> None:
-        self._lasting.forget(id)
+        self._pooled.forget(id)
         super().forget(id)
 
     def end(self) -> None:
         """Forget the processes that stay for the next run, and end the others."""
         until = time.monotonic() + decisions.GRACE
-        for id in [id for id in list(self.known) if self._lasting.is_reusable(id, until)]:
+        for id in [id for id in list(self.known) if self._pooled.is_reusable(id, until)]:
             del self.known[id]
         super().end()
         for id in list(self.known):
-            self._lasting.forget(id)
+            self._pooled.forget(id)

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 from flowchan.declare.placements import Placement
 from flowchan.run.crew.local_part import LocalPart
 from flowchan.run.crew.part import CrewPart, Report
-from flowchan.run.crew.pool_processes import LastingProcesses
+from flowchan.run.crew.pool_processes import PooledProcesses
 from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.policy.deadlock import Waits
 from flowchan.run.policy.events import Ended, Failure, WorkerId
@@ -32,8 +32,8 @@ class CrewRouter:
         remote: The parts of pools of hosts.
     """
 
-    def __init__(self, ports: RunPorts, lasting: LastingProcesses | None = None) -> None:
-        self.local = LocalPart(ports, lasting)
+    def __init__(self, ports: RunPorts, pooled: PooledProcesses | None = None) -> None:
+        self.local = LocalPart(ports, pooled)
         self.remote: list[CrewPart] = []
         self._part_of: dict[WorkerId, CrewPart] = {}
         self._last_hosts: tuple[HostStats, ...] = ()  # set once the run has ended

@@ -123,7 +123,7 @@ class RunPorts:
     def activity(self) -> Activity:
         """See :class:`RunChannels`. No channel shows whether workers on hosts wait, so all of them count as
         waiting until an observation asks them."""
-        moved, reading, writing = _core._look_at(list(self.channels.values()))
+        moved, reading, writing = _core._observe(list(self.channels.values()))
         opened = any(not port.channel.closed for end in self.inputs.values() for port in ports_of_end(end))
         return Activity(moved, reading + self._remote, writing, opened, frozenset(list(self._unread)))
 

@@ -27,7 +27,7 @@ from flowchan.run.worker.gpus import see_only
 from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.streams import Streams, printing_to
 from flowchan.run.worker.worker import Outcome, work
-from flowchan.run.worker.worker_callable import Function, Lasting, built
+from flowchan.run.worker.worker_callable import Function, PooledCallable, built
 from flowchan.transport.device import transfer
 
 
@@ -72,7 +72,7 @@ def process_main(
         sys.exit(RETIRED)
 
 
-def lasting_main(
+def pooled_main(
     id: WorkerId,
     stage: bytes,
     orders: In[Order],
@@ -86,8 +86,8 @@ def lasting_main(
     order or after a failure. After its last run, ``reports`` also carries its log records.
     """
     _prepare(id, parent, devices)
-    lasting = Lasting()
-    runs = _Work(stage, lasting.built)
+    pooled = PooledCallable()
+    runs = _Work(stage, pooled.built)
     outcome: Outcome = "done"
     for order in orders:
         with printing_to(order.terminals):
@@ -102,7 +102,7 @@ def lasting_main(
         runs.end(reports.put)
     ended = WorkEnded()
     try:
-        lasting.close()
+        pooled.close()
     except BaseException as error:
         ended = WorkEnded(Portable(error))
     with contextlib.suppress(Closed, Broken):

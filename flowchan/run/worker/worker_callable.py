@@ -64,7 +64,7 @@ async def built_async(function: Function | None) -> AsyncIterator[Function]:
             await closing
 
 
-class Lasting:
+class PooledCallable:
     """Callable of a worker for several runs, built in the first one.
 
     It is closed after the last run or after a failure.

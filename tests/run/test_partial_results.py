@@ -259,8 +259,8 @@ def test_stages_after_a_failing_stage_get_nothing(harm: Any, on: Any, before_the
 
 @pytest.mark.each_value
 @pytest.mark.usefixtures("_method")
-@pytest.mark.parametrize("lasting", [False, True])
-def test_failed_process_closes_no_channel_by_its_exit(lasting: bool, before_the_break: Any) -> None:
+@pytest.mark.parametrize("pooled", [False, True])
+def test_failed_process_closes_no_channel_by_its_exit(pooled: bool, before_the_break: Any) -> None:
     seen: list[Any] = []
     early: list[bool] = []
     graph = Graph("r3")
@@ -274,6 +274,6 @@ def test_failed_process_closes_no_channel_by_its_exit(lasting: bool, before_the_
 
     before_the_break(let_it_end)
     with contextlib.ExitStack() as stack, pytest.raises(RunError):
-        (stack.enter_context(graph.pool()) if lasting else graph).run()
+        (stack.enter_context(graph.pool()) if pooled else graph).run()
     assert seen == []
     assert early == [False]

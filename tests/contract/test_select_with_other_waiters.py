@@ -55,7 +55,7 @@ def test_ctrl_c_interrupts_a_waiting_select(across):
     """C9, C10: nothing was done, no call waits, and the channels work as before."""
     text = f"""
 import threading
-from support.waiting import nobody_waits, wait_blocked
+from support.waiting import no_waiters, wait_blocked
 from flowchan import Channel, select
 
 def tell():

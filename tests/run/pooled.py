@@ -14,7 +14,7 @@ from flowchan import (
     Graph,
     WorkerPool,
 )
-from flowchan.run.crew.pool_processes import LastingProcess
+from flowchan.run.crew.pool_processes import PooledProcess
 
 
 class Square:
@@ -61,20 +61,20 @@ def halves() -> tuple[Graph, Callable[[WorkerPool, list[int]], list[float]]]:
     return graph, run
 
 
-def lasting_of(pool: WorkerPool) -> dict[str, LastingProcess]:
+def pooled_of(pool: WorkerPool) -> dict[str, PooledProcess]:
     """Return the lasting processes by the names of their workers."""
-    assert pool._lasting is not None
-    return {str(id): lasting for id, lasting in list(pool._lasting._known.items())}
+    assert pool._pooled is not None
+    return {str(id): pooled for id, pooled in list(pool._pooled._known.items())}
 
 
 def workers_of(pool: WorkerPool) -> dict[str, int]:
     """Return the pids of the lasting processes."""
-    return {name: lasting.process.pid for name, lasting in lasting_of(pool).items()}
+    return {name: pooled.process.pid for name, pooled in pooled_of(pool).items()}
 
 
 def kill(pool: WorkerPool, name: str) -> None:
     """Kill the process of a worker and return once it is gone."""
-    process = lasting_of(pool)[name].process
+    process = pooled_of(pool)[name].process
     process.kill()
     wait_until(process.ended)
 
