@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import psutil
-from benchmarks.remote import cut
+from benchmarks.far import cut
 
 from flowchan import Graph, Reduced
 from flowchan.hosts.host_pool import Pool

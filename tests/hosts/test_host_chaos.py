@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from benchmarks.remote import cut
+from benchmarks.far import cut
 from hosted import agents, workers_of
 from support.gangs import in_step
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from benchmarks.remote import cut
+from benchmarks.far import cut
 from hosted import agents, workers_of
 from support.network_proxy import Wire, wired
 from support.waiting import wait_until

@@ -144,6 +144,6 @@ def test_live_view_on_a_terminal_is_a_table() -> None:
     stream = Terminal()
     with LiveView(stream) as view:
         view.show(stats(FILES, COUNTS, state="running", bottleneck="counts"))
-        view.say("[stopping]")
+        view.print_line("[stopping]")
     for words in ("▶ counts", "the bottleneck: counts", "12/64", "1,204", "[stopping]"):
         assert words in stream.getvalue()

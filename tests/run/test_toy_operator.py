@@ -38,7 +38,7 @@ EVERY_OTHER = Operator(
     calls="item",
     per_item=True,
     lets_go="skipped",
-    says=lambda options: "one of 2",
+    describe=lambda options: "one of 2",
 )
 
 
