@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from flowchan.declare.stream import Stream, origins, streams_argument
+from flowchan.declare.stream import Stream
+from flowchan.declare.stream_handle import origins, streams_argument
 from flowchan.declare.values import Origin
 
 T = TypeVar("T")

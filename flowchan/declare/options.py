@@ -73,6 +73,28 @@ class OrderedOptions(ItemOptions, total=False):
     """Keep the order of the input with several workers (default: True)."""
 
 
+class PortOptions(NameOption, total=False):
+    """Options of a general stage, whose function has ports."""
+
+    on: PlacementOption
+    """Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"`` or a pool."""
+    workers: int
+    """Number of workers (default: 1)."""
+    capacity: int
+    """Capacity of each output channel in items (default: 64)."""
+    restarts: int
+    """Maximum number of replacements of dead worker processes in one run (default: 10)."""
+    restartable: bool
+    """True if the function keeps no state between items (default: False). Then a dead worker process is
+    replaced."""
+    elastic: bool
+    """For a gang: if a worker dies, only that worker starts again (default: False)."""
+    gpus: int
+    """Number of GPUs reserved for each worker (default: 0). They need worker processes."""
+    per_worker: str | tuple[str, ...]
+    """``In`` parameter, or a tuple of them, whose items are pairs ``(worker, item)`` (default: none)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
     """Settings of one stage, with the defaults of all operators."""
@@ -119,18 +141,36 @@ class StageSettings:
         return placement
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortSettings(StageSettings):
+    """Settings of a general stage."""
+
+    elastic: bool = False
+    per_worker: str | tuple[str, ...] = ()
+
+
 SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable", "gpus")
 
 
-def shows(options: type) -> Callable[[Operator], Operator]:
-    """Return a decorator that makes ``help`` list an operator's options instead of ``**options``."""
-    shared = inspect.signature(StageSettings).parameters
+def shows(
+    options: type, settings: type = StageSettings, rest: str | None = None
+) -> Callable[[Operator], Operator]:
+    """Return a decorator that makes ``help`` list an operator's options instead of ``**options``.
+
+    Args:
+        options: The options, a ``TypedDict``.
+        settings: Class with the defaults of the options.
+        rest: Name under which ``help`` shows other keyword arguments; None if there are none.
+    """
+    shared = inspect.signature(settings).parameters
     by_name = [shared[name] for name in options.__annotations__]
 
     def shown(operator: Operator) -> Operator:
         signature = inspect.signature(operator)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        operator.__signature__ = signature.replace(parameters=[*own, *by_name])  # type: ignore[attr-defined]
+        others = [inspect.Parameter(rest, inspect.Parameter.VAR_KEYWORD, annotation="Any")] if rest else []
+        signature = signature.replace(parameters=[*own, *by_name, *others])
+        operator.__signature__ = signature  # type: ignore[attr-defined]
         return operator
 
     return shown

@@ -8,11 +8,10 @@ output. An argument that is wrong on its own raises ``TypeError`` or ``ValueErro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
-from flowchan.declare.annotations import element_type, returned_type, type_name
+from flowchan.declare.annotations import element_type, returned_type
 from flowchan.declare.builder import Builder
 from flowchan.declare.options import (
     ItemOptions,
@@ -23,11 +22,11 @@ from flowchan.declare.options import (
     shows,
 )
 from flowchan.declare.shapes import AnyFunction, Awaited, Built, Effect, Fold, Many
-from flowchan.declare.values import Origin, Stage
-from flowchan.items.arguments import callable_argument, known_options, refuses_misspelt, seconds, whole
+from flowchan.declare.stream_handle import StreamHandle, origins, streams_argument
+from flowchan.declare.values import Stage
+from flowchan.items.arguments import callable_argument, known_options, seconds, whole
 from flowchan.items.combining import OPERATIONS, Function, Named, Reduced
 from flowchan.items.failed import Failed
-from flowchan.items.text import shown
 
 _MISSING: Any = object()
 
@@ -38,8 +37,7 @@ T_co = TypeVar("T_co", covariant=True)
 F_co = TypeVar("F_co", covariant=True)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Stream(Generic[T_co]):
+class Stream(StreamHandle[T_co]):
     """Output of a stage in a graph, on which you declare the next stage.
 
     Exactly one stage reads a stream; use :meth:`tee` for several readers. Two handles of the same port are
@@ -56,15 +54,7 @@ class Stream(Generic[T_co]):
     is a class with a ``__call__`` method, each worker builds one instance of it.
     """
 
-    graph: Builder
-    stage: str
-    port: str
-    name: str = field(compare=False)
-    item: Any = field(default=None, compare=False)
-
-    def __repr__(self) -> str:
-        kind = "" if self.item is None else f" of {type_name(self.item)}"
-        return f"<Stream {self.name!r}{kind} in graph {self.graph.name!r}>"
+    __slots__ = ()
 
     @overload
     def map(self, function: Awaited[T_co, B], **options: Unpack[OrderedOptions]) -> Tried[B, T_co]: ...
@@ -424,23 +414,6 @@ class Stream(Generic[T_co]):
         self.graph._split_per_worker(origin)
         return stream
 
-    @refuses_misspelt("buffer")
-    def buffer(self, capacity: int) -> Self:
-        """Set the capacity of this stream's channel, and return this stream. No stage is added.
-
-        Args:
-            capacity: Capacity in items, at least 1.
-
-        Raises:
-            TypeError: ``capacity`` is not an int.
-            ValueError: ``capacity`` is less than 1, or this stream is a feedback.
-
-        Example:
-            images = paths.map(load).buffer(8)
-        """
-        self.graph._resize(self._own("buffer"), whole("buffer", "capacity", capacity, 1))
-        return self
-
     @property
     def errors(self) -> Stream[Failed[Any]]:
         """Stream of the items that failed in this stream's stage, as ``Failed`` values.
@@ -496,14 +469,6 @@ class Stream(Generic[T_co]):
         outs: tuple[Any, ...] = streams_of(self.graph, stage)
         return outs
 
-    @property
-    def _origin(self) -> Origin:
-        return Origin(self.stage, self.port)
-
-    def _own(self, call: str) -> Origin:
-        """Return the origin of a stream that a stage writes."""
-        return self._origin
-
 
 if TYPE_CHECKING:
 
@@ -524,26 +489,9 @@ class Input(Stream[T]):
     __slots__ = ()
 
 
-def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[Stream[Any], ...]:
-    """Return the values if all of them are streams, else raise ``TypeError``."""
-    for index, value in enumerate(values, 1):
-        if not isinstance(value, Stream):
-            hint = f"; write {call}(*streams)" if isinstance(value, (list, tuple, set)) else ""
-            raise TypeError(f"{call}: argument {index} must be a stream, not {shown(value)}{hint}")
-    return values
-
-
 def streams_of(graph: Builder, stage: Stage) -> tuple[Stream[Any], ...]:
     """Return the handles of a stage's outputs."""
     return tuple(Stream(graph, stage.name, output.port, output.name, output.item) for output in stage.outputs)
-
-
-def origins(graph: Builder, *streams: Stream[Any]) -> tuple[Origin, ...]:
-    """Return the origins that a stage of ``graph`` has as inputs if it reads these streams."""
-    return tuple(
-        stream._origin if stream.graph is graph else graph._is_foreign(stream.name, stream.graph)
-        for stream in streams
-    )
 
 
 def _listed(item: Any) -> Any:

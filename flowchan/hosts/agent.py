@@ -53,6 +53,7 @@ from flowchan.run.policy.events import Failure, ProcessEnded, RequestCancelled, 
 from flowchan.run.policy.failures import Portable
 from flowchan.run.worker import logs
 from flowchan.run.worker.cancelled_requests import CancelledRequests, use_board
+from flowchan.run.worker.gang_membership import Memberships
 from flowchan.run.worker.opening import Ports, open_ports
 from flowchan.transport import link_events
 from flowchan.transport.dial import reach
@@ -183,10 +184,11 @@ class Agent:
             self._next_memberships[start.id] = Channel(1, across="processes")
         ports = self._workers[start.id].ports
         try:
+            first = start.membership and self._reached(start.membership)
+            memberships = Memberships(first, self._next_memberships.get(start.id))
             pid = self._processes.start(
-                start.info, start.stage, ports, start.predecessors, start.gpus,
-                start.membership and self._reached(start.membership), self._next_memberships.get(start.id),
-            )  # fmt: skip
+                start.info, start.stage, ports, start.predecessors, start.gpus, memberships
+            )
         except (OSError, HostError) as error:
             self._events.put(Failure(start.id, Portable(error), None, os.getpid()))
         else:

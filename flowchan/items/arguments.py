@@ -144,24 +144,24 @@ def near_misses(name: str, known: Iterable[str]) -> list[str]:
     return get_close_matches(name, list(known), 1)
 
 
-def refuses_misspelt(call: str) -> Callable[[Function], Function]:
+def refuses_misspelt(call: str, options: Iterable[str] = ()) -> Callable[[Function], Function]:
     """Make a function suggest the right option when it is called with a misspelt one.
 
     The message uses ``call``, the name that users know. From 3.13 on, Python itself makes suggestions, but it
     uses the name of the definition. The check costs one more Python call, so no function that runs once per
-    item has it.
+    item has it. ``options`` names the options that the function takes as ``**options``.
     """
 
     def refusing(function: Function) -> Function:
         code = function.__code__
         taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        known = tuple(name for name in taken if name != "self")
+        known = (*(name for name in taken if name != "self"), *options)
 
         @functools.wraps(function)
-        def checked(*args: Any, **options: Any) -> Any:
-            if options:
-                known_options(call, options, known)
-            return function(*args, **options)
+        def checked(*args: Any, **given: Any) -> Any:
+            if given:
+                known_options(call, given, known)
+            return function(*args, **given)
 
         return cast(Function, checked)
 

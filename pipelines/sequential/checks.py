@@ -23,6 +23,7 @@ from flowchan.items.arguments import is_whole
 from flowchan.items.text import short, shown
 from flowchan.items.unpicklable import refusal, smallest
 from flowchan.pipelines.sequential.parts import Part, forks, run_part
+from flowchan.pipelines.sequential.pipe_options import SequentialSettings
 from flowchan.pipelines.sequential.skip import Pop, Stash
 from flowchan.pipelines.sequential.tensor_trees import batch_size, leaves, mapped
 
@@ -190,12 +191,12 @@ def check_joining(dim: Any, join: Any) -> None:
         )
 
 
-def check_choices(
-    on: Any, chunks: Any, balance: Any, sample: Any, param_scale: Any, dim: int, counts: int | list[int]
-) -> None:
+def check_choices(settings: SequentialSettings, counts: int | list[int]) -> None:
     """Raise ``TypeError`` or ``ValueError`` for an argument that is not one of the allowed words or
     numbers."""
-    _check_placement(on)
+    _check_placement(settings.on)
+    chunks, balance, sample = settings.chunks, settings.balance, settings.sample
+    param_scale: Any = settings.param_scale
     if chunks is not None and not is_whole(chunks):
         raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, got {shown(chunks)}")
     if chunks is not None and chunks < 1:
@@ -206,7 +207,7 @@ def check_choices(
     if param_scale != 1 and balance != "memory":
         raise ValueError(f'Sequential: balance must be "memory" with param_scale, got {shown(balance)}')
     if sample is not None:
-        batch_size(sample, "Sequential: sample", dim)
+        batch_size(sample, "Sequential: sample", settings.dim)
 
 
 def _check_placement(on: Any) -> None:

@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import nn
@@ -14,7 +14,8 @@ from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flowchan import Graph
-from flowchan.declare.placements import Placement, placement_argument
+from flowchan.declare.options import shows
+from flowchan.declare.placements import placement_argument
 from flowchan.items.arguments import refuses_misspelt
 from flowchan.pipelines.sequential import balance as balancing
 from flowchan.pipelines.sequential.autograd import Differentiable
@@ -39,6 +40,7 @@ from flowchan.pipelines.sequential.engine.schedule import Schedule
 from flowchan.pipelines.sequential.engine.worker_messages import Loss, Optimizers
 from flowchan.pipelines.sequential.inference import Inference
 from flowchan.pipelines.sequential.parts import Part, compute_threads, current_casting
+from flowchan.pipelines.sequential.pipe_options import SequentialOptions, SequentialSettings
 from flowchan.pipelines.sequential.tensor_trees import Inputs, split, tensors, without_gradient
 from flowchan.pipelines.sequential.timeline import REMEMBERED, Timeline, TimelineEvent
 from flowchan.pipelines.sequential.tracing import Traced
@@ -57,16 +59,24 @@ class Sequential(nn.Module):
         module: An ``nn.Sequential``, a list of layers, or a module that ``torch.fx`` can trace.
         parts: The number of parts, the layer count of each, or the names of the layers that begin parts 1, 2,
             ….
-        on: ``"thread"``, ``"process"`` (with shared parameters), or a host pool (with synchronised copies).
-        chunks: Micro-batches per call or training step; ``None``: at most 8, each large enough to pay off.
-        balance: Cost to distribute evenly, ``"time"`` or ``"memory"``; ``None``: time, with the first batch.
-        sample: A typical batch on which ``balance`` measures the layers.
-        param_scale: Factor for the bytes of parameters with ``"memory"``, for gradients and optimizer state.
-        devices: One device per part, to which its inputs are moved; ``None``: where the layers are.
-        recompute: Whether the backward pass recomputes activations instead of keeping them.
-        deferred_batch_norm: Whether running statistics cover whole batches; ``False``: micro-batches.
-        dim: Batch dimension of inputs and outputs.
-        join: Function that combines the list of micro-batch outputs; ``None``: concatenation.
+        **options: Keyword options of the pipe:
+            on (str or pool): ``"thread"`` (default), ``"process"`` (with shared parameters), or a host pool
+                (with synchronised copies).
+            chunks (int): Micro-batches per call or training step (default: at most 8, each large enough to
+                pay off).
+            balance (str): Cost to distribute evenly, ``"time"`` or ``"memory"`` (default: time, with the
+                first batch).
+            sample: A typical batch on which ``balance`` measures the layers (default: none).
+            param_scale (float): Factor for the bytes of parameters with ``"memory"``, for gradients and
+                optimizer state (default: 1).
+            devices (list): One device per part, to which its inputs are moved (default: where the layers
+                are).
+            recompute (bool): Whether the backward pass recomputes activations instead of keeping them
+                (default: False).
+            deferred_batch_norm (bool): Whether running statistics cover whole batches (default: True) or
+                micro-batches.
+            dim (int): Batch dimension of inputs and outputs (default: 0).
+            join (callable): Function that combines the list of micro-batch outputs (default: concatenation).
 
     Raises:
         TypeError: An argument has a wrong type, or the module cannot be cut.
@@ -83,23 +93,15 @@ class Sequential(nn.Module):
     _layers: nn.Sequential
     _traced: Traced | None
 
-    @refuses_misspelt("Sequential")
+    @refuses_misspelt("Sequential", SequentialOptions.__annotations__)
+    @shows(SequentialOptions, SequentialSettings)
     def __init__(
         self,
         module: nn.Module | Iterable[nn.Module],
         parts: int | Sequence[int] | Sequence[str] = 2,
-        *,
-        on: Literal["thread", "process"] | Placement = "thread",
-        chunks: int | None = None,
-        balance: Literal["time", "memory"] | None = None,
-        sample: Any = None,
-        param_scale: float = 1.0,
-        devices: Sequence[torch.device | str] | None = None,
-        recompute: bool = False,
-        deferred_batch_norm: bool = True,
-        dim: int = 0,
-        join: Callable[[list[Any]], Any] | None = None,
+        **options: Unpack[SequentialOptions],
     ) -> None:
+        settings = SequentialSettings(**options)
         if isinstance(module, nn.Module):
             refuse_sharded_layers(module)
         traced, names = None, _names(parts)
@@ -110,27 +112,29 @@ class Sequential(nn.Module):
         if names:
             parts = counts_by_name(names, list(layers._modules)) if traced is None else [1] * len(layers)
         counts = checked_counts(parts, len(layers))
-        check_joining(dim, join)
-        check_choices(on, chunks, balance, sample, param_scale, dim, counts)
-        check_switches(recompute=recompute, deferred_batch_norm=deferred_batch_norm)
+        check_joining(settings.dim, settings.join)
+        check_choices(settings, counts)
+        check_switches(recompute=settings.recompute, deferred_batch_norm=settings.deferred_batch_norm)
         number = counts if isinstance(counts, int) else len(counts)
-        place = placement_argument("Sequential", on)
-        places = checked_devices(devices, number, place)
+        place = placement_argument("Sequential", settings.on)
+        places = checked_devices(settings.devices, number, place)
         super().__init__()
-        if isinstance(counts, int) and balance is not None:
+        if isinstance(counts, int) and settings.balance is not None:
             threads = compute_threads(number) if place.own_process else torch.get_num_threads()
-            micro = split(sample, chunks or CHUNKS, "sample", dim)[0]
-            costs = balancing.costs(layers, micro, balance, threads, param_scale=param_scale)
+            micro = split(settings.sample, settings.chunks or CHUNKS, "sample", settings.dim)[0]
+            costs = balancing.costs(
+                layers, micro, settings.balance, threads, param_scale=settings.param_scale
+            )
             counts = balancing.best_split(costs, number)
-        self.on, self.chunks = on, chunks
-        self._recompute, self._deferred = recompute, deferred_batch_norm
+        self.on, self.chunks = settings.on, settings.chunks
+        self._recompute, self._deferred = settings.recompute, settings.deferred_batch_norm
         # The pipe holds the module's own layers under their names. To register the module too would change
         # the keys.
         module = layers if traced is None else traced.module
         vars(self).update(module=module, _layers=layers, _traced=traced)
         for own in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             vars(self)[own] = vars(module)[own]
-        self._begin(counts, places, dim, join)
+        self._begin(counts, places, settings.dim, settings.join)
         if place.own_process:
             check_sendable(self.parts)
         else:

@@ -21,8 +21,8 @@ from typing import Any
 from unittest.mock import patch
 
 import psutil
-from benchmarks.far import cut
 
+from benchmarks.far import cut
 from flowchan import Graph, Reduced
 from flowchan.hosts.host_pool import Pool
 from flowchan.run.policy import decisions

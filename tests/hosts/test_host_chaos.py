@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
-from benchmarks.far import cut
 from hosted import agents, workers_of
 from support.gangs import in_step
 
+from benchmarks.far import cut
 from flowchan import Graph
 from flowchan.hosts import local, worker_ports
 from flowchan.run.policy import decisions

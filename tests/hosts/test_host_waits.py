@@ -14,12 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
-from benchmarks.far import cut
 from hosted import agents, workers_of
 from support.network_proxy import Wire, wired
 from support.waiting import wait_until
 from support.worker_latch import Gate
 
+from benchmarks.far import cut
 from flowchan import Deadlock, Graph, In, Out, Run, RunError, StageError
 from flowchan.hosts import local
 from flowchan.hosts.hosts_part import HostsPart

@@ -34,7 +34,7 @@ from flowchan import (
 from flowchan.collective import Group
 from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.policy.events import WorkerId
-from flowchan.run.worker.gang_membership import GangMembership
+from flowchan.run.worker.gang_membership import GangMembership, Memberships
 from flowchan.run.worker.opening import Ports
 
 
@@ -133,7 +133,7 @@ def test_worker_without_readers_counts_as_dead_for_its_group() -> None:
     ports = Ports({}, {"out": channel.writer()}, None)
     channel.close()
     first, second = Group._make_all(2, "gang")
-    one = GangMembership(WorkerId("gang", 1), first, None, lambda _: None, ports)
+    one = GangMembership(WorkerId("gang", 1), Memberships(first), lambda _: None, ports)
     other = threading.Thread(target=one.enter)
     other.start()
     with second:

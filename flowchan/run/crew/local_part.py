@@ -26,6 +26,7 @@ from flowchan.run.policy import decisions
 from flowchan.run.policy.deadlock import Waits
 from flowchan.run.policy.events import Began, Ended, Event, Failure, ProcessEnded, Started, WorkerId
 from flowchan.run.policy.stats import HostStats
+from flowchan.run.worker.gang_membership import Memberships
 from flowchan.run.worker.worker import work
 
 if TYPE_CHECKING:
@@ -108,15 +109,8 @@ class LocalPart:
     def start_thread(self, id: WorkerId) -> None:
         """Start a worker on a thread of this process."""
         stage, ports = self._ports.worker(id).stage, self._ports.ports[id]
-        arguments = (
-            self._ports.started(id),
-            stage,
-            ports,
-            self._report,
-            False,
-            (),
-            self._gangs.membership(id),
-        )
+        first = Memberships(self._gangs.membership(id))
+        arguments = (self._ports.started(id), stage, ports, self._report, False, (), first)
         self.add_thread(id, self._start(f"/{id}", work, *arguments))
 
     def add_thread(self, id: WorkerId, thread: threading.Thread) -> None:
@@ -142,10 +136,10 @@ class LocalPart:
         predecessors = self._deaths.started(id)
         self._reported.discard(id)
         with start_of(self.plan.graph, stage.name):
-            memberships = self._gangs.membership(id), self._gangs.next_memberships(id, stage)
+            memberships = Memberships(self._gangs.membership(id), self._gangs.next_memberships(id, stage))
             packed = dumps_for_worker(stage) if self._pooled is None else self._pooled.packed(stage)
             info = self._ports.started(id)
-            pid = self._processes.start(info, packed, ports, predecessors, stage.gpus, *memberships)
+            pid = self._processes.start(info, packed, ports, predecessors, stage.gpus, memberships)
         self._report(Started(id, pid))
 
     # --- reports of workers ---

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from flowchan.channel.channel import Channel
 from flowchan.run.crew import memory
@@ -19,6 +18,7 @@ from flowchan.run.policy import decisions, seeds
 from flowchan.run.policy.events import Event, ProcessEnded, WorkerId
 from flowchan.run.policy.journal import log
 from flowchan.run.worker import logs
+from flowchan.run.worker.gang_membership import NO_MEMBERSHIPS, Memberships
 from flowchan.run.worker.gpus import Gpus
 from flowchan.run.worker.logs import Logged
 from flowchan.run.worker.opening import Ports
@@ -48,8 +48,7 @@ class WorkerProcesses:
         ports: Ports,
         predecessors: tuple[str, ...],
         gpus: int,
-        member: Any = None,
-        next_memberships: Channel[Any] | None = None,
+        memberships: Memberships = NO_MEMBERSHIPS,
     ) -> int:
         """Start a worker's process and return its pid.
 
@@ -59,15 +58,14 @@ class WorkerProcesses:
             ports: Its ports.
             predecessors: How the workers died that held its first item.
             gpus: How many GPUs it has for itself.
-            member: Its membership of the group of its gang.
-            next_memberships: The channel of later memberships.
+            memberships: Its memberships of the groups of its gang.
 
         Raises:
             HostError: There are fewer GPUs left.
         """
         id = WorkerId(info.stage, info.number)
         devices = self._gpus.take(id, gpus)
-        order = Order(info, ports, self._mail, predecessors, member, next_memberships, logs.levels())
+        order = Order(info, ports, self._mail, predecessors, memberships, logs.levels())
         process = self._begin(id, stage, order, devices)
         self.known[id] = process
         self._watch.add(id, process)

@@ -23,6 +23,7 @@ from flowchan.run.policy.events import Event, Failure, WorkerId
 from flowchan.run.policy.failures import RETIRED, Portable
 from flowchan.run.worker import logs
 from flowchan.run.worker.cancelled_requests import forget_boards
+from flowchan.run.worker.gang_membership import Memberships
 from flowchan.run.worker.gpus import see_only
 from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.streams import Streams, printing_to
@@ -36,17 +37,15 @@ class Order:
     """Order to a process to work as ``info`` in one run, with these ports.
 
     The process reports to ``mail``. ``predecessors`` describes how earlier workers with its first item died.
-    ``member`` is the membership of a gang's worker, and ``next_memberships`` delivers those of later groups.
-    ``levels`` are the log levels of the program. ``terminals`` are the terminals to print to during the run,
-    for a process that outlasts it.
+    ``memberships`` are those of a gang's worker. ``levels`` are the log levels of the program. ``terminals``
+    are the terminals to print to during the run, for a process that outlasts it.
     """
 
     info: seeds.Worker
     ports: Ports
     mail: Channel[Event | logs.Logged]
     predecessors: tuple[str, ...]
-    member: Any
-    next_memberships: Channel[Any] | None
+    memberships: Memberships
     levels: Mapping[str, int]
     terminals: Mapping[int, str] = field(default_factory=dict)
 
@@ -166,7 +165,7 @@ class _Work:
         self._stage = None if used_up else stage
         outcome = work(
             info, stage, order.ports, tell, sends=True, predecessors=order.predecessors,
-            member=order.member, next_memberships=order.next_memberships, build=self._build,
+            memberships=order.memberships, build=self._build,
         )  # fmt: skip
         transfer.only_ports_read(port.channel for port in order.ports.everything())
         return outcome

@@ -32,7 +32,7 @@ from flowchan.run.policy.events import (
 from flowchan.run.policy.failures import ItemFailed, Portable, Retires
 from flowchan.run.policy.seeds import Worker
 from flowchan.run.worker import item_timeout
-from flowchan.run.worker.gang_membership import GangMembership
+from flowchan.run.worker.gang_membership import NO_MEMBERSHIPS, GangMembership, Memberships
 from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.operator_loops import OperatorJob
 from flowchan.run.worker.port_release import PortRelease
@@ -71,19 +71,17 @@ def work(
     tell: Callable[[Event], None],
     sends: bool,
     predecessors: tuple[str, ...] = (),
-    member: Any = None,
-    next_memberships: Channel[Any] | None = None,
+    memberships: Memberships = NO_MEMBERSHIPS,
     build: Callable[[Function | None], AbstractContextManager[Function]] = built,
 ) -> Outcome:
     """Run one worker to its end and return how it ended.
 
     It never raises: ``tell`` gets the event of any end before the ports close. ``sends`` is true if events
     cross to another process. ``predecessors`` describes how earlier workers with the first item died.
-    ``member`` is the membership in the gang's group, and ``next_memberships`` delivers those of later groups.
-    ``build`` makes the callable.
+    ``memberships`` are those of a gang's worker. ``build`` makes the callable.
     """
     worker = WorkerId(info.stage, info.number)
-    membership = None if stage.gang is None else GangMembership(worker, member, next_memberships, tell, ports)
+    membership = None if stage.gang is None else GangMembership(worker, memberships, tell, ports)
     seeds.enter(info)
     job = OperatorJob(kind=stage.kind, function=nothing)
     ended_by: BaseException | None = None
