@@ -83,7 +83,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     11: (
         "Ctrl-C needs repeating or prints several stack traces",
         (
-            "run/test_stop.py::test_first_signal_finishes_items_in_flight",
+            "run/test_stop_signals.py::test_first_signal_finishes_items_in_flight",
             "run/test_program_exits.py::test_every_exit_leaves_nothing",
         ),
     ),
