@@ -1,4 +1,4 @@
-// Python values as bytes. Plain values use the encoding of codec.cpp, without a pickle. The last byte names
+// Python values as bytes. Plain values use the encoding of direct_values.hpp, without a pickle. The last byte names
 // the format; flowchan/collective/value_bytes.py has the others.
 #include "codec.hpp"
 #include "group_calls.hpp"
