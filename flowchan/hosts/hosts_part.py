@@ -92,8 +92,7 @@ class HostsPart:
         workers: Sequence[PlannedWorker],
     ) -> None:
         self._ports = ports
-        self._provider, self._peer_timeout = provider, peer_timeout
-        self._tls = tls
+        self._provider, self._peer_timeout, self._tls = provider, peer_timeout, tls
         self._workers = {worker.id: worker for worker in workers}
         self._hosts = {name: HostWorkers(name, number) for number, name in enumerate(provider.hosts)}
         self._lines: dict[WorkerId, WorkerPorts] = {}
@@ -333,7 +332,8 @@ class HostsPart:
         with contextlib.suppress(Closed):  # the run is over
             for event in events:
                 self._report(event)
-        self._count(host, agent)
+        with self._lock:
+            host.count(agent.link.state())
         agent.close(time.monotonic() + decisions.GRACE)
 
     # --- requests of the supervisor ---
@@ -471,7 +471,8 @@ class HostsPart:
             self._closing = True
             agents = self._agents()
         for agent in agents:
-            self._count(self._hosts[agent.host], agent)
+            with self._lock:
+                self._hosts[agent.host].count(agent.link.state())
             agent.leave()
         give_up = time.monotonic() + decisions.GRACE
         for agent in agents:
@@ -491,11 +492,6 @@ class HostsPart:
         """See :class:`CrewPart`. No thread of this part runs the user's code."""
 
     # --- statistics ---
-
-    def _count(self, host: HostWorkers, agent: AgentHandle) -> None:
-        state = agent.link.state()
-        with self._lock:
-            host.count(state)
 
     def hosts(self) -> tuple[HostStats, ...]:
         """See :class:`CrewPart`."""

@@ -64,7 +64,7 @@ class Run:
         self._interrupts = InterruptWatch(lambda: method() if (method := interrupted()) is not None else None)
         self._in_block = False
         self._answering: set[str] = set()  # inputs that were used by ask()
-        self._interrupted_results: Results | None = None  # results given to Interrupted
+        self._results: Results | None = None  # results given to Interrupted
         take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         failure = weakref.WeakMethod(self._failure)
@@ -236,7 +236,7 @@ class Run:
         """
         try:
             with interrupts_deferred():
-                if self._interrupted_results is None:
+                if self._results is None:
                     self._gathering.leave_kept()
                 self._gathering.begin()
             if not self._supervisor.wait(timeout):
@@ -320,8 +320,8 @@ class Run:
             again: The signal has come twice already, so abort the run.
         """
         self._finish(number, again)
-        assert self._interrupted_results is not None
-        outcome = self._interrupted_results, self.report()
+        assert self._results is not None
+        outcome = self._results, self.report()
         raise self._interruption(lambda _: outcome, number) from self._failure()
 
     def _interrupted(self) -> Interrupted | None:
@@ -339,11 +339,11 @@ class Run:
         return Interrupted(f"{message}; .results and .report hold what was finished", tell, number)
 
     def _tell(self, error: Interrupted) -> tuple[Results, str]:
-        if self._interrupted_results is None:
+        if self._results is None:
             self._finish()
             error.__cause__ = self._failure()
-        assert self._interrupted_results is not None
-        return self._interrupted_results, self.report()
+        assert self._results is not None
+        return self._results, self.report()
 
     def _finish(self, number: int = signal.SIGINT, again: bool = False) -> None:
         """Stop the run and wait until everything in flight is finished. A further interrupt aborts the run,
@@ -369,7 +369,7 @@ class Run:
                 _print_notice("broken off, what was in flight is discarded")
                 self._supervisor.wait()
         ended = self._supervisor.ended.is_set()
-        self._interrupted_results = self._gathering.results() if ended else Results(self._plan.graph.name, {})
+        self._results = self._gathering.results() if ended else Results(self._plan.graph.name, {})
         self._supervisor.unreported.clear()
 
     def __enter__(self) -> Run:
@@ -383,11 +383,8 @@ class Run:
         self._interrupts.close()
         self._in_block = False
         if isinstance(error, KeyboardInterrupt):
-            if (
-                self._interrupted_results is None
-                or not isinstance(error, Interrupted)
-                or error.results is not self._interrupted_results
-            ):
+            own = self._results
+            if own is None or not isinstance(error, Interrupted) or error.results is not own:
                 self._end_interrupted(signal_of(error))
             return
         if error is None:

@@ -31,11 +31,9 @@ The kind of device is a :class:`Device`. For CUDA tensors it is ``cuda``; tests 
 from __future__ import annotations
 
 import _thread
-import contextlib
 import itertools
 import os
 import pickle
-import select
 import sys
 import threading
 import time
@@ -48,7 +46,7 @@ from typing import Any, NamedTuple
 from flowchan.errors import ChannelError
 from flowchan.transport import descriptors
 from flowchan.transport.device.arenas import ArenaFull, ArenaPool, Block, Device
-from flowchan.transport.pidfd import open_pidfd
+from flowchan.transport.device.memory_owner import Owner
 
 SWITCH = "FLOWCHAN_CUDA_IPC"
 EXIT_WAIT = "FLOWCHAN_CUDA_EXIT_WAIT"
@@ -238,43 +236,6 @@ class Copy(NamedTuple):
     event: Any
     keep: Any
     owner: bytes
-
-
-class Owner:
-    """Another process, with its memory and events that are open here."""
-
-    def __init__(self, pid: int) -> None:
-        self.arenas: dict[tuple[str, int], tuple[Device, str, Any]] = {}
-        self.events: dict[bytes, Any] = {}
-        self._poll = select.poll()
-        self._fd: int | None = None
-        self._ended = False
-        try:
-            self._fd = open_pidfd(pid)
-            if self._fd is not None:
-                self._poll.register(self._fd, select.POLLIN)
-        except OSError:  # it has ended, or its pid means nothing here: opening its memory will fail
-            pass
-
-    def has_ended(self) -> bool:
-        """Return whether the process has certainly ended."""
-        if self._fd is not None and self._poll.poll(0):
-            self._ended = True
-        return self._ended
-
-    def close(self) -> None:
-        """Close its memory and events. This may wait for the devices."""
-        self.events.clear()
-        for device, identity, memory in self.arenas.values():
-            with contextlib.suppress(OSError):  # the driver may have freed it with its process
-                device.close(identity, memory)
-        self.arenas.clear()
-        self.forget()
-
-    def forget(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
 
 
 def arrivals(keep: Any, buffers: list[Any]) -> list[Any]:
