@@ -27,7 +27,7 @@ The run contract. Code that disagrees with it has a defect. Each clause names it
   results: Ctrl-C in ``graph.run()``, ``wait()``, ``iter()``, a loop over it and the ``with`` block raises
   ``Interrupted`` with results and report. The command prints one line and its report, and exits with 130, or
   with 143 after SIGTERM.
-  (test_stop.py, test_interrupted.py, test_supervisor.py, test_run_decisions.py)
+  (test_stop.py, test_stop_signals.py, test_interrupted.py, test_supervisor.py, test_run_decisions.py)
 - R6 No residue. After any ending no process, thread, segment or descriptor of the run is left.
   (test_residue.py)
 - R7 Same everywhere. A graph runs the same under fork, forkserver and spawn, with lambdas and closures.
