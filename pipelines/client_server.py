@@ -45,14 +45,14 @@ class _End:
     ``id`` is the number of the client, from 1 in order of arrival, and ``tag`` its label.
     """
 
-    def __init__(self, who: str, id: int, tag: str, inbox: In[Any], outbox: Out[Any], link: Any) -> None:
+    def __init__(self, kind: str, id: int, tag: str, inbox: In[Any], outbox: Out[Any], link: Any) -> None:
         self.id, self.tag = id, tag
-        self._who = who
+        self._kind = kind
         self._inbox, self._outbox, self._link = inbox, outbox, link
         self._unread: collections.deque[Any] = collections.deque()
 
     def __repr__(self) -> str:
-        return f"<{self._who} {self.id}, tag {self.tag!r}>"
+        return f"<{self._kind} {self.id}, tag {self.tag!r}>"
 
     def send(self, message: Any, timeout: float | None = None) -> None:
         """Send a message.

@@ -48,7 +48,7 @@ struct Traits<LocalQueue> {
         pass_on(q, caller, wakes);
     }
     // Handle a woken waiter that must not overtake: because it was woken, the starving one may not have been.
-    static void stand_back(LocalQueue& q, const Caller& caller, Wakes& wakes) {
+    static void sleep_again(LocalQueue& q, const Caller& caller, Wakes& wakes) {
         q.wake_waiting(caller.side, wakes);
     }
     // Handle a woken waiter that sleeps again. While it was on its way, a waiter with an earlier turn may
@@ -148,7 +148,7 @@ struct Traits<Ring> {
             pass_on(r, caller, wakes);
         }
     }
-    static void stand_back(Ring&, const Caller&, Wakes&) {}  // while a caller starves, all are woken
+    static void sleep_again(Ring&, const Caller&, Wakes&) {}  // while a caller starves, all are woken
     static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}  // each turn is called separately
     static void pass_on(Ring& r, const Caller& caller, Wakes& wakes) {
         if (caller.ordered)
@@ -214,16 +214,16 @@ struct Locked {
 };
 
 // How a sleep of a waiting call ended. Interrupted and late calls have not slept.
-struct Woken {
+struct SleepResult {
     bool interrupted = false, late = false;
     int error = 0;
 };
 
 template <class M>
-[[gnu::always_inline]] inline Woken sleep_without_gil(M& m, const Caller& caller,
-                                                      typename Traits<M>::Waiting& waiting,
-                                                      Deadline deadline) {
-    Woken woken{.interrupted = PyErr_CheckSignals() != 0};
+[[gnu::always_inline]] inline SleepResult sleep_without_gil(M& m, const Caller& caller,
+                                                            typename Traits<M>::Waiting& waiting,
+                                                            Deadline deadline) {
+    SleepResult woken{.interrupted = PyErr_CheckSignals() != 0};
     woken.late = !woken.interrupted && deadline.passed();
     if (woken.interrupted || woken.late) return woken;
     PyThreadState* state = PyEval_SaveThread();
@@ -262,7 +262,7 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
         // ignores the starving waiter, which may be dead.
         const bool passes = T::may_pass(m, caller, &waiting) || slice_over || T::ended(m);
         if (!interrupted && passes) step = op(wakes);
-        if (!passes) T::stand_back(m, caller, wakes);
+        if (!passes) T::sleep_again(m, caller, wakes);
         if (step == Step::Wait && !interrupted && !late) {
             if (error == 0 && ++vain >= 2 && now_ns() - since > PATIENCE_NS) T::starve(m, caller, waiting);
             T::enter(m, caller, waiting, selecting, true);

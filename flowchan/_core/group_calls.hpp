@@ -56,9 +56,9 @@ class Calling : public Patience {
     // Calls `f` with the GIL, in the middle of the operation.
     template <class F>
     bool with_gil(F f) {
-        const bool was_away = take_back();
+        const bool released = take_back();
         const bool done = f();
-        if (was_away) waits();
+        if (released) waits();
         return done;
     }
     void waits() override {
@@ -154,14 +154,14 @@ inline bool fits(const Array& in, const Array& out, size_t count) {
 
 inline bool has_kernel(const Array& array, Op op, PyObject* x) {
     if (find_kernel(array.element, op)) return true;
-    std::string there;
+    std::string supported;
     for (const char* const& name : OPS)
         if (find_kernel(array.element, Op(&name - OPS)))
-            there += (there.empty() ? "" : ", ") + std::string(name);
-    const std::string remedy = there.empty() ? convert_first(x)
+            supported += (supported.empty() ? "" : ", ") + std::string(name);
+    const std::string remedy = supported.empty() ? convert_first(x)
                                : op == Op::Mean && array.element <= Element::U64
                                    ? "; take the sum, or convert them to a floating-point type"
-                                   : "; use " + there;
+                                   : "; use " + supported;
     PyObject* type = PyObject_GetAttrString(x, "dtype");
     PyErr_Format(PyExc_TypeError, "elements of type %S cannot be combined by %s%s", type ? type : Py_None,
                  OPS[size_t(op)], remedy.c_str());

@@ -53,12 +53,12 @@ class PlaceValues : public Member::Place {
     bool operator()(const Sizes& sizes, const ByRank<const void*>& shown, ByRank<void*>& to) override {
         return calling_.with_gil([&] {
             for (size_t r = 0; r < sizes.size(); ++r) {
-                const bool here = shown[r] && is_plain(shown[r], sizes[r]);
-                PyObject* one = here ? read_value(shown[r], sizes[r])
-                                     : PyBytes_FromStringAndSize(nullptr, Py_ssize_t(sizes[r]));
+                const bool shows_plain = shown[r] && is_plain(shown[r], sizes[r]);
+                PyObject* one = shows_plain ? read_value(shown[r], sizes[r])
+                                            : PyBytes_FromStringAndSize(nullptr, Py_ssize_t(sizes[r]));
                 if (!one) return false;
-                if (!here) to[r] = PyBytes_AS_STRING(one);
-                are_bytes[r] = !here;
+                if (!shows_plain) to[r] = PyBytes_AS_STRING(one);
+                are_bytes[r] = !shows_plain;
                 PyList_SET_ITEM(found_, Py_ssize_t(r), one);
             }
             return true;

@@ -71,13 +71,13 @@ Ring::Ring(uint64_t capacity, uint64_t max_bytes) {
 Ring::Ring(RingHandle handle) {
     const int fd = handle.fd;
     struct stat st;
-    Constants there;
+    Constants found;
     if (fstat(fd, &st) != 0) fail(errno, "fstat");
-    if (pread(fd, &there, sizeof there, 0) != sizeof there || there.magic != MAGIC)
+    if (pread(fd, &found, sizeof found, 0) != sizeof found || found.magic != MAGIC)
         fail(EINVAL, "not the memory of a channel");
     const uint64_t length = uint64_t(st.st_size);
-    const Layout layout(std::min(there.capacity, length), std::min(there.max_bytes, length));
-    if (memcmp(&there, static_cast<const Constants*>(&layout), sizeof there) != 0 || there.length != length)
+    const Layout layout(std::min(found.capacity, length), std::min(found.max_bytes, length));
+    if (memcmp(&found, static_cast<const Constants*>(&layout), sizeof found) != 0 || found.length != length)
         fail(EINVAL, "not the memory of a channel of this version");
     fd_ = fd;
     try {

@@ -78,7 +78,7 @@ void Ring::give_back_between(Session& s, uint64_t n, Wakes& wakes) {
             after = at<Slot>(after)->next;
             if ((after && !slot_exists(after)) || !steps) return void(found_damage());
         }
-        const uint64_t here = p;
+        const uint64_t own_offset = p;
         p = slot->next;
         Change change(record(Side::Writer), windows_);
         change.set(kept ? at<Slot>(kept)->next : s.lease_head, p);
@@ -87,12 +87,12 @@ void Ring::give_back_between(Session& s, uint64_t n, Wakes& wakes) {
         change.set(h_->leased, h_->leased - 1);
         change.set(slot->next, after);
         change.set(slot->state, slot->with_place(SlotState::Inside));
-        change.set(before ? at<Slot>(before)->next : h_->head, here);
-        if (!after) change.set(h_->tail, here);
+        change.set(before ? at<Slot>(before)->next : h_->head, own_offset);
+        if (!after) change.set(h_->tail, own_offset);
         change.set(h_->takes, h_->takes - 1);
         change.set(h_->bytes_out, h_->bytes_out - slot->size);
         change.commit();
-        before = here;
+        before = own_offset;
         steps += 1;
         wakes.readers += h_->reader_queue.call(1);
     }

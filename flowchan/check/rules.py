@@ -225,9 +225,9 @@ def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
                 )
                 yield index, Problem("unread", stage.name, stage.where, message)
             if len(reading) > 1:
-                who = " and ".join(f"{reader.name!r} ({reader.where})" for reader in reading)
+                readers_text = " and ".join(f"{reader.name!r} ({reader.where})" for reader in reading)
                 message = (
-                    f"its output {output.name!r} is read {len(reading)} times, by {who}; a "
+                    f"its output {output.name!r} is read {len(reading)} times, by {readers_text}; a "
                     "stream has one reader: "
                     f"give each its own with .tee({len(reading)})"
                 )

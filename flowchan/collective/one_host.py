@@ -289,11 +289,11 @@ class SharedGroup(_core.Group, Group):
         seen = {rank: self._see(rank) for rank in range(self.size) if rank != self.rank}
         if self._disbanded:
             died = [rank for rank, s in seen.items() if s[1] != LEFT and not s[5]]
-            who = "".join(f"; rank {self._ranks[rank]} {_state(*seen[rank][:6])}" for rank in died)
+            states_text = "".join(f"; rank {self._ranks[rank]} {_state(*seen[rank][:6])}" for rank in died)
             return MemberDied(
                 f"{call} of {self._title()} failed: the group was ended, because a member on "
                 "another host died or "
-                f"the gang forms a new group{who}",
+                f"the gang forms a new group{states_text}",
                 tuple(self._ranks[rank] for rank in died),
                 call,
             )
@@ -303,9 +303,11 @@ class SharedGroup(_core.Group, Group):
             )
         lost = {rank: s for rank, s in seen.items() if not s[6] and (s[1] != PRESENT or not s[5])}
         kind = MemberLeft if lost and all(s[1] == LEFT for s in lost.values()) else MemberDied
-        who = "; ".join(f"rank {self._ranks[rank]} {_state(*s[:6])}" for rank, s in lost.items())
+        states_text = "; ".join(f"rank {self._ranks[rank]} {_state(*s[:6])}" for rank, s in lost.items())
         return kind(
-            f"{call} of {self._title()} failed: {who}", tuple(self._ranks[rank] for rank in lost), call
+            f"{call} of {self._title()} failed: {states_text}",
+            tuple(self._ranks[rank] for rank in lost),
+            call,
         )
 
     @staticmethod

@@ -57,10 +57,10 @@ class PackedStages:
 def lacking(modules: Iterable[str]) -> tuple[str, ...]:
     """Return those modules that can't be imported here. This imports none: it searches only for the top-level
     package."""
-    return tuple(name for name in modules if not _is_there(name.partition(".")[0]))
+    return tuple(name for name in modules if not _is_importable(name.partition(".")[0]))
 
 
-def _is_there(name: str) -> bool:
+def _is_importable(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):

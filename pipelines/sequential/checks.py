@@ -322,9 +322,9 @@ def refuse_sharded(module: nn.Module, pipe: str, remedy: str) -> None:
         return
     for name, layer in module.named_modules():
         if _is_sharded(layer):
-            whose = f"layer {name!r}" if name else "module"
+            named = f"layer {name!r}" if name else "module"
             raise TypeError(
-                f"Sequential: the parameters of {whose} are sharded by FSDP around the pipe, which {pipe} "
+                f"Sequential: the parameters of {named} are sharded by FSDP around the pipe, which {pipe} "
                 f"does not support; {remedy}"
             )
 

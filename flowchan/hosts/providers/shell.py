@@ -34,9 +34,9 @@ def as_text(command: tuple[str, ...]) -> str:
 
 
 def _quoted(word: str) -> str:
-    home, slash, rest = word.partition("/")
-    if slash and re.fullmatch(r"~[\w-]*", home):
-        return home + slash + (shlex.quote(rest) if rest else "")
+    user, slash, rest = word.partition("/")
+    if slash and re.fullmatch(r"~[\w-]*", user):
+        return user + slash + (shlex.quote(rest) if rest else "")
     return shlex.quote(word)
 
 

@@ -99,14 +99,14 @@ class Plans:
             found = [parse(line, worker) for worker, line in enumerate(self._lines)]
             # check the full schedule once; those for fewer micro-batches are subsets of it
             if not hasattr(self, "owners"):
-                _check_whole(found, self._total, chunks)
+                _check_complete(found, self._total, chunks)
             return [[step for step in steps if step.chunk < chunks] for steps in found]
         if callable(schedule):
             found = []
             for worker in range(self.workers):
                 given = schedule(worker, self.workers, self._total, chunks)
                 found.append(parse(given, worker) if isinstance(given, str) else _steps(given))
-            _check_whole(found, self._total, chunks)
+            _check_complete(found, self._total, chunks)
             return found
         return plan(schedule, self.workers, self._total, chunks)
 
@@ -133,7 +133,7 @@ def _steps(given: Any) -> list[Step]:
     return steps
 
 
-def _check_whole(plan: list[list[Step]], parts: int, chunks: int) -> None:
+def _check_complete(plan: list[list[Step]], parts: int, chunks: int) -> None:
     """Check a schedule of the user.
 
     Raises ``ValueError`` unless each micro-batch passes each part once forward and once backward, in a

@@ -132,8 +132,8 @@ def _forks(leads: dict[Node, bool]) -> tuple[list[_Fork], list[Tensor]]:
     """Return the forks whose weights can wait, and the weights that cannot."""
     forks = [
         _Fork(node, _weights(one for one in _following(node) if not leads[one]))
-        for node, way in leads.items()
-        if way
+        for node, leads_on in leads.items()
+        if leads_on
     ]
     uses = Counter(id(one) for fork in forks for one in fork.weights)
     inseparable = {
