@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from hosted import agents, workers_of
-from support.listed_tests import test_exists
+from support.listed_tests import is_listed_test
 from support.network_proxy import Wire, wired
 
 from flowchan import Graph, Run
@@ -91,7 +91,7 @@ pytestmark = pytest.mark.usefixtures("no_agent_stays")
 @pytest.mark.parametrize("source", COMPLAINTS)
 def test_each_complaint_has_its_tests(source: str) -> None:
     for name in COMPLAINTS[source][1]:
-        assert test_exists(name), name
+        assert is_listed_test(name), name
 
 
 def incarnations_of(run: Run) -> list[tuple[int, int, tuple[str, ...]]]:
