@@ -337,6 +337,8 @@ class Group(GroupSteps):
     def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
         """Receive the next value that one member has sent to this one.
 
+        If Ctrl-C ends the call, the next call returns the value.
+
         Args:
             source: Rank of another member.
             out: Array of the same type and number of elements, to fill and return.
@@ -353,10 +355,13 @@ class Group(GroupSteps):
         """
         self._check_receive(source, out)
         self._take_slot()
-        return received(self._messages.receive(source, timeout), source, out, self.rank)
+        # No call follows, so Ctrl-C loses no message.
+        return self._messages.receive(source, timeout, lambda x: received(x, source, out, self.rank))
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
         """Receive the next value that any other member has sent to this one.
+
+        If Ctrl-C ends the call, a later call returns the value.
 
         Args:
             timeout: Seconds; None means no limit.

@@ -26,10 +26,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from flowchan.channel.channel import Channel, Out
+from flowchan.collective.point_to_point import Use, take
 from flowchan.collective.value_bytes import dumps, loads
 from flowchan.errors import Broken, ChannelError, Closed, GroupError, MemberDied, MemberLeft, Refused
 from flowchan.transport.authentication import Hello, meet
-from flowchan.transport.descriptors import lacks
 from flowchan.transport.interrupts import is_interrupt, unless_interrupted
 from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.tcp import dial, joined, listen
@@ -229,7 +229,7 @@ class RemotePeer:
         self.was_refused = False  # when this member tried to watch it
         self._owner, self._rank = owner, rank
         self._in: Channel[bytearray] = Channel(READ_AHEAD)
-        self._again: list[bytearray] = []  # messages that could not be unpickled yet
+        self._again: list[bytearray] = []  # messages of interrupted calls
         self._out: tuple[Channel[Framed], Out[Framed], threading.Thread] | None = None
         self._waiting = 0  # messages that the thread has not sent
         self._incoming: socket.socket | None = None
@@ -403,21 +403,8 @@ class RemotePeer:
         self._ended = self._ended or how
         self._in.close()
 
-    def take(self, channel: Any, timeout: float | None) -> Any:
-        return self.loads(self._again.pop(0) if self._again else channel.get(timeout))
-
-    def loads(self, item: bytearray) -> Any:
-        """Deserialize a message.
-
-        A message that fails because of an interrupt, or because this process lacks something, is received
-        again.
-        """
-        try:
-            return loads(item)
-        except BaseException as error:
-            if lacks(error) or is_interrupt(error):
-                self._again.insert(0, item)
-            raise
+    def take(self, channel: Any, timeout: float | None, use: Use) -> Any:
+        return take(self._again, channel, timeout, lambda message: use(loads(message)))
 
     def receive_no_more(self) -> None:
         """End calls that wait for a message. Later messages are dropped, so that their sender can end."""

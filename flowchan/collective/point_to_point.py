@@ -22,14 +22,22 @@ from flowchan.channel.channel import _arrive as arrive
 from flowchan.channel.select import NothingReady, select
 from flowchan.collective.deadline import countdown
 from flowchan.errors import Broken, Closed, Drained, Empty, Full, GroupError, MemberDied, MemberLeft
-from flowchan.transport.descriptors import Borrowed
-from flowchan.transport.interrupts import append_result
+from flowchan.transport.descriptors import Borrowed, lacks
+from flowchan.transport.interrupts import append_result, is_interrupt
 
 POLL_INTERVAL_S, LONGEST_INTERVAL_S = 0.001, 0.02
 CHANNELS_OF_ONE_SELECT = 128
 _PACKED = 1 << 32
 _LEFT = 1  # number in the core
 _random = random.Random()  # leaves the program's random state unchanged
+
+
+Use = Callable[[Any], Any]
+"""Function of a received value. If Ctrl-C interrupts it, the next call receives the value again."""
+
+
+def unchanged(x: Any) -> Any:
+    return x
 
 
 class Peer(Protocol):
@@ -39,11 +47,8 @@ class Peer(Protocol):
     def incoming(self) -> Any:
         """Return the channel of its messages, or None if it has sent none."""
 
-    def take(self, channel: Any, timeout: float | None) -> Any:
-        """Receive a value from that channel."""
-
-    def loads(self, item: Any) -> Any:
-        """Return the value of an item of that channel."""
+    def take(self, channel: Any, timeout: float | None, use: Use) -> Any:
+        """Receive a value from that channel, and return what ``use`` returns for it."""
 
     def has_ended(self) -> bool:
         """Return whether its channel will get no further messages."""
@@ -73,18 +78,19 @@ class Messages:
         peer = self._peers.get(to) or self.peer(to)
         peer.send(x, timeout)
 
-    def receive(self, source: int, timeout: float | None) -> Any:
+    def receive(self, source: int, timeout: float | None, use: Use = unchanged) -> Any:
+        """Return what ``use`` returns for the next value. If Ctrl-C ends the call, the next returns it."""
         peer = self._peers.get(source) or self.peer(source)
         try:
             if (channel := peer.incoming()) is not None:
-                return peer.take(channel, timeout)
-            return self._receive_first(peer, countdown(timeout))
+                return peer.take(channel, timeout, use)
+            return self._receive_first(peer, countdown(timeout), use)
         except Empty:
             raise TimeoutError(f"rank {source} has sent nothing to rank {self._rank} in time") from None
         except (Broken, Drained) as error:
             raise peer.death_error("receive") from error
 
-    def _receive_first(self, peer: Peer, remaining: Callable[[], float | None]) -> Any:
+    def _receive_first(self, peer: Peer, remaining: Callable[[], float | None], use: Use) -> Any:
         """Receive from a peer whose channel this member has not opened yet."""
         while (channel := peer.incoming()) is None:
             if peer.has_ended() and peer.incoming() is None:
@@ -92,7 +98,7 @@ class Messages:
             if remaining() == 0:
                 raise Empty
             time.sleep(POLL_INTERVAL_S)
-        return peer.take(channel, remaining())
+        return peer.take(channel, remaining(), use)
 
     def receive_any(self, timeout: float | None) -> tuple[Any, int]:
         remaining = countdown(timeout)
@@ -125,20 +131,53 @@ class Messages:
     def _from_one(
         self, channels: dict[int, Any], local: set[int], wait: float | None
     ) -> tuple[Any, int] | None:
-        """Return an item that any of the channels has, or wait for the channels of the ranks in ``local``."""
+        """Return a message that any of the channels has, or wait until a channel of ``local`` has one."""
         for rank in _random.sample(list(channels), len(channels)):
-            with contextlib.suppress(Empty, Drained, Broken):
-                return self._peers[rank].take(channels[rank], 0.0), rank
+            try:  # the end of a ``with`` block would be a call, in which Ctrl-C would lose the message
+                return self._peers[rank].take(channels[rank], 0.0, unchanged), rank
+            except (Empty, Drained, Broken):
+                continue
         ranks = _random.sample(sorted(local), min(len(local), CHANNELS_OF_ONE_SELECT))
         if ranks:
-            with contextlib.suppress(NothingReady, Drained, Broken):
+            with contextlib.suppress(NothingReady, Broken):
                 wait = wait if len(ranks) == len(local) else POLL_INTERVAL_S
-                done = select([channels[rank] for rank in ranks], timeout=wait)
-                (rank,) = (rank for rank in ranks if channels[rank] is done.channel)
-                return self._peers[rank].loads(done.item), rank
+                # A select that took the message would lose it to a Ctrl-C just after it.
+                found = select(ready=[_channel(channels[rank]) for rank in ranks], timeout=wait)
+                if not found.channel.drained:
+                    return None  # the next call takes the message
         if wait != 0:
             time.sleep(POLL_INTERVAL_S)  # until a member is gone or sends its first message
         return None
+
+
+def take(again: list[Any], channel: Any, timeout: float | None, use: Use) -> Any:
+    """Receive a message, return what ``use`` returns for it, and lose no message to a Ctrl-C.
+
+    If an interrupt or a lack of memory ends the call, a message that it has taken is put back to ``again``.
+    The callers return the result without another call, because Python handles signals only at calls.
+
+    Args:
+        again: Messages that are received before those of the channel.
+        channel: A channel or port.
+        timeout: Seconds; None means no limit.
+        use: Called with the message.
+    """
+    taken: list[Any] = []
+    try:
+        if again:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                append_result(taken, again.pop, 0)
+        if not taken:
+            append_result(taken, channel.get, timeout)
+        return use(taken[0])
+    except BaseException as error:
+        if taken and (lacks(error) or is_interrupt(error)):
+            again.insert(0, taken[0])
+        raise
+
+
+def _channel(end: In[Any] | Channel[Any]) -> Channel[Any]:
+    return end.channel if isinstance(end, In) else end
 
 
 class SharedMember(Protocol):
@@ -178,6 +217,7 @@ class SameHostPeer:
         self._out: Out[Any] | None = None  # the same port, once the channel is published
         self._is_found = False  # the receiver has opened the channel, so its end breaks the channel
         self._in: list[In[Any]] = []
+        self._again: list[Any] = []  # messages of interrupted calls
         self._lock = threading.Lock()  # a channel is created once and opened once
 
     def send(self, x: Any, timeout: float | None) -> None:
@@ -249,11 +289,8 @@ class SameHostPeer:
                     raise self.death_error("receive") from error
         return self._in[0] if self._in else None
 
-    def take(self, channel: Any, timeout: float | None) -> Any:
-        return channel.get(timeout)
-
-    def loads(self, item: Any) -> Any:
-        return item
+    def take(self, channel: Any, timeout: float | None, use: Use) -> Any:
+        return take(self._again, channel, timeout, use)
 
     def close(self, wait: bool) -> None:
         with self._lock:

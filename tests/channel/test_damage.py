@@ -27,7 +27,7 @@ from flowchan import Broken, Channel, ChannelError, Drained, In, Out, _core, sel
 from flowchan.channel.channel import _arrive
 from flowchan.transport.descriptors import Borrowed
 
-CASES, FEW = 400, 75  # number of cases; all of them with --long
+CASES, FEW = 400, 25  # number of cases; all of them with --long
 BATCH = 25  # children of one test, two at a time
 MUTEX, COUNTS = 128, 192  # offsets in the header of the lock, and of the fields that it protects
 RECORDS, RECORD = 1_856, 448  # offset of the redo records, and the distance between them

@@ -224,5 +224,5 @@ def test_a_channel_answers_like_its_model(transport, long_walk):
     """C1 to C7, C15, with many random histories of one user."""
     run_state_machine_as_test(
         lambda: Machine(transport.make),
-        settings=histories(long_walk, 50, 150),
+        settings=histories(long_walk, 20, 150),
     )

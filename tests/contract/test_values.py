@@ -321,7 +321,7 @@ VALUES = st.recursive(
 
 def test_any_values_arrive_as_they_were_sent(transport, long_walk):
     """Small built-ins with any nesting, one by one and in batches."""
-    examples = 150 if long_walk else 50
+    examples = 150 if long_walk else 20
 
     slow = [HealthCheck.too_slow]  # it depends on the machine, not on the test
 

@@ -41,7 +41,7 @@ def workers_of(run: Any) -> list[psutil.Process]:
 def test_random_kills_of_cheap_maps_blame_no_item() -> None:
     """Only a death in user code counts, not one while a finished output waits for room. The slow reader of
     the results makes the workers wait for room most of the time."""
-    kills, items = 30, 5_000
+    kills, items = 30, 1_000
     graph = Graph("kills")
     options: Any = {"workers": 2, "on": "process", "restarts": 10**6, "capacity": 2, "max_deaths": 2}
     once = graph.source(range(items)).map(same, name="once", **options)

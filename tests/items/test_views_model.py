@@ -219,5 +219,5 @@ def test_c1_arrays_in_shared_memory_keep_their_contents(
 ) -> None:
     run_state_machine_as_test(
         Machine,
-        settings=histories(long_walk, 70, 200),
+        settings=histories(long_walk, 25, 200),
     )

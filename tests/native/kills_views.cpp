@@ -54,7 +54,7 @@ class Viewers : public Kills {
             if (step != Step::Done) writer.drop_view();
         }
         if (step == Step::NotNow) step = writer.put(Message(value, size, BUFFERS), {}, &item);
-        must(step == Step::Done, "a put ended with " + std::to_string(int(step)));
+        if (step != Step::Done) die("a put ended with " + std::to_string(int(step)));
     }
     void produce(User& writer) override {
         random.seed(uint64_t(getpid()));

@@ -2,6 +2,7 @@
 // users put and take like puts.cpp and gets.cpp, with the core's own waiting loop.
 #pragma once
 
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -22,11 +23,15 @@ using namespace flowchan;
 inline void must(bool holds, const std::string& what) {
     if (!holds) die(what);
 }
+// Checks in hot loops must not make a string each time.
+inline void must(bool holds, const char* what) {
+    if (!holds) die(what);
+}
 
 // A number and, up to `size` bytes, data that follows from it. Sizes above 256 are sent as BYTES or as the
 // given `kind`, sizes above Taken::LOCAL as a large put.
 struct Message {
-    static constexpr uint64_t LEAST = sizeof(uint64_t);
+    static constexpr uint64_t LEAST = sizeof(uint64_t), CYCLE = 256;
     std::vector<char> bytes;
     Kind kind;
 
@@ -34,9 +39,19 @@ struct Message {
         : bytes(std::max(size, LEAST)), kind(kind) {
         lay(value, bytes.data(), bytes.size());
     }
+    // The next CYCLE bytes of a message from byte `i` on. Byte `i` is value * 31 + i, so they repeat.
+    static const char* data_from(uint64_t value, uint64_t i) {
+        static const auto bytes = [] {
+            std::array<char, 2 * CYCLE> all{};
+            for (uint64_t n = 0; n < all.size(); ++n) all[n] = char(n);
+            return all;
+        }();
+        return bytes.data() + (value * 31 + i) % CYCLE;
+    }
     static void lay(uint64_t value, char* at, uint64_t size) {
         memcpy(at, &value, sizeof value);
-        for (uint64_t i = LEAST; i < size; ++i) at[i] = char(value * 31 + i);
+        for (uint64_t i = LEAST; i < size; i += CYCLE)
+            memcpy(at + i, data_from(value, i), std::min(CYCLE, size - i));
     }
     // Fill `frame`, which then refers to this message.
     void fill(Frame& frame) const {
@@ -52,9 +67,10 @@ struct Message {
     static uint64_t value_of(const char* at, uint64_t size) {
         uint64_t value;
         memcpy(&value, at, sizeof value);
-        for (uint64_t i = LEAST; i < size; ++i)
-            if (at[i] != char(value * 31 + i))
-                die("byte " + std::to_string(i) + " of message " + std::to_string(value) + " is wrong");
+        for (uint64_t i = LEAST; i < size; i += CYCLE)
+            if (memcmp(at + i, data_from(value, i), std::min(CYCLE, size - i)) != 0)
+                die("bytes of message " + std::to_string(value) + " are wrong, from byte " +
+                    std::to_string(i));
         return value;
     }
 };
