@@ -36,12 +36,16 @@ Some need more packages: `pip install torch scikit-learn pillow pyarrow`.
 """
 LINK = re.compile(r"(\]\()([^)#:\s]+)(?=[)#])")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+EXAMPLE = re.compile(r"^( +)Example:\n((?:\1    .*\n|\n(?=\1    ))+)", re.MULTILINE)
 DEFAULT = re.compile(r"(?<== )DEFAULT_[A-Z_]+\b")
 ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`~?\.?([^`]+)`")
 
 
 def on_startup(**_: Any) -> None:
-    """Lay the package out as installed, with Markdown for roles and numbers for named defaults."""
+    """Lay the package out as installed, with Markdown for roles and examples.
+
+    Names of defaults become their numbers.
+    """
     values = (ROOT / "flowchan" / "declare" / "values.py").read_text()
     numbers = dict(re.findall(r"^(DEFAULT_[A-Z_]+)\b.*?(\d+)\)?$", values, re.MULTILINE))
     shutil.rmtree(REFERENCE, ignore_errors=True)
@@ -52,6 +56,7 @@ def on_startup(**_: Any) -> None:
             to = REFERENCE / "flowchan" / target / path.relative_to(ROOT / source)
             to.parent.mkdir(parents=True, exist_ok=True)
             text = ROLE.sub(r"`\1`", path.read_text())
+            text = EXAMPLE.sub(r"\1Example:\n\1    ```python\n\2\1    ```\n", text)
             to.write_text(DEFAULT.sub(lambda match: numbers.get(match[0], match[0]), text))
 
 
