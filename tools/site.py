@@ -10,6 +10,7 @@ import ast
 import os
 import re
 import shutil
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ Some need more packages: `pip install torch scikit-learn pillow pyarrow`.
 LINK = re.compile(r"(\]\()([^)#:\s]+)(?=[)#])")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 EXAMPLE = re.compile(r"^( +)Example:\n((?:\1    .*\n|\n(?=\1    ))+)", re.MULTILINE)
+METHOD = re.compile(r"^    (\w+) = (\w+)\.\1$", re.MULTILINE)
+"""A method that another module defines as a function."""
 DEFAULT = re.compile(r"(?<== )DEFAULT_[A-Z_]+\b")
 ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`~?\.?([^`]+)`")
 
@@ -55,9 +58,20 @@ def on_startup(**_: Any) -> None:
                 continue
             to = REFERENCE / "flowchan" / target / path.relative_to(ROOT / source)
             to.parent.mkdir(parents=True, exist_ok=True)
-            text = ROLE.sub(r"`\1`", path.read_text())
+            text = METHOD.sub(_method, path.read_text())
+            text = ROLE.sub(r"`\1`", text)
             text = EXAMPLE.sub(r"\1Example:\n\1    ```python\n\2\1    ```\n", text)
             to.write_text(DEFAULT.sub(lambda match: numbers.get(match[0], match[0]), text))
+
+
+def _method(match: re.Match[str]) -> str:
+    """Return the definition of a method that a class takes from another module, for the reference."""
+    for path in (ROOT / "flowchan").rglob(f"{match[2]}.py"):
+        text = path.read_text()
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == match[1]:
+                return textwrap.indent(ast.get_source_segment(text, node) or match[0], "    ")
+    return match[0]
 
 
 def on_config(config: Any) -> Any:
