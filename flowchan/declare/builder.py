@@ -30,7 +30,9 @@ class Builder:
 
     def __init__(self, name: str) -> None:
         self.name = text("Graph", "name", name)
+        """Name of the graph."""
         self.where = users_line()
+        """File and line of the program that declared the graph."""
         self._stages: list[Stage] = []
         self._by_name: dict[str, int] = {}
         self._by_port: dict[Origin, int] = {}

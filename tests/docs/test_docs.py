@@ -4,6 +4,7 @@ rules. The site names everything that is public."""
 from __future__ import annotations
 
 import ast
+import dataclasses
 import os
 import re
 import shutil
@@ -31,6 +32,8 @@ PAGES = [
 ]
 ALL = [*PAGES, *(page for pages in TOGETHER.values() for page in pages)]
 RUNS = {page.relative_to(ROOT).as_posix(): [page] for page in PAGES} | TOGETHER
+STARTS = re.compile(r"\.(run|start|pool|trainer|join)\(|\b(Sequential|TaskPool|BackgroundTask|dataset)\(")
+"""Calls that start the workers of a sample."""
 PUBLIC = {
     "flowchan": "flowchan/__init__.py",
     "flowchan.pipelines": "pipelines/__init__.py",
@@ -64,12 +67,28 @@ def test_code_on_a_page_prints_the_stated_output(
         "```python\nprint(1)  # → 1\nprint(2)\n```\n",
         "```python\n1 / 0\n```\n",
         "```sh\nflowchan check nothing.py\n```\n",
+        "```python\nx = 1\n```\n\n```python\nprint(x)\n```\n",
     ],
-    ids=["text", "comment", "unmentioned", "exception", "command"],
+    ids=["text", "comment", "unmentioned", "exception", "command", "name of another block"],
 )
 def test_a_page_with_a_false_statement_fails(torch_programs: Template, page: str, tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text(page)
     assert execute(torch_programs, tmp_path, tmp_path / "page.md").returncode != 0
+
+
+@pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
+def test_sample_that_starts_processes_has_a_main_guard(page: Path) -> None:
+    """The new processes of spawn and forkserver import the script. A notebook has no script."""
+    unguarded = [
+        block.line
+        for block in blocks(page.read_text())
+        if 'on="process"' in block.text
+        and STARTS.search(block.text)
+        and 'if __name__ == "__main__":' not in block.text
+        and block.language == "python"
+        and page.name != "notebooks.md"
+    ]
+    assert unguarded == []
 
 
 @pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
@@ -116,7 +135,9 @@ def test_reference_lists_all_public_members_in_class_order(name: str) -> None:
     )
     graph = flowchan.Graph("graph")
     made = {"Graph": graph, "Stream": graph.source("abc")}[name]
-    assert {name for name in dir(made) if not name.startswith("_")} == set(listed.split(", "))
+    # the section "Attributes" of the docstring has the fields of a dataclass
+    fields = {field.name for field in dataclasses.fields(made)} if dataclasses.is_dataclass(made) else set()
+    assert {name for name in dir(made) if not name.startswith("_")} - fields == set(listed.split(", "))
 
 
 def test_every_exception_has_an_entry_in_troubleshooting() -> None:
