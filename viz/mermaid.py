@@ -69,7 +69,7 @@ def to_mermaid(blueprint: Blueprint) -> str:
     if red:
         lines.append(f"    linkStyle {','.join(red)} stroke:#c53030")
     lines += [f"    classDef {name} {style},color:#1f2933" for name, style in classes.items()]
-    return "\n".join(lines) + "\n"
+    return labels.encodable("\n".join(lines) + "\n")
 
 
 def _words(stage: Stage, said: Mapping[str, str]) -> str:

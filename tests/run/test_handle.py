@@ -146,6 +146,10 @@ def test_iter_accepts_only_collect_streams_of_this_graph() -> None:
             run.iter(total)
         with pytest.raises(ValueError, match="is not a stream of graph 'handle'"):
             run.iter(foreign)
+        with pytest.raises(
+            TypeError, match=r"iter: stream must be the stream that collect\(\) returned, got"
+        ):
+            run.iter("numbers")  # type: ignore[arg-type]
 
 
 def test_items_of_a_stream_are_taken_once() -> None:
