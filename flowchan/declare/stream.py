@@ -254,8 +254,7 @@ class Stream(Generic[T_co]):
 
         Returns:
             A stream of one item, the list. ``graph.run()[stream]`` returns the list. No stage needs to read
-            the stream; if none does, ``run.iter(stream)`` yields the items while the run continues. Until
-            then a started run takes in the items, without a bound.
+            the stream; if none does, ``run.iter(stream)`` yields the items while the run continues.
 
         Example:
             result = numbers.map(str).collect()
