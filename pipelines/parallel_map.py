@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flowchan import Channel, Empty, Failed, Graph, RunError, StageError
@@ -31,6 +31,7 @@ class Workers:
         done = numbers.map(
             _Call(fn, args), name=self._name, on=on, workers=n, ordered=False, max_deaths=1, restarts=2 * n
         )
+        graph._address(frozenset({"items"}))  # so no worker takes the call of another
         done.errors.sink(self._failures.put, name="failures")
         # Not a method: if the run referred to its handle, their memory would wait for the garbage collector.
         done.sink(functools.partial(_keep, self._results), name="results")
@@ -82,8 +83,9 @@ class Workers:
         return found
 
 
-def _numbers(n: int) -> range:
-    return range(1, n + 1)
+def _numbers(n: int) -> Iterator[Any]:
+    """Address the number of each worker to that worker."""
+    return ((number, number) for number in range(1, n + 1))
 
 
 def _keep(results: dict[int, Any], result: tuple[int, Any]) -> None:
@@ -98,7 +100,7 @@ class _Call:
         self.fn = fn
         self.args = args
 
-    def __call__(self, worker: int) -> tuple[int, Any]:
+    def __call__(self, worker: Any) -> tuple[int, Any]:
         return worker, call(self.fn, *self.args, worker)
 
 

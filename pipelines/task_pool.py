@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 from flowchan import Broken, ChannelError, Failed, Graph, Run, pack, unpack, worker
 from flowchan.declare.placements import Placement, PlacementOption, placement_argument
 from flowchan.items.arguments import refuses_misspelt, whole
+from flowchan.items.worker_globals import shared_globals
 from flowchan.pipelines.user_calls import call, name_of, reason
 from flowchan.run.policy.failures import Retires
 
@@ -429,7 +430,8 @@ class _Called:
 def _answer(packed: Any) -> Any:
     """Call a task in a process, including all unpacking and packing of the user's objects."""
     try:
-        fn, args, kwargs = unpack(packed)
+        with shared_globals():
+            fn, args, kwargs = unpack(packed)
     except ImportError as error:
         if host := worker().host:
             error.add_note(

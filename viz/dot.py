@@ -95,7 +95,7 @@ def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
         else:
             _broken(dot, index, picture, writer, reader, edge)
     _begin_rows(dot, picture)
-    return str(dot.source)
+    return labels.encodable(dot.source)
 
 
 def _node(dot: Digraph, number: int, stage: Stage, picture: Picture, does: str) -> None:

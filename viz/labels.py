@@ -37,6 +37,12 @@ MEANING: Mapping[Role, str] = {
     "unread": "not read",
 }
 
+
+def encodable(text: str) -> str:
+    """Replace lone surrogates, which a name may have and no picture can show."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 PER_ROW = 6
 """Number of consecutive stages that fit the width of a page."""
 

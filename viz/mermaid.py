@@ -70,7 +70,7 @@ def to_mermaid(blueprint: Blueprint) -> str:
     if red:
         lines.append(f"    linkStyle {','.join(red)} stroke:#c53030")
     lines += [f"    classDef {name} {style},color:#1f2933" for name, style in classes.items()]
-    return "\n".join(lines) + "\n"
+    return labels.encodable("\n".join(lines) + "\n")
 
 
 def _words(stage: Stage, captions: Mapping[str, str]) -> str:

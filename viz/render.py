@@ -22,8 +22,11 @@ from collections.abc import Callable, Iterator
 
 from flowchan.errors import FlowchanError
 from flowchan.viz.dot import FONT
+from flowchan.viz.text_widths import with_widths
 
 PICTURES = ("svg", "png", "pdf")
+_LIVE = "=" * 20
+"""Part of the placeholders of a live picture, whose texts come later."""
 _INSTALL = f"{shlex.quote(sys.executable)} -m pip install graphviz-pure"
 
 _WHEEL = """
@@ -49,7 +52,8 @@ def render(dot: str, picture: str) -> bytes:
     failures = []
     for engine, command, draw in _engines(picture):
         try:
-            return draw(command, dot)
+            drawn = draw(command, dot)
+            return with_widths(drawn.decode(), _LIVE).encode() if picture == "svg" else drawn
         except (RenderError, OSError) as error:
             failures.append(f"{engine}: {error}")
     if failures:

@@ -2,6 +2,7 @@
 #include "raising.hpp"
 #include "wire.hpp"
 
+#include <sys/mman.h>
 #include <cstring>
 
 namespace flowchan {
@@ -59,6 +60,19 @@ std::string fill(Channel& ch) {
                 " in arrays and tensors that it received or has on loan";
     if (!held.empty()) text += "; keep copies instead (array.copy()), or give a larger max_bytes";
     return text;
+}
+
+// Return a note for an item whose memory this process could not map now; empty if it could.
+std::string address_space_note(Channel& ch, uint64_t size) {
+    const bool copies = ch.with(Each{[](LocalQueue&) { return false; }, [](Ring&) { return true; }});
+    if (!copies || size < (1 << 20)) return "";
+    // A ring that grows maps all of its blocks again.
+    const uint64_t all =
+        size + locked(ch, [](auto& transport, Wakes&) { return transport.counts().bytes_inside; });
+    void* probe = mmap(nullptr, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (probe != MAP_FAILED) return munmap(probe, all), "";
+    return "; this process has no address space left for an item of " + amount(size) +
+           "; raise its limit (ulimit -v)";
 }
 
 std::string seconds(Deadline deadline) { return deadline.now_only() ? "now" : "within the timeout"; }
@@ -161,7 +175,8 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
         case Step::NotNow:
             if (side == Side::Writer)
                 raise("Full",
-                      description + " is full, nothing could be put " + seconds(deadline) + ": " + fill(ch));
+                      description + " is full, nothing could be put " + seconds(deadline) + ": " + fill(ch) +
+                                  address_space_note(ch, size));
             else
                 raise("Empty", description + " is empty, nothing could be got " + seconds(deadline) +
                                    "; it is " +
@@ -202,9 +217,10 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
                         .c_str());
                 break;
             }
-            PyErr_SetString(PyExc_MemoryError, (description + ": no shared memory for an item of " +
-                                                std::to_string(size) + " bytes: " + fill(ch))
-                                                   .c_str());
+            PyErr_SetString(PyExc_MemoryError,
+                            (description + ": no shared memory for an item of " + std::to_string(size) +
+                             " bytes: " + fill(ch) + address_space_note(ch, size))
+                                .c_str());
             break;
         case Step::PortClosed:
             PyErr_SetString(PyExc_ValueError, "this port was closed; open another one from the channel");

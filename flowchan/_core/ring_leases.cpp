@@ -14,7 +14,7 @@ void Ring::free_leased(Session& s, uint64_t most, Wakes& wakes) {
     }
     memory_freed(wakes);
     if (h_->notify_writer) wakes.writers += h_->writer_queue.call(1);
-    wake_at_end(wakes);
+    if (h_->leased == 0) wake_at_end(wakes);  // as in LocalQueue::acknowledge
 }
 
 void Ring::acknowledge(ReaderState& reader, Wakes& wakes) {

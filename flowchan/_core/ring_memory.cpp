@@ -20,6 +20,9 @@ namespace flowchan {
 
 namespace {
 
+// Whether the last put of this thread without a slot could not map memory into this process.
+thread_local bool unmapped = false;
+
 uint64_t block_start(uint64_t top, uint32_t cls) {
     return cls >= VIEWABLE ? (top + PAGE - 1) / PAGE * PAGE : top;
 }
@@ -30,7 +33,7 @@ uint64_t block_start(uint64_t top, uint32_t cls) {
 
 // Allocate and map the memory below `upto`. Return false, with the state unchanged, when there is none.
 bool Ring::reserve_low(uint64_t upto) {
-    if (!windows_.show_blocks(upto)) return false;
+    if (!windows_.show_blocks(upto)) return !(unmapped = true);
     h_->map_blocks_to = std::max(h_->map_blocks_to, windows_.blocks_to());
     if (upto <= h_->reserved_low) return true;
     const uint64_t end = std::min(blocks_end_, h_->reserved_high);
@@ -43,7 +46,7 @@ bool Ring::reserve_low(uint64_t upto) {
 }
 
 bool Ring::reserve_high(uint64_t from) {
-    if (!windows_.show_slots(from)) return false;
+    if (!windows_.show_slots(from)) return !(unmapped = true);
     h_->map_slots_from = std::min(h_->map_slots_from, windows_.slots_from());
     if (from >= h_->reserved_high) return true;
     if (from < h_->reserved_low) return false;
@@ -409,11 +412,16 @@ Step Ring::found_damage() {
     return Step::Broken;
 }
 
-// Handle a put without memory: wait until some is freed, unless no memory is in use that could be freed.
+// Handle a put without memory: wait until some is freed, unless no memory is in use that could be freed. Where
+// the address space of this process is exhausted, wait only for a reader with a port: the caller may be the
+// only reader, and would wait forever for a channel that has places.
 Step Ring::no_slot() {
     if (h_->damaged) return Step::Broken;
+    const bool waits = h_->slots_used && (h_->readers || !unmapped);
+    unmapped = false;
+    if (!waits) return Step::NoMemory;
     h_->short_of_memory = 1;
-    return h_->slots_used ? Step::Wait : Step::NoMemory;
+    return Step::Wait;
 }
 
 void Ring::memory_freed(Wakes& wakes) {

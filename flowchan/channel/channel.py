@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import flowchan.items.codec  # registers the serialiser with the core # noqa: F401
 from flowchan import _core
 from flowchan.channel import awaiting
+from flowchan.channel.green_threads import refuse_green_threads
 from flowchan.channel.ports import In, Out
 from flowchan.channel.transports import TRANSPORTS, Across, Transport
 from flowchan.errors import Broken, ChannelError
@@ -154,6 +155,7 @@ class Channel(_core.Channel[T]):
         ValueError: An argument is out of range, or ``across`` is unknown.
         TypeError: An argument has the wrong type or a misspelt name.
         OSError: The machine lacks memory or descriptors.
+        RuntimeError: gevent or eventlet has replaced the threads.
 
     Example:
         >>> from flowchan import Channel
@@ -174,6 +176,8 @@ class Channel(_core.Channel[T]):
         transport = TRANSPORTS.get(across)
         if transport is None:
             raise ValueError(f"across must be {' or '.join(map(repr, TRANSPORTS))}, not {across!r}")
+        if not transport.copies:
+            refuse_green_threads()
         capacity = _places(capacity, transport)
         if max_bytes is not None:
             whole("Channel", "max_bytes", max_bytes, 1, LARGEST)

@@ -1,14 +1,17 @@
 """Define the ``flowchan`` command: run, check and draw graphs in Python files, and launch group members.
 
-Exit codes: 0 done, 1 the run failed, 2 the graph or the call is wrong, 130 interrupted, 143 ended by SIGTERM.
+Exit codes: 0 done, 1 the run failed, 2 the graph or the call is wrong, 130 interrupted, 141 the
+reader of the output has ended (as with SIGPIPE), 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import io
+import os
 import shutil
 import signal
 import sys
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from flowchan.errors import Problem, RunError
     from flowchan.viz.live.terminal import LiveView
 
-DONE, FAILED, WRONG, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+DONE, FAILED, WRONG, INTERRUPTED, NO_READER, TERMINATED = 0, 1, 2, 130, 141, 143
 REFRESH = 0.25
 MOST_FAILURES = 10
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
@@ -85,6 +88,14 @@ def _exit_code(function: Callable[[], int], debug: bool) -> int:
         terminated = isinstance(interrupt, Termination)
         click.echo("ended by SIGTERM" if terminated else "interrupted", err=True)
         return TERMINATED if terminated else INTERRUPTED
+    except BrokenPipeError:
+        return _output_lost()
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+            raise
+        click.echo(f"flowchan: can't write to standard output: {error.strerror}", err=True)
+        _output_lost()
+        return FAILED
     except (GraphError, HostError, LoadError, RenderError, RunError) as error:
         if debug:
             traceback.print_exception(error)
@@ -96,6 +107,19 @@ def _exit_code(function: Callable[[], int], debug: bool) -> int:
             hint = "" if error.__cause__ is None else " (--debug shows the traceback)"
             click.echo(f"flowchan: {error}{hint}", err=True)
         return FAILED if isinstance(error, RunError) else WRONG
+
+
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
+def _output_lost() -> int:
+    """Discard the rest of the output, which Python would write at the exit, and return the exit code."""
+    if sys.stdout is not None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    return NO_READER
 
 
 @_command
@@ -157,7 +181,8 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
 
 def _width() -> int:
     """Return the width of the terminal; without a terminal, lines have any length."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10**6
+    shown = sys.stdout is not None and sys.stdout.isatty()  # None: standard output is closed
+    return shutil.get_terminal_size().columns if shown else 10**6
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import pickletools
 import sys
 import sysconfig
@@ -16,6 +17,7 @@ from typing import Any
 import cloudpickle
 
 from flowchan.declare.values import Stage
+from flowchan.items.main_code import ByValuePickler
 
 _INSTALLED = tuple(
     Path(path).resolve() for path in {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
@@ -28,8 +30,9 @@ def pack_stage(stage: Any, by_value: Iterable[str]) -> bytes:
     modules = [sys.modules[name] for name in by_value]
     with _by_value(modules):
         classes = {module.__name__: _classes(module) for module in (*modules, sys.modules["__main__"])}
-        packed: bytes = cloudpickle.dumps(_Bundle(classes, stage), protocol=5)
-        return packed
+        out = io.BytesIO()
+        ByValuePickler(out, protocol=5).dump(_Bundle(classes, stage))
+        return out.getvalue()
 
 
 def own_modules(packed: bytes) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ It is pickle protocol 5. The contents of arrays and tensors travel next to the p
 (``arrays.py``), so they are written once and read in place.
 
 Functions and classes of ``__main__``, and of a file that ``flowchan run`` has loaded, are pickled by value
-with cloudpickle, because another process has another ``__main__``. Everything importable is pickled by
-reference. cloudpickle also takes over where plain pickle fails.
+with cloudpickle, because another process may have another ``__main__`` (``main_code.py``). Everything
+importable is pickled by reference. cloudpickle also takes over where plain pickle fails.
 """
 
 from __future__ import annotations
@@ -197,10 +197,10 @@ def _dumps_by_value(item: object, aside: Any) -> bytes:
 
 @functools.cache
 def _by_value_pickler() -> Any:
-    """Return cloudpickle's pickler, with our reducers before its own."""
-    import cloudpickle  # slow to import, and most items do not need it
+    """Return the pickler by value, with our reducers before its own."""
+    from flowchan.items.main_code import ByValuePickler  # slow to import, and most items do not need it
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    class Pickler(ByValuePickler):
         def reducer_override(self, obj: object) -> Any:
             reduce = reducers().get(type(obj))
             return super().reducer_override(obj) if reduce is None else reduce(obj)
@@ -209,7 +209,7 @@ def _by_value_pickler() -> Any:
 
 
 def dumps_for_worker(value: object) -> bytes:
-    """Serialise a value with cloudpickle for a child process. Shared tensors stay shared."""
+    """Serialise a value with its code for a child process. Shared tensors stay shared."""
     out = io.BytesIO()
     _sharing_pickler()(out, protocol=5).dump(value)
     return out.getvalue()
@@ -217,9 +217,9 @@ def dumps_for_worker(value: object) -> bytes:
 
 @functools.cache
 def _sharing_pickler() -> Any:
-    import cloudpickle
+    from flowchan.items.main_code import ByValuePickler
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    class Pickler(ByValuePickler):
         def reducer_override(self, obj: object) -> Any:
             if shared_tensors.is_storage(obj):
                 return shared_tensors.reduce_storage(obj)

@@ -1,12 +1,13 @@
 """Gathers the results of a run. The program takes them item by item, or threads of the run do once a caller
-waits for the end, or the run itself if a result is full while the program waits for something else."""
+waits for the end, or the run itself if a result is full before the program reads it."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from flowchan.channel.channel import Channel, In
@@ -89,8 +90,9 @@ class ResultGathering:
         """Give the items with the answers to questions. ``async for`` takes them too."""
         self.mark_reader(stage)
         self._supervisor.report(Began(_worker(stage)))
+        port = self._ports.gathering_port(_worker(stage))
         taken_in = self._gathered.get(stage)
-        return self._ports.gathering_port(_worker(stage)) if taken_in is None else taken_in.items
+        return port if taken_in is None else _TakenInFirst(taken_in, port)
 
     def _settled(self, items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
@@ -149,7 +151,7 @@ class ResultGathering:
     # --- taken by the run ---
 
     def take_in(self, ids: frozenset[WorkerId]) -> None:
-        """Take in results that are full while the program waits for something else."""
+        """Take in results that are full before the program reads them."""
         with self._lock:
             for id in ids:
                 if not self._begun and id.stage not in self._loops and id.stage not in self._gathered:
@@ -168,7 +170,9 @@ class ResultGathering:
         for id in self._all:
             if self._loops.get(id.stage) == threading.get_ident():
                 self._interrupted_loops.add(id.stage)
-                if id.stage not in self._gathered:
+                if id.stage in self._gathered:
+                    self._gathered[id.stage].take_in_again()
+                else:
                     self._take_in(id)
 
     def begin(self) -> None:
@@ -201,7 +205,7 @@ class ResultGathering:
         for name, taken_in in list(self._gathered.items()):
             taken_in.thread.join()
             if name in self._interrupted_loops or (name not in self._loops and taken_in.broken is None):
-                values.setdefault(name, list(taken_in.items))
+                values.setdefault(name, taken_in.rest())
         graph = self._plan.graph
         taken = self._loops.keys() - self._interrupted_loops
         names = [stage.name for stage in graph.stages if stage.name in values and stage.name not in taken]
@@ -214,9 +218,45 @@ def _worker(stage: str) -> WorkerId:
     return WorkerId(stage, 1)
 
 
+_HANDED_OVER = object()
+"""Marks the place among the items taken in after which the reader takes the others from the port."""
+
+
+class _TakenInFirst:
+    """The items of a result for its reader: those that were taken in, then those of the port.
+
+    From now on no more are taken in than the reader reads, so the channels bound the memory again.
+    """
+
+    def __init__(self, taken_in: _GatheredResult, port: In[Any]) -> None:
+        self._source: Any = taken_in.items
+        self._port = port
+        taken_in.hand_over()
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            for item in self._source:
+                if item is _HANDED_OVER:
+                    self._source = self._port
+                    break
+                yield item
+            else:
+                return
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while True:
+            async for item in self._source:
+                if item is _HANDED_OVER:
+                    self._source = self._port
+                    break
+                yield item
+            else:
+                return
+
+
 class _GatheredResult:
-    """The items of a result that was full before the program read it. A thread goes on taking them in.
-    ``reader_left``: whether its reader has left."""
+    """The items of a result that was full before the program read it. A thread goes on taking them in, until
+    a reader comes. ``reader_left``: whether its reader has left."""
 
     def __init__(
         self,
@@ -228,6 +268,18 @@ class _GatheredResult:
     ) -> None:
         self.items: Channel[Any] = Channel(10**15)
         self.broken: Broken | None = None  # the run broke off, and these are not all of them
+        self._read = self._handed_over = False
+        self._begin = functools.partial(self._start, ports, local, supervisor, id, left)
+        self._begin()
+
+    def _start(
+        self,
+        ports: RunPorts,
+        local: LocalPart,
+        supervisor: Supervisor,
+        id: WorkerId,
+        left: Callable[[], bool],
+    ) -> None:
         name, arguments = (
             f"flowchan {ports.plan.graph.name}/{id}",
             (ports.gathering_port(id), supervisor, id, reader_left),
@@ -235,6 +287,21 @@ class _GatheredResult:
         self.thread = threading.Thread(target=self._pour, args=arguments, name=name, daemon=True)
         self.thread.start()
         local.add_thread(id, self.thread)
+
+    def hand_over(self) -> None:
+        """Let the reader take the items from the port, after those that were taken in."""
+        self._read = True
+
+    def take_in_again(self) -> None:
+        """Take in the rest, because the loop of the reader was interrupted."""
+        self._read = False
+        if self._handed_over:
+            self._handed_over = False
+            self._begin()
+
+    def rest(self) -> list[Any]:
+        """Return the items that no reader has taken, once the thread has ended."""
+        return [item for item in self.items if item is not _HANDED_OVER]
 
     def _pour(
         self, port: In[Any], supervisor: Supervisor, id: WorkerId, reader_left: Callable[[], bool]
@@ -246,6 +313,10 @@ class _GatheredResult:
             for item in port:
                 if (rest := supervisor.settle_answers(item)) is not NOTHING:
                     self.items.put(rest)
+                if self._read:
+                    self._handed_over = True
+                    self.items.put(_HANDED_OVER)
+                    return
         except BaseException as error:  # also an error of an item's unpickling
             if isinstance(error, Broken) and port.channel.broken:
                 self.broken = error
@@ -253,7 +324,8 @@ class _GatheredResult:
                 self.broken = Broken("not all items could be received")
                 last = Failure(id, error, None, os.getpid())
         finally:
-            with contextlib.suppress(Closed):
-                supervisor.report(last)  # first, or the reader of the items may report a clean end
-            self.items.close()
-            port.close()
+            if not self._handed_over:
+                with contextlib.suppress(Closed):
+                    supervisor.report(last)  # first, or the reader of the items may report a clean end
+                self.items.close()
+                port.close()

@@ -16,6 +16,7 @@ from flowchan.declare.operators import OPERATORS
 from flowchan.declare.stream import Input, Stream
 from flowchan.errors import Broken, Interrupted, RunError
 from flowchan.items.arguments import finite_seconds, refuses_misspelt, seconds, whole
+from flowchan.items.text import shown
 from flowchan.run.crew.pool_processes import PooledProcesses
 from flowchan.run.crew.router import CrewRouter
 from flowchan.run.crew.run_ports import RunPorts
@@ -105,6 +106,7 @@ class Run:
 
         Raises:
             RunError: The run fails.
+            TypeError: It is not a stream, but for example a name.
             ValueError: The stream is not a result of this run, or its items are taken already.
         """
         return self._items(self._claimed(stream))
@@ -117,12 +119,15 @@ class Run:
 
         Raises:
             RunError: The run fails.
+            TypeError: It is not a stream, but for example a name.
             ValueError: The stream is not a result of this run, or its items are taken already.
         """
         return _Coming(self, self._claimed(stream))
 
     def _claimed(self, stream: Stream[list[T]]) -> str:
         """Claim the items of a stream for the program. Return the name of the stage that gathers them."""
+        if not isinstance(stream, Stream):
+            raise TypeError(f"iter: stream must be the stream that collect() returned, got {shown(stream)}")
         if not self._owns(stream):
             raise ValueError(f"{stream!r} is not a stream of graph {self._plan.graph.name!r}")
         stage = self._plan.graph._stage_at(stream._origin)

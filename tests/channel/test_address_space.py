@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowchan import Channel, ChannelError, Drained, Graph
+from flowchan import Channel, ChannelError, Drained, Full, Graph
 
 MB = 1 << 20
 
@@ -120,3 +120,33 @@ def test_c4_channel_with_four_thousand_ports_refuses_another() -> None:
             writer.close()
         with pytest.raises(Drained):
             reader.get()
+
+
+def test_c11_put_without_address_space_raises_though_places_are_free() -> None:
+    """The caller may be the only reader, so the put must not wait for one."""
+    array = np.zeros(64 * MB, dtype=np.uint8)
+
+    def put() -> None:
+        ch: Channel[Any] = Channel(8, across="processes")
+        with pytest.raises(MemoryError, match=r"no address space left for an item of 67\.1 MB.*ulimit -v"):
+            ch.put_many([array] * 8)
+        assert ch.stats().inside >= 1
+        assert bytes(ch.get()[:2]) == b"\0\0"
+        ch.put(1)
+
+    with_address_space(256 * MB, put)
+
+
+def test_c11_put_without_address_space_waits_for_a_reader_with_a_port() -> None:
+    array = np.zeros(64 * MB, dtype=np.uint8)
+
+    def put() -> None:
+        ch: Channel[Any] = Channel(8, across="processes")
+        with ch.reader() as reader:
+            with pytest.raises(Full, match=r"no address space left for an item of 67\.1 MB.*ulimit -v"):
+                ch.put_many([array] * 8, timeout=0)
+            reader.get()
+            reader.get_many(8, timeout=0)
+            ch.put(array)
+
+    with_address_space(256 * MB, put)

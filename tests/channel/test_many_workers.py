@@ -7,6 +7,7 @@ When there is room again, all continue.
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import sysconfig
 import threading
@@ -145,3 +146,33 @@ def test_at_most_one_reader_per_core_is_woken_at_once() -> None:
         thread.join()
     assert woken == cores
     assert sorted(taken) == list(range(len(threads)))
+
+
+@pytest.mark.parametrize("across", ["threads", "processes"])
+def test_reader_at_the_end_sleeps_while_other_leases_end(across: Any) -> None:
+    """Each end of a lease used to wake all readers, which took a time quadratic in their number."""
+    channel: Channel[int] = Channel(WORKERS, across=across)
+    turns = [threading.Event() for _ in range(WORKERS)]
+    switches: list[int] = []
+
+    def read(reader: Any, turn: threading.Event) -> None:
+        reader.get()
+        turn.wait()
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        with pytest.raises(Drained):
+            reader.get()
+        switches.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
+
+    readers = [threading.Thread(target=read, args=(channel.reader(), turn)) for turn in turns]
+    with channel.writer() as out:
+        out.put_many(range(WORKERS))
+    for reader in readers:
+        reader.start()
+    wait_until(lambda: channel.stats().items_out == WORKERS)
+    for number, turn in enumerate(turns[:-1], 1):
+        turn.set()
+        wait_until(lambda number=number: channel.stats().waiting_readers == number)
+    turns[-1].set()
+    for reader in readers:
+        reader.join()
+    assert sum(switches) < WORKERS * WORKERS / 4

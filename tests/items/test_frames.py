@@ -67,6 +67,18 @@ def test_a_polars_frame_arrives_equal_with_its_types(frame: pl.DataFrame) -> Non
     assert arrived.equals(frame)
 
 
+@pytest.mark.parametrize("name", ["Int128", "UInt128"])
+def test_polars_frame_with_integers_that_arrow_lacks_arrives_equal(name: str) -> None:
+    if not hasattr(pl, name):
+        pytest.skip(f"this polars has no {name}")
+    column = pl.Series("wide", [1, 2**100, None], dtype=getattr(pl, name))
+    frame = pl.DataFrame([column]).with_columns(pl.struct(column).alias("nested"))
+    found = sent(frame)[0]
+    assert found.equals(frame)
+    assert found.dtypes == frame.dtypes
+    assert sent(column)[0].equals(column)
+
+
 def test_a_polars_series_arrives_equal_and_may_be_changed() -> None:
     series, _ = sent(NUMBERS["a"])
     assert series.equals(NUMBERS["a"])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.waiting import wait_until
 
-from flowchan import Channel, GraphError, RunError, WorkerDied
+from flowchan import Channel, GraphError, RunError, WorkerDied, worker
 from flowchan.pipelines import Lock, map  # noqa: A004
 
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
@@ -72,16 +72,14 @@ def test_all_workers_run_at_the_same_time(on: Any) -> None:
     assert map(5, meet, on=on).join() == [True] * 5
 
 
-def test_workers_in_processes_are_processes_of_their_own() -> None:
-    arrived = Channel[int](3, across="processes")
+@everywhere
+def test_each_call_has_its_own_worker(on: Any) -> None:
+    """The first worker to be ready could otherwise take all calls, because none of them waits."""
+    assert map(20, lambda number: worker().number, on=on).join() == list(range(1, 21))
 
-    def meet(worker: int) -> int:
-        arrived.put(worker)
-        while arrived.stats().items_in < 3:
-            os.sched_yield()
-        return os.getpid()
 
-    assert len({os.getpid(), *map(3, meet, on="process").join()}) == 4
+def test_each_call_has_a_process_of_its_own() -> None:
+    assert len({os.getpid(), *map(4, lambda number: os.getpid(), on="process").join()}) == 5
 
 
 @everywhere

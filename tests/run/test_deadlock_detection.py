@@ -113,15 +113,15 @@ def results(writers: int, putting: int = 0, getting: int = 0) -> Observation:
     )
 
 
-@pytest.mark.parametrize("waits", [{"putting": 1}, {"getting": 1}])
-def test_full_result_is_gathered_while_the_program_waits_elsewhere(waits: dict[str, int]) -> None:
+@pytest.mark.parametrize("waits", [{"putting": 1}, {"getting": 1}, {}])
+def test_full_result_is_gathered_until_the_program_reads_it(waits: dict[str, int]) -> None:
     full = results(writers=1, **waits)
     assert judge(full, full) == {RESULT}
 
 
-def test_full_result_is_left_to_a_possible_reader() -> None:
-    assert judge(results(writers=1), results(writers=1)) is None
-    assert judge(results(writers=1), results(writers=1, putting=1)) is None
+def test_result_with_room_is_left_to_a_possible_reader() -> None:
+    assert judge(results(writers=0), results(writers=1)) is None
+    assert judge(results(writers=1), results(writers=0)) is None
     assert judge(results(writers=0, putting=1), results(writers=0, putting=1)) is None
 
 

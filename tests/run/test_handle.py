@@ -146,6 +146,10 @@ def test_iter_accepts_only_collect_streams_of_this_graph() -> None:
             run.iter(total)
         with pytest.raises(ValueError, match="is not a stream of graph 'handle'"):
             run.iter(foreign)
+        with pytest.raises(
+            TypeError, match=r"iter: stream must be the stream that collect\(\) returned, got"
+        ):
+            run.iter("numbers")  # type: ignore[arg-type]
 
 
 def test_items_of_a_stream_are_taken_once() -> None:
@@ -436,6 +440,30 @@ def test_program_may_put_more_than_the_channels_hold_before_reading() -> None:
         for number in range(1000):
             run[questions].put(number)
     assert run.wait()[answers] == [str(number) for number in range(1000)]
+
+
+@pytest.mark.usefixtures("looks")
+def test_collect_takes_in_its_items_while_the_program_does_not_wait() -> None:
+    graph = Graph("collected")
+    numbers = graph.source(range(500)).collect()
+    run = graph.start()
+    wait_until(lambda: run.stats().state == "done")
+    assert run.wait()[numbers] == list(range(500))
+
+
+@pytest.mark.usefixtures("looks")
+def test_reader_of_a_gathered_result_bounds_the_channels_again() -> None:
+    graph = Graph("endless")
+    numbers = graph.source(itertools.count).collect()
+    with graph.start() as run:
+        wait_until(lambda: run.stats().edges[0].passed > 1000)
+        items = run.iter(numbers)
+        assert next(items) == 0
+        most = run.stats().edges[0].passed + 1  # one more item may be on its way
+        wait_until(lambda: run.stats().edges[0].inside == run.stats().edges[0].capacity)
+        assert list(itertools.islice(items, most + 100)) == list(range(1, most + 101))
+        assert run.stats().edges[0].passed <= most + 101
+        items.close()
 
 
 @pytest.mark.usefixtures("looks")

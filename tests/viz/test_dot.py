@@ -13,10 +13,11 @@ from typing import Any, Optional
 import pytest
 from picture_graphs import HERE, Declared, chain, declared, edge, leading_back, stage, wordcount
 
+from flowchan import Graph
 from flowchan.declare.operators import OPERATORS
 from flowchan.errors import Where
 from flowchan.hosts import local
-from flowchan.viz import to_dot
+from flowchan.viz import to_dot, to_mermaid
 from flowchan.viz.labels import option_text, place, result_name, type_text
 
 DOT = to_dot(wordcount())
@@ -225,3 +226,11 @@ def test_a_thousand_stages_are_drawn() -> None:
 )
 def test_item_types_read_like_annotations(item: Any, text: str) -> None:
     assert type_text(item) == text
+
+
+def test_name_with_a_lone_surrogate_is_shown_with_a_replacement() -> None:
+    graph = Graph("file \udcff")
+    graph.source([1], name="read \udcff").sink(print)
+    for text in (to_dot(graph), to_mermaid(graph)):
+        assert "read \ufffd" in text
+        text.encode()

@@ -90,6 +90,7 @@ class WorkerClocks:
 
     _pids: dict[WorkerId, int] = field(default_factory=dict)  # 0: on another host
     _working: dict[WorkerId, _Working] = field(default_factory=dict)
+    _threads: set[int] = field(default_factory=set)  # that have a clock of their own; 0 for processes
     _ended: defaultdict[str, WorkSeconds] = field(
         default_factory=lambda: defaultdict(lambda: WorkSeconds(cpu=0.0, ready=0.0))
     )
@@ -108,10 +109,11 @@ class WorkerClocks:
             pid, thread = self._pids.get(worker), 0
             if pid is None:
                 thread = threading.get_native_id()
-            same = any(one.clock is not None and one.clock.thread == thread for one in self._working.values())
-            shares = bool(thread) and same
+            shares = bool(thread) and thread in self._threads
             clock = None if pid == 0 or shares else CpuClock(pid or os.getpid(), thread)
             self._working[worker] = _Working(now, clock, shares)
+            if clock is not None:
+                self._threads.add(thread)
 
     def update(self, worker: WorkerId) -> None:
         """Read the clock of a worker that is about to end, because the clock may vanish."""
@@ -129,6 +131,8 @@ class WorkerClocks:
     def _end(self, worker: WorkerId, now: float) -> None:
         working = self._working.pop(worker, None)
         if working is not None:
+            if working.clock is not None:
+                self._threads.discard(working.clock.thread)
             self._ended[worker.stage] = added(self._ended[worker.stage], working.seconds(now))
 
     def until(self, now: float) -> dict[str, Worked]:

@@ -11,7 +11,7 @@ from flowchan.errors import Deadlock
 from flowchan.run.policy.decisions import Stuck
 from flowchan.run.policy.events import Failure, WorkerId
 from flowchan.run.policy.explain import all_wait, explain
-from flowchan.run.policy.stats import EdgeStats, RunStats
+from flowchan.run.policy.stats import RunStats
 
 STILL = 0.5
 """Seconds without any movement after which a run counts as stuck."""
@@ -104,8 +104,8 @@ def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[Wor
     """Compare two observations of a run, ``STILL`` seconds apart.
 
     Returns:
-        ``Stuck`` if no worker can ever move again. The unread results that must be taken in, if they are full
-        and the program waits for something else. Otherwise None.
+        ``Stuck`` if no worker can ever move again. The unread results that must be taken in, if they are
+        full. Otherwise None.
     """
     if before is None or _progress(before) != _progress(now):
         return None
@@ -125,16 +125,10 @@ def _none_moves(seen: Observation) -> bool:
 
 
 def _full(seen: Observation) -> frozenset[WorkerId]:
-    """Return the unread results that are full, if the program waits to put into an input or for an item of
-    another result."""
-
-    def waits(edge: EdgeStats) -> bool:
-        return bool(edge.waiting_writers if edge.writer in seen.inputs else edge.waiting_readers)
-
+    """Return the unread results that are full."""
     stages = {id.stage for id in seen.unread}
     full = {edge.reader for edge in seen.stats.edges if edge.reader in stages and edge.waiting_writers}
-    ends = [edge for edge in seen.stats.edges if edge.reader in stages or edge.writer in seen.inputs]
-    return frozenset(id for id in seen.unread if id.stage in full) if any(map(waits, ends)) else frozenset()
+    return frozenset(id for id in seen.unread if id.stage in full)
 
 
 class Deadlocks:

@@ -18,6 +18,7 @@ from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed
+from flowchan.items.worker_globals import shared_globals, worker_globals
 from flowchan.run.policy import seeds
 from flowchan.run.policy.events import Event, Failure, WorkerId
 from flowchan.run.policy.failures import RETIRED, Portable
@@ -113,6 +114,7 @@ def pooled_main(
 def _prepare(id: WorkerId, parent: int, devices: str | None) -> None:
     """Set up the process for its worker, before any user code is loaded."""
     _core._die_with(parent)
+    worker_globals.share()
     show_name(id.stage, f" {id.number}")
     see_only(devices)
     # The terminal sends Ctrl-C to the whole process group; the supervisor decides about it.
@@ -156,7 +158,8 @@ class _Work:
         forget_boards()
         seeds.begin(info)
         try:
-            stage = self._stage or pickle.loads(self._packed)
+            with shared_globals():
+                stage = self._stage or pickle.loads(self._packed)
         except BaseException as error:
             with contextlib.suppress(Closed, Broken):
                 tell(Failure(WorkerId(info.stage, info.number), Portable(error), None, os.getpid()))
