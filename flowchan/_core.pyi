@@ -86,11 +86,15 @@ class Channel(Generic[T]):
             KeyboardInterrupt: ``items_got`` of the error has the items that were taken before
         """
     def close(self) -> None:
-        """Close the channel: later puts raise Closed, and the items inside can still be read. Any user
-        may close it, any number of times."""
+        """Close the channel: later puts raise Closed, and the items inside can still be read.
+
+        Any user may close it, any number of times.
+        """
     def abort(self, cause: BaseException | None = None) -> None:
-        """Break the channel: its items are discarded, and every waiting or later call raises Broken from
-        ``cause``."""
+        """Break the channel and discard its items.
+
+        Every waiting or later call raises ``Broken`` from ``cause``.
+        """
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[T]: ...
     def __next__(self) -> T: ...
@@ -240,8 +244,10 @@ class Out(Generic[T_contra]):
         """The channel that the port writes."""
     @property
     def closed(self) -> bool:
-        """Whether puts are no longer possible: the port or the channel was closed, the channel broke, or
-        its readers left."""
+        """Return whether puts are no longer possible.
+
+        The port or the channel was closed, the channel broke, or its readers left.
+        """
     def _follow(self, reader: In[Any], ordered: bool, single: bool, later: bool = False) -> None: ...
     def _replay(self) -> None: ...
     def _waited(self) -> tuple[float, float]: ...
@@ -256,16 +262,22 @@ class Link:
 
     def __init__(self, home: bool) -> None: ...
     def attach(self, fd: int) -> None:
-        """Continue over this connected socket, and take ownership of it. Frames that did not arrive over
-        the former one are sent again."""
+        """Continue over this connected socket, and take ownership of it.
+
+        Frames that did not arrive over the former one are sent again.
+        """
     def line(self, number: int, inputs: list[Any], outputs: list[Any], on_demand: bool = False) -> None:
-        """Serve the ports of one worker, under a number that both sides use. on_demand: items come only
-        for workers that wait for one or process one."""
+        """Serve the ports of one worker, under a number that both sides use.
+
+        ``on_demand``: items come only for workers that wait for one or process one.
+        """
     def drop(self, number: int) -> None:
         """Stop serving the ports of a worker; their sessions do not change. Unknown numbers are ignored."""
     def wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Wait for the next event and return its kind and values, or () after the timeout.
-        flowchan.transport.link_events converts them to typed events."""
+
+        flowchan.transport.link_events converts them to typed events.
+        """
     def state(self) -> dict[str, Any]:
         """Return the state of the connection and the counts of the link."""
     def close(self) -> None:
@@ -278,8 +290,7 @@ class Group:
     def allreduce(
         self, x: Any, op: Any = "sum", out: Any = None, timeout: float | None = None, wait: bool = True
     ) -> Any:
-        """Combine what all members give, element by element, in the order of their ranks: all get the same
-        bits.
+        """Combine the values of all members, element by element, in the order of their ranks.
 
         An array or tensor is overwritten with the result and returned; with ``out`` it stays, and that one is
         returned. Any other value is combined by Python's operators, and the result returned. ``op``: 'sum',
@@ -287,27 +298,37 @@ class Group:
         gives a handle.
         """
     def broadcast(self, x: Any = None, root: int = 0, timeout: float | None = None, wait: bool = True) -> Any:
-        """Give all members what ``root`` has: an array or tensor of the same shape and type is overwritten
-        and returned; any other value is returned."""
+        """Copy the value of ``root`` to all members.
+
+        An array or tensor of the same shape and type is overwritten and returned; any other value is
+        returned.
+        """
     def barrier(self, timeout: float | None = None, wait: bool = True) -> Any:
         """Return when all members have called it."""
     def allgather(self, x: Any, out: Any = None, timeout: float | None = None, wait: bool = True) -> Any:
-        """What every member gives, as a list in the order of the ranks. Arrays and tensors may differ in
-        shape. ``out``: an array of ``size`` times as many elements, or a list of arrays, to be filled instead
-        and returned; raises ValueError where what a member gave does not fit. ``wait=False`` gives a
-        handle."""
+        """What every member gives, as a list in the order of the ranks.
+
+        Arrays and tensors may differ in shape. ``out``: an array of ``size`` times as many elements, or a
+        list of arrays, to be filled instead and returned; raises ValueError where what a member gave does not
+        fit. ``wait=False`` gives a handle.
+        """
     def _choose(self, doing: int, way: int) -> None: ...
     def _plan(self, doing: int, size: int) -> tuple[int, int, bool, bool, bool]: ...
     def _took(self, doing: int, size: int) -> list[tuple[tuple[int, int, bool, bool, bool], int]]: ...
     def alltoall(self, xs: Any, out: Any = None, timeout: float | None = None, wait: bool = True) -> Any:
-        """What each member has for this one: a list in the order of the ranks. ``xs[i]`` goes to member i.
-        ``out``: arrays to be filled instead, then all of ``xs`` are arrays, too. ``wait=False`` gives a
-        handle."""
+        """What each member has for this one: a list in the order of the ranks.
+
+        ``xs[i]`` goes to member i. ``out``: arrays to be filled instead, then all of ``xs`` are arrays, too.
+        ``wait=False`` gives a handle.
+        """
     def reduce_scatter(
         self, x: Any, op: Any = "sum", out: Any = None, timeout: float | None = None, wait: bool = True
     ) -> Any:
-        """Combine arrays as ``allreduce`` does, and give each member its part of the result: the first of
-        ``size`` equal parts along the first dimension to rank 0, and so on. ``wait=False`` gives a handle."""
+        """Combine arrays as ``allreduce`` does, and return this member's part of the result.
+
+        Rank 0 gets the first of ``size`` equal parts along the first dimension, and so on. ``wait=False``
+        returns a handle.
+        """
     @property
     def rank(self) -> int:
         """Which member this is, from 0."""
@@ -385,8 +406,7 @@ def _take_up(
     blame: bool = True,
 ) -> None: ...
 def _when_finished(call: Callable[[], object]) -> None:
-    """Call ``call`` when the item that this thread is unpickling is finished, or at once if there is
-    none."""
+    """Call ``call`` when the item that this thread is unpickling is finished, or at once if there is none."""
 
 def _look_at(channels: list[Any]) -> tuple[int, int, int]: ...
 def _size_of(item: Any) -> int: ...

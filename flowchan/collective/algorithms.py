@@ -99,8 +99,10 @@ class AlgorithmChoice:
         self._queue(bool(self._chosen_backends) - before)  # the core then leaves every operation to Python
 
     def _backend_for(self, doing: int, x: Any) -> str | None:
-        """Return the backend of torch that runs the operation, or None; a tensor on a device uses the backend
-        of that device."""
+        """Return the backend of torch that runs the operation, or None.
+
+        A tensor on a device uses the backend of that device.
+        """
         chosen = self._chosen_backends.get(doing)
         if chosen is None and not array_access.is_here(x):
             return BY_DEVICE.get(x.device.type)
@@ -130,6 +132,7 @@ class AlgorithmChoice:
 
 
 def wrong_device_message(call: str, x: Any) -> str:
+    """Return the error message for a tensor that is neither in memory nor on a CUDA device."""
     remedy = "it has no contents" if x.device.type == "meta" else "copy it, for example with .cpu()"
     return (
         f"{call}: x must be in this machine's memory or a CUDA tensor, got {array_access.described(x)}; "
@@ -147,6 +150,7 @@ def check_combined(x: Any) -> None:
 
 
 def number_of(operation: str) -> int:
+    """Return the number of a public operation in :data:`NAMES`."""
     known = [name for number, name in enumerate(NAMES) if number not in (0, TELL)]
     if operation not in known:
         raise ValueError(f"operation must be one of {', '.join(known)}, not {operation!r}")

@@ -177,8 +177,7 @@ class Group(GroupSteps):
     def reduce_scatter(
         self, x: Any, op: str = "sum", out: Any = None, timeout: float | None = None, wait: bool = True
     ) -> Any:
-        """Combine the arrays of all members as ``allreduce`` does, and return this member's part of the
-        result.
+        """Combine the arrays of all members, and return this member's part of the result.
 
         Args:
             x: An array or tensor. Rank i gets part i of ``size`` equal parts along the first dimension.

@@ -64,8 +64,10 @@ def whole(hosts: int) -> int:
 
 
 def shown(operation: str, size: int | None, hosts: int) -> str:
-    """Describe the data that goes over the connections without a tree. ``size`` is that of an array in
-    bytes."""
+    """Describe the data that goes over the connections without a tree.
+
+    ``size`` is that of an array in bytes.
+    """
     if operation in (*COMBINING, NAMES[REDUCE_SCATTER]) and size is not None and size > whole(hosts):
         return "a slice for each"
     return _BETWEEN_HOSTS.get(operation, "all that each has")
@@ -134,8 +136,7 @@ class Links(Connections):
         )
 
     def _add_others(self, call: Call, out: Callable[[int], Any], mine: Any, op: str, left: Left) -> None:
-        """Send ``out(host)`` to each host, and combine ``mine`` with the data from the hosts, in their
-        order."""
+        """Send ``out(host)`` to each host, and combine ``mine`` with the hosts' data in their order."""
         found = {host: array_access.empty_like(mine) for host in self.sockets}
         self.swap(
             call,

@@ -286,8 +286,10 @@ class RemotePeer:
         return bool(sent)
 
     def _pass_on(self, messages: Channel[Framed]) -> None:
-        """Send queued messages. It dials only for the first one, because there must be no second
-        connection."""
+        """Send queued messages.
+
+        It dials only for the first one, because there must be no second connection.
+        """
         try:
             first = messages.get()
             hello = {"rank": self._owner.rank}
@@ -349,8 +351,10 @@ class RemotePeer:
         return self._in
 
     def begin_watch(self) -> None:
-        """Start to watch it. Only the serving thread calls this, because Ctrl-C could interrupt the start of
-        a thread."""
+        """Start to watch it.
+
+        Only the serving thread calls this, because Ctrl-C could interrupt the start of a thread.
+        """
         if self.wants_watch and not self._is_watched:
             self._is_watched = True
             start("watch", self._watch)
@@ -434,8 +438,10 @@ class RemotePeer:
         return bool(self._ended)
 
     def has_left(self) -> bool:
-        """Return whether the peer may have left: it did, or it was already gone when this member first
-        looked."""
+        """Return whether the peer may have left.
+
+        That is so if it did, or if it was already gone when this member first looked.
+        """
         return self._ended in (LEFT, UNKNOWN)
 
     def gone(self, call: str) -> GroupError:
@@ -455,8 +461,10 @@ def start(what: str, work: Callable[..., None], *given: Any) -> threading.Thread
 
 
 def _shut_down(sock: socket.socket | None) -> None:
-    """Shut down a socket, which ends calls that wait for it. The method of a TLS socket would continue in
-    plain text."""
+    """Shut down a socket, which ends calls that wait for it.
+
+    The method of a TLS socket would continue in plain text.
+    """
     if sock is not None:
         with contextlib.suppress(OSError):
             socket.socket.shutdown(sock, socket.SHUT_RDWR)

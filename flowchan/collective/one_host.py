@@ -323,8 +323,10 @@ class Overseer:
         self._group = _core.Group(fd, 0)
 
     def count_out(self, rank: int) -> None:
-        """Report that the process of this member has ended; if it never joined, the others stop waiting for
-        it."""
+        """Report that the process of this member has ended.
+
+        If it never joined, the others stop waiting for it.
+        """
         self._group._count_out(rank)
 
     def disband(self) -> None:

@@ -192,8 +192,10 @@ class SameHostPeer:
             raise self.gone("send") from error
 
     def _show(self) -> Out[Any]:
-        """Create and publish the channel. If Ctrl-C comes before it is published, the next send publishes
-        it."""
+        """Create and publish the channel.
+
+        If Ctrl-C comes before it is published, the next send publishes it.
+        """
         with self._lock:
             if self._made is None:
                 made: Channel[Any] = Channel(across="processes")

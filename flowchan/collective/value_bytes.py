@@ -30,6 +30,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes | bytearray) -> Any:
+    """Return the value that :func:`dumps` has made into bytes."""
     kind = data[-1]
     if kind == _PLAIN:
         return _core._from_plain_bytes(data if type(data) is bytes else bytes(data))

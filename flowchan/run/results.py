@@ -1,5 +1,8 @@
-"""Gathers the results of a run. The program takes them item by item, or threads of the run do once a caller
-waits for the end, or the run itself if a result is full while the program waits for something else."""
+"""Gathers the results of a run.
+
+The program takes them item by item, or threads of the run do once a caller waits for the end, or the run
+itself if a result is full while the program waits for something else.
+"""
 
 from __future__ import annotations
 
@@ -170,8 +173,11 @@ class ResultGathering:
                     self._take_in(id)
 
     def begin(self) -> None:
-        """Gather the results without a reader, each on a thread, because a caller waits. Another caller that
-        waits returns once all threads have begun, so that it finds the results when the run has ended."""
+        """Gather the results without a reader, each on a thread, because a caller waits.
+
+        Another caller that waits returns once all threads have begun, so that it finds the results when the
+        run has ended.
+        """
         waiting: list[WorkerId] = []
         try:
             with self._lock:
@@ -193,8 +199,10 @@ class ResultGathering:
             raise
 
     def results(self) -> Results:
-        """Give what was finished, once the run has ended. A result with a reader counts only if it was
-        kept."""
+        """Give what was finished, once the run has ended.
+
+        A result with a reader counts only if it was kept.
+        """
         values = self._supervisor.results
         for name, taken_in in list(self._gathered.items()):
             taken_in.thread.join()
@@ -213,8 +221,10 @@ def _worker(stage: str) -> WorkerId:
 
 
 class _GatheredResult:
-    """The items of a result that was full before the program read it. A thread goes on taking them in.
-    ``left``: whether its reader has left."""
+    """The items of a result that was full before the program read it.
+
+    A thread goes on taking them in. ``left``: whether its reader has left.
+    """
 
     def __init__(
         self,

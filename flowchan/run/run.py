@@ -97,8 +97,9 @@ class Run:
         return cast(Out[T], self._ports.inputs[stream.stage])
 
     def iter(self, stream: Stream[list[T]]) -> Iterator[T]:
-        """Iterate over the items of a ``collect`` stream as they come. Leaving the loop early stops the
-        stages before it.
+        """Iterate over the items of a ``collect`` stream as they come.
+
+        Leaving the loop early stops the stages before it.
 
         Args:
             stream: A stream that ``collect()`` returned.
@@ -184,8 +185,10 @@ class Run:
             self._leave(stage)
 
     def _leave(self, stage: str) -> None:
-        """Release the items of ``aiter`` when its loop is left. After a Ctrl-C in a block, the remaining
-        items become results."""
+        """Release the items of ``aiter`` when its loop is left.
+
+        After a Ctrl-C in a block, the remaining items become results.
+        """
         if self._in_block and self._interrupts.handled:
             self._gathering.keep(stage)
         self._gathering.leave(stage)
@@ -255,8 +258,10 @@ class Run:
         return self._gathering.results()
 
     def __await__(self) -> Generator[Any, None, Results]:
-        """Wait as :meth:`wait` does while the event loop runs: ``results = await run``. Cancelling the wait
-        does not affect the run."""
+        """Wait as :meth:`wait` does while the event loop runs: ``results = await run``.
+
+        Cancelling the wait does not affect the run.
+        """
         return self._ended().__await__()
 
     async def _ended(self) -> Results:
@@ -280,8 +285,9 @@ class Run:
 
     @refuses_misspelt("scale")
     def scale(self, stage: Stream[Any] | str, workers: int) -> None:
-        """Change the number of a stage's workers while the graph runs (R13). Returns at once; ``stats()``
-        shows how many workers the stage has.
+        """Change the number of a stage's workers while the graph runs (R13).
+
+        Returns at once; ``stats()`` shows how many workers the stage has.
 
         A removed worker finishes its item and ends. Numbers of workers are not used again. The call does
         nothing once the stage or the run comes to its end.
@@ -325,8 +331,10 @@ class Run:
         raise self._interruption(lambda _: told, number) from self._failure()
 
     def _interrupted(self) -> Interrupted | None:
-        """Return the error for a Ctrl-C in the body of a loop over items, outside a block. The error finishes
-        the run when the loop is left, or when its results are read."""
+        """Return the error for a Ctrl-C in the body of a loop over items, outside a block.
+
+        The error finishes the run when the loop is left, or when its results are read.
+        """
         return None if self._in_block or self._supervisor.ended.is_set() else self._interruption(self._tell)
 
     def _interruption(
@@ -346,8 +354,11 @@ class Run:
         return self._told, self.report()
 
     def _finish(self, number: int = signal.SIGINT, again: bool = False) -> None:
-        """Stop the run and wait until everything in flight is finished. A further interrupt aborts the run,
-        and another one does not wait even for that. Each step prints a line."""
+        """Stop the run and wait until everything in flight is finished.
+
+        A further interrupt aborts the run, and another one does not wait even for that. Each step prints a
+        line.
+        """
         key = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         try:
             with interrupts_deferred():
@@ -439,8 +450,9 @@ class Run:
         events: Callable[[Any], object] | None = None,
         every: float = 1.0,
     ) -> Subscription:
-        """Call functions with the statistics and events of the run, on a thread that all subscribers of the
-        run share.
+        """Call functions with the statistics and events of the run.
+
+        The calls come on a thread that all subscribers of the run share.
 
         A subscriber must not wait for the run. A subscriber that raises gets no more calls, and the run
         continues.
@@ -468,8 +480,10 @@ class Run:
         return render(self.stats())
 
     def explain(self) -> str:
-        """Return a text with the waits of each stage: its channel, the duration, and the state of the stage
-        at the other end."""
+        """Return a text with the waits of each stage.
+
+        It names the channel, the duration, and the state of the stage at the other end.
+        """
         return explain(self.stats())
 
     def __repr__(self) -> str:
@@ -477,8 +491,10 @@ class Run:
 
 
 class _Coming(AsyncIterator[Any]):
-    """The iterator that ``aiter`` returns. Dropping it leaves the loop, even if the event loop no longer
-    runs."""
+    """The iterator that ``aiter`` returns.
+
+    Dropping it leaves the loop, even if the event loop no longer runs.
+    """
 
     def __init__(self, run: Run, stage: str) -> None:
         self._run = run

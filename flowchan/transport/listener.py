@@ -187,8 +187,10 @@ class AuthenticatedListener:
         self.last_refused = reason
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when ``accept`` has work, except that of
-        :meth:`has_proved_peer`."""
+        """Return a descriptor that is readable when ``accept`` has work.
+
+        It does not cover the work of :meth:`has_proved_peer`.
+        """
         return self._ready.fileno()
 
     def has_proved_peer(self) -> bool:

@@ -27,8 +27,10 @@ Accept = Callable[[float], tuple[socket.socket, dict[str, Any]]]
 
 
 class RendezvousEnded(Exception):
-    """The rendezvous has ended, for the reason ``why``. If ``refused`` is true, its members cannot meet at
-    all."""
+    """The rendezvous has ended, for the reason ``why``.
+
+    If ``refused`` is true, its members cannot meet at all.
+    """
 
     def __init__(self, why: str, refused: bool = False) -> None:
         super().__init__(why)

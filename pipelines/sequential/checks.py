@@ -136,8 +136,10 @@ def _check_skips(module: nn.Sequential) -> None:
 
 
 def _in_a_row(module: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers in the order in which they run, including those of nested ``nn.Sequential``
-    containers."""
+    """Yield the layers in the order in which they run.
+
+    Layers of nested ``nn.Sequential`` containers are included.
+    """
     for name, layer in module._modules.items():
         assert layer is not None
         if isinstance(layer, nn.Sequential) and type(layer).forward is nn.Sequential.forward:
@@ -193,8 +195,7 @@ def check_joining(dim: Any, join: Any) -> None:
 def check_choices(
     on: Any, chunks: Any, balance: Any, sample: Any, param_scale: Any, dim: int, counts: int | list[int]
 ) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for an argument that is not one of the allowed words or
-    numbers."""
+    """Raise ``TypeError`` or ``ValueError`` for an argument with a value that is not allowed."""
     _check_placement(on)
     if chunks is not None and not is_whole(chunks):
         raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, got {shown(chunks)}")
@@ -240,8 +241,10 @@ def _check_balance(balance: Any, sample: Any, counts: int | list[int]) -> None:
 
 
 def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.device] | None:
-    """Return one device for each part. Devices of this host must exist; those of other hosts are unknown
-    here."""
+    """Return one device for each part.
+
+    Devices of this host must exist; those of other hosts are unknown here.
+    """
     if devices is None:
         return None
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
@@ -315,8 +318,7 @@ def refuse_sharded_layers(module: nn.Module) -> None:
 
 
 def refuse_sharded(module: nn.Module, pipe: str, remedy: str) -> None:
-    """Raise ``TypeError`` for parameters that FSDP shards around the pipe, which ``pipe`` does not
-    support."""
+    """Raise ``TypeError`` for parameters that FSDP shards around the pipe."""
     if FSDP not in sys.modules:
         return
     for name, layer in module.named_modules():
@@ -366,8 +368,10 @@ def _refusal(value: Any) -> str | None:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the submodules and attributes of a module, or the elements of a container, with their source
-    notation."""
+    """Yield the children of a module or container, with their source notation.
+
+    The children of a module are its submodules and attributes, and those of a container its elements.
+    """
     if isinstance(value, nn.Module):
         yield from ((f".{name}", child) for name, child in value.named_children())
         yield from ((f".{name}", child) for name, child in vars(value).items() if name != "_modules")

@@ -121,8 +121,10 @@ class Pop(nn.Module):
 
 @contextlib.contextmanager
 def skip_store(skips: Skips) -> Iterator[Skips]:
-    """Let ``Pop`` find ``skips``, and yield a dictionary that at the end contains the skips for later
-    parts."""
+    """Let ``Pop`` find ``skips``, and yield a dictionary for the skips of later parts.
+
+    The dictionary is complete at the end of the block.
+    """
     before = _thread_store.store, _thread_store.in_pipe
     _thread_store.store, _thread_store.in_pipe = dict(skips), True
     try:

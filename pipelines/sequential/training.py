@@ -1,5 +1,6 @@
-"""Training by steps: the program's side, which declares the graph of workers, sends batches and collects
-answers.
+"""Training by steps, on the program's side.
+
+This side declares the graph of workers, sends batches and collects answers.
 
 The program owns the parameters. On threads, the workers train its layers. In processes, they train copies
 whose parameters and buffers share its memory. On hosts, the copies have their own memory. Each step sends the
@@ -268,8 +269,10 @@ class Training:
     # --- internals ---
 
     def _raise_if_changed(self) -> None:
-        """Raise ``RuntimeError`` if layers have changed or ``torch.autocast`` is active, because workers
-        would not notice."""
+        """Raise ``RuntimeError`` if layers have changed or ``torch.autocast`` is active.
+
+        Workers would not notice either.
+        """
         if current_casting():
             raise RuntimeError(
                 "training: torch.autocast does not reach the parts; use pipe.trainer(…, autocast=…)"

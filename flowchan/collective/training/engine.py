@@ -264,8 +264,10 @@ def _samples(batches: Batches, epoch: int) -> Iterator[Any]:
 
 
 def _plain(state: Any) -> Any:
-    """Replace NumPy scalars by Python numbers, because torch does not load them. A learning rate may be
-    one."""
+    """Replace NumPy scalars by Python numbers, because torch does not load them.
+
+    A learning rate may be one.
+    """
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     if type(state) in (list, tuple):

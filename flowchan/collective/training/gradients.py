@@ -230,8 +230,10 @@ class _Bucket(_Flat):
 
 
 def _in_buckets(module: nn.Module) -> list[list[Tensor]]:
-    """Divide the parameters into lists of one type and device, last parameters first, as backward reaches
-    them."""
+    """Divide the parameters into lists of one type and device.
+
+    The last parameters come first, as backward reaches them.
+    """
     buckets: list[list[Tensor]] = []
     room = 0
     for parameter in reversed([p for p in module.parameters() if p.requires_grad]):
@@ -380,8 +382,7 @@ class ElasticAverage:
             parameter.sub_(pull)
 
     def join(self) -> None:
-        """Take part in the averages of the others without a batch, until all members have run out of
-        batches."""
+        """Take part in the averages of the others until all members have run out of batches."""
         while self._move(contributes=False):
             pass
 

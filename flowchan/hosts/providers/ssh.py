@@ -1,5 +1,7 @@
-"""Agents on machines that the system's ``ssh`` reaches. The user's configuration applies: names, ports, keys,
-jump hosts and key agents are the same as in a terminal."""
+"""Agents on machines that the system's ``ssh`` reaches.
+
+The user's configuration applies: names, ports, keys, jump hosts and key agents are the same as in a terminal.
+"""
 
 from __future__ import annotations
 

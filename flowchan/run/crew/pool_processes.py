@@ -147,8 +147,10 @@ class LastingProcesses:
         return started
 
     def stays(self, id: WorkerId, until: float) -> bool:
-        """Tell whether a worker's process waits for the next run, or has been dismissed. Waits for its report
-        until the time ``until``."""
+        """Tell whether a worker's process waits for the next run, or has been dismissed.
+
+        Waits for its report until the time ``until``.
+        """
         lasting = self._known.get(id)
         try:
             waits = lasting is not None and lasting.word(until) is None
@@ -175,8 +177,10 @@ class LastingProcesses:
             lasting.process.kill()
 
     def close(self) -> list[tuple[WorkerId, BaseException]]:
-        """Let all processes close their callables and end. Return the errors of the callables, also those of
-        processes that were dismissed before."""
+        """Let all processes close their callables and end.
+
+        Return the errors of the callables, also those of processes that were dismissed before.
+        """
         try:
             _dismiss(self._known, self._leaving)
             for id, lasting in self._leaving:
@@ -191,8 +195,10 @@ class LastingProcesses:
 
 
 def _end_dropped(pid: int, known: dict[WorkerId, LastingProcess], leaving: Dismissed) -> None:
-    """End the processes of a pool that was dropped within its block. Other processes than their parent do
-    nothing."""
+    """End the processes of a pool that was dropped within its block.
+
+    Other processes than their parent do nothing.
+    """
     if pid == os.getpid():
         _dismiss(known, leaving)
         for _, lasting in leaving:

@@ -27,8 +27,11 @@ from flowchan.run.worker.streams import Streams
 
 
 class WorkerProcesses:
-    """The worker processes of one run. ``graph`` is its name. ``gone`` receives each process that has ended
-    for certain, on the thread that runs :meth:`watch`."""
+    """The worker processes of one run.
+
+    ``graph`` is its name. ``gone`` receives each process that has ended for certain, on the thread that runs
+    :meth:`watch`.
+    """
 
     def __init__(self, graph: str, mail: Channel[Event | Logged], gone: Callable[[Gone], None]) -> None:
         self._graph = graph

@@ -67,8 +67,10 @@ class Waits:
     moves: bool = False
 
     def put_into(self, stats: RunStats) -> RunStats:
-        """Return statistics in which these waits replace those of the edges to remote workers. The ports here
-        ask for items ahead and buffer outputs, so their own waits say nothing."""
+        """Return statistics in which these waits replace those of the edges to remote workers.
+
+        The ports here ask for items ahead and buffer outputs, so their own waits say nothing.
+        """
         remote = {stage.name for stage in stats.stages if stage.hosts}
         edges = []
         for edge in stats.edges:
@@ -125,8 +127,10 @@ def _none_moves(seen: Observation) -> bool:
 
 
 def _full(seen: Observation) -> frozenset[WorkerId]:
-    """Return the unread results that are full, if the program waits to put into an input or for an item of
-    another result."""
+    """Return the unread results that are full.
+
+    There are none unless the program waits to put into an input or for an item of another result.
+    """
 
     def waits(edge: EdgeStats) -> bool:
         return bool(edge.waiting_writers if edge.writer in seen.inputs else edge.waiting_readers)
@@ -154,8 +158,11 @@ class Deadlocks:
         activity: Callable[[], Activity],
         observe: Callable[[frozenset[WorkerId]], Observation | None],
     ) -> Stuck | frozenset[WorkerId] | None:
-        """Return the present verdict. ``observe`` takes the unread results of the workers that are ``alive``.
-        It returns None while other hosts are being asked."""
+        """Return the present verdict.
+
+        ``observe`` takes the unread results of the workers that are ``alive``. It returns None while other
+        hosts are being asked.
+        """
         if now < self.next_at:
             return None
         if self._unread is None and not self._is_worth_it(activity(), alive):

@@ -93,8 +93,10 @@ class Journal:
 
 
 def blamed(item: str, why: str) -> None:
-    """Log that an item counts as failed because workers have died over it. The worker that holds the item
-    calls this."""
+    """Log that an item counts as failed because workers have died over it.
+
+    The worker that holds the item calls this.
+    """
     here = seeds.worker()
     about = {"stage": here.stage, "number": here.number}
     log.error("stage %r gave up item %s: %s", here.stage, item, why, extra=about)
