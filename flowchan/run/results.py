@@ -1,7 +1,7 @@
 """Gathers the results of a run.
 
-The program takes them item by item, or threads of the run do once a caller waits for the end, or the run
-itself if a result is full while the program waits for something else.
+The program takes them item by item. Once a caller waits for the end, threads of the run take them. The run
+itself takes them if a result is full while the program waits for something else.
 """
 
 from __future__ import annotations
