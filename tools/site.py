@@ -30,11 +30,13 @@ PAGES = {
 EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").rglob("*.py"))
 LINK = re.compile(r"(\]\()([^)#:\s]+)(?=[)#])")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+EXAMPLE = re.compile(r"^( +)Example:$", re.MULTILINE)
+"""Section of a docstring, which griffe reads as code under the name ``Examples``."""
 ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`~?\.?([^`]+)`")
 
 
 def on_startup(**_: Any) -> None:
-    """Lay the package out as installed, with the roles in its docstrings as Markdown."""
+    """Lay the package out as installed, with roles as Markdown and examples as griffe reads them."""
     shutil.rmtree(REFERENCE, ignore_errors=True)
     for source, target in (("flowchan", ""), ("pipelines", "pipelines"), ("viz", "viz")):
         for path in (ROOT / source).rglob("*.py*"):
@@ -42,7 +44,7 @@ def on_startup(**_: Any) -> None:
                 continue
             to = REFERENCE / "flowchan" / target / path.relative_to(ROOT / source)
             to.parent.mkdir(parents=True, exist_ok=True)
-            to.write_text(ROLE.sub(r"`\1`", path.read_text()))
+            to.write_text(EXAMPLE.sub(r"\1Examples:", ROLE.sub(r"`\1`", path.read_text())))
 
 
 def on_config(config: Any) -> Any:

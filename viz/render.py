@@ -34,7 +34,18 @@ sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog="dot"))
 
 
 class RenderError(FlowchanError):
-    """No picture could be made: Graphviz is missing, or failed for this graph."""
+    """No picture could be made: Graphviz is missing, or failed for this graph.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> from flowchan.viz import RenderError, svg
+        >>> graph = Graph()
+        >>> graph.source(range(3)).sink(print)
+        >>> try:
+        ...     picture = svg(graph)
+        ... except RenderError as error:
+        ...     print(f"install Graphviz: {error}")
+    """
 
 
 def render(dot: str, picture: str) -> bytes:

@@ -53,7 +53,11 @@ class AlgorithmChoice:
             ValueError: The group has no such operation.
 
         Example:
-            print(g.explain("allreduce", np.zeros(100_000)))
+            >>> import numpy
+            >>> from flowchan.collective import members
+            >>> (g,) = members(1)
+            >>> type(g.explain("allreduce", numpy.zeros(100_000))).__name__
+            'str'
         """
         try:
             array_access.is_dense(x)
@@ -81,7 +85,14 @@ class AlgorithmChoice:
             ValueError: The operation has no such algorithm, or the backend is not available.
 
         Example:
-            g.set_algorithm("broadcast", "direct")
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> from flowchan.collective import members
+            >>> def work(g):
+            ...     g.set_algorithm("broadcast", "direct")
+            ...     return g.broadcast(g.rank)
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(work, members(2)))
+            [0, 0]
         """
         doing, known = number_of(operation), ways_of(operation)
         if name is not None and name not in known:

@@ -52,6 +52,12 @@ class ConnectionStats:
         delay: Seconds until one byte arrives. It is measured when a group on more than two hosts forms, else
             None.
         bytes_per_second: Throughput, measured in the same way.
+
+    Example:
+        >>> from flowchan.collective import group
+        >>> with group() as g:
+        ...     for rank, connection in g.stats().items():
+        ...         print(rank, connection.sent, connection.received)
     """
 
     sent: int = 0

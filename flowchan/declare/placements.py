@@ -44,7 +44,11 @@ class Placement:
         return bool(self.hosts or self.nowhere or self.missing)
 
     def transport_to(self, other: Placement) -> Transport:
-        """Return the transport of a channel from this placement to ``other``."""
+        """Return the transport of a channel from this placement to another one.
+
+        Args:
+            other: Placement of the channel's reader.
+        """
         return PROCESSES if self.apart or other.apart else THREADS
 
     def is_beside(self, other: Placement) -> bool:

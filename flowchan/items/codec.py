@@ -280,10 +280,21 @@ def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) ->
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Unreadable:
-    """Represent an item that a stage could not unpickle.
+    """Item that a stage could not unpickle.
 
     Attributes:
         data: The pickle of the item, without the arrays that travel next to it.
+
+    Example:
+        >>> from flowchan import Graph, Unreadable
+        >>> class Wrong:
+        ...     def __reduce__(self):
+        ...         return int, ("x",)  # unpickling calls int("x")
+        >>> graph = Graph()
+        >>> shown = graph.source([Wrong()]).map(str, on="process")
+        >>> good, failed = shown.collect(), shown.errors.collect()
+        >>> isinstance(graph.run()[failed][0].item, Unreadable)
+        True
     """
 
     data: bytes

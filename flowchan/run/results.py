@@ -26,7 +26,18 @@ T = TypeVar("T")
 
 
 class Results(Mapping[Stream[Any], Any]):
-    """Maps streams to the results of a run: the value of a ``reduce``, the list of a ``collect``."""
+    """Map streams to the results of a run.
+
+    The result of a ``reduce`` stream is its value, and that of a ``collect`` stream is its list.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> numbers = graph.source([3, 4]).collect(name="numbers")
+        >>> results = graph.run()
+        >>> results[numbers], results
+        ([3, 4], <Results of 'graph': numbers>)
+    """
 
     def __init__(self, graph: str, values: dict[Stream[Any], Any]) -> None:
         self._graph = graph

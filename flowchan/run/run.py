@@ -48,8 +48,14 @@ class Run:
     results.
 
     Example:
-        with graph.start() as run:
-            run[questions].put("why?")
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> questions = graph.input()
+        >>> answers = questions.map(str.upper).collect()
+        >>> with graph.start() as run:
+        ...     run[questions].put("why?")
+        >>> run.state, run.wait()[answers]
+        ('done', ['WHY?'])
     """
 
     def __init__(self, plan: Plan, lasting: LastingProcesses | None = None) -> None:
@@ -87,6 +93,9 @@ class Run:
         Args:
             stream: A stream that ``graph.input()`` returned.
 
+        Returns:
+            The writing end.
+
         Raises:
             KeyError: It is not an input of this run.
         """
@@ -104,9 +113,23 @@ class Run:
         Args:
             stream: A stream that ``collect()`` returned.
 
+        Returns:
+            An iterator, for one loop.
+
         Raises:
             RunError: The run fails.
             ValueError: The stream is not a result of this run, or its items are taken already.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> squares = graph.source(range(3)).map(lambda n: n * n).collect()
+            >>> with graph.start() as run:
+            ...     for square in run.iter(squares):
+            ...         print(square)
+            0
+            1
+            4
         """
         return self._items(self._claimed(stream))
 
@@ -116,9 +139,23 @@ class Run:
         Args:
             stream: A stream that ``collect()`` returned.
 
+        Returns:
+            An asynchronous iterator, for one loop.
+
         Raises:
             RunError: The run fails.
             ValueError: The stream is not a result of this run, or its items are taken already.
+
+        Example:
+            >>> import asyncio
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> squares = graph.source(range(3)).map(lambda n: n * n).collect()
+            >>> async def main():
+            ...     with graph.start() as run:
+            ...         return [square async for square in run.aiter(squares)]
+            >>> asyncio.run(main())
+            [0, 1, 4]
         """
         return _Coming(self, self._claimed(stream))
 
@@ -144,10 +181,25 @@ class Run:
             item: The item.
             timeout: Seconds to wait for the result (default: no limit).
 
+        Returns:
+            The result of this item.
+
         Raises:
             TimeoutError: The result has not come after ``timeout`` seconds.
             RunError: The run fails before the result comes.
             ValueError: The graph does not allow ``ask`` on this stream.
+
+        Example:
+            >>> import asyncio
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> questions = graph.input()
+            >>> answers = questions.map(str.upper).collect()
+            >>> async def main():
+            ...     with graph.start() as run:
+            ...         return await asyncio.gather(run.ask(questions, "a"), run.ask(questions, "b"))
+            >>> asyncio.run(main())
+            ['A', 'B']
         """
         import asyncio
 
@@ -232,10 +284,21 @@ class Run:
         Args:
             timeout: Seconds to wait (default: no limit).
 
+        Returns:
+            The results by stream.
+
         Raises:
             TimeoutError: The run has not ended after ``timeout`` seconds.
             RunError: A stage failed.
             Interrupted: Ctrl-C or SIGTERM came; it holds the results.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> total = graph.source(range(5)).reduce(lambda total, number: total + number)
+            >>> run = graph.start()
+            >>> run.wait(timeout=60)[total]
+            10
         """
         try:
             with interrupts_deferred():
@@ -276,11 +339,38 @@ class Run:
         return failure_of_run(self._plan, self._supervisor.state.failures, self._supervisor.crashed)
 
     def stop(self) -> None:
-        """Stop the sources, and let everything in flight finish. Returns at once."""
+        """Stop the sources, and let everything in flight finish.
+
+        This returns at once.
+
+        Example:
+            >>> import itertools
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> count = graph.source(itertools.count()).reduce(lambda count, _: count + 1, 0)
+            >>> run = graph.start()
+            >>> run.stop()
+            >>> run.wait()[count] >= 0
+            True
+        """
         self._supervisor.ask(StopAsked())
 
     def abort(self) -> None:
-        """Break every channel at once and discard all items in flight. Returns at once."""
+        """Break every channel at once and discard all items in flight.
+
+        This returns at once.
+
+        Example:
+            >>> import itertools
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(itertools.count()).sink(lambda number: None)
+            >>> run = graph.start()
+            >>> run.abort()
+            >>> results = run.wait()
+            >>> run.state
+            'aborted'
+        """
         self._supervisor.ask(AbortAsked())
 
     @refuses_misspelt("scale")
@@ -301,6 +391,14 @@ class Run:
             KeyError: The graph has no such stage.
             ValueError: The number of its workers can't change. The stage is of another kind, runs on hosts,
                 has an async function, reserves GPUs for its workers, or uses processes of a pool.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> items = graph.input()
+            >>> items.map(str, name="show").sink(print)
+            >>> with graph.start() as run:
+            ...     run.scale("show", workers=3)
         """
         name = stage.stage if isinstance(stage, Stream) and self._owns(stage) else stage
         if not isinstance(name, str):
@@ -428,7 +526,7 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """The state: "running", "stopping", "done", "failed", "stopped" or "aborted"."""
+        """Return the state: "running", "stopping", "done", "failed", "stopped" or "aborted"."""
         return state_of(self._supervisor.state)
 
     @refuses_misspelt("stats")
@@ -439,6 +537,22 @@ class Run:
             window: Seconds over which rates, shares and the cause are computed (default: the whole run). The
                 ``window`` of the result is the actual length: up to half a second longer, and shorter if the
                 run is younger.
+
+        Returns:
+            Statistics of the stages, the channels and the hosts.
+
+        Raises:
+            TypeError: ``window`` is not a number.
+            ValueError: ``window`` is negative.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).map(str, name="show").sink(len)
+            >>> run = graph.start()
+            >>> results = run.wait()
+            >>> [(stage.name, stage.items_in) for stage in run.stats().stages]
+            [('source', 0), ('show', 3), ('len', 3)]
         """
         return self._supervisor.stats(seconds("stats", "window", window))
 
@@ -468,21 +582,50 @@ class Run:
             The subscription. Close it, or leave its ``with`` block, to end the calls.
 
         Example:
-            >>> with run.subscribe(stats=lambda stats: print(stats.bottleneck)):
-            ...     run.wait()
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).sink(str)
+            >>> states = []
+            >>> with graph.start() as run, run.subscribe(stats=lambda stats: states.append(stats.state)):
+            ...     results = run.wait()
+            >>> states[-1]
+            'done'
         """
         return self._supervisor.feed.subscribe(
             stats=stats, events=events, every=finite_seconds("subscribe", "every", every)
         )
 
     def report(self) -> str:
-        """Return tables of the run: stages, channels, the bottleneck, and the account of items."""
+        """Return tables of the run as text.
+
+        Returns:
+            The stages, the channels, the bottleneck, and the account of items.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph("words")
+            >>> graph.source(["a", "bb"]).sink(len)
+            >>> run = graph.start()
+            >>> results = run.wait()
+            >>> print(run.report())
+            graph 'words': done after ...
+        """
         return render(self.stats())
 
     def explain(self) -> str:
-        """Return a text with the waits of each stage.
+        """Explain what each stage waits for.
 
-        It names the channel, the duration, and the state of the stage at the other end.
+        Returns:
+            A text with the channel and the duration of each wait, and the state of the stage at the other
+            end.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> items = graph.input()
+            >>> items.sink(print)
+            >>> with graph.start() as run:
+            ...     text = run.explain()
         """
         return explain(self.stats())
 

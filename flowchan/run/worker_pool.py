@@ -46,6 +46,7 @@ class WorkerPool(Runnable):
         RunError: At the end of the block, if closing a callable fails.
 
     Example:
+        >>> from flowchan import Graph
         >>> graph = Graph("squares")
         >>> squares = graph.source(range(3)).map(lambda n: n * n, on="process").collect()
         >>> with graph.pool() as pool:

@@ -64,9 +64,19 @@ class Training:
     faster parts may already be updated.
 
     Example:
-        with pipe.trainer(loss=nn.MSELoss(), optimizer=partial(SGD, lr=0.1)) as training:
-            loss = training.step(x, target)
-        print(training.report())
+        >>> from functools import partial
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.pipelines import Sequential
+        >>> pipe = Sequential([nn.Linear(4, 8), nn.Linear(8, 1)])
+        >>> sgd = partial(torch.optim.SGD, lr=0.1)
+        >>> x, target = torch.ones(16, 4), torch.zeros(16, 1)
+        >>> with pipe.trainer(loss=nn.MSELoss(), optimizer=sgd) as training:
+        ...     loss = training.step(x, target)
+        ...     output = training.evaluate(x)
+        >>> output.shape
+        torch.Size([16, 1])
+        >>> table, events = str(training.report()), training.timeline().events
     """
 
     def __init__(
@@ -152,7 +162,7 @@ class Training:
 
     @property
     def graph(self) -> Graph:
-        """The workers and their channels, for ``flowchan viz``."""
+        """Return the workers and their channels, for ``flowchan viz``."""
         return self._run.graph
 
     @property
@@ -249,7 +259,11 @@ class Training:
         return self._cut.joined(outputs, list(map(batch_size, inputs)), "the evaluation")
 
     def timeline(self) -> Timeline:
-        """Return the events of all workers in the last ten steps."""
+        """Return the events of all workers in the last ten steps.
+
+        Returns:
+            The events, which print as a table.
+        """
         found = (event for step in self._done for events, _ in step for event in events)
         return Timeline(found, self.graph.name)
 

@@ -1,0 +1,65 @@
+"""Docstrings of public names have all sections, and their examples print what they show.
+
+``test_docstrings_torch.py`` runs the examples that need torch.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.docstrings import LISTED, exception, missing, output_errors, parsed, public
+from support.optional_packages import optional
+
+np = optional("numpy")  # imported here, because its threads stay
+
+PUBLIC = public(torch=False)
+"""The public names and members that do not need torch."""
+
+COMPILED = {
+    "flowchan.HostError": "needs a host that cannot be reached",
+    "flowchan.MemberDied": "needs four hosts",
+    "flowchan.hosts.ray": "needs a Ray cluster",
+    "flowchan.hosts.slurm": "needs a Slurm cluster",
+    "flowchan.hosts.ssh": "needs two hosts",
+}
+"""Examples that are only compiled, with the reason."""
+
+WITHOUT = {
+    "flowchan.ChannelError": "base class, which flowchan does not raise itself",
+    "flowchan.FlowchanError": "base class, which flowchan does not raise itself",
+    "flowchan.GroupError": "base class, whose messages name the remedy",
+    "flowchan.Refused": "a log message or the text of a HostError shows it",
+    "flowchan.viz.FORMATS": "a tuple of strings",
+}
+"""Public names without an example, with the reason."""
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, one in PUBLIC.items() if one.example and name not in COMPILED]
+)
+def test_docstring_example_gives_the_printed_output(name: str) -> None:
+    if "numpy" in PUBLIC[name].example or ".loan" in name:
+        np.ndarray  # noqa: B018  # skips the test without NumPy
+    assert not (errors := output_errors(name, PUBLIC[name].example)), errors
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_example_that_needs_other_hosts_compiles(name: str) -> None:
+    test = parsed(name, PUBLIC[name].example)
+    assert test.examples
+    for example in test.examples:
+        compile(example.source, name, "single")
+
+
+def test_every_public_name_has_an_example() -> None:
+    assert {name for name in LISTED if name in PUBLIC and not PUBLIC[name].example} == set(WITHOUT)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_docstring_has_all_sections(name: str) -> None:
+    assert not (lacks := missing(name, PUBLIC)), f"{name} lacks {lacks}"
+
+
+@pytest.mark.parametrize("name", [name for name, one in PUBLIC.items() if "Raises" in one.sections])
+def test_raises_section_names_exceptions(name: str) -> None:
+    for raised in PUBLIC[name].raises():
+        assert issubclass(exception(raised), BaseException)
