@@ -177,7 +177,19 @@ class Refused(FlowchanError, ConnectionError):
 
 
 class GroupError(FlowchanError):
-    """Base class of the exceptions that group operations define."""
+    """Base class of the exceptions that group operations define.
+
+    Example:
+        >>> from flowchan import GroupError
+        >>> from flowchan.collective import group
+        >>> g = group()
+        >>> g.close()
+        >>> try:
+        ...     g.barrier()
+        ... except GroupError:
+        ...     print("this member was closed")
+        this member was closed
+    """
 
 
 class MemberDied(GroupError):
@@ -444,5 +456,8 @@ class RunError(ExceptionGroup[StageError], FlowchanError):
 
         Args:
             excs: The failures of the new error.
+
+        Returns:
+            The new error.
         """
         return RunError(self.message, excs)

@@ -144,6 +144,9 @@ class _End:
     def stats(self) -> Traffic:
         """Return the statistics of the connection so far.
 
+        Returns:
+            The bytes, the breaks and the round-trip time.
+
         Example:
             >>> from flowchan.pipelines import Client, Server
             >>> with Server() as server, Client(server.address, server.secret) as client:

@@ -23,6 +23,14 @@ class Dataset(IterableDataset[T_co]):
     In a ``with`` block of the dataset, worker processes last from one epoch to the next. Then only one
     iteration can run at a time, so ``zip(data, data)`` needs a dataset without a block.
 
+    Args:
+        stream: Stream of a graph. The dataset is its reader.
+        seed: Seed of the workers' random numbers, as for :func:`dataset`.
+        pin_memory: Whether to copy tensors into page-locked memory.
+
+    Raises:
+        TypeError: ``stream`` is not a stream of a graph, or ``seed`` is not an int.
+
     Example:
         >>> from flowchan import Graph
         >>> from flowchan.pipelines import dataset

@@ -49,7 +49,14 @@ class RenderError(FlowchanError):
 
 
 def render(dot: str, picture: str) -> bytes:
-    """Return the picture of ``dot`` in one of the formats of :data:`PICTURES`.
+    """Draw a graph by Graphviz.
+
+    Args:
+        dot: The graph in Graphviz's language.
+        picture: One of the formats of :data:`PICTURES`.
+
+    Returns:
+        The contents of the file.
 
     Raises:
         ValueError: The format is unknown.

@@ -115,7 +115,13 @@ class Out(_core.Out[T_contra]):
 
 
 def moved(port: In[Any] | Out[Any]) -> tuple[Any, ...]:
-    """Return what pickle stores for a port, which moves to another process with its session.
+    """Return the values that pickle stores for a port, which moves with its session.
+
+    Args:
+        port: The port.
+
+    Returns:
+        The port's class and the arguments that make it in the other process.
 
     Raises:
         TypeError: The channel is across hosts, so its ports cannot move.

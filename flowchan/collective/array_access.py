@@ -28,6 +28,12 @@ def is_array(x: Any) -> bool:
 def is_dense(x: Any) -> bool:
     """Return whether ``x`` is an array or tensor that groups can move.
 
+    Args:
+        x: Any value.
+
+    Returns:
+        False for a value that is neither an array nor a tensor.
+
     Raises:
         TypeError: The contents of the array or tensor are not one block of memory.
     """

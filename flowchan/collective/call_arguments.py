@@ -83,6 +83,15 @@ def sizes_differ(call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> st
 def received(x: Any, source: int, out: Any, rank: int) -> Any:
     """Return the value that rank ``rank`` received from ``source``, copied into ``out`` if given.
 
+    Args:
+        x: The received value.
+        source: Rank of the sender.
+        out: Array for the value, or None.
+        rank: Rank of this member.
+
+    Returns:
+        ``out`` if given, else ``x``.
+
     Raises:
         Mismatch: The value does not fit into ``out``.
     """

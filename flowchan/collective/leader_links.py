@@ -96,10 +96,16 @@ class Links(Connections):
         into: Callable[[int], memoryview | None] = lambda _: None,
         timeout: float | None = None,
     ) -> dict[int, memoryview]:
-        """Run one step, and return the data from each host.
+        """Exchange messages with each host in one step.
 
-        ``out(host)`` are the parts of the message to that host. Its data is written into ``into(host)``, or
-        into new memory if that is None.
+        Args:
+            call: The call of this leader, which is compared with those of the others.
+            out: Returns the parts of the message to a host.
+            into: Returns the memory for the data of a host, or None for new memory (default).
+            timeout: Seconds; None means no limit.
+
+        Returns:
+            The data from each host.
 
         Raises:
             Differs: The calls of the leaders differ.

@@ -72,7 +72,16 @@ class Way:
     def connect(
         self, address: str, hello: Hello, wanted: Callable[[], bool], give_up: float = math.inf
     ) -> socket.socket:
-        """Return a connection to the member that listens at ``address``.
+        """Connect to the member that listens at an address.
+
+        Args:
+            address: The address.
+            hello: The hello of this member.
+            wanted: Returns whether the connection is still needed.
+            give_up: Monotonic time at which the call ends (default: never).
+
+        Returns:
+            The connection.
 
         Raises:
             ConnectionRefusedError: The member is gone, or another program has its port.
@@ -133,7 +142,14 @@ class RemotePeers:
             self.peer(hello["rank"]).hear(sock)
 
     def next_leader(self, missing: Sequence[int], give_up: float) -> tuple[int, socket.socket]:
-        """Wait for one of the ``missing`` leaders, and return its host and the connection to it.
+        """Wait for the connection of one of the ``missing`` leaders.
+
+        Args:
+            missing: Hosts of the leaders.
+            give_up: Monotonic time at which the call ends.
+
+        Returns:
+            The host of the leader, and the connection to it.
 
         Raises:
             MemberDied: One of them is gone.
@@ -311,7 +327,14 @@ class RemotePeer:
         return self._owner.way.connect(self._owner.addresses[self._rank], hello, wanted)
 
     def connect_leader(self, host: int, give_up: float) -> socket.socket:
-        """Return a connection from the leader of ``host`` to this peer, which is also a leader.
+        """Connect the leader of a host to this peer, which is also a leader.
+
+        Args:
+            host: The host of this process.
+            give_up: Monotonic time at which the call ends.
+
+        Returns:
+            The connection.
 
         Raises:
             MemberDied: The peer is gone.

@@ -230,7 +230,10 @@ class SameHostPeer:
         port.put(x, left())
 
     def incoming(self) -> In[Any] | None:
-        """Return the channel of its messages, or None.
+        """Open the channel of its messages.
+
+        Returns:
+            The reading end, or None if it has sent nothing.
 
         Raises:
             MemberDied: The channel can no longer be opened.

@@ -48,6 +48,9 @@ class Placement:
 
         Args:
             other: Placement of the channel's reader.
+
+        Returns:
+            Threads if both share the program's process, else processes.
         """
         return PROCESSES if self.apart or other.apart else THREADS
 

@@ -66,10 +66,13 @@ class Pool(Placement):
         return dataclasses.replace(self, name=", ".join(chosen), hosts=chosen, shares=shares)
 
     def is_beside(self, other: Placement) -> bool:
-        """Return whether one crew serves both placements, because they share a provider.
+        """Compare the provider with that of another placement.
 
         Args:
             other: Another placement.
+
+        Returns:
+            Whether one crew serves both.
         """
         return isinstance(other, Pool) and other.provider == self.provider
 

@@ -42,6 +42,9 @@ class WorkerPool(Runnable):
     once for each worker, in its first run, and closed at the end of the block. A process that died, or whose
     worker failed, is replaced in the next run. Workers on threads are new in each run.
 
+    Args:
+        graph: The graph.
+
     Raises:
         RunError: At the end of the block, if closing a callable fails.
 

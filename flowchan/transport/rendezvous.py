@@ -47,6 +47,10 @@ class Coordinator:
     The coordinator may be rank 0, until the time ``give_up``. Then it calls :meth:`assemble` and
     :meth:`gather`.
 
+    Args:
+        size: Number of participants.
+        give_up: Monotonic time at which the rendezvous ends.
+
     Attributes:
         over: Why the rendezvous has ended, or "".
         settled: All have met, and stay connected to learn when it ends.
@@ -188,7 +192,13 @@ class Participant:
         self._has = b""
 
     def gather(self, value: Any) -> list[Any]:
-        """Send a JSON value, and return the values of all participants in this round, by rank.
+        """Send a JSON value to all participants of this round.
+
+        Args:
+            value: The value of this participant.
+
+        Returns:
+            The values of all participants, by rank.
 
         Raises:
             RendezvousEnded: The rendezvous has ended.

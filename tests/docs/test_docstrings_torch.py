@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.docstrings import LISTED, exception, missing, output_errors, public
+from support.docstrings import LISTED, exception, missing, output_errors, public, undocumented_errors
 from support.optional_packages import optional
 
 torch = optional("torch")
@@ -30,5 +30,10 @@ def test_every_public_torch_name_has_an_example() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_torch_docstring_has_all_sections(name: str) -> None:
     assert not (lacks := missing(name, PUBLIC)), f"{name} lacks {lacks}"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_torch_raises_section_names_the_exceptions_of_the_function(name: str) -> None:
     for raised in PUBLIC[name].raises():
         assert issubclass(exception(raised), BaseException)
+    assert not (unnamed := undocumented_errors(PUBLIC[name])), f"{name} also raises {unnamed}"

@@ -6,12 +6,14 @@ properties that it or a base class of flowchan defines.
 
 from __future__ import annotations
 
+import ast
 import builtins
 import doctest
 import importlib
 import inspect
 import pkgutil
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,6 +146,25 @@ def exception(name: str) -> Any:
         if hasattr(module, name):
             return getattr(module, name)
     return pkgutil.resolve_name(name)
+
+
+def undocumented_errors(one: Documented) -> set[str]:
+    """Return the exceptions that a public function raises by their names and its docstring does not name."""
+    function: Any = vars(one.value).get("__init__") if inspect.isclass(one.value) else one.value
+    function = inspect.unwrap(function.fget if isinstance(function, property) else function)
+    if not inspect.isfunction(function) or function.__module__.split(".")[0] != "flowchan":
+        return set()
+    if function.__code__.co_filename == "<string>":  # the constructor of a dataclass
+        return set()
+    named = tuple(exception(name) for name in one.raises())
+    found = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        match node:
+            case ast.Raise(exc=ast.Call(func=ast.Name(id=name))):
+                raised = function.__globals__.get(name) or vars(builtins).get(name)
+                if inspect.isclass(raised) and not issubclass(raised, (AssertionError, *named)):
+                    found.add(name)
+    return found
 
 
 def parsed(name: str, example: str) -> doctest.DocTest:

@@ -57,9 +57,13 @@ class Provider(Protocol):
         """The distinct names of the hosts, in order: ``local-1``, ``gpu1``, ``ray-1``."""
 
     def listen_at(self, hosts: Sequence[str] | None = None) -> str:
-        """Return the address of this machine at which these hosts (default: all) reach the driver.
+        """Find the address of this machine at which hosts reach the driver.
 
-        The address has no port.
+        Args:
+            hosts: Names of the hosts (default: all).
+
+        Returns:
+            The address, without a port.
 
         Raises:
             HostError: No address was found. Its ``host`` is set if the error concerns one host alone.
@@ -68,7 +72,12 @@ class Provider(Protocol):
     def start(self, number: int, launch: Launch) -> StartedAgent:
         """Start the agent of ``hosts[number]``.
 
-        ``ended()`` of the agent reports a host that can't be reached.
+        Args:
+            number: Number of the host.
+            launch: Description of the agent.
+
+        Returns:
+            The agent. Its ``ended()`` reports a host that can't be reached.
 
         Raises:
             HostError: The cause of the failure is on this machine.

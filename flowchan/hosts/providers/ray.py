@@ -313,6 +313,12 @@ def ray(count: int, *, resources: Mapping[str, float] | None = None, address: st
         resources: Resources that each agent reserves on its node, by Ray's names (default: one ``"CPU"``).
         address: The address of this machine at which the nodes reach it, without a port (default: the one on
             the kernel's route to them).
+
+    Returns:
+        The provider.
+
+    Raises:
+        ValueError: ``count`` is less than 1.
     """
     whole("ray", "count", count, 1)
     for name, amount in (resources or {}).items():

@@ -102,6 +102,13 @@ def leave_if_unguarded(graph: Blueprint) -> None:
 def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
     """Explain the error of a process that could not start because Python's forkserver has ended.
 
+    Args:
+        graph: The graph of the stage.
+        stage: Name of the stage.
+
+    Yields:
+        Once, for the start of the process.
+
     Raises:
         Unguarded: The forkserver ended while it imported the main script.
         OSError: It ended otherwise; or the error of the start, if the forkserver still runs or is not used.

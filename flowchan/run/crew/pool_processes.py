@@ -60,6 +60,9 @@ class LastingProcess:
     def word(self, until: float) -> Left | None:
         """Wait for the process to report the end of its work.
 
+        Args:
+            until: Monotonic time at which the call ends.
+
         Returns:
             None if it waits for another order; ``Left`` if it has ended.
 

@@ -57,6 +57,9 @@ class RunChannels(Protocol):
 class RunPorts:
     """The channels, ports and workers of one run.
 
+    Args:
+        plan: Plan of the run.
+
     Attributes:
         plan: The plan of the run.
         channels: Its channels by name.

@@ -52,7 +52,7 @@ class WorkerProcesses:
         member: Any = None,
         next_seats: Channel[Any] | None = None,
     ) -> int:
-        """Start a worker's process and return its pid.
+        """Start a worker's process.
 
         Args:
             here: The worker's own description.
@@ -62,6 +62,9 @@ class WorkerProcesses:
             gpus: How many GPUs it has for itself.
             member: Its membership of the group of its gang.
             next_seats: The channel of later memberships.
+
+        Returns:
+            The id of the process.
 
         Raises:
             HostError: There are fewer GPUs left.

@@ -105,6 +105,10 @@ class Observation:
 def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[WorkerId] | None:
     """Compare two observations of a run, ``STILL`` seconds apart.
 
+    Args:
+        before: The earlier observation, or None if it is the first.
+        now: The later observation.
+
     Returns:
         ``Stuck`` if no worker can ever move again. The unread results that must be taken in, if they are full
         and the program waits for something else. Otherwise None.
