@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import inspect
+import pydoc
+
 import pytest
 from support.docstrings import LISTED, exception, missing, output_errors, parsed, public, undocumented_errors
 from support.optional_packages import optional
@@ -13,6 +16,8 @@ np = optional("numpy")  # imported here, because its threads stay
 
 PUBLIC = public(torch=False)
 """The public names and members that do not need torch."""
+
+LINES_OF_A_SCREEN = 50
 
 COMPILED = {
     "flowchan.HostError": "needs a host that cannot be reached",
@@ -56,6 +61,11 @@ def test_every_public_name_has_an_example() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_docstring_has_all_sections(name: str) -> None:
     assert not (lacks := missing(name, PUBLIC)), f"{name} lacks {lacks}"
+
+
+@pytest.mark.parametrize("name", [name for name, one in PUBLIC.items() if inspect.isroutine(one.value)])
+def test_help_of_public_function_fits_a_screen(name: str) -> None:
+    assert pydoc.render_doc(PUBLIC[name].value, renderer=pydoc.plaintext).count("\n") <= LINES_OF_A_SCREEN
 
 
 @pytest.mark.parametrize("name", PUBLIC)
