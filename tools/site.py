@@ -44,7 +44,10 @@ def on_startup(**_: Any) -> None:
                 continue
             to = REFERENCE / "flowchan" / target / path.relative_to(ROOT / source)
             to.parent.mkdir(parents=True, exist_ok=True)
-            to.write_text(EXAMPLE.sub(r"\1Examples:", ROLE.sub(r"`\1`", path.read_text())))
+            text = EXAMPLE.sub(r"\1Examples:", ROLE.sub(r"`\1`", path.read_text()))
+            to.write_text(text.replace("flowchan.collective.group import", "flowchan.collective._group import"))
+    # griffe would show this module instead of the function of the same name
+    (REFERENCE / "flowchan/collective/group.py").rename(REFERENCE / "flowchan/collective/_group.py")
 
 
 def on_config(config: Any) -> Any:
