@@ -45,7 +45,7 @@ def on_startup(**_: Any) -> None:
             to = REFERENCE / "flowchan" / target / path.relative_to(ROOT / source)
             to.parent.mkdir(parents=True, exist_ok=True)
             text = EXAMPLE.sub(r"\1Examples:", ROLE.sub(r"`\1`", path.read_text()))
-            to.write_text(text.replace("flowchan.collective.group import", "flowchan.collective._group import"))
+            to.write_text(text.replace(".collective.group import", ".collective._group import"))
     # griffe would show this module instead of the function of the same name
     (REFERENCE / "flowchan/collective/group.py").rename(REFERENCE / "flowchan/collective/_group.py")
 
