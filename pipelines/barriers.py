@@ -68,8 +68,11 @@ class Barrier:
         ValueError: ``parties`` is less than 1, or ``across`` is unknown.
 
     Example:
-        barrier = Barrier(4)
-        workers = map(4, train, barrier, on="process")  # each calls barrier.wait()
+        >>> from flowchan.pipelines import Barrier, map
+        >>> def work(barrier, worker):
+        ...     return barrier.wait(timeout=60)
+        >>> sorted(map(3, work, Barrier(3), on="process").join())
+        [0, 1, 2]
     """
 
     @refuses_misspelt("Barrier")
@@ -94,8 +97,8 @@ class Barrier:
             The order of arrival of this thread, from 0 to ``parties - 1``.
 
         Raises:
-            BrokenBarrierError: ``timeout`` expired here or in another thread, or the barrier was broken or
-                reset. All waiting threads raise it, and all later ones until :meth:`reset`.
+            threading.BrokenBarrierError: ``timeout`` expired here or in another thread, or the barrier was
+                broken or reset. All waiting threads raise it, and all later ones until :meth:`reset`.
         """
         generation = self._generation
         try:
@@ -131,27 +134,45 @@ class Barrier:
         gate.put_many([None] * (self.parties - 1))
 
     def reset(self) -> None:
-        """Make a broken barrier usable again. Waiting threads get ``threading.BrokenBarrierError``."""
+        """Make a broken barrier usable again.
+
+        Waiting threads get ``threading.BrokenBarrierError``.
+
+        Example:
+            >>> from flowchan.pipelines import Barrier
+            >>> barrier = Barrier(1)
+            >>> barrier.abort()
+            >>> barrier.reset()
+            >>> barrier.wait()
+            0
+        """
         with self._generations.lock:
             self._now().abort()
             self._generation = _Generation.of(self.parties, self._generations._another)
             self._generations["now"] = self._generation
 
     def abort(self) -> None:
-        """Break the barrier. Waiting threads, and later ones until :meth:`reset`, get the error.
+        """Break the barrier.
 
-        The error is ``threading.BrokenBarrierError``.
+        Waiting threads get ``threading.BrokenBarrierError``, and later ones too, until :meth:`reset`.
+
+        Example:
+            >>> from flowchan.pipelines import Barrier
+            >>> barrier = Barrier(2)
+            >>> barrier.abort()
+            >>> barrier.broken
+            True
         """
         self._now().abort()
 
     @property
     def broken(self) -> bool:
-        """True if the barrier is broken."""
+        """Return True if the barrier is broken."""
         return bool(self._now().arrivals.broken)
 
     @property
     def n_waiting(self) -> int:
-        """Number of threads that wait now."""
+        """Return the number of threads that wait now."""
         arrivals = self._now().arrivals
         return 0 if arrivals.broken else arrivals.stats().items_in % self.parties
 
@@ -181,9 +202,12 @@ class Event:
         ValueError: ``across`` is unknown.
 
     Example:
-        ready = Event()
-        workers = map(4, work, ready, on="process")  # each calls ready.wait()
-        ready.set()
+        >>> from flowchan.pipelines import Event, map
+        >>> ready = Event()
+        >>> workers = map(2, lambda ready, worker: ready.wait(timeout=60), ready, on="process")
+        >>> ready.set()
+        >>> workers.join()
+        [True, True]
     """
 
     @refuses_misspelt("Event")
@@ -197,11 +221,27 @@ class Event:
         return bool(self._gates["now"].closed)
 
     def set(self) -> None:
-        """Set the event: all waiting threads continue, and later ones do not wait until :meth:`clear`."""
+        """Set the event.
+
+        All waiting threads continue, and later ones do not wait until :meth:`clear`.
+
+        Example:
+            >>> from flowchan.pipelines import Event
+            >>> event = Event()
+            >>> event.set()
+            >>> event.is_set()
+            True
+            >>> event.clear()
+            >>> event.is_set()
+            False
+        """
         self._gates["now"].close()
 
     def clear(self) -> None:
-        """Clear the event: later threads wait for the next :meth:`set`."""
+        """Clear the event.
+
+        Later threads wait for the next :meth:`set`.
+        """
         with self._gates.lock:
             if self.is_set():
                 self._gates["now"] = self._gates._another(1)
@@ -242,9 +282,18 @@ class Condition(Held):
         ValueError: ``across`` is unknown, or differs from that of ``lock``.
 
     Example:
-        changed = Condition()
-        with changed:
-            changed.wait_for(lambda: state["ready"])
+        >>> from flowchan.pipelines import Condition, SharedDict, map
+        >>> def consume(changed, state, worker):
+        ...     with changed:
+        ...         changed.wait_for(lambda: state["ready"], timeout=60)
+        ...         return state["ready"]
+        >>> changed, state = Condition(), SharedDict({"ready": False})
+        >>> workers = map(2, consume, changed, state, on="process")
+        >>> with changed:
+        ...     state["ready"] = True
+        ...     changed.notify_all()
+        >>> workers.join()
+        [True, True]
     """
 
     @refuses_misspelt("Condition")
@@ -299,6 +348,13 @@ class Condition(Held):
 
         Raises:
             RuntimeError: The calling thread does not hold the lock.
+
+        Example:
+            >>> from flowchan.pipelines import Condition
+            >>> changed = Condition()
+            >>> with changed:
+            ...     changed.wait(timeout=0.01)
+            False
         """
         self._check("wait")
         ticket, gate = secrets.randbits(62), self._waiting._another(1)
@@ -344,6 +400,14 @@ class Condition(Held):
 
         Raises:
             RuntimeError: The calling thread does not hold the lock.
+
+        Example:
+            >>> from flowchan.pipelines import Condition
+            >>> changed = Condition()
+            >>> changed.acquire()
+            True
+            >>> changed.notify()
+            >>> changed.release()
         """
         self._check("notify")
         for ticket in self._waiting:

@@ -31,6 +31,15 @@ class Traffic:
         received: Bytes received by the caller's side.
         breaks: Number of times that the connection broke and was restored.
         round_trip: Round-trip time in seconds.
+
+    Example:
+        >>> from flowchan.pipelines import Client, Server
+        >>> with Server() as server, Client(server.address, server.secret) as client:
+        ...     client.send("hello")
+        ...     message, sender = server.recv_any()
+        ...     traffic = client.stats()
+        >>> traffic.sent > 0, traffic.breaks
+        (True, 0)
     """
 
     sent: int
@@ -65,6 +74,13 @@ class _End:
             Closed: The peer has left.
             Broken: The peer has died.
             Full: ``timeout`` expired.
+
+        Example:
+            >>> from flowchan.pipelines import Client, Server
+            >>> with Server() as server, Client(server.address, server.secret) as client:
+            ...     client.send("hello")
+            ...     server.recv_any()[0]
+            'hello'
         """
         self._outbox.put(message, timeout)
 
@@ -84,6 +100,13 @@ class _End:
             Broken: The peer has died.
             Empty: ``timeout`` expired.
             ValueError: ``into`` does not fit. The message stays the next one.
+
+        Example:
+            >>> from flowchan.pipelines import Client, Server
+            >>> with Server() as server, Client(server.address, server.secret) as client:
+            ...     server.clients(1)[0].send("hello")
+            ...     client.recv(timeout=60)
+            'hello'
         """
         message = self._unread.popleft() if self._unread else self._inbox.get(timeout)
         if into is None:
@@ -96,16 +119,59 @@ class _End:
         return into
 
     def recv_nowait(self) -> Any:
-        """Return the next message if there is one, else raise ``Empty``."""
+        """Return the next message if there is one now.
+
+        Returns:
+            The message.
+
+        Raises:
+            Empty: No message has arrived.
+            Drained: The peer has closed its end, and all its messages are read.
+            Broken: The peer has died.
+
+        Example:
+            >>> from flowchan import Empty
+            >>> from flowchan.pipelines import Client, Server
+            >>> with Server() as server, Client(server.address, server.secret) as client:
+            ...     try:
+            ...         client.recv_nowait()
+            ...     except Empty:
+            ...         print("nothing yet")
+            nothing yet
+        """
         return self._unread.popleft() if self._unread else self._inbox.get_nowait()
 
     def stats(self) -> Traffic:
-        """Return the statistics of the connection so far."""
+        """Return the statistics of the connection so far.
+
+        Returns:
+            The bytes, the breaks and the round-trip time.
+
+        Example:
+            >>> from flowchan.pipelines import Client, Server
+            >>> with Server() as server, Client(server.address, server.secret) as client:
+            ...     client.stats().breaks
+            0
+        """
         state = self._link.state()
         return Traffic(state["bytes_out"], state["bytes_in"], state["breaks"], state["round_trip"])
 
     def close(self) -> None:
-        """Close this end: the peer reads the messages sent so far, and then gets the end."""
+        """Close this end.
+
+        The peer reads the messages sent so far, and then gets the end.
+
+        Example:
+            >>> from flowchan import Drained
+            >>> from flowchan.pipelines import Client, Server
+            >>> with Server() as server, Client(server.address, server.secret) as client:
+            ...     server.clients(1)[0].close()
+            ...     try:
+            ...         client.recv()
+            ...     except Drained:
+            ...         print("no more messages")
+            no more messages
+        """
         self._outbox.close()
         self._inbox.close()
 
@@ -130,9 +196,14 @@ class Client(_End):
         HostError: No server with this secret answered within ``timeout`` seconds.
 
     Example:
-        with Client(address, secret, tag="trainer") as client:
-            client.send(gradients)
-            weights = client.recv()
+        >>> from flowchan.pipelines import Client, Server
+        >>> with Server() as server:
+        ...     with Client(server.address, server.secret, tag="trainer") as client:
+        ...         client.send({"loss": 0.5})
+        ...         message, sender = server.recv_any()
+        ...         sender.send("go on")
+        ...         print(message, client.recv())
+        {'loss': 0.5} go on
     """
 
     @refuses_misspelt("Client")
@@ -145,7 +216,21 @@ class Client(_End):
 
 
 class ServedClient(_End):
-    """Client as seen by its server, which may change its ``tag``."""
+    """Client as its server sees it.
+
+    The server may change its ``tag``.
+
+    Attributes:
+        id: Number of the client, from 1 in order of arrival.
+        tag: Label of the client.
+
+    Example:
+        >>> from flowchan.pipelines import Client, Server
+        >>> with Server() as server, Client(server.address, server.secret, tag="trainer"):
+        ...     (served,) = server.clients(1)
+        ...     served.id, served.tag
+        (1, 'trainer')
+    """
 
     def __init__(self, member: JoinedClient) -> None:
         super().__init__("client", member.id, member.tag, member.inbox, member.outbox, member.link)
@@ -167,10 +252,13 @@ class Server:
         ValueError: ``secret`` is too short.
 
     Example:
-        with Server("0.0.0.0:0") as server:
-            print(server.address, server.secret.hex())
-            message, client = server.recv_any()
-            client.send(reply(message))
+        >>> from flowchan.pipelines import Client, Server
+        >>> with Server() as server, Client(server.address, server.secret) as client:
+        ...     client.send("hello")
+        ...     message, sender = server.recv_any()
+        ...     sender.send(message.upper())
+        ...     client.recv()
+        'HELLO'
     """
 
     @refuses_misspelt("Server")
@@ -206,8 +294,17 @@ class Server:
             tag: Return only clients with this tag (default: all).
             timeout: Maximum seconds to wait for ``count`` clients (default: 300).
 
+        Returns:
+            The clients.
+
         Raises:
             Empty: Fewer than ``count`` clients came within ``timeout`` seconds.
+
+        Example:
+            >>> from flowchan.pipelines import Client, Server
+            >>> with Server() as server, Client(server.address, server.secret, tag="trainer"):
+            ...     [client.tag for client in server.clients(1, timeout=60)]
+            ['trainer']
         """
         give_up = time.monotonic() + timeout
         with self._subscription() as wakeup:
@@ -251,6 +348,14 @@ class Server:
         Raises:
             Broken: A client has died; raised once for each.
             Empty: No message came within ``timeout`` seconds.
+
+        Example:
+            >>> from flowchan.pipelines import Client, Server
+            >>> with Server() as server, Client(server.address, server.secret) as client:
+            ...     client.send("hello")
+            ...     message, sender = server.recv_any(timeout=60)
+            >>> message
+            'hello'
         """
         give_up = math.inf if timeout is None else time.monotonic() + timeout
         with self._subscription() as wakeup:
@@ -289,6 +394,14 @@ class Server:
 
         Returns:
             The number of clients that the message was sent to.
+
+        Example:
+            >>> from flowchan.pipelines import Client, Server
+            >>> with Server() as server, Client(server.address, server.secret) as client:
+            ...     server.clients(1)
+            ...     server.broadcast("stop"), client.recv()
+            [<client 1, tag ''>]
+            (1, 'stop')
         """
         once, count = sealed_once(message), 0
         for client in self.clients(tag=tag):
@@ -298,7 +411,17 @@ class Server:
         return count
 
     def stats(self) -> Traffic:
-        """Return the sum of the statistics of all connected clients; ``round_trip`` is the longest."""
+        """Return the sum of the statistics of all connected clients.
+
+        Returns:
+            The sums; ``round_trip`` is the longest.
+
+        Example:
+            >>> from flowchan.pipelines import Server
+            >>> with Server() as server:
+            ...     server.stats()
+            Traffic(sent=0, received=0, breaks=0, round_trip=0.0)
+        """
         links = {id(client._link): client.stats() for client in self.clients()}.values()
         return Traffic(
             sum(one.sent for one in links),
@@ -308,10 +431,17 @@ class Server:
         )
 
     def close(self, timeout: float = 10.0) -> None:
-        """Close the server: no client can join, and each client gets the end after its messages.
+        """Close the server.
+
+        No client can join any more, and each client gets the end after its messages.
 
         Args:
             timeout: Maximum seconds to wait until all clients have read their messages (default: 10).
+
+        Example:
+            >>> from flowchan.pipelines import Server
+            >>> server = Server()
+            >>> server.close()
         """
         for client in self.clients():
             client.close()

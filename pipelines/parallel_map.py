@@ -13,9 +13,22 @@ from flowchan.pipelines.user_calls import call, name_of, reason
 
 
 class Workers:
-    """Handle of the workers that :func:`map` starts.
+    """Handle of running workers, returned by :func:`map`.
 
     Workers that are not joined continue. The end of the program ends them.
+
+    Args:
+        n: Number of workers.
+        fn: Function that each worker calls.
+        args: Arguments of all workers.
+        on: Placement of the workers.
+
+    Example:
+        >>> from flowchan.pipelines import map
+        >>> workers = map(2, lambda worker: worker * worker)
+        >>> workers.join()
+        [1, 4]
+        >>> workers.check_errors()
     """
 
     def __init__(self, n: int, fn: Callable[..., Any], args: tuple[Any, ...], on: PlacementOption) -> None:
@@ -129,7 +142,9 @@ def map(  # noqa: A001
         GraphError: An argument cannot be sent to a process.
 
     Example:
-        print(map(4, lambda base, worker: base + worker, 10).join())  # [11, 12, 13, 14]
+        >>> from flowchan.pipelines import map
+        >>> map(4, lambda base, worker: base + worker, 10).join()
+        [11, 12, 13, 14]
     """
     if not callable(fn):
         raise TypeError(f"map: fn must be callable, got {fn!r}")

@@ -62,9 +62,11 @@ class TaskPool(Executor):
         ValueError: An argument is out of range, or ``max_tasks_per_child`` is given for threads.
 
     Example:
-        with TaskPool(4, on="process") as pool:
-            future = pool.submit(pow, 2, 100)
-            print(future.result())
+        >>> from flowchan.pipelines import TaskPool
+        >>> with TaskPool(2, on="process") as pool:
+        ...     future = pool.submit(pow, 2, 10)
+        ...     future.result(), list(pool.map(abs, [-1, -2]))
+        (1024, [1, 2])
     """
 
     @refuses_misspelt("TaskPool")
@@ -127,7 +129,7 @@ class TaskPool(Executor):
         Raises:
             TypeError: ``fn`` cannot be called.
             RuntimeError: The pool is closed.
-            BrokenExecutor: The whole pool has failed. It is a ``RuntimeError``.
+            concurrent.futures.BrokenExecutor: The whole pool has failed. It is a ``RuntimeError``.
         """
         if _exiting.is_set():
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
@@ -190,11 +192,21 @@ class TaskPool(Executor):
         return _one_by_one(super().map(functools.partial(_call_each, fn), chunks, timeout=timeout))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more tasks. Further calls have no effect.
+        """Accept no more tasks.
+
+        Further calls have no effect.
 
         Args:
             wait: True to wait until all tasks are done (default: True).
             cancel_futures: True to cancel the tasks that have not begun (default: False).
+
+        Example:
+            >>> from flowchan.pipelines import TaskPool
+            >>> pool = TaskPool(1)
+            >>> future = pool.submit(abs, -1)
+            >>> pool.shutdown()
+            >>> future.result()
+            1
         """
         self._is_shut = True
         if cancel_futures:
@@ -205,7 +217,16 @@ class TaskPool(Executor):
             self._watcher.join()
 
     def close(self) -> None:
-        """Accept no more tasks, and wait until all tasks are done, like ``shutdown()``."""
+        """Accept no more tasks, and wait until all tasks are done, like ``shutdown()``.
+
+        Example:
+            >>> from flowchan.pipelines import TaskPool
+            >>> pool = TaskPool(1)
+            >>> future = pool.submit(abs, -1)
+            >>> pool.close()
+            >>> future.done()
+            True
+        """
         self.shutdown()
 
 
@@ -224,8 +245,11 @@ class BackgroundTask(Future[T]):
         TypeError: ``fn`` cannot be called.
 
     Example:
-        task = BackgroundTask(train, model, on="process")
-        print(task.result())
+        >>> from flowchan.pipelines import BackgroundTask
+        >>> task = BackgroundTask(pow, 2, 10, on="process")
+        >>> task.result()
+        1024
+        >>> task.close()
     """
 
     def __init__(

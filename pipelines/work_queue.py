@@ -40,9 +40,23 @@ A live creator needs microseconds.
 
 
 class WorkQueue:
-    """Work queue, returned by :func:`workqueue`.
+    """Questions of one owner and the answers of many workers, returned by :func:`workqueue`.
 
-    ``creator`` is True if this handle created the queue, False if it opened an existing one.
+    Attributes:
+        creator: True if this handle created the queue, False if it opened an existing one.
+
+    Example:
+        >>> from flowchan.pipelines import map, workqueue
+        >>> def answer(queue, worker):
+        ...     for question in queue:
+        ...         queue.put(question * 10)
+        >>> queue = workqueue()
+        >>> workers = map(3, answer, queue)
+        >>> queue.put_many([1, 2, 3])
+        >>> queue.drain()
+        >>> sorted([queue.get(), queue.get_nowait(), queue.get(timeout=1)])
+        [10, 20, 30]
+        >>> queue.close()
     """
 
     def __init__(self, sides: _SharedQueue, creator: bool) -> None:
@@ -54,12 +68,12 @@ class WorkQueue:
 
     @property
     def name(self) -> str | None:
-        """Name of the queue, or ``None``."""
+        """Return the name of the queue, or ``None``."""
         return self._sides.name
 
     @property
     def is_owner(self) -> bool:
-        """True if the calling thread is the owner."""
+        """Return True if the calling thread is the owner."""
         return self._sides.is_owner
 
     def put(self, item: Any, timeout: float | None = None) -> None:
@@ -109,6 +123,9 @@ class WorkQueue:
 
     def get_nowait(self) -> Any:
         """Get an item if there is one now.
+
+        Returns:
+            The answer or question.
 
         Raises:
             Empty: No item is available.
@@ -317,11 +334,16 @@ def workqueue(name: str | None = None, capacity: int = 64, across: Across = "thr
         TimeoutError: Another process has the name, but did not publish its queue within 10 seconds.
 
     Example:
-        queue = workqueue(capacity=8)
-        workers = map(3, answer, queue)  # each loops: for question in queue: queue.put(...)
-        queue.put_many(questions)
-        queue.close()
-        answers = list(queue)
+        >>> from flowchan.pipelines import map, workqueue
+        >>> def answer(queue, worker):
+        ...     for question in queue:
+        ...         queue.put(question * 10)
+        >>> queue = workqueue(capacity=8)
+        >>> workers = map(3, answer, queue)
+        >>> queue.put_many([1, 2, 3])
+        >>> queue.close()
+        >>> sorted(queue)
+        [10, 20, 30]
     """
     sides = _SharedQueue()
     if name is None:

@@ -205,13 +205,24 @@ def test_only_tables_compare_operator_placement_and_transport_names():
     assert not found, "\n".join(found)
 
 
+def lines_of_examples(text: str) -> int:
+    """Return the number of lines in the section ``Example`` of each docstring, which is the last one."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+    examples = [(ast.get_docstring(node) or "").partition("\nExample:\n")[2] for node in nodes]
+    return sum(example.count("\n") + 3 for example in examples if example)  # with the title
+
+
 def test_files_can_be_read_in_a_sitting():
-    """The limit is 500 lines, and includes native sources."""
+    """The limit is 500 lines, and includes native sources. Examples in docstrings do not count."""
     long = {}
     for folder in [*PACKAGES.values(), ROOT / "tests"]:
         for path in folder.rglob("*"):
             if path.suffix in {".py", ".pyi", ".cpp", ".hpp"}:
-                lines = len(path.read_text().splitlines())
+                text = path.read_text()
+                lines = len(text.splitlines())
+                if lines > 500 and path.suffix in {".py", ".pyi"}:
+                    lines -= lines_of_examples(text)
                 if lines > 500:
                     long[str(path.relative_to(ROOT))] = lines
     assert not long

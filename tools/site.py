@@ -37,7 +37,8 @@ Some need more packages: `pip install torch scikit-learn pillow pyarrow`.
 """
 LINK = re.compile(r"(\]\()([^)#:\s]+)(?=[)#])")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-EXAMPLE = re.compile(r"^( +)Example:\n((?:\1    .*\n|\n(?=\1    ))+)", re.MULTILINE)
+EXAMPLE = re.compile(r"^( +)Example:$", re.MULTILINE)
+"""Section of a docstring, which griffe reads as code under the name ``Examples``."""
 METHOD = re.compile(r"^    (\w+) = (\w+)\.\1$", re.MULTILINE)
 """A method that another module defines as a function."""
 DEFAULT = re.compile(r"(?<== )DEFAULT_[A-Z_]+\b")
@@ -45,7 +46,7 @@ ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`~?\.?([^`]+)`")
 
 
 def on_startup(**_: Any) -> None:
-    """Lay the package out as installed, with Markdown for roles and examples.
+    """Lay the package out as installed, with roles as Markdown and examples as griffe reads them.
 
     Names of defaults become their numbers.
     """
@@ -59,9 +60,11 @@ def on_startup(**_: Any) -> None:
             to = REFERENCE / "flowchan" / target / path.relative_to(ROOT / source)
             to.parent.mkdir(parents=True, exist_ok=True)
             text = METHOD.sub(_method, path.read_text())
-            text = ROLE.sub(r"`\1`", text)
-            text = EXAMPLE.sub(r"\1Example:\n\1    ```python\n\2\1    ```\n", text)
+            text = EXAMPLE.sub(r"\1Examples:", ROLE.sub(r"`\1`", text))
+            text = text.replace(".collective.group import", ".collective._group import")
             to.write_text(DEFAULT.sub(lambda match: numbers.get(match[0], match[0]), text))
+    # griffe would show this module instead of the function of the same name
+    (REFERENCE / "flowchan/collective/group.py").rename(REFERENCE / "flowchan/collective/_group.py")
 
 
 def _method(match: re.Match[str]) -> str:

@@ -55,8 +55,16 @@ def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
         live: True to leave room for the activity of each stage, for :mod:`flowchan.viz.live` (default:
             False).
 
+    Returns:
+        The text, for Graphviz.
+
     Example:
-        print(to_dot(graph))
+        >>> from flowchan import Graph
+        >>> from flowchan.viz import to_dot
+        >>> graph = Graph()
+        >>> graph.source(range(3)).sink(print)
+        >>> print(to_dot(graph).splitlines()[0])
+        digraph flowchan {
     """
     import graphviz
 

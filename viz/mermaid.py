@@ -44,8 +44,16 @@ def to_mermaid(blueprint: Blueprint) -> str:
     Args:
         blueprint: Graph to convert.
 
+    Returns:
+        The text, for Mermaid.
+
     Example:
-        print(to_mermaid(graph))
+        >>> from flowchan import Graph
+        >>> from flowchan.viz import to_mermaid
+        >>> graph = Graph()
+        >>> graph.source(range(3)).sink(print)
+        >>> "flowchart LR" in to_mermaid(graph)
+        True
     """
     picture = labels.picture(blueprint)
     lines = ["---", f"title: {json.dumps(picture.name)}", "---", "flowchart LR"]

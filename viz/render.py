@@ -37,11 +37,29 @@ sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog="dot"))
 
 
 class RenderError(FlowchanError):
-    """No picture could be made: Graphviz is missing, or failed for this graph."""
+    """No picture could be made: Graphviz is missing, or failed for this graph.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> from flowchan.viz import RenderError, svg
+        >>> graph = Graph()
+        >>> graph.source(range(3)).sink(print)
+        >>> try:
+        ...     picture = svg(graph)
+        ... except RenderError as error:
+        ...     print(f"install Graphviz: {error}")
+    """
 
 
 def render(dot: str, picture: str) -> bytes:
-    """Return the picture of ``dot`` in one of the formats of :data:`PICTURES`.
+    """Draw a graph by Graphviz.
+
+    Args:
+        dot: The graph in Graphviz's language.
+        picture: One of the formats of :data:`PICTURES`.
+
+    Returns:
+        The contents of the file.
 
     Raises:
         ValueError: The format is unknown.

@@ -131,11 +131,11 @@ void bind_link(nb::module_& m) {
                 link.attach(fd);
             },
             "fd"_a,
-            "Continue over this connected socket, and take ownership of it. Frames that did "
-            "not arrive over the former one are sent again.")
+            "Continue over this connected socket, and take ownership of it.\n\n"
+            "Frames that did not arrive over the former one are sent again.")
         .def("line", open_stream, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
-             "Serve the ports of one worker, under a number that both sides use. on_demand: "
-             "items come only for workers that wait for one or process one.")
+             "Serve the ports of one worker, under a number that both sides use.\n\n"
+             "``on_demand``: items come only for workers that wait for one or process one.")
         .def(
             "drop",
             [](PyLink& link, uint32_t number) {
@@ -146,8 +146,8 @@ void bind_link(nb::module_& m) {
             "Stop serving the ports of a worker; their sessions do not change. Unknown "
             "numbers are ignored.")
         .def("wait", wait_for_event, "timeout"_a = nb::none(),
-             "Wait for the next event and return its kind and values, or () after the "
-             "timeout. flowchan.transport.link_events converts them to typed events.")
+             "Wait for the next event and return its kind and values, or () after the timeout.\n\n"
+             "flowchan.transport.link_events converts them to typed events.")
         .def("state", state_of, "Return the state of the connection and the counts of the link.")
         .def(
             "close",

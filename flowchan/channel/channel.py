@@ -59,6 +59,15 @@ class Holder:
         pid: Number of the process.
         blocks: Number of memory blocks that it keeps.
         bytes: Total size of these blocks.
+
+    Example:
+        >>> import numpy
+        >>> from flowchan import Channel
+        >>> channel = Channel(across="processes")
+        >>> channel.put(numpy.ones(1_000_000))
+        >>> array = channel.get()
+        >>> [holder.blocks for holder in channel.stats().holders]
+        [1]
     """
 
     pid: int
@@ -94,6 +103,14 @@ class ChannelStats:
         bytes_inside: Bytes that count against ``max_bytes``.
         short_of_bytes: Whether a writer waits because of ``max_bytes``, and not because of ``capacity``.
         holders: Processes that keep blocks of the channel's memory.
+
+    Example:
+        >>> from flowchan import Channel
+        >>> channel = Channel()
+        >>> channel.put_many("abc")
+        >>> stats = channel.stats()
+        >>> stats.items_in, stats.items_out, stats.inside
+        (3, 0, 3)
     """
 
     items_in: int
@@ -199,8 +216,17 @@ class Channel(_core.Channel[T]):
     def address(self) -> str:
         """Return the address at which ``flowchan.hosts.open_channel`` opens a channel across hosts.
 
+        Returns:
+            The text that ``open_channel`` takes.
+
         Raises:
             ChannelError: The channel is not across hosts.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel(across="hosts")
+            >>> channel.address.startswith("127.0.0.1:")
+            True
         """
         return self._where().address
 
@@ -210,6 +236,9 @@ class Channel(_core.Channel[T]):
 
         A program that knows the secret can run code in this process. Keep it out of command lines and
         environment variables.
+
+        Returns:
+            The bytes that ``open_channel`` takes.
 
         Raises:
             ChannelError: The channel is not across hosts.
@@ -298,7 +327,20 @@ class Channel(_core.Channel[T]):
     __anext__ = awaiting.anext_item
 
     def stats(self) -> ChannelStats:
-        """Return consistent statistics of this moment, taken under the channel's lock."""
+        """Return the statistics of this moment.
+
+        They are taken under the channel's lock, so they are consistent.
+
+        Returns:
+            Counts of items, bytes and waiting users, and the waiting times.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel()
+            >>> channel.put("a")
+            >>> channel.stats().inside
+            1
+        """
         stats = self._stats()
         held = stats.pop("holders")
         return ChannelStats(**stats, holders=tuple(Holder(*one) for one in held))

@@ -24,6 +24,13 @@ class Selected(Generic[T_co]):
         channel: The channel or port of the operation.
         item: The item that was taken or put; None for a channel of ``ready``.
         put: Whether the operation was a put.
+
+    Example:
+        >>> from flowchan import Channel, select
+        >>> channel = Channel()
+        >>> done = select(puts=[(channel, "a")])
+        >>> done.item, done.put, done.channel is channel
+        ('a', True, True)
     """
 
     channel: Any
@@ -32,7 +39,16 @@ class Selected(Generic[T_co]):
 
 
 class NothingReady(Empty, Full):
-    """None of the operations of a ``select`` was possible now, or within ``timeout`` seconds."""
+    """None of the operations of a ``select`` was possible now, or within ``timeout`` seconds.
+
+    Example:
+        >>> from flowchan import Channel, NothingReady, select
+        >>> try:
+        ...     select([Channel(), Channel()], timeout=0)
+        ... except NothingReady:
+        ...     print("nothing yet")
+        nothing yet
+    """
 
 
 @overload

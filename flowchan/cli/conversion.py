@@ -27,6 +27,13 @@ def converted(text: str, annotation: Any) -> Any:
     an ``Enum`` by name, values of a ``Literal``, ``X | None``, and classes that take one text. For other
     annotations, return the text.
 
+    Args:
+        text: A word of the command line.
+        annotation: Annotation of the parameter.
+
+    Returns:
+        The value.
+
     Raises:
         ValueError: The text is not allowed, or the type is a collection. A collection would take the letters
             of the text as its elements.

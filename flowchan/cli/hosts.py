@@ -14,7 +14,13 @@ HEADS = ("host", "Python", "flowchan", "round trip", "bandwidth", "cores", "memo
 
 
 def check(spec: str) -> bool:
-    """Print a row for each host that answers and a line for each problem, and return whether all hosts work.
+    """Print a row for each host that answers and a line for each problem.
+
+    Args:
+        spec: The text of ``--hosts``.
+
+    Returns:
+        Whether all hosts work.
 
     Raises:
         HostError: The hosts cannot be looked up.

@@ -51,6 +51,9 @@ def show(rank: int, line: str, is_error: bool) -> None:
 class Logs:
     """Writer of the output of each rank to its own files in ``folder``.
 
+    Args:
+        folder: Folder of the files.
+
     Raises:
         BadParameter: A file cannot be written.
     """

@@ -151,6 +151,16 @@ class HostLauncher:
 def launch_over(pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, bool]:
     """Launch the ranks like ``launch``, on the hosts of a pool.
 
+    Args:
+        pool: The hosts.
+        count: Number of ranks.
+        script: The program and its arguments.
+        tell: Prints the output of a rank.
+        pin: Whether to bind each rank to a share of the cores.
+
+    Returns:
+        As ``launch``.
+
     Raises:
         HostError: A host cannot be used.
         RunError: A host was lost.

@@ -45,6 +45,13 @@ def load(target: str, args: Sequence[str] = ()) -> Blueprint:
     ``graph`` annotated ``-> Graph`` counts as that graph. ``NAME`` chooses among several, and may name a
     function without the annotation.
 
+    Args:
+        target: Name of the file or module, and perhaps of the graph in it.
+        args: Arguments for a function that returns the graph.
+
+    Returns:
+        The graph.
+
     Raises:
         LoadError: The target declares no graph, or several without ``NAME``.
     """

@@ -65,14 +65,22 @@ def group(
         This member. Use it as a context manager or close it.
 
     Raises:
+        TypeError: An argument has the wrong type or an unknown name.
+        ValueError: An argument is out of range, or only some of ``rank``, ``size`` and ``at`` are given.
         TimeoutError: Not all members have arrived in time, or rank 0 cannot be reached.
         OSError: Rank 0 cannot listen at ``at``.
         GroupError: The launcher's variables are wrong, two members have the same rank, or several hosts lack
             ``FLOWCHAN_AT`` and ``FLOWCHAN_SECRET``.
 
     Example:
-        with group(rank=0, size=2, at="10.0.0.1:4711", secret=secret) as g:
-            g.barrier()
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> from flowchan.collective import group
+        >>> def work(rank):
+        ...     with group(rank=rank, size=2, at="example") as g:  # in several processes as well
+        ...         return g.allreduce(g.rank + 1)
+        >>> with ThreadPoolExecutor(2) as threads:
+        ...     list(threads.map(work, range(2)))
+        [3, 3]
     """
     seconds_argument("group", "timeout", timeout)
     if at is None and rank is None and size is None and secret is None:
@@ -126,8 +134,15 @@ def members(size: int, *, name: str = "") -> list[Group]:
     Returns:
         The members in the order of their ranks.
 
+    Raises:
+        TypeError: ``size`` is not an int.
+        ValueError: ``size`` is less than 1 or more than 1024.
+
     Example:
-        for member in members(2):
-            multiprocessing.Process(target=work, args=(member,)).start()
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> from flowchan.collective import members
+        >>> with ThreadPoolExecutor(2) as threads:
+        ...     list(threads.map(lambda g: g.allreduce(g.rank + 1), members(2)))
+        [3, 3]
     """
     return make_all(whole("members", "size", size, 1, MOST), name)

@@ -53,7 +53,11 @@ class AlgorithmChoice:
             ValueError: The group has no such operation.
 
         Example:
-            print(g.explain("allreduce", np.zeros(100_000)))
+            >>> import numpy
+            >>> from flowchan.collective import members
+            >>> (g,) = members(1)
+            >>> type(g.explain("allreduce", numpy.zeros(100_000))).__name__
+            'str'
         """
         try:
             array_access.is_dense(x)
@@ -81,7 +85,14 @@ class AlgorithmChoice:
             ValueError: The operation has no such algorithm, or the backend is not available.
 
         Example:
-            g.set_algorithm("broadcast", "direct")
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> from flowchan.collective import members
+            >>> def work(g):
+            ...     g.set_algorithm("broadcast", "direct")
+            ...     return g.broadcast(g.rank)
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(work, members(2)))
+            [0, 0]
         """
         doing, known = number_of(operation), algorithms_of(operation)
         if name is not None and name not in known:
@@ -99,8 +110,10 @@ class AlgorithmChoice:
         self._queue(bool(self._chosen_backends) - before)  # the core then leaves every operation to Python
 
     def _backend_for(self, doing: int, x: Any) -> str | None:
-        """Return the backend of torch that runs the operation, or None; a tensor on a device uses the backend
-        of that device."""
+        """Return the backend of torch that runs the operation, or None.
+
+        A tensor on a device uses the backend of that device.
+        """
         chosen = self._chosen_backends.get(doing)
         if chosen is None and not array_access.is_here(x):
             return BY_DEVICE.get(x.device.type)
@@ -130,6 +143,7 @@ class AlgorithmChoice:
 
 
 def wrong_device_message(call: str, x: Any) -> str:
+    """Return the error message for a tensor that is neither in memory nor on a CUDA device."""
     remedy = "it has no contents" if x.device.type == "meta" else "copy it, for example with .cpu()"
     return (
         f"{call}: x must be in this machine's memory or a CUDA tensor, got {array_access.described(x)}; "
@@ -147,6 +161,7 @@ def check_combined(x: Any) -> None:
 
 
 def number_of(operation: str) -> int:
+    """Return the number of a public operation in :data:`NAMES`."""
     known = [name for number, name in enumerate(NAMES) if number not in (0, TELL)]
     if operation not in known:
         raise ValueError(f"operation must be one of {', '.join(known)}, not {operation!r}")

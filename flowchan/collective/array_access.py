@@ -9,11 +9,13 @@ from typing import Any
 
 
 def is_tensor(x: Any) -> bool:
+    """Tell whether ``x`` is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
 def is_numpy(x: Any) -> bool:
+    """Tell whether ``x`` is a NumPy array without Python objects in it."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(x, numpy.ndarray) and not x.dtype.hasobject
 
@@ -25,6 +27,12 @@ def is_array(x: Any) -> bool:
 
 def is_dense(x: Any) -> bool:
     """Return whether ``x`` is an array or tensor that groups can move.
+
+    Args:
+        x: Any value.
+
+    Returns:
+        False for a value that is neither an array nor a tensor.
 
     Raises:
         TypeError: The contents of the array or tensor are not one block of memory.
@@ -148,6 +156,7 @@ def check_size(rank: int, given: int, size: int) -> None:
 
 
 def check_writable(x: Any) -> None:
+    """Raise ``ValueError`` for an array that is read-only or has elements that share memory."""
     if is_numpy(x) and not x.flags.writeable:
         raise ValueError(f"out must be writable, got a read-only array: {x!r}")
     strides = x.stride() if is_tensor(x) else x.strides
@@ -166,8 +175,10 @@ def contiguous(x: Any) -> Any:
 
 
 def give_back(flat: Any, x: Any) -> Any:
-    """Copy ``flat`` into ``x`` if it is other memory, and return ``x``; :func:`contiguous` made ``flat`` of
-    ``x``."""
+    """Copy ``flat`` into ``x`` if it is other memory, and return ``x``.
+
+    :func:`contiguous` made ``flat`` of ``x``.
+    """
     if is_tensor(x):
         torch = sys.modules["torch"]
         if flat.data_ptr() != x.data_ptr():
@@ -216,8 +227,10 @@ def memory(x: Any) -> memoryview:
 
 
 def widened(x: Any) -> Any:
-    """Return a float32 copy of a half-precision array, because sums are computed in float32; else return
-    ``x``."""
+    """Return a half-precision array as float32 and any other as it is.
+
+    Sums are computed in float32.
+    """
     if is_tensor(x):
         torch = sys.modules["torch"]
         return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -225,8 +238,10 @@ def widened(x: Any) -> Any:
 
 
 def narrow(x: Any, wide: Any) -> None:
-    """Round a float32 result once into the half-precision array ``x``; values that are too large become
-    infinite."""
+    """Round a float32 result once into the half-precision array ``x``.
+
+    Values that are too large become infinite.
+    """
     wide = wide.reshape(x.shape)
     if is_tensor(x):
         fill(x, wide)
@@ -241,6 +256,7 @@ def is_here(x: Any) -> bool:
 
 
 def empty_like(x: Any) -> Any:
+    """Create an empty array of the type, shape and device of ``x``."""
     return make(like(x))
 
 
@@ -274,8 +290,10 @@ def finish(x: Any) -> None:
 
 
 def make(made: tuple[str, Any, tuple[int, ...]], device_text: Any = None) -> Any:
-    """Create an empty array from the description that :func:`like` returned; a tensor is created on
-    ``device_text``."""
+    """Create an empty array from the description that :func:`like` returned.
+
+    A tensor is created on ``device_text``.
+    """
     library, dtype, shape = made
     if library == "torch":
         import torch  # another member passed a tensor

@@ -19,8 +19,10 @@ from flowchan.items.text import shown
 
 
 def called(call: str, x: Any, more: Any) -> str:
-    """Return the text of a call, such as ``allreduce(float64[3], 'sum')``. ``more`` is one further argument
-    or a tuple of them."""
+    """Return the text of a call, such as ``allreduce(float64[3], 'sum')``.
+
+    ``more`` is one further argument or a tuple of them.
+    """
     if isinstance(x, list):
         what = f"[{', '.join(map(array_access.described, x))}]"
     else:
@@ -40,6 +42,7 @@ def op_argument(call: str, op: Any) -> None:
 
 
 def function_argument(call: str, function: Any) -> None:
+    """Raise ``TypeError`` for a function argument that cannot be called."""
     if not callable(function):
         raise TypeError(f"{call}: fn must be a function of two values, got {shown(function)}")
 
@@ -79,6 +82,15 @@ def sizes_differ(call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> st
 
 def received(x: Any, source: int, out: Any, rank: int) -> Any:
     """Return the value that rank ``rank`` received from ``source``, copied into ``out`` if given.
+
+    Args:
+        x: The received value.
+        source: Rank of the sender.
+        out: Array for the value, or None.
+        rank: Rank of this member.
+
+    Returns:
+        ``out`` if given, else ``x``.
 
     Raises:
         Mismatch: The value does not fit into ``out``.

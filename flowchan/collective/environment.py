@@ -50,7 +50,13 @@ LAUNCHERS = (
 
 
 def place(environ: Mapping[str, str] = os.environ) -> Launched:
-    """Return the rank and size of this process; without a launcher it is the only member.
+    """Find the rank and size of this process in the variables of its launcher.
+
+    Args:
+        environ: The environment variables (default: those of this process).
+
+    Returns:
+        The rank and size. Without a launcher this process is the only member.
 
     Raises:
         GroupError: The variables are not numbers, or the rank is out of range.

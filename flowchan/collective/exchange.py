@@ -52,6 +52,12 @@ class ConnectionStats:
         delay: Seconds until one byte arrives. It is measured when a group on more than two hosts forms, else
             None.
         bytes_per_second: Throughput, measured in the same way.
+
+    Example:
+        >>> from flowchan.collective import group
+        >>> with group() as g:
+        ...     for rank, connection in g.stats().items():
+        ...         print(rank, connection.sent, connection.received)
     """
 
     sent: int = 0
@@ -147,8 +153,10 @@ class LeaderPeer:
 
 
 def interrupts(error: BaseException) -> bool:
-    """Return whether the error is unrelated to the operation: Ctrl-C, or an exception from a signal
-    handler."""
+    """Return whether the error is unrelated to the operation.
+
+    Such an error is a Ctrl-C or an exception from a signal handler.
+    """
     return not isinstance(error, GroupError | TimeoutError | MemoryError) or is_interrupt(error)
 
 
@@ -244,8 +252,10 @@ class ExchangeStep:
                     del peer.out[0]
 
     def _receive_last_message(self, host: int, error: OSError) -> None:
-        """Receive the last message of a leader that no longer accepts data, because it may give the
-        reason."""
+        """Receive the last message of a leader that no longer accepts data.
+
+        The message may give the reason.
+        """
         peer = self.peers[host]
         while not (peer.has_come and peer.kind == FAILED):
             if peer.has_come:

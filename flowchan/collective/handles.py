@@ -19,11 +19,14 @@ T = TypeVar("T")
 
 
 class Handle:
-    """An operation that was started with ``wait=False``.
+    """Operation that was started with ``wait=False``.
 
     Example:
-        handle = g.allreduce(x, wait=False)
-        total = handle.wait()
+        >>> from flowchan.collective import group
+        >>> with group() as g:
+        ...     handle = g.allreduce(3, wait=False)
+        ...     handle.wait(), handle.done()
+        (3, True)
     """
 
     def __init__(self, future: Future[Any]) -> None:
@@ -45,7 +48,11 @@ class Handle:
         return self._future.result(timeout)
 
     def done(self) -> bool:
-        """Return whether the operation has ended, with a result or an exception."""
+        """Return whether the operation has ended.
+
+        Returns:
+            True also if the operation has ended by an exception.
+        """
         return self._future.done()
 
 

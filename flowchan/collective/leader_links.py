@@ -64,8 +64,10 @@ def whole(hosts: int) -> int:
 
 
 def shown(operation: str, size: int | None, hosts: int) -> str:
-    """Describe the data that goes over the connections without a tree. ``size`` is that of an array in
-    bytes."""
+    """Describe the data that goes over the connections without a tree.
+
+    ``size`` is that of an array in bytes.
+    """
     if operation in (*COMBINING, NAMES[REDUCE_SCATTER]) and size is not None and size > whole(hosts):
         return "a slice for each"
     return _BETWEEN_HOSTS.get(operation, "all that each has")
@@ -94,10 +96,16 @@ class Links(Connections):
         into: Callable[[int], memoryview | None] = lambda _: None,
         timeout: float | None = None,
     ) -> dict[int, memoryview]:
-        """Run one step, and return the data from each host.
+        """Exchange messages with each host in one step.
 
-        ``out(host)`` are the parts of the message to that host. Its data is written into ``into(host)``, or
-        into new memory if that is None.
+        Args:
+            call: The call of this leader, which is compared with those of the others.
+            out: Returns the parts of the message to a host.
+            into: Returns the memory for the data of a host, or None for new memory (default).
+            timeout: Seconds; None means no limit.
+
+        Returns:
+            The data from each host.
 
         Raises:
             Differs: The calls of the leaders differ.
@@ -136,8 +144,7 @@ class Links(Connections):
     def _add_others(
         self, call: Call, out: Callable[[int], Any], own: Any, op: str, remaining: RemainingTime
     ) -> None:
-        """Send ``out(host)`` to each host, and combine ``own`` with the data from the hosts, in their
-        order."""
+        """Send ``out(host)`` to each host, and combine ``own`` with the hosts' data in their order."""
         found = {host: array_access.empty_like(own) for host in self.sockets}
         self.swap(
             call,

@@ -72,7 +72,16 @@ class Connector:
     def connect(
         self, address: str, hello: Hello, wanted: Callable[[], bool], give_up: float = math.inf
     ) -> socket.socket:
-        """Return a connection to the member that listens at ``address``.
+        """Connect to the member that listens at an address.
+
+        Args:
+            address: The address.
+            hello: The hello of this member.
+            wanted: Returns whether the connection is still needed.
+            give_up: Monotonic time at which the call ends (default: never).
+
+        Returns:
+            The connection.
 
         Raises:
             ConnectionRefusedError: The member is gone, or another program has its port.
@@ -135,7 +144,14 @@ class RemotePeers:
             self.peer(hello["rank"]).attach(sock)
 
     def next_leader(self, missing: Sequence[int], give_up: float) -> tuple[int, socket.socket]:
-        """Wait for one of the ``missing`` leaders, and return its host and the connection to it.
+        """Wait for the connection of one of the ``missing`` leaders.
+
+        Args:
+            missing: Hosts of the leaders.
+            give_up: Monotonic time at which the call ends.
+
+        Returns:
+            The host of the leader, and the connection to it.
 
         Raises:
             MemberDied: One of them is gone.
@@ -288,8 +304,10 @@ class RemotePeer:
         return bool(sent)
 
     def _pass_on(self, messages: Channel[Framed]) -> None:
-        """Send queued messages. It dials only for the first one, because there must be no second
-        connection."""
+        """Send queued messages.
+
+        It dials only for the first one, because there must be no second connection.
+        """
         try:
             first = messages.get()
             hello = {"rank": self._owner.rank}
@@ -311,7 +329,14 @@ class RemotePeer:
         return self._owner.connector.connect(self._owner.addresses[self._rank], hello, wanted)
 
     def connect_leader(self, host: int, give_up: float) -> socket.socket:
-        """Return a connection from the leader of ``host`` to this peer, which is also a leader.
+        """Connect the leader of a host to this peer, which is also a leader.
+
+        Args:
+            host: The host of this process.
+            give_up: Monotonic time at which the call ends.
+
+        Returns:
+            The connection.
 
         Raises:
             MemberDied: The peer is gone.
@@ -351,8 +376,10 @@ class RemotePeer:
         return self._in
 
     def begin_watch(self) -> None:
-        """Start to watch it. Only the serving thread calls this, because Ctrl-C could interrupt the start of
-        a thread."""
+        """Start to watch it.
+
+        Only the serving thread calls this, because Ctrl-C could interrupt the start of a thread.
+        """
         if self.wants_watch and not self._is_watched:
             self._is_watched = True
             start("watch", self._watch)
@@ -423,8 +450,10 @@ class RemotePeer:
         return bool(self._ended)
 
     def has_left(self) -> bool:
-        """Return whether the peer may have left: it did, or it was already gone when this member first
-        looked."""
+        """Return whether the peer may have left.
+
+        That is so if it did, or if it was already gone when this member first looked.
+        """
         return self._ended in (LEFT, UNKNOWN)
 
     def death_error(self, call: str) -> GroupError:
@@ -446,8 +475,10 @@ def start(what: str, work: Callable[..., None], *given: Any) -> threading.Thread
 
 
 def _shut_down(sock: socket.socket | None) -> None:
-    """Shut down a socket, which ends calls that wait for it. The method of a TLS socket would continue in
-    plain text."""
+    """Shut down a socket, which ends calls that wait for it.
+
+    The method of a TLS socket would continue in plain text.
+    """
     if sock is not None:
         with contextlib.suppress(OSError):
             socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -325,8 +325,10 @@ class Overseer:
         self._group = _core.Group(fd, 0)
 
     def count_out(self, rank: int) -> None:
-        """Report that the process of this member has ended; if it never joined, the others stop waiting for
-        it."""
+        """Report that the process of this member has ended.
+
+        If it never joined, the others stop waiting for it.
+        """
         self._group._count_out(rank)
 
     def disband(self) -> None:
@@ -355,9 +357,18 @@ def _arrive(handle: Inherited | Sent | Borrowed, rank: int, name: str) -> Shared
 
 
 def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> SharedGroup | None:
-    """Form a group of the ``members`` in shared memory and return this process's member.
+    """Form a group of the ``members`` in shared memory.
 
-    All processes that ``gather`` connects call it. A process without mates gets None.
+    All processes that ``gather`` connects call it.
+
+    Args:
+        gather: Exchanges a value with all these processes.
+        rank: Rank of this process.
+        mates: Ranks of the members.
+        name: Name of the group in messages.
+
+    Returns:
+        The member of this process, or None if it has no mates.
 
     Raises:
         GroupError: A process cannot create or open the memory. All of them raise it.

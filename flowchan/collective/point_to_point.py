@@ -232,8 +232,10 @@ class SameHostPeer:
             raise self.death_error("send") from error
 
     def _show(self) -> Out[Any]:
-        """Create and publish the channel. If Ctrl-C comes before it is published, the next send publishes
-        it."""
+        """Create and publish the channel.
+
+        If Ctrl-C comes before it is published, the next send publishes it.
+        """
         with self._lock:
             if self._made is None:
                 made: Channel[Any] = Channel(across="processes")
@@ -268,7 +270,10 @@ class SameHostPeer:
         port.put(x, remaining())
 
     def incoming(self) -> In[Any] | None:
-        """Return the channel of its messages, or None.
+        """Open the channel of its messages.
+
+        Returns:
+            The reading end, or None if it has sent nothing.
 
         Raises:
             MemberDied: The channel can no longer be opened.

@@ -23,8 +23,9 @@ REPEATABLE = (*OPERATIONS.values(), min, max)
 
 
 def number_of_function(function: Any) -> int:
-    """Return the position of ``function`` in :data:`REPEATABLE`, or the length of that tuple for any other
-    function.
+    """Return the position of ``function`` in :data:`REPEATABLE`.
+
+    Any other function gets the length of that tuple.
 
     Members compare their calls by this number. Each process may create its own copy of a user's function, so
     all these functions share one number.

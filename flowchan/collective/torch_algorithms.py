@@ -291,8 +291,10 @@ class TorchAlgorithm:
         return joined((self._store.host, self._store.port))
 
     def _connect(self, address: str, device: torch.device, remaining: RemainingTime) -> None:
-        """Create the backend in a thread, because creating it cannot be interrupted if a member is
-        missing."""
+        """Create the backend in a thread.
+
+        Creating it cannot be interrupted if a member is missing.
+        """
         group, made = self._group, Future[Any]()
         rank, size, own_address = group.rank, group.size, group._reached_at()
 

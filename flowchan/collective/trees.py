@@ -27,8 +27,11 @@ _TIMES = struct.Struct("<dd")
 
 @dataclass(frozen=True)
 class Times:
-    """Times of a connection in seconds: until one byte arrives, and while sending ``REFERENCE`` bytes
-    occupies the sender."""
+    """Times of a connection in seconds.
+
+    One is the time until one byte arrives. The other is how long sending ``REFERENCE`` bytes occupies the
+    sender.
+    """
 
     delay: float
     sending: float

@@ -68,8 +68,13 @@ class Blueprint(General):
             ValueError: An option is out of range.
 
         Example:
-            graph.source(range(10))
-            graph.source(path.rglob, "*.py", on="process")
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> numbers = graph.source(range(3)).collect()
+            >>> same = graph.source(range, 3, on="process").collect()
+            >>> results = graph.run()
+            >>> results[numbers], results[same]
+            ([0, 1, 2], [0, 1, 2])
         """
         function: Callable[..., Any] | None = None
         options: dict[str, Any] = {}
@@ -119,11 +124,19 @@ class Blueprint(General):
         Returns:
             The stream. ``run[stream]`` is the port to put items into.
 
+        Raises:
+            TypeError: An argument has the wrong type or an unknown name.
+            ValueError: ``capacity`` is less than 1.
+
         Example:
-            questions: Input[str] = graph.input("questions")
-            answers = questions.map(answer).collect()
-            with graph.start() as run:
-                run[questions].put("why?")
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> questions = graph.input("questions")
+            >>> answers = questions.map(str.upper).collect()
+            >>> with graph.start() as run:
+            ...     run[questions].put("why?")
+            >>> run.wait()[answers]
+            ['WHY?']
         """
         stage = self._declare("input", name=name, input_ports=(), outputs=[("out", None)], capacity=capacity)
         (out,) = stage.outputs
@@ -144,7 +157,11 @@ class Blueprint(General):
             TypeError: An argument is not a stream, or there is none.
 
         Example:
-            both = graph.merge(good, repaired)
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> both = graph.merge(graph.source([1, 2]), graph.source([3])).collect()
+            >>> sorted(graph.run()[both])
+            [1, 2, 3]
         """
         known_options("merge", options, PlainOptions.__annotations__)
         if not streams:
@@ -173,9 +190,23 @@ class Blueprint(General):
         Returns:
             The stream. Call ``feed(stream)`` on it to close the loop.
 
+        Raises:
+            TypeError: ``name`` is not a string.
+
         Example:
-            again = graph.feedback()
-            work, done = graph.stage(steer, start, again)
-            again.feed(work.map(step))
+            >>> from flowchan import Graph, In, Out
+            >>> def countdown(start: In[int], again: In[int], work: Out[int]) -> None:
+            ...     number = start.get()
+            ...     while number:
+            ...         print(number)
+            ...         work.put(number)
+            ...         number = again.get()
+            >>> graph = Graph()
+            >>> again = graph.feedback()
+            >>> work = graph.stage(countdown, graph.source([2]), again)
+            >>> again.feed(work.map(lambda number: number - 1))
+            >>> results = graph.run()
+            2
+            1
         """
         return Feedback(self, *self._leads_back(text("feedback", "name", name)), name)

@@ -55,19 +55,27 @@ class Builder:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Stages in the order of declaration."""
+        """Return the stages in the order of declaration."""
         return tuple(self._stages)
 
     def stage_named(self, name: str) -> Stage:
-        """Return the stage with this name.
-
-        If two stages have the name, return the first.
+        """Return the first stage with this name.
 
         Args:
             name: Name of a stage.
 
+        Returns:
+            The declaration of the stage.
+
         Raises:
             KeyError: The graph has no stage with this name.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3), name="numbers").sink(print)
+            >>> graph.stage_named("numbers").kind
+            'source'
         """
         try:
             return self._stages[self._by_name[name]]
@@ -76,10 +84,11 @@ class Builder:
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """Channels of the graph: each output with its reader, and each error stream that a stage reads.
+        """Return the channels of the graph.
 
-        A stream with several readers, which ``check`` reports, has one edge per reader. If the reader
-        distinguishes the workers, the stream has one edge per worker.
+        Each output has an edge to its reader, and so has each error stream that a stage reads. A stream with
+        several readers, which ``check`` reports, has one edge per reader. If the reader distinguishes the
+        workers, the stream has one edge per worker.
         """
         if self._edges is None:
             self._edges = tuple(self._joined())

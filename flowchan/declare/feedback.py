@@ -12,7 +12,24 @@ T = TypeVar("T")
 
 
 class Feedback(Stream[T]):
-    """Stream whose writer is declared later and named by :meth:`feed`. A ``graph.stage`` must read it."""
+    """Stream whose writer is declared later and named by :meth:`feed`. A ``graph.stage`` must read it.
+
+    Example:
+        >>> from flowchan import Graph, In, Out
+        >>> def countdown(start: In[int], again: In[int], work: Out[int], done: Out[str]) -> None:
+        ...     number = start.get()
+        ...     while number:
+        ...         work.put(number)
+        ...         number = again.get()
+        ...     done.put("done")
+        >>> graph = Graph()
+        >>> again = graph.feedback()
+        >>> work, done = graph.stage(countdown, graph.source([3]), again)
+        >>> again.feed(work.map(lambda number: number - 1))
+        >>> result = done.collect()
+        >>> graph.run()[result]
+        ['done']
+    """
 
     __slots__ = ()
 
@@ -29,9 +46,16 @@ class Feedback(Stream[T]):
             ValueError: This feedback already has a writer.
 
         Example:
-            again = graph.feedback()
-            work, done = graph.stage(steer, start, again)
-            again.feed(work.map(step))
+            >>> from flowchan import Graph, In, Out
+            >>> def retry_once(items: In[int], again: In[int], work: Out[int]) -> None:
+            ...     work.put(items.get())
+            ...     print(again.get())
+            >>> graph = Graph()
+            >>> again = graph.feedback()
+            >>> work = graph.stage(retry_once, graph.source([1]), again)
+            >>> again.feed(work.map(lambda number: number + 1))
+            >>> results = graph.run()
+            2
         """
         streams_argument("feed", (stream,))
         if isinstance(stream, Feedback):

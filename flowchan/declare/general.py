@@ -177,11 +177,16 @@ class General(Builder):
         with the items that it had not finished.
 
         Example:
-            def split(numbers: In[int], even: Out[int], odd: Out[int]) -> None:
-                for number in numbers:
-                    (odd if number % 2 else even).put(number)
-
-            even, odd = graph.stage(split, graph.source(range(6)))
+            >>> from flowchan import Graph, In, Out
+            >>> def split(numbers: In[int], even: Out[int], odd: Out[int]) -> None:
+            ...     for number in numbers:
+            ...         (odd if number % 2 else even).put(number)
+            >>> graph = Graph()
+            >>> even, odd = graph.stage(split, graph.source(range(6)))
+            >>> even, odd = even.collect(), odd.collect()
+            >>> results = graph.run()
+            >>> results[even], results[odd]
+            ([0, 2, 4], [1, 3, 5])
         """
         ports = ports_of(callable_argument("stage", "function", function))
         settings = PortSettings(**{name: options.pop(name) for name in STAGE_OPTIONS if name in options})

@@ -45,7 +45,14 @@ class Placement:
         return bool(self.hosts or self.nowhere or self.missing)
 
     def transport_to(self, other: Placement) -> Transport:
-        """Return the transport of a channel from this placement to ``other``."""
+        """Return the transport of a channel from this placement to another one.
+
+        Args:
+            other: Placement of the channel's reader.
+
+        Returns:
+            Threads if both share the program's process, else processes.
+        """
         return PROCESSES if self.own_process or other.own_process else THREADS
 
     def has_same_host(self, other: Placement) -> bool:

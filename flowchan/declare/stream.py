@@ -52,6 +52,16 @@ class Stream(StreamHandle[T_co]):
 
     The operators that call a function for each item share the options that :meth:`map` lists. If the function
     is a class with a ``__call__`` method, each worker builds one instance of it.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> words = graph.source(["a b", "c"]).flat_map(str.split)
+        >>> words
+        <Stream 'split' in graph 'graph'>
+        >>> result = words.map(str.upper).collect()
+        >>> graph.run()[result]
+        ['A', 'B', 'C']
     """
 
     __slots__ = ()
@@ -96,8 +106,12 @@ class Stream(StreamHandle[T_co]):
             ValueError: An option is out of range.
 
         Example:
-            sizes = paths.map(os.path.getsize, workers=4)
-            parsed = pages.map(parse, on="process", workers=8, retries=2)
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> numbers = graph.source(range(4))
+            >>> squares = numbers.map(lambda n: n * n, on="process", workers=2, retries=1).collect()
+            >>> graph.run()[squares]
+            [0, 1, 4, 9]
         """
         return self._one("map", function, returned_type, options)
 
@@ -126,7 +140,11 @@ class Stream(StreamHandle[T_co]):
             ValueError: An option is out of range.
 
         Example:
-            words = lines.flat_map(str.split)
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> words = graph.source(["a b", "c"]).flat_map(str.split).collect()
+            >>> graph.run()[words]
+            ['a', 'b', 'c']
         """
         return self._one("flat_map", function, lambda called: element_type(returned_type(called)), options)
 
@@ -147,7 +165,11 @@ class Stream(StreamHandle[T_co]):
             ValueError: An option is out of range.
 
         Example:
-            even = numbers.filter(lambda number: number % 2 == 0)
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> even = graph.source(range(6)).filter(lambda number: number % 2 == 0).collect()
+            >>> graph.run()[even]
+            [0, 2, 4]
         """
         return self._one("filter", function, lambda _: self.item, options)
 
@@ -168,7 +190,12 @@ class Stream(StreamHandle[T_co]):
             ValueError: An option is out of range.
 
         Example:
-            rows.sink(database.insert, workers=2)
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(["a", "b"]).sink(print)
+            >>> results = graph.run()
+            a
+            b
         """
         callable_argument("sink", "function", function)
         known_options("sink", options, WorkOptions.__annotations__)
@@ -195,7 +222,13 @@ class Stream(StreamHandle[T_co]):
             ValueError: ``n`` or an option is out of range.
 
         Example:
-            low, high = words.partition(len, 2)
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> even, odd = graph.source(range(6)).partition(lambda number: number, 2)
+            >>> even, odd = even.collect(), odd.collect()
+            >>> results = graph.run()
+            >>> results[even], results[odd]
+            ([0, 2, 4], [1, 3, 5])
         """
         outputs = [(str(port), self.item) for port in range(whole("partition", "n", n, 1))]
         known_options("partition", options, ItemOptions.__annotations__)
@@ -227,8 +260,11 @@ class Stream(StreamHandle[T_co]):
             TypeError: ``function`` cannot be called, or an option is unknown.
 
         Example:
-            total = numbers.reduce(lambda total, number: total + number, 0)
-            print(graph.run()[total])
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> total = graph.source(range(5)).reduce(lambda total, number: total + number, 0)
+            >>> graph.run()[total]
+            10
         """
         item = returned_type(callable_argument("reduce", "function", function))
         known_options("reduce", options, ("initial", *NameOption.__annotations__))
@@ -246,9 +282,15 @@ class Stream(StreamHandle[T_co]):
             A stream of one item, the list. ``graph.run()[stream]`` returns the list. No stage needs to read
             the stream; if none does, ``run.iter(stream)`` yields the items while the run continues.
 
+        Raises:
+            TypeError: An option is unknown.
+
         Example:
-            result = numbers.map(str).collect()
-            print(graph.run()[result])
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> result = graph.source(range(3)).map(str).collect()
+            >>> graph.run()[result]
+            ['0', '1', '2']
         """
         known_options("collect", options, NameOption.__annotations__)
         return self._next("collect", [("out", _listed(self.item))], options)[0]
@@ -273,7 +315,11 @@ class Stream(StreamHandle[T_co]):
             ValueError: ``size``, ``timeout`` or an option is out of range.
 
         Example:
-            predictions = images.batch(32, timeout=0.1).map(Model).unbatch()
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> sums = graph.source(range(5)).batch(2).map(sum).collect()
+            >>> graph.run()[sums]
+            [1, 5, 4]
         """
         known_options("batch", options, ("timeout", *PlainOptions.__annotations__))
         own = {"size": whole("batch", "size", size, 1), "timeout": seconds("batch", "timeout", timeout)}
@@ -288,6 +334,16 @@ class Stream(StreamHandle[T_co]):
 
         Returns:
             The stream of the elements. The items of this stream must be iterables.
+
+        Raises:
+            TypeError: An option is unknown.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> numbers = graph.source([[1, 2], [3]]).unbatch().collect()
+            >>> graph.run()[numbers]
+            [1, 2, 3]
         """
         known_options("unbatch", options, PlainOptions.__annotations__)
         return self._next("unbatch", [("out", element_type(self.item))], options)[0]
@@ -308,7 +364,12 @@ class Stream(StreamHandle[T_co]):
             ValueError: ``n`` is negative.
 
         Example:
-            first = graph.source(itertools.count()).take(10).collect()
+            >>> import itertools
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> first = graph.source(itertools.count()).take(3).collect()
+            >>> graph.run()[first]
+            [0, 1, 2]
         """
         known_options("take", options, PlainOptions.__annotations__)
         return self._next("take", [("out", self.item)], options, own={"n": whole("take", "n", n, 0)})[0]
@@ -327,6 +388,15 @@ class Stream(StreamHandle[T_co]):
         Raises:
             TypeError: ``n`` is not an int, or an option is unknown.
             ValueError: ``n`` is less than 1.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> one, other = graph.source(range(4)).tee(2)
+            >>> numbers, total = one.collect(), other.reduce(lambda total, number: total + number)
+            >>> results = graph.run()
+            >>> results[numbers], results[total]
+            ([0, 1, 2, 3], 6)
         """
         known_options("tee", options, PlainOptions.__annotations__)
         outputs = [(str(port), self.item) for port in range(whole("tee", "n", n, 1))]
@@ -355,7 +425,12 @@ class Stream(StreamHandle[T_co]):
             TypeError: An argument is not a stream, or an option is unknown.
 
         Example:
-            pairs = names.zip(ages)
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> names, ages = graph.source(["Ada", "Alan"]), graph.source([36, 41])
+            >>> pairs = names.zip(ages).collect()
+            >>> graph.run()[pairs]
+            [('Ada', 36), ('Alan', 41)]
         """
         streams = streams_argument("zip", (self, *others))
         known_options("zip", options, PlainOptions.__annotations__)
@@ -399,8 +474,14 @@ class Stream(StreamHandle[T_co]):
             ValueError: ``op`` is not one of the names above.
 
         Example:
-            gradients = graph.stage(train, batches, workers=4, on="process")
-            totals = gradients.allreduce("mean")
+            >>> from flowchan import Graph, In, Out
+            >>> def halve(numbers: In[float], halves: Out[float]) -> None:
+            ...     for number in numbers:
+            ...         halves.put(number / 2)
+            >>> graph = Graph()
+            >>> sums = graph.stage(halve, graph.source([2.0, 2.0]), workers=2).allreduce("sum").collect()
+            >>> sum(reduced.value for reduced in graph.run()[sums])
+            2.0
         """
         known_options("allreduce", options, ("op", *PlainOptions.__annotations__))
         named = isinstance(op, str)
@@ -416,7 +497,7 @@ class Stream(StreamHandle[T_co]):
 
     @property
     def errors(self) -> Stream[Failed[Any]]:
-        """Stream of the items that failed in this stream's stage, as ``Failed`` values.
+        """Return the stream of the items that failed in this stream's stage, as ``Failed`` values.
 
         If no stage reads it, the first failure ends the run.
 
@@ -424,8 +505,13 @@ class Stream(StreamHandle[T_co]):
             AttributeError: The stage calls no function for each item, so no item can fail.
 
         Example:
-            good = lines.map(parse)
-            bad = good.errors.map(lambda failed: (failed.item, failed.error)).collect()
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> numbers = graph.source(["1", "x"]).map(int)
+            >>> good, bad = numbers.collect(), numbers.errors.map(lambda failed: failed.item).collect()
+            >>> results = graph.run()
+            >>> results[good], results[bad]
+            ([1], ['x'])
         """
         output = self.graph._stage_at(self._own("errors")).errors
         if output is None or self.port == output.port:
@@ -484,7 +570,18 @@ if TYPE_CHECKING:
 
 
 class Input(Stream[T]):
-    """Stream of the items that the program puts into ``run[stream]`` while the graph runs."""
+    """Stream of the items that the program puts into ``run[stream]`` while the graph runs.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> words = graph.input()
+        >>> lengths = words.map(len).collect()
+        >>> with graph.start() as run:
+        ...     run[words].put_many(["a", "bb"])
+        >>> run.wait()[lengths]
+        [1, 2]
+    """
 
     __slots__ = ()
 

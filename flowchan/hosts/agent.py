@@ -218,8 +218,10 @@ class Agent:
         self._processes.forget(worker.start.id)
 
     def _waits(self, worker: _Worker) -> WorkerWaits:
-        """Report what the threads of a worker wait for. Only the worker itself waits at its end of these
-        channels."""
+        """Report what the threads of a worker wait for.
+
+        Only the worker itself waits at its end of these channels.
+        """
         counts: list[int] = []
         reading: dict[str, int] = {}
         writing: dict[str, int] = {}
@@ -253,8 +255,10 @@ class Agent:
     # --- the link ---
 
     def _keep_link(self) -> None:
-        """Watch the link, and dial again when the connection breaks. The link then resends what has not
-        arrived."""
+        """Watch the link, and dial again when the connection breaks.
+
+        The link then resends what has not arrived.
+        """
         peer_timeout = self._orders.peer_timeout
         for event in link_events.watch(self._link, peer_timeout / 4):
             match event:
@@ -283,8 +287,11 @@ class Agent:
             channel.abort(too_large(channel._name, worker.start.info.host, size, channel.max_bytes))
 
     def _dial(self, why: str, silent: float = 0.0) -> socket.socket:
-        """Connect to the driver and authenticate both sides; end the agent if that fails within the peer
-        timeout. ``silent``: for how many seconds nothing has come from the driver already."""
+        """Connect to the driver and authenticate both sides.
+
+        The agent ends if that fails within the peer timeout. ``silent``: for how many seconds nothing has
+        come from the driver already.
+        """
         orders = self._orders
         hello = {**versions(), "number": orders.number, "epoch": orders.epoch}
         within = max(0.0, orders.peer_timeout - silent)
@@ -303,8 +310,10 @@ class Agent:
 
 
 def _named(word: str, ports: Mapping[str, str]) -> dict[str, str]:
-    """Prefix the ports with their direction: one channel may be an input and an output of a stage, and has
-    two rings here."""
+    """Prefix the ports with their direction.
+
+    One channel may be an input and an output of a stage, and has two rings here.
+    """
     return {f"{word} {port}": name for port, name in ports.items()}
 
 
@@ -334,6 +343,7 @@ def _or_end(work: Callable[[], None]) -> None:
 
 
 def main() -> None:
+    """Run the agent that the first line of standard input describes."""
     # The driver decides what Ctrl-C and a closed terminal do.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

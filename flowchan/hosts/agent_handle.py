@@ -139,8 +139,11 @@ class AgentHandle:
         self.send(Leave())
 
     def close(self, give_up: float) -> None:
-        """Wait for the agent to end, until ``give_up``, and release everything. Call it after the agent has
-        ended or after :meth:`leave`. An agent that has never dialled has nothing to finish."""
+        """Wait for the agent to end, until ``give_up``, and release everything.
+
+        Call it after the agent has ended or after :meth:`leave`. An agent that has never dialled has nothing
+        to finish.
+        """
         pause = threading.Event()
         while self.has_connected and not self._has_ended() and time.monotonic() < give_up:
             pause.wait(0.005)

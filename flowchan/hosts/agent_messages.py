@@ -1,5 +1,6 @@
-"""The messages between the driver and an agent, as values. They use the control stream of the link (stream
-0).
+"""The messages between the driver and an agent, as values.
+
+They use the control stream of the link (stream 0).
 
 Both sides have authenticated each other by then, so the values are pickled like items. The events of the
 host's workers use the same stream, and the agent does not read them.

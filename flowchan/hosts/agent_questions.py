@@ -7,8 +7,10 @@ from flowchan.hosts.agent_messages import AskWaits, Echo
 
 
 class AgentQuestions:
-    """The questions of one run. Call each method again until it returns true, which it does once per
-    question."""
+    """The questions of one run.
+
+    Call each method again until it returns true, which it does once per question.
+    """
 
     def __init__(self) -> None:
         self._echo = 0  # number of the last echo
@@ -18,8 +20,10 @@ class AgentQuestions:
         self._questioned: list[AgentHandle] = []
 
     def all_reported(self, agents: list[AgentHandle]) -> bool:
-        """Tell whether everything that workers reported before the first call has arrived. Ask all agents for
-        an echo."""
+        """Tell whether everything that workers reported before the first call has arrived.
+
+        Ask all agents for an echo.
+        """
         if self._echoing is None:
             self._echo, self._echoing = self._echo + 1, agents
             for agent in agents:
@@ -31,8 +35,10 @@ class AgentQuestions:
         return echoed_all
 
     def waits_are_known(self, agents: list[AgentHandle]) -> bool:
-        """Tell whether each agent has reported what its workers wait for. Ask again when the agents
-        change."""
+        """Tell whether each agent has reported what its workers wait for.
+
+        Ask again when the agents change.
+        """
         if not agents or agents != self._questioned:
             self._question, self._questioned = self._question + 1, agents
             for agent in agents:

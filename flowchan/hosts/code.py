@@ -1,5 +1,8 @@
-"""Pickling of a stage's code for a host. Code goes by reference if the host has its module, and by value if
-the host lacks a module of the user's. Installed modules (by pip, or with Python) always go by reference."""
+"""Pickling of a stage's code for a host.
+
+Code goes by reference if the host has its module, and by value if the host lacks a module of the user's.
+Installed modules (by pip, or with Python) always go by reference.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +51,10 @@ class PackedStages:
         self._packed: dict[tuple[str, tuple[str, ...]], tuple[bytes, tuple[str, ...]]] = {}
 
     def get(self, stage: Stage, without: Collection[str] = ()) -> tuple[bytes, tuple[str, ...]]:
-        """Pickle a stage, with those parts by value that the host lacks. Return also the other modules of the
-        user's that it needs."""
+        """Pickle a stage, with those parts by value that the host lacks.
+
+        Return also the other modules of the user's that it needs.
+        """
         key = stage.name, tuple(sorted(without))
         if key not in self._packed:
             packed = pack_stage(stage, key[1])
@@ -58,8 +63,10 @@ class PackedStages:
 
 
 def lacking(modules: Iterable[str]) -> tuple[str, ...]:
-    """Return those modules that can't be imported here. This imports none: it searches only for the top-level
-    package."""
+    """Return those modules that can't be imported here.
+
+    This imports none: it searches only for the top-level package.
+    """
     return tuple(name for name in modules if not _is_importable(name.partition(".")[0]))
 
 
@@ -110,8 +117,10 @@ def _can_be_sent(value: type) -> bool:
 
 
 class _Bundle:
-    """A stage with the classes of modules that the receiving host lacks. Unpickling puts the classes into a
-    module of the same name, so that items pickled by reference find them."""
+    """A stage with the classes of modules that the receiving host lacks.
+
+    Unpickling puts the classes into a module of the same name, so that items pickled by reference find them.
+    """
 
     def __init__(self, classes: dict[str, dict[str, type]], stage: Any) -> None:
         self._classes, self._stage = classes, stage

@@ -1,5 +1,6 @@
-"""The fork server for agents on this machine: a process that has imported the agent's modules, and forks one
-agent per request.
+"""The fork server for agents on this machine.
+
+It is a process that has imported the agent's modules, and forks one agent per request.
 
 :mod:`flowchan.hosts.providers.forked_agents` starts ``python -m flowchan.hosts.fork_server`` with one end of
 a socket as its standard input. Each message on that socket requests an agent and carries three descriptors: a
@@ -208,6 +209,7 @@ def _read(descriptor: int, length: int) -> bytes:
 
 
 def main() -> None:
+    """Import the modules of agents, then serve requests until the control socket closes."""
     show_name("flowchan agents")
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):

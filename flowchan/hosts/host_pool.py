@@ -22,17 +22,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool(Placement):
-    """Hosts for ``on=``. Each worker of a stage runs on the host of the pool that has the fewest workers.
+    """Hosts for ``on=``, made by ``local``, ``ssh``, ``slurm`` or ``ray``.
 
-    ``pool["gpu1"]`` and ``pool["gpu1", "gpu2"]`` select hosts. A mapping also sets their shares: on
-    ``pool[{"gpu1": 3, "gpu2": 1}]`` three of four workers run on ``gpu1``, and six of eight. Pools of one
-    provider share its agents within a run.
+    Each worker of a stage runs on the host of the pool that has the fewest workers. ``pool["gpu1"]`` and
+    ``pool["gpu1", "gpu2"]`` select hosts. A mapping also sets their shares: on ``pool[{"gpu1": 3, "gpu2":
+    1}]`` three of four workers run on ``gpu1``, and six of eight. Pools of one provider share its agents
+    within a run.
 
     Attributes:
         provider: The provider that starts the agents.
         peer_timeout: Seconds after which an agent that hears nothing from the driver ends with its workers.
             The driver gives a silent agent up after 1.5 times as long.
         tls: Whether the connections are encrypted.
+
+    Example:
+        >>> from flowchan import hosts
+        >>> pool = hosts.local(3)
+        >>> pool.hosts
+        ('local-1', 'local-2', 'local-3')
+        >>> pool["local-1", "local-3"].hosts
+        ('local-1', 'local-3')
     """
 
     provider: Provider
@@ -57,10 +66,26 @@ class Pool(Placement):
         return dataclasses.replace(self, name=", ".join(chosen), hosts=chosen, shares=shares)
 
     def has_same_host(self, other: Placement) -> bool:
+        """Compare the provider with that of another placement.
+
+        Args:
+            other: Another placement.
+
+        Returns:
+            Whether one crew serves both.
+        """
         return isinstance(other, Pool) and other.provider == self.provider
 
     def open_part(self, ports: RunPorts, workers: Sequence[PlannedWorker]) -> HostsPart:
-        """Make the part of a run's crew for these workers."""
+        """Make the part of a run's crew for these workers.
+
+        Args:
+            ports: Channels of the run.
+            workers: Workers on the hosts of this pool.
+
+        Returns:
+            The part, which has started nothing.
+        """
         from flowchan.hosts.hosts_part import HostsPart
 
         return HostsPart(ports, self.provider, self.peer_timeout, self.tls, workers)

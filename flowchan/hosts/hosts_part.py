@@ -113,8 +113,11 @@ class HostsPart:
     # --- starting ---
 
     def start(self, report: Report) -> None:
-        """See :class:`CrewPart`. Start an agent on every host that gets workers, and start the workers once
-        all agents have dialled. Raises ``HostError``."""
+        """See :class:`CrewPart`.
+
+        Start an agent on every host that gets workers, and start the workers once all agents have dialled.
+        Raises ``HostError``.
+        """
         self._report = report
         listener = AuthenticatedListener(
             listen(joined((self._provider.listen_at(), 0))), self._secret, self._hello, tls=self._tls
@@ -293,8 +296,10 @@ class HostsPart:
             channel.abort(refusal(channel._name, f"to host {agent.host!r}"))
 
     def _ends(self, agent: AgentHandle) -> bool:
-        """Report the workers that have ended and whose outputs have all arrived. Tell whether others
-        follow."""
+        """Report the workers that have ended and whose outputs have all arrived.
+
+        Tell whether others follow.
+        """
         with self._lock:
             ending = [(id, line) for id, line in self._lines.items() if line.ended and line.agent is agent]
             done = [(id, line) for id, line in ending if self._is_done(id)]
@@ -313,8 +318,7 @@ class HostsPart:
         return self._lines[id].finished or broken
 
     def _over(self, agent: AgentHandle) -> None:
-        """Handle the death of an agent: report the deaths of its workers, and start another agent for
-        them."""
+        """Report the deaths of the workers of a dead agent, and start another agent for them."""
         with self._lock:
             host = self._hosts[agent.host]
             host.agent_died(agent)
@@ -396,8 +400,10 @@ class HostsPart:
         self._gangs.dismiss([id for id in self._workers if id.stage == stage])
 
     def _take_back(self, id: WorkerId) -> bool:
-        """Recover a worker whose agent is dead: drop its stream and give back what it held. Return False if
-        its agent lives or it has no stream."""
+        """Recover a worker whose agent is dead: drop its stream and give back what it held.
+
+        Return False if its agent lives or it has no stream.
+        """
         line = self._lines.get(id)
         if line is None or not line.agent.why:
             return False

@@ -66,8 +66,10 @@ class Facts:
 
 
 def check_hosts(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> list[Facts]:
-    """Start a probe on every host, and measure the connections one after the other. Raises
-    :class:`flowchan.HostError` if no host could be tried."""
+    """Start a probe on every host, and measure the connections one after the other.
+
+    Raises :class:`flowchan.HostError` if no host could be tried.
+    """
     secret = secrets.token_bytes(32)
     found: dict[int, Facts] = {}
     address = _listen_at(provider, found)
@@ -101,8 +103,10 @@ def check_hosts(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> lis
 
 
 def _listen_at(provider: Provider, found: dict[int, Facts]) -> str:
-    """Return the address at which the hosts reach this machine. Record a problem for each host that has no
-    route."""
+    """Return the address at which the hosts reach this machine.
+
+    Record a problem for each host that has no route.
+    """
     hosts = list(provider.hosts)
     while hosts:
         try:
@@ -208,6 +212,7 @@ def _gpus() -> list[str]:
 
 
 def main() -> None:
+    """Dial the program at the address on standard input, and answer its questions."""
     orders = json.loads(sys.stdin.readline())
     hello = {"number": orders["number"], **_own_facts()}
     sock = dial(orders["address"], HOST_TIMEOUT_S)

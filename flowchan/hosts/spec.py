@@ -1,5 +1,7 @@
-"""Text form of a pool for commands: ``local:2``, ``ssh:gpu1,user@gpu2``, ``slurm``, ``ray:4``. Options follow
-the hosts, as in ``ssh:gpu1,gpu2,tls,peer_timeout=30`` and ``ray:4,GPU=1``."""
+"""Text form of a pool for commands: ``local:2``, ``ssh:gpu1,user@gpu2``, ``slurm``, ``ray:4``.
+
+Options follow the hosts, as in ``ssh:gpu1,gpu2,tls,peer_timeout=30`` and ``ray:4,GPU=1``.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,10 @@ def pool_from(spec: str) -> Pool:
 
 
 def parse(spec: str) -> Spec:
-    """Parse the text of a pool. Raises ``ValueError``. ``tls`` is the option; a host of that name is
-    ``user@tls``."""
+    """Parse the text of a pool.
+
+    Raises ``ValueError``. ``tls`` is the option; a host of that name is ``user@tls``.
+    """
     kind, colon, rest = spec.partition(":")
     words = rest.split(",") if colon else []
     given = [word for word in words if "=" not in word and word != "tls"]

@@ -96,6 +96,14 @@ def host_for(
 ) -> HostWorkers:
     """Choose the planned host of a worker, or else the host of its pool with the fewest workers.
 
+    Args:
+        worker: The worker.
+        hosts: All hosts of the pool, by name.
+        lines: The ports of the workers that are on hosts already.
+
+    Returns:
+        The host.
+
     Raises:
         HostError: All hosts of the pool are given up.
     """

@@ -143,7 +143,7 @@ Kept = tuple[int, list[Any], Callable[[Any], None] | None, int, tuple[int, ...],
 def dumps(item: object, leaves: bool = False) -> Packed | Kept:
     """Serialise an item for the core.
 
-    Returns the pickle and its buffers. A PINNED or PARCEL item returns a tuple with these parts:
+    A PINNED or PARCEL item returns a tuple with these parts:
 
     - the id of the device memory, or 0
     - the pickle and its buffers
@@ -155,6 +155,9 @@ def dumps(item: object, leaves: bool = False) -> Packed | Kept:
     Args:
         item: The item.
         leaves: Whether the item goes to another host.
+
+    Returns:
+        The pickle and its buffers, or that tuple.
     """
     packed, channels = _pack_with(item, descriptors.Leaving() if leaves else descriptors.Parcel())
     on_device = None if isinstance(packed, bytes) else transfer.parcel(packed[1:])
@@ -280,10 +283,21 @@ def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) ->
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Unreadable:
-    """Represent an item that a stage could not unpickle.
+    """Item that a stage could not unpickle.
 
     Attributes:
         data: The pickle of the item, without the arrays that travel next to it.
+
+    Example:
+        >>> from flowchan import Graph, Unreadable
+        >>> class Wrong:
+        ...     def __reduce__(self):
+        ...         return int, ("x",)  # unpickling calls int("x")
+        >>> graph = Graph()
+        >>> shown = graph.source([Wrong()]).map(str, on="process")
+        >>> good, failed = shown.collect(), shown.errors.collect()
+        >>> isinstance(graph.run()[failed][0].item, Unreadable)
+        True
     """
 
     data: bytes

@@ -24,6 +24,13 @@ class Reduced(NamedTuple, Generic[T]):
         value: The combination of the workers' values.
         contributors: Number of workers that contributed. It falls when workers have ended.
         round: Number of the round, from 0.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> sums = graph.source([1, 2]).allreduce("sum").collect()
+        >>> graph.run()[sums]
+        [Reduced(value=1, contributors=1, round=0), Reduced(value=2, contributors=1, round=1)]
     """
 
     value: T

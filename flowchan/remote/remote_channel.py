@@ -438,9 +438,29 @@ def make_elsewhere(
 def open_channel(
     address: str, secret: bytes, *, tls: bool = False, timeout: float = PEER_TIMEOUT_S
 ) -> Channel[Any]:
-    """The channel that another program made by ``Channel(across="hosts")``, by its ``address`` and ``secret``
-    there. ``tls``: as that program has said in ``serve``. Raises :class:`HostError` when it is not reached
-    within ``timeout`` seconds."""
+    """Open a channel that another program has made by ``Channel(across="hosts")``.
+
+    Args:
+        address: The ``address`` of the channel in that program.
+        secret: The ``secret`` of the channel in that program.
+        tls: Whether that program uses TLS, as it said in :func:`serve` (default: False).
+        timeout: Seconds to wait for that program (default: 10).
+
+    Returns:
+        The channel.
+
+    Raises:
+        HostError: The program was not reached within ``timeout`` seconds, or it refused the secret.
+        ValueError: ``address`` or ``timeout`` is not valid.
+
+    Example:
+        >>> from flowchan import Channel, hosts
+        >>> channel = Channel(across="hosts")
+        >>> address, secret = channel.address, channel.secret  # give these to the other program
+        >>> hosts.open_channel(address, secret).put("a")
+        >>> channel.get()
+        'a'
+    """
     place, number = place_in(address), number_in(address)
     secret_bytes("open_channel", secret, "it is what channel.secret says")
     flag("open_channel", "tls", tls)

@@ -65,11 +65,25 @@ def serve(
     tls: bool = False,
     peer_timeout: float = PEER_TIMEOUT_S,
 ) -> None:
-    """Says where the channels across hosts that this process makes from now on are reached: at any free port
-    of this machine alone, unless told otherwise. ``secret`` (32 random bytes, unless told otherwise): what
-    has to be proved there. ``tls``: whether what crosses is encrypted. ``peer_timeout``: for how many
-    seconds who
-    has a channel open elsewhere goes on without hearing of this program."""
+    """Set the address of the channels across hosts that this process makes from now on.
+
+    Args:
+        address: Host and port to listen at; port 0 is any free port (default: ``"127.0.0.1:0"``).
+        secret: At least 16 bytes that programs on other hosts must know (default: 32 random bytes).
+        tls: Whether to encrypt and authenticate the traffic with TLS (default: False).
+        peer_timeout: Seconds after which a program that hears nothing from this one gives its channels up.
+
+    Raises:
+        TypeError: An argument has the wrong type or an unknown name.
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> from flowchan import Channel, hosts
+        >>> hosts.serve("127.0.0.1:0", secret=b"a secret of 16 bytes or more")
+        >>> Channel(across="hosts").secret
+        b'a secret of 16 bytes or more'
+        >>> hosts.serve()  # the defaults again
+    """
     split(address)
     flag("serve", "tls", tls)
     if secret is not None:

@@ -1,5 +1,8 @@
-"""Gathers the results of a run. The program takes them item by item, or threads of the run do once a caller
-waits for the end, or the run itself if a result is full before the program reads it."""
+"""Gathers the results of a run.
+
+The program takes them item by item. Once a caller waits for the end, threads of the run take them. The run
+itself takes them if a result is full before the program reads it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,18 @@ T = TypeVar("T")
 
 
 class Results(Mapping[Stream[Any], Any]):
-    """Maps streams to the results of a run: the value of a ``reduce``, the list of a ``collect``."""
+    """Map streams to the results of a run.
+
+    The result of a ``reduce`` stream is its value, and that of a ``collect`` stream is its list.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> numbers = graph.source([3, 4]).collect(name="numbers")
+        >>> results = graph.run()
+        >>> results[numbers], results
+        ([3, 4], <Results of 'graph': numbers>)
+    """
 
     def __init__(self, graph: str, values: dict[Stream[Any], Any]) -> None:
         self._graph = graph
@@ -176,8 +190,11 @@ class ResultGathering:
                     self._take_in(id)
 
     def begin(self) -> None:
-        """Gather the results without a reader, each on a thread, because a caller waits. Another caller that
-        waits returns once all threads have begun, so that it finds the results when the run has ended."""
+        """Gather the results without a reader, each on a thread, because a caller waits.
+
+        Another caller that waits returns once all threads have begun, so that it finds the results when the
+        run has ended.
+        """
         waiting: list[WorkerId] = []
         try:
             with self._lock:
@@ -199,8 +216,10 @@ class ResultGathering:
             raise
 
     def results(self) -> Results:
-        """Give what was finished, once the run has ended. A result with a reader counts only if it was
-        kept."""
+        """Give what was finished, once the run has ended.
+
+        A result with a reader counts only if it was kept.
+        """
         values = self._supervisor.results
         for name, taken_in in list(self._gathered.items()):
             taken_in.thread.join()
@@ -255,8 +274,10 @@ class _TakenInFirst:
 
 
 class _GatheredResult:
-    """The items of a result that was full before the program read it. A thread goes on taking them in, until
-    a reader comes. ``reader_left``: whether its reader has left."""
+    """The items of a result that was full before the program read it.
+
+    A thread takes in more of them until a reader comes. ``reader_left``: whether its reader has left.
+    """
 
     def __init__(
         self,

@@ -49,8 +49,14 @@ class Run:
     results.
 
     Example:
-        with graph.start() as run:
-            run[questions].put("why?")
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> questions = graph.input()
+        >>> answers = questions.map(str.upper).collect()
+        >>> with graph.start() as run:
+        ...     run[questions].put("why?")
+        >>> run.state, run.wait()[answers]
+        ('done', ['WHY?'])
     """
 
     def __init__(self, plan: Plan, pooled: PooledProcesses | None = None) -> None:
@@ -88,6 +94,9 @@ class Run:
         Args:
             stream: A stream that ``graph.input()`` returned.
 
+        Returns:
+            The writing end.
+
         Raises:
             KeyError: It is not an input of this run.
         """
@@ -98,16 +107,31 @@ class Run:
         return cast(Out[T], self._ports.inputs[stream.stage])
 
     def iter(self, stream: Stream[list[T]]) -> Iterator[T]:
-        """Iterate over the items of a ``collect`` stream as they come. Leaving the loop early stops the
-        stages before it.
+        """Iterate over the items of a ``collect`` stream as they come.
+
+        Leaving the loop early stops the stages before it.
 
         Args:
             stream: A stream that ``collect()`` returned.
+
+        Returns:
+            An iterator, for one loop.
 
         Raises:
             RunError: The run fails.
             TypeError: It is not a stream, but for example a name.
             ValueError: The stream is not a result of this run, or its items are taken already.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> squares = graph.source(range(3)).map(lambda n: n * n).collect()
+            >>> with graph.start() as run:
+            ...     for square in run.iter(squares):
+            ...         print(square)
+            0
+            1
+            4
         """
         return self._items(self._claimed(stream))
 
@@ -117,10 +141,24 @@ class Run:
         Args:
             stream: A stream that ``collect()`` returned.
 
+        Returns:
+            An asynchronous iterator, for one loop.
+
         Raises:
             RunError: The run fails.
             TypeError: It is not a stream, but for example a name.
             ValueError: The stream is not a result of this run, or its items are taken already.
+
+        Example:
+            >>> import asyncio
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> squares = graph.source(range(3)).map(lambda n: n * n).collect()
+            >>> async def main():
+            ...     with graph.start() as run:
+            ...         return [square async for square in run.aiter(squares)]
+            >>> asyncio.run(main())
+            [0, 1, 4]
         """
         return _Coming(self, self._claimed(stream))
 
@@ -148,10 +186,25 @@ class Run:
             item: The item.
             timeout: Seconds to wait for the result (default: no limit).
 
+        Returns:
+            The result of this item.
+
         Raises:
             TimeoutError: The result has not come after ``timeout`` seconds.
             RunError: The run fails before the result comes.
             ValueError: The graph does not allow ``ask`` on this stream.
+
+        Example:
+            >>> import asyncio
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> questions = graph.input()
+            >>> answers = questions.map(str.upper).collect()
+            >>> async def main():
+            ...     with graph.start() as run:
+            ...         return await asyncio.gather(run.ask(questions, "a"), run.ask(questions, "b"))
+            >>> asyncio.run(main())
+            ['A', 'B']
         """
         import asyncio
 
@@ -189,8 +242,10 @@ class Run:
             self._leave(stage)
 
     def _leave(self, stage: str) -> None:
-        """Release the items of ``aiter`` when its loop is left. After a Ctrl-C in a block, the remaining
-        items become results."""
+        """Release the items of ``aiter`` when its loop is left.
+
+        After a Ctrl-C in a block, the remaining items become results.
+        """
         if self._in_block and self._interrupts.handled:
             self._gathering.keep(stage)
         self._gathering.leave(stage)
@@ -234,10 +289,21 @@ class Run:
         Args:
             timeout: Seconds to wait (default: no limit).
 
+        Returns:
+            The results by stream.
+
         Raises:
             TimeoutError: The run has not ended after ``timeout`` seconds.
             RunError: A stage failed.
             Interrupted: Ctrl-C or SIGTERM came; it holds the results.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> total = graph.source(range(5)).reduce(lambda total, number: total + number)
+            >>> run = graph.start()
+            >>> run.wait(timeout=60)[total]
+            10
         """
         try:
             with interrupts_deferred():
@@ -260,8 +326,10 @@ class Run:
         return self._gathering.results()
 
     def __await__(self) -> Generator[Any, None, Results]:
-        """Wait as :meth:`wait` does while the event loop runs: ``results = await run``. Cancelling the wait
-        does not affect the run."""
+        """Wait as :meth:`wait` does while the event loop runs: ``results = await run``.
+
+        Cancelling the wait does not affect the run.
+        """
         return self._ended().__await__()
 
     async def _ended(self) -> Results:
@@ -276,17 +344,45 @@ class Run:
         return failure_of_run(self._plan, self._supervisor.state.failures, self._supervisor.crashed)
 
     def stop(self) -> None:
-        """Stop the sources, and let everything in flight finish. Returns at once."""
+        """Stop the sources, and let everything in flight finish.
+
+        This returns at once.
+
+        Example:
+            >>> import itertools
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> count = graph.source(itertools.count()).reduce(lambda count, _: count + 1, 0)
+            >>> run = graph.start()
+            >>> run.stop()
+            >>> run.wait()[count] >= 0
+            True
+        """
         self._supervisor.ask(StopRequested())
 
     def abort(self) -> None:
-        """Break every channel at once and discard all items in flight. Returns at once."""
+        """Break every channel at once and discard all items in flight.
+
+        This returns at once.
+
+        Example:
+            >>> import itertools
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(itertools.count()).sink(lambda number: None)
+            >>> run = graph.start()
+            >>> run.abort()
+            >>> results = run.wait()
+            >>> run.state
+            'aborted'
+        """
         self._supervisor.ask(AbortRequested())
 
     @refuses_misspelt("scale")
     def scale(self, stage: Stream[Any] | str, workers: int) -> None:
-        """Change the number of a stage's workers while the graph runs (R13). Returns at once; ``stats()``
-        shows how many workers the stage has.
+        """Change the number of a stage's workers while the graph runs (R13).
+
+        Returns at once; ``stats()`` shows how many workers the stage has.
 
         A removed worker finishes its item and ends. Numbers of workers are not used again. The call does
         nothing once the stage or the run comes to its end.
@@ -300,6 +396,14 @@ class Run:
             KeyError: The graph has no such stage.
             ValueError: The number of its workers can't change. The stage is of another kind, runs on hosts,
                 has an async function, reserves GPUs for its workers, or uses processes of a pool.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> items = graph.input()
+            >>> items.map(str, name="show").sink(print)
+            >>> with graph.start() as run:
+            ...     run.scale("show", workers=3)
         """
         name = stage.stage if isinstance(stage, Stream) and self._owns(stage) else stage
         if not isinstance(name, str):
@@ -330,8 +434,10 @@ class Run:
         raise self._interruption(lambda _: outcome, number) from self._failure()
 
     def _interrupted(self) -> Interrupted | None:
-        """Return the error for a Ctrl-C in the body of a loop over items, outside a block. The error finishes
-        the run when the loop is left, or when its results are read."""
+        """Return the error for a Ctrl-C in the body of a loop over items, outside a block.
+
+        The error finishes the run when the loop is left, or when its results are read.
+        """
         return None if self._in_block or self._supervisor.ended.is_set() else self._interruption(self._tell)
 
     def _interruption(
@@ -351,8 +457,11 @@ class Run:
         return self._results, self.report()
 
     def _finish(self, number: int = signal.SIGINT, again: bool = False) -> None:
-        """Stop the run and wait until everything in flight is finished. A further interrupt aborts the run,
-        and another one does not wait even for that. Each step prints a line."""
+        """Stop the run and wait until everything in flight is finished.
+
+        A further interrupt aborts the run, and another one does not wait even for that. Each step prints a
+        line.
+        """
         key = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         try:
             with interrupts_deferred():
@@ -423,7 +532,7 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """The state: "running", "stopping", "done", "failed", "stopped" or "aborted"."""
+        """Return the state: "running", "stopping", "done", "failed", "stopped" or "aborted"."""
         return state_of(self._supervisor.state)
 
     @refuses_misspelt("stats")
@@ -434,6 +543,22 @@ class Run:
             window: Seconds over which rates, shares and the cause are computed (default: the whole run). The
                 ``window`` of the result is the actual length: up to half a second longer, and shorter if the
                 run is younger.
+
+        Returns:
+            Statistics of the stages, the channels and the hosts.
+
+        Raises:
+            TypeError: ``window`` is not a number.
+            ValueError: ``window`` is negative.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).map(str, name="show").sink(len)
+            >>> run = graph.start()
+            >>> results = run.wait()
+            >>> [(stage.name, stage.items_in) for stage in run.stats().stages]
+            [('source', 0), ('show', 3), ('len', 3)]
         """
         return self._supervisor.stats(seconds("stats", "window", window))
 
@@ -445,8 +570,9 @@ class Run:
         events: Callable[[Any], object] | None = None,
         every: float = 1.0,
     ) -> Subscription:
-        """Call functions with the statistics and events of the run, on a thread that all subscribers of the
-        run share.
+        """Call functions with the statistics and events of the run.
+
+        The calls come on a thread that all subscribers of the run share.
 
         A subscriber must not wait for the run. A subscriber that raises gets no more calls, and the run
         continues.
@@ -462,20 +588,51 @@ class Run:
             The subscription. Close it, or leave its ``with`` block, to end the calls.
 
         Example:
-            >>> with run.subscribe(stats=lambda stats: print(stats.bottleneck)):
-            ...     run.wait()
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).sink(str)
+            >>> states = []
+            >>> with graph.start() as run, run.subscribe(stats=lambda stats: states.append(stats.state)):
+            ...     results = run.wait()
+            >>> states[-1]
+            'done'
         """
         return self._supervisor.feed.subscribe(
             stats=stats, events=events, every=finite_seconds("subscribe", "every", every)
         )
 
     def report(self) -> str:
-        """Return tables of the run: stages, channels, the bottleneck, and the account of items."""
+        """Return tables of the run as text.
+
+        Returns:
+            The stages, the channels, the bottleneck, and the account of items.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph("words")
+            >>> graph.source(["a", "bb"]).sink(len)
+            >>> run = graph.start()
+            >>> results = run.wait()
+            >>> print(run.report())
+            graph 'words': done after ...
+        """
         return render(self.stats())
 
     def explain(self) -> str:
-        """Return a text with the waits of each stage: its channel, the duration, and the state of the stage
-        at the other end."""
+        """Explain what each stage waits for.
+
+        Returns:
+            A text with the channel and the duration of each wait, and the state of the stage at the other
+            end.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> items = graph.input()
+            >>> items.sink(print)
+            >>> with graph.start() as run:
+            ...     text = run.explain()
+        """
         return explain(self.stats())
 
     def __repr__(self) -> str:
@@ -483,8 +640,10 @@ class Run:
 
 
 class _Coming(AsyncIterator[Any]):
-    """The iterator that ``aiter`` returns. Dropping it leaves the loop, even if the event loop no longer
-    runs."""
+    """The iterator that ``aiter`` returns.
+
+    Dropping it leaves the loop, even if the event loop no longer runs.
+    """
 
     def __init__(self, run: Run, stage: str) -> None:
         self._run = run

@@ -14,8 +14,10 @@ from flowchan.run.policy.plan import Plan
 def failure_of_run(
     plan: Plan, failures: Sequence[Failure], crashed: BaseException | None
 ) -> Exception | None:
-    """Say why a run that has ended did not succeed, or None if it did. ``crashed``: the defect of flowchan
-    that ended it."""
+    """Say why a run that has ended did not succeed, or None if it did.
+
+    ``crashed``: the defect of flowchan that ended it.
+    """
     if crashed is not None:
         error = RuntimeError(f"flowchan failed to supervise graph {plan.graph.name!r}")
         error.__cause__ = crashed

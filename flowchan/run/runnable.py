@@ -58,6 +58,14 @@ class Runnable(ABC):
         Raises:
             GraphError: The graph is not valid; the error lists all problems.
             OSError: There is not enough memory for the channels.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> squares = graph.source(range(3)).map(lambda n: n * n).collect()
+            >>> with graph.start() as run:
+            ...     list(run.iter(squares))
+            [0, 1, 4]
         """
         graph = self._blueprint()
         chosen = int.from_bytes(os.urandom(6)) if seed is None else whole("run", "seed", seed, 0)
@@ -98,6 +106,7 @@ class Runnable(ABC):
                 finished results.
 
         Example:
+            >>> from flowchan import Graph
             >>> graph = Graph("squares")
             >>> squares = graph.source(range(3)).map(lambda n: n * n).collect()
             >>> graph.run()[squares]

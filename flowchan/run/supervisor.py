@@ -224,8 +224,11 @@ class Supervisor:
             self._events.put(event)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Tell whether the run ends within ``timeout`` seconds. If so, the supervisor's thread and its
-        resources are also gone (R6), unless it still warns of stuck threads."""
+        """Tell whether the run ends within ``timeout`` seconds.
+
+        If so, the supervisor's thread and its resources are also gone (R6), unless it still warns of stuck
+        threads.
+        """
         if not self.ended.wait(timeout):
             return False
         thread, us = self._thread, threading.current_thread()
@@ -235,26 +238,34 @@ class Supervisor:
         return True
 
     def ask(self, event: SupervisorEvent) -> None:
-        """Request a stop, an abort or another number of workers, and return at once. Do nothing if the run
-        has ended."""
+        """Request a stop, an abort or another number of workers, and return at once.
+
+        Do nothing if the run has ended.
+        """
         with contextlib.suppress(Closed):
             self._events.put(event)
 
     def cancel_request(self, question: int) -> None:
-        """Tell other hosts that no caller waits for the answer to a request. This never waits, because event
-        loops call it. If the queue is full, a worker does useless work."""
+        """Tell other hosts that no caller waits for the answer to a request.
+
+        This never waits, because event loops call it. If the queue is full, a worker does useless work.
+        """
         if self._has_hosts:
             with contextlib.suppress(Closed, Full):
                 self._events.put_nowait(RequestCancelled(question))
 
     def settle_answers(self, item: Any) -> Any:
-        """Settle the answers in an item at an end of the graph. Return the rest of the item, or
-        ``NOTHING``."""
+        """Settle the answers in an item at an end of the graph.
+
+        Return the rest of the item, or ``NOTHING``.
+        """
         return item if self.asking is None else answers_in(item, self.asking.settle)
 
     def stats(self, window: float | None = None) -> RunStats:
-        """Return the present statistics (R8), with rates and shares of the last ``window`` seconds or of the
-        whole run."""
+        """Return the present statistics (R8).
+
+        Rates and shares are those of the last ``window`` seconds or of the whole run.
+        """
         now = self._counters()
         return between(None if window is None else self._history.before(now, window), now)
 
@@ -298,8 +309,10 @@ class Supervisor:
         return event
 
     def _pause(self) -> float:
-        """Return the seconds until a check is due without an event: for a deadlock, or for decisions that
-        depend on time."""
+        """Return the seconds until a check is due without an event.
+
+        Deadlocks need such checks, and so do decisions that depend on time.
+        """
         if self._breaks.pending:
             return POLL_INTERVAL_S
         now = time.monotonic()
@@ -440,8 +453,10 @@ class Supervisor:
             self._decide(Ended(worker))
 
     def _cancel_tasks(self) -> None:
-        """Cancel coroutines: all when the run breaks off, and sources whose outputs have no readers. In a
-        finishing run they get a moment to end."""
+        """Cancel coroutines: all when the run breaks off, and sources whose outputs have no readers.
+
+        In a finishing run they get a moment to end.
+        """
         late = time.monotonic() > self._late_at
         over = self.state.phase in ("failing", "aborting") or (self.state.phase == "finishing" and late)
         self.crew.cancel_tasks(over)

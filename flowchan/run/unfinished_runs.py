@@ -26,8 +26,10 @@ def end_at_exit(supervisor: Supervisor) -> None:
 
 
 def abort_unfinished() -> None:
-    """Abort all unfinished runs, because the interpreter exits. A resource that runs need until their end
-    calls this before it ends."""
+    """Abort all unfinished runs, because the interpreter exits.
+
+    A resource that runs need until their end calls this before it ends.
+    """
     for reference in list(_running):
         supervisor = reference()
         if supervisor is not None and supervisor.pid == os.getpid() and not supervisor.ended.is_set():

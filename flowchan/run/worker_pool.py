@@ -42,10 +42,14 @@ class WorkerPool(Runnable):
     once for each worker, in its first run, and closed at the end of the block. A process that died, or whose
     worker failed, is replaced in the next run. Workers on threads are new in each run.
 
+    Args:
+        graph: The graph.
+
     Raises:
         RunError: At the end of the block, if closing a callable fails.
 
     Example:
+        >>> from flowchan import Graph
         >>> graph = Graph("squares")
         >>> squares = graph.source(range(3)).map(lambda n: n * n, on="process").collect()
         >>> with graph.pool() as pool:

@@ -112,8 +112,10 @@ def meet(
 
 
 class PendingHandshake:
-    """Connection whose peer has not proved the secret yet. It never blocks: ``receive_step()`` takes what has
-    arrived."""
+    """Connection whose peer has not proved the secret yet.
+
+    It never blocks: ``receive_step()`` takes what has arrived.
+    """
 
     def __init__(self, sock: socket.socket, steps: Handshake, timeout: float) -> None:
         self.sock = sock
@@ -267,6 +269,7 @@ def handshake(secret: bytes, hello: Hello, *, dialled: bool, tls: bool = False) 
 
 
 def greeting(role: bytes, tls: bool = False, fingerprint: bytes = NO_CERTIFICATE) -> bytes:
+    """Return the first message of a side: version, role, use of TLS, a nonce and a fingerprint."""
     return PREAMBLE + role + (WITH_TLS if tls else PLAIN) + secrets.token_bytes(NONCE) + fingerprint
 
 
@@ -282,10 +285,12 @@ def check_greeting(peer_greeting: bytes, role: bytes, tls: bool) -> None:
 
 
 def proof(key: bytes, role: bytes, what: bytes, message: bytes = b"") -> bytes:
+    """Return the proof that a side with this role knows the key."""
     return hmac.digest(key, role + b": " + what + message, "sha256")
 
 
 def check(peer_greeting: bytes, right: bytes) -> None:
+    """Raise ``Refused`` unless the peer's proof is right."""
     if not hmac.compare_digest(peer_greeting, right):
         raise Refused("it does not know the secret")
 

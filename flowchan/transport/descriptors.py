@@ -56,8 +56,10 @@ class Inherited(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Descriptors in the bundle of the item that is being pickled: index of the first one, and their
-    number."""
+    """Descriptors in the bundle of the item that is being pickled.
+
+    The values are the index of the first one, and their number.
+    """
 
     first: int
     number: int

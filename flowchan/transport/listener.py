@@ -56,15 +56,17 @@ class AuthenticatedListener:
     def accept(
         self, timeout: float | None = None, take: Callable[[socket.socket, Hello], object] | None = None
     ) -> tuple[socket.socket, Hello]:
-        """Return the next connection whose peer has proved the secret, and its hello.
+        """Accept the next connection whose peer has proved the secret.
 
         A peer cannot make this call raise. Handshakes that are not finished continue in the next call.
 
         Args:
             timeout: Seconds to wait. Default: no limit.
             take: Called with the connection and the hello before this call returns. If Ctrl-C comes first,
-                the next
-                call returns the same connection, perhaps after ``take`` has had it.
+                the next call returns the same connection, perhaps after ``take`` has had it.
+
+        Returns:
+            The connection, and the hello of the peer.
 
         Raises:
             TimeoutError: No peer has proved the secret within ``timeout`` seconds.
@@ -187,8 +189,10 @@ class AuthenticatedListener:
         self.last_refused = reason
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when ``accept`` has work, except that of
-        :meth:`has_proved_peer`."""
+        """Return a descriptor that is readable when ``accept`` has work.
+
+        It does not cover the work of :meth:`has_proved_peer`.
+        """
         return self._ready.fileno()
 
     def has_proved_peer(self) -> bool:

@@ -27,8 +27,10 @@ Accept = Callable[[float], tuple[socket.socket, dict[str, Any]]]
 
 
 class RendezvousEnded(Exception):
-    """The rendezvous has ended, for the reason ``why``. If ``refused`` is true, its members cannot meet at
-    all."""
+    """The rendezvous has ended, for the reason ``why``.
+
+    If ``refused`` is true, its members cannot meet at all.
+    """
 
     def __init__(self, why: str, refused: bool = False) -> None:
         super().__init__(why)
@@ -44,6 +46,10 @@ class Coordinator:
 
     The coordinator may be rank 0, until the time ``give_up``. Then it calls :meth:`assemble` and
     :meth:`gather`.
+
+    Args:
+        size: Number of participants.
+        give_up: Monotonic time at which the rendezvous ends.
 
     Attributes:
         over: Why the rendezvous has ended, or "".
@@ -186,7 +192,13 @@ class Participant:
         self._has = b""
 
     def gather(self, value: Any) -> list[Any]:
-        """Send a JSON value, and return the values of all participants in this round, by rank.
+        """Send a JSON value to all participants of this round.
+
+        Args:
+            value: The value of this participant.
+
+        Returns:
+            The values of all participants, by rank.
 
         Raises:
             RendezvousEnded: The rendezvous has ended.

@@ -92,8 +92,10 @@ class Listener:
         return sock
 
     def detach(self) -> int:
-        """Return the descriptor, and let the caller accept connections. They inherit the options of a
-        link."""
+        """Return the descriptor, and let the caller accept connections.
+
+        They inherit the options of a link.
+        """
         prepare(self._socket, self._socket.getsockname()[0])
         return self._socket.detach()
 

@@ -168,8 +168,10 @@ class Pump:
             self._give_up = time.monotonic() + FAREWELL_S
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Return the events of the sockets. Also notice the end of a side that is neither read nor written
-        now."""
+        """Return the events of the sockets.
+
+        Also notice the end of a side that is neither read nor written now.
+        """
         both = not (self._local_over or self._net.over)
         waiting = select.poll()
         for fd, reading, writing in (
@@ -238,6 +240,7 @@ class Pump:
 
 
 def main() -> int:
+    """Run the TLS proxy that the settings on standard input describe, and return its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         settings = json.loads(sys.stdin.readline() or "{}")

@@ -227,8 +227,7 @@ class _Through:
     def backward(
         self, gradients: Sequence[Tensor | None], keep: bool
     ) -> tuple[list[tuple[Tensor | None, ...]], list[Tensor | None]]:
-        """Compute gradients from those of the outputs: for the inputs by micro-batch, and for the
-        parameters."""
+        """Compute the gradients of the parameters, and by micro-batch those of the inputs."""
         self._raise_if_changed()
         every = iter(gradients)
         given = [
@@ -266,8 +265,10 @@ class _Through:
         return [found.get(id(parameter)) for parameter in self.parameters]
 
     def _raise_if_changed(self) -> None:
-        """Raise the error that torch raises for a modified saved tensor, which graphs in processes cannot
-        detect."""
+        """Raise the error that torch raises for a modified saved tensor.
+
+        Graphs in processes cannot detect such a change.
+        """
         for parameter, version in self._versions:
             if parameter._version != version:
                 raise RuntimeError(

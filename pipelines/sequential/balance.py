@@ -76,8 +76,10 @@ def costs(
 
 
 def seconds(module: nn.Sequential, value: Any) -> float:
-    """Measure the seconds of a forward pass of a copy of the whole module, with the current number of
-    threads."""
+    """Measure the seconds of a forward pass of a copy of the whole module.
+
+    It uses the current number of threads.
+    """
     part = Part(0, copy.deepcopy(module))
     with torch.random.fork_rng(devices=[]):
         _once(part, value, {}, training=False)

@@ -137,8 +137,10 @@ def _check_skips(module: nn.Sequential) -> None:
 
 
 def _in_a_row(module: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers in the order in which they run, including those of nested ``nn.Sequential``
-    containers."""
+    """Yield the layers in the order in which they run.
+
+    Layers of nested ``nn.Sequential`` containers are included.
+    """
     for name, layer in module._modules.items():
         assert layer is not None
         if isinstance(layer, nn.Sequential) and type(layer).forward is nn.Sequential.forward:
@@ -192,8 +194,7 @@ def check_joining(dim: Any, join: Any) -> None:
 
 
 def check_choices(settings: SequentialSettings, counts: int | list[int]) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for an argument that is not one of the allowed words or
-    numbers."""
+    """Raise ``TypeError`` or ``ValueError`` for an argument with a value that is not allowed."""
     _check_placement(settings.on)
     chunks, balance, sample = settings.chunks, settings.balance, settings.sample
     param_scale: Any = settings.param_scale
@@ -241,8 +242,10 @@ def _check_balance(balance: Any, sample: Any, counts: int | list[int]) -> None:
 
 
 def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.device] | None:
-    """Return one device for each part. Devices of this host must exist; those of other hosts are unknown
-    here."""
+    """Return one device for each part.
+
+    Devices of this host must exist; those of other hosts are unknown here.
+    """
     if devices is None:
         return None
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
@@ -316,8 +319,7 @@ def refuse_sharded_layers(module: nn.Module) -> None:
 
 
 def refuse_sharded(module: nn.Module, pipe: str, remedy: str) -> None:
-    """Raise ``TypeError`` for parameters that FSDP shards around the pipe, which ``pipe`` does not
-    support."""
+    """Raise ``TypeError`` for parameters that FSDP shards around the pipe."""
     if FSDP not in sys.modules:
         return
     for name, layer in module.named_modules():
@@ -367,8 +369,10 @@ def _refusal(value: Any) -> str | None:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the submodules and attributes of a module, or the elements of a container, with their source
-    notation."""
+    """Yield the children of a module or container, with their source notation.
+
+    The children of a module are its submodules and attributes, and those of a container its elements.
+    """
     if isinstance(value, nn.Module):
         yield from ((f".{name}", child) for name, child in value.named_children())
         yield from ((f".{name}", child) for name, child in vars(value).items() if name != "_modules")

@@ -1,5 +1,7 @@
-"""Parts of a module and the number of micro-batches, chosen with the first batch unless the user sets
-them."""
+"""Choice of the parts of a module and the number of micro-batches.
+
+It happens with the first batch, unless the user sets them.
+"""
 
 from __future__ import annotations
 

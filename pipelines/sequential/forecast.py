@@ -1,5 +1,7 @@
-"""Forecast of the best schedule for a model: it measures the layers and simulates every schedule with these
-times."""
+"""Forecast of the best schedule for a model.
+
+It measures the layers and simulates every schedule with these times.
+"""
 
 from __future__ import annotations
 

@@ -363,8 +363,10 @@ class Inference:
             self.run.end(at_once=busy)
 
     def forget(self) -> None:
-        """End the run without waiting and without a lock, because the garbage collector may call this
-        anywhere."""
+        """End the run without waiting and without a lock.
+
+        The garbage collector may call this anywhere.
+        """
         self.run.close()
 
 

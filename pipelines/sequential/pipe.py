@@ -83,9 +83,16 @@ class Sequential(nn.Module):
         ValueError: An argument has a wrong value.
 
     Example:
-        with Sequential(model, parts=2, on="process") as pipe:
-            loss = criterion(pipe(x), target)
-            loss.backward()
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.pipelines import Sequential
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> x = torch.ones(16, 4)
+        >>> with Sequential(model, parts=2, on="process") as pipe:
+        ...     loss = pipe(x).square().mean()
+        ...     loss.backward()
+        >>> torch.allclose(loss, model(x).square().mean())
+        True
     """
 
     module: nn.Module
@@ -163,14 +170,14 @@ class Sequential(nn.Module):
 
     @property
     def parts(self) -> list[Part]:
-        """The parts, which hold the module's own layers."""
+        """Return the parts, which hold the module's own layers."""
         return self._cut.parts
 
     # --- module interface ---
 
     @property
     def training(self) -> bool:
-        """Training mode of the plain module."""
+        """Return the training mode of the plain module."""
         return self.module.training
 
     @training.setter
@@ -230,6 +237,14 @@ class Sequential(nn.Module):
             ValueError: The tensors have no common batch size.
             RuntimeError: A training of this pipe is active.
             StageError: A layer failed on a micro-batch.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.pipelines import Sequential
+            >>> with Sequential([nn.Linear(4, 8), nn.Linear(8, 1)]) as pipe:
+            ...     pipe(torch.ones(16, 4)).shape
+            torch.Size([16, 1])
         """
         if torch.compiler.is_compiling():  # the compiler must not trace threads and processes
             return _uncompiled(self, *inputs, **named)
@@ -286,6 +301,16 @@ class Sequential(nn.Module):
             RuntimeError: A training of this pipe is active, or ``torch.autocast`` is on, which streams do not
                 support.
             ValueError: A batch requires grad.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.pipelines import Sequential
+            >>> with Sequential([nn.Linear(4, 8), nn.Linear(8, 1)]) as pipe:
+            ...     for output in pipe.stream(torch.ones(size, 4) for size in (1, 2)):
+            ...         print(output.shape)
+            torch.Size([1, 1])
+            torch.Size([2, 1])
         """
         self._raise_if_training("use training.evaluate(x), or leave its with block")
         self._raise_for_changes()
@@ -335,9 +360,17 @@ class Sequential(nn.Module):
             RuntimeError: Another training of this pipe is active.
 
         Example:
-            with pipe.trainer(loss=nn.MSELoss(), optimizer=partial(SGD, lr=0.1)) as training:
-                for x, target in batches:
-                    loss = training.step(x, target)
+            >>> from functools import partial
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.pipelines import Sequential
+            >>> pipe = Sequential([nn.Linear(4, 8), nn.Linear(8, 1)])
+            >>> sgd = partial(torch.optim.SGD, lr=0.1)
+            >>> x, target = torch.ones(16, 4), torch.zeros(16, 1)
+            >>> with pipe.trainer(loss=nn.MSELoss(), optimizer=sgd) as training:
+            ...     losses = [float(training.step(x, target)) for _ in range(3)]
+            >>> losses[-1] < losses[0]
+            True
         """
         self._raise_if_training("leave its with block first")
         self._raise_for_changes()
@@ -354,14 +387,23 @@ class Sequential(nn.Module):
 
     @property
     def graph(self) -> Graph:
-        """The inference graph, for ``flowchan viz``."""
+        """Return the inference graph, for ``flowchan viz``."""
         return self._inference.graph
 
     def timeline(self) -> Timeline:
         """Return the recorded forward and backward passes of all parts.
 
-        Each batch counts as a step. The timeline keeps the last 100,000 events. After a training it also
-        includes the last ten training steps, which are numbered from 0 as well.
+        Returns:
+            The last 100,000 events; each batch counts as a step. After a training they include the last ten
+            training steps, which are numbered from 0 as well.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.pipelines import Sequential
+            >>> with Sequential([nn.Linear(4, 8), nn.Linear(8, 1)]) as pipe:
+            ...     output = pipe(torch.ones(16, 4))
+            ...     events = pipe.timeline().events
         """
         trained = self._training.timeline().events if self._training is not None else []
         return Timeline([*self._events.copy(), *trained], repr(self))
@@ -374,6 +416,14 @@ class Sequential(nn.Module):
         """End the workers and wait for them.
 
         Calls in progress raise ``Closed``. A second call has no effect.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.pipelines import Sequential
+            >>> pipe = Sequential([nn.Linear(4, 8), nn.Linear(8, 1)])
+            >>> output = pipe(torch.ones(16, 4))
+            >>> pipe.close()
         """
         self._inference.close()
         self._graphs.close()

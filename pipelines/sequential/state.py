@@ -163,8 +163,10 @@ class PartState:
                     own.copy_(seen)
 
     def give(self) -> None:
-        """Make the current values visible to the program. Raises ``ValueError`` where that is not
-        possible."""
+        """Make the current values visible to the program.
+
+        Raises ``ValueError`` where that is not possible.
+        """
         for layer, name, tensor in self._buffers:
             now = layer._buffers.get(name)
             if now is tensor:

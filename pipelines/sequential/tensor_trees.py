@@ -72,8 +72,9 @@ def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def split(value: Any, chunks: int, name: str = "x", dim: int = 0) -> list[Any]:
-    """Split a value into ``chunks`` micro-batches, but at most one per sample; an empty batch is one
-    micro-batch.
+    """Split a value into ``chunks`` micro-batches, but at most one per sample.
+
+    An empty batch is one micro-batch.
 
     Raises ``TypeError`` for a leaf that is not a tensor, and ``ValueError`` if the tensors have no common
     batch size. The messages name the path of the leaf.
@@ -126,8 +127,10 @@ def batch_size(value: Any, name: str = "x", dim: int = 0) -> int:
 
 
 def without_gradient(value: Any, remedy: str) -> Any:
-    """Return the value, or raise ``ValueError`` if a tensor in it requires grad, because gradients would end
-    here."""
+    """Return the value, or raise ``ValueError`` if a tensor in it requires grad.
+
+    Gradients would end here.
+    """
     if torch.is_grad_enabled():
         for path, leaf in leaves(value):
             if isinstance(leaf, Tensor) and leaf.requires_grad:

@@ -115,8 +115,10 @@ class Traced:
                 )
 
     def _state(self) -> list[Any]:
-        """Return the state that must not change: the modules, and the hooks and parameters of the traced
-        ones."""
+        """Return the state that must not change.
+
+        It consists of the modules, and of the hooks and parameters of the traced ones.
+        """
         found: list[Any] = [id(one) for one in self.module.modules()]
         for one in self._through():
             found += map(id, one._parameters.values())
@@ -225,8 +227,10 @@ class _Tracer(fx.Tracer):
         return kept or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Trace a call of a module; fx intercepts the calls of all threads, so those of other threads run as
-        they are."""
+        """Trace a call of a module.
+
+        fx intercepts the calls of all threads, so those of other threads run as they are.
+        """
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         self.inside.append(m)
@@ -386,8 +390,10 @@ def _begin(nodes: list[fx.Node], name: Any) -> int:
 
 
 def _label(node: fx.Node, line: nn.Sequential) -> str:
-    """Return a name for a segment: that of its first layer if it has one, because names must not contain
-    dots."""
+    """Return a name for a segment: that of its first layer if it has one.
+
+    Names must not contain dots.
+    """
     path = str(node.target) if node.op == "call_module" else next(reversed(_around(node)), "") or node.name
     name = label = path.replace(".", "/")
     while label in line._modules:

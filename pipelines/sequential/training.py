@@ -1,5 +1,6 @@
-"""Training by steps: the program's side, which declares the graph of workers, sends batches and collects
-answers.
+"""Training by steps, on the program's side.
+
+This side declares the graph of workers, sends batches and collects answers.
 
 The program owns the parameters. On threads, the workers train its layers. In processes, they train copies
 whose parameters and buffers share its memory. On hosts, the copies have their own memory. Each step sends the
@@ -63,9 +64,19 @@ class Training:
     faster parts may already be updated.
 
     Example:
-        with pipe.trainer(loss=nn.MSELoss(), optimizer=partial(SGD, lr=0.1)) as training:
-            loss = training.step(x, target)
-        print(training.report())
+        >>> from functools import partial
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.pipelines import Sequential
+        >>> pipe = Sequential([nn.Linear(4, 8), nn.Linear(8, 1)])
+        >>> sgd = partial(torch.optim.SGD, lr=0.1)
+        >>> x, target = torch.ones(16, 4), torch.zeros(16, 1)
+        >>> with pipe.trainer(loss=nn.MSELoss(), optimizer=sgd) as training:
+        ...     loss = training.step(x, target)
+        ...     output = training.evaluate(x)
+        >>> output.shape
+        torch.Size([16, 1])
+        >>> table, events = str(training.report()), training.timeline().events
     """
 
     def __init__(
@@ -151,7 +162,7 @@ class Training:
 
     @property
     def graph(self) -> Graph:
-        """The workers and their channels, for ``flowchan viz``."""
+        """Return the workers and their channels, for ``flowchan viz``."""
         return self._run.graph
 
     @property
@@ -248,7 +259,11 @@ class Training:
         return self._cut.joined(outputs, list(map(batch_size, inputs)), "the evaluation")
 
     def timeline(self) -> Timeline:
-        """Return the events of all workers in the last ten steps."""
+        """Return the events of all workers in the last ten steps.
+
+        Returns:
+            The events, which print as a table.
+        """
         found = (event for step in self._done for events, _ in step for event in events)
         return Timeline(found, self.graph.name)
 
@@ -268,8 +283,10 @@ class Training:
     # --- internals ---
 
     def _raise_if_changed(self) -> None:
-        """Raise ``RuntimeError`` if layers have changed or ``torch.autocast`` is active, because workers
-        would not notice."""
+        """Raise ``RuntimeError`` if layers have changed or ``torch.autocast`` is active.
+
+        Workers would not notice either.
+        """
         if current_casting():
             raise RuntimeError(
                 "training: torch.autocast does not reach the parts; use pipe.trainer(…, autocast=…)"

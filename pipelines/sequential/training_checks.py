@@ -16,8 +16,10 @@ from flowchan.pipelines.sequential.parts import Part
 def check_training(
     parts: Sequence[Part], loss: Any, optimizer: Any, recompute: Any, clip: Any, autocast: Any
 ) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for a wrong argument, or for layers that a training cannot
-    handle."""
+    """Raise ``TypeError`` or ``ValueError`` for a training that is not possible.
+
+    The cause is a wrong argument, or layers that a training cannot handle.
+    """
     _check_loss(loss)
     if optimizer is not None:
         _check_optimizer(parts, optimizer)
@@ -86,8 +88,10 @@ def _named_tensors(part: Part) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _check_optimizer(parts: Sequence[Part], optimizer: Any) -> None:
-    """Create and discard the optimizers, to detect errors and to load their modules before processes are
-    forked."""
+    """Create and discard the optimizers.
+
+    This detects errors, and loads their modules before processes are forked.
+    """
     if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             "training: optimizer must be a function of a list of parameters, such as partial(SGD, lr=0.1), "

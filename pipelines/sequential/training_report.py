@@ -19,8 +19,9 @@ from flowchan.pipelines.sequential.timeline import TimelineEvent
 
 @dataclass(frozen=True, slots=True)
 class WorkerShares:
-    """Shares of a worker's time in steps: computing (``busy``), and sending and receiving
-    (``communication``).
+    """Shares of a worker's time in steps.
+
+    They are computing (``busy``), and sending and receiving (``communication``).
 
     Attributes:
         parts: Numbers of the worker's parts.
@@ -149,8 +150,10 @@ def _shares(steps: Sequence[tuple[tuple[TimelineEvent, ...], float]], total: flo
 
 
 def measured(parts: Sequence[Part], micro: Any) -> list[Kept]:
-    """Measure the bytes that each part keeps of a micro-batch, with copies of the layers. Raises as a layer
-    does."""
+    """Measure the bytes that each part keeps of a micro-batch, with copies of the layers.
+
+    Raises as a layer does.
+    """
     value, skips, found = micro, dict[str, Tensor | None](), []
     with torch.random.fork_rng(devices=[]):
         for part in parts:

@@ -70,8 +70,10 @@ def meet_at(
 
 @dataclass(frozen=True)
 class Place:
-    """The place where a group has met. ``number`` counts the earlier groups, each made of the survivors of
-    the one before."""
+    """The place where a group has met.
+
+    ``number`` counts the earlier groups, each made of the survivors of the one before.
+    """
 
     at: str
     secret: bytes = field(repr=False)

@@ -25,8 +25,10 @@ WITHIN = 60.0
 def meet_by(
     gather: Gather, rank: int, connector: Connector, timeout: float, name: str = "", host: str | None = None
 ) -> Group:
-    """Return the member of the group of all processes that ``gather`` connects. ``host`` identifies this
-    host."""
+    """Return the member of the group of all processes that ``gather`` connects.
+
+    ``host`` identifies this host.
+    """
     remaining = countdown(timeout)
     by_host: dict[str, list[int]] = {}
     for other, place in enumerate(gather(host or this_host())):

@@ -27,7 +27,17 @@ _HELLO = struct.Struct("<ii")  # rank, size
 
 
 def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> SharedGroup:
-    """Return this process's member of the group that all ``size`` processes with the same ``job`` form.
+    """Form a group of all processes of this host that have the same ``job``.
+
+    Args:
+        job: Text that identifies the group.
+        rank: Rank of this process.
+        size: Number of processes.
+        timeout: Seconds to wait for the others.
+        name: Name of the group in messages.
+
+    Returns:
+        The member of this process.
 
     Raises:
         TimeoutError: Not all processes have arrived; rank 0 names the missing ones.

@@ -48,6 +48,9 @@ class Membership:
     def __enter__(self) -> Group:
         """Join the group.
 
+        Returns:
+            The member of this process.
+
         Raises:
             MemberDied: Another member ended before all have met.
             OSError: The driver cannot be reached.

@@ -287,8 +287,10 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._do(inputs, run, outputs)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
-        """Gather several tensors. ``outputs`` are by rank and then by tensor; ``allgather`` has them by
-        tensor and then by rank."""
+        """Gather several tensors.
+
+        ``outputs`` are by rank and then by tensor; ``allgather`` has them by tensor and then by rank.
+        """
         parts_argument("allgather_coalesced", "output_tensor_lists", outputs, self._group.size)
         for rank, parts in enumerate(outputs):
             if len(parts) != len(inputs):

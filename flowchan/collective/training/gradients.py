@@ -45,7 +45,13 @@ def synchronize(module: nn.Module, group: Group, root: int = 0) -> None:
         ValueError: Elements of a tensor share memory.
 
     Example:
-        synchronize(module, group)
+        >>> from torch import nn
+        >>> from flowchan.collective import group
+        >>> from flowchan.collective.training.gradients import check_equal, synchronize
+        >>> module = nn.Linear(2, 1)
+        >>> with group() as g:
+        ...     synchronize(module, g)
+        ...     check_equal(module, g)
     """
     for _, x in _state(module):
         check_writable(x)
@@ -64,6 +70,13 @@ def check_equal(module: nn.Module, group: Group) -> None:
     Raises:
         Mismatch: A parameter or buffer differs from rank 0. All members raise it; it names the first such
             tensor and the first such rank.
+
+    Example:
+        >>> from torch import nn
+        >>> from flowchan.collective import group
+        >>> from flowchan.collective.training.gradients import check_equal
+        >>> with group() as g:
+        ...     check_equal(nn.Linear(2, 1), g)
     """
     _raise_for_difference([(name, described(x), _digest(x)) for name, x in _state(module)], group)
 
@@ -116,12 +129,20 @@ class Gradients:
         ValueError: ``compress`` is unknown, or a complex parameter cannot be compressed.
 
     Example:
-        gradients = Gradients(module, group)
-        for batch in batches:
-            optimizer.zero_grad()
-            loss(module, batch).backward()
-            gradients.wait()
-            optimizer.step()
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.collective import group
+        >>> from flowchan.collective.training.gradients import Gradients
+        >>> module = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        >>> with group() as g:
+        ...     gradients = Gradients(module, g)
+        ...     for batch in [torch.ones(4, 2), torch.zeros(4, 2)]:
+        ...         optimizer.zero_grad()
+        ...         module(batch).square().mean().backward()
+        ...         gradients.wait()
+        ...         optimizer.step()
+        ...     gradients.close()
     """
 
     def __init__(
@@ -163,11 +184,23 @@ class Gradients:
 
         The next ``backward`` outside the block averages the sum.
 
+        Returns:
+            The context manager.
+
         Example:
-            with gradients.accumulate():
-                loss(module, first).backward()
-            loss(module, second).backward()
-            gradients.wait()
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.collective import group
+            >>> from flowchan.collective.training.gradients import Gradients
+            >>> module = nn.Linear(2, 1)
+            >>> with group() as g:
+            ...     gradients = Gradients(module, g)
+            ...     with gradients.accumulate():
+            ...         module(torch.ones(4, 2)).mean().backward()
+            ...     module(torch.zeros(4, 2)).mean().backward()
+            ...     gradients.wait()
+            >>> module.weight.grad
+            tensor([[1., 1.]])
         """
         before, self._accumulating = self._accumulating, True  # blocks can be nested
         try:
@@ -230,8 +263,10 @@ class _Bucket(_Flat):
 
 
 def _in_buckets(module: nn.Module) -> list[list[Tensor]]:
-    """Divide the parameters into lists of one type and device, last parameters first, as backward reaches
-    them."""
+    """Divide the parameters into lists of one type and device.
+
+    The last parameters come first, as backward reaches them.
+    """
     buckets: list[list[Tensor]] = []
     free_bytes = 0
     for parameter in reversed([p for p in module.parameters() if p.requires_grad]):
@@ -284,12 +319,21 @@ class AllReduceSGD:
         group: The group of the replicas.
 
     Example:
-        training = AllReduceSGD(module, optimizer, group)
-        for batch in batches:
-            optimizer.zero_grad()
-            loss(module, batch).backward()
-            training.step()
-        training.join()
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.collective import group
+        >>> from flowchan.collective.training.gradients import AllReduceSGD
+        >>> module = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        >>> with group() as g:
+        ...     training = AllReduceSGD(module, optimizer, g)
+        ...     for batch in [torch.ones(4, 2), torch.zeros(4, 2)]:
+        ...         optimizer.zero_grad()
+        ...         module(batch).square().mean().backward()
+        ...         contributors = training.step()
+        ...     training.join()
+        >>> contributors
+        1
     """
 
     def __init__(self, module: nn.Module, optimizer: Steps, group: Group) -> None:
@@ -343,13 +387,21 @@ class ElasticAverage:
         ValueError: ``every`` or ``strength`` is out of range.
 
     Example:
-        average = ElasticAverage(module, group, every=10)
-        for batch in batches:
-            ...
-            optimizer.step()
-            average.step()
-        average.join()
-        average.to_centre()
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.collective import group
+        >>> from flowchan.collective.training.gradients import ElasticAverage
+        >>> module = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        >>> with group() as g:
+        ...     average = ElasticAverage(module, g, every=2)
+        ...     for batch in [torch.ones(4, 2), torch.zeros(4, 2)]:
+        ...         optimizer.zero_grad()
+        ...         module(batch).square().mean().backward()
+        ...         optimizer.step()
+        ...         average.step()
+        ...     average.join()
+        ...     average.to_centre()
     """
 
     def __init__(self, module: nn.Module, group: Group, *, every: int, strength: float = 0.9) -> None:
@@ -380,8 +432,7 @@ class ElasticAverage:
             parameter.sub_(pull)
 
     def join(self) -> None:
-        """Take part in the averages of the others without a batch, until all members have run out of
-        batches."""
+        """Take part in the averages of the others until all members have run out of batches."""
         while self._move(contributes=False):
             pass
 

@@ -21,9 +21,11 @@ UNKNOWN_EXIT = "ended, and nobody knows how, because the program ignores SIGCHLD
 
 
 class Child:
-    """A child process that holds an agent. It has its own session, so that Ctrl-C in a terminal does not end
-    it: the driver decides. Its output is relayed line by line, prefixed with the host's name. ``kill_by`` is
-    the signal on which it ends the agent."""
+    """A child process that holds an agent.
+
+    It has its own session, so that Ctrl-C in a terminal does not end it: the driver decides. Its output is
+    relayed line by line, prefixed with the host's name. ``kill_by`` is the signal on which it ends the agent.
+    """
 
     def __init__(
         self,
@@ -64,8 +66,10 @@ class Child:
         return False
 
     def _exitcode(self) -> int | None:
-        """Return the exit code if it has ended. The zombie stays until :meth:`close`, so that its process id
-        is not used again."""
+        """Return the exit code if it has ended.
+
+        The zombie stays until :meth:`close`, so that its process id is not used again.
+        """
         try:
             end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:

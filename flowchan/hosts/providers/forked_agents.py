@@ -1,5 +1,7 @@
-"""Agents on this machine, on the program's side. Their fork server (:mod:`flowchan.hosts.fork_server`) has
-imported flowchan for all of them. A fork takes a tenth of the time of a new Python process.
+"""Agents on this machine, on the program's side.
+
+Their fork server (:mod:`flowchan.hosts.fork_server`) has imported flowchan for all of them. A fork takes a
+tenth of the time of a new Python process.
 
 The first agent starts the fork server, which ends with the program in any case. Settings that take effect
 when a process starts or imports modules are the server's. If the program has changed such a setting, the next
@@ -60,8 +62,11 @@ def _umask() -> str:
 
 @contextlib.contextmanager
 def _errors() -> Iterator[int]:
-    """Yield a descriptor of the program's standard error. If that was closed before Python began, descriptor
-    2 may be any other file, so this yields one of ``/dev/null``."""
+    """Yield a descriptor of the program's standard error.
+
+    If that was closed before Python began, descriptor 2 may be any other file, so this yields one of
+    ``/dev/null``.
+    """
     if sys.__stderr__ is not None:
         yield 2
         return
@@ -109,8 +114,10 @@ class _Seed:
             socket.send_fds(self._control, [b"+"], given, socket.MSG_NOSIGNAL)
 
     def how_it_ended(self) -> str:
-        """Say in words why a request got no answer. A server that still runs could not receive the
-        descriptors."""
+        """Say in words why a request got no answer.
+
+        A server that still runs could not receive the descriptors.
+        """
         try:
             return exit_text(self._process.wait(GENTLY))
         except subprocess.TimeoutExpired:
@@ -199,8 +206,11 @@ class Forked:
         return word != ""
 
     def _lose(self) -> None:
-        """Handle an agent whose server has died, or had no descriptors free to start it. The kernel ends the
-        agent and its workers with a dead server, but processes that the workers have started may survive."""
+        """Handle an agent whose server has died, or had no descriptors free to start it.
+
+        The kernel ends the agent and its workers with a dead server, but processes that the workers have
+        started may survive.
+        """
         self._why = f"the agent {self._host} was lost with the process that forks agents here, which "
         self._why += self._seed.how_it_ended()
         if self._pid is not None:

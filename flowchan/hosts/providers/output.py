@@ -84,8 +84,11 @@ class OutputRelay:
             pass
 
     def finish(self) -> ProcessOutput:
-        """Relay the rest of the pipe of a process that has ended, and return its output. Other processes that
-        hold the pipe are not waited for, such as an ssh that stays for later connections."""
+        """Relay the rest of the pipe of a process that has ended, and return its output.
+
+        Other processes that hold the pipe are not waited for, such as an ssh that stays for later
+        connections.
+        """
         if self._thread.is_alive():
             os.eventfd_write(self._stop, 1)
             self._thread.join()

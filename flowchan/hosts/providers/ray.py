@@ -1,5 +1,7 @@
-"""Agents on the nodes of a Ray cluster. Ray reserves the nodes by resources and starts one actor on each,
-which only holds an agent. Items use flowchan's links, not Ray.
+"""Agents on the nodes of a Ray cluster.
+
+Ray reserves the nodes by resources and starts one actor on each, which only holds an agent. Items use
+flowchan's links, not Ray.
 
 Ray is imported at its first use. It must not restart the actors, because each new agent needs a new epoch.
 """
@@ -82,8 +84,11 @@ class _Reservation:
     warn_at: float = field(default_factory=lambda: time.monotonic() + WARN_AFTER_S)
 
     def warn_if_late(self, ray: Any, provider: Ray) -> None:
-        """Log once which resources were requested and which exist. An infeasible request is not an error,
-        because a cluster with an autoscaler may grow. Ray has no public way to see whether it has one."""
+        """Log once which resources were requested and which exist.
+
+        An infeasible request is not an error, because a cluster with an autoscaler may grow. Ray has no
+        public way to see whether it has one.
+        """
         with _lock:
             if time.monotonic() < self.warn_at:
                 return
@@ -213,8 +218,10 @@ class HeldByRay:
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
-    """Format resources without the internal ones of Ray: bundles of placement groups, names of nodes, and
-    bytes of memory, which are rarely requested."""
+    """Format resources without the internal ones of Ray.
+
+    Those are bundles of placement groups, names of nodes, and bytes of memory, which are rarely requested.
+    """
     own = {
         name: amount
         for name, amount in resources.items()
@@ -231,8 +238,11 @@ def _gist(message: str) -> str:
 
 
 def _holder() -> type:
-    """Make the actor's class. A class made here is pickled by value, so the actor starts even on a node
-    without flowchan, and can report that."""
+    """Make the actor's class.
+
+    A class made here is pickled by value, so the actor starts even on a node without flowchan, and can report
+    that.
+    """
     most = LAST
 
     class AgentActor:
@@ -244,8 +254,11 @@ def _holder() -> type:
             return self._host
 
         def hold(self, bound: str, arguments: tuple[str, ...], stdin: bytes) -> tuple[str, int, list[str]]:
-            """Run the agent to its end. The launch is an argument of this call and not of the actor, because
-            Ray stores the arguments of an actor."""
+            """Run the agent to its end.
+
+            The launch is an argument of this call and not of the actor, because Ray stores the arguments of
+            an actor.
+            """
             import collections
             import contextlib
             import os
@@ -277,8 +290,10 @@ def _holder() -> type:
 
 
 def _connected() -> Any:
-    """Return the module ``ray``, connected to a cluster. The connection stays open: it belongs to the
-    program."""
+    """Return the module ``ray``, connected to a cluster.
+
+    The connection stays open: it belongs to the program.
+    """
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
@@ -302,6 +317,12 @@ def ray(count: int, *, resources: Mapping[str, float] | None = None, address: st
         resources: Resources that each agent reserves on its node, by Ray's names (default: one ``"CPU"``).
         address: The address of this machine at which the nodes reach it, without a port (default: the one on
             the kernel's route to them).
+
+    Returns:
+        The provider.
+
+    Raises:
+        ValueError: ``count`` is less than 1.
     """
     whole("ray", "count", count, 1)
     for name, amount in (resources or {}).items():

@@ -56,6 +56,9 @@ def explainer(
         unreached: Says why the script has not run at all.
         cut_off: Returns why something else has certainly ended the agent, or None. Its second argument is
             whether the script has reported the agent's end.
+
+    Returns:
+        The function.
     """
     return partial(_explain, host, python, remedy, unreached, cut_off)
 

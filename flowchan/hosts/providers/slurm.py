@@ -38,9 +38,12 @@ only task."""
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Slurm:
-    """One agent on each node of the current allocation. The allocation is looked up at each use, so the value
-    is the same everywhere. The agents run this program's Python by its path, because nodes of a cluster share
-    their files. Killing an agent ends its job step."""
+    """One agent on each node of the current allocation.
+
+    The allocation is looked up at each use, so the value is the same everywhere. The agents run this
+    program's Python by its path, because nodes of a cluster share their files. Killing an agent ends its job
+    step.
+    """
 
     address: str | None = None
 
@@ -95,15 +98,19 @@ def _unstarted(host: str, code: int, output: ProcessOutput) -> str:
 
 
 def _ended_by_slurm(host: str, output: ProcessOutput, has_ended: bool) -> str | None:
-    """Return the message that Slurm has ended the step and with it the agent, or None. If the agent has ended
-    first, the end of the task is that of the agent."""
+    """Return the message that Slurm has ended the step and with it the agent, or None.
+
+    If the agent has ended first, the end of the task is that of the agent.
+    """
     over = CANCELLED if has_ended else OVER
     line = next((line.strip(" *") for line in output.lines if over.search(line)), None)
     return line and f"the agent {host} was ended by Slurm ({line})"
 
 
 def slurm(*, address: str | None = None) -> Slurm:
-    """Make a provider of one agent on each node of the allocation that this program runs in. ``address`` is
-    the address of this machine at which the nodes reach it, without a port. The default is the one on the
-    kernel's route to them."""
+    """Make a provider of one agent on each node of the allocation that this program runs in.
+
+    ``address`` is the address of this machine at which the nodes reach it, without a port. The default is the
+    one on the kernel's route to them.
+    """
     return Slurm(None if address is None else text("slurm", "address", address))

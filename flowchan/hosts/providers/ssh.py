@@ -1,5 +1,7 @@
-"""Agents on machines that the system's ``ssh`` reaches. The user's configuration applies: names, ports, keys,
-jump hosts and key agents are the same as in a terminal."""
+"""Agents on machines that the system's ``ssh`` reaches.
+
+The user's configuration applies: names, ports, keys, jump hosts and key agents are the same as in a terminal.
+"""
 
 from __future__ import annotations
 
@@ -99,6 +101,12 @@ def ssh(*hosts: str, python: str = "python3", address: str | None = None) -> Ssh
         python: The Python executable on the hosts, with flowchan installed: ``~/venv/bin/python``.
         address: The address of this machine at which the hosts reach it, without a port (default: the one on
             the kernel's route to them).
+
+    Returns:
+        The provider.
+
+    Raises:
+        ValueError: No host is given, or a name is not valid.
     """
     if not hosts:
         raise ValueError('ssh: it takes at least one host, as in ssh("gpu1", "user@gpu2")')

@@ -40,8 +40,10 @@ class DeathLog:
         self._unbegun[id] = -1
 
     def terminated(self, id: WorkerId) -> None:
-        """Note that the supervisor ends the worker's process. Its death then says nothing about the
-        worker."""
+        """Note that the supervisor ends the worker's process.
+
+        Its death then says nothing about the worker.
+        """
         self._terminated.add(id)
 
     def died(self, worker: PlannedWorker, ended: ProcessExit) -> Death:

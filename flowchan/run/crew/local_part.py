@@ -64,8 +64,10 @@ class LocalPart:
     # --- starting ---
 
     def start(self, report: Report) -> None:
-        """See :class:`CrewPart`. Call :meth:`start_threads` next: forks come first, because they must not
-        copy threads."""
+        """See :class:`CrewPart`.
+
+        Call :meth:`start_threads` next: forks come first, because they must not copy threads.
+        """
         self._report = report
         for stage in self.plan.graph.stages:
             if stage.gang is not None and not stage.placement.hosts:
@@ -83,8 +85,10 @@ class LocalPart:
                 self._start_process(worker.id)
 
     def start_threads(self) -> None:
-        """Start all workers on threads, except those that gather results, and the threads that watch
-        processes."""
+        """Start the workers on threads and the threads that watch processes.
+
+        Workers that gather results start later.
+        """
         for worker in self._planned:
             if not worker.stage.placement.own_process and not worker.gathers and not worker.is_task:
                 self.start_thread(worker.id)
@@ -165,8 +169,10 @@ class LocalPart:
         return self._mail is None or self._mail.is_empty()
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
-        """See :class:`CrewPart`. A worker that died while it waited counts as waiting until it is
-        replaced."""
+        """See :class:`CrewPart`.
+
+        A worker that died while it waited counts as waiting until it is replaced.
+        """
         if self._processes is not None and any(map(self._processes.ended, alive)):
             return Waits(moves=True)
         if not waits_of_loops():
@@ -296,8 +302,10 @@ class LocalPart:
             self._processes.close()
 
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
-        """See :class:`CrewPart`. The run has ended for all callers, so threads that need only a moment get
-        it."""
+        """See :class:`CrewPart`.
+
+        The run has ended for all callers, so threads that need only a moment get it.
+        """
         deadline = time.monotonic() + decisions.GRACE
         for id, thread in sorted(self.threads.items(), key=lambda one: str(one[0])):
             if id not in abandoned:

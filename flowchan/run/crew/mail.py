@@ -45,8 +45,11 @@ class Mail:
 
 
 def run_helper(work: Callable[[], None], report: Callable[[], Report]) -> None:
-    """Run ``work`` on a helper thread of a run. A failure ends the run, which would wait forever without the
-    helper. ``report`` returns the function that takes the run's events at that time."""
+    """Run ``work`` on a helper thread of a run.
+
+    A failure ends the run, which would wait forever without the helper. ``report`` returns the function that
+    takes the run's events at that time.
+    """
     try:
         with contextlib.suppress(Closed, Broken):  # the run is over
             work()

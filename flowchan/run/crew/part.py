@@ -80,8 +80,10 @@ class CrewPart(Protocol):
         """Tell whether everything that workers have reported so far has reached ``report``."""
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
-        """Report the waits of these workers that no channel of this process shows. None: they are being
-        asked, and the call has to be repeated."""
+        """Report the waits of these workers that no channel of this process shows.
+
+        None: they are being asked, and the call has to be repeated.
+        """
 
     def hosts(self) -> tuple[HostStats, ...]:
         """Return the statistics of the hosts on which workers run, without this machine."""

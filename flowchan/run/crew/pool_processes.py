@@ -60,6 +60,9 @@ class PooledProcess:
     def word(self, until: float) -> WorkEnded | None:
         """Wait for the process to report the end of its work.
 
+        Args:
+            until: Monotonic time at which the call ends.
+
         Returns:
             None if it waits for another order; ``WorkEnded`` if it has ended.
 
@@ -147,8 +150,10 @@ class PooledProcesses:
         return started
 
     def is_reusable(self, id: WorkerId, until: float) -> bool:
-        """Tell whether a worker's process waits for the next run, or has been dismissed. Waits for its report
-        until the time ``until``."""
+        """Tell whether a worker's process waits for the next run, or has been dismissed.
+
+        Waits for its report until the time ``until``.
+        """
         pooled = self._known.get(id)
         try:
             waits = pooled is not None and pooled.word(until) is None
@@ -175,8 +180,10 @@ class PooledProcesses:
             pooled.process.kill()
 
     def close(self) -> list[tuple[WorkerId, BaseException]]:
-        """Let all processes close their callables and end. Return the errors of the callables, also those of
-        processes that were dismissed before."""
+        """Let all processes close their callables and end.
+
+        Return the errors of the callables, also those of processes that were dismissed before.
+        """
         try:
             _dismiss(self._known, self._leaving)
             for id, pooled in self._leaving:
@@ -191,8 +198,10 @@ class PooledProcesses:
 
 
 def _end_dropped(pid: int, known: dict[WorkerId, PooledProcess], leaving: Dismissed) -> None:
-    """End the processes of a pool that was dropped within its block. Other processes than their parent do
-    nothing."""
+    """End the processes of a pool that was dropped within its block.
+
+    Other processes than their parent do nothing.
+    """
     if pid == os.getpid():
         _dismiss(known, leaving)
         for _, pooled in leaving:

@@ -30,8 +30,11 @@ child that the program has collected."""
 
 
 class WorkerProcess:
-    """A process that has been started. ``pidfd`` is readable once it has ended; it is ``None`` if the system
-    refuses one, or if the process had ended already."""
+    """A process that has been started.
+
+    ``pidfd`` is readable once it has ended; it is ``None`` if the system refuses one, or if the process had
+    ended already.
+    """
 
     def __init__(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self._process = multiprocessing.get_context().Process(target=target, args=arguments, name=name)
@@ -65,8 +68,10 @@ class WorkerProcess:
                 self._known = psutil.Process(self.pid)
 
     def ended(self, timeout: float = 0.0) -> bool:
-        """Tell whether the process ends within ``timeout`` seconds, for certain: none of its threads runs any
-        more."""
+        """Tell whether the process ends for certain within ``timeout`` seconds.
+
+        Then none of its threads runs any more.
+        """
         if self.pidfd is not None:
             poll = select.poll()
             poll.register(self.pidfd, select.POLLIN)
@@ -98,7 +103,9 @@ class WorkerProcess:
 
     def _end_lost(self) -> bool:
         """Kill a process that still runs although Python says that it has ended: its exit code is lost.
-        Return True while it runs."""
+
+        Return True while it runs.
+        """
         if self._known is None:
             return False
         import psutil
@@ -121,8 +128,10 @@ class WorkerProcess:
         return self._process.exitcode or 0
 
     def how_it_ended(self, lack_of_memory: bool) -> str:
-        """Say in words how the process ended. ``lack_of_memory``: the kernel has killed a process for lack of
-        memory."""
+        """Say in words how the process ended.
+
+        ``lack_of_memory``: the kernel has killed a process for lack of memory.
+        """
         if self._lost:
             return (
                 "was killed, because Python's forkserver had been, and without it nothing "
@@ -138,9 +147,11 @@ class WorkerProcess:
         return exit_text(self.exitcode, lack_of_memory)
 
     def _reap(self) -> None:
-        """Wait for the exit code. Another thread may be collecting it, as ``multiprocessing`` does when a
-        process is started or listed, and stores it here in a moment. Code of the program may also have
-        collected it."""
+        """Wait for the exit code.
+
+        Another thread may be collecting it, as ``multiprocessing`` does when a process is started or listed,
+        and stores it here in a moment. Code of the program may also have collected it.
+        """
         polls = 100
         while self._process.exitcode is None:
             time.sleep(0.001)

@@ -30,8 +30,10 @@ class ProcessExit:
 
 
 def exit_text(code: int, lack_of_memory: bool = False) -> str:
-    """Say in words what an exit code means. ``lack_of_memory``: the kernel has killed a process for lack of
-    memory."""
+    """Say in words what an exit code means.
+
+    ``lack_of_memory``: the kernel has killed a process for lack of memory.
+    """
     if code >= 0:
         return f"exited with code {code} without finishing"
     name = signal_name(-code)

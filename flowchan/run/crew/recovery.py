@@ -21,5 +21,7 @@ def take_up(old: Ports, new: Ports, everything: bool = False, blame: bool = True
 
 def deaths_over_item(ports: Ports) -> int:
     """Count the workers that died in the user's code over the item of a dead worker, including that worker.
-    Return 0 if it died outside the user's code."""
+
+    Return 0 if it died outside the user's code.
+    """
     return _core._deaths_over(list(ports.inputs.values()))

@@ -27,6 +27,10 @@ class HostPlacement(Protocol):
 class CrewRouter:
     """See :class:`CrewPart`.
 
+    Args:
+        ports: Channels and ports of the run.
+        lasting: The processes of a pool, or None.
+
     Attributes:
         local: The part of this machine.
         remote: The parts of pools of hosts.

@@ -33,8 +33,10 @@ class RunChannels(Protocol):
         """Close the channels of all sources and inputs."""
 
     def close_unwanted(self) -> None:
-        """Close the inputs of stages whose outputs have no readers. Such a stage does not notice that while
-        it waits for an item."""
+        """Close the inputs of stages whose outputs have no readers.
+
+        Such a stage does not notice that while it waits for an item.
+        """
 
     def break_all(self, cause: BaseException | None) -> None:
         """Abort every channel."""
@@ -54,6 +56,9 @@ class RunChannels(Protocol):
 
 class RunPorts:
     """The channels, ports and workers of one run.
+
+    Args:
+        plan: Plan of the run.
 
     Attributes:
         plan: The plan of the run.
@@ -102,7 +107,9 @@ class RunPorts:
 
     def close(self, abandoned: frozenset[WorkerId]) -> None:
         """Release the ports of all workers except the abandoned ones, and close the channels of the inputs.
-        The user still has the writing ends of the inputs, whose next put raises ``Closed``."""
+
+        The user still has the writing ends of the inputs, whose next put raises ``Closed``.
+        """
         for id in list(self.ports):
             if id not in abandoned:
                 self.release(id)
@@ -121,8 +128,11 @@ class RunPorts:
         return error.__cause__ or error
 
     def activity(self) -> Activity:
-        """See :class:`RunChannels`. No channel shows whether workers on hosts wait, so all of them count as
-        waiting until an observation asks them."""
+        """See :class:`RunChannels`.
+
+        No channel shows whether workers on hosts wait, so all of them count as waiting until an observation
+        asks them.
+        """
         moved, reading, writing = _core._observe(list(self.channels.values()))
         opened = any(not port.channel.closed for end in self.inputs.values() for port in ports_of_end(end))
         return Activity(moved, reading + self._remote, writing, opened, frozenset(list(self._unread)))

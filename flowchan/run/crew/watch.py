@@ -49,8 +49,10 @@ class Watch:
                 self._tell(ProcessEnded(id))
 
     def _ended(self, readable: list[int]) -> list[WorkerId]:
-        """Remove and return the workers whose processes have ended. A forked child may have inherited a
-        pidfd, so closing it here would not remove it."""
+        """Remove and return the workers whose processes have ended.
+
+        A forked child may have inherited a pidfd, so closing it here would not remove it.
+        """
         ended = []
         with self._lock:
             for fd in readable:

@@ -27,8 +27,11 @@ from flowchan.run.worker.streams import Streams
 
 
 class WorkerProcesses:
-    """The worker processes of one run. ``graph`` is its name. ``on_ended`` receives each process that has
-    ended for certain, on the thread that runs :meth:`watch`."""
+    """The worker processes of one run.
+
+    ``graph`` is its name. ``on_ended`` receives each process that has ended for certain, on the thread that
+    runs :meth:`watch`.
+    """
 
     def __init__(
         self, graph: str, mail: Channel[Event | Logged], on_ended: Callable[[ProcessEnded], None]
@@ -50,7 +53,7 @@ class WorkerProcesses:
         gpus: int,
         memberships: Memberships = NO_MEMBERSHIPS,
     ) -> int:
-        """Start a worker's process and return its pid.
+        """Start a worker's process.
 
         Args:
             info: The worker's own description.
@@ -59,6 +62,9 @@ class WorkerProcesses:
             predecessors: How the workers died that held its first item.
             gpus: How many GPUs it has for itself.
             memberships: Its memberships of the groups of its gang.
+
+        Returns:
+            The id of the process.
 
         Raises:
             HostError: There are fewer GPUs left.

@@ -99,6 +99,9 @@ def cause_of(stats: RunStats, worked: Mapping[str, WorkSeconds], cores: int, gil
         worked: Seconds that the workers of each stage spent in the window, by stage.
         cores: Number of cores that the run may use.
         gil: Whether the threads of this process share one interpreter lock.
+
+    Returns:
+        The cause, or None if it is unknown.
     """
     loads = {
         stage.name: _Load(stage, worked[stage.name], stats.window)

@@ -1,5 +1,6 @@
-"""Feed of a run: it passes events and statistics to subscribers, so that views need no access to the
-supervisor.
+"""Feed of a run, which passes events and statistics to subscribers.
+
+Views therefore need no access to the supervisor.
 
 Algorithm. One thread serves all subscribers. It starts with the first subscriber and ends with the last one
 or with the run. So without subscribers, each event costs one test of a flag. The thread computes statistics
@@ -152,8 +153,10 @@ class Feed:
         return stats()
 
     def listen(self, listener: Callable[[Any], object]) -> None:
-        """Call a listener with each event at once, on the thread that tells it, with decisions as a whole. It
-        must not raise."""
+        """Call a listener with each event at once, on the thread that tells it, with decisions as a whole.
+
+        It must not raise.
+        """
         self._listeners += (listener,)
 
     def tell(self, event: Any) -> None:

@@ -231,6 +231,7 @@ def _lacks_readers(about: _StageInput, outs: list[Snapshot]) -> bool:
 
 
 def state_of(state: PolicyState) -> RunState:
+    """Return the public word for the supervisor's state."""
     if state.phase in ("running", "stopping", "finishing"):
         return "stopping" if state.stopped else "running"
     if state.failures:

@@ -53,8 +53,10 @@ class Breaks:
         return self._over or all_reported() or time.monotonic() - self._since > REPORT_TIMEOUT_S
 
     def record(self, aborted: Aborted) -> None:
-        """Note that a worker is about to break one of its channels. After the supervisor's own break that
-        means nothing."""
+        """Note that a worker is about to break one of its channels.
+
+        After the supervisor's own break that means nothing.
+        """
         if not self._over:
             self._aborts.append(aborted)
 

@@ -67,8 +67,10 @@ class Waits:
     moves: bool = False
 
     def put_into(self, stats: RunStats) -> RunStats:
-        """Return statistics in which these waits replace those of the edges to remote workers. The ports here
-        ask for items ahead and buffer outputs, so their own waits say nothing."""
+        """Return statistics in which these waits replace those of the edges to remote workers.
+
+        The ports here ask for items ahead and buffer outputs, so their own waits say nothing.
+        """
         remote = {stage.name for stage in stats.stages if stage.hosts}
         edges = []
         for edge in stats.edges:
@@ -103,6 +105,10 @@ class Observation:
 def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[WorkerId] | None:
     """Compare two observations of a run, ``STILL`` seconds apart.
 
+    Args:
+        before: The earlier observation, or None if it is the first.
+        now: The later observation.
+
     Returns:
         ``Stuck`` if no worker can ever move again. The unread results that must be taken in, if they are
         full. Otherwise None.
@@ -125,7 +131,10 @@ def _none_moves(seen: Observation) -> bool:
 
 
 def _full(seen: Observation) -> frozenset[WorkerId]:
-    """Return the unread results that are full."""
+    """Return the unread results that are full.
+
+    There are none unless the program waits to put into an input or for an item of another result.
+    """
     stages = {id.stage for id in seen.unread}
     full = {edge.reader for edge in seen.stats.edges if edge.reader in stages and edge.waiting_writers}
     return frozenset(id for id in seen.unread if id.stage in full)
@@ -148,8 +157,11 @@ class Deadlocks:
         activity: Callable[[], Activity],
         observe: Callable[[frozenset[WorkerId]], Observation | None],
     ) -> Stuck | frozenset[WorkerId] | None:
-        """Return the present verdict. ``observe`` takes the unread results of the workers that are ``alive``.
-        It returns None while other hosts are being asked."""
+        """Return the present verdict.
+
+        ``observe`` takes the unread results of the workers that are ``alive``. It returns None while other
+        hosts are being asked.
+        """
         if now < self.next_at:
             return None
         if self._unread is None and not self._starts_observation(activity(), alive):

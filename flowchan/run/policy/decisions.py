@@ -1,5 +1,7 @@
-"""The supervisor's decisions as pure functions. A state and an event give the next state and the actions to
-take. Nothing here touches a process, a thread, a channel or a clock.
+"""The supervisor's decisions as pure functions.
+
+A state and an event give the next state and the actions to take. Nothing here touches a process, a thread, a
+channel or a clock.
 
 The phases of a run:
 
@@ -264,8 +266,10 @@ def _failure_of(state: PolicyState, death: Death) -> Failure:
 
 
 def _raised(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """Decide about the error of a worker. In a gang the error may mean that a peer is missing, and is then
-    not a failure of this worker."""
+    """Decide about the error of a worker.
+
+    In a gang the error may mean that a peer is missing, and is then not a failure of this worker.
+    """
     stage, missed = failure.worker.stage, misses_peer(state, failure)
     # peers on other hosts may have reported the loss of this worker earlier
     if stage in state.gangs and not missed:

@@ -1,5 +1,7 @@
-"""Events that workers and the crew report to the supervisor of a run. Most of them cross between
-processes."""
+"""Events that workers and the crew report to the supervisor of a run.
+
+Most of them cross between processes.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,11 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The worker has ended cleanly. ``unwanted`` is the number of its items whose readers had left. ``early``
-    means that its outputs have no readers."""
+    """The worker has ended cleanly.
+
+    ``unwanted`` is the number of its items whose readers had left. ``early`` means that its outputs have no
+    readers.
+    """
 
     worker: WorkerId
     unwanted: int = 0
@@ -68,8 +73,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The worker is about to abort one of its channels. ``at`` is the time in ns by the machine's monotonic
-    clock."""
+    """The worker is about to abort one of its channels.
+
+    ``at`` is the time in ns by the machine's monotonic clock.
+    """
 
     worker: WorkerId
     channel: str
@@ -96,8 +103,10 @@ class Retried:
 
 @dataclass(frozen=True, slots=True)
 class ErrorSent:
-    """An item has failed and went to the errors stream. ``text`` gives the reason in one line. Not every such
-    item is reported."""
+    """An item has failed and went to the errors stream.
+
+    ``text`` gives the reason in one line. Not every such item is reported.
+    """
 
     worker: WorkerId
     text: str
@@ -105,8 +114,10 @@ class ErrorSent:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The answer to a request: a ``value``, or the ``error`` by which the item failed. ``failed`` is how many
-    items of the stage then count as failed."""
+    """The answer to a request: a ``value``, or the ``error`` by which the item failed.
+
+    ``failed`` is how many items of the stage then count as failed.
+    """
 
     worker: WorkerId
     question: int
@@ -117,8 +128,10 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """No caller waits for the answer to this request any more. Agents receive this event too, so that the
-    next worker drops the item."""
+    """No caller waits for the answer to this request any more.
+
+    Agents receive this event too, so that the next worker drops the item.
+    """
 
     question: int
 
@@ -133,8 +146,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class GroupLost:
-    """The worker of an elastic gang waits for a group. ``failure`` ended its last group; None: the worker has
-    just begun."""
+    """The worker of an elastic gang waits for a group.
+
+    ``failure`` ended its last group; None: the worker has just begun.
+    """
 
     worker: WorkerId
     failure: Failure | None
@@ -142,16 +157,19 @@ class GroupLost:
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnded:
-    """The process of a worker has ended after the worker had reported its end. All its other reports come
-    first."""
+    """The process of a worker has ended after the worker had reported its end.
+
+    All its other reports come first.
+    """
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The process of a worker has ended without a report of how the worker ended. All reports of the worker
-    come first. The event holds everything that decisions need.
+    """The process of a worker has ended without a report of how the worker ended.
+
+    All reports of the worker come first. The event holds everything that decisions need.
 
     Attributes:
         worker: The worker.

@@ -14,8 +14,10 @@ RETIRED = 79
 
 
 class ItemFailed(FlowchanError):
-    """Signal inside a worker that the function failed for ``item`` and no errors stream receives the
-    failure."""
+    """Signal inside a worker that the function failed for ``item``.
+
+    A worker raises it if no errors stream receives the failure.
+    """
 
     def __init__(self, item: Any) -> None:
         super().__init__(item)

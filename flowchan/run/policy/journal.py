@@ -93,8 +93,10 @@ class Journal:
 
 
 def blamed(item: str, why: str) -> None:
-    """Log that an item counts as failed because workers have died over it. The worker that holds the item
-    calls this."""
+    """Log that an item counts as failed because workers have died over it.
+
+    The worker that holds the item calls this.
+    """
     worker = seeds.worker()
     about = {"stage": worker.stage, "number": worker.number}
     log.error("stage %r gave up item %s: %s", worker.stage, item, why, extra=about)

@@ -88,8 +88,10 @@ class PolicyState:
         return self.phase in ("running", "stopping")
 
     def ends_with_peers(self, worker: WorkerId) -> bool:
-        """Tell whether the end of a worker's process is expected: it reported that a peer is missing, or its
-        gang is being restarted."""
+        """Tell whether the end of a worker's process is expected.
+
+        It is if the worker reported that a peer is missing, or if its gang is being restarted.
+        """
         return worker in self.missing_peer or worker.stage in self.restarting
 
 
@@ -115,8 +117,10 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
 
 
 def worker_failed(state: PolicyState, failure: Failure, now: float, expected: bool) -> Decision:
-    """Note that a worker has ended by an error. An ``expected`` error, such as that of a terminated worker,
-    is not a failure of the run."""
+    """Note that a worker has ended by an error.
+
+    An ``expected`` error, such as that of a terminated worker, is not a failure of the run.
+    """
     breaking = state.phase in ("running", "stopping", "finishing") and not expected
     if not expected:
         state = dataclasses.replace(state, failures=with_failure(state.failures, failure))
@@ -151,8 +155,10 @@ def run_aborted(state: PolicyState, now: float) -> Decision:
 
 
 def without_member(state: PolicyState, worker: WorkerId) -> PolicyState:
-    """Return the state without a worker of an elastic gang that has ended. Its peers get a group without
-    it."""
+    """Return the state without a worker of an elastic gang that has ended.
+
+    Its peers get a group without it.
+    """
     if worker.stage not in state.elastic:
         return state
     remaining = {other: loss for other, loss in state.without_group.items() if other != worker}
@@ -163,8 +169,10 @@ def without_member(state: PolicyState, worker: WorkerId) -> PolicyState:
 
 
 def with_failure(failures: tuple[Failure, ...], new: Failure) -> tuple[Failure, ...]:
-    """Return the failures with a new one. A stage may raise the same error with which it has aborted its
-    channel: that is one failure."""
+    """Return the failures with a new one.
+
+    A stage may raise the same error with which it has aborted its channel: that is one failure.
+    """
     for index, old in enumerate(failures):
         if (
             old.channel is not None

@@ -45,6 +45,7 @@ async def _put(job: OperatorJob, out: Out[Any], item: Any, output: Any) -> None:
 
 
 async def source(job: OperatorJob, *, out: Out[Any]) -> None:
+    """Put each element of the async iterable that the function returns."""
     elements = _elements(job.function(*job.args, **job.kwargs))
     try:
         async for element in elements:
@@ -55,6 +56,7 @@ async def source(job: OperatorJob, *, out: Out[Any]) -> None:
 
 
 async def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """Put the awaited result of the function for each item."""
     async for item in items:
         result = await _call(job, item)
         if "members" in job.options and result is not SKIPPED:
@@ -65,6 +67,7 @@ async def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 async def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """Put each item for which the awaited result of the function is true."""
     async for item in items:
         wanted = await _call(job, item)
         if wanted is not SKIPPED and wanted:
@@ -73,6 +76,7 @@ async def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """Put every element that the function returns for each item, once despite retries."""
     async for item in items:
         emitted = 0  # a retry does not repeat earlier outputs
         for attempt in range(1, job.retries + 2):
@@ -138,10 +142,12 @@ async def _elements(called: Any) -> AsyncGenerator[Any, None]:
 
 
 async def sink(job: OperatorJob, *, items: In[Any]) -> None:
+    """Await the function for each item."""
     async for item in items:
         await _call(job, item)
         del item
 
 
 async def stage(job: OperatorJob, **ports: In[Any] | Out[Any]) -> None:
+    """Await the function of a general stage, with all ports."""
     await job.function(**ports, **job.kwargs)

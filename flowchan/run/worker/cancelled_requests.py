@@ -48,8 +48,10 @@ _of_host = ""
 
 
 def is_cancelled(question: int, path: str) -> bool:
-    """Return whether the request is cancelled; called in a worker, with the ``path`` of the program's
-    board."""
+    """Return whether the request is cancelled.
+
+    Workers call this with the ``path`` of the program's board.
+    """
     memory = _memory(_of_host if seeds.worker().host else path)
     return memory is not None and bool(_SLOT.unpack_from(memory, _slot_offset(question))[0] == question)
 

@@ -204,11 +204,13 @@ def is_end_of(out: Out[Any], error: BaseException) -> bool:
 
 
 def source(job: OperatorJob, *, out: Out[Any]) -> None:
+    """Put each element of the source's iterable."""
     iterable = job.options["iterable"] if "iterable" in job.options else job.function(*job.args, **job.kwargs)
     out.put_many(iterable)
 
 
 def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """Put the result of the function for each item."""
     function, put, members = job.function, out.put, "members" in job.options
     for item in items:
         try:
@@ -226,6 +228,7 @@ def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """Put each item for which the function returns true."""
     function, put = job.function, out.put
     for item in items:
         try:
@@ -241,6 +244,7 @@ def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """Put every element that the function returns for each item, once despite retries."""
     function = job.function
     for item in items:
         emitted = 0  # a retry does not repeat earlier outputs
@@ -257,6 +261,7 @@ def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 def unbatch(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """Put the elements of each item one by one."""
     for item in items:
 
         def emit(item: Any) -> None:
@@ -312,6 +317,7 @@ def _emit_outputs(job: OperatorJob, emit: Callable[[Any], Any], item: Any) -> No
 
 
 def sink(job: OperatorJob, *, items: In[Any]) -> None:
+    """Call the function with each item."""
     function = job.function
     for item in items:
         try:
@@ -322,6 +328,7 @@ def sink(job: OperatorJob, *, items: In[Any]) -> None:
 
 
 def collect(job: OperatorJob, *, items: In[Any], out: Out[list[Any]] | None = None) -> None:
+    """Gather all items in one list, and report the list as a result."""
     gathered: list[Any] = []
     with contextlib.suppress(Drained):
         while True:
@@ -332,6 +339,7 @@ def collect(job: OperatorJob, *, items: In[Any], out: Out[list[Any]] | None = No
 
 
 def reduce(job: OperatorJob, *, items: In[Any], out: Out[Any] | None = None) -> None:
+    """Fold all items into one value, and report the value as a result."""
     total = copy.deepcopy(job.options["initial"]) if "initial" in job.options else SKIPPED
     for item in items:
         if total is SKIPPED:
@@ -355,6 +363,7 @@ def reduce(job: OperatorJob, *, items: In[Any], out: Out[Any] | None = None) -> 
 
 
 def batch(job: OperatorJob, *, items: In[Any], out: Out[list[Any]]) -> None:
+    """Put lists of ``size`` items, or of fewer after the timeout or at the end."""
     size, timeout = job.options["size"], job.options["timeout"]
     while True:
         try:
@@ -373,6 +382,7 @@ def batch(job: OperatorJob, *, items: In[Any], out: Out[list[Any]]) -> None:
 
 
 def take(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """Pass on the first ``n`` items, and leave the rest."""
     remaining = job.options["n"]
     if remaining == 0:
         return
@@ -384,6 +394,7 @@ def take(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
+    """Put each item into every branch that still has readers."""
     branches = list(outs.values())
     for item in items:
         for out in list(branches):
@@ -398,6 +409,7 @@ def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
 
 
 def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
+    """Put each item into the branch that its key selects."""
     branches: dict[int, Out[Any]] = {int(port): out for port, out in outs.items()}
     n = job.options["n"]
     for item in items:
@@ -450,6 +462,7 @@ def bucket_of(key: Any) -> int:
 
 
 def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> None:
+    """Put tuples of one item from each input until one input ends."""
     ports = list(inputs.values())
     while True:
         try:
@@ -460,6 +473,7 @@ def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> N
 
 
 def allreduce(job: OperatorJob, *, out: Out[Reduced[Any]], **inputs: In[Any]) -> None:
+    """Put the combination of one item from each input that still has items."""
     ports = list(inputs.values())
     op = job.options.get("op", job.function)
     for number in itertools.count():
@@ -488,4 +502,5 @@ def merge(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
 
 
 def stage(job: OperatorJob, **ports: In[Any] | Out[Any]) -> None:
+    """Call the function of a general stage with all ports."""
     job.function(**ports, **job.kwargs)

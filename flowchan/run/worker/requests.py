@@ -45,8 +45,10 @@ class Request:
     board: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pack the item separately, so that the receiver knows the request even if it cannot unpickle the
-        item."""
+        """Pack the item separately.
+
+        So the receiver knows the request even if it cannot unpickle the item.
+        """
         if type(self.item) in _PLAIN:
             return Request, (self.question, self.item, self.board)
         return _arrived, (self.question, pack(self.item), self.board)

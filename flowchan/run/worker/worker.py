@@ -146,9 +146,10 @@ def ends_of(job: OperatorJob, stage: Stage, ports: Ports) -> dict[str, Any]:
 
 
 def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
-    """Report each abort of a worker's channel by this thread or task to the supervisor, before it takes
-    effect."""
+    """Report the aborts of a worker's channels by this thread or task to the supervisor.
 
+    Each report precedes the abort.
+    """
     pid = os.getpid()
 
     def aborting(channel: Channel[Any], cause: BaseException | None) -> None:
@@ -169,6 +170,7 @@ def job_of(
     tell: Callable[[Event], None],
     sends: bool,
 ) -> OperatorJob:
+    """Make the job that a worker's operator loop runs."""
     job = OperatorJob(
         kind=stage.kind, function=function, args=stage.args, kwargs=stage.kwargs, options=stage.options,
         retries=stage.retries, retry_delay=stage.retry_delay, retry_on=stage.retry_on, errors=ports.errors,

@@ -17,7 +17,8 @@ from flowchan.errors import Broken, Closed
 Function = Callable[..., Any]
 
 
-def nothing() -> None: ...
+def nothing() -> None:
+    """Do nothing."""
 
 
 def _made(function: Function | None) -> tuple[Function, Callable[[], Any]]:

@@ -57,8 +57,10 @@ class Passed(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """A forward pass with its graph: the leaves that want gradients, and the outputs that may receive
-    them."""
+    """A forward pass with its graph.
+
+    It keeps the leaves that want gradients, and the outputs that may receive them.
+    """
 
     leaves: list[Tensor]
     outputs: list[Tensor]

@@ -1,5 +1,7 @@
-"""Backward pass in two halves: first the gradients of the inputs, for which the previous part waits, and
-later those of the weights.
+"""Backward pass in two halves.
+
+The first half computes the gradients of the inputs, for which the previous part waits. The second half
+computes those of the weights.
 
 In autograd's graph, a linear layer ``y = x @ w.T + b`` is one node. It receives the gradient of ``y`` and
 computes those gradients of ``x``, ``w`` and ``b`` that are requested. The first half requests only the

@@ -177,8 +177,10 @@ class TrainingWorker(PipelineWorker):
             self.put(("B", step.part - 1, step.chunk), self.on_cpu(found))
 
     def _update(self, train: Train) -> None:
-        """Clip over the gradients of all workers, like ``torch.nn.utils.clip_grad_norm_``, and update the
-        parts."""
+        """Clip over the gradients of all workers, and update the parts.
+
+        It clips like ``torch.nn.utils.clip_grad_norm_``.
+        """
         gradients = [parameter.grad for parameter in self.job.parameters if parameter.grad is not None]
         scale = ScaleGradients(1.0)
         if self.job.clips:
