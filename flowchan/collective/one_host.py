@@ -364,7 +364,7 @@ def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> Share
     Args:
         gather: Exchanges a value with all these processes.
         rank: Rank of this process.
-        mates: Ranks of the members.
+        members: Ranks of the members.
         name: Name of the group in messages.
 
     Returns:

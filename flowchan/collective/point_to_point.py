@@ -37,6 +37,7 @@ Use = Callable[[Any], Any]
 
 
 def unchanged(x: Any) -> Any:
+    """Return ``x``."""
     return x
 
 

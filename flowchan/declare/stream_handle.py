@@ -30,17 +30,24 @@ class StreamHandle(Generic[T_co]):
 
     @refuses_misspelt("buffer")
     def buffer(self, capacity: int) -> Self:
-        """Set the capacity of this stream's channel, and return this stream. No stage is added.
+        """Set the capacity of this stream's channel. No stage is added.
 
         Args:
             capacity: Capacity in items, at least 1.
+
+        Returns:
+            This stream.
 
         Raises:
             TypeError: ``capacity`` is not an int.
             ValueError: ``capacity`` is less than 1, or this stream is a feedback.
 
         Example:
-            images = paths.map(load).buffer(8)
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> text = graph.source(range(3)).map(str).buffer(8).collect()
+            >>> [edge.capacity for edge in graph.edges if edge.reader == "collect"]
+            [8]
         """
         self.graph._resize(self._own("buffer"), whole("buffer", "capacity", capacity, 1))
         return self

@@ -290,7 +290,7 @@ class _GatheredResult:
         self.items: Channel[Any] = Channel(10**15)
         self.broken: Broken | None = None  # the run broke off, and these are not all of them
         self._read = self._handed_over = False
-        self._begin = functools.partial(self._start, ports, local, supervisor, id, left)
+        self._begin = functools.partial(self._start, ports, local, supervisor, id, reader_left)
         self._begin()
 
     def _start(
@@ -299,7 +299,7 @@ class _GatheredResult:
         local: LocalPart,
         supervisor: Supervisor,
         id: WorkerId,
-        left: Callable[[], bool],
+        reader_left: Callable[[], bool],
     ) -> None:
         name, arguments = (
             f"flowchan {ports.plan.graph.name}/{id}",
