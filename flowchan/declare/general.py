@@ -164,7 +164,8 @@ class General(Builder):
             on: Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"`` or a pool.
             workers: Number of workers (default: 1).
             capacity: Capacity of each output channel in items (default: 64).
-            restarts: Maximum number of replacements of dead worker processes in one run (default: 10).
+            restarts: Maximum number of replacements of dead worker processes in 60 seconds of work (default:
+                10).
             restartable: True if the function keeps no state between items. Then a dead worker process is
                 replaced.
             elastic: For a gang: if a worker dies, only that worker starts again (implies ``restartable``).

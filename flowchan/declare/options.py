@@ -50,8 +50,9 @@ class WorkOptions(NameOption, total=False):
     """Limit for one item in seconds (default: none). An item that exceeds it fails with ``TimeoutError``. It
     needs worker processes, of which a late one is replaced, or an ``async def`` function."""
     restarts: int
-    """How many worker processes that died are replaced, over the whole run; 10 if left out. If left out, or
-    from 10**9 on, four deaths in a row before the worker begins to work end the run too."""
+    """How many worker processes that died are replaced in 60 seconds of work; 10 if left out. Deaths over
+    items use none. If left out, or from 10**9 on, four deaths in a row before the worker begins to work end
+    the run too; any other number of them is allowed if it is set."""
     max_deaths: int
     """Number of worker deaths after which an item counts as failed (default: 3)."""
     gpus: int

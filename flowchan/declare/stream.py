@@ -92,8 +92,8 @@ class Stream(Generic[T_co]):
                 retry_on (type or tuple): Exception types that trigger a retry (default: all).
                 timeout (float): Limit for one item in seconds (default: none). An item that exceeds it fails
                     with ``TimeoutError``. It needs worker processes or an ``async def`` function.
-                restarts (int): Maximum number of replacements of dead worker processes in one run (default:
-                    10).
+                restarts (int): Maximum number of replacements of dead worker processes in 60 seconds of work
+                    (default: 10). Deaths over items use none.
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
                 gpus (int): GPUs reserved for each worker process (default: 0, which shares all of them).
 

@@ -38,8 +38,10 @@ The run contract. Code that disagrees with it has a defect. Each clause names it
   incarnation. It seeds the random numbers of the worker's process. (test_seeds.py)
 - R10 Blame. An item is blamed only for deaths inside the user's code, or inside its own unpickling. One
   worker at a time tries it again while the others continue, and the error says how each of them died. With
-  ``max_deaths=1`` it is also blamed for deaths until its output is out, so it is never begun twice.
-  (test_blame.py, test_begun_once.py)
+  ``max_deaths=1`` it is also blamed for deaths until its output is out, so it is never begun twice. Such a
+  death uses no restart. All other deaths of workers use the restarts of their stage, which count for 60 s of
+  work each. Before the last of them is used, the run warns. (test_blame.py, test_begun_once.py,
+  test_decisions.py)
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
   all restart, each with the item that it held. No item is blamed for the ends of the others. A survivor's
   MemberDied is not a failure. On hosts, broken connections between members count as a death. When one ends
@@ -90,6 +92,7 @@ from flowchan.run.policy.actions import (
     RestartGang,
     StopSources,
     Terminate,
+    Warn,
 )
 from flowchan.run.policy.break_cause import Breaks
 from flowchan.run.policy.deadlock import Deadlocks, Observation
@@ -113,6 +116,7 @@ from flowchan.run.policy.events import (
     RunEnded,
     Started,
     Troubled,
+    Warned,
     WorkerId,
 )
 from flowchan.run.policy.failures import text_of
@@ -398,6 +402,9 @@ class Supervisor:
                 self._add(worker)
             case RemoveWorker(worker):
                 self.crew.remove(worker)
+            case Warn(stage, topic, text):
+                self._tally.warn(stage, topic, text)
+                self.feed.tell(Warned(stage, text))
 
     def _replace(self, workers: Sequence[WorkerId], blamed: WorkerId | None, pause: float) -> None:
         """Replace dead workers at once, or after a pause in which others take up their items."""

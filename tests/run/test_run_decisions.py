@@ -17,10 +17,11 @@ from support.scripted_crew import ScriptedChannels, ScriptedCrew, ScriptedRun, k
 
 from flowchan import Deadlock, Graph, Interrupted, MemberDied, Run, RunError
 from flowchan.run import run as run_module
+from flowchan.run.observe.report import render
 from flowchan.run.policy import deadlock, decisions
 from flowchan.run.policy.actions import BreakChannels
 from flowchan.run.policy.decisions import AbortAsked, Decided, StopAsked
-from flowchan.run.policy.events import Death, Ended, Failure, Gone, Result, WorkerId
+from flowchan.run.policy.events import Death, Ended, Failure, Gone, Result, Warned, WorkerId
 from flowchan.run.policy.plan import Plan, plan
 from flowchan.run.supervisor import Supervisor
 
@@ -113,6 +114,24 @@ def test_run_gives_up_after_its_restarts() -> None:
     assert ended(run.supervisor) == "failed"
     assert len(run.crew.called("replace")) == 2
     assert "it is not replaced: 2 of 2 restarts are used" in str(run.supervisor.state.failures[0].error)
+
+
+def test_stage_near_its_limit_is_reported_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    run = ScriptedRun(pipeline(restarts=3))
+    events: list[Any] = []
+    run.supervisor.feed.listen(events.append)
+    deaths = iter([killed(WORK)])
+    run.crew.on("replace", lambda *_: run.crew.report(next(deaths, Ended(WORK))))
+    run.crew.on("replace", lambda *_: run.crew.end_all(SOURCE, SINK) if next(deaths, None) is None else None)
+    run.supervisor.start()
+    run.crew.report(killed(WORK))
+    assert ended(run.supervisor) == "done"
+    text = "stage 'work' has used 2 of 3 restarts in 60 s; if they are used up, the next death ends the run"
+    assert Warned("work", text) in events
+    assert run.supervisor.stats().warnings == (text,)
+    assert f"warning: {text}" in render(run.supervisor.stats()).splitlines()
+    (record,) = [record for record in caplog.records if record.getMessage() == text]
+    assert (record.levelname, vars(record)["stage"]) == ("WARNING", "work")
 
 
 @pytest.mark.parametrize(

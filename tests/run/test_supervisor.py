@@ -105,7 +105,8 @@ def test_dead_worker_is_replaced_until_its_restarts_are_used(
     supervisor.turn(killed(WORK))
     assert [call[0] for call in crew.calls] == ["break", "release"]
     assert str(supervisor.state.failures[0].error) == (
-        "the process of worker work 1 was killed by SIGKILL; it is not replaced: 2 of 2 restarts are used"
+        "the process of worker work 1 was killed by SIGKILL; it is not replaced: "
+        "2 of 2 restarts are used in 60 s"
     )
 
 

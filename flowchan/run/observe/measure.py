@@ -56,6 +56,7 @@ class Account:
         pids: Process ids by worker.
         last_error: As in :class:`RunStats`.
         refused: Failed items of ``ask`` by stage.
+        warnings: As in :class:`RunStats`.
     """
 
     state: PolicyState
@@ -66,6 +67,7 @@ class Account:
     pids: Mapping[WorkerId, int] = field(default_factory=dict)
     last_error: str = ""
     refused: Mapping[str, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 def measure(plan: Plan, channels: Channels, ports: Mapping[WorkerId, Ports]) -> tuple[Snapshot, ...]:
@@ -126,6 +128,7 @@ def summarise(
         plan.memory,
         hosts,
         account.last_error,
+        warnings=account.warnings,
     )
 
 

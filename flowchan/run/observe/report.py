@@ -1,6 +1,6 @@
 """Render the report of a run as text (R8).
 
-It has the bottleneck, tables of stages and channels, and the account of each stage.
+It has the bottleneck, warnings, tables of stages and channels, and the account of each stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def render(stats: RunStats, width: int = 10**6) -> str:
     if stats.memory:
         memory = f"channels hold up to {amount(stats.memory)}"
         first += f", {memory}" if len(first) + len(memory) + 2 <= width else f",\n{memory}"
-    head = [first, bottleneck_text(stats)]
+    head = [first, bottleneck_text(stats), *(f"warning: {text}" for text in stats.warnings)]
     accounts = [[stage.name, account_text(stage, stats.state)] for stage in stats.stages]
     tables = [
         _stage_table(stats, width),

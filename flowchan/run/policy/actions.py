@@ -64,6 +64,16 @@ class FormGroup:
     workers: tuple[WorkerId, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Warn the user about a stage. A later warning about the same ``topic`` replaces this one in the
+    report."""
+
+    stage: str
+    topic: str
+    text: str
+
+
 Action = (
     StopSources
     | BreakChannels
@@ -75,4 +85,5 @@ Action = (
     | FormGroup
     | AddWorker
     | RemoveWorker
+    | Warn
 )

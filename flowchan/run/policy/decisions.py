@@ -16,9 +16,10 @@ without a failure. Everything that the user can see has ended and the sources ar
 workers are not needed, such as a source that waits for its device.
 
 A worker process that dies while the run is *running* or *stopping* is replaced as long as its stage has
-restarts left. The first replacement starts at once. Later ones wait for a pause that doubles with every death
-over the same item. After ``HOPELESS`` deaths in a row before it begins to work, a worker is not replaced,
-unless the user has set the number of restarts.
+restarts left (``policy/restart_limit.py``). The first replacement starts at once. Later ones wait for a pause
+that doubles with every death over the same item. After ``HOPELESS`` deaths in a row before it begins to work,
+a worker is not replaced. If the user has set the number of restarts, that number takes the place of
+``HOPELESS``, however long each start takes.
 
 ``policy/gang_decisions.py`` decides about gangs, and ``policy/scaling.py`` about the number of a stage's
 workers. A worker that dies before it has left is replaced as usual, and its replacement leaves.
@@ -39,6 +40,13 @@ from flowchan.run.policy.gang_decisions import (
     misses_peer,
     peer_ended,
     settle_gangs,
+)
+from flowchan.run.policy.restart_limit import (
+    RESTART_PERIOD_S,
+    has_restart,
+    restarts_used,
+    use_restart,
+    uses_restart,
 )
 from flowchan.run.policy.scaling import AddWorker, RemoveWorker, Scale, scaled
 from flowchan.run.policy.transitions import (
@@ -203,33 +211,47 @@ def _died(state: PolicyState, death: Death, now: float) -> Decision:
         return state, ()
     if state.ends_with_peers(worker):
         return peer_ended(state, worker), ()
-    replaceable = _is_replaceable(state, death)
+    replaceable = _is_replaceable(state, death, now)
     if not (state.goes_on and replaceable):
         # A death that would have been survived is not a failure of a run that ends anyway.
         expected = replaceable or state.terminated or state.phase == "finishing"
-        return worker_failed(state, _failure_of(state, death), now, expected)
-    restarts = {**state.restarts, stage: state.restarts.get(stage, 0) + death.counts}
-    state, replace = dataclasses.replace(state, restarts=restarts), Replace(worker, _pause_before(death))
+        return worker_failed(state, _failure_of(state, death, now), now, expected)
+    replace = Replace(worker, _pause_before(death))
+    state, warnings = _count_restart(state, death, now, replace.pause)
     if stage in state.elastic:
         state = without_member(state, worker)
-        return dataclasses.replace(state, joining=state.joining | {worker}), (replace,)
+        return dataclasses.replace(state, joining=state.joining | {worker}), (*warnings, replace)
     if stage not in state.gangs:
-        return state, (replace,)
+        return state, (*warnings, replace)
     state = dataclasses.replace(state, restarting={**state.restarting, stage: replace})
     state = peer_ended(state, worker)
     peers = frozenset(other for other in state.alive if other.stage == stage)
-    return state, terminate(peers - state.ended_peers, force=True)
+    return state, (*warnings, *terminate(peers - state.ended_peers, force=True))
 
 
-def _is_replaceable(state: PolicyState, death: Death) -> bool:
+def _count_restart(state: PolicyState, death: Death, now: float, pause: float) -> Decision:
+    stage = death.worker.stage
+    if uses_restart(death):
+        return use_restart(state, stage, now, pause)
+    restarts = {**state.restarts, stage: state.restarts.get(stage, 0) + death.counts}
+    return dataclasses.replace(state, restarts=restarts), ()
+
+
+def _is_replaceable(state: PolicyState, death: Death, now: float) -> bool:
     if death.error is not None or _is_hopeless(state, death):
         return False
-    used, limit = state.restarts.get(death.worker.stage, 0), state.limits.get(death.worker.stage, 0)
-    return death.always or (used < limit if death.counts else limit > 0)
+    stage = death.worker.stage
+    return death.always or (
+        has_restart(state, stage, now) if uses_restart(death) else state.limits.get(stage, 0) > 0
+    )
 
 
 def _is_hopeless(state: PolicyState, death: Death) -> bool:
-    return death.unbegun >= HOPELESS and death.worker.stage not in state.explicit
+    """Tell whether a worker has died too often before it began to work. That does not depend on the period,
+    because each start may take longer than a period."""
+    if death.worker.stage in state.explicit:
+        return death.unbegun > state.limits.get(death.worker.stage, 0)
+    return death.unbegun >= HOPELESS
 
 
 def _pause_before(death: Death) -> float:
@@ -237,15 +259,16 @@ def _pause_before(death: Death) -> float:
     return 0.0 if death.deaths < 2 else min(FIRST_PAUSE * 2 ** min(death.deaths - 2, 30), LONGEST_PAUSE)
 
 
-def _failure_of(state: PolicyState, death: Death) -> Failure:
+def _failure_of(state: PolicyState, death: Death, now: float) -> Failure:
     """Make the failure of a run whose dead worker is not replaced."""
     if death.error is not None:
         return Failure(death.worker, death.error, None, death.pid, host=death.host)
-    used, limit = state.restarts.get(death.worker.stage, 0), state.limits.get(death.worker.stage, 0)
-    why = f"{used} of {limit} restarts are used"
+    stage = death.worker.stage
+    used, limit = restarts_used(state, stage, now), state.limits.get(stage, 0)
+    why = f"{used} of {limit} restarts are used" + (f" in {RESTART_PERIOD_S:g} s" if used else "")
     if death.irreplaceable:
         why = death.irreplaceable
-    elif _is_hopeless(state, death):
+    elif used < limit or (_is_hopeless(state, death) and stage not in state.explicit):
         why = f"it dies before it begins to work{death.hint}"
     text = f"the process of worker {death.worker} {death.how}; it is not replaced: {why}"
     error = WorkerDied(text, exitcode=death.exitcode, pid=death.pid)

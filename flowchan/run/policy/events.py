@@ -244,6 +244,14 @@ class NotAdded:
 
 
 @dataclass(frozen=True, slots=True)
+class Warned:
+    """The run continues, but the user should know this about a stage."""
+
+    stage: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnded:
     """The run has ended in this state, except for threads that are ``stuck`` in the user's code."""
 

@@ -249,6 +249,8 @@ class RunStats:
         last_error: One line about the last failed item or dead worker.
         window: Length of the window of rates and shares, in seconds.
         cause: Cause that limited the run in the window; ``None`` if unknown.
+        warnings: Warnings about stages, such as a stage that has nearly used up its restarts. The last one of
+            each kind for each stage.
     """
 
     graph: str
@@ -263,3 +265,4 @@ class RunStats:
     last_error: str = ""
     window: float = 0.0
     cause: Cause | None = None
+    warnings: tuple[str, ...] = ()

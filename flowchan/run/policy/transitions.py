@@ -28,8 +28,9 @@ class PolicyState:
         processes: Workers that have their own process.
         sources: Workers of the stages that begin the graph.
         ends: Workers of the stages whose end the user waits for.
-        limits: How many workers of a stage may be replaced.
+        limits: How many restarts a stage has in each period.
         restarts: How many workers of a stage have been replaced.
+        recent_restarts: When those restarts of a stage took place that count against its limit.
         explicit: Stages whose limit the user has set.
         phase: The phase of the run.
         since: When the phase began, in seconds of a monotonic clock.
@@ -60,6 +61,7 @@ class PolicyState:
     ends: frozenset[WorkerId]
     limits: Mapping[str, int] = field(default_factory=dict)
     restarts: Mapping[str, int] = field(default_factory=dict)
+    recent_restarts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     explicit: frozenset[str] = frozenset()
     phase: Phase = "running"
     since: float = 0.0
