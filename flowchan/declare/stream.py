@@ -78,6 +78,8 @@ class Stream(Generic[T_co]):
 
         Args:
             function: Function of one item, an ``async def`` function, or a class whose instances are called.
+                An instance that stores something between items needs ``restarts=0`` in processes, because a
+                replacement of a dead worker starts with a new one.
                 After :meth:`batch` it may return a list as long as the batch. An exception in that list fails
                 only the item at its index.
             **options: Keyword options of the stage:

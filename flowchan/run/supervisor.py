@@ -19,8 +19,8 @@ The run contract. Code that disagrees with it has a defect. Each clause names it
   breaks all its channels before it leaves one. The channels of a failed worker end once all of them are
   broken. In a run that breaks off, no reader mistakes a part of the items for all of them.
   (test_failure.py, test_half_results.py, test_random_breaks.py)
-- R4 Death. The death of a worker is noticed within 200 ms and reported with signal and exit code.
-  (test_death.py)
+- R4 Death. The death of a worker is noticed within 200 ms and reported with signal and exit code. If its
+  callable may keep state, which is lost then, the run warns. (test_death.py, test_run_decisions.py)
 - R5 Stop. The first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources. Everything in flight is finished,
   however long it takes while items move. If none moves for half a minute, the run is aborted. The second
   Ctrl-C or SIGTERM, or ``run.abort()``, aborts it at once, within a bounded time. The user gets the finished
@@ -143,6 +143,7 @@ def first_state(plan: Plan, now: float) -> PolicyState:
         ends=frozenset(id for id in ids if id.stage in plan.ends),
         limits=plan.limits(),
         explicit=plan.explicit,
+        stateful=plan.stateful,
         gangs=frozenset(stage.name for stage in plan.graph.stages if stage.gang),
         elastic=plan.elastic,
         since=now,

@@ -387,3 +387,23 @@ def test_r4_idle_worker_may_use_all_its_restarts() -> None:
         run[numbers].put(-1)
         run[numbers].close()
         assert run.wait()[out] == [1]
+
+
+def test_counter_that_restarts_in_a_replacement_is_reported() -> None:
+    class Count:
+        def __init__(self) -> None:
+            self.seen = 0
+
+        def __call__(self, item: int) -> int:
+            deaths.at(item)
+            self.seen += 1
+            return self.seen
+
+    deaths = Deaths(50)
+    graph = Graph("counted")
+    counted = graph.source(range(100)).map(Count, on="process", name="work").collect()
+    run, results = ended(graph)
+    assert results[counted] == [*range(1, 51), *range(1, 51)]
+    (warning,) = run.stats().warnings
+    assert warning.startswith("worker work 1 was replaced and has a new Count, without anything")
+    assert f"warning: {warning}" in run.report().splitlines()

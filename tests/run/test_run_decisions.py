@@ -134,6 +134,39 @@ def test_stage_near_its_limit_is_reported_and_logged(caplog: pytest.LogCaptureFi
     assert (record.levelname, vars(record)["stage"]) == ("WARNING", "work")
 
 
+class Counter:
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, number: int) -> int:
+        self.seen += 1
+        return self.seen
+
+
+@pytest.mark.parametrize(
+    ("function", "unbegun", "warns"),
+    [(Counter, 0, True), (Counter(), 0, True), (Counter, 1, False), (abs, 0, False)],
+    ids=["class", "instance", "not begun", "function"],
+)
+def test_lost_state_of_a_callable_object_is_reported_and_logged(
+    function: Any, unbegun: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph = Graph("scripted")
+    graph.source([], name="source").map(function, on="process", name="work").sink(abs, name="sink")
+    run = ScriptedRun(plan(graph, seed=1, memory=1 << 20))
+    run.crew.on("replace", lambda *_: run.crew.end_all(*ALL))
+    run.supervisor.start()
+    run.crew.report(killed(WORK, unbegun=unbegun))
+    assert ended(run.supervisor) == "done"
+    texts = [text for text in run.supervisor.stats().warnings if "a new Counter" in text]
+    assert len(texts) == warns
+    for text in texts:
+        assert "worker work 1 was replaced" in text
+        assert "restarts=0" in text
+        assert text in render(run.supervisor.stats())
+        assert text in caplog.messages
+
+
 @pytest.mark.parametrize(
     ("options", "replaced", "why"),
     [

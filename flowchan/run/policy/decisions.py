@@ -32,7 +32,7 @@ import math
 from dataclasses import dataclass
 
 from flowchan.errors import MemberLeft, WorkerDied
-from flowchan.run.policy.actions import Action, Replace, StopSources
+from flowchan.run.policy.actions import Action, Replace, StopSources, Warn
 from flowchan.run.policy.events import Death, Ended, Failure, Gone, GroupLost
 from flowchan.run.policy.gang_decisions import (
     form_groups,
@@ -218,6 +218,7 @@ def _died(state: PolicyState, death: Death, now: float) -> Decision:
         return worker_failed(state, _failure_of(state, death, now), now, expected)
     replace = Replace(worker, _pause_before(death))
     state, warnings = _count_restart(state, death, now, replace.pause)
+    warnings = (*warnings, *_state_lost(state, death))
     if stage in state.elastic:
         state = without_member(state, worker)
         return dataclasses.replace(state, joining=state.joining | {worker}), (*warnings, replace)
@@ -235,6 +236,18 @@ def _count_restart(state: PolicyState, death: Death, now: float, pause: float) -
         return use_restart(state, stage, now, pause)
     restarts = {**state.restarts, stage: state.restarts.get(stage, 0) + death.counts}
     return dataclasses.replace(state, restarts=restarts), ()
+
+
+def _state_lost(state: PolicyState, death: Death) -> tuple[Action, ...]:
+    """Warn if what a worker had stored in its callable object is lost with it."""
+    name = state.stateful.get(death.worker.stage)
+    if name is None or death.unbegun > 0:
+        return ()
+    text = (
+        f"worker {death.worker} was replaced and has a new {name}, without anything that the old one had "
+        "stored since it was built; if results depend on that, set restarts=0, so that a death ends the run"
+    )
+    return (Warn(death.worker.stage, "state", text),)
 
 
 def _is_replaceable(state: PolicyState, death: Death, now: float) -> bool:

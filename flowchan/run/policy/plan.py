@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from flowchan.declare.blueprint import Blueprint
-from flowchan.declare.callables import is_async
+from flowchan.declare.callables import class_with_state, is_async
 from flowchan.declare.placements import Placement
 from flowchan.declare.values import UNLIMITED_RESTARTS, DefaultNumber, Edge, Stage
 from flowchan.run.policy.events import WorkerId
@@ -99,6 +99,19 @@ class Plan:
             for stage in self.graph.stages
             if not isinstance(stage.restarts, DefaultNumber) and stage.restarts < UNLIMITED_RESTARTS
         )
+
+    @property
+    def stateful(self) -> dict[str, str]:
+        """Map stages to the class of their callable objects, whose state is lost with a worker.
+
+        A stage with ports is restartable only if the user has declared that it keeps no state.
+        """
+        classes = {
+            stage.name: class_with_state(stage.function)
+            for stage in self.graph.stages
+            if stage.placement.apart and stage.operator.per_item
+        }
+        return {stage: name for stage, name in classes.items() if name}
 
     def worker(self, id: WorkerId) -> PlannedWorker:
         """Return the planned worker with this id.

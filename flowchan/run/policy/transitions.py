@@ -32,6 +32,7 @@ class PolicyState:
         restarts: How many workers of a stage have been replaced.
         recent_restarts: When those restarts of a stage took place that count against its limit.
         explicit: Stages whose limit the user has set.
+        stateful: The classes of callable objects by stage. A replacement begins with a new object.
         phase: The phase of the run.
         since: When the phase began, in seconds of a monotonic clock.
         failures: The failures of the run, the first one first.
@@ -63,6 +64,7 @@ class PolicyState:
     restarts: Mapping[str, int] = field(default_factory=dict)
     recent_restarts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     explicit: frozenset[str] = frozenset()
+    stateful: Mapping[str, str] = field(default_factory=dict)
     phase: Phase = "running"
     since: float = 0.0
     failures: tuple[Failure, ...] = ()
