@@ -78,8 +78,7 @@ class Stream(Generic[T_co]):
 
         Args:
             function: Function of one item, an ``async def`` function, or a class whose instances are called.
-                An instance that stores something between items needs ``restarts=0`` in processes, because a
-                replacement of a dead worker starts with a new one.
+                A replacement of a dead worker process has a new instance.
                 After :meth:`batch` it may return a list as long as the batch. An exception in that list fails
                 only the item at its index.
             **options: Keyword options of the stage:
@@ -94,8 +93,7 @@ class Stream(Generic[T_co]):
                 retry_on (type or tuple): Exception types that trigger a retry (default: all).
                 timeout (float): Limit for one item in seconds (default: none). An item that exceeds it fails
                     with ``TimeoutError``. It needs worker processes or an ``async def`` function.
-                restarts (int): Maximum number of replacements of dead worker processes in 60 seconds of work
-                    (default: 10). Deaths over items use none.
+                restarts (int): Maximum number of dead workers that are replaced in 60 s of work (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
                 gpus (int): GPUs reserved for each worker process (default: 0, which shares all of them).
 

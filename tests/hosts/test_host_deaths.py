@@ -120,7 +120,7 @@ def test_dead_agents_are_released_during_the_run() -> None:
 
     gate = Gate()
     graph = Graph("lasting")
-    result = graph.source(range(2)).map(gate.wait, on=local(1)).collect()
+    result = graph.source(range(2)).map(gate.wait, on=local(1), max_deaths=9).collect()
     run = graph.start()
 
     def is_at_work(agent: int) -> bool:
