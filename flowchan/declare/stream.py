@@ -93,7 +93,7 @@ class Stream(Generic[T_co]):
                 retry_on (type or tuple): Exception types that trigger a retry (default: all).
                 timeout (float): Limit for one item in seconds (default: none). An item that exceeds it fails
                     with ``TimeoutError``. It needs worker processes or an ``async def`` function.
-                restarts (int): Maximum number of dead workers that are replaced in 60 s of work (default: 10).
+                restarts (int): Number of dead workers that are replaced in 60 s of work (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
                 gpus (int): GPUs reserved for each worker process (default: 0, which shares all of them).
 
