@@ -183,7 +183,7 @@ class Agent:
         ports = self._workers[start.id].ports
         try:
             pid = self._processes.start(
-                start.here, start.stage, ports, start.predecessors, start.gpus,
+                start.here, start.stage, ports, start.suspicion, start.gpus,
                 start.seat and self._reached(start.seat), self._next_seats.get(start.id),
             )  # fmt: skip
         except (OSError, HostError) as error:

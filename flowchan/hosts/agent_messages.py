@@ -15,6 +15,7 @@ from flowchan.run.crew.process_exit import ProcessExit
 from flowchan.run.policy import seeds
 from flowchan.run.policy.actions import Terminate
 from flowchan.run.policy.events import Event, RequestCancelled, WorkerId
+from flowchan.run.policy.failures import Suspicion
 from flowchan.run.worker.logs import Logged
 
 
@@ -27,7 +28,7 @@ class Start:
         here: The worker as its own code sees it.
         stage: Its stage, pickled.
         modules: Modules that the pickle refers to and that the host may lack.
-        predecessors: How the workers died that held its first item.
+        suspicion: What is known about its first item.
         inputs: The channels of its input ports. The rings under the ports outlive a process of the worker.
         outputs: The channels of its output ports.
         errors: The channel of its errors, if the stage has one.
@@ -42,7 +43,7 @@ class Start:
     here: seeds.Worker
     stage: bytes
     modules: tuple[str, ...]
-    predecessors: tuple[str, ...]
+    suspicion: Suspicion
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     errors: str | None

@@ -63,6 +63,7 @@ from flowchan.run.policy.events import (
     Gone,
     GroupLost,
     RequestCancelled,
+    TriesMember,
     WorkerId,
 )
 from flowchan.run.policy.plan import PlannedWorker
@@ -206,7 +207,7 @@ class HostsPart:
         line.agent.say(
             Start(
                 line=line.number, here=line.here, stage=stage, modules=modules,
-                predecessors=self._deaths.started(id),
+                suspicion=self._deaths.started(id),
                 inputs=dict(worker.inputs), outputs=dict(worker.outputs), errors=worker.errors,
                 most=min(self._ports.plan.memory, most_bytes()), share=self._ports.plan.share,
                 gpus=worker.stage.gpus, seat=self._membership(id, line), elastic=self._is_elastic(id),
@@ -233,6 +234,8 @@ class HostsPart:
                 logs.log_here(told)
             case Ended() | PeerEnded() | Lacking():
                 self._hear_of_line(agent, told)
+            case TriesMember():
+                self._deaths.tries_member(told)
             case Began(worker):
                 self._deaths.began(worker)
                 self._report(told)

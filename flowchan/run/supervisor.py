@@ -38,10 +38,11 @@ The run contract. Code that disagrees with it has a defect. Each clause names it
   incarnation. It seeds the random numbers of the worker's process. (test_seeds.py)
 - R10 Blame. An item is blamed only for deaths inside the user's code, or inside its own unpickling. One
   worker at a time tries it again while the others continue, and the error says how each of them died. With
-  ``max_deaths=1`` it is also blamed for deaths until its output is out, so it is never begun twice. Such a
-  death uses no restart. All other deaths of workers use the restarts of their stage, which count for 60 s of
-  work each. Before the last of them is used, the run warns. (test_blame.py, test_begun_once.py,
-  test_decisions.py)
+  ``max_deaths=1`` it is also blamed for deaths until its output is out, so it is never begun twice. In a
+  batch, only members that kill their workers alone fail. A death over an item uses no restart. All other
+  deaths of workers use the restarts of their stage, which count for 60 s of work each. Before the last of
+  them is used, the run warns. (test_blame.py, test_begun_once.py, test_decisions.py,
+  tests/deaths/test_deadly_batches.py)
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
   all restart, each with the item that it held. No item is blamed for the ends of the others. A survivor's
   MemberDied is not a failure. On hosts, broken connections between members count as a death. When one ends
@@ -115,6 +116,7 @@ from flowchan.run.policy.events import (
     RunBegan,
     RunEnded,
     Started,
+    TriesMember,
     Troubled,
     Warned,
     WorkerId,
@@ -348,6 +350,8 @@ class Supervisor:
                 self.crew.cancel_request(question)
             case Began() | Started():
                 self.report(event)
+            case TriesMember():
+                pass  # the crew has used it
             case Aborted():
                 self._breaks.hear(event)
             case Met():

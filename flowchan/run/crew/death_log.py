@@ -8,8 +8,8 @@ from collections import Counter
 from flowchan.declare.blueprint import Blueprint
 from flowchan.run.crew.main_guard import UNGUARDED, hint_at_import, unguarded
 from flowchan.run.crew.process_exit import ProcessExit
-from flowchan.run.policy.events import Death, WorkerId
-from flowchan.run.policy.failures import RETIRED
+from flowchan.run.policy.events import Death, TriesMember, WorkerId
+from flowchan.run.policy.failures import RETIRED, Suspicion
 from flowchan.run.policy.plan import Plan, PlannedWorker
 from flowchan.run.worker import item_timeout
 
@@ -27,13 +27,21 @@ class DeathLog:
         self._without_item: Counter[WorkerId] = Counter()  # deaths in quick succession without an item
         # How the last workers died over the item that the replacement tries again.
         self._how: dict[WorkerId, list[str]] = {}
+        # The member of a batch that each worker tries alone; None: it tries the rest together.
+        self._trying: dict[WorkerId, int | None] = {}
+        self._members: dict[WorkerId, dict[int, str]] = {}  # how workers died over members of that item
         self._unbegun: Counter[WorkerId] = Counter()  # deaths in a row before the worker began to work
         self._terminated: set[WorkerId] = set()
 
-    def started(self, id: WorkerId) -> tuple[str, ...]:
-        """Note that a process of the worker starts. Return the deaths over its first item, each in words."""
+    def started(self, id: WorkerId) -> Suspicion:
+        """Note that a process of the worker starts. Return what is known about its first item."""
         self._terminated.discard(id)
-        return tuple(self._how.get(id, ()))
+        self._trying.pop(id, None)
+        return Suspicion(tuple(self._how.get(id, ())), dict(self._members.get(id, {})))
+
+    def tries_member(self, event: TriesMember) -> None:
+        """Note the member of a batch that a worker tries alone."""
+        self._trying[event.worker] = event.member
 
     def began(self, id: WorkerId) -> None:
         """Note that the worker has begun to work."""
@@ -58,7 +66,7 @@ class DeathLog:
         )  # fmt: skip
         if id in self._terminated:
             return dataclasses.replace(death, deaths=0)
-        deaths = 0 if retired else self._count(id, ended)
+        deaths = 0 if retired else self._count(worker, ended)
         self._unbegun[id] += ended.counts
         unbegun = self._unbegun[id]
         unguarded_script = unbegun and ended.exitcode == UNGUARDED
@@ -70,6 +78,18 @@ class DeathLog:
             error=unguarded(self._graph) if unguarded_script else None,
         )
 
+    def _killers(self, worker: PlannedWorker, ended: ProcessExit) -> int:
+        """Note the member of a batch over which the worker died, and return the number of such members.
+
+        A worker that dies over the batch as a whole leaves no hope for the members.
+        """
+        id, member = worker.id, self._trying.get(worker.id)
+        if member is None or ended.over_item < worker.stage.max_deaths:
+            self._members.pop(id, None)
+            return 0
+        self._members.setdefault(id, {})[member] = ended.how
+        return len(self._members[id])
+
     def _irreplaceable(self, worker: PlannedWorker) -> str:
         """Return why the stage of a worker can't continue with a replacement; empty if it can."""
         stage, limit = worker.id.stage, self._limits.get(worker.id.stage, 0)
@@ -77,10 +97,11 @@ class DeathLog:
             return f"a {worker.stage.kind} stage keeps state of its own and is not declared restartable"
         return ""
 
-    def _count(self, id: WorkerId, ended: ProcessExit) -> int:
+    def _count(self, worker: PlannedWorker, ended: ProcessExit) -> int:
         """Count the deaths that decide the pause before the next start."""
+        id = worker.id
         if ended.over_item:
             self._how[id] = [*self._how.get(id, [])[: ended.over_item - 1], ended.how]
-            return ended.over_item
+            return ended.over_item - self._killers(worker, ended)
         self._without_item[id] = 1 if ended.lived > 1 else self._without_item[id] + 1
         return self._without_item[id]

@@ -24,7 +24,8 @@ from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.crew.worker_processes import WorkerProcesses
 from flowchan.run.policy import decisions
 from flowchan.run.policy.deadlock import Waits
-from flowchan.run.policy.events import Began, Ended, Event, Failure, Gone, Started, WorkerId
+from flowchan.run.policy.events import Began, Ended, Event, Failure, Gone, Started, TriesMember, WorkerId
+from flowchan.run.policy.failures import UNSUSPECTED
 from flowchan.run.policy.stats import HostStats
 from flowchan.run.worker.worker import work
 
@@ -108,7 +109,8 @@ class LocalPart:
     def start_thread(self, id: WorkerId) -> None:
         """Start a worker on a thread of this process."""
         stage, ports = self._ports.worker(id).stage, self._ports.ports[id]
-        arguments = (self._ports.started(id), stage, ports, self._report, False, (), self._gangs.seat(id))
+        seat = self._gangs.seat(id)
+        arguments = (self._ports.started(id), stage, ports, self._report, False, UNSUSPECTED, seat)
         self.add_thread(id, self._start(f"/{id}", work, *arguments))
 
     def add_thread(self, id: WorkerId, thread: threading.Thread) -> None:
@@ -131,19 +133,22 @@ class LocalPart:
     def _start_process(self, id: WorkerId) -> None:
         assert self._processes is not None
         stage, ports = self._ports.worker(id).stage, self._ports.ports[id]
-        predecessors = self._deaths.started(id)
+        suspicion = self._deaths.started(id)
         self._reported.discard(id)
         with start_of(self.plan.graph, stage.name):
             seats = self._gangs.seat(id), self._gangs.next_seats(id, stage)
             packed = dumps_for_worker(stage) if self._lasting is None else self._lasting.packed(stage)
             here = self._ports.started(id)
-            pid = self._processes.start(here, packed, ports, predecessors, stage.gpus, *seats)
+            pid = self._processes.start(here, packed, ports, suspicion, stage.gpus, *seats)
         self._report(Started(id, pid))
 
     # --- reports of workers ---
 
     def _hear(self, event: Event) -> None:
         """Report an event of a worker process, on the thread of the mail."""
+        if isinstance(event, TriesMember):
+            self._deaths.tries_member(event)
+            return
         if isinstance(event, Began):
             self._deaths.began(event.worker)
         elif isinstance(event, Ended | Failure):

@@ -17,6 +17,7 @@ from flowchan.run.crew.recovery import deaths_over_item
 from flowchan.run.crew.watch import Watch
 from flowchan.run.policy import decisions, seeds
 from flowchan.run.policy.events import Event, Gone, WorkerId
+from flowchan.run.policy.failures import Suspicion
 from flowchan.run.policy.journal import log
 from flowchan.run.worker import logs
 from flowchan.run.worker.gpus import Gpus
@@ -44,7 +45,7 @@ class WorkerProcesses:
         here: seeds.Worker,
         stage: bytes,
         ports: Ports,
-        predecessors: tuple[str, ...],
+        suspicion: Suspicion,
         gpus: int,
         member: Any = None,
         next_seats: Channel[Any] | None = None,
@@ -55,7 +56,7 @@ class WorkerProcesses:
             here: The worker's own description.
             stage: Its stage, pickled.
             ports: Its ports.
-            predecessors: How the workers died that held its first item.
+            suspicion: What is known about its first item.
             gpus: How many GPUs it has for itself.
             member: Its membership of the group of its gang.
             next_seats: The channel of later memberships.
@@ -65,7 +66,7 @@ class WorkerProcesses:
         """
         id = WorkerId(here.stage, here.number)
         devices = self._gpus.take(id, gpus)
-        order = Order(here, ports, self._mail, predecessors, member, next_seats, logs.levels())
+        order = Order(here, ports, self._mail, suspicion, member, next_seats, logs.levels())
         process = self._begin(id, stage, order, devices)
         self.known[id] = process
         self._watch.add(id, process)

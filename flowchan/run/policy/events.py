@@ -88,6 +88,15 @@ class Met:
 
 
 @dataclass(frozen=True, slots=True)
+class TriesMember:
+    """The worker is about to call the function with one member of a batch over which workers have died, or
+    with several of them (None). Only the crew hears this event."""
+
+    worker: WorkerId
+    member: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Retried:
     """The worker tries an item again."""
 
@@ -161,7 +170,8 @@ class Death:
         host: The host on which it ran, empty for this machine.
         over_item: How many workers, including this one, have died over its item; 0 if it died outside the
             user's code.
-        deaths: The same number, or without an item how many have died in quick succession.
+        deaths: The same number, without members of a batch that were found to kill. Without an item, how many
+            have died in quick succession.
         unbegun: How many, including this one, have died in a row before they began to work.
         counts: Whether it uses one of the restarts of its stage. The death of a host does not.
         retired: Whether the worker asked for a fresh process (``Retires``), which is not reported.
@@ -212,6 +222,7 @@ Event = (
     | Failure
     | Aborted
     | Met
+    | TriesMember
     | Retried
     | Troubled
     | Answered

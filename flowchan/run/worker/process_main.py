@@ -20,7 +20,7 @@ from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed
 from flowchan.run.policy import seeds
 from flowchan.run.policy.events import Event, Failure, WorkerId
-from flowchan.run.policy.failures import RETIRED, Portable
+from flowchan.run.policy.failures import RETIRED, Portable, Suspicion
 from flowchan.run.worker import logs
 from flowchan.run.worker.cancelled_requests import forget_boards
 from flowchan.run.worker.gpus import see_only
@@ -35,7 +35,7 @@ from flowchan.transport.device import transfer
 class Order:
     """Order to a process to work as ``here`` in one run, with these ports.
 
-    The process reports to ``mail``. ``predecessors`` describes how earlier workers with its first item died.
+    The process reports to ``mail``. ``suspicion`` describes deaths over its first item.
     ``member`` is the membership of a gang's worker, and ``next_seats`` delivers those of later groups.
     ``levels`` are the log levels of the program. ``terminals`` are the terminals to print to during the run,
     for a process that outlasts it.
@@ -44,7 +44,7 @@ class Order:
     here: seeds.Worker
     ports: Ports
     mail: Channel[Event | logs.Logged]
-    predecessors: tuple[str, ...]
+    suspicion: Suspicion
     member: Any
     next_seats: Channel[Any] | None
     levels: Mapping[str, int]
@@ -165,7 +165,7 @@ class _Work:
         used_up = stage.args or stage.kwargs or "iterable" in stage.options
         self._stage = None if used_up else stage
         outcome = work(
-            here, stage, order.ports, tell, sends=True, predecessors=order.predecessors,
+            here, stage, order.ports, tell, sends=True, suspicion=order.suspicion,
             member=order.member, next_seats=order.next_seats, build=self._build,
         )  # fmt: skip
         transfer.only_ports_read(port.channel for port in order.ports.everything())

@@ -6,6 +6,7 @@ The same :func:`work` runs on a thread of the program and in a worker's process 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -26,10 +27,11 @@ from flowchan.run.policy.events import (
     Failure,
     Result,
     Retried,
+    TriesMember,
     Troubled,
     WorkerId,
 )
-from flowchan.run.policy.failures import ItemFailed, Portable, Retires
+from flowchan.run.policy.failures import UNSUSPECTED, ItemFailed, Portable, Retires, Suspicion
 from flowchan.run.policy.seeds import Worker
 from flowchan.run.worker import item_timeout
 from flowchan.run.worker.gang_membership import GangMembership
@@ -37,6 +39,7 @@ from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.operator_loops import OperatorJob
 from flowchan.run.worker.port_release import PortRelease
 from flowchan.run.worker.requests import Answering
+from flowchan.run.worker.suspect_batch import SuspectBatch, can_try_members
 from flowchan.run.worker.worker_callable import Function, built, nothing
 
 Outcome = Literal["done", "failed", "retired"]
@@ -70,7 +73,7 @@ def work(
     ports: Ports,
     tell: Callable[[Event], None],
     sends: bool,
-    predecessors: tuple[str, ...] = (),
+    suspicion: Suspicion = UNSUSPECTED,
     member: Any = None,
     next_seats: Channel[Any] | None = None,
     build: Callable[[Function | None], AbstractContextManager[Function]] = built,
@@ -78,7 +81,7 @@ def work(
     """Run one worker to its end and return how it ended.
 
     It never raises: ``tell`` gets the event of any end before the ports close. ``sends`` is true if events
-    cross to another process. ``predecessors`` describes how earlier workers with the first item died.
+    cross to another process. ``suspicion`` describes deaths of earlier workers over the first item.
     ``member`` is the membership in the gang's group, and ``next_seats`` delivers those of later groups.
     ``build`` makes the callable.
     """
@@ -95,10 +98,8 @@ def work(
             if sends and stage.timeout is not None:
                 function = item_timeout.limited(function, stage)
             job = job_of(worker, stage, ports, function, tell, sends)
-            job.predecessors = predecessors
-            job.too_late = item_timeout.gives_up(stage, predecessors)
-            if predecessors:
-                _try_again(job, stage, ports)
+            if suspicion.deaths:
+                _try_again(job, stage, ports, suspicion, tell)
             if membership is not None:
                 membership.enter()
             tell(Began(worker))
@@ -196,16 +197,23 @@ def job_of(
     return job
 
 
-def _try_again(job: OperatorJob, stage: Stage, ports: Ports) -> None:
+def _try_again(
+    job: OperatorJob, stage: Stage, ports: Ports, suspicion: Suspicion, tell: Callable[[Event], None]
+) -> None:
     """Decide whether to try the first item again, over which earlier workers died.
 
-    An item that timed out too often is given up. Its timeouts do not count as deaths.
+    An item that timed out too often is given up. Its timeouts do not count as deaths. A batch is tried again
+    as long as each death shows which of its members kills.
     """
-    deaths = len(job.predecessors)
-    died = (
-        deaths - job.predecessors.count(item_timeout.exceeded(stage)) if stage.timeout is not None else deaths
-    )
-    over = job.too_late or died >= stage.max_deaths
+    job.predecessors, deaths = suspicion.deaths, len(suspicion.deaths)
+    late = 0 if stage.timeout is None else suspicion.deaths.count(item_timeout.exceeded(stage))
+    job.too_late = not suspicion.members and item_timeout.gives_up(stage, suspicion.deaths)
+    over = job.too_late or (deaths - late >= stage.max_deaths and not suspicion.members)
+    if can_try_members(stage):
+        worker = seeds.worker()
+        tries = functools.partial(TriesMember, WorkerId(worker.stage, worker.number))
+        readers = list(ports.inputs.values())
+        job.function = SuspectBatch(job, stage, readers, suspicion, lambda number: tell(tries(number)))
     for reader in ports.inputs.values():
         reader._on_poison(deaths if over else max(stage.max_deaths, deaths + 1), job.poisoned)
 
