@@ -33,7 +33,8 @@ The run contract. Code that disagrees with it has a defect. Each clause names it
 - R7 Same everywhere. A graph runs the same under fork, forkserver and spawn, with lambdas and closures.
   (test_start_methods.py)
 - R8 Account. ``stats()`` works at any time and ``report()`` at the end; items in = items out + items failed.
-  (test_account.py)
+  A run that breaks off also names the items discarded in each stage and left in each channel.
+  (test_account.py, test_account_of_breaks.py)
 - R9 Randomness. Every worker has its own seed, derived from the run's seed, its stage, its number and its
   incarnation. It seeds the random numbers of the worker's process. (test_seeds.py)
 - R10 Blame. An item is blamed only for deaths inside the user's code, or inside its own unpickling. One

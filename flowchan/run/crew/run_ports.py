@@ -74,6 +74,7 @@ class RunPorts:
         self._remote = sum(bool(worker.host) for worker in plan.workers)
         self._scaled: set[str] = set()  # stages that have had more workers than declared
         self._leaving: set[WorkerId] = set()
+        self._in_hand_at_break: dict[str, int] = {}
         self._unread = {worker.id: True for worker in plan.workers if worker.gathers}
         self._between = [
             ([self.channels[name] for name in into], [self.channels[name] for name in out])
@@ -97,7 +98,8 @@ class RunPorts:
 
     def break_all(self, cause: BaseException | None) -> None:
         """See :class:`RunChannels`."""
-        for channel in self.channels.values():
+        for name, channel in self.channels.items():
+            self._in_hand_at_break.setdefault(name, channel.stats().leased)
             channel.abort(cause)
 
     def close(self, abandoned: frozenset[WorkerId]) -> None:
@@ -129,7 +131,7 @@ class RunPorts:
 
     def snapshots(self) -> tuple[Snapshot, ...]:
         """See :class:`RunChannels`."""
-        return measure(self.plan, self.channels, self.ports)
+        return measure(self.plan, self.channels, self.ports, self._in_hand_at_break)
 
     # --- workers ---
 
