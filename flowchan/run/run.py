@@ -15,7 +15,7 @@ from flowchan.channel.channel import Out
 from flowchan.declare.operators import OPERATORS
 from flowchan.declare.stream import Input, Stream
 from flowchan.errors import Broken, Interrupted, RunError
-from flowchan.items.arguments import finite_seconds, refuses_misspelt, seconds, whole
+from flowchan.items.arguments import finite_seconds, flag, refuses_misspelt, seconds, whole
 from flowchan.run.crew.pool_processes import LastingProcesses
 from flowchan.run.crew.router import CrewRouter
 from flowchan.run.crew.run_ports import RunPorts
@@ -270,9 +270,23 @@ class Run:
         """Return the error of a run that has ended, or None if it succeeded."""
         return failure_of_run(self._plan, self._supervisor.state.failures, self._supervisor.crashed)
 
-    def stop(self) -> None:
-        """Stop the sources, and let everything in flight finish. Returns at once."""
-        self._supervisor.ask(StopAsked())
+    @refuses_misspelt("stop")
+    def stop(self, *, timeout: float | None = None, finish_queued: bool = True) -> None:
+        """Stop the sources, and let everything in flight finish (R5). Returns at once.
+
+        A second call may set another timeout, or discard what is queued.
+
+        Args:
+            timeout: Seconds after which the run is aborted if it has not ended (default: no limit).
+            finish_queued: Whether to finish items that wait in channels (default: True). If False, they are
+                discarded, and only items that workers are processing go on to the end of the graph. Results,
+                failed items, and items on their way to a stage with several inputs are kept in both cases.
+
+        Example:
+            run.stop(timeout=20, finish_queued=False)
+        """
+        limit, queued = seconds("stop", "timeout", timeout), flag("stop", "finish_queued", finish_queued)
+        self._supervisor.ask(StopAsked(limit, queued))
 
     def abort(self) -> None:
         """Break every channel at once and discard all items in flight. Returns at once."""
@@ -362,7 +376,7 @@ class Run:
                 raise KeyboardInterrupt
             self._supervisor.wait()
             if self._supervisor.state.aborted:
-                _say("broken off, what was in flight is discarded: nothing moved any more")
+                _say("broken off, what was in flight is discarded")
         except KeyboardInterrupt:
             with contextlib.suppress(KeyboardInterrupt):
                 self.abort()

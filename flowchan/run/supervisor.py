@@ -22,8 +22,10 @@ The run contract. Code that disagrees with it has a defect. Each clause names it
 - R4 Death. The death of a worker is noticed within 200 ms and reported with signal and exit code. If its
   callable may keep state, which is lost then, the run warns. (test_death.py, test_run_decisions.py)
 - R5 Stop. The first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources. Everything in flight is finished,
-  however long it takes while items move. If none moves for half a minute, the run is aborted. The second
-  Ctrl-C or SIGTERM, or ``run.abort()``, aborts it at once, within a bounded time. The user gets the finished
+  however long it takes. ``run.stop(finish_queued=False)`` discards the items that wait in channels for a
+  stage, and ``run.stop(timeout=…)`` aborts a run that has not ended by then. After half a minute the run
+  warns. The second Ctrl-C or SIGTERM, or ``run.abort()``, aborts it at once, within a bounded time. The user
+  gets the finished
   results: Ctrl-C in ``graph.run()``, ``wait()``, ``iter()``, a loop over it and the ``with`` block raises
   ``Interrupted`` with results and report. The command prints one line and its report, and exits with 130, or
   with 143 after SIGTERM.
@@ -87,6 +89,7 @@ from flowchan.run.policy import break_cause, decisions
 from flowchan.run.policy.actions import (
     Action,
     BreakChannels,
+    DropQueued,
     EndGroup,
     FormGroup,
     ReleasePorts,
@@ -191,7 +194,6 @@ class Supervisor:
         self.asking: Requests | None = None
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, channels.broken, channels.cause_of)
-        self._moved = 0  # items moved when the run was stopped, or at the last check since
         self._due: dict[WorkerId, float] = {}  # when each replacement must be started
         self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # by reference
         self._thread: threading.Thread | None = None
@@ -324,7 +326,6 @@ class Supervisor:
     def turn(self, event: SupervisorEvent | Event) -> None:
         """Handle an event, and act on it and on the time that has passed."""
         before = self.state
-        self._look_for_movement()
         self._hear(event)
         self._breaks.look()
         if self._breaks.is_due(self._all_is_heard):
@@ -389,7 +390,8 @@ class Supervisor:
         match action:
             case StopSources():
                 self.channels.stop_sources()
-                self._moved = self.channels.activity().moved
+            case DropQueued():
+                self.channels.drop_queued()
             case BreakChannels():
                 self._break(self.state.failures[0].error if self.state.failures else None)
             case ReleasePorts(worker):
@@ -456,14 +458,6 @@ class Supervisor:
         late = time.monotonic() > self._late_at
         over = self.state.phase in ("failing", "aborting") or (self.state.phase == "finishing" and late)
         self.crew.cancel_tasks(over)
-
-    def _look_for_movement(self) -> None:
-        """Give a stopped run more time as long as its items move."""
-        waited = time.monotonic() - self.state.since
-        if self.state.phase == "stopping" and waited > decisions.STOP_SECONDS:
-            before, self._moved = self._moved, self.channels.activity().moved
-            if self._moved != before:
-                self._decide(decisions.Moved())
 
     def _tell_break(self) -> None:
         if (failure := self._breaks.failure()) is not None:

@@ -1,5 +1,7 @@
-"""Test R8 (Account) for runs that fail, are aborted or stopped, or lose a worker: each item that was put into
-a channel is out, failed, unwanted, discarded, or left in a channel."""
+"""Test R8 (Account) for runs that fail, are aborted or stopped, or lose a worker.
+
+Each item that was put into a channel is out, failed, unwanted, discarded, or left in a channel.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,7 @@ def test_items_of_a_run_that_ends_early_are_accounted_for(on: str, workers: int,
 
 @everywhere
 @pytest.mark.parametrize("kind", ["sink", "filter", "flat_map"])
-def test_item_in_hand_at_the_break_is_discarded(on: str, kind: str) -> None:
+def test_item_of_a_working_worker_is_discarded_by_a_break(on: str, kind: str) -> None:
     gate = Gate()
 
     def hold(item: int) -> Any:
@@ -122,7 +124,7 @@ def test_item_in_hand_at_the_break_is_discarded(on: str, kind: str) -> None:
 
 
 @everywhere
-def test_killed_sink_discards_the_item_in_hand(on: str) -> None:
+def test_killed_sink_discards_its_item(on: str) -> None:
     if on == "thread":
         pytest.skip("threads do not die")
 

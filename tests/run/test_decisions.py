@@ -4,6 +4,7 @@ clock."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from flowchan.run.observe import measure
 from flowchan.run.policy import decisions
 from flowchan.run.policy.actions import (
     BreakChannels,
+    DropQueued,
     EndGroup,
     FormGroup,
     ReleasePorts,
@@ -28,12 +30,12 @@ from flowchan.run.policy.actions import (
 )
 from flowchan.run.policy.decisions import (
     GRACE,
-    STOP_SECONDS,
+    STOP_NOTICE_S,
     AbortAsked,
-    Moved,
     StopAsked,
     Tick,
     decide,
+    next_at,
 )
 from flowchan.run.policy.events import (
     Death,
@@ -378,7 +380,7 @@ def test_stop_stops_the_sources() -> None:
     assert actions == (StopSources(),)
 
 
-@pytest.mark.parametrize("phase", [phase for phase in GOING_ON if phase != "running"])
+@pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])
 def test_stop_of_an_ending_run_changes_only_its_state(phase: Phase) -> None:
     state, actions = decide(at(phase), StopAsked(), 7.0)
     assert (state, actions) == (at(phase, stopped=True), ())
@@ -420,18 +422,35 @@ def test_stopped_run_finishes_once_only_its_sources_are_left() -> None:
     assert (state.phase, state.since, actions) == ("finishing", GRACE + 1, ())
 
 
-def test_stopped_run_without_moving_items_is_aborted() -> None:
-    assert decide(at("stopping"), Tick(), STOP_SECONDS) == (at("stopping"), ())
-    state, actions = decide(at("stopping"), Tick(), STOP_SECONDS + 1)
-    assert (state.phase, actions) == ("aborting", (BreakChannels(),))
+def test_stopped_run_warns_once_and_discards_nothing() -> None:
+    assert decide(at("stopping"), Tick(), STOP_NOTICE_S) == (at("stopping"), ())
+    state, (warning,) = decide(at("stopping"), Tick(), STOP_NOTICE_S + 1)
+    assert isinstance(warning, Warn)
+    assert "was stopped 30 s ago and still works on what was in flight, in map, sink" in warning.text
+    assert state.phase == "stopping"
+    assert decide(state, Tick(), 1e9) == (state, ())
+    assert next_at(state) == math.inf
 
 
-def test_moving_items_extend_the_time_of_a_stopped_run() -> None:
-    state, actions = decide(at("stopping"), Moved(), STOP_SECONDS + 1)
-    assert (state, actions) == (dataclasses.replace(at("stopping"), since=STOP_SECONDS + 1), ())
-    assert decide(state, Tick(), 2 * STOP_SECONDS) == (state, ())
-    for phase in ("running", "finishing", "aborting"):
-        assert decide(at(phase), Moved(), 1.0) == (at(phase), ())
+def test_stopped_run_is_aborted_after_its_timeout() -> None:
+    state, actions = decide(START, StopAsked(timeout=40.0), 7.0)
+    assert (state.phase, actions, next_at(state)) == ("stopping", (StopSources(),), 7.0 + STOP_NOTICE_S)
+    state, _ = decide(state, Tick(), 46.0)
+    assert (state.phase, next_at(state)) == ("stopping", 47.0)
+    state, actions = decide(state, Tick(), 47.0)
+    assert (state.phase, state.aborted, actions) == ("aborting", True, (BreakChannels(),))
+
+
+def test_second_stop_sets_another_timeout() -> None:
+    state, _ = decide(START, StopAsked(), 0.0)
+    state, actions = decide(state, StopAsked(timeout=5.0, finish_queued=False), 100.0)
+    assert (state.phase, state.since, state.stop_by, actions) == ("stopping", 0.0, 105.0, (DropQueued(),))
+    assert decide(state, StopAsked(), 101.0) == (state, ())
+
+
+def test_stop_without_queued_items_drops_them() -> None:
+    _, actions = decide(START, StopAsked(finish_queued=False), 7.0)
+    assert actions == (StopSources(), DropQueued())
 
 
 @pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])

@@ -264,6 +264,29 @@ def test_stopped_run_drains() -> None:
     assert run.crew.called("break") == []
 
 
+def test_stopped_run_is_aborted_after_its_timeout(caplog: pytest.LogCaptureFixture) -> None:
+    run = ScriptedRun(pipeline())
+    run.crew.on("break", lambda _: run.crew.end_all(*ALL))
+    run.supervisor.start()
+    run.supervisor.ask(StopAsked(timeout=0.01))
+    assert ended(run.supervisor) == "aborted"
+    assert (
+        "graph 'scripted' has not ended within the timeout of its stop and is broken off" in caplog.messages
+    )
+
+
+def test_stopped_run_waits_for_a_slow_item_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "STOP_NOTICE_S", 0.01)
+    run = ScriptedRun(pipeline())
+    run.supervisor.feed.listen(lambda event: run.crew.end_all(*ALL) if isinstance(event, Warned) else None)
+    run.supervisor.start()
+    run.supervisor.ask(StopAsked())
+    assert ended(run.supervisor) == "stopped"
+    assert run.crew.called("break") == []
+    (warning,) = run.supervisor.stats().warnings
+    assert "still works on what was in flight" in warning
+
+
 def test_aborted_run_terminates_then_kills_a_worker_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "GRACE", 0.01)
     run = ScriptedRun(pipeline())

@@ -16,7 +16,7 @@ from support.waiting import wait_until
 
 from flowchan import Deadlock, Graph
 from flowchan.run.policy import deadlock, decisions
-from flowchan.run.policy.decisions import STOP_SECONDS, AbortAsked, StopAsked, Tick
+from flowchan.run.policy.decisions import AbortAsked, StopAsked, Tick
 from flowchan.run.policy.events import Aborted, Crashed, Ended, Failure, Gone, Result, Retried, WorkerId
 from flowchan.run.policy.plan import Plan, plan
 from flowchan.run.policy.scaling import Scale
@@ -185,22 +185,9 @@ def test_stop_ends_the_sources_and_drains_the_other_stages(
     assert supervisor.stats().state == "stopped"
 
 
-def test_stopped_run_has_time_while_its_items_move(
-    channels: ScriptedChannels, supervisor: Supervisor
-) -> None:
-    def look() -> str:
-        """Return the phase after the time of a stopped run is over."""
-        late = supervisor.state.since - STOP_SECONDS - 1
-        supervisor.state = dataclasses.replace(supervisor.state, since=late)
-        supervisor.turn(Tick())
-        return supervisor.state.phase
-
-    channels.moved = 7
-    supervisor.turn(StopAsked())
-    for _ in range(3):
-        channels.moved += 1
-        assert look() == "stopping"
-    assert look() == "aborting"
+def test_stop_may_drop_the_queued_items(crew: ScriptedCrew, supervisor: Supervisor) -> None:
+    supervisor.turn(StopAsked(finish_queued=False))
+    assert crew.calls == [("stop sources",), ("drop queued",)]
 
 
 @pytest.mark.parametrize(("host", "told"), [("", 0), ("far", 1024)])

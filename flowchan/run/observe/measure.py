@@ -34,14 +34,15 @@ class Snapshot:
     """Counters of one edge's channel.
 
     They include the seconds that each worker has waited at its port: to read; and to write, in total and for
-    its turn. ``in_hand_at_break`` is the number of items in the hands of its readers when the run broke off.
+    its turn. ``leased_at_break`` is the number of items that its readers were processing when the run broke off.
+    ``stats`` do not count items that were dropped from the channel as taken.
     """
 
     edge: Edge
     stats: ChannelStats
     read_waits: Mapping[int, float] = field(default_factory=dict)
     write_waits: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    in_hand_at_break: int = 0
+    leased_at_break: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,16 @@ class Account:
 
 
 def measure(
-    plan: Plan, channels: Channels, ports: Mapping[WorkerId, Ports], in_hand_at_break: Mapping[str, int]
+    plan: Plan,
+    channels: Channels,
+    ports: Mapping[WorkerId, Ports],
+    leased_at_break: Mapping[str, int],
+    dropped: Mapping[str, int],
 ) -> tuple[Snapshot, ...]:
     """Return the current counters of all channels and the waits at all ``ports``.
 
-    ``in_hand_at_break`` is the number of items in hand when the run broke off, by channel.
+    ``leased_at_break`` is the number of items that workers were processing when the run broke off, by channel.
+    ``dropped`` is the number of items that no worker took out.
     """
     read: dict[str, dict[int, float]] = {}
     written: dict[str, dict[int, tuple[float, float]]] = {}
@@ -88,13 +94,18 @@ def measure(
     return tuple(
         Snapshot(
             edge,
-            channels[edge.name].stats(),
+            _without(channels[edge.name].stats(), dropped.get(edge.name, 0)),
             read.get(edge.name, {}),
             written.get(edge.name, {}),
-            in_hand_at_break.get(edge.name, 0),
+            leased_at_break.get(edge.name, 0),
         )
         for edge in plan.edges
     )
+
+
+def _without(stats: ChannelStats, dropped: int) -> ChannelStats:
+    """Return the statistics without items that were dropped, so that they count as left."""
+    return dataclasses.replace(stats, items_out=stats.items_out - dropped) if dropped else stats
 
 
 def summarise(
@@ -189,7 +200,7 @@ def _stage(about: _StageInput) -> StageStats:
     # A tee puts each item into every branch. A stage without readers has finished each item it took.
     given = [s.stats.items_in for s in outs]
     unwanted = about.unwanted
-    cut_off = sum(s.in_hand_at_break for s in reads) - about.broken - in_hand
+    cut_off = sum(s.leased_at_break for s in reads) - about.broken - in_hand
     discarded = max(0, cut_off) if about.broken_off else 0
     finished = max(0, items_in - in_hand - failed - unwanted - discarded)
     items_out = (max if stage.operator.repeats else sum)(given) if given else finished

@@ -14,6 +14,11 @@ class StopSources:
 
 
 @dataclass(frozen=True, slots=True)
+class DropQueued:
+    """Discard the items that wait in channels for a stage (:meth:`Plan.queues`)."""
+
+
+@dataclass(frozen=True, slots=True)
 class BreakChannels:
     """Abort every channel."""
 
@@ -76,6 +81,7 @@ class Warn:
 
 Action = (
     StopSources
+    | DropQueued
     | BreakChannels
     | ReleasePorts
     | Terminate

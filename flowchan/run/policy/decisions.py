@@ -9,7 +9,8 @@ The phases of a run:
        ├──abort────> aborting ───┘
        └──every end of the graph reached──> finishing
 
-In *stopping* sources are stopped and the rest drains. In *failing* and *aborting* all channels are broken.
+In *stopping* sources are stopped and the rest drains, without a time limit unless the user sets one. In
+*failing* and *aborting* all channels are broken.
 Processes that have not ended ``GRACE`` seconds later are terminated, and killed after twice that time. A
 thread that is stuck in the user's code can't be ended, and is abandoned. In *finishing* the same happens
 without a failure. Everything that the user can see has ended and the sources are stopped. The remaining
@@ -32,7 +33,7 @@ import math
 from dataclasses import dataclass
 
 from flowchan.errors import MemberLeft, WorkerDied
-from flowchan.run.policy.actions import Action, Replace, StopSources, Warn
+from flowchan.run.policy.actions import Action, DropQueued, Replace, StopSources, Warn
 from flowchan.run.policy.events import Death, Ended, Failure, Gone, GroupLost
 from flowchan.run.policy.gang_decisions import (
     form_groups,
@@ -63,8 +64,8 @@ from flowchan.run.policy.transitions import (
 
 GRACE = 2.0
 """Seconds that a worker has to end once it must."""
-STOP_SECONDS = 30.0
-"""Seconds after which a stopped run is aborted if no item has moved."""
+STOP_NOTICE_S = 30.0
+"""Seconds after which a run warns that it was stopped and still works on what was in flight."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """Seconds before a replacement starts: after the second death over the same item, and at most."""
@@ -89,7 +90,16 @@ class Broke:
 
 @dataclass(frozen=True, slots=True)
 class StopAsked:
-    """``run.stop()``, the first Ctrl-C, or SIGTERM."""
+    """``run.stop()``, the first Ctrl-C, or SIGTERM.
+
+    Attributes:
+        timeout: Seconds after which the run is aborted if it has not ended; None: no limit.
+        finish_queued: Whether items that wait in channels are finished, not only those that workers
+            are processing.
+    """
+
+    timeout: float | None = None
+    finish_queued: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +112,8 @@ class Tick:
     """Time has passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """Items have moved since the run was stopped, or since the last such event."""
-
-
 SupervisorEvent = (
-    Ended | Failure | Death | Gone | GroupLost | Stuck | Broke | StopAsked | AbortAsked | Moved | Tick | Scale
+    Ended | Failure | Death | Gone | GroupLost | Stuck | Broke | StopAsked | AbortAsked | Tick | Scale
 )
 
 
@@ -152,11 +157,9 @@ def _decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
         case Broke(failure):
             return channel_broken(state, failure, now)
         case StopAsked():
-            return _stop(state, now)
+            return _stop(state, event, now)
         case AbortAsked():
             return run_aborted(state, now)
-        case Moved():
-            return (dataclasses.replace(state, since=now) if state.phase == "stopping" else state), ()
         case Scale():
             return _scale(state, event, now)
         case Tick():
@@ -166,7 +169,8 @@ def _decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
 def next_at(state: PolicyState) -> float:
     """Return the time at which the state changes if no event comes before."""
     if state.phase == "stopping":
-        return state.since + (GRACE if state.alive <= state.sources else STOP_SECONDS)
+        notice = math.inf if state.notified else state.since + STOP_NOTICE_S
+        return min(state.since + GRACE if state.alive <= state.sources else notice, state.stop_by)
     if state.phase not in ("finishing", "failing", "aborting"):
         return math.inf
     if not state.alive & state.processes or not state.terminated:
@@ -174,10 +178,15 @@ def next_at(state: PolicyState) -> float:
     return math.inf if state.killed else state.since + 2 * GRACE
 
 
-def _stop(state: PolicyState, now: float) -> Decision:
-    if state.phase != "running":
+def _stop(state: PolicyState, asked: StopAsked, now: float) -> Decision:
+    """Stop the sources. A later stop of the same run may set another time limit, or drop what is queued."""
+    if not state.goes_on:
         return dataclasses.replace(state, stopped=True), ()
-    return dataclasses.replace(state, phase="stopping", since=now, stopped=True), (StopSources(),)
+    stop_by = state.stop_by if asked.timeout is None else now + asked.timeout
+    actions: tuple[Action, ...] = () if asked.finish_queued else (DropQueued(),)
+    if state.phase == "running":
+        state, actions = dataclasses.replace(state, phase="stopping", since=now), (StopSources(), *actions)
+    return dataclasses.replace(state, stopped=True, stop_by=stop_by), actions
 
 
 def _ended(state: PolicyState, ended: Ended, now: float) -> Decision:
@@ -313,7 +322,9 @@ def _tick(state: PolicyState, now: float) -> Decision:
         # the other stages have drained; only blocked sources are left
         if state.alive <= state.sources and waited > GRACE:
             return dataclasses.replace(state, phase="finishing", since=now), ()
-        return run_aborted(state, now) if waited > STOP_SECONDS else (state, ())
+        if now >= state.stop_by:
+            return run_aborted(state, now)
+        return (state, ()) if state.notified or waited <= STOP_NOTICE_S else _notify(state)
     if state.phase not in ("finishing", "failing", "aborting") or waited <= GRACE:
         return state, ()
     stuck = state.alive & state.processes
@@ -324,3 +335,13 @@ def _tick(state: PolicyState, now: float) -> Decision:
             return dataclasses.replace(state, killed=True), terminate(stuck, force=True)
         return state, ()
     return dataclasses.replace(state, phase="ended", alive=frozenset(), abandoned=state.alive), ()
+
+
+def _notify(state: PolicyState) -> Decision:
+    """Warn that a stopped run still works on what was in flight."""
+    stages = ", ".join(sorted({worker.stage for worker in state.alive - state.sources}))
+    text = (
+        f"the run was stopped {STOP_NOTICE_S:g} s ago and still works on what was in flight, in {stages}; "
+        "abort() discards that"
+    )
+    return dataclasses.replace(state, notified=True), (Warn("", "stop", text),)

@@ -57,12 +57,13 @@ class Journal:
         if isinstance(event, Death):
             self._died(event, decided)
         elif isinstance(event, StopAsked) and before.phase == "running":
-            self._log(logging.INFO, f"{self._graph} stops: what is in flight is finished")
+            kept = "what is in flight" if event.finish_queued else "what workers are processing"
+            self._log(logging.INFO, f"{self._graph} stops: {kept} is finished")
         elif isinstance(event, AbortAsked) and after.phase != before.phase:
             self._log(logging.INFO, f"{self._graph} is broken off")
         elif isinstance(event, Tick) and (before.phase, after.phase) == ("stopping", "aborting"):
-            text = f"was stopped, and nothing has moved in it for {decisions.STOP_SECONDS:g} s"
-            self._log(logging.WARNING, f"{self._graph} {text}: it is broken off")
+            text = "has not ended within the timeout of its stop and is broken off"
+            self._log(logging.WARNING, f"{self._graph} {text}")
         if not after.goes_on:
             for action in decided.actions:
                 if isinstance(action, Terminate):

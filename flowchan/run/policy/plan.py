@@ -155,6 +155,20 @@ class Plan:
                 out.setdefault(worker.id.stage, set()).update(worker.outputs.values())
         yield from ((into[stage], out[stage]) for stage in into if into[stage] and out[stage])
 
+    def queues(self) -> tuple[str, ...]:
+        """Return the channels whose items may be discarded without harm to other items.
+
+        Results and failures are kept, and so is each item on its way to a worker with several inputs. Such a
+        worker, of a ``zip`` for example, would otherwise join items that do not belong together.
+        """
+        kept = {worker.id.stage for worker in self.workers if len(worker.inputs) > 1}
+        before = len(kept) - 1
+        while before < len(kept):
+            before = len(kept)
+            kept |= {edge.writer for edge in self.edges if edge.reader in kept}
+        kept |= {worker.id.stage for worker in self.workers if worker.gathers}
+        return tuple(edge.name for edge in self.edges if edge.reader not in kept and not edge.errors)
+
     @property
     def sources(self) -> frozenset[str]:
         """Return the names of the stages that begin the graph."""

@@ -7,6 +7,7 @@ phases of a run.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -37,6 +38,8 @@ class PolicyState:
         since: When the phase began, in seconds of a monotonic clock.
         failures: The failures of the run, the first one first.
         stopped: Whether a stop was requested.
+        stop_by: When a stopped run is aborted.
+        notified: Whether the run has warned that its stop takes long.
         aborted: Whether the run was aborted.
         terminated: Whether late processes have been terminated.
         killed: Whether late processes have been killed.
@@ -69,6 +72,8 @@ class PolicyState:
     since: float = 0.0
     failures: tuple[Failure, ...] = ()
     stopped: bool = False
+    stop_by: float = math.inf
+    notified: bool = False
     aborted: bool = False
     terminated: bool = False
     killed: bool = False
