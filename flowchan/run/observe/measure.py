@@ -34,7 +34,7 @@ class Snapshot:
     """Counters of one edge's channel.
 
     They include the seconds that each worker has waited at its port: to read; and to write, in total and for
-    its turn. ``leased_at_break`` is the number of items that its readers were processing when the run broke off.
+    its turn. ``leased_at_break`` is the number of items that its readers held when the run broke off.
     ``stats`` do not count items that were dropped from the channel as taken.
     """
 
@@ -81,7 +81,7 @@ def measure(
 ) -> tuple[Snapshot, ...]:
     """Return the current counters of all channels and the waits at all ``ports``.
 
-    ``leased_at_break`` is the number of items that workers were processing when the run broke off, by channel.
+    ``leased_at_break`` is the number of items that workers held when the run broke off, by channel.
     ``dropped`` is the number of items that no worker took out.
     """
     read: dict[str, dict[int, float]] = {}
