@@ -13,7 +13,8 @@ from typing import Any, TypedDict, TypeVar
 from flowchan.declare.callables import is_async
 from flowchan.declare.placements import Placement, PlacementOption, placement_argument
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_MAX_DEATHS, DEFAULT_RESTARTS, Gang
-from flowchan.items.arguments import flag, seconds, text, whole
+from flowchan.items.arguments import callable_argument, flag, seconds, text, whole
+from flowchan.items.combining import OPERATIONS
 
 Operator = TypeVar("Operator", bound=Callable[..., Any])
 
@@ -135,3 +136,14 @@ def shows(options: type) -> Callable[[Operator], Operator]:
         return operator
 
     return shown
+
+
+def allreduce_options(op: Any, to_workers: Any) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
+    """Check the options of ``allreduce``, and return its function and the options of its operator."""
+    own = {"to_workers": flag("allreduce", "to_workers", to_workers)}
+    if not isinstance(op, str):
+        return callable_argument("allreduce", "op", op), own
+    if op not in OPERATIONS:
+        allowed = ", ".join(map(repr, OPERATIONS))
+        raise ValueError(f"allreduce: op must be one of {allowed} or a function of two, not {op!r}")
+    return None, {**own, "op": op}

@@ -20,12 +20,13 @@ from flowchan.declare.options import (
     OrderedOptions,
     PlainOptions,
     WorkOptions,
+    allreduce_options,
     shows,
 )
 from flowchan.declare.shapes import AnyFunction, Awaited, Built, Effect, Fold, Many
 from flowchan.declare.values import Origin, Stage
 from flowchan.items.arguments import callable_argument, known_options, refuses_misspelt, seconds, whole
-from flowchan.items.combining import OPERATIONS, Function, Named, Reduced
+from flowchan.items.combining import Function, Named, Reduced
 from flowchan.items.failed import Failed
 from flowchan.items.text import shown
 
@@ -170,8 +171,7 @@ class Stream(Generic[T_co]):
         Args:
             function: Function of one item; its result is ignored. It may be an ``async def`` function or a
                 class whose instances are called.
-            **options: Keyword options of the stage, listed by :meth:`map`, without ``ordered`` and
-                ``capacity``.
+            **options: Keyword options that :meth:`map` lists, without ``ordered`` and ``capacity``.
 
         Raises:
             TypeError: ``function`` cannot be called, or an option has the wrong type or an unknown name.
@@ -379,30 +379,38 @@ class Stream(Generic[T_co]):
         )
         return streams_of(self.graph, stage)[0]
 
+    @overload  # the mean of integers is a float
+    def allreduce(
+        self, op: Literal["mean"], to_workers: Literal[False] = False, **options: Unpack[PlainOptions]
+    ) -> Stream[Reduced[Any]]: ...
     @overload
     def allreduce(
-        self, op: Literal["mean"], **options: Unpack[PlainOptions]
-    ) -> Stream[Reduced[Any]]: ...  # the mean of integers is a float
+        self, op: Named | Function = "sum", to_workers: Literal[False] = False,
+        **options: Unpack[PlainOptions],
+    ) -> Stream[Reduced[T_co]]: ...  # fmt: skip
     @overload
     def allreduce(
-        self, op: Named | Function = "sum", **options: Unpack[PlainOptions]
-    ) -> Stream[Reduced[T_co]]: ...
+        self, op: Named | Function = "sum", *, to_workers: Literal[True], **options: Unpack[PlainOptions]
+    ) -> Stream[tuple[int, Reduced[Any]]]: ...
     @shows(PlainOptions)
-    def allreduce(self, op: str | Function = "sum", **options: Unpack[PlainOptions]) -> Stream[Any]:
+    def allreduce(
+        self, op: str | Function = "sum", to_workers: bool = False, **options: Unpack[PlainOptions]
+    ) -> Stream[Any]:
         """Declare a stage that combines the items of all workers of this stream's stage, round by round.
 
-        Round k combines the k-th item of every worker that has one, in the order of the workers.
-        Dictionaries, lists and tuples are combined element by element. Each worker has its own channel, so
-        ``ordered`` has no effect here. To combine several streams, use
-        ``graph.merge(*streams).allreduce(op)``.
+        Round k combines the k-th item of every worker that has one, in the order of the workers. Nested
+        values are combined leaf by leaf, in the program's process. Each worker has its own channel, so
+        ``ordered`` has no effect. ``graph.merge(*streams).allreduce(op)`` combines several streams.
 
         Args:
             op: ``"sum"`` (default), ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, ``"and"``, ``"or"``,
                 ``"xor"``, or a function of two values.
+            to_workers: Whether each contributing worker gets the result (default: False). The reader, an
+                earlier stage through a feedback or a later one, then needs ``per_worker=``.
             **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
 
         Returns:
-            The stream of :class:`Reduced` values, one for each round.
+            The stream of :class:`Reduced` values, one for each round, or of pairs ``(worker, Reduced)``.
 
         Raises:
             TypeError: ``op`` is neither a string nor a function, or an option is unknown.
@@ -412,15 +420,10 @@ class Stream(Generic[T_co]):
             gradients = graph.stage(train, batches, workers=4, on="process")
             totals = gradients.allreduce("mean")
         """
-        known_options("allreduce", options, ("op", *PlainOptions.__annotations__))
-        named = isinstance(op, str)
-        if named and op not in OPERATIONS:
-            allowed = ", ".join(map(repr, OPERATIONS))
-            raise ValueError(f"allreduce: op must be one of {allowed} or a function of two, not {op!r}")
-        function = None if named else callable_argument("allreduce", "op", op)
-        origin = self._own("allreduce")
-        own = {"op": op} if named else {}
-        (stream,) = self._next("allreduce", [("out", Reduced)], options, function=function, own=own)
+        known_options("allreduce", options, ("op", "to_workers", *PlainOptions.__annotations__))
+        function, own = allreduce_options(op, to_workers)
+        origin, item = self._own("allreduce"), tuple[int, Reduced[Any]] if to_workers else Reduced
+        (stream,) = self._next("allreduce", [("out", item)], options, function=function, own=own)
         self.graph._tell_apart(origin)
         return stream
 
@@ -485,14 +488,9 @@ class Stream(Generic[T_co]):
         ``own`` holds the options that only its operator has.
         """
         stage = self.graph._declare(
-            kind,
-            function=function,
-            options=own,
-            inputs=origins(self.graph, self),
-            outputs=outputs,
-            errors=errors,
-            **options,
-        )
+            kind, function=function, options=own, inputs=origins(self.graph, self), outputs=outputs,
+            errors=errors, **options,
+        )  # fmt: skip
         outs: tuple[Any, ...] = streams_of(self.graph, stage)
         return outs
 

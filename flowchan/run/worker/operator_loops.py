@@ -456,16 +456,16 @@ def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> N
         out.put(items)
 
 
-def allreduce(job: OperatorJob, *, out: Out[Reduced[Any]], **inputs: In[Any]) -> None:
-    ports = list(inputs.values())
-    op = job.options.get("op", job.function)
+def allreduce(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
+    ports = dict(enumerate(inputs.values(), 1))
+    op, to_workers = job.options.get("op", job.function), job.options["to_workers"]
     for number in itertools.count():
         items = []
-        for port in list(ports):
+        for worker, port in list(ports.items()):
             try:
                 items.append(port.get())
             except Drained:
-                ports.remove(port)
+                del ports[worker]
         if not items:
             return
         try:
@@ -473,8 +473,10 @@ def allreduce(job: OperatorJob, *, out: Out[Reduced[Any]], **inputs: In[Any]) ->
         except BaseException as error:
             error.add_note(f"in round {number} of allreduce, from {len(items)} workers")
             raise
-        out.put(Reduced(value, len(items), number))
-        del items, value
+        result = Reduced(value, len(items), number)
+        for output in ((worker, result) for worker in ports) if to_workers else (result,):
+            out.put(output)
+        del items, value, result
 
 
 def merge(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
