@@ -201,3 +201,15 @@ def test_only_the_caller_of_a_deadly_request_gets_the_error() -> None:
         answers = asyncio.run(main(run))
     assert isinstance(answers.pop(5), WorkerDied)
     assert answers == without(5, size=SIZE)
+
+
+def test_async_function_and_callable_class_get_the_members_alone() -> None:
+    class Later:
+        async def __call__(self, numbers: list[int]) -> list[int]:
+            await asyncio.sleep(0)
+            return work(numbers)
+
+    run, out, failed = over(with_deadly(5, size=SIZE), Later)
+    assert out == [without(5, size=SIZE)]
+    assert [failure.item for failure in failed] == [-5]
+    assert any("has a new Later" in warning for warning in run.stats().warnings)
