@@ -62,6 +62,7 @@ from flowchan.run.policy.events import (
     Failure,
     Gone,
     GroupLost,
+    MembersTried,
     RequestCancelled,
     TriesMember,
     WorkerId,
@@ -234,8 +235,8 @@ class HostsPart:
                 logs.log_here(told)
             case Ended() | PeerEnded() | Lacking():
                 self._hear_of_line(agent, told)
-            case TriesMember():
-                self._deaths.tries_member(told)
+            case TriesMember() | MembersTried():
+                self._deaths.tries_members(told)
             case Began(worker):
                 self._deaths.began(worker)
                 self._report(told)

@@ -112,6 +112,7 @@ from flowchan.run.policy.events import (
     Event,
     Failure,
     Gone,
+    MembersTried,
     Met,
     NotAdded,
     RequestCancelled,
@@ -352,7 +353,7 @@ class Supervisor:
                 self.crew.cancel_request(question)
             case Began() | Started():
                 self.report(event)
-            case TriesMember():
+            case TriesMember() | MembersTried():
                 pass  # the crew has used it
             case Aborted():
                 self._breaks.hear(event)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
+import select
 import signal
+import threading
+from collections import Counter
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from kill_points import Deaths, stage_of
 from support.waiting import wait_until
 
 from flowchan import Channel, Failed, Graph, Run, RunError, WorkerDied
 from flowchan.hosts import local
+from flowchan.run.policy import decisions
 
 SIZE = 32
 
@@ -213,3 +219,45 @@ def test_async_function_and_callable_class_get_the_members_alone() -> None:
     assert out == [without(5, size=SIZE)]
     assert [failure.item for failure in failed] == [-5]
     assert any("has a new Later" in warning for warning in run.stats().warnings)
+
+
+@pytest.mark.usefixtures("by_fork")
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", ""])
+def test_random_kills_neither_lose_nor_repeat_a_member(
+    ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kills come so often that some hit a worker after it has put the failures of a batch, before its
+    result."""
+    monkeypatch.setattr(decisions, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(decisions, "LONGEST_PAUSE", 0.002)
+    monkeypatch.setattr(decisions, "HOPELESS", 10**6)  # a worker may be killed before it begins
+    graph, items, chance, ended = Graph("kills"), 2_000, random.Random(2), threading.Event()
+    worked = (
+        graph.source(range(items))
+        .batch(8)
+        .map(slowly, on="process", workers=2, ordered=ordered, max_deaths=2, restarts=10**6, capacity=4)
+    )
+    out, failed = worked.unbatch().collect(), worked.errors.collect()
+
+    def kill_often() -> None:
+        while not ended.wait(chance.uniform(0.002, 0.02)):
+            if workers := psutil.Process().children():
+                chance.choice(workers).kill()
+
+    killer = threading.Thread(target=kill_often)
+    with graph.start() as run:
+        killer.start()
+        results = run.wait()
+        ended.set()
+    killer.join()
+    seen = Counter(results[out])
+    for failure in results[failed]:
+        seen.update(failure.item if isinstance(failure.item, list) else [failure.item])
+    assert seen == Counter(range(items))
+    if ordered:
+        assert results[out] == sorted(results[out])
+
+
+def slowly(numbers: list[int]) -> list[int]:
+    select.select([], [], [], 0.002)
+    return list(numbers)

@@ -24,7 +24,17 @@ from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.crew.worker_processes import WorkerProcesses
 from flowchan.run.policy import decisions
 from flowchan.run.policy.deadlock import Waits
-from flowchan.run.policy.events import Began, Ended, Event, Failure, Gone, Started, TriesMember, WorkerId
+from flowchan.run.policy.events import (
+    Began,
+    Ended,
+    Event,
+    Failure,
+    Gone,
+    MembersTried,
+    Started,
+    TriesMember,
+    WorkerId,
+)
 from flowchan.run.policy.failures import UNSUSPECTED
 from flowchan.run.policy.stats import HostStats
 from flowchan.run.worker.worker import work
@@ -146,8 +156,8 @@ class LocalPart:
 
     def _hear(self, event: Event) -> None:
         """Report an event of a worker process, on the thread of the mail."""
-        if isinstance(event, TriesMember):
-            self._deaths.tries_member(event)
+        if isinstance(event, TriesMember | MembersTried):
+            self._deaths.tries_members(event)
             return
         if isinstance(event, Began):
             self._deaths.began(event.worker)
@@ -191,7 +201,7 @@ class LocalPart:
         assert self._processes is not None
         for id in ids:
             self._gangs.count_out(id)
-            self._ports.recover(id, blame=id == blamed)
+            self._ports.recover(id, id == blamed, self._deaths.knows_members(id))
             self._processes.forget(id)
         stage = self._ports.worker(ids[0]).stage
         if stage.gang is not None and not stage.gang.elastic:

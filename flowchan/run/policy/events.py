@@ -97,6 +97,14 @@ class TriesMember:
 
 
 @dataclass(frozen=True, slots=True)
+class MembersTried:
+    """The worker has tried all members of such a batch and is about to put its outputs. Only the crew hears
+    this event."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class Retried:
     """The worker tries an item again."""
 
@@ -223,6 +231,7 @@ Event = (
     | Aborted
     | Met
     | TriesMember
+    | MembersTried
     | Retried
     | Troubled
     | Answered

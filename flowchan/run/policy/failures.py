@@ -44,10 +44,12 @@ class Suspicion:
     Attributes:
         deaths: How earlier workers died over the item, each in words.
         members: How a worker died over one member of the batch alone, by the number of the member.
+        tried: Whether a worker has tried all other members of the batch without dying.
     """
 
     deaths: tuple[str, ...] = ()
     members: Mapping[int, str] = field(default_factory=dict)
+    tried: bool = False
 
 
 UNSUSPECTED = Suspicion()

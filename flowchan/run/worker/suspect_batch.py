@@ -4,9 +4,13 @@ A batch is one item of its stage. So a member that kills its worker would take a
 one more death would use up ``max_deaths``, a ``map`` after a ``batch`` gets the members in batches of one.
 
 Algorithm. The worker reports each member before it calls the function (``TriesMember``), so the member over
-which a worker dies is known. The replacement skips that member and tries the others. At the end, the killed
-members fail, and the results of the others are the result of the batch. If these are not lists of one result,
-the function is called once more, with all other members together.
+which a worker dies is known. The replacement skips that member and tries the others. At the end, the members
+that killed fail, and the results of the others are the result of the batch. If these are not lists of one
+result, the function is called once more, with all other members together.
+
+Invariant. Once outputs may be out, another try puts the same outputs in the same order, because a replacement
+skips as many as are out. So the worker reports that all members were tried (``MembersTried``), and later
+deaths then find no further members.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from flowchan import _core
 from flowchan.channel.channel import In
 from flowchan.declare.values import Stage
 from flowchan.items.text import short
-from flowchan.run.policy import journal
+from flowchan.run.policy import journal, seeds
+from flowchan.run.policy.events import MembersTried, TriesMember, WorkerId
 from flowchan.run.policy.failures import Suspicion, died_over
 from flowchan.run.worker import item_timeout
 from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob
@@ -33,8 +38,7 @@ def can_try_members(stage: Stage) -> bool:
 class SuspectBatch:
     """The function of a worker whose first item may be a batch over which other workers have died.
 
-    ``tries`` reports the number of each member, counted from 0, before the function gets it, and None before
-    the function gets several.
+    ``tell`` reports each step to the crew.
     """
 
     def __init__(
@@ -43,11 +47,12 @@ class SuspectBatch:
         stage: Stage,
         readers: Sequence[In[Any]],
         suspicion: Suspicion,
-        tries: Callable[[int | None], None],
+        tell: Callable[[TriesMember | MembersTried], None],
     ) -> None:
         self._job, self._function = job, job.function
         self._stage, self._readers = stage, readers
-        self._suspicion, self._tries = suspicion, tries
+        self._suspicion, self._tell = suspicion, tell
+        self._worker = WorkerId(stage.name, seeds.worker().number)
         self._first = True
         self._batch: Any = None
 
@@ -70,7 +75,7 @@ class SuspectBatch:
         results: list[Any] = []
         for number, member in enumerate(batch):
             if number not in killers:
-                self._tries(number)
+                self._tell(TriesMember(self._worker, number))
                 try:
                     results.append(self._function([member]))
                 except Dropped:
@@ -78,9 +83,10 @@ class SuspectBatch:
                 done.append(member)
         if not (done or killers):
             raise Dropped
-        self._tries(None)
+        self._tell(TriesMember(self._worker, None))
         joined = [result[0] for result in results if type(result) is list and len(result) == 1]
         result = joined if len(joined) == len(done) else self._function(done)
+        self._tell(MembersTried(self._worker))
         for number, how in killers.items():
             self._give_up(batch[number], how)
         batch[:] = done  # the results belong to these members

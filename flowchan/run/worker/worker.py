@@ -6,7 +6,6 @@ The same :func:`work` runs on a thread of the program and in a worker's process 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import time
@@ -27,7 +26,6 @@ from flowchan.run.policy.events import (
     Failure,
     Result,
     Retried,
-    TriesMember,
     Troubled,
     WorkerId,
 )
@@ -207,13 +205,11 @@ def _try_again(
     """
     job.predecessors, deaths = suspicion.deaths, len(suspicion.deaths)
     late = 0 if stage.timeout is None else suspicion.deaths.count(item_timeout.exceeded(stage))
-    job.too_late = not suspicion.members and item_timeout.gives_up(stage, suspicion.deaths)
-    over = job.too_late or (deaths - late >= stage.max_deaths and not suspicion.members)
+    hope = suspicion.members or suspicion.tried
+    job.too_late = not hope and item_timeout.gives_up(stage, suspicion.deaths)
+    over = job.too_late or (deaths - late >= stage.max_deaths and not hope)
     if can_try_members(stage):
-        worker = seeds.worker()
-        tries = functools.partial(TriesMember, WorkerId(worker.stage, worker.number))
-        readers = list(ports.inputs.values())
-        job.function = SuspectBatch(job, stage, readers, suspicion, lambda number: tell(tries(number)))
+        job.function = SuspectBatch(job, stage, list(ports.inputs.values()), suspicion, tell)
     for reader in ports.inputs.values():
         reader._on_poison(deaths if over else max(stage.max_deaths, deaths + 1), job.poisoned)
 
