@@ -28,7 +28,7 @@ class Start:
         here: The worker as its own code sees it.
         stage: Its stage, pickled.
         modules: Modules that the pickle refers to and that the host may lack.
-        suspicion: What is known about its first item.
+        suspicion: Deaths over its first item.
         inputs: The channels of its input ports. The rings under the ports outlive a process of the worker.
         outputs: The channels of its output ports.
         errors: The channel of its errors, if the stage has one.

@@ -109,7 +109,7 @@ def test_innocent_members_of_a_batch_need_no_errors_stream() -> None:
     assert "3 workers died while they worked on this item" in str(error)
 
 
-def test_batch_that_only_kills_as_a_whole_is_done_in_parts() -> None:
+def test_batch_that_kills_only_as_a_whole_succeeds() -> None:
     def fragile(numbers: list[int]) -> list[int]:
         if len(numbers) > 1:
             kill()
@@ -169,7 +169,7 @@ def test_later_batch_is_not_suspected_after_an_idle_death() -> None:
     assert run.wait()[out] == [[0, 1], [2, 3]]
 
 
-def test_exception_of_a_member_that_is_tried_alone_fails_that_member() -> None:
+def test_exception_of_a_member_tried_alone_fails_that_member() -> None:
     def picky(numbers: list[int]) -> list[Any]:
         return [ValueError("seven") if number == 14 else number for number in work(numbers)]
 

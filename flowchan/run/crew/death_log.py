@@ -39,7 +39,7 @@ class DeathLog:
         self._terminated: set[WorkerId] = set()
 
     def started(self, id: WorkerId) -> Suspicion:
-        """Note that a process of the worker starts. Return what is known about its first item."""
+        """Note that a process of the worker starts. Return the deaths over its first item."""
         self._terminated.discard(id)
         self._trying.pop(id, None)
         deaths, members = tuple(self._how.get(id, ())), dict(self._members.get(id, {}))

@@ -56,7 +56,7 @@ class WorkerProcesses:
             here: The worker's own description.
             stage: Its stage, pickled.
             ports: Its ports.
-            suspicion: What is known about its first item.
+            suspicion: Deaths over its first item.
             gpus: How many GPUs it has for itself.
             member: Its membership of the group of its gang.
             next_seats: The channel of later memberships.
