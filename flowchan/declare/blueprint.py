@@ -54,7 +54,8 @@ class Blueprint(General):
             on: Placement of the worker: ``"thread"`` (default), ``"process"``, ``"hosts"`` or a pool of
                 hosts.
             capacity: Capacity of the output channel in items (default: 64).
-            restarts: Maximum number of times that a dead worker process is replaced in one run (default: 10).
+            restarts: Maximum number of times that a dead worker process is replaced in 60 seconds of work
+                (default: 10).
             restartable: True if a second iteration yields the same elements. Then a replacement continues
                 after the elements that a dead worker process has emitted.
             gpus: Number of GPUs reserved for the worker (default: 0). It needs a worker process.

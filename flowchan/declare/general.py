@@ -153,8 +153,8 @@ class General(Builder):
                     or a pool.
                 workers (int): Number of workers (default: 1).
                 capacity (int): Capacity of each output channel in items (default: 64).
-                restarts (int): Maximum number of replacements of dead worker processes in one run (default:
-                    10).
+                restarts (int): Maximum number of replacements of dead worker processes in 60 seconds of work
+                    (default: 10).
                 restartable (bool): True if the function keeps no state between items (default: False). Then a
                     dead worker process is replaced.
                 elastic (bool): For a gang: if a worker dies, only that worker starts again (default: False;

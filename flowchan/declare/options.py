@@ -13,7 +13,8 @@ from typing import Any, TypedDict, TypeVar
 from flowchan.declare.callables import is_async
 from flowchan.declare.placements import Placement, PlacementOption, placement_argument
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_MAX_DEATHS, DEFAULT_RESTARTS, Gang
-from flowchan.items.arguments import flag, seconds, text, whole
+from flowchan.items.arguments import callable_argument, flag, seconds, text, whole
+from flowchan.items.combining import OPERATIONS
 
 Operator = TypeVar("Operator", bound=Callable[..., Any])
 
@@ -50,8 +51,9 @@ class WorkOptions(NameOption, total=False):
     """Limit for one item in seconds (default: none). An item that exceeds it fails with ``TimeoutError``. It
     needs worker processes, of which a late one is replaced, or an ``async def`` function."""
     restarts: int
-    """How many worker processes that died are replaced, over the whole run; 10 if left out. If left out, or
-    from 10**9 on, four deaths in a row before the worker begins to work end the run too."""
+    """How many worker processes that died are replaced in 60 seconds of work; 10 if left out. Deaths over
+    items use none. If left out, or from 10**9 on, four deaths in a row before the worker begins to work end
+    the run too; any other number of them is allowed if it is set."""
     max_deaths: int
     """Number of worker deaths after which an item counts as failed (default: 3)."""
     gpus: int
@@ -174,3 +176,14 @@ def shows(
         return operator
 
     return shown
+
+
+def allreduce_options(op: Any, to_workers: Any) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
+    """Check the options of ``allreduce``, and return its function and the options of its operator."""
+    own = {"to_workers": flag("allreduce", "to_workers", to_workers)}
+    if not isinstance(op, str):
+        return callable_argument("allreduce", "op", op), own
+    if op not in OPERATIONS:
+        allowed = ", ".join(map(repr, OPERATIONS))
+        raise ValueError(f"allreduce: op must be one of {allowed} or a function of two, not {op!r}")
+    return None, {**own, "op": op}

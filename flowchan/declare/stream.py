@@ -19,13 +19,14 @@ from flowchan.declare.options import (
     OrderedOptions,
     PlainOptions,
     WorkOptions,
+    allreduce_options,
     shows,
 )
 from flowchan.declare.shapes import AnyFunction, Awaited, Built, Effect, Fold, Many
 from flowchan.declare.stream_handle import StreamHandle, origins, streams_argument
 from flowchan.declare.values import Stage
 from flowchan.items.arguments import callable_argument, known_options, seconds, whole
-from flowchan.items.combining import OPERATIONS, Function, Named, Reduced
+from flowchan.items.combining import Function, Named, Reduced
 from flowchan.items.failed import Failed
 
 _MISSING: Any = object()
@@ -78,6 +79,7 @@ class Stream(StreamHandle[T_co]):
 
         Args:
             function: Function of one item, an ``async def`` function, or a class whose instances are called.
+                A replacement of a dead worker process has a new instance.
                 After :meth:`batch` it may return a list as long as the batch. An exception in that list fails
                 only the item at its index.
             **options: Keyword options of the stage:
@@ -92,8 +94,7 @@ class Stream(StreamHandle[T_co]):
                 retry_on (type or tuple): Exception types that trigger a retry (default: all).
                 timeout (float): Limit for one item in seconds (default: none). An item that exceeds it fails
                     with ``TimeoutError``. It needs worker processes or an ``async def`` function.
-                restarts (int): Maximum number of replacements of dead worker processes in one run (default:
-                    10).
+                restarts (int): Number of dead workers that are replaced in 60 s of work (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
                 gpus (int): GPUs reserved for each worker process (default: 0, which shares all of them).
 
@@ -182,8 +183,7 @@ class Stream(StreamHandle[T_co]):
         Args:
             function: Function of one item; its result is ignored. It may be an ``async def`` function or a
                 class whose instances are called.
-            **options: Keyword options of the stage, listed by :meth:`map`, without ``ordered`` and
-                ``capacity``.
+            **options: Keyword options that :meth:`map` lists, without ``ordered`` and ``capacity``.
 
         Raises:
             TypeError: ``function`` cannot be called, or an option has the wrong type or an unknown name.
@@ -444,30 +444,38 @@ class Stream(StreamHandle[T_co]):
         )
         return streams_of(self.graph, stage)[0]
 
+    @overload  # the mean of integers is a float
+    def allreduce(
+        self, op: Literal["mean"], to_workers: Literal[False] = False, **options: Unpack[PlainOptions]
+    ) -> Stream[Reduced[Any]]: ...
     @overload
     def allreduce(
-        self, op: Literal["mean"], **options: Unpack[PlainOptions]
-    ) -> Stream[Reduced[Any]]: ...  # the mean of integers is a float
+        self, op: Named | Function = "sum", to_workers: Literal[False] = False,
+        **options: Unpack[PlainOptions],
+    ) -> Stream[Reduced[T_co]]: ...  # fmt: skip
     @overload
     def allreduce(
-        self, op: Named | Function = "sum", **options: Unpack[PlainOptions]
-    ) -> Stream[Reduced[T_co]]: ...
+        self, op: Named | Function = "sum", *, to_workers: Literal[True], **options: Unpack[PlainOptions]
+    ) -> Stream[tuple[int, Reduced[Any]]]: ...
     @shows(PlainOptions)
-    def allreduce(self, op: str | Function = "sum", **options: Unpack[PlainOptions]) -> Stream[Any]:
+    def allreduce(
+        self, op: str | Function = "sum", to_workers: bool = False, **options: Unpack[PlainOptions]
+    ) -> Stream[Any]:
         """Declare a stage that combines the items of all workers of this stream's stage, round by round.
 
-        Round k combines the k-th item of every worker that has one, in the order of the workers.
-        Dictionaries, lists and tuples are combined element by element. Each worker has its own channel, so
-        ``ordered`` has no effect here. To combine several streams, use
-        ``graph.merge(*streams).allreduce(op)``.
+        Round k combines the k-th item of every worker that has one, in the order of the workers. Nested
+        values are combined leaf by leaf, in the program's process. Each worker has its own channel, so
+        ``ordered`` has no effect. ``graph.merge(*streams).allreduce(op)`` combines several streams.
 
         Args:
             op: ``"sum"`` (default), ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, ``"and"``, ``"or"``,
                 ``"xor"``, or a function of two values.
+            to_workers: Whether each contributing worker gets the result (default: False). The reader, an
+                earlier stage through a feedback or a later one, then needs ``per_worker=``.
             **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
 
         Returns:
-            The stream of :class:`Reduced` values, one for each round.
+            The stream of :class:`Reduced` values, one for each round, or of pairs ``(worker, Reduced)``.
 
         Raises:
             TypeError: ``op`` is neither a string nor a function, or an option is unknown.
@@ -483,15 +491,10 @@ class Stream(StreamHandle[T_co]):
             >>> sum(reduced.value for reduced in graph.run()[sums])
             2.0
         """
-        known_options("allreduce", options, ("op", *PlainOptions.__annotations__))
-        named = isinstance(op, str)
-        if named and op not in OPERATIONS:
-            allowed = ", ".join(map(repr, OPERATIONS))
-            raise ValueError(f"allreduce: op must be one of {allowed} or a function of two, not {op!r}")
-        function = None if named else callable_argument("allreduce", "op", op)
-        origin = self._own("allreduce")
-        own = {"op": op} if named else {}
-        (stream,) = self._next("allreduce", [("out", Reduced)], options, function=function, own=own)
+        known_options("allreduce", options, ("op", "to_workers", *PlainOptions.__annotations__))
+        function, own = allreduce_options(op, to_workers)
+        origin, item = self._own("allreduce"), tuple[int, Reduced[Any]] if to_workers else Reduced
+        (stream,) = self._next("allreduce", [("out", item)], options, function=function, own=own)
         self.graph._split_per_worker(origin)
         return stream
 
@@ -544,14 +547,9 @@ class Stream(StreamHandle[T_co]):
         ``own`` holds the options that only its operator has.
         """
         stage = self.graph._declare(
-            kind,
-            function=function,
-            options=own,
-            inputs=origins(self.graph, self),
-            outputs=outputs,
-            errors=errors,
-            **options,
-        )
+            kind, function=function, options=own, inputs=origins(self.graph, self), outputs=outputs,
+            errors=errors, **options,
+        )  # fmt: skip
         outs: tuple[Any, ...] = streams_of(self.graph, stage)
         return outs
 

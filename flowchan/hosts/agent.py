@@ -187,7 +187,7 @@ class Agent:
             first = start.membership and self._reached(start.membership)
             memberships = Memberships(first, self._next_memberships.get(start.id))
             pid = self._processes.start(
-                start.info, start.stage, ports, start.predecessors, start.gpus, memberships
+                start.info, start.stage, ports, start.suspicion, start.gpus, memberships
             )
         except (OSError, HostError) as error:
             self._events.put(Failure(start.id, Portable(error), None, os.getpid()))

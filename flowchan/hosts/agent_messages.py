@@ -16,6 +16,7 @@ from flowchan.run.crew.process_exit import ProcessExit
 from flowchan.run.policy import seeds
 from flowchan.run.policy.actions import Terminate
 from flowchan.run.policy.events import Event, RequestCancelled, WorkerId
+from flowchan.run.policy.failures import Suspicion
 from flowchan.run.worker.logs import Logged
 
 
@@ -28,7 +29,7 @@ class Start:
         info: The worker as its own code sees it.
         stage: Its stage, pickled.
         modules: Modules that the pickle refers to and that the host may lack.
-        predecessors: How the workers died that held its first item.
+        suspicion: Deaths over its first item.
         inputs: The channels of its input ports. The rings under the ports outlive a process of the worker.
         outputs: The channels of its output ports.
         errors: The channel of its errors, if the stage has one.
@@ -43,7 +44,7 @@ class Start:
     info: seeds.Worker
     stage: bytes
     modules: tuple[str, ...]
-    predecessors: tuple[str, ...]
+    suspicion: Suspicion
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     errors: str | None

@@ -61,8 +61,10 @@ from flowchan.run.policy.events import (
     Ended,
     Failure,
     GroupLost,
+    MembersTried,
     ProcessEnded,
     RequestCancelled,
+    TriesMember,
     WorkerId,
 )
 from flowchan.run.policy.plan import PlannedWorker
@@ -208,7 +210,7 @@ class HostsPart:
         line.agent.send(
             Start(
                 line=line.number, info=line.info, stage=stage, modules=modules,
-                predecessors=self._deaths.started(id),
+                suspicion=self._deaths.started(id),
                 inputs=dict(worker.inputs), outputs=dict(worker.outputs), errors=worker.errors,
                 most=min(self._ports.plan.memory, most_bytes()), share=self._ports.plan.share,
                 gpus=worker.stage.gpus, membership=self._membership(id, line), elastic=self._is_elastic(id),
@@ -235,6 +237,8 @@ class HostsPart:
                 logs.log_locally(message)
             case Ended() | PeerEnded() | Lacking():
                 self._receive_from_worker(agent, message)
+            case TriesMember() | MembersTried():
+                self._deaths.tries_members(told)
             case Began(worker):
                 self._deaths.began(worker)
                 self._report(message)

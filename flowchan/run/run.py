@@ -15,7 +15,7 @@ from flowchan.channel.channel import Out
 from flowchan.declare.operators import OPERATORS
 from flowchan.declare.stream import Input, Stream
 from flowchan.errors import Broken, Interrupted, RunError
-from flowchan.items.arguments import finite_seconds, refuses_misspelt, seconds, whole
+from flowchan.items.arguments import finite_seconds, flag, refuses_misspelt, seconds, whole
 from flowchan.items.text import shown
 from flowchan.run.crew.pool_processes import PooledProcesses
 from flowchan.run.crew.router import CrewRouter
@@ -343,10 +343,17 @@ class Run:
         """Return the error of a run that has ended, or None if it succeeded."""
         return failure_of_run(self._plan, self._supervisor.state.failures, self._supervisor.crashed)
 
-    def stop(self) -> None:
-        """Stop the sources, and let everything in flight finish.
+    @refuses_misspelt("stop")
+    def stop(self, *, timeout: float | None = None, finish_queued: bool = True) -> None:
+        """Stop the sources, and let everything in flight finish (R5).
 
-        This returns at once.
+        This returns at once. A second call may set another timeout, or discard what is queued.
+
+        Args:
+            timeout: Seconds after which the run is aborted if it has not ended (default: no limit).
+            finish_queued: Whether to finish items that wait in channels (default: True). If False, they are
+                discarded, and only items that workers are processing go on to the end of the graph. Results,
+                failed items, and items on their way to a stage with several inputs are kept in both cases.
 
         Example:
             >>> import itertools
@@ -354,11 +361,12 @@ class Run:
             >>> graph = Graph()
             >>> count = graph.source(itertools.count()).reduce(lambda count, _: count + 1, 0)
             >>> run = graph.start()
-            >>> run.stop()
+            >>> run.stop(timeout=20)
             >>> run.wait()[count] >= 0
             True
         """
-        self._supervisor.ask(StopRequested())
+        limit, queued = seconds("stop", "timeout", timeout), flag("stop", "finish_queued", finish_queued)
+        self._supervisor.ask(StopRequested(limit, queued))
 
     def abort(self) -> None:
         """Break every channel at once and discard all items in flight.
@@ -476,7 +484,7 @@ class Run:
                 raise KeyboardInterrupt
             self._supervisor.wait()
             if self._supervisor.state.aborted:
-                _print_notice("broken off, what was in flight is discarded: nothing moved any more")
+                _print_notice("broken off, what was in flight is discarded")
         except KeyboardInterrupt:
             with contextlib.suppress(KeyboardInterrupt):
                 self.abort()

@@ -19,11 +19,13 @@ The run contract. Code that disagrees with it has a defect. Each clause names it
   breaks all its channels before it leaves one. The channels of a failed worker end once all of them are
   broken. In a run that breaks off, no reader mistakes a part of the items for all of them.
   (test_failure.py, test_partial_results.py, test_random_breaks.py)
-- R4 Death. The death of a worker is noticed within 200 ms and reported with signal and exit code.
-  (test_death.py)
+- R4 Death. The death of a worker is noticed within 200 ms and reported with signal and exit code. If its
+  callable may keep state, which is lost then, the run warns. (test_death.py, test_run_decisions.py)
 - R5 Stop. The first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources. Everything in flight is finished,
-  however long it takes while items move. If none moves for half a minute, the run is aborted. The second
-  Ctrl-C or SIGTERM, or ``run.abort()``, aborts it at once, within a bounded time. The user gets the finished
+  however long it takes. ``run.stop(finish_queued=False)`` discards the items that wait in channels for a
+  stage, and ``run.stop(timeout=…)`` aborts a run that has not ended by then. After half a minute the run
+  warns. The second Ctrl-C or SIGTERM, or ``run.abort()``, aborts it at once, within a bounded time. The user
+  gets the finished
   results: Ctrl-C in ``graph.run()``, ``wait()``, ``iter()``, a loop over it and the ``with`` block raises
   ``Interrupted`` with results and report. The command prints one line and its report, and exits with 130, or
   with 143 after SIGTERM.
@@ -33,13 +35,17 @@ The run contract. Code that disagrees with it has a defect. Each clause names it
 - R7 Same everywhere. A graph runs the same under fork, forkserver and spawn, with lambdas and closures.
   (test_start_methods.py)
 - R8 Account. ``stats()`` works at any time and ``report()`` at the end; items in = items out + items failed.
-  (test_account.py)
+  A run that breaks off also names the items discarded in each stage and left in each channel.
+  (test_account.py, test_account_of_breaks.py)
 - R9 Randomness. Every worker has its own seed, derived from the run's seed, its stage, its number and its
   incarnation. It seeds the random numbers of the worker's process. (test_seeds.py)
 - R10 Blame. An item is blamed only for deaths inside the user's code, or inside its own unpickling. One
   worker at a time tries it again while the others continue, and the error says how each of them died. With
-  ``max_deaths=1`` it is also blamed for deaths until its output is out, so it is never begun twice.
-  (test_blame.py, test_begun_once.py)
+  ``max_deaths=1`` it is also blamed for deaths until its output is out, so it is never begun twice. In a
+  batch, only members that kill their workers alone fail. A death over an item uses no restart. All other
+  deaths of workers use the restarts of their stage, which count for 60 s of work each. Before the last of
+  them is used, the run warns. (test_blame.py, test_begun_once.py, test_decisions.py,
+  tests/deaths/test_deadly_batches.py)
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
   all restart, each with the item that it held. No item is blamed for the ends of the others. A survivor's
   MemberDied is not a failure. On hosts, broken connections between members count as a death. When one ends
@@ -83,6 +89,7 @@ from flowchan.run.policy import break_cause, decisions
 from flowchan.run.policy.actions import (
     Action,
     BreakChannels,
+    DropQueued,
     EndGroup,
     FormGroup,
     ReleasePorts,
@@ -90,6 +97,7 @@ from flowchan.run.policy.actions import (
     RestartGang,
     StopSources,
     Terminate,
+    Warn,
 )
 from flowchan.run.policy.break_cause import Breaks
 from flowchan.run.policy.deadlock import Deadlocks, Observation
@@ -104,6 +112,7 @@ from flowchan.run.policy.events import (
     ErrorSent,
     Event,
     Failure,
+    MembersTried,
     Met,
     NotAdded,
     ProcessEnded,
@@ -113,6 +122,8 @@ from flowchan.run.policy.events import (
     RunBegan,
     RunEnded,
     Started,
+    TriesMember,
+    Warned,
     WorkerId,
 )
 from flowchan.run.policy.failures import text_of
@@ -139,6 +150,7 @@ def first_state(plan: Plan, now: float) -> PolicyState:
         ends=frozenset(id for id in ids if id.stage in plan.ends),
         limits=plan.limits(),
         explicit=plan.explicit,
+        stateful=plan.stateful,
         gangs=frozenset(stage.name for stage in plan.graph.stages if stage.gang),
         elastic=plan.elastic,
         since=now,
@@ -183,7 +195,6 @@ class Supervisor:
         self.asking: Requests | None = None
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, channels.broken, channels.cause_of)
-        self._moved = 0  # items moved when the run was stopped, or at the last check since
         self._due: dict[WorkerId, float] = {}  # when each replacement must be started
         self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # by reference
         self._thread: threading.Thread | None = None
@@ -329,7 +340,6 @@ class Supervisor:
     def turn(self, event: SupervisorEvent | Event) -> None:
         """Handle an event, and act on it and on the time that has passed."""
         before = self.state
-        self._check_progress()
         self._receive(event)
         self._breaks.check()
         if self._breaks.is_due(self._all_reported):
@@ -356,6 +366,8 @@ class Supervisor:
                 self.crew.cancel_request(question)
             case Began() | Started():
                 self.report(event)
+            case TriesMember() | MembersTried():
+                pass  # the crew has used it
             case Aborted():
                 self._breaks.record(event)
             case Met():
@@ -392,7 +404,8 @@ class Supervisor:
         match action:
             case StopSources():
                 self.channels.stop_sources()
-                self._moved = self.channels.activity().moved
+            case DropQueued():
+                self.channels.drop_queued()
             case BreakChannels():
                 self._break(self.state.failures[0].error if self.state.failures else None)
             case ReleasePorts(worker):
@@ -411,6 +424,9 @@ class Supervisor:
                 self._add(worker)
             case RemoveWorker(worker):
                 self.crew.remove(worker)
+            case Warn(stage, topic, text):
+                self._tally.warn(stage, topic, text)
+                self.feed.tell(Warned(stage, text))
 
     def _replace(self, workers: Sequence[WorkerId], blamed: WorkerId | None, pause: float) -> None:
         """Replace dead workers at once, or after a pause in which others take up their items."""
@@ -460,14 +476,6 @@ class Supervisor:
         late = time.monotonic() > self._late_at
         over = self.state.phase in ("failing", "aborting") or (self.state.phase == "finishing" and late)
         self.crew.cancel_tasks(over)
-
-    def _check_progress(self) -> None:
-        """Give a stopped run more time as long as its items move."""
-        waited = time.monotonic() - self.state.since
-        if self.state.phase == "stopping" and waited > decisions.STOP_SECONDS:
-            before, self._moved = self._moved, self.channels.activity().moved
-            if self._moved != before:
-                self._decide(decisions.Moved())
 
     def _tell_break(self) -> None:
         if (failure := self._breaks.failure()) is not None:

@@ -5,6 +5,7 @@ The report has the cause of each death.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import random
@@ -16,7 +17,7 @@ import psutil
 import pytest
 from support.waiting import wait_until
 
-from flowchan import Channel, Failed, Graph, RunError, Unreadable, WorkerDied
+from flowchan import Channel, Failed, Graph, Run, RunError, Unreadable, WorkerDied
 from flowchan.run.policy import decisions
 
 
@@ -102,6 +103,26 @@ def test_poison_item_is_blamed_with_each_workers_death() -> None:
     assert isinstance(failure.error, WorkerDied)
     assert "3 workers died while they worked on this item, one after the other: " in str(failure.error)
     assert "was killed by SIGKILL" in str(failure.error)
+
+
+def test_service_survives_any_number_of_poison_requests() -> None:
+    """The default is 10 restarts, and each poison request costs three workers."""
+
+    async def main(run: Run) -> None:
+        for _ in range(2):
+            calls = (run.ask(questions, number) for number in (-1, 1, -1, 2, -1))
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            assert [answers[1], answers[3]] == [1, 2]
+            assert all(isinstance(answer, WorkerDied) for answer in answers[::2])
+
+    graph = Graph("service")
+    questions = graph.input("questions")
+    questions.map(kill_worker_at(-1), on="process", name="work").collect()
+    with graph.start() as run:
+        asyncio.run(main(run))
+    work = run.stats().stages[1]
+    assert (work.failed, work.items_out, work.restarts) == (6, 4, 18)
+    assert run.state == "done"
 
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", ""])

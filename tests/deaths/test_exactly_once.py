@@ -299,6 +299,26 @@ def test_r4_poison_item_without_an_errors_reader_ends_the_run() -> None:
 
 
 def test_r4_restart_limit_ends_the_run_with_the_reason() -> None:
+    graph = Graph("limit")
+    graph.input().map(abs, on="process", restarts=3, name="work").sink(id)
+    run = graph.start()
+    channel = run._ports.channels["input"]
+    for _ in range(3):
+        wait_until(lambda: channel.stats().waiting_readers == 1)
+        kill_one(run, "work")
+    wait_until(lambda: channel.stats().waiting_readers == 1)
+    os.kill(stage_of(run, "work").pids[0], signal.SIGKILL)
+    with pytest.raises(RunError) as caught:
+        run.wait()
+    (error,) = caught.value.exceptions
+    assert error.stage == "work"
+    assert "killed by SIGKILL" in str(error)
+    assert "3 of 3 restarts are used in 60 s" in str(error)
+    assert stage_of(run, "work").restarts == 3
+    assert "has used 2 of 3 restarts in 60 s" in run.report()
+
+
+def test_r4_deaths_over_items_use_no_restarts() -> None:
     deaths = Deaths(*range(9))
 
     def work(item: int) -> int:
@@ -306,15 +326,11 @@ def test_r4_restart_limit_ends_the_run_with_the_reason() -> None:
         return item
 
     graph = Graph("limit")
-    graph.source(range(9)).map(work, on="process", restarts=3, name="work").sink(id)
-    run = graph.start()
-    with pytest.raises(RunError) as caught:
-        run.wait()
-    (error,) = caught.value.exceptions
-    assert error.stage == "work"
-    assert "killed by SIGKILL" in str(error)
-    assert "3 of 3 restarts are used" in str(error)
-    assert stage_of(run, "work").restarts == 3
+    out = graph.source(range(9)).map(work, on="process", restarts=3, name="work").collect()
+    run, results = ended(graph)
+    assert results[out] == list(range(9))
+    assert stage_of(run, "work").restarts == deaths.total == 9
+    assert run.stats().warnings == ()
 
 
 def kill_one(run: Run, name: str) -> None:
@@ -371,3 +387,23 @@ def test_r4_idle_worker_may_use_all_its_restarts() -> None:
         run[numbers].put(-1)
         run[numbers].close()
         assert run.wait()[out] == [1]
+
+
+def test_counter_that_restarts_in_a_replacement_is_reported() -> None:
+    class Count:
+        def __init__(self) -> None:
+            self.seen = 0
+
+        def __call__(self, item: int) -> int:
+            deaths.at(item)
+            self.seen += 1
+            return self.seen
+
+    deaths = Deaths(50)
+    graph = Graph("counted")
+    counted = graph.source(range(100)).map(Count, on="process", name="work").collect()
+    run, results = ended(graph)
+    assert results[counted] == [*range(1, 51), *range(1, 51)]
+    (warning,) = run.stats().warnings
+    assert warning.startswith("worker work 1 was replaced and has a new Count, without anything")
+    assert f"warning: {warning}" in run.report().splitlines()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import operator
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +19,7 @@ import pytest
 
 from flowchan import In, Out
 from flowchan.declare.blueprint import Blueprint
+from flowchan.declare.callables import class_with_state
 from flowchan.declare.stream import Stream
 from flowchan.errors import Where
 
@@ -400,3 +403,39 @@ def test_declaring_loads_no_heavy_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+class Adder:
+    total = 0
+
+    def __call__(self, number: int) -> int:
+        self.total += number
+        return self.total
+
+    def add(self, number: int) -> int:
+        return self(number)
+
+    @classmethod
+    def of(cls, number: int) -> int:
+        return number
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    factor: int
+
+    def __call__(self, number: int) -> int:
+        return self.factor * number
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (Adder, "Adder"), (Adder(), "Adder"), (Adder().add, "Adder"), (functools.partial(Adder), "Adder"),
+        (functools.partial(Adder(), 1), "Adder"), (Scale(2), ""), (Scale, ""), (Adder.of, ""), (abs, ""),
+        (int, ""), ([].append, ""), (lambda _: _, ""), (functools.lru_cache(abs), ""),
+        (operator.itemgetter(0), ""), (functools.partial(pow, 2), ""), (None, ""),
+    ],
+)  # fmt: skip
+def test_class_with_state_names_classes_of_mutable_callables(function: Any, name: str) -> None:
+    assert class_with_state(function) == name

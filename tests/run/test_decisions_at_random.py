@@ -194,10 +194,11 @@ class Runs(RuleBasedStateMachine):
         assert at == math.inf or decide(self.state, Tick(), max(after, now)) != (self.state, ())
 
     def teardown(self) -> None:
-        """A stopped run ends by the passing of time alone, after any events. Killed processes die."""
+        """A run that is stopped with a timeout ends by the passing of time alone, after any events. Killed
+        processes die."""
         if not hasattr(self, "state"):
             return
-        self.happens(StopRequested())
+        self.happens(StopRequested(timeout=60.0))
         for _ in range(1000):
             if self.state.phase == "ended":
                 return

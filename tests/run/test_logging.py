@@ -113,10 +113,8 @@ def test_deaths_restarts_and_blame_are_logged(caplog: pytest.LogCaptureFixture) 
     starts = [one for one in names(caplog, "flowchan.run", logging.DEBUG) if "crack 1 starts as pid" in one]
     assert len(starts) == 3
     first, second = names(caplog, "flowchan.run", logging.WARNING)
-    assert (
-        "exited with code 7 without finishing, at work on an item; it is replaced, restart 1 of 10" in first
-    )
-    assert "restart 2 of 10" in second
+    assert first.endswith("exited with code 7 without finishing, at work on an item; it is replaced")
+    assert "as 1 before it over the same; it is replaced" in second
     (blame,) = names(caplog, "flowchan.run", logging.ERROR)
     assert blame.startswith("stage 'crack' gave up item 2: 2 workers died while they worked on this item")
 

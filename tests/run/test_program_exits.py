@@ -72,7 +72,7 @@ PROGRAM = """
 
     def main():
         graph = Graph("ways")
-        stream = graph.source(numbers).map(work, on="process", workers=2, restarts=2, max_deaths=9)
+        stream = graph.source(numbers).map(work, on="process", workers=2, max_deaths=3)
         if ENDING == "generator":
             result = stream.collect()
             with graph.start() as run:
@@ -138,8 +138,8 @@ ENDINGS = {
     "interrupted twice": Ending(-INT, STOPPING, signals=(INT, INT)),
     "terminated": Ending(-TERM, STOPPING, signals=(TERM,)),
     "killed": Ending(-signal.SIGKILL, signals=(signal.SIGKILL,)),
-    "worker killed": Ending(1, FAILED + r"(?s:.*)was killed by SIGKILL.*2 of 2 restarts are used"),
-    "os._exit": Ending(1, FAILED + r"(?s:.*)exited with code 7 without finishing.*2 of 2 restarts are used"),
+    "worker killed": Ending(1, FAILED + r"(?s:.*)3 workers died .*: 3 × was killed by SIGKILL"),
+    "os._exit": Ending(1, FAILED + r"(?s:.*)3 workers died .*: 3 × exited with code 7 without finishing"),
     "body": Ending(1, "KeyError: 'mine'"),
     "generator": Ending(0, out="left"),
     "exit": Ending(0),

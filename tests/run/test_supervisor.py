@@ -16,7 +16,7 @@ from support.waiting import wait_until
 
 from flowchan import Deadlock, Graph
 from flowchan.run.policy import deadlock, decisions
-from flowchan.run.policy.decisions import STOP_SECONDS, AbortRequested, StopRequested, Tick
+from flowchan.run.policy.decisions import AbortRequested, StopRequested, Tick
 from flowchan.run.policy.events import (
     Aborted,
     Crashed,
@@ -114,7 +114,8 @@ def test_dead_worker_is_replaced_until_its_restarts_are_used(
     supervisor.turn(killed(WORK))
     assert [call[0] for call in crew.calls] == ["break", "release"]
     assert str(supervisor.state.failures[0].error) == (
-        "the process of worker work 1 was killed by SIGKILL; it is not replaced: 2 of 2 restarts are used"
+        "the process of worker work 1 was killed by SIGKILL; it is not replaced: "
+        "2 of 2 restarts are used in 60 s"
     )
 
 
@@ -193,22 +194,9 @@ def test_stop_ends_the_sources_and_drains_the_other_stages(
     assert supervisor.stats().state == "stopped"
 
 
-def test_stopped_run_has_time_while_its_items_move(
-    channels: ScriptedChannels, supervisor: Supervisor
-) -> None:
-    def check() -> str:
-        """Return the phase after the time of a stopped run is over."""
-        late = supervisor.state.since - STOP_SECONDS - 1
-        supervisor.state = dataclasses.replace(supervisor.state, since=late)
-        supervisor.turn(Tick())
-        return supervisor.state.phase
-
-    channels.moved = 7
-    supervisor.turn(StopRequested())
-    for _ in range(3):
-        channels.moved += 1
-        assert check() == "stopping"
-    assert check() == "aborting"
+def test_stop_may_drop_the_queued_items(crew: ScriptedCrew, supervisor: Supervisor) -> None:
+    supervisor.turn(StopRequested(finish_queued=False))
+    assert crew.calls == [("stop sources",), ("drop queued",)]
 
 
 @pytest.mark.parametrize(("host", "count_told"), [("", 0), ("far", 1024)])

@@ -165,6 +165,9 @@ class ScriptedChannels(RunChannels):
     def stop_sources(self) -> None:
         self._crew.record("stop sources")
 
+    def drop_queued(self) -> None:
+        self._crew.note("drop queued")
+
     def close_unwanted(self) -> None:
         """Do nothing, and note nothing: the supervisor calls this from time to time."""
 

@@ -344,6 +344,7 @@ def _stages(stats: RunStats, width: int, height: int) -> RenderableType:
 
     lines = [Text(f"▶ the {bottleneck_text(stats)}")] if stats.cause or stats.bottleneck else []
     lines += [Text(f"! {problem}", style="red") for problem in problems(stats)]
+    lines += [Text(f"! {warning}", style="yellow") for warning in stats.warnings]
     if stats.last_error:
         lines.append(Text(f"! last: {' '.join(stats.last_error.split())}", style="red"))
     for line in lines:

@@ -24,7 +24,18 @@ from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.crew.worker_processes import WorkerProcesses
 from flowchan.run.policy import decisions
 from flowchan.run.policy.deadlock import Waits
-from flowchan.run.policy.events import Began, Ended, Event, Failure, ProcessEnded, Started, WorkerId
+from flowchan.run.policy.events import (
+    Began,
+    Ended,
+    Event,
+    Failure,
+    MembersTried,
+    ProcessEnded,
+    Started,
+    TriesMember,
+    WorkerId,
+)
+from flowchan.run.policy.failures import UNSUSPECTED
 from flowchan.run.policy.stats import HostStats
 from flowchan.run.worker.gang_membership import Memberships
 from flowchan.run.worker.worker import work
@@ -114,7 +125,7 @@ class LocalPart:
         """Start a worker on a thread of this process."""
         stage, ports = self._ports.worker(id).stage, self._ports.ports[id]
         first = Memberships(self._gangs.membership(id))
-        arguments = (self._ports.started(id), stage, ports, self._report, False, (), first)
+        arguments = (self._ports.started(id), stage, ports, self._report, False, UNSUSPECTED, first)
         self.add_thread(id, self._start(f"/{id}", work, *arguments))
 
     def add_thread(self, id: WorkerId, thread: threading.Thread) -> None:
@@ -137,19 +148,22 @@ class LocalPart:
     def _start_process(self, id: WorkerId) -> None:
         assert self._processes is not None
         stage, ports = self._ports.worker(id).stage, self._ports.ports[id]
-        predecessors = self._deaths.started(id)
+        suspicion = self._deaths.started(id)
         self._reported.discard(id)
         with start_of(self.plan.graph, stage.name):
             memberships = Memberships(self._gangs.membership(id), self._gangs.next_memberships(id, stage))
             packed = dumps_for_worker(stage) if self._pooled is None else self._pooled.packed(stage)
             info = self._ports.started(id)
-            pid = self._processes.start(info, packed, ports, predecessors, stage.gpus, memberships)
+            pid = self._processes.start(info, packed, ports, suspicion, stage.gpus, memberships)
         self._report(Started(id, pid))
 
     # --- reports of workers ---
 
     def _receive(self, event: Event) -> None:
         """Report an event of a worker process, on the thread of the mail."""
+        if isinstance(event, TriesMember | MembersTried):
+            self._deaths.tries_members(event)
+            return
         if isinstance(event, Began):
             self._deaths.began(event.worker)
         elif isinstance(event, Ended | Failure):
@@ -194,7 +208,7 @@ class LocalPart:
         assert self._processes is not None
         for id in ids:
             self._gangs.count_out(id)
-            self._ports.recover(id, blame=id == blamed)
+            self._ports.recover(id, id == blamed, self._deaths.knows_members(id))
             self._processes.forget(id)
         stage = self._ports.worker(ids[0]).stage
         if stage.gang is not None and not stage.gang.elastic:

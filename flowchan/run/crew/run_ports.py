@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from flowchan import _core
 from flowchan.channel.addressed import Addressed, ports_of_end
 from flowchan.channel.channel import Channel, In, Out
+from flowchan.errors import ChannelError
 from flowchan.run.crew.recovery import take_up
 from flowchan.run.observe.measure import Snapshot, measure
 from flowchan.run.policy import seeds
@@ -31,6 +32,9 @@ class RunChannels(Protocol):
 
     def stop_sources(self) -> None:
         """Close the channels of all sources and inputs."""
+
+    def drop_queued(self) -> None:
+        """Discard the items that wait now for a stage, in all channels of :meth:`Plan.queues`."""
 
     def close_unwanted(self) -> None:
         """Close the inputs of stages whose outputs have no readers.
@@ -79,6 +83,8 @@ class RunPorts:
         self._remote = sum(bool(worker.host) for worker in plan.workers)
         self._scaled: set[str] = set()  # stages that have had more workers than declared
         self._leaving: set[WorkerId] = set()
+        self._leased_at_break: dict[str, int] = {}
+        self._dropped: Counter[str] = Counter()  # items that drop_queued() has taken
         self._unread = {worker.id: True for worker in plan.workers if worker.gathers}
         self._between = [
             ([self.channels[name] for name in into], [self.channels[name] for name in out])
@@ -93,6 +99,19 @@ class RunPorts:
             if edge.writer in self.plan.sources:
                 self.channels[edge.name].close()
 
+    def drop_queued(self) -> None:
+        """See :class:`RunChannels`. Outputs that are put in the meantime stay, because they come last."""
+        for name in self.plan.queues():
+            channel = self.channels[name]
+            for _ in range(channel.stats().inside):
+                try:
+                    channel.get_nowait()
+                except ChannelError:  # workers have taken the rest
+                    break
+                except Exception:  # an item that can't be unpickled is discarded too
+                    pass
+                self._dropped[name] += 1
+
     def close_unwanted(self) -> None:
         """See :class:`RunChannels`."""
         for inputs, outputs in self._between:
@@ -102,7 +121,8 @@ class RunPorts:
 
     def break_all(self, cause: BaseException | None) -> None:
         """See :class:`RunChannels`."""
-        for channel in self.channels.values():
+        for name, channel in self.channels.items():
+            self._leased_at_break.setdefault(name, channel.stats().leased)
             channel.abort(cause)
 
     def close(self, abandoned: frozenset[WorkerId]) -> None:
@@ -139,7 +159,7 @@ class RunPorts:
 
     def snapshots(self) -> tuple[Snapshot, ...]:
         """See :class:`RunChannels`."""
-        return measure(self.plan, self.channels, self.ports)
+        return measure(self.plan, self.channels, self.ports, self._leased_at_break, self._dropped)
 
     # --- workers ---
 
@@ -171,10 +191,11 @@ class RunPorts:
         if id in self._leaving:
             self.ports.pop(id, None)
 
-    def recover(self, id: WorkerId, blame: bool) -> None:
-        """Replace the ports of a dead worker by new ones, which take up its items."""
+    def recover(self, id: WorkerId, blame: bool, alone: bool = False) -> None:
+        """Replace the ports of a dead worker by new ones, which take up its items. ``alone``: no other worker
+        may get them."""
         old, new = self.ports[id], self._open(id)
-        take_up(old, new, self._workers[id].stage.keeps_its_own, blame)
+        take_up(old, new, alone or self._workers[id].stage.keeps_its_own, blame)
         self.ports[id] = new
 
     def add(self, id: WorkerId) -> PlannedWorker:

@@ -16,6 +16,7 @@ from flowchan.run.crew.recovery import deaths_over_item
 from flowchan.run.crew.watch import Watch
 from flowchan.run.policy import decisions, seeds
 from flowchan.run.policy.events import Event, ProcessEnded, WorkerId
+from flowchan.run.policy.failures import Suspicion
 from flowchan.run.policy.journal import log
 from flowchan.run.worker import logs
 from flowchan.run.worker.gang_membership import NO_MEMBERSHIPS, Memberships
@@ -49,7 +50,7 @@ class WorkerProcesses:
         info: seeds.Worker,
         stage: bytes,
         ports: Ports,
-        predecessors: tuple[str, ...],
+        suspicion: Suspicion,
         gpus: int,
         memberships: Memberships = NO_MEMBERSHIPS,
     ) -> int:
@@ -59,7 +60,7 @@ class WorkerProcesses:
             info: The worker's own description.
             stage: Its stage, pickled.
             ports: Its ports.
-            predecessors: How the workers died that held its first item.
+            suspicion: Deaths over its first item.
             gpus: How many GPUs it has for itself.
             memberships: Its memberships of the groups of its gang.
 
@@ -71,7 +72,7 @@ class WorkerProcesses:
         """
         id = WorkerId(info.stage, info.number)
         devices = self._gpus.take(id, gpus)
-        order = Order(info, ports, self._mail, predecessors, memberships, logs.levels())
+        order = Order(info, ports, self._mail, suspicion, memberships, logs.levels())
         process = self._begin(id, stage, order, devices)
         self.known[id] = process
         self._watch.add(id, process)

@@ -35,6 +35,7 @@ class Tally:
         self._refused: Counter[str] = Counter()
         self._clocks = WorkerClocks()
         self._pids: dict[WorkerId, int] = {}  # of worker processes that have not ended
+        self._warnings: dict[tuple[str, str], str] = {}  # by stage and topic
 
     def reported(self, event: Event) -> None:
         """Note an event where it is reported: the clock of a worker's thread is there only then."""
@@ -69,6 +70,10 @@ class Tally:
         if death.summary:
             self.last_error = f"worker {death.worker} {death.summary}"
 
+    def warn(self, stage: str, topic: str, text: str) -> None:
+        """Keep the last warning about a topic of a stage for the report."""
+        self._warnings[stage, topic] = text
+
     def account(self, state: PolicyState, elapsed: float, now: float) -> Account:
         """Give the counts at this moment."""
         return Account(
@@ -80,4 +85,5 @@ class Tally:
             dict(self._pids),
             self.last_error,
             Counter(self._refused),
+            tuple(self._warnings.copy().values()),
         )

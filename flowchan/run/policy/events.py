@@ -95,6 +95,23 @@ class Met:
 
 
 @dataclass(frozen=True, slots=True)
+class TriesMember:
+    """The worker is about to call the function with one member of a batch over which workers have died, or
+    with several of them (None). Only the crew hears this event."""
+
+    worker: WorkerId
+    member: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MembersTried:
+    """The worker has tried all members of such a batch and is about to put its outputs. Only the crew hears
+    this event."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class Retried:
     """The worker tries an item again."""
 
@@ -179,7 +196,8 @@ class Death:
         host: The host on which it ran, empty for this machine.
         over_item: How many workers, including this one, have died over its item; 0 if it died outside the
             user's code.
-        deaths: The same number, or without an item how many have died in quick succession.
+        deaths: The same number, without members of a batch that were found to kill. Without an item, how many
+            have died in quick succession.
         unbegun: How many, including this one, have died in a row before they began to work.
         counts: Whether it uses one of the restarts of its stage. The death of a host does not.
         retired: Whether the worker asked for a fresh process (``Retires``), which is not reported.
@@ -230,6 +248,8 @@ Event = (
     | Failure
     | Aborted
     | Met
+    | TriesMember
+    | MembersTried
     | Retried
     | ErrorSent
     | Answered
@@ -258,6 +278,14 @@ class NotAdded:
     """An additional worker of a stage could not be started. ``text`` gives the reason."""
 
     worker: WorkerId
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """The run continues, but the user should know this about a stage."""
+
+    stage: str
     text: str
 
 

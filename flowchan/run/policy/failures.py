@@ -1,12 +1,15 @@
-"""Failures of items, and exceptions that cross to another process."""
+"""Failures of items, deaths over items, and exceptions that cross to another process."""
 
 from __future__ import annotations
 
 import pickle
 import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from flowchan.errors import FlowchanError
+from flowchan.errors import FlowchanError, WorkerDied
 from flowchan.run.policy import seeds
 
 RETIRED = 79
@@ -34,6 +37,34 @@ class Retires(BaseException):
 
 class LostError(FlowchanError):
     """Replacement for an exception that cannot be sent to another process, with its text and traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """Deaths over the first item of a replacement.
+
+    Attributes:
+        deaths: How earlier workers died over the item, each in words.
+        members: How a worker died over one member of the batch alone, by the number of the member.
+        tried: Whether a worker has tried all other members of the batch without dying.
+    """
+
+    deaths: tuple[str, ...] = ()
+    members: Mapping[int, str] = field(default_factory=dict)
+    tried: bool = False
+
+
+UNSUSPECTED = Suspicion()
+"""No worker has died over the first item."""
+
+
+def died_over(deaths: Sequence[str]) -> WorkerDied:
+    """Return the error of an item over which workers died in these ways, one after the other."""
+    ends = Counter(deaths)
+    how = "; ".join(f"{count} × {end}" if count > 1 else end for end, count in ends.items())
+    many = f"{len(deaths)} workers died while they worked on this item, one after the other"
+    one = "1 worker died while it worked on this item"
+    return WorkerDied(f"{one if len(deaths) == 1 else many}: {how}")
 
 
 class Portable:

@@ -156,6 +156,7 @@ class StageStats:
         retried: Retries of items.
         restarts: Replaced workers.
         unwanted: Items taken whose output had no reader left (R2).
+        discarded: Items taken whose work was cut off when the run failed or was aborted.
         in_hand: Items that workers have taken and not finished.
         rate: Items finished per second.
         busy: Share of the time spent working.
@@ -206,6 +207,7 @@ class StageStats:
     working: int = 0
     seconds: WorkSeconds = WorkSeconds()
     per_worker: tuple[WorkerStats, ...] = ()
+    discarded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +234,7 @@ class EdgeStats:
         share: The channel's share of the run's memory, in bytes.
         short_of_bytes: Whether a writer waits for bytes instead of a place.
         holders: Processes that keep blocks of the channel's memory.
+        put: Items put since the start of the run.
 
     Example:
         >>> from flowchan import Graph
@@ -262,6 +265,12 @@ class EdgeStats:
     share: int = 0
     short_of_bytes: bool = False
     holders: tuple[Holder, ...] = ()
+    put: int = 0
+
+    @property
+    def left(self) -> int:
+        """Return the number of items that were put and not taken: inside, or discarded at the end."""
+        return self.put - self.passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +326,8 @@ class RunStats:
         last_error: One line about the last failed item or dead worker.
         window: Length of the window of rates and shares, in seconds.
         cause: Cause that limited the run in the window; ``None`` if unknown.
+        warnings: Warnings about stages, such as a stage that has nearly used up its restarts. The last one of
+            each kind for each stage.
 
     Example:
         >>> from flowchan import Graph
@@ -341,3 +352,4 @@ class RunStats:
     last_error: str = ""
     window: float = 0.0
     cause: Cause | None = None
+    warnings: tuple[str, ...] = ()

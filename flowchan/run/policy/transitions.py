@@ -7,6 +7,7 @@ phases of a run.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -28,13 +29,17 @@ class PolicyState:
         processes: Workers that have their own process.
         sources: Workers of the stages that begin the graph.
         ends: Workers of the stages whose end the user waits for.
-        limits: How many workers of a stage may be replaced.
+        limits: How many restarts a stage has in each period.
         restarts: How many workers of a stage have been replaced.
+        recent_restarts: When those restarts of a stage took place that count against its limit.
         explicit: Stages whose limit the user has set.
+        stateful: The classes of callable objects by stage. A replacement begins with a new object.
         phase: The phase of the run.
         since: When the phase began, in seconds of a monotonic clock.
         failures: The failures of the run, the first one first.
         stopped: Whether a stop was requested.
+        stop_by: When a stopped run is aborted.
+        notified: Whether the run has warned that its stop takes long.
         aborted: Whether the run was aborted.
         terminated: Whether late processes have been terminated.
         killed: Whether late processes have been killed.
@@ -60,11 +65,15 @@ class PolicyState:
     ends: frozenset[WorkerId]
     limits: Mapping[str, int] = field(default_factory=dict)
     restarts: Mapping[str, int] = field(default_factory=dict)
+    recent_restarts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     explicit: frozenset[str] = frozenset()
+    stateful: Mapping[str, str] = field(default_factory=dict)
     phase: Phase = "running"
     since: float = 0.0
     failures: tuple[Failure, ...] = ()
     stopped: bool = False
+    stop_by: float = math.inf
+    notified: bool = False
     aborted: bool = False
     terminated: bool = False
     killed: bool = False

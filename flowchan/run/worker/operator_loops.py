@@ -13,18 +13,17 @@ import enum
 import itertools
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from flowchan.channel.channel import In, Out
-from flowchan.errors import Broken, ChannelError, Closed, Drained, Empty, WorkerDied
+from flowchan.errors import Broken, ChannelError, Closed, Drained, Empty
 from flowchan.items.combining import Reduced, reduced
 from flowchan.items.failed import Failed
 from flowchan.items.text import short
 from flowchan.run.policy import journal
-from flowchan.run.policy.failures import ItemFailed, Portable, text_of
+from flowchan.run.policy.failures import ItemFailed, Portable, died_over, text_of
 from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare, has_requests
 
 SKIPPED: Any = object()
@@ -61,6 +60,8 @@ class OperatorJob:
 
     def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:
         """Retry ``call(item)`` after ``error``; without a result, give the item up and return SKIPPED."""
+        if isinstance(error, ItemFailed):  # a member of the batch, which was given up
+            raise error
         attempts = 1
         while isinstance(error, self.retry_on) and attempts <= self.retries:
             self.on_retry()
@@ -186,11 +187,7 @@ class OperatorJob:
         if error is None and self.too_late:
             error = TimeoutError(f"the worker {self.predecessors[-1]}")
         if error is None:
-            ends = Counter(self.predecessors[-deaths:])
-            how = "; ".join(f"{count} × {end}" if count > 1 else end for end, count in ends.items())
-            many = f"{deaths} workers died while they worked on this item, one after the other"
-            one = "1 worker died while it worked on this item"
-            error = WorkerDied(f"{one if deaths == 1 else many}: {how}")
+            error = died_over(self.predecessors[-deaths:])
             journal.blamed(short(bare(item), 120), str(error))
         self.give_up(item, error, deaths)
 
@@ -472,17 +469,17 @@ def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> N
         out.put(items)
 
 
-def allreduce(job: OperatorJob, *, out: Out[Reduced[Any]], **inputs: In[Any]) -> None:
+def allreduce(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
     """Put the combination of one item from each input that still has items."""
-    ports = list(inputs.values())
-    op = job.options.get("op", job.function)
+    ports = dict(enumerate(inputs.values(), 1))
+    op, to_workers = job.options.get("op", job.function), job.options["to_workers"]
     for number in itertools.count():
         items = []
-        for port in list(ports):
+        for worker, port in list(ports.items()):
             try:
                 items.append(port.get())
             except Drained:
-                ports.remove(port)
+                del ports[worker]
         if not items:
             return
         try:
@@ -490,8 +487,10 @@ def allreduce(job: OperatorJob, *, out: Out[Reduced[Any]], **inputs: In[Any]) ->
         except BaseException as error:
             error.add_note(f"in round {number} of allreduce, from {len(items)} workers")
             raise
-        out.put(Reduced(value, len(items), number))
-        del items, value
+        result = Reduced(value, len(items), number)
+        for output in ((worker, result) for worker in ports) if to_workers else (result,):
+            out.put(output)
+        del items, value, result
 
 
 def merge(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:

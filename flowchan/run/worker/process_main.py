@@ -21,7 +21,7 @@ from flowchan.errors import Broken, Closed
 from flowchan.items.worker_globals import shared_globals, worker_globals
 from flowchan.run.policy import seeds
 from flowchan.run.policy.events import Event, Failure, WorkerId
-from flowchan.run.policy.failures import RETIRED, Portable
+from flowchan.run.policy.failures import RETIRED, Portable, Suspicion
 from flowchan.run.worker import logs
 from flowchan.run.worker.cancelled_requests import forget_boards
 from flowchan.run.worker.gang_membership import Memberships
@@ -37,7 +37,7 @@ from flowchan.transport.device import transfer
 class Order:
     """Order to a process to work as ``info`` in one run, with these ports.
 
-    The process reports to ``mail``. ``predecessors`` describes how earlier workers with its first item died.
+    The process reports to ``mail``. ``suspicion`` describes deaths over its first item.
     ``memberships`` are those of a gang's worker. ``levels`` are the log levels of the program. ``terminals``
     are the terminals to print to during the run, for a process that outlasts it.
     """
@@ -45,7 +45,7 @@ class Order:
     info: seeds.Worker
     ports: Ports
     mail: Channel[Event | logs.Logged]
-    predecessors: tuple[str, ...]
+    suspicion: Suspicion
     memberships: Memberships
     levels: Mapping[str, int]
     terminals: Mapping[int, str] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class _Work:
         used_up = stage.args or stage.kwargs or "iterable" in stage.options
         self._stage = None if used_up else stage
         outcome = work(
-            info, stage, order.ports, tell, sends=True, predecessors=order.predecessors,
+            info, stage, order.ports, tell, sends=True, suspicion=order.suspicion,
             memberships=order.memberships, build=self._build,
         )  # fmt: skip
         transfer.only_ports_read(port.channel for port in order.ports.everything())

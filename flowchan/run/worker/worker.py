@@ -29,7 +29,7 @@ from flowchan.run.policy.events import (
     Retried,
     WorkerId,
 )
-from flowchan.run.policy.failures import ItemFailed, Portable, Retires
+from flowchan.run.policy.failures import UNSUSPECTED, ItemFailed, Portable, Retires, Suspicion
 from flowchan.run.policy.seeds import Worker
 from flowchan.run.worker import item_timeout
 from flowchan.run.worker.gang_membership import NO_MEMBERSHIPS, GangMembership, Memberships
@@ -37,6 +37,7 @@ from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.operator_loops import OperatorJob
 from flowchan.run.worker.port_release import PortRelease
 from flowchan.run.worker.requests import Answering
+from flowchan.run.worker.suspect_batch import SuspectBatch, can_try_members
 from flowchan.run.worker.worker_callable import Function, built, nothing
 
 Outcome = Literal["done", "failed", "retired"]
@@ -70,14 +71,14 @@ def work(
     ports: Ports,
     tell: Callable[[Event], None],
     sends: bool,
-    predecessors: tuple[str, ...] = (),
+    suspicion: Suspicion = UNSUSPECTED,
     memberships: Memberships = NO_MEMBERSHIPS,
     build: Callable[[Function | None], AbstractContextManager[Function]] = built,
 ) -> Outcome:
     """Run one worker to its end and return how it ended.
 
     It never raises: ``tell`` gets the event of any end before the ports close. ``sends`` is true if events
-    cross to another process. ``predecessors`` describes how earlier workers with the first item died.
+    cross to another process. ``suspicion`` describes deaths of earlier workers over the first item.
     ``memberships`` are those of a gang's worker. ``build`` makes the callable.
     """
     worker = WorkerId(info.stage, info.number)
@@ -93,10 +94,8 @@ def work(
             if sends and stage.timeout is not None:
                 function = item_timeout.limited(function, stage)
             job = job_of(worker, stage, ports, function, tell, sends)
-            job.predecessors = predecessors
-            job.too_late = item_timeout.gives_up(stage, predecessors)
-            if predecessors:
-                _try_again(job, stage, ports)
+            if suspicion.deaths:
+                _try_again(job, stage, ports, suspicion, tell)
             if membership is not None:
                 membership.enter()
             tell(Began(worker))
@@ -196,16 +195,21 @@ def job_of(
     return job
 
 
-def _try_again(job: OperatorJob, stage: Stage, ports: Ports) -> None:
+def _try_again(
+    job: OperatorJob, stage: Stage, ports: Ports, suspicion: Suspicion, tell: Callable[[Event], None]
+) -> None:
     """Decide whether to try the first item again, over which earlier workers died.
 
-    An item that timed out too often is given up. Its timeouts do not count as deaths.
+    An item that timed out too often is given up. Its timeouts do not count as deaths. A batch is tried again
+    as long as each death shows which of its members kills.
     """
-    deaths = len(job.predecessors)
-    died = (
-        deaths - job.predecessors.count(item_timeout.exceeded(stage)) if stage.timeout is not None else deaths
-    )
-    over = job.too_late or died >= stage.max_deaths
+    job.predecessors, deaths = suspicion.deaths, len(suspicion.deaths)
+    late = 0 if stage.timeout is None else suspicion.deaths.count(item_timeout.exceeded(stage))
+    hope = suspicion.members or suspicion.tried
+    job.too_late = not hope and item_timeout.gives_up(stage, suspicion.deaths)
+    over = job.too_late or (deaths - late >= stage.max_deaths and not hope)
+    if can_try_members(stage):
+        job.function = SuspectBatch(job, stage, list(ports.inputs.values()), suspicion, tell)
     for reader in ports.inputs.values():
         reader._on_poison(deaths if over else max(stage.max_deaths, deaths + 1), job.poisoned)
 
