@@ -433,7 +433,7 @@ def test_stopped_run_warns_once_and_discards_nothing() -> None:
 
 
 def test_stopped_run_is_aborted_after_its_timeout() -> None:
-    state, actions = decide(START, StopAsked(timeout=40.0), 7.0)
+    state, actions = decide(START, StopRequested(timeout=40.0), 7.0)
     assert (state.phase, actions, next_at(state)) == ("stopping", (StopSources(),), 7.0 + STOP_NOTICE_S)
     state, _ = decide(state, Tick(), 46.0)
     assert (state.phase, next_at(state)) == ("stopping", 47.0)
@@ -442,14 +442,14 @@ def test_stopped_run_is_aborted_after_its_timeout() -> None:
 
 
 def test_second_stop_sets_another_timeout() -> None:
-    state, _ = decide(START, StopAsked(), 0.0)
-    state, actions = decide(state, StopAsked(timeout=5.0, finish_queued=False), 100.0)
+    state, _ = decide(START, StopRequested(), 0.0)
+    state, actions = decide(state, StopRequested(timeout=5.0, finish_queued=False), 100.0)
     assert (state.phase, state.since, state.stop_by, actions) == ("stopping", 0.0, 105.0, (DropQueued(),))
-    assert decide(state, StopAsked(), 101.0) == (state, ())
+    assert decide(state, StopRequested(), 101.0) == (state, ())
 
 
 def test_stop_without_queued_items_drops_them() -> None:
-    _, actions = decide(START, StopAsked(finish_queued=False), 7.0)
+    _, actions = decide(START, StopRequested(finish_queued=False), 7.0)
     assert actions == (StopSources(), DropQueued())
 
 

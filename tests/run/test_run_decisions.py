@@ -268,7 +268,7 @@ def test_stopped_run_is_aborted_after_its_timeout(caplog: pytest.LogCaptureFixtu
     run = ScriptedRun(pipeline())
     run.crew.on("break", lambda _: run.crew.end_all(*ALL))
     run.supervisor.start()
-    run.supervisor.ask(StopAsked(timeout=0.01))
+    run.supervisor.ask(StopRequested(timeout=0.01))
     assert ended(run.supervisor) == "aborted"
     assert (
         "graph 'scripted' has not ended within the timeout of its stop and is broken off" in caplog.messages
@@ -280,7 +280,7 @@ def test_stopped_run_waits_for_a_slow_item_and_warns(monkeypatch: pytest.MonkeyP
     run = ScriptedRun(pipeline())
     run.supervisor.feed.listen(lambda event: run.crew.end_all(*ALL) if isinstance(event, Warned) else None)
     run.supervisor.start()
-    run.supervisor.ask(StopAsked())
+    run.supervisor.ask(StopRequested())
     assert ended(run.supervisor) == "stopped"
     assert run.crew.called("break") == []
     (warning,) = run.supervisor.stats().warnings

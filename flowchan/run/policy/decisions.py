@@ -190,7 +190,7 @@ def next_at(state: PolicyState) -> float:
     return math.inf if state.killed else state.since + 2 * GRACE
 
 
-def _stop(state: PolicyState, asked: StopAsked, now: float) -> Decision:
+def _stop(state: PolicyState, asked: StopRequested, now: float) -> Decision:
     """Stop the sources. A later stop of the same run may set another time limit, or drop what is queued."""
     if not state.goes_on:
         return dataclasses.replace(state, stopped=True), ()

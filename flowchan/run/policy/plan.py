@@ -109,7 +109,7 @@ class Plan:
         classes = {
             stage.name: class_with_state(stage.function)
             for stage in self.graph.stages
-            if stage.placement.apart and stage.operator.per_item
+            if stage.placement.own_process and stage.operator.per_item
         }
         return {stage: name for stage, name in classes.items() if name}
 
