@@ -84,7 +84,8 @@ class TaskPool(Executor):
             whole("TaskPool", "max_tasks_per_child", max_tasks_per_child, 1)
             if not self._place.apart:
                 raise ValueError(
-                    "TaskPool: max_tasks_per_child needs worker processes, got on='thread'; use on='process'"
+                    "TaskPool: max_tasks_per_child must be None with on='thread', got "
+                    f"{max_tasks_per_child!r}; use on='process'"
                 )
         ready = _Ready(initializer, tuple(initargs))
         self._tasks: dict[int, _Task] = {}
@@ -375,7 +376,7 @@ def _end(end: Callable[[Any], None], value: Any) -> None:
         pass  # the future was done before
     except BaseException:
         logging.getLogger("concurrent.futures").exception(
-            "a callback of a future of a TaskPool asked to exit"
+            "a callback of a future of a TaskPool raised an exception that asks to exit"
         )
 
 
@@ -433,7 +434,8 @@ def _answer(packed: Any) -> Any:
     except ImportError as error:
         if host := worker().host:
             error.add_note(
-                f"raised on host {host!r}: what a task uses must be importable there, or of the main script"
+                f"raised on host {host!r}: the objects of a task must be importable there, or be "
+                "defined in the main script"
             )
         raise
     if isinstance(packed, list):
@@ -470,7 +472,7 @@ def _watch(run: Run, tasks: dict[int, _Task]) -> None:
         _, task = tasks.popitem()
         # Waiting threads are notified of a cancelled task.
         if task.future.running() or task.future.set_running_or_notify_cancel():
-            broken = BrokenExecutor("the pool has failed, and this task was not done")
+            broken = BrokenExecutor("the pool failed before this task was done")
             broken.__cause__ = cause
             _end(task.future.set_exception, broken)
 

@@ -76,8 +76,8 @@ nb::list exchange(nb::handle self, uint32_t doing, uint64_t key, nb::handle data
 
 void need_each(const Arrays& arrays, const Member& group, const char* what) {
     if (arrays.size() != group.size)
-        throw nb::value_error((std::string(what) + " takes one array for each of the " +
-                               std::to_string(group.size) + " members, not " + std::to_string(arrays.size()))
+        throw nb::value_error((std::string(what) + " must have one array for each of the " +
+                               std::to_string(group.size) + " members, got " + std::to_string(arrays.size()))
                                   .c_str());
 }
 

@@ -124,7 +124,7 @@ inline bool parse_op(PyObject* name, Op& op) {
     for (size_t i = 0; PyUnicode_Check(name) && i < std::size(OPS); ++i)
         if (PyUnicode_CompareWithASCIIString(name, OPS[i]) == 0) return op = Op(i), true;
     PyErr_Format(PyExc_ValueError,
-                 "op must be 'sum', 'mean', 'prod', 'min', 'max', 'and', 'or' or 'xor', not %R", name);
+                 "op must be 'sum', 'mean', 'prod', 'min', 'max', 'and', 'or' or 'xor', got %R", name);
     return false;
 }
 
@@ -133,7 +133,7 @@ inline bool parse_root(PyObject* value, const Member& group, uint32_t& root) {
     const long long number = value && is_whole ? PyLong_AsLongLong(value) : 0;
     if (number == -1 && PyErr_Occurred()) PyErr_Clear();  // the number is too large
     if (!is_whole || number < 0 || number >= group.size) {
-        PyErr_Format(PyExc_ValueError, "root must be a rank of the group, from 0 to %u, not %R",
+        PyErr_Format(PyExc_ValueError, "root must be a rank of the group, from 0 to %u, got %R",
                      group.size - 1, value);
         return false;
     }

@@ -38,8 +38,8 @@ def converted(text: str, annotation: Any) -> Any:
     kind = typing.get_origin(annotation) or annotation
     if kind in _SEVERAL:
         raise ValueError(
-            f"{text!r} is one text, not a {kind.__name__}; "
-            "annotate the parameter as str, or take several: *names: str"
+            f"{text!r} is a single text, but a {kind.__name__} is needed; annotate the parameter as str, "
+            "or take several: *names: str"
         )
     if not isinstance(annotation, type) or annotation in _ANY or inspect.isabstract(annotation):
         return text
@@ -51,7 +51,9 @@ def converted(text: str, annotation: Any) -> Any:
         return click.types.convert_type(annotation).convert(text, None, None)
     except click.BadParameter as error:
         # click also lists an empty word as a truth value
-        told = f"{text!r} must be one of {', '.join(_TRUTH)}" if annotation is bool else error.message
+        told = (
+            f"{text!r} is not a bool; use one of {', '.join(_TRUTH)}" if annotation is bool else error.message
+        )
         raise ValueError(told) from error
     except Exception as error:
         raise ValueError(f"{text!r} is not a {annotation.__name__}: {error}") from error

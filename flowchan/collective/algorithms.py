@@ -149,7 +149,7 @@ def check_combined(x: Any) -> None:
 def number_of(operation: str) -> int:
     known = [name for number, name in enumerate(NAMES) if number not in (0, TELL)]
     if operation not in known:
-        raise ValueError(f"operation must be one of {', '.join(known)}, not {operation!r}")
+        raise ValueError(f"operation must be one of {', '.join(map(repr, known))}, got {operation!r}")
     return NAMES.index(operation)
 
 
@@ -159,6 +159,7 @@ def check_backend(name: str) -> None:
         from flowchan.collective.torch_algorithms import check
     except ImportError as error:
         raise ValueError(
-            f"{name} is an algorithm of torch.distributed, which cannot be imported: {error}"
+            f"set_algorithm: {name!r} needs torch.distributed, which cannot be imported ({error}); "
+            "install torch, or set another algorithm"
         ) from error
     check(name)

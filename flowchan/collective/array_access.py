@@ -102,7 +102,9 @@ def check_out(x: Any, out: Any, parts: int = 1) -> None:
     """Raise ``ValueError`` unless ``out`` can hold one of ``parts`` equal parts of the result for ``x``."""
     count, has = math.prod(x.shape) // parts, math.prod(out.shape)
     if kind(out)[0] != kind(x)[0] or has != count:
-        raise ValueError(f"out must have the type of the input and {count} elements, got {described(out)}")
+        raise ValueError(
+            f"out must have the element type of the input and {count} elements, got {described(out)}"
+        )
     check_place(x, out)
     check_writable(out)
 
@@ -112,8 +114,8 @@ def check_type(call: str, x: Any, other: Any) -> None:
     type_of_x, its = kind(x)[0], kind(other)[0]
     if its != type_of_x:
         raise ValueError(
-            f"{call}: inputs and outputs must have one element type, got {type_of_x} and {its}; "
-            "convert one of them"
+            f"{call}: inputs and outputs must have one element type, got {type_of_x} and {its}; convert "
+            "one of them"
         )
 
 
@@ -133,7 +135,7 @@ def check_overlap(x: Any, out: Any) -> None:
     overlap = of_out < begins + x.nbytes and begins < of_out + out.nbytes
     if overlap and (of_out - begins) % out.nbytes:
         raise ValueError(
-            "x and out must not overlap, unless they begin at the same element; pass a copy of one"
+            "x and out must not overlap unless they begin at the same element; pass a copy of one"
         )
 
 
@@ -149,7 +151,7 @@ def check_room(rank: int, given: int, room: int) -> None:
 
 def check_writable(x: Any) -> None:
     if is_numpy(x) and not x.flags.writeable:
-        raise ValueError(f"out must be writable, got a read-only array: {x!r}")
+        raise ValueError(f"out must be writable, got a read-only {described(x)}; pass a copy")
     strides = x.stride() if is_tensor(x) else x.strides
     if x.nbytes and any(not by and extent > 1 for by, extent in zip(strides, x.shape, strict=True)):
         raise ValueError(
@@ -202,7 +204,7 @@ def memory(x: Any) -> memoryview:
     if is_tensor(x):
         if not is_here(x):
             raise TypeError(
-                f"{described(x)} is not in this machine's memory; copy it, for example with .cpu()"
+                f"{described(x)} must be in this machine's memory; copy it, for example with .cpu()"
             )
         if not x.nbytes:
             return memoryview(bytearray())

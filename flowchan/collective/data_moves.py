@@ -76,12 +76,12 @@ class Moving(AlgorithmChoice):
         each = isinstance(out, list | tuple)
         given = list(out) if each else [out]
         for part in given:
-            array_argument("allgather", "out, or each in its list,", part)
+            array_argument("allgather", "out, or each array in the list out,", part)
             array_access.check_place(x, part)
             array_access.check_type(NAMES[ALLGATHER], x, part)
             array_access.check_writable(part)
         if each and len(given) != self.size:
-            raise ValueError(f"out must have one part for each of the {self.size} members, not {len(given)}")
+            raise ValueError(f"out must have one part for each of the {self.size} members, got {len(given)}")
         flats = [array_access.contiguous(part) for part in given]
         parts = flats if each else array_access.parts_of(flats[0], self.size)
         self._by(ALLGATHER, x)._allgather_into(ALLGATHER, TYPED, [array_access.contiguous(x)], parts, timeout)

@@ -192,12 +192,12 @@ class GroupSteps(Moving, Starting):
 
     def _check_root(self, root: int) -> None:
         if not is_whole(root) or not 0 <= root < self.size:
-            raise ValueError(f"root must be a rank of the group, from 0 to {self.size - 1}, not {root!r}")
+            raise ValueError(f"root must be a rank of the group, from 0 to {self.size - 1}, got {root!r}")
 
     def _check_other(self, argument: str, rank: int) -> None:
         if not is_whole(rank) or not 0 <= rank < self.size or rank == self.rank:
             raise ValueError(
-                f"{argument} must be the rank of another member, below {self.size}, not {rank!r}"
+                f"{argument} must be the rank of another member, from 0 to {self.size - 1}, got {rank!r}"
             )
 
     def _check_receive(self, source: int, out: Any) -> None:
@@ -209,7 +209,7 @@ class GroupSteps(Moving, Starting):
     def _failed_before(self, call: str) -> BaseException:
         """Return the error for a call on a group that failed before."""
         assert self._failure is not None
-        again = type(self._failure)(f"{self!r} has failed before: {self._failure}")
+        again = type(self._failure)(f"{self!r} has failed before: {self._failure}; create a new group")
         if isinstance(self._failure, MemberDied) and isinstance(again, MemberDied):
             again.ranks, again.operation = self._failure.ranks, call
         return again

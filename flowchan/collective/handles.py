@@ -94,7 +94,7 @@ class Later:
                 self._last.exception(timeout)
             except unless_interrupted(TimeoutError):
                 raise TimeoutError(
-                    "operations that were started with wait=False are not done in time"
+                    "close: operations that were started with wait=False did not end in time"
                 ) from None
             self._last = None
 

@@ -234,7 +234,7 @@ class Links(Connections):
                 step.run()
             except Leaves:
                 self._torn = {host for host, peer in step.peers.items() if peer.is_torn}
-                raise GroupError(f"{step.call[0]} failed: this member has left") from None
+                raise GroupError(f"{step.call[0]} failed: this member has left the group") from None
             except MemberDied as error:
                 self._report_death(step, error)
                 raise

@@ -128,7 +128,7 @@ class LinkedGroup(Group):
         return {} if self._links is None else self._links.edges
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError(f"{self!r} cannot be sent, because it is in use on several hosts")
+        raise TypeError(f"{self!r} cannot be sent to another process, because it is in use on several hosts")
 
     # --- operations on which the others build ---
 
@@ -150,10 +150,10 @@ class LinkedGroup(Group):
         if self._meet_again is None:
             raise GroupError(
                 f"{self!r} cannot be shrunk: its members are on several hosts and did not meet at an address "
-                "(at=); make a new group, or run a graph with an elastic gang"
+                "(at=); create a new group, or run a graph with an elastic gang"
             )
         if self._node._see(self._node.rank)[-1]:
-            raise GroupError(f"{self!r} was closed")
+            raise GroupError(f"{self!r} is closed; create a new group")
         try:
             self._let_go_of_all()
             return self._meet_again(self, name, give_up)

@@ -92,10 +92,10 @@ class Way:
                 is_quick = isinstance(error, Refused) and time.monotonic() - begun < REFUSED_QUICKLY_S
                 refused_since = min(refused_since, begun) if is_quick else math.inf
                 if time.monotonic() - refused_since > STRANGER_TIMEOUT_S:
-                    reason = f"another program listens at {address}: {error}"
+                    reason = f"another program listens at {address} ({error})"
                     raise ConnectionRefusedError(errno.ECONNREFUSED, reason) from error
             time.sleep(PAUSE_S)
-        raise TimeoutError(f"{address} has not answered in time")
+        raise TimeoutError(f"{address} did not answer in time")
 
 
 class RemotePeers:
@@ -148,7 +148,7 @@ class RemotePeers:
             if gone:
                 raise gone[0].gone("connecting")
             if left <= 0:
-                raise TimeoutError(f"the leaders {missing} of other hosts have not connected in time")
+                raise TimeoutError(f"the leaders of other hosts, ranks {missing}, did not connect in time")
             if time.monotonic() > watch_at:
                 for peer in map(self.peer, missing):
                     peer.incoming()
@@ -440,7 +440,7 @@ class RemotePeer:
 
     def gone(self, call: str) -> GroupError:
         if self._sends_no_more:
-            return GroupError(f"{call} failed: this member has left")
+            return GroupError(f"{call} failed: this member has left the group")
         left = self._ended == LEFT or (self._ended == UNKNOWN and call == "receive_any")
         kind, word = (MemberLeft, "has left") if left else (MemberDied, "died, has left, or is out of reach")
         rank = self._rank

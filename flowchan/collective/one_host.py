@@ -194,12 +194,11 @@ class SharedGroup(_core.Group, Group):
         if end == TAKEN:
             raise GroupError(f"{self!r} is already used by another process; give each process its own member")
         if end == CLOSED:
-            raise GroupError(f"{self!r} was closed")
+            raise GroupError(f"{self!r} is closed; create a new group")
         if end == WITHIN:
             raise GroupError(
-                f"{call} was called by a signal handler during another operation of {self!r}; set "
-                "a flag in the "
-                f"handler, and call {call} later"
+                f"{call} was called by a signal handler during another operation of {self!r}; set a flag in "
+                f"the handler, and call {call} later"
             )
         if end == BUSY:
             raise TimeoutError(
@@ -291,9 +290,8 @@ class SharedGroup(_core.Group, Group):
             died = [rank for rank, s in seen.items() if s[1] != LEFT and not s[5]]
             who = "".join(f"; rank {self._ranks[rank]} {_state(*seen[rank][:6])}" for rank in died)
             return MemberDied(
-                f"{call} of {self._title()} failed: the group was ended, because a member on "
-                "another host died or "
-                f"the gang forms a new group{who}",
+                f"{call} of {self._title()} failed: the group was ended, because a member on another host "
+                f"died or the gang forms a new group{who}",
                 tuple(self._ranks[rank] for rank in died),
                 call,
             )
@@ -337,7 +335,7 @@ def _state(pid: int, gone: int, operation: int, doing: int, inside: bool, alive:
     if not pid:
         return "has not joined" if alive else "ended before it joined"
     if gone == LEFT:
-        return f"(process {pid}) has left; the last it did was {last}"
+        return f"(process {pid}) has left after {last}"
     if gone != HERE:
         return f"(process {pid}) gave up in {last}"
     if not alive:

@@ -80,7 +80,7 @@ class Messages:
                 return peer.take(channel, timeout)
             return self._receive_first(peer, countdown(timeout))
         except Empty:
-            raise TimeoutError(f"rank {source} has sent nothing to rank {self._rank} in time") from None
+            raise TimeoutError(f"receive: rank {source} sent nothing to rank {self._rank} in time") from None
         except (Broken, Drained) as error:
             raise peer.gone("receive") from error
 
@@ -111,7 +111,7 @@ class Messages:
             if over:
                 raise others[min(over)].gone("receive_any")
             if left() == 0:
-                raise TimeoutError(f"rank {self._rank} has received nothing in time")
+                raise TimeoutError(f"receive_any: no member sent anything to rank {self._rank} in time")
 
     def _opened(self, peers: dict[int, Peer]) -> dict[int, Any]:
         """Return the channels of the peers that have one."""
@@ -280,7 +280,7 @@ class SameHostPeer:
 
     def gone(self, call: str) -> GroupError:
         if self._member._see(self._member.rank)[-1]:
-            return GroupError(f"{call} failed: this member has left")
+            return GroupError(f"{call} failed: this member has left the group")
         kind, how = (MemberLeft, "has left") if self.has_left() else (MemberDied, "died")
         rank = self._member._ranks[self._place]
         return kind(f"{call} failed: rank {rank} {how}", (rank,), call)

@@ -63,7 +63,7 @@ def check(name: str) -> None:
         else "it needs a CUDA device that torch can see, and a torch that was built for CUDA",
     }
     if why := lacks.get(name, ""):
-        raise ValueError(f"{name} of torch.distributed is not available here: {why}; choose another one")
+        raise ValueError(f"set_algorithm: {name!r} is not available here: {why}; choose another algorithm")
 
 
 def _gloo(store: Any, rank: int, size: int, host: str, device: torch.device) -> Any:
@@ -78,7 +78,10 @@ def _gloo(store: Any, rank: int, size: int, host: str, device: torch.device) -> 
 def _mpi(store: Any, rank: int, size: int, host: str, device: torch.device) -> Any:
     backend = _dist.ProcessGroupMPI.create([])
     if (backend.rank(), backend.size()) != (rank, size):
-        raise GroupError("mpi: the group must have all processes that mpirun has started, in their order")
+        raise GroupError(
+            "mpi: the group must have all processes that mpirun started, in the same order; set another "
+            "algorithm"
+        )
     return backend
 
 
@@ -268,7 +271,7 @@ class TorchAlgorithm:
             (rank, (differ, words)), *_ = told.items()
             if differ:
                 raise Mismatch(f"the calls of {self._group._title()} do not match: {words}")
-            raise GroupError(f"{NAMES[doing]} by {self.name} has failed at rank {rank}: {words}") from failed
+            raise GroupError(f"{NAMES[doing]} by {self.name} failed at rank {rank}: {words}") from failed
 
     def _address(self) -> str | None:
         """Return the address where rank 0 serves the store of the backend, or None."""
@@ -332,7 +335,7 @@ class TorchAlgorithm:
         lost_since: float | None = None
         while not ended(POLL_INTERVAL_S):
             if left() == 0:
-                raise TimeoutError("the backend has not answered in time")
+                raise TimeoutError("the backend did not answer in time")
             now = time.monotonic()
             if not self._group._has_lost_any():
                 lost_since = None
@@ -373,7 +376,7 @@ def _bytes(x: Any) -> torch.Tensor:
 def _reduction(op: str, x: torch.Tensor) -> Any:
     floating = x.is_floating_point() or x.is_complex()
     if (op == "mean" and not floating) or (x.is_complex() and op not in ("sum", "mean")):
-        raise TypeError(f"elements of type {x.dtype} cannot be combined by {op}")
+        raise TypeError(f"elements of type {x.dtype} cannot be combined by {op!r}")
     names = {"mean": "SUM", "prod": "PRODUCT", "and": "BAND", "or": "BOR", "xor": "BXOR"}
     return getattr(_dist.ReduceOp, names.get(op, op.upper()))
 

@@ -198,13 +198,13 @@ class General(Builder):
         seat = group_parameter(function)
         if flag("stage", "elastic", elastic) and seat is None:
             raise ValueError(
-                "stage: elastic=True is for a gang, whose function has a parameter annotated "
-                "flowchan.collective.Group"
+                "stage: elastic=True needs a gang, whose function has a parameter annotated "
+                "flowchan.collective.Group; add it, or remove elastic=True"
             )
         restartable = restartable or elastic
         if restartable and not streams and workers != 1:
             raise ValueError(
-                f"stage: a restartable stage without inputs has one worker, not workers={workers!r}"
+                f"stage: workers must be 1 for a restartable stage without inputs, got {workers!r}"
             )
         readers = [port.name for port in ports if port.reads][: len(streams)]
         addressed = _per_worker(per_worker, readers)

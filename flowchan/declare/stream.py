@@ -416,7 +416,7 @@ class Stream(Generic[T_co]):
         named = isinstance(op, str)
         if named and op not in OPERATIONS:
             allowed = ", ".join(map(repr, OPERATIONS))
-            raise ValueError(f"allreduce: op must be one of {allowed} or a function of two, not {op!r}")
+            raise ValueError(f"allreduce: op must be one of {allowed} or a function of two, got {op!r}")
         function = None if named else callable_argument("allreduce", "op", op)
         origin = self._own("allreduce")
         own = {"op": op} if named else {}
@@ -529,7 +529,7 @@ def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[Stream[Any], .
     for index, value in enumerate(values, 1):
         if not isinstance(value, Stream):
             hint = f"; write {call}(*streams)" if isinstance(value, (list, tuple, set)) else ""
-            raise TypeError(f"{call}: argument {index} must be a stream, not {shown(value)}{hint}")
+            raise TypeError(f"{call}: argument {index} must be a stream, got {shown(value)}{hint}")
     return values
 
 

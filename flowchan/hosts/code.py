@@ -124,8 +124,9 @@ class _Part(ModuleType):
         if name.startswith("__"):  # Python itself asks for such names
             raise AttributeError(name)
         raise AttributeError(
-            f"module {self.__name__!r} is {self.__file__}, but not {name!r}: import it outside of the "
-            "function that needs it, and it comes along as a whole"
+            f"only some classes of module {self.__name__!r} were sent to this host, and not "
+            f"{name!r}; import the module outside of the function that needs it, so that all of "
+            "it is sent"
         )
 
 

@@ -92,9 +92,8 @@ def look(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> list[Facts
             del started[number]
         for number, one in started.items():
             late = (
-                f"did not dial {door.address} within {host_timeout:g} s; if that can't be reached from "
-                f"there, "
-                "say another address of this machine with address="
+                f"did not connect to {door.address} within {host_timeout:g} s; open that address for "
+                "the host, or set address= to another address of this machine"
             )
             found[number] = Facts(provider.hosts[number], one.ended() or f"{provider.hosts[number]} {late}")
     return [found[number] for number in range(len(provider.hosts))]
@@ -131,10 +130,21 @@ def _facts(host: str, hello: dict[str, Any]) -> Facts:
     told = Facts(host, **{**hello, "gpus": tuple(hello["gpus"])})
     ours = platform.python_version()
     if told.python.split(".")[:2] != ours.split(".")[:2]:
-        return replace(told, problem=f"{host} has Python {told.python}, and this program has {ours}")
+        return replace(
+            told,
+            problem=(
+                f"{host} has Python {told.python}, but this program has {ours}; install the same "
+                "minor version"
+            ),
+        )
     ours = VERSION
     if told.flowchan != ours:
-        return replace(told, problem=f"{host} has flowchan {told.flowchan}, and this program has {ours}")
+        return replace(
+            told,
+            problem=(
+                f"{host} has flowchan {told.flowchan}, but this program has {ours}; install the same version"
+            ),
+        )
     return told
 
 
@@ -146,7 +156,7 @@ def _measured(facts: Facts, sock: socket.socket) -> Facts:
         while (took := _transfer(sock, size)) < LONG_ENOUGH and size < MOST:
             size *= 2
     except OSError as error:
-        return replace(facts, problem=f"{facts.host} did not answer while it was measured: {error}")
+        return replace(facts, problem=f"{facts.host} did not answer during the measurement: {error}")
     return replace(facts, round_trip=statistics.median(trips), rate=size / took)
 
 
@@ -157,7 +167,7 @@ def _transfer(sock: socket.socket, size: int) -> float:
     for sent in range(0, size, len(PIECE)):
         sock.sendall(PIECE[: size - sent])
     if not sock.recv(1):
-        raise ConnectionError("it ended the connection")
+        raise ConnectionError("it closed the connection")
     return time.perf_counter() - begin
 
 

@@ -24,7 +24,7 @@ def differs(theirs: Mapping[str, Any]) -> str:
     ours = versions()
     if all(theirs.get(word) == version for word, version in ours.items()):
         return ""
-    return f"it has {_said(theirs)}, and this program {_said(ours)}; both must have the same"
+    return f"it has {_said(theirs)}, but this program has {_said(ours)}; install the same versions on both"
 
 
 def _said(versions: Mapping[str, Any]) -> str:

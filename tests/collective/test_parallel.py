@@ -162,7 +162,7 @@ def test_backward_twice_without_wait_raises() -> None:
         net = nn.Linear(2, 1)
         gradients = Gradients(net, g)
         net(torch.ones(2)).backward()
-        with pytest.raises(RuntimeError, match=r"without Gradients.wait\(\)"):
+        with pytest.raises(RuntimeError, match=r"call Gradients.wait\(\) after"):
             net(torch.ones(2)).backward()
         gradients.close()
         net(torch.ones(2)).backward()
@@ -367,7 +367,7 @@ CHANGES: dict[str, tuple[Callable[[Any, int], Any], str]] = {
     ),
     "more": (
         lambda net, rank: rank == 1 and net.append(nn.Linear(10, 2).double()),
-        "rank 0 has 4 parameters and buffers, and that of rank 1 has 6",
+        "rank 0 has 4 parameters and buffers, but that of rank 1 has 6",
     ),
 }
 

@@ -152,7 +152,7 @@ def test_select_raises_for_an_item_that_cannot_be_sent():
 @pytest.mark.parametrize("gets", [[3], [None], ["channel"]])
 def test_select_names_an_argument_of_another_type(gets):
     """C10."""
-    with pytest.raises(TypeError, match="select gets from channels and In ports"):
+    with pytest.raises(TypeError, match="select: gets must be channels and In ports"):
         select(gets)
 
 
@@ -287,7 +287,7 @@ def check_that_a_closed_port_is_refused(ch):
     reader.close()
     writer.close()
     for operations in ([reader], ()), ([], [(writer, 1)]):
-        with pytest.raises(ValueError, match="this port was closed"):
+        with pytest.raises(ValueError, match=r"this port of .* was closed"):
             select(*operations, timeout=0)
     keep.close()
 
@@ -309,7 +309,7 @@ def test_closing_a_port_ends_a_select_that_waits_on_it(several_here):
     waiting = ThreadPeer(select, [reader, b])
     wait_blocked(a, readers=1)
     reader.close()
-    with pytest.raises(ValueError, match="this port was closed"):
+    with pytest.raises(ValueError, match=r"this port of .* was closed"):
         waiting.result()
     assert nobody_waits(a, b)
     keep.close()

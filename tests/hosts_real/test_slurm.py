@@ -61,7 +61,7 @@ def test_killed_agent_ends_with_its_job_step(allocation):
         one = driver.start(0)
         agent = psutil.Process(driver.hear()["pid"])
         one.kill()
-        assert end_of(one).startswith("the agent node1 was ended by Slurm (")
+        assert end_of(one).startswith("Slurm ended the agent node1 (")
         assert driver.gone(0)
         wait_until(lambda: not agent.is_running() and steps(allocation) == [])
 
@@ -72,7 +72,7 @@ def test_agent_ends_when_its_job_step_is_cancelled(allocation):
         driver.hear()
         (step,) = (step for step in steps(allocation) if step.split(".")[1].isdigit())
         subprocess.run(("scancel", step), check=True)
-        assert end_of(one).startswith("the agent node1 was ended by Slurm (")
+        assert end_of(one).startswith("Slurm ended the agent node1 (")
         assert driver.gone(0)
 
 

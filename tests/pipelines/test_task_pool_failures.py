@@ -122,7 +122,7 @@ def test_callback_that_raises_system_exit_keeps_the_pool(on: Any, caplog: pytest
         start.put(2)
         assert future.result() == 2
         assert pool.submit(abs, -3).result() == 3
-    assert "asked to exit" in caplog.text
+    assert "asks to exit" in caplog.text
     caplog.clear()  # a traceback holds the frames of the pool
 
 

@@ -114,7 +114,8 @@ def test_deaths_restarts_and_blame_are_logged(caplog: pytest.LogCaptureFixture) 
     assert len(starts) == 3
     first, second = names(caplog, "flowchan.run", logging.WARNING)
     assert (
-        "exited with code 7 without finishing, at work on an item; it is replaced, restart 1 of 10" in first
+        "exited with code 7 without finishing while it worked on an item; it is replaced, restart 1 of 10"
+        in first
     )
     assert "restart 2 of 10" in second
     (blame,) = names(caplog, "flowchan.run", logging.ERROR)

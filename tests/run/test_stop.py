@@ -216,7 +216,7 @@ def test_abort_abandons_threads_that_cannot_be_interrupted() -> None:
     graph = Graph("r5")
     graph.source([1]).sink(stubborn)
     with pytest.warns(  # noqa: PT031
-        RuntimeWarning, match="worker stubborn 1 of graph 'r5' still runs code of yours"
+        RuntimeWarning, match="worker stubborn 1 of graph 'r5' still runs code that cannot be interrupted"
     ):
         run = graph.start()
         entered.wait()
@@ -249,7 +249,7 @@ def test_abandoned_thread_ends_the_run_if_warnings_are_errors(tmp_path: Path) ->
     with start("-W", "error", script(tmp_path, text)) as process:
         code, out, err = ended(process)
     assert (code, out) == (0, "aborted\n"), err
-    assert "still runs code of yours" in err
+    assert "still runs code that cannot be interrupted" in err
 
 
 @pytest.mark.usefixtures("short_grace")
@@ -342,7 +342,7 @@ def test_first_signal_finishes_items_in_flight(signum: signal.Signals, tmp_path:
         code, out, err = ended(process)
     assert out == "interrupted after some\n", err
     assert code == -signum, err  # as a program that does not catch the signal
-    assert err.count("flowchan: stopping, what is in flight is being finished") == 1
+    assert err.count("flowchan: stopping: finishing the items in flight") == 1
 
 
 def test_ctrl_c_at_a_terminal_does_not_kill_the_workers(tmp_path: Path) -> None:
@@ -435,7 +435,7 @@ def test_second_ctrl_c_while_the_run_starts_breaks_it_off(way: str, tmp_path: Pa
     with start(script(tmp_path, text.replace("WAY", way))) as process:
         code, out, err = ended(process)
     assert (code, out) == (0, "aborted\n"), err
-    assert err == "flowchan: broken off, what was in flight is discarded\n"
+    assert err == "flowchan: aborted: items in flight were discarded\n"
 
 
 def test_ctrl_c_while_the_run_is_being_started_stops_it(tmp_path: Path) -> None:

@@ -87,11 +87,11 @@ def _raise_for_difference(mine: list[tuple[Any, ...]], group: Group) -> None:
         return
     place, rank = min(found)
     if place == min(len(first), len(others[rank - 1])):
-        counts = f"{len(first)} parameters and buffers, and that of rank {rank} has {len(others[rank - 1])}"
+        counts = f"{len(first)} parameters and buffers, but that of rank {rank} has {len(others[rank - 1])}"
         raise Mismatch(f"the module of rank 0 has {counts}")
     (name, kind, *_), (its_name, its_kind, *_) = first[place], others[rank - 1][place]
     what = "has other values" if (name, kind) == (its_name, its_kind) else f"is {its_name!r}, {its_kind},"
-    raise Mismatch(f"{name!r}, {kind}, of rank 0 {what} at rank {rank}")
+    raise Mismatch(f"{name!r}, {kind}, of rank 0 {what} at rank {rank}; call synchronize(model, group) first")
 
 
 def _first_difference(one: list[Any], other: list[Any]) -> int:
@@ -187,7 +187,8 @@ class Gradients:
             return
         if parameter not in buffer.missing:
             raise RuntimeError(
-                "backward was called twice without Gradients.wait() or accumulate() in between"
+                "backward was called twice; call Gradients.wait() after each backward, or accumulate() "
+                "before it"
             )
         buffer.missing.remove(parameter)
         while len(self._started) < len(self._buffers) and not self._buffers[len(self._started)].missing:
@@ -355,7 +356,7 @@ class ElasticAverage:
     def __init__(self, module: nn.Module, group: Group, *, every: int, strength: float = 0.9) -> None:
         self._every = whole("ElasticAverage", "every", every, 1)
         if not 0 < strength < 1:
-            raise ValueError(f"ElasticAverage: strength must be between 0 and 1, not {strength!r}")
+            raise ValueError(f"ElasticAverage: strength must be between 0 and 1, got {strength!r}")
         self._strength = strength / group.size
         self._group = group
         self._steps = 0

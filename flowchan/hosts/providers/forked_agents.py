@@ -114,7 +114,7 @@ class _Seed:
         try:
             return exit_text(self._process.wait(GENTLY))
         except subprocess.TimeoutExpired:
-            return "has no descriptors free"
+            return "has no file descriptors left"
 
     def was_killed(self) -> bool:
         return (self._process.poll() or 0) < 0
@@ -201,7 +201,7 @@ class Forked:
     def _lose(self) -> None:
         """Handle an agent whose server has died, or had no descriptors free to start it. The kernel ends the
         agent and its workers with a dead server, but processes that the workers have started may survive."""
-        self._why = f"the agent {self._host} was lost with the process that forks agents here, which "
+        self._why = f"the agent {self._host} was lost with the server process that forks agents, which "
         self._why += self._seed.how_it_ended()
         if self._pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -28,7 +28,7 @@ OPTIONS = (
     "--ntasks-per-node=1",
     "--kill-on-bad-exit=0",
 )
-REMEDY = "the nodes must share the environment of this program, or have it at the same place"
+REMEDY = "install the environment of this program at the same path on all nodes"
 NODE = re.compile(r"NodeName=(\S+).*? NodeAddr=(\S+)")
 CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) .* CANCELLED ")
 OVER = re.compile(rf"{CANCELLED.pattern}|: task 0: ")
@@ -53,8 +53,8 @@ class Slurm:
         nodes = os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_NODELIST")
         if not os.environ.get("SLURM_JOB_ID") or not nodes:
             raise HostError(
-                "slurm: this program runs in no allocation of Slurm (SLURM_JOB_ID is not set): "
-                "start it with 'sbatch' or within 'salloc'"
+                "slurm: this program does not run in an allocation of Slurm (SLURM_JOB_ID is not "
+                "set); start it with 'sbatch' or within 'salloc'"
             )
         return _names(nodes)
 
@@ -86,12 +86,12 @@ def _scontrol(*arguments: str) -> str:
     except OSError as error:
         raise HostError(f"slurm: scontrol can't be started here: {error.strerror}") from error
     except subprocess.CalledProcessError as error:
-        raise HostError(f"slurm: 'scontrol {' '.join(arguments)}' fails: {error.stderr.strip()}") from error
+        raise HostError(f"slurm: 'scontrol {' '.join(arguments)}' failed: {error.stderr.strip()}") from error
 
 
 def _unstarted(host: str, code: int, said: Said) -> str:
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
-    return f"{host} could not start the agent: srun {how} before it ({said.last()})"
+    return f"{host} could not start the agent: srun {how} first ({said.last()})"
 
 
 def _ended_by_slurm(host: str, said: Said, has_ended: bool) -> str | None:
@@ -99,7 +99,7 @@ def _ended_by_slurm(host: str, said: Said, has_ended: bool) -> str | None:
     first, the end of the task is that of the agent."""
     over = CANCELLED if has_ended else OVER
     told = next((line.strip(" *") for line in said.lines if over.search(line)), None)
-    return told and f"the agent {host} was ended by Slurm ({told})"
+    return told and f"Slurm ended the agent {host} ({told})"
 
 
 def slurm(*, address: str | None = None) -> Slurm:

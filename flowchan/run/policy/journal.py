@@ -44,7 +44,7 @@ class Journal:
                 self._log(logging.WARNING, text, worker)
             case RunEnded(state, seconds, stuck):
                 for worker in sorted(stuck, key=str):
-                    text = f"worker {worker} still runs code that nothing can interrupt"
+                    text = f"worker {worker} still runs code that cannot be interrupted"
                     self._log(logging.WARNING, text, worker)
                 self._log(logging.INFO, f"{self._graph} is {state} after {seconds:.2f} s")
 
@@ -53,12 +53,12 @@ class Journal:
         if isinstance(event, Death):
             self._died(event, decided)
         elif isinstance(event, StopAsked) and before.phase == "running":
-            self._log(logging.INFO, f"{self._graph} stops: what is in flight is finished")
+            self._log(logging.INFO, f"{self._graph} stops: the items in flight are being finished")
         elif isinstance(event, AbortAsked) and after.phase != before.phase:
-            self._log(logging.INFO, f"{self._graph} is broken off")
+            self._log(logging.INFO, f"{self._graph} is aborted")
         elif isinstance(event, Tick) and (before.phase, after.phase) == ("stopping", "aborting"):
             text = f"was stopped, and nothing has moved in it for {decisions.STOP_SECONDS:g} s"
-            self._log(logging.WARNING, f"{self._graph} {text}: it is broken off")
+            self._log(logging.WARNING, f"{self._graph} {text}; it is aborted")
         if not after.goes_on:
             for action in decided.actions:
                 if isinstance(action, Terminate):
@@ -81,7 +81,7 @@ class Journal:
         """Log that a process did not end in time."""
         how = "killed" if ended.force else "terminated"
         waited = decisions.GRACE * (1 + ended.force)
-        text = f"worker {ended.worker} has not ended {waited:g} s after it should have, and is {how}"
+        text = f"worker {ended.worker} did not end within {waited:g} s and is {how}"
         self._log(logging.WARNING, text, ended.worker)
 
     def _log(self, level: int, text: str, worker: WorkerId | None = None) -> None:

@@ -22,7 +22,7 @@ from flowchan.channel.channel import In, Out
 from flowchan.errors import Broken, ChannelError, Closed, Drained, Empty, WorkerDied
 from flowchan.items.combining import Reduced, reduced
 from flowchan.items.failed import Failed
-from flowchan.items.text import short
+from flowchan.items.text import short, shown
 from flowchan.run.policy import journal
 from flowchan.run.policy.failures import ItemFailed, Portable, text_of
 from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare, has_requests
@@ -93,8 +93,8 @@ class OperatorJob:
             return results
         if not isinstance(results, list) or len(results) != len(items):
             error = TypeError(
-                "the function must return the exceptions of failed members in a list as long as the batch, "
-                f"got exceptions in a {type(results).__name__} of {len(results)} for a batch of {len(items)}"
+                f"the function must return a list of {len(items)} results for a batch with failed "
+                f"members, got a {type(results).__name__} of {len(results)}"
             )
             self.give_up(items, error)
             return SKIPPED
@@ -292,7 +292,7 @@ def put_or_end(out: Out[Any], output: Any) -> None:
 def _elements(function: Callable[[Any], Iterable[Any]], item: Any) -> Iterable[Any]:
     elements = function(item)
     if not isinstance(elements, Iterable):
-        raise TypeError(f"flat_map: function must return an iterable, got {elements!r}")
+        raise TypeError(f"flat_map: function must return an iterable, got {shown(elements)}")
     return elements
 
 
