@@ -15,10 +15,12 @@ from flowchan.declare.stream import Input, Stream, origins, streams_argument, st
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS
 from flowchan.items.arguments import known_options, no_misspelt_option, refuses_misspelt, text
 from flowchan.items.text import shown
+from flowchan.items.tracebacks import methods_end_at_caller
 
 T = TypeVar("T")
 
 
+@methods_end_at_caller
 class Blueprint(General):
     """Declared graph: its name, its stages in the order of declaration, and the channels between them.
 

@@ -20,6 +20,7 @@ from flowchan.declare.stream import Stream, origins, streams_argument, streams_o
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS, Gang
 from flowchan.items.arguments import callable_argument, flag, no_misspelt_option
 from flowchan.items.text import shown
+from flowchan.items.tracebacks import methods_end_at_caller
 
 STAGE_OPTIONS = (*SOURCE_OPTIONS, "workers", "elastic", "per_worker")
 
@@ -31,6 +32,7 @@ Q = TypeVar("Q")
 Others = TypeVarTuple("Others")
 
 
+@methods_end_at_caller
 class General(Builder):
     """Graph with :meth:`stage`."""
 

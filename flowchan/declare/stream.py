@@ -28,6 +28,7 @@ from flowchan.items.arguments import callable_argument, known_options, refuses_m
 from flowchan.items.combining import OPERATIONS, Function, Named, Reduced
 from flowchan.items.failed import Failed
 from flowchan.items.text import shown
+from flowchan.items.tracebacks import methods_end_at_caller
 
 _MISSING: Any = object()
 
@@ -38,6 +39,7 @@ T_co = TypeVar("T_co", covariant=True)
 F_co = TypeVar("F_co", covariant=True)
 
 
+@methods_end_at_caller
 @dataclass(frozen=True, slots=True, repr=False)
 class Stream(Generic[T_co]):
     """Output of a stage in a graph, on which you declare the next stage.

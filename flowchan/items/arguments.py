@@ -16,6 +16,7 @@ from decimal import Decimal
 from typing import Any, TypeGuard, TypeVar, cast
 
 from flowchan.items.text import shown
+from flowchan.items.tracebacks import shortened
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -146,7 +147,7 @@ def refuses_misspelt(call: str) -> Callable[[Function], Function]:
 
     The message uses ``call``, the name that users know. From 3.13 on, Python itself makes suggestions, but it
     uses the name of the definition. The check costs one more Python call, so no function that runs once per
-    item has it.
+    item has it. It also shortens tracebacks, like :func:`~flowchan.items.tracebacks.ends_at_caller`.
     """
 
     def refusing(function: Function) -> Function:
@@ -156,9 +157,13 @@ def refuses_misspelt(call: str) -> Callable[[Function], Function]:
 
         @functools.wraps(function)
         def checked(*args: Any, **options: Any) -> Any:
-            if options:
-                known_options(call, options, known)
-            return function(*args, **options)
+            try:
+                if options:
+                    known_options(call, options, known)
+                return function(*args, **options)
+            except Exception as error:
+                error.__traceback__ = shortened(error.__traceback__)
+                raise  # adds no entry for this frame
 
         return cast(Function, checked)
 

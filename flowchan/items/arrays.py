@@ -121,8 +121,8 @@ def _reduce_tensor(tensor: Any) -> Any:
     kind = tensor.device.type
     if tensor.requires_grad and not tensor.is_leaf:
         raise TypeError(
-            f"a tensor of shape {tuple(tensor.shape)} with grad_fn={tensor.grad_fn} is part of an "
-            "autograd graph, which cannot be sent to another process; send tensor.detach()"
+            f"a tensor of shape {tuple(tensor.shape)} is part of an autograd graph "
+            f"(grad_fn={type(tensor.grad_fn).__name__}); send tensor.detach()"
         )
     if (
         tensor.layout != torch.strided

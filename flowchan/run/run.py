@@ -16,6 +16,7 @@ from flowchan.declare.operators import OPERATORS
 from flowchan.declare.stream import Input, Stream
 from flowchan.errors import Broken, Interrupted, RunError
 from flowchan.items.arguments import finite_seconds, refuses_misspelt, seconds, whole
+from flowchan.items.tracebacks import methods_end_at_caller
 from flowchan.run.crew.pool_processes import LastingProcesses
 from flowchan.run.crew.router import CrewRouter
 from flowchan.run.crew.run_ports import RunPorts
@@ -39,6 +40,7 @@ from flowchan.transport.interrupts import InterruptWatch, interrupts_deferred, s
 T = TypeVar("T")
 
 
+@methods_end_at_caller
 class Run:
     """A run that has started. ``run[stream]`` is the writing end of an ``input()`` stream.
 

@@ -144,7 +144,7 @@ def test_ports_are_selected_like_channels(several_here):
 def test_select_raises_for_an_item_that_cannot_be_sent():
     """C10, C13."""
     ch = Channel(across="processes")
-    with pytest.raises(TypeError, match="can't be pickled"):
+    with pytest.raises(TypeError, match="can't send"):
         select(puts=[(ch, threading.Lock())])
     assert len(ch) == 0
 
@@ -154,6 +154,15 @@ def test_select_names_an_argument_of_another_type(gets):
     """C10."""
     with pytest.raises(TypeError, match="select: gets must be channels and In ports"):
         select(gets)
+
+
+def test_select_refuses_puts_that_are_not_pairs():
+    """C10: iterating over a channel would wait for its items."""
+    for puts in (ch := Channel(4), [ch], [(ch, 1, 2)], [3]):
+        with pytest.raises(TypeError, match="select: puts must be"):
+            select(puts=puts)
+    select(puts=[[ch, 1]])
+    assert ch.get() == 1
 
 
 def test_select_refuses_a_channel_in_place_of_a_list(several_here):
