@@ -46,6 +46,21 @@ def methods_end_at_caller(cls: Class) -> Class:
     return cls
 
 
+def from_users_code(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from the first entry of the user's code on, or all of it if it has none."""
+    step = trace
+    while step is not None:
+        module = step.tb_frame.f_globals.get("__name__", "")
+        if not _is_of_flowchan(module) and module != "contextlib":
+            return step
+        step = step.tb_next
+    return trace
+
+
+def _is_of_flowchan(module: str) -> bool:
+    return module == _PACKAGE or module.startswith(f"{_PACKAGE}.")
+
+
 def shortened(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback without its first entry, which belongs to a decorator.
 
@@ -54,8 +69,7 @@ def shortened(trace: TracebackType | None) -> TracebackType | None:
     """
     first = last = trace and trace.tb_next
     while last is not None:
-        module = last.tb_frame.f_globals.get("__name__", "")
-        if module != _PACKAGE and not module.startswith(f"{_PACKAGE}."):
+        if not _is_of_flowchan(last.tb_frame.f_globals.get("__name__", "")):
             return first
         if last.tb_next is None:
             code = last.tb_frame.f_code.co_code

@@ -442,7 +442,7 @@ def open_channel(
     there. ``tls``: as that program has said in ``serve``. Raises :class:`HostError` when it is not reached
     within ``timeout`` seconds."""
     place, number = place_in(address), number_in(address)
-    secret_bytes("open_channel", secret, "it is what channel.secret says")
+    secret_bytes("open_channel", secret, "pass the secret of the owner, channel.secret")
     flag("open_channel", "tls", tls)
     wait = _seconds(timeout)
     here = home_at(place, secret)

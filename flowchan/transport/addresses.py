@@ -22,11 +22,12 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
             ours.setdefault(route_to(peer), host)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
+                name = "" if peer == host else f"{host}: "
                 raise HostError(
-                    f"{call}: host {host} can't be resolved on this machine ({error.strerror}); check its "
-                    "spelling, or set address= to an address of this machine that the hosts can reach",
+                    f"{call}: {name}{error.strerror}; check its spelling, or set address= to an address of "
+                    "this machine that the hosts can reach",
                     host,
-                ) from error
+                ) from None
             raise HostError(
                 f"{call}: no address of this machine is known that {host} can reach "
                 f"({error.strerror}); set address=",

@@ -89,7 +89,7 @@ def test_probe_reports_an_unknown_name_next_to_other_hosts():
     one, two, three = probe.look(odd("", ""))
     assert (one.problem, two.problem) == ("", "local-2 is closed today")
     assert one.rate > 0
-    assert three.problem.startswith("odd: host local-3 can't be resolved on this machine (")
+    assert three.problem.startswith("odd: local-3: the host '")
     assert "check its spelling" in three.problem
 
 
@@ -97,7 +97,7 @@ def test_probe_reports_an_unknown_name_next_to_other_hosts():
 def test_probe_reports_each_of_several_unknown_names():
     found = probe.look(ssh("one.invalid", "two.invalid"))
     for facts, host in zip(found, ("one.invalid", "two.invalid"), strict=True):
-        assert facts.problem.startswith(f"ssh: host {host} can't be resolved on this machine (")
+        assert facts.problem.startswith(f"ssh: the host {host!r} can't be resolved (")
 
 
 def test_probe_gives_up_on_a_host_that_does_not_dial():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 from collections.abc import Callable
@@ -85,3 +86,31 @@ def test_refused_item_has_a_cause_only_from_the_users_code() -> None:
         ch.put(threading.Lock())
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
+
+
+def test_failure_of_a_stage_shows_only_the_users_lines() -> None:
+    class Work:
+        def __init__(self) -> None:
+            raise LookupError
+
+        def __call__(self, item: int) -> int:
+            return item
+
+    for work in (Work, lambda number: 1 // number):
+        graph = Graph("fails")
+        graph.source([0]).map(work).sink(print)
+        with pytest.raises(RunError) as caught:
+            graph.run()
+        cause = caught.value.exceptions[0].__cause__
+        assert cause is not None
+        assert [frame.filename for frame in traceback.extract_tb(cause.__traceback__)] == [__file__]
+
+
+def test_death_of_a_worker_has_a_note_without_a_traceback() -> None:
+    graph = Graph("dies")
+    graph.source([0]).map(lambda _: os._exit(3), on="process", max_deaths=1).sink(print)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    cause = caught.value.exceptions[0].__cause__
+    assert cause is not None
+    assert cause.__notes__ == ["in the worker map 1"]

@@ -134,7 +134,7 @@ def test_caller_learns_that_unpickling_its_item_killed_the_worker(in_batches: bo
         asks = [run.ask(questions, Bomb()) for _ in range(2)]
         for error in await asyncio.gather(*asks, return_exceptions=True):
             assert isinstance(error, WorkerDied)
-            assert "2 × exited with code 7" in str(error)
+            assert "each exited with code 7" in str(error)
         assert await run.ask(questions, 4) == 4
 
     asked(declare, use)

@@ -61,6 +61,9 @@ class Unguarded(GraphError):
         return GraphError, (self.graph, self.problems)
 
 
+Unguarded.__module__, Unguarded.__qualname__ = "flowchan", "GraphError"  # shown in tracebacks
+
+
 def unguarded(graph: Blueprint) -> Unguarded:
     method = multiprocessing.get_start_method()
     message = (

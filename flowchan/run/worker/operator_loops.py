@@ -187,7 +187,10 @@ class OperatorJob:
             error = TimeoutError(f"the worker {self.predecessors[-1]}")
         if error is None:
             ends = Counter(self.predecessors[-deaths:])
-            how = "; ".join(f"{count} × {end}" if count > 1 else end for end, count in ends.items())
+            if len(ends) == 1 and deaths > 1:
+                how = f"each {next(iter(ends))}"
+            else:
+                how = "; ".join(f"{end} ({count} times)" if count > 1 else end for end, count in ends.items())
             many = f"{deaths} workers died while they worked on this item, one after the other"
             one = "1 worker died while it worked on this item"
             error = WorkerDied(f"{one if deaths == 1 else many}: {how}")
@@ -348,7 +351,7 @@ def reduce(job: OperatorJob, *, items: In[Any], out: Out[Any] | None = None) -> 
             result = job.recover(fold, item, error)
             total = so_far if result is SKIPPED else result
     if total is SKIPPED:
-        raise TypeError("reduce: initial must be given for a stream without items")
+        raise TypeError("reduce: initial must be passed for a stream without items")
     job.on_result(total)
     if out is not None:
         out.put(total)
