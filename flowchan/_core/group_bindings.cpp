@@ -112,7 +112,8 @@ void alltoall(nb::handle self, uint32_t doing, uint64_t key, nb::list ins, nb::l
 void combine(nb::handle out, nb::list ins, nb::handle op_name) {
     Op op;
     Array to;
-    if (!parse_op(op_name.ptr(), op) || (!to.read(out.ptr()) && PyErr_Occurred())) throw nb::python_error();
+    if (!parse_op("reduce", op_name.ptr(), op) || (!to.read(out.ptr()) && PyErr_Occurred()))
+        throw nb::python_error();
     if (!has_kernel(to, op, out.ptr())) throw nb::python_error();
     const Arrays from(ins.ptr());
     std::vector<const void*> in;

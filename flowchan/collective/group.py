@@ -218,7 +218,7 @@ class Group(GroupSteps):
         Returns:
             The result on ``root``, None on the other members.
         """
-        self._check_root(root)
+        self._check_root("reduce", root)
 
         def do(left: float | None) -> Any:
             result = self._reduced(REDUCE, x, op, out, root, left)
@@ -238,7 +238,7 @@ class Group(GroupSteps):
         Returns:
             The list of the values in the order of the ranks on ``root``, None on the other members.
         """
-        self._check_root(root)
+        self._check_root("gather", root)
         return self._do(lambda left: self._gather(x, root, left), timeout, wait, x)
 
     def scatter(
@@ -256,7 +256,7 @@ class Group(GroupSteps):
         Returns:
             The value for this member.
         """
-        self._check_root(root)
+        self._check_root("scatter", root)
         parts = [b""] * self.size
         if self.rank == root:
             parts = [dumps(x) for x in parts_argument("scatter", "xs", xs, self.size)]
@@ -328,7 +328,7 @@ class Group(GroupSteps):
             MemberDied: The receiver is gone. It is :class:`MemberLeft` if it closed the group.
             TimeoutError: The receiver has too many unread messages.
         """
-        self._check_other("to", to)
+        self._check_other("send", "to", to)
         self._take_seat()
         self._messages.send(x, to, timeout)
 

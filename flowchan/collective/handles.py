@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flowchan.collective import array_access
 from flowchan.collective.deadline import countdown
+from flowchan.items.tracebacks import shortened
 from flowchan.transport.interrupts import unless_interrupted
 
 T = TypeVar("T")
@@ -149,7 +150,11 @@ class Starting:
         ``call`` gets the remaining seconds; ``given`` are its arrays.
         """
         if wait is not False:
-            return call(self._settle(timeout))
+            try:
+                return call(self._settle(timeout))
+            except Exception as error:
+                error.__traceback__ = shortened(error.__traceback__)
+                raise
         left = countdown(timeout)
         return self._start(lambda: call(left()), *given)
 

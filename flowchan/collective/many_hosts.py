@@ -246,7 +246,7 @@ class LinkedGroup(Group):
         else:
             parts = self._exchange(doing, key, array_access.memory(x), -1, timeout, x, None)
         if parts:
-            self._fill(outs, parts)
+            self._fill(NAMES[doing], outs, parts)
 
     def _alltoall(
         self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None, more: Any
@@ -279,7 +279,7 @@ class LinkedGroup(Group):
             return pickle.dumps(found, 5)
 
         found = pickle.loads(self._over_links(call, swap, (ins, more), left))
-        self._fill(outs, [found[rank][self._node.rank] for rank in range(self.size)])
+        self._fill(NAMES[doing], outs, [found[rank][self._node.rank] for rank in range(self.size)])
 
     def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any:
         if not array_access.is_here(x):
@@ -315,7 +315,7 @@ class LinkedGroup(Group):
         whole = array_access.empty_like(x)
         if self._reduce(REDUCE_SCATTER, x, whole, op, -1, timeout) is NotImplemented:
             return NotImplemented
-        part = array_access.parts_of(whole, self.size)[self.rank]
+        part = array_access.parts_of("reduce_scatter", whole, self.size)[self.rank]
         return array_access.fill(out, part.reshape(out.shape))
 
     def _spread(self, x: Any, root: int, timeout: float | None) -> Any:
@@ -356,12 +356,12 @@ class LinkedGroup(Group):
                 parts[rank] = part
         return parts
 
-    def _fill(self, outs: Sequence[Any], parts: Sequence[bytes]) -> None:
+    def _fill(self, call: str, outs: Sequence[Any], parts: Sequence[bytes]) -> None:
         for rank, (out, part) in enumerate(zip(outs, parts, strict=True)):
             if out is None:
                 continue
             memory = array_access.memory(out)
-            array_access.check_room(rank, len(part), len(memory))
+            array_access.check_room(call, rank, len(part), len(memory))
             memory[:] = part
 
     def _on_node(self, call: Call, work: Callable[[], T], first: bool = False) -> T:

@@ -146,7 +146,7 @@ class SharedGroup(_core.Group, Group):
         return self._overseer().disband
 
     def _explain(self, operation: str, x: Any) -> str:
-        number = number_of(operation)
+        number = number_of("explain", operation)
         size = array_access.size_of(x)
         if size is None or operation not in (*COMBINING, *MOVING, NAMES[REDUCE_SCATTER]):
             how = _OF_VALUES.get(operation, _OF_ANY_VALUE)

@@ -170,7 +170,7 @@ class TorchAlgorithm:
         self._do(doing, what, start, given.device, timeout, (mine[0], None), len(given), sizes.extend)
         for rank, (room, part, size) in enumerate(zip(rooms, found, sizes, strict=True)):
             if room is not None:
-                array_access.check_room(rank, size, len(room))
+                array_access.check_room(NAMES[doing], rank, size, len(room))
                 room.copy_(part[:size])
 
     def _alltoall(
@@ -197,7 +197,7 @@ class TorchAlgorithm:
         """Combine the whole arrays on all members, because some backends cannot combine parts."""
         whole = _tensor(x).clone()
         self._reduce(REDUCE_SCATTER, whole, whole, op, -1, timeout)
-        part = array_access.parts_of(whole, self._group.size)[self._group.rank]
+        part = array_access.parts_of("reduce_scatter", whole, self._group.size)[self._group.rank]
         _tensor(out).copy_(part.reshape(tuple(out.shape)))
         return out
 

@@ -117,7 +117,7 @@ class Coordinator:
             try:
                 sock, hello = accept(max(0.0, self._give_up - time.monotonic()))
             except unless_interrupted(TimeoutError):
-                late = f"of {size} members, these ranks did not come in time: {sorted(missing)}"
+                late = f"rank 0 of {size} timed out: ranks {sorted(missing)} have not arrived"
                 raise TimeoutError(late) from None
             rank, its_size = hello.get("rank", -1), hello.get("size")
             if rank in self.sockets and _has_ended(self.sockets[rank]):

@@ -353,7 +353,7 @@ def test_unavailable_algorithm_raises_with_remedy(monkeypatch: pytest.MonkeyPatc
             g.set_algorithm("allreduce", "mpi")
         with pytest.raises(ValueError, match=r"'nccl' .* needs a CUDA device .*; choose another algorithm"):
             g.set_algorithm("allreduce", "nccl")
-        with pytest.raises(ValueError, match="barrier: name must be None, got 'gloo'"):
+        with pytest.raises(ValueError, match="name must be None for barrier, got 'gloo'"):
             g.set_algorithm("barrier", "gloo")
         assert "exchange" in g.explain("allreduce", torch.ones(1))
         g.set_algorithm("allreduce", "gloo")

@@ -47,8 +47,8 @@ def synchronize(module: nn.Module, group: Group, root: int = 0) -> None:
     Example:
         synchronize(module, group)
     """
-    for _, x in _state(module):
-        check_writable(x)
+    for name, x in _state(module):
+        check_writable("synchronize", name, x)
     _raise_for_difference([(name, described(x)) for name, x in _state(module)], group)
     for _, x in _state(module):
         group.broadcast(x, root)
@@ -88,10 +88,13 @@ def _raise_for_difference(mine: list[tuple[Any, ...]], group: Group) -> None:
     place, rank = min(found)
     if place == min(len(first), len(others[rank - 1])):
         counts = f"{len(first)} parameters and buffers, but that of rank {rank} has {len(others[rank - 1])}"
-        raise Mismatch(f"the module of rank 0 has {counts}")
+        raise Mismatch(f"the module of rank 0 has {counts}; build the same module on all members")
     (name, kind, *_), (its_name, its_kind, *_) = first[place], others[rank - 1][place]
-    what = "has other values" if (name, kind) == (its_name, its_kind) else f"is {its_name!r}, {its_kind},"
-    raise Mismatch(f"{name!r}, {kind}, of rank 0 {what} at rank {rank}; call synchronize(model, group) first")
+    if (name, kind) == (its_name, its_kind):
+        what, remedy = "has other values", "call synchronize(module, group) first"
+    else:
+        what, remedy = f"is {its_name!r}, {its_kind},", "build the same module on all members"
+    raise Mismatch(f"{name!r}, {kind}, of rank 0 {what} at rank {rank}; {remedy}")
 
 
 def _first_difference(one: list[Any], other: list[Any]) -> int:
