@@ -77,7 +77,7 @@ class TaskPool(Executor):
         max_tasks_per_child: int | None = None,
     ) -> None:
         self._place = placement_argument("TaskPool", on)
-        workers = _usual_workers(self._place) if workers is None else workers
+        workers = _usual_workers(self._place) if workers is None else whole("TaskPool", "workers", workers, 1)
         if initializer is not None and not callable(initializer):
             raise TypeError(f"TaskPool: initializer must be callable or None, got {initializer!r}")
         if max_tasks_per_child is not None:
@@ -154,7 +154,7 @@ class TaskPool(Executor):
 
     def _refuse(self, error: Exception) -> NoReturn:
         if self._is_shut and not isinstance(error, Broken):
-            raise RuntimeError("cannot schedule new futures after shutdown") from error
+            raise RuntimeError("cannot schedule new futures after shutdown") from None
         raise BrokenExecutor(f"the pool has failed and takes no more tasks: {error}") from (
             error.__cause__ or error
         )

@@ -282,7 +282,7 @@ def _device(name: Any) -> torch.device:
         raise ValueError(
             f"Sequential: devices must contain usable devices ({', '.join(usable)}), got {short(name)} "
             f"({reason})"
-        ) from error
+        ) from None
     return device
 
 

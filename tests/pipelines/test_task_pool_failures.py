@@ -216,6 +216,7 @@ def test_submit_after_shutdown_raises_message_of_python(on: Any) -> None:
     with pytest.raises(RuntimeError, match=r"^cannot schedule new futures after shutdown$") as caught:
         pool.submit(abs, 1)
     assert not isinstance(caught.value, BrokenExecutor)
+    assert caught.value.__cause__ is None
 
 
 def test_failed_pool_breaks_futures_and_rejects_tasks(tmp_path: Path) -> None:
