@@ -111,7 +111,7 @@ def test_stream_of_another_graph_is_reported_with_that_graph(graph: Blueprint) -
     graph.source(range(3)).zip(strange).sink(print)
     problem = only(graph)
     assert (problem.rule, problem.stage) == ("foreign", "zip")
-    assert f"stream 'letters' of another graph, 'other' declared at {other.where}" in problem.message
+    assert f"stream 'letters' of another graph, 'other', declared at {other.where}" in problem.message
 
 
 def test_stream_without_writer_is_reported(graph: Blueprint) -> None:
@@ -189,7 +189,7 @@ def test_a_stream_read_twice_is_reported_with_both_readers(graph: Blueprint) -> 
     one, two = (stage.where for stage in graph.stages[1:])
     problem = only(graph)
     assert problem.rule == "read-twice"
-    assert f"by 'print' ({one}) and 'print-2' ({two})" in problem.message
+    assert f"2 readers, 'print' ({one}) and 'print-2' ({two})" in problem.message
     assert problem.message.endswith("give each its own stream with .tee(2)")
 
 

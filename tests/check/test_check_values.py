@@ -40,9 +40,9 @@ def test_ports_of_the_wrong_type_are_reported(graph: Blueprint) -> None:
     texts, numbers = graph.source(range(3)).map(to_text), graph.source(range(3))
     graph.stage(joins, texts, numbers).map(to_text).sink(print)
     assert [problem.message.partition(";")[0] for problem in check(graph)] == [
-        "'numbers' of 'joins' takes int, but stream 'to_text' gives str",
-        "'texts' of 'joins' takes str, but stream 'source-2' gives int",
-        "'item' of 'to_text' takes int, but stream 'joins' gives str",
+        "'numbers' of 'joins' takes int, but stream 'to_text' has items of type str",
+        "'texts' of 'joins' takes str, but stream 'source-2' has items of type int",
+        "'item' of 'to_text' takes int, but stream 'joins' has items of type str",
     ]
 
 

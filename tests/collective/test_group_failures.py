@@ -429,7 +429,7 @@ def test_explain_describes_each_operation() -> None:
         1j * small,
     ):
         assert "exchange" in first.explain("allreduce", combined)
-    with pytest.raises(ValueError, match=r"operation must be one of barrier, .* not 'sum'"):
+    with pytest.raises(ValueError, match=r"explain: operation must be one of 'barrier', .* got 'sum'"):
         first.explain("sum")
 
 

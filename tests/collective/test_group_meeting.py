@@ -138,7 +138,7 @@ def test_members_with_equal_at_meet_in_any_order() -> None:
 
 def test_duplicate_ranks_and_different_sizes_raise_on_all_members() -> None:
     twice, other = ((0, 3), (1, 3), (1, 3)), ((0, 3), (1, 2))
-    for come, said in ((twice, "got two processes with rank 1"), (other, "one of 3 members")):
+    for come, said in ((twice, "got two processes with rank 1"), (other, "one size, got 3 from rank 0")):
         found: list[Any] = []
         threads = [start(found, f"refused {said}", *one) for one in come]
         for thread in threads:

@@ -357,8 +357,8 @@ def test_a_device_that_the_receiver_cannot_see_is_named(make, monkeypatch, switc
     ch.put(FakeTensor(np.arange(10), "fake-A"))
     FAKE.seen = ["fake-B"]
     said = (
-        rf"fake device fake-A of process {os.getpid()}.*can use fake-B "
-        rf"only.*CUDA_VISIBLE_DEVICES.*tensor\.cpu\(\)"
+        rf"fake device fake-A of process {os.getpid()}.*can use only fake-B"
+        rf".*CUDA_VISIBLE_DEVICES.*tensor\.cpu\(\)"
     )
     with pytest.raises(ChannelError, match=said):
         ch.get()

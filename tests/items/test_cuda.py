@@ -314,7 +314,7 @@ def test_a_device_that_the_receiver_cannot_see_is_named(start, monkeypatch, swit
     start(_answer_with_the_error, ch, answers)
     said = answers.get()
     assert f"of process {os.getpid()}" in said
-    assert "can use none only" in said
+    assert "can use only none" in said
     assert "tensor.cpu()" in said
 
 

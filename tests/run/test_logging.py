@@ -148,7 +148,7 @@ def test_worker_that_does_not_end_is_logged(caplog: pytest.LogCaptureFixture) ->
     run.wait()
     told = names(caplog, "flowchan.run", logging.WARNING)
     assert [text.rpartition(" ")[2] for text in told] == ["terminated", "killed"]
-    assert all(text.startswith("worker slow 1 has not ended ") for text in told)
+    assert all(text.startswith("worker slow 1 did not end within ") for text in told)
 
 
 def test_program_without_logging_setup_shows_nothing(tmp_path: Path) -> None:
