@@ -51,9 +51,7 @@ def converted(text: str, annotation: Any) -> Any:
         return click.types.convert_type(annotation).convert(text, None, None)
     except click.BadParameter as error:
         # click also lists an empty word as a truth value
-        told = (
-            f"{text!r} is not a bool; use one of {', '.join(_TRUTH)}" if annotation is bool else error.message
-        )
+        told = f"{text!r} must be one of {', '.join(_TRUTH)}" if annotation is bool else error.message
         raise ValueError(told) from error
     except Exception as error:
         raise ValueError(f"{text!r} is not a {annotation.__name__}: {error}") from error

@@ -282,7 +282,7 @@ def _named(module: ModuleType, name: str, path: Path) -> str:
         return name
     names = list(_candidates(module))
     known = f"; it has {', '.join(names)}" if names else ", and no graph either"
-    raise LoadError(f"{path}: has no name {name!r}{known}")
+    raise LoadError(f"{path}: has no {name!r}{known}")
 
 
 def _graph_of(label: str, value: Any, args: Sequence[str], file: Path) -> Blueprint:

@@ -418,7 +418,9 @@ class Stream(Generic[T_co]):
         named = isinstance(op, str)
         if named and op not in OPERATIONS:
             allowed = ", ".join(map(repr, OPERATIONS))
-            raise ValueError(f"allreduce: op must be one of {allowed} or a function of two, got {op!r}")
+            raise ValueError(
+                f"allreduce: op must be one of {allowed} or a function of two values, got {op!r}"
+            )
         function = None if named else callable_argument("allreduce", "op", op)
         origin = self._own("allreduce")
         own = {"op": op} if named else {}

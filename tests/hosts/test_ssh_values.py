@@ -33,7 +33,7 @@ def test_provider_compares_and_pickles_by_value():
             ValueError,
             "ssh: a host must be a name, an address or user@name, got '-oProxy",
         ),
-        (("a b",), ValueError, "not 'a b'"),
+        (("a b",), ValueError, "got 'a b'"),
         (("",), ValueError, "ssh: a host must not be empty"),
         ((1,), TypeError, "ssh: a host must be a string, got 1"),
         (("gpu1", "gpu2", "gpu1"), ValueError, "ssh: hosts must be different, got 'gpu1' twice"),
