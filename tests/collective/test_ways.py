@@ -300,7 +300,7 @@ def test_set_algorithm_names_allowed_algorithms() -> None:
         g.set_algorithm("reduce_scatter", "slices")
     with pytest.raises(ValueError, match="name must be None for barrier, got 'direct'"):
         g.set_algorithm("barrier", "direct")
-    with pytest.raises(ValueError, match="operation must be one of barrier"):
+    with pytest.raises(ValueError, match="operation must be one of 'barrier'"):
         g.set_algorithm("sum", None)
     g.set_algorithm("allreduce", "slices")
     assert "slices" in g.explain("allreduce", np.ones(1))
