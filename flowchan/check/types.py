@@ -225,7 +225,7 @@ def _port_messages(stage: Stage) -> Iterator[str]:
         asked = f"{len(readers)} In parameter{'s' * (len(readers) != 1)}"
         listed = f" ({', '.join(readers)})" if readers else ""
         given = "1 stream was" if len(stage.inputs) == 1 else f"{len(stage.inputs)} streams were"
-        yield f"{name} has {asked}{listed}, but {given} given; give one stream for each"
+        yield f"{name} has {asked}{listed}, but {given} passed; pass one stream for each"
     seat = None if stage.gang is None else stage.gang.parameter
     for parameter in signature.parameters.values():
         if parameter.name != seat:

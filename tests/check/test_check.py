@@ -209,8 +209,8 @@ def test_a_general_stage_takes_one_stream_per_in_parameter(graph: Blueprint) -> 
     start = graph.source(range(3))
     graph.stage(pass_on, start, start, name="long", limit=1).sink(print)
     assert [problem.message for problem in check(graph) if problem.rule == "ports"] == [
-        "'pass_on' has 1 In parameter (items), but 0 streams were given; give one stream for each",
-        "'pass_on' has 1 In parameter (items), but 2 streams were given; give one stream for each",
+        "'pass_on' has 1 In parameter (items), but 0 streams were passed; pass one stream for each",
+        "'pass_on' has 1 In parameter (items), but 2 streams were passed; pass one stream for each",
     ]
 
 
