@@ -206,7 +206,7 @@ def check_choices(
     if param_scale != 1 and balance != "memory":
         raise ValueError(f'Sequential: balance must be "memory" with param_scale, got {shown(balance)}')
     if sample is not None:
-        batch_size(sample, "Sequential: sample", dim)
+        batch_size(sample, "sample", dim)
 
 
 def _check_placement(on: Any) -> None:
