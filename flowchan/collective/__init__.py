@@ -102,8 +102,8 @@ def _launched(mine: Launched, name: str, timeout: float) -> Group:
         return meet_by_torchrun(number, timeout, name)
     raise GroupError(
         f"group: the {mine.size} members that {mine.launcher} started are on several hosts "
-        f"({mine.here} here); set FLOWCHAN_AT to a free port of rank 0's host, such as 10.0.0.1:4711, "
-        "and FLOWCHAN_SECRET to one secret of at least 16 characters"
+        f"({mine.here} here). Set FLOWCHAN_AT to a free port of rank 0's host, such as "
+        "10.0.0.1:4711, and FLOWCHAN_SECRET to one secret of at least 16 characters"
     )
 
 

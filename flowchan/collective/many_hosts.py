@@ -149,8 +149,8 @@ class LinkedGroup(Group):
     def _shrunk(self, name: str, give_up: float) -> Group:
         if self._meet_again is None:
             raise GroupError(
-                f"{self!r} cannot be shrunk: its members are on several hosts and did not meet at an address "
-                "(at=); create a new group, or run a graph with an elastic gang"
+                f"{self!r} cannot be shrunk: its members did not meet at an address (at=); create a "
+                "new group, or run a graph with an elastic gang"
             )
         if self._node._see(self._node.rank)[-1]:
             raise GroupError(f"{self!r} is closed; create a new group")

@@ -124,9 +124,8 @@ class _Part(ModuleType):
         if name.startswith("__"):  # Python itself asks for such names
             raise AttributeError(name)
         raise AttributeError(
-            f"only some classes of module {self.__name__!r} were sent to this host, and not "
-            f"{name!r}; import the module outside of the function that needs it, so that all of "
-            "it is sent"
+            f"module {self.__name__!r} was sent to this host without {name!r}; import the module "
+            "outside of the function that needs it"
         )
 
 

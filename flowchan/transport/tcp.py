@@ -40,8 +40,8 @@ def split(address: str) -> tuple[str, int]:
         )
     if not (colon and host and port.isascii() and port.isdigit() and int(port) < 65536):
         raise ValueError(
-            f"{address!r} is not an address: it must be a host, a colon and a port up to 65535, "
-            "for example '127.0.0.1:4711'; port 0 is any free one"
+            f"{address!r} is not an address: it must be a host, a colon and a port up to 65535 "
+            "(0: any free one), for example '127.0.0.1:4711'"
         )
     return host, int(port)
 

@@ -368,8 +368,7 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
         if not operator.answers or (operator.gathers and readers):
             raise ValueError(
                 f"ask: the items of input {stage!r} must not reach {name!r}, because {operator.name} "
-                "has no single output for one item; use other operators, or put your own numbers "
-                "into the items"
+                "has no single output per item; use other operators, or number the items"
             )
         if operator.gathers:
             found.append(name)

@@ -322,9 +322,8 @@ def _rebuild_elsewhere(kind: str, identity: str, number: int, host: Any, form: A
     if number < len(seen):
         return device.from_host(host, seen[number], form)
     raise ChannelError(
-        f"the item holds a tensor that was on {kind}:{number} of another host, but this "
-        f"process ({os.getpid()}) has {len(seen)} {kind} devices; give the stage one "
-        "(gpus=1), or put tensor.cpu()"
+        f"the item holds a tensor of {kind}:{number} on another host, but process "
+        f"{os.getpid()} here has {len(seen)} {kind} devices; use gpus=1, or put tensor.cpu()"
     )
 
 
@@ -333,9 +332,9 @@ def _visible(kind: str, identity: str, pid: int) -> Device:
     if identity in (seen := device.visible()):
         return device
     raise ChannelError(
-        f"the item holds a tensor on {kind} device {identity} of process {pid}, but this "
-        f"process ({os.getpid()}) can use only {', '.join(seen) or 'none'}; set the same "
-        "CUDA_VISIBLE_DEVICES for both, or put tensor.cpu()"
+        f"the item holds a tensor on {kind} device {identity} of process {pid}, but process "
+        f"{os.getpid()} can use only {', '.join(seen) or 'none'}; set one "
+        "CUDA_VISIBLE_DEVICES, or put tensor.cpu()"
     )
 
 
