@@ -153,7 +153,7 @@ class LinkedGroup(Group):
                 "new group, or run a graph with an elastic gang"
             )
         if self._node._see(self._node.rank)[-1]:
-            raise GroupError(f"{self!r} is closed; create a new group")
+            raise GroupError(f"{self!r} was closed; create a new group")
         try:
             self._let_go_of_all()
             return self._meet_again(self, name, give_up)

@@ -194,7 +194,7 @@ class SharedGroup(_core.Group, Group):
         if end == TAKEN:
             raise GroupError(f"{self!r} is already used by another process; give each process its own member")
         if end == CLOSED:
-            raise GroupError(f"{self!r} is closed; create a new group")
+            raise GroupError(f"{self!r} was closed; create a new group")
         if end == WITHIN:
             raise GroupError(
                 f"{call} was called by a signal handler during another operation of {self!r}; set a flag in "

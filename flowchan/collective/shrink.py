@@ -74,7 +74,7 @@ class Shrinking(Generic[M]):
         old = self._old
         *_, over = old._see(old.rank)
         if over:
-            raise GroupError(f"{old!r} is closed; create a new group")
+            raise GroupError(f"{old!r} was closed; create a new group")
         old._take_seat()
         try:
             old._give_up()  # members that still use the old group raise MemberDied

@@ -417,10 +417,8 @@ class Stream(Generic[T_co]):
         known_options("allreduce", options, ("op", *PlainOptions.__annotations__))
         named = isinstance(op, str)
         if named and op not in OPERATIONS:
-            allowed = ", ".join(map(repr, OPERATIONS))
-            raise ValueError(
-                f"allreduce: op must be one of {allowed} or a function of two values, got {op!r}"
-            )
+            names = ", ".join(map(repr, OPERATIONS))
+            raise ValueError(f"allreduce: op must be one of {names} or a function of two values, got {op!r}")
         function = None if named else callable_argument("allreduce", "op", op)
         origin = self._own("allreduce")
         own = {"op": op} if named else {}
@@ -544,10 +542,7 @@ def streams_of(graph: Builder, stage: Stage) -> tuple[Stream[Any], ...]:
 
 def origins(graph: Builder, *streams: Stream[Any]) -> tuple[Origin, ...]:
     """Return the origins that a stage of ``graph`` has as inputs if it reads these streams."""
-    return tuple(
-        stream._origin if stream.graph is graph else graph._is_foreign(stream.name, stream.graph)
-        for stream in streams
-    )
+    return tuple(s._origin if s.graph is graph else graph._is_foreign(s.name, s.graph) for s in streams)
 
 
 def _listed(item: Any) -> Any:
