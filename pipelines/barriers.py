@@ -261,7 +261,7 @@ class Event:
             return True
         except Empty:
             return False
-        raise AssertionError("Event: its gate holds an item, but gates of events must stay empty")
+        raise AssertionError("Event: its channel holds an item, but it must stay empty")
 
     def __repr__(self) -> str:
         return f"<Event {'set' if self.is_set() else 'not set'}>"

@@ -55,7 +55,9 @@ class Dataset(IterableDataset[T_co]):
 
     def __enter__(self) -> Self:
         if self._pool is not None:
-            raise RuntimeError("dataset: the with block must not be nested; leave the first block before")
+            raise RuntimeError(
+                "dataset: with blocks must not be nested; leave the first block before the second"
+            )
         self._pool = self._graph.pool().__enter__()
         return self
 
@@ -69,8 +71,8 @@ class Dataset(IterableDataset[T_co]):
     def __iter__(self) -> Iterator[T_co]:
         if get_worker_info() is not None:
             raise RuntimeError(
-                "dataset: each worker of a DataLoader would run the whole graph; use num_workers=0, because "
-                "the graph has its own workers: map(function, on='process', workers=n)"
+                "dataset: each worker of a DataLoader would run the whole graph; use num_workers=0, "
+                "and give the graph workers: map(function, on='process', workers=n)"
             )
         seed, self.epoch = self._seed_of(self.epoch), self.epoch + 1
         with (self._pool or self._graph).start(seed=seed) as run:

@@ -107,7 +107,7 @@ class Lock(Held, Shared):
             RuntimeError: The calling thread does not hold the lock.
         """
         if not self._is_owned():
-            raise RuntimeError("this thread does not hold the lock")
+            raise RuntimeError("release: this thread does not hold the lock")
         self._depth -= 1
         if self._depth == 0 and self._token is not None:
             token, self._token, self._holder = self._token, None, None

@@ -8,7 +8,7 @@ from typing import Any
 
 from flowchan import Channel, Empty, Failed, Graph, RunError, StageError
 from flowchan.declare.placements import PlacementOption
-from flowchan.items.arguments import refuses_misspelt
+from flowchan.items.arguments import refuses_misspelt, whole
 from flowchan.pipelines.user_calls import call, name_of, reason
 
 
@@ -35,9 +35,7 @@ class Workers:
         self._n = n
         self._name = name_of(fn)
         self._results: dict[int, Any] = {}
-        self._failures: Channel[Failed[Any]] = Channel(
-            max(1, n)
-        )  # an item leaves with the call that raises it
+        self._failures: Channel[Failed[Any]] = Channel(n)  # an item leaves with the call that raises it
         graph = Graph(self._name)
         numbers = graph.source(_numbers, n)
         # A worker that dies ends its call. A replacement might repeat side effects of the call.
@@ -148,4 +146,5 @@ def map(  # noqa: A001
     """
     if not callable(fn):
         raise TypeError(f"map: fn must be callable, got {fn!r}")
+    whole("map", "n", n, 1)
     return Workers(n, fn, args, on)

@@ -80,14 +80,15 @@ class TaskPool(Executor):
         max_tasks_per_child: int | None = None,
     ) -> None:
         self._place = placement_argument("TaskPool", on)
-        workers = _usual_workers(self._place) if workers is None else workers
+        workers = _usual_workers(self._place) if workers is None else whole("TaskPool", "workers", workers, 1)
         if initializer is not None and not callable(initializer):
             raise TypeError(f"TaskPool: initializer must be callable or None, got {initializer!r}")
         if max_tasks_per_child is not None:
             whole("TaskPool", "max_tasks_per_child", max_tasks_per_child, 1)
             if not self._place.own_process:
                 raise ValueError(
-                    "TaskPool: max_tasks_per_child needs worker processes, got on='thread'; use on='process'"
+                    "TaskPool: max_tasks_per_child must be None with on='thread', got "
+                    f"{max_tasks_per_child!r}; use on='process'"
                 )
         ready = _Ready(initializer, tuple(initargs))
         self._tasks: dict[int, _Task] = {}
@@ -156,7 +157,7 @@ class TaskPool(Executor):
 
     def _refuse(self, error: Exception) -> NoReturn:
         if self._is_shut and not isinstance(error, Broken):
-            raise RuntimeError("cannot schedule new futures after shutdown") from error
+            raise RuntimeError("cannot schedule new futures after shutdown") from None
         raise BrokenExecutor(f"the pool has failed and takes no more tasks: {error}") from (
             error.__cause__ or error
         )
@@ -400,7 +401,7 @@ def _end(end: Callable[[Any], None], value: Any) -> None:
         pass  # the future was done before
     except BaseException:
         logging.getLogger("concurrent.futures").exception(
-            "a callback of a future of a TaskPool asked to exit"
+            "a callback of a future of a TaskPool raised an exception that asks to exit"
         )
 
 
@@ -459,7 +460,8 @@ def _answer(packed: Any) -> Any:
     except ImportError as error:
         if host := worker().host:
             error.add_note(
-                f"raised on host {host!r}: what a task uses must be importable there, or of the main script"
+                f"raised on host {host!r}: the objects of a task must be importable there, or be "
+                "defined in the main script"
             )
         raise
     if isinstance(packed, list):
@@ -496,7 +498,7 @@ def _watch(run: Run, tasks: dict[int, _Task]) -> None:
         _, task = tasks.popitem()
         # Waiting threads are notified of a cancelled task.
         if task.future.running() or task.future.set_running_or_notify_cancel():
-            broken = BrokenExecutor("the pool has failed, and this task was not done")
+            broken = BrokenExecutor("the pool failed before this task was done")
             broken.__cause__ = cause
             _end(task.future.set_exception, broken)
 

@@ -367,6 +367,7 @@ def workqueue(name: str | None = None, capacity: int = 64, across: Across = "thr
                 return WorkQueue(sides, creator=True)
             if time.monotonic() > give_up:
                 raise TimeoutError(
-                    f"workqueue: a process has the name {name!r}, but did not publish its queue in time"
+                    f"workqueue: another process claimed the name {name!r}, but did not publish its queue "
+                    "in time"
                 )
             time.sleep(0.001)

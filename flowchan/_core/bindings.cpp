@@ -99,7 +99,7 @@ nb::tuple port_state(Port& port) {
     if (!port.ch->reaches_processes()) {
         PyErr_SetString(PyExc_TypeError,
                         (port.ch->describe() + " and its ports can't be sent to another process; "
-                                               "make it with across='processes'")
+                                               "create it with across='processes'")
                             .c_str());
         throw nb::python_error();
     }

@@ -66,7 +66,7 @@ bool Channel::usable() {
     }
     raise("ChannelError",
           describe() + " was made in another process (pid of this one: " + std::to_string(getpid()) +
-              ") and across='threads' does not reach a forked child; make it with across='processes'");
+              "), and across='threads' does not reach a forked child; create it with across='processes'");
     return false;
 }
 

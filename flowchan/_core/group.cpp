@@ -88,14 +88,15 @@ uint32_t size_of_group(int fd) {
     GroupHeader header;
     if (pread(fd, static_cast<void*>(&header), sizeof header, 0) != ssize_t(sizeof header) ||
         header.magic != GroupHeader::MAGIC || header.size < 1 || header.size > MOST_MEMBERS)
-        throw std::invalid_argument("this descriptor is not that of a group's memory");
+        throw std::invalid_argument("the descriptor must be of the memory of a group");
     return header.size;
 }
 
 }  // namespace
 
 Member::Member(int fd, uint32_t rank) : rank(rank), size(size_of_group(fd)), fd_(fd) {
-    if (rank >= size) ::close(fd), throw std::invalid_argument("rank must be less than the group's size");
+    if (rank >= size)
+        ::close(fd), throw std::invalid_argument("rank must be less than the size of the group");
     control_ = control_length(size);
     big_length_ = big_length(size);
     result_size_ = result_length(size);

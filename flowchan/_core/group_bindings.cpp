@@ -76,8 +76,8 @@ nb::list exchange(nb::handle self, uint32_t doing, uint64_t key, nb::handle data
 
 void need_each(const Arrays& arrays, const Member& group, const char* what) {
     if (arrays.size() != group.size)
-        throw nb::value_error((std::string(what) + " takes one array for each of the " +
-                               std::to_string(group.size) + " members, not " + std::to_string(arrays.size()))
+        throw nb::value_error((std::string(what) + " must have one array for each of the " +
+                               std::to_string(group.size) + " members, got " + std::to_string(arrays.size()))
                                   .c_str());
 }
 
@@ -112,7 +112,8 @@ void alltoall(nb::handle self, uint32_t doing, uint64_t key, nb::list ins, nb::l
 void combine(nb::handle out, nb::list ins, nb::handle op_name) {
     Op op;
     Array to;
-    if (!parse_op(op_name.ptr(), op) || (!to.read(out.ptr()) && PyErr_Occurred())) throw nb::python_error();
+    if (!parse_op("reduce", op_name.ptr(), op) || (!to.read(out.ptr()) && PyErr_Occurred()))
+        throw nb::python_error();
     if (!has_kernel(to, op, out.ptr())) throw nb::python_error();
     const Arrays from(ins.ptr());
     std::vector<const void*> in;

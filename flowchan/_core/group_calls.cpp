@@ -12,7 +12,7 @@ PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObj
     Op op;
     Deadline deadline;
     Array in, to;
-    if (!parse_op(op_name, op) || !parse_deadline(timeout, deadline)) return nullptr;
+    if (!parse_op("reduce_scatter", op_name, op) || !parse_deadline(timeout, deadline)) return nullptr;
     if (!in.read(x) || !to.read(out)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
     if (!has_kernel(in, op, x)) return nullptr;
     if (in.count % group.size || !fits(in, to, in.count / group.size)) return Py_NewRef(Py_NotImplemented);
@@ -33,7 +33,9 @@ PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* o
     PyGroup& group = group_of(self);
     Op op;
     Deadline deadline;
-    if (!parse_op(op_name, op) || !parse_deadline(timeout, deadline)) return nullptr;
+    if (!parse_op(doing == REDUCE ? "reduce" : "allreduce", op_name, op) ||
+        !parse_deadline(timeout, deadline))
+        return nullptr;
     Array in, to;
     if (!in.read(x) || (!is_default(out) && !to.read(out)))
         return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
@@ -110,7 +112,7 @@ PyObject* broadcast(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObjec
         PyObject* v[4];
         uint32_t root;
         if (!parse("broadcast", BROADCAST_NAMES, 1, args, n, keywords, v) ||
-            !parse_root(v[1], group_of(self), root))
+            !parse_root("broadcast", v[1], group_of(self), root))
             return nullptr;
         if (!goes_later(self, v[3])) {
             PyObject* result = broadcast_array(self, v[0], root, v[2]);

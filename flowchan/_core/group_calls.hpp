@@ -118,22 +118,23 @@ inline PyObject* raise_end(PyObject* self, End end, uint32_t doing, PyObject* x,
     return nullptr;
 }
 
-inline bool parse_op(PyObject* name, Op& op) {
+inline bool parse_op(const char* call, PyObject* name, Op& op) {
     op = Op::Sum;
     if (!name) return true;
     for (size_t i = 0; PyUnicode_Check(name) && i < std::size(OPS); ++i)
         if (PyUnicode_CompareWithASCIIString(name, OPS[i]) == 0) return op = Op(i), true;
     PyErr_Format(PyExc_ValueError,
-                 "op must be 'sum', 'mean', 'prod', 'min', 'max', 'and', 'or' or 'xor', not %R", name);
+                 "%s: op must be 'sum', 'mean', 'prod', 'min', 'max', 'and', 'or' or 'xor', got %R", call,
+                 name);
     return false;
 }
 
-inline bool parse_root(PyObject* value, const Member& group, uint32_t& root) {
+inline bool parse_root(const char* call, PyObject* value, const Member& group, uint32_t& root) {
     const bool is_integer = !value || (PyIndex_Check(value) && !PyBool_Check(value));
     const long long number = value && is_integer ? PyLong_AsLongLong(value) : 0;
     if (number == -1 && PyErr_Occurred()) PyErr_Clear();  // the number is too large
     if (!is_integer || number < 0 || number >= group.size) {
-        PyErr_Format(PyExc_ValueError, "root must be a rank of the group, from 0 to %u, not %R",
+        PyErr_Format(PyExc_ValueError, "%s: root must be a rank of the group, from 0 to %u, got %R", call,
                      group.size - 1, value);
         return false;
     }

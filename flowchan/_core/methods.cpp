@@ -33,7 +33,7 @@ bool parse_deadline(PyObject* timeout, Deadline& deadline) {
     if (!timeout || timeout == Py_None) return true;
     double s = seconds_of(timeout);
     if (!(s >= 0)) {
-        PyErr_Format(PyExc_ValueError, "timeout must be None (no limit) or a number of seconds >= 0, got %R",
+        PyErr_Format(PyExc_ValueError, "timeout must be None or a number of at least 0 seconds, got %R",
                      timeout);
         return false;
     }
@@ -81,7 +81,7 @@ PyObject* do_get_many(Channel& ch, In* in, PyObject* const* args, Py_ssize_t n, 
     Py_ssize_t most = PyLong_Check(v[0]) && !PyBool_Check(v[0]) ? PyLong_AsSsize_t(v[0]) : -1;
     if (most < 1) {
         PyErr_Clear();
-        PyErr_Format(PyExc_ValueError, "get_many: max must be a whole number >= 1, got %R", v[0]);
+        PyErr_Format(PyExc_ValueError, "get_many: max must be an int of at least 1, got %R", v[0]);
         return nullptr;
     }
     return get_all(ch, in, most, deadline);

@@ -34,8 +34,8 @@ std::string amount(uint64_t bytes) {
 
 // Return the cause for a channel that the death of a counted writer ended: a WorkerDied, or null.
 PyObject* writer_died(const std::string& description, uint64_t pid) {
-    const std::string text = "process " + std::to_string(pid) + ", which had a counted writer of " +
-                             description + " open, ended without closing it";
+    const std::string text =
+        "process " + std::to_string(pid) + " ended without closing its counted writer of " + description;
     nb::object cls = nb::steal(error_class("WorkerDied"));
     if (!cls.is_valid()) return nullptr;
     nb::object arguments = nb::make_tuple(text.c_str()), keywords = nb::dict();
@@ -58,7 +58,7 @@ std::string fill(Channel& ch) {
         text += "; process " + std::to_string(one.pid) + " holds " + std::to_string(one.blocks) +
                 (one.blocks == 1 ? " block, " : " blocks, ") + amount(one.bytes) +
                 " in arrays and tensors that it received or has on loan";
-    if (!held.empty()) text += "; keep copies instead (array.copy()), or give a larger max_bytes";
+    if (!held.empty()) text += "; keep copies instead (array.copy()), or use a larger max_bytes";
     return text;
 }
 
@@ -121,15 +121,14 @@ void raise_refused(Channel& ch, int error) {
     std::string why = std::string("they could not be sent (") + strerror(error) + ")";
     if (error == EBADF)
         why =
-            "this process lacks its socket; it needs AF_UNIX sockets, and must get the channel by fork, "
-            "as an argument of a "
-            "process or through a channel";
-    if (error == E2BIG) why = "one item takes at most 126 of them; put several items";
-    if (error == EAGAIN || error == ENOBUFS) why = "too many are in transit in it; receive some first";
+            "this process has no socket of the channel; send the channel by fork, as an argument of a "
+            "process "
+            "or through a channel, with AF_UNIX sockets allowed";
+    if (error == E2BIG) why = "an item must have at most 126 of them; put several items";
+    if (error == EAGAIN || error == ENOBUFS) why = "too many are in transit; receive some items first";
     if (error == ETOOMANYREFS)
         why =
-            "this user has more descriptors in transit than a process may have open; receive some first, "
-            "or allow more "
+            "this user has too many descriptors in transit; receive some items first, or raise the limit "
             "(ulimit -n)";
     raise("ChannelError", description + " cannot carry the channels and shared tensors in this item: " + why);
 }
@@ -175,20 +174,20 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
         case Step::NotNow:
             if (side == Side::Writer)
                 raise("Full",
-                      description + " is full, nothing could be put " + seconds(deadline) + ": " + fill(ch) +
+                      description + " is full; no item could be put " + seconds(deadline) + ": " + fill(ch) +
                                   address_space_note(ch, size));
             else
-                raise("Empty", description + " is empty, nothing could be got " + seconds(deadline) +
-                                   "; it is " +
+                raise("Empty", description + " is empty; no item could be got " + seconds(deadline) +
+                                   "; the channel is " +
                                    (ch.with([](auto& transport) { return transport.seen_state(); }) == OPEN
                                         ? "not closed"
                                         : "closed, but a reader may give back its leased items"));
             break;
         case Step::Closed:
-            raise("Closed", description + " is closed: nothing can be put into it any more");
+            raise("Closed", description + " is closed; no more items can be put");
             break;
         case Step::Drained:
-            raise("Drained", description + " is drained: it is closed and everything in it has been read");
+            raise("Drained", description + " is drained: it is closed, and all its items have been read");
             break;
         case Step::Broken: {
             const auto [cut_off, damaged, _] = fault(ch);
@@ -204,16 +203,16 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
         }
         case Step::TooLarge:
             PyErr_SetString(PyExc_ValueError,
-                            (description + " takes items of at most max_bytes=" +
-                             std::to_string(ch.max_bytes) + " bytes; this one has " + std::to_string(size))
+                            (description + ": item must have at most max_bytes=" +
+                             std::to_string(ch.max_bytes) + " bytes, got " + std::to_string(size) + "; use a larger max_bytes")
                                 .c_str());
             break;
         case Step::NoMemory:
             if (fault(ch).map_incomplete) {
                 PyErr_SetString(
                     PyExc_MemoryError,
-                    (description + " has grown, and this process has no address space left to map "
-                                   "all of it; raise its limit (ulimit -v)")
+                    (description + " has grown, but this process has no address space left to map "
+                                   "it; raise the limit (ulimit -v)")
                         .c_str());
                 break;
             }
@@ -223,7 +222,8 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
                                 .c_str());
             break;
         case Step::PortClosed:
-            PyErr_SetString(PyExc_ValueError, "this port was closed; open another one from the channel");
+            PyErr_SetString(PyExc_ValueError,
+                            ("this port of " + who + " was closed; open another one").c_str());
             break;
         default:
             break;  // Interrupted: the error is set already

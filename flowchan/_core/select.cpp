@@ -77,8 +77,8 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
         op.session = op.out->state.session;
     } else {
         PyErr_Format(PyExc_TypeError,
-                     side == Side::Reader ? "select gets from channels and In ports, not from %R"
-                                          : "select puts into channels and Out ports, not into %R",
+                     side == Side::Reader ? "select: gets must be channels and In ports, got %R"
+                                          : "select: puts must go to channels and Out ports, got %R",
                      target.ptr());
         throw nb::python_error();
     }
@@ -164,7 +164,7 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list
         ops.back().checks_only = true;
     }
     if (ops.empty() || ops.size() > MOST) {
-        PyErr_Format(PyExc_ValueError, "select takes 1 to %zu operations, not %zu", MOST, ops.size());
+        PyErr_Format(PyExc_ValueError, "select takes 1 to %zu operations, got %zu", MOST, ops.size());
         throw nb::python_error();
     }
     nb::object done = deadline.now_only() ? try_now(ops) : try_each(ops);

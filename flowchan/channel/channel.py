@@ -192,7 +192,7 @@ class Channel(_core.Channel[T]):
     ) -> None:
         transport = TRANSPORTS.get(across)
         if transport is None:
-            raise ValueError(f"across must be {' or '.join(map(repr, TRANSPORTS))}, not {across!r}")
+            raise ValueError(f"Channel: across must be {' or '.join(map(repr, TRANSPORTS))}, got {across!r}")
         if not transport.copies:
             refuse_green_threads()
         capacity = _places(capacity, transport)
@@ -247,7 +247,7 @@ class Channel(_core.Channel[T]):
 
     def _where(self) -> Reached:
         if not self.transport.reached_by:
-            raise ChannelError(f"{self!r} has no address; make it with across='hosts'")
+            raise ChannelError(f"{self!r} has no address; create it with across='hosts'")
         return self._reached
 
     def _another(self, capacity: int) -> Channel[Any]:
@@ -315,7 +315,7 @@ class Channel(_core.Channel[T]):
             bad input
         """
         if cause is not None and not isinstance(cause, BaseException):
-            raise TypeError(f"abort: cause must be an exception or None, not {cause!r}")
+            raise TypeError(f"abort: cause must be an exception or None, got {cause!r}")
         if (report_abort := hears_aborts.get()) is not None:
             report_abort(self, cause)
         super().abort(cause)
@@ -356,7 +356,7 @@ class Channel(_core.Channel[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not self.transport.copies:
-            raise TypeError(f"{self!r} can't be sent to another process; make it with across='processes'")
+            raise TypeError(f"{self!r} can't be sent to another process; create it with across='processes'")
         if self.transport.reached_by:
             return beside_packed(self) or self._reached.reduced()
         return _arrive, (hand_over(self._fd, self._socket, self), self._name)
@@ -367,14 +367,14 @@ def _places(capacity: int | None, transport: Transport) -> int:
     if capacity is None:
         if transport.copies:
             raise ValueError(
-                "Channel: capacity=None, any number of items, is for across='threads'; between processes "
-                "items take shared memory, which max_bytes bounds: give a number, such as capacity=10**9"
+                f"Channel: capacity must be an int with across={transport.name!r}, got None; for a large "
+                "limit use max_bytes= and capacity=10**9"
             )
         return _UNBOUNDED
     if is_whole(capacity) and capacity == 0:
         raise ValueError(
-            "Channel: capacity must be at least 1, not 0: a put does not wait until somebody has the item; "
-            "let the reader answer on another channel, put((item, answers)), where that matters"
+            "Channel: capacity must be at least 1, got 0; to wait until the reader has the item, let it "
+            "answer on another channel: put((item, answers))"
         )
     return whole("Channel", "capacity", capacity, 1, LARGEST)
 
@@ -395,9 +395,7 @@ def _arrive(handle: Handle, name: str) -> Channel[Any]:
             raise short from error
         if isinstance(handle, Sent):
             raise Broken(f"channel {name!r} can't be received: {error.strerror}") from error
-        raise Broken(
-            f"channel {name!r} was sent by a process that has ended before it was received"
-        ) from error
+        raise Broken(f"channel {name!r} can't be received: its sender ended before") from error
     inode = os.fstat(fd).st_ino
     known = _known.get(inode)
     if known is not None:
@@ -429,7 +427,7 @@ def beside_packed(channel: Channel[Any]) -> tuple[Any, ...] | None:
 
 def _from_beside(place: int, name: str) -> Channel[Any]:
     if now.beside is None:
-        raise Broken(f"channel {name!r} stands beside what was packed: use unpack, and not pickle")
+        raise Broken(f"channel {name!r} can't be read from these bytes by pickle; use unpack")
     beside: Channel[Any] = now.beside[place]
     return beside
 

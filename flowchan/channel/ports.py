@@ -128,8 +128,8 @@ def moved(port: In[Any] | Out[Any]) -> tuple[Any, ...]:
     """
     if port.channel.transport.reached_by:
         raise TypeError(
-            f"a port of {port.channel!r} can't be sent to another process; send the channel, and open a port "
-            "there: channel.reader(), channel.writer()"
+            f"a port of {port.channel!r} can't be sent to another process; send the channel, and open a "
+            "port there with channel.reader() or channel.writer()"
         )
     return type(port), port._hand_over()
 

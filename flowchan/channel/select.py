@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
 from flowchan import _core
-from flowchan.channel.channel import Channel, In
+from flowchan.channel.channel import Channel, In, Out
 from flowchan.channel.sides import Readable, Writable
 from flowchan.errors import Drained, Empty, Full
+from flowchan.items.text import short
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -99,7 +100,7 @@ def select(
         NothingReady: No operation was possible within ``timeout`` seconds. It is an ``Empty`` and a ``Full``.
         Closed: The chosen put found its channel closed.
         Broken: The chosen channel is broken.
-        TypeError: ``gets`` or ``ready`` is not a list of channels.
+        TypeError: ``gets`` or ``ready`` is not a list of channels, or ``puts`` is not a list of pairs.
 
     Example:
         >>> from flowchan import Channel, select
@@ -109,10 +110,10 @@ def select(
         'a'
     """
     if isinstance(gets, Channel | In):  # iterating over a channel would take its items
-        raise TypeError(f"select takes a list of channels and ports to get from, here [{gets!r}]")
+        raise TypeError(f"select: gets must be a list of channels and ports, got {gets!r}; write select([…])")
     reading, looking = list(gets), _channels(ready)
-    # a copy, because the caller may change the pairs during the wait
-    writing = [(channel, item) for channel, item in puts]
+    # a copy, because the caller may change the list during the wait
+    writing = [pair if type(pair) is tuple and len(pair) == 2 else _pair(pair) for pair in _listed(puts)]
     targets: tuple[Any, ...] = (*reading, *(channel for channel, _ in writing), *looking)
     far = next(filter(is_elsewhere, targets), None)
     choose = _core._select if far is None else far._select
@@ -132,6 +133,19 @@ def select(
     return Selected(looking[index - len(reading) - len(writing)], None, put=False)
 
 
+def _listed(puts: Iterable[Any]) -> Iterable[Any]:
+    if isinstance(puts, Channel | In | Out):  # iterating over a channel would take its items
+        raise TypeError(f"select: puts must be a list of pairs (channel, item), got {puts!r}")
+    return puts
+
+
+def _pair(pair: Any) -> tuple[Writable[Any], Any]:
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
+        raise TypeError(f"select: puts must be pairs (channel, item), got {short(pair)}")
+    channel, item = pair
+    return channel, item
+
+
 def is_elsewhere(target: Any) -> bool:
     """Return whether another process owns the channel, which this one reaches over a connection."""
     return getattr(target, "is_elsewhere", False)
@@ -144,5 +158,5 @@ def _channels(ready: Iterable[Channel[Any]]) -> list[Channel[Any]]:
     """
     looking: list[Channel[Any]] = [] if isinstance(ready, Channel | In) else list(ready)
     if isinstance(ready, Channel | In) or not all(isinstance(channel, Channel) for channel in looking):
-        raise TypeError(f"select: ready takes a list of channels, not {ready!r}")
+        raise TypeError(f"select: ready must be a list of channels, got {ready!r}")
     return looking

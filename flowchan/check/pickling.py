@@ -15,8 +15,8 @@ from flowchan.errors import Problem
 from flowchan.items.unpicklable import a_kind_of, refusal, smallest
 
 _REMEDY = (
-    "make it inside the function, or in a callable class, which is built once per worker inside the process; "
-    'or use on="thread"'
+    "create it inside the function, or in a callable class, which is built once in each worker "
+    'process; or use on="thread"'
 )
 
 
@@ -49,5 +49,5 @@ def _parts(stage: Stage) -> Iterator[tuple[str, Any]]:
 
 def _remedy(culprit: Any) -> str:
     if inspect.isgenerator(culprit):
-        return "pass the function that makes it, and its arguments"
+        return "pass the function that creates it, and its arguments"
     return _REMEDY

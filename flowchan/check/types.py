@@ -53,9 +53,8 @@ def type_problems(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[Pr
                 "type",
                 stage.name,
                 stage.where,
-                f"{stage.kind} iterates over what {_named(stage.function)} returns, but that is "
-                f"{type_name(given)}; "
-                "return an iterable, or yield the items",
+                f"{stage.kind} iterates over the result of {_named(stage.function)}, but that is "
+                f"{type_name(given)}; return an iterable, or yield the items",
             )
     for stream, port, wanted in _port_types(stage, outputs):
         if not fits(stream.item, wanted):
@@ -63,10 +62,9 @@ def type_problems(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[Pr
                 "type",
                 stage.name,
                 stage.where,
-                f"{port!r} of {_named(stage.function)} takes {type_name(wanted)}, but stream "
-                f"{stream.name!r} gives "
-                f"{type_name(stream.item)}; put a map between them that converts, or correct "
-                "one of the annotations",
+                f"{port!r} of {_named(stage.function)} takes {type_name(wanted)}, but stream {stream.name!r} "
+                f"has items of type {type_name(stream.item)}; add a map between them that converts, or "
+                "correct one of the annotations",
             )
 
 
@@ -173,9 +171,8 @@ def _call_messages(stage: Stage) -> Iterator[str]:
         reason = _refused(signature, ("",) * count, {})
         if reason:
             yield (
-                f"{stage.kind} calls {_named(stage.function)} with {_ARGUMENTS[count]}, but "
-                "its parameters are "
-                f"{_shown(signature)}: {reason}; bind the others with functools.partial"
+                f"{stage.kind} calls {_named(stage.function)} with {_ARGUMENTS[count]}, but its parameters "
+                f"are {_shown(signature)}: {reason}; bind the others with functools.partial"
             )
     yield from _construction_messages(stage)
 
@@ -203,9 +200,8 @@ def _construction_messages(stage: Stage) -> Iterator[str]:
     reason = _refused(signature, (), {})
     if reason:
         yield (
-            f"class {_named(stage.function)} is built once per worker without arguments, "
-            "but its parameters are "
-            f"{_shown(signature)}: {reason}; bind them with functools.partial"
+            f"class {_named(stage.function)} is built once per worker without arguments, but its "
+            f"parameters are {_shown(signature)}: {reason}; bind them with functools.partial"
         )
 
 
@@ -215,8 +211,8 @@ def _port_messages(stage: Stage) -> Iterator[str]:
     signature = call_signature(stage.function)
     if signature is None:
         yield (
-            f"the signature of {name} can't be read, so its ports are unknown; wrap it in a "
-            "function with In and Out"
+            f"the signature of {name} can't be read, so its ports are unknown; wrap it in a function with "
+            "In and Out parameters"
         )
         return
     ports = {port.name: port for port in ports_of(typing.cast(Any, stage.function))}
@@ -229,14 +225,14 @@ def _port_messages(stage: Stage) -> Iterator[str]:
         wanted = f"{len(readers)} In parameter{'s' * (len(readers) != 1)}"
         listed = f" ({', '.join(readers)})" if readers else ""
         given = "1 stream was" if len(stage.inputs) == 1 else f"{len(stage.inputs)} streams were"
-        yield f"{name} has {wanted}{listed}, but {given} given; give one stream for each"
+        yield f"{name} has {wanted}{listed}, but {given} passed; pass one stream for each"
     group = None if stage.gang is None else stage.gang.parameter
     for parameter in signature.parameters.values():
         if parameter.name != group:
             yield from _parameter_messages(stage, name, parameter, parameter.name in ports)
         elif group in stage.kwargs:
             yield (
-                f"{group!r} of {name} is the worker's member of a group, which the run passes; "
+                f"parameter {group!r} of {name} is the worker's member of a group, which the run passes; "
                 "remove the argument"
             )
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
@@ -261,12 +257,14 @@ def _parameter_messages(
     if parameter.kind is parameter.POSITIONAL_ONLY and (is_port or given):
         yield f"parameter {parameter.name!r} of {name} is positional-only; remove the '/' from the signature"
     if is_port and given:
-        yield f"{parameter.name!r} of {name} is a port and can't be given as an argument; give it as a stream"
+        yield (
+            f"parameter {parameter.name!r} of {name} is a port, so its argument must be a stream; pass it "
+            "by position"
+        )
     if not is_port and not given and not optional:
         yield (
-            f"parameter {parameter.name!r} of {name} is neither a port nor given; annotate it "
-            "In[...] or Out[...], "
-            f"or give it as {parameter.name}=..."
+            f"parameter {parameter.name!r} of {name} is not a port and has no argument; annotate it "
+            f"In[...] or Out[...], or pass {parameter.name}=..."
         )
 
 

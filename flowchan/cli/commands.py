@@ -151,9 +151,8 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
         inputs = [stage.name for stage in graph.stages if stage.operator.outside]
         if inputs:
             raise LoadError(
-                f"{file}: graph {graph.name!r} has the input {inputs[0]!r}, "
-                "so only a program can "
-                f"run it; run python {file.partition(':')[0]}"
+                f"{file}: graph {graph.name!r} has the input {inputs[0]!r}, so only its own program can run "
+                f"it; use python {file.partition(':')[0]}"
             )
         if hosts is not None:
             graph._give_hosts(_pool(hosts))
@@ -252,7 +251,7 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
         return WRONG
     click.echo(f"{path}: {_counts(graph)}")
     if show and click.launch(str(path)):
-        click.echo("flowchan: no viewer found for the picture", err=True)
+        click.echo(f"flowchan: no viewer found for the picture; open {path} yourself", err=True)
     return DONE
 
 
@@ -296,7 +295,9 @@ def launch(
     If a host has at least as many cores as ranks, each rank gets an equal share of the cores.
     """
     if (count is None) == (each is None):
-        raise click.UsageError("give one of -n (on all hosts) and --nproc-per-node (on each host)")
+        raise click.UsageError(
+            "use either -n (processes in total) or --nproc-per-node (processes on each host)"
+        )
     if not module:
         click.Path(exists=True, dir_okay=False)(script, ctx=click.get_current_context())
     command = [*(["-m"] if module else []), script, *args]
@@ -396,10 +397,7 @@ def _follow(running: Any, view: LiveView, interrupts: _Interrupts) -> Any:
 def _interrupt(running: Any, view: LiveView, times: int, number: int) -> None:
     if times == 1:
         key = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
-        view.print_line(
-            f"stopping: the sources have stopped, what is in flight is being finished; {key} again ends it "
-            "at once"
-        )
+        view.print_line(f"stopping: finishing the items in flight; press {key} again to discard them")
         running.stop()
     else:
         view.print_line("run ended: items in flight were discarded")

@@ -45,8 +45,8 @@ def converted(text: str, annotation: Any) -> Any:
     kind = typing.get_origin(annotation) or annotation
     if kind in _SEVERAL:
         raise ValueError(
-            f"{text!r} is one text, not a {kind.__name__}; "
-            "annotate the parameter as str, or take several: *names: str"
+            f"{text!r} is a single text, but a {kind.__name__} is needed; annotate the parameter as str, "
+            "or take several: *names: str"
         )
     if not isinstance(annotation, type) or annotation in _ANY or inspect.isabstract(annotation):
         return text

@@ -86,7 +86,7 @@ def group(
     if at is None and rank is None and size is None and secret is None:
         return _launched(place(), name, timeout)
     if at is None or rank is None or size is None:
-        raise ValueError("group: rank, size and at must be given together or not at all")
+        raise ValueError("group: rank, size and at must be passed together or not at all")
     whole("group", "size", size, 1, MOST)
     whole("group", "rank", rank, 0, size - 1)
     text("group", "at", at)
@@ -109,9 +109,9 @@ def _launched(launched: Launched, name: str, timeout: float) -> Group:
 
         return meet_by_torchrun(number, timeout, name)
     raise GroupError(
-        f"{launched.launcher} has started {launched.size} members, {launched.local_size} of them on this "
-        "host; set FLOWCHAN_AT to an address of rank 0's host with a free port, such as 10.0.0.1:4711, and "
-        "FLOWCHAN_SECRET to the same secret of at least 16 characters on all members"
+        f"group: the {launched.size} members that {launched.launcher} started are on several hosts "
+        f"({launched.local_size} here). Set FLOWCHAN_AT to a free port of rank 0's host, such as "
+        "10.0.0.1:4711, and FLOWCHAN_SECRET to one secret of at least 16 characters"
     )
 
 

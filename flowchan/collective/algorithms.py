@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flowchan import _core
 from flowchan.collective import array_access
 from flowchan.collective.operations import COMBINING, MOVING, NAMES, REDUCE_SCATTER, TELL
+from flowchan.items.tracebacks import ends_at_caller
 
 BACKENDS = ("gloo", "mpi", "nccl")
 """Backends of torch.distributed."""
@@ -39,6 +40,7 @@ class AlgorithmChoice:
         self._chosen_backends: dict[int, str] = {}
         self._backends: dict[str, Any] = {}
 
+    @ends_at_caller
     def explain(self, operation: str, x: Any = None) -> str:
         """Describe the algorithm of an operation in one sentence.
 
@@ -61,7 +63,9 @@ class AlgorithmChoice:
         """
         try:
             array_access.is_dense(x)
-            backend = self._backend_for(number_of(operation), x) if array_access.is_array(x) else None
+            backend = (
+                self._backend_for(number_of("explain", operation), x) if array_access.is_array(x) else None
+            )
             if backend is None:
                 if operation in COMBINED and array_access.is_array(x) and array_access.is_here(x):
                     check_combined(x)
@@ -70,6 +74,7 @@ class AlgorithmChoice:
             return f"{operation}: not possible: {error}"
         return f"{operation}: {backend} of torch.distributed, among all {self.size} members"
 
+    @ends_at_caller
     def set_algorithm(self, operation: str, name: str | None) -> None:
         """Select the algorithm of an operation on arrays of any size. All members must make the same call.
 
@@ -94,10 +99,10 @@ class AlgorithmChoice:
             ...     list(threads.map(work, members(2)))
             [0, 0]
         """
-        doing, known = number_of(operation), algorithms_of(operation)
+        doing, known = number_of("set_algorithm", operation), algorithms_of(operation)
         if name is not None and name not in known:
-            those = " or ".join(map(repr, known)) or "None"
-            raise ValueError(f"{operation}: name must be {those}, got {name!r}")
+            names = f"None or one of {', '.join(map(repr, known))}" if known else "None"
+            raise ValueError(f"set_algorithm: name must be {names} for {operation}, got {name!r}")
         backend = name if name in BACKENDS else None
         if backend is not None:
             check_backend(backend)
@@ -160,11 +165,11 @@ def check_combined(x: Any) -> None:
         _core._combine(one, [], "sum")
 
 
-def number_of(operation: str) -> int:
+def number_of(call: str, operation: str) -> int:
     """Return the number of a public operation in :data:`NAMES`."""
     known = [name for number, name in enumerate(NAMES) if number not in (0, TELL)]
     if operation not in known:
-        raise ValueError(f"operation must be one of {', '.join(known)}, not {operation!r}")
+        raise ValueError(f"{call}: operation must be one of {', '.join(map(repr, known))}, got {operation!r}")
     return NAMES.index(operation)
 
 
@@ -174,6 +179,7 @@ def check_backend(name: str) -> None:
         from flowchan.collective.torch_algorithms import check
     except ImportError as error:
         raise ValueError(
-            f"{name} is an algorithm of torch.distributed, which cannot be imported: {error}"
+            f"set_algorithm: {name!r} needs torch.distributed, which cannot be imported ({error}); "
+            "install torch, or set another algorithm"
         ) from error
     check(name)

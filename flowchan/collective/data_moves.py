@@ -79,14 +79,16 @@ class Moving(AlgorithmChoice):
         each = isinstance(out, list | tuple)
         given = list(out) if each else [out]
         for part in given:
-            array_argument("allgather", "out, or each in its list,", part)
-            array_access.check_place(x, part)
+            array_argument("allgather", "out, or each array in the list out,", part)
+            array_access.check_place("allgather", x, part)
             array_access.check_type(NAMES[ALLGATHER], x, part)
-            array_access.check_writable(part)
+            array_access.check_writable("allgather", "out", part)
         if each and len(given) != self.size:
-            raise ValueError(f"out must have one part for each of the {self.size} members, not {len(given)}")
+            raise ValueError(
+                f"allgather: out must have one part for each of the {self.size} members, got {len(given)}"
+            )
         flats = [array_access.contiguous(part) for part in given]
-        parts = flats if each else array_access.parts_of(flats[0], self.size)
+        parts = flats if each else array_access.parts_of("allgather", flats[0], self.size)
         self._by(ALLGATHER, x)._allgather_into(ALLGATHER, TYPED, [array_access.contiguous(x)], parts, timeout)
         for flat, part in zip(flats, given, strict=True):
             array_access.give_back(flat, part)
@@ -98,9 +100,9 @@ class Moving(AlgorithmChoice):
                 f"reduce_scatter: x must have a number of elements that is divisible by {self.size}, got "
                 f"{array_access.described(x)}; pad it"
             )
-        array_access.check_out(x, target, self.size)
+        array_access.check_out("reduce_scatter", x, target, self.size)
         flat, source = array_access.contiguous(target), array_access.contiguous(x)
-        array_access.check_overlap(source, flat)
+        array_access.check_overlap("reduce_scatter", source, flat)
         if self._by(REDUCE_SCATTER, x)._reduce_scatter(source, flat, op, timeout) is NotImplemented:
             raise TypeError(wrong_device_message("reduce_scatter", x))
         return array_access.give_back(flat, target)
@@ -116,8 +118,8 @@ class Moving(AlgorithmChoice):
         """Exchange arrays of one type between all members."""
         parts_argument(NAMES[doing], "xs", xs, self.size)
         for x in parts_argument(NAMES[doing], "out", out, self.size):
-            array_access.check_place(xs[0], x)
-            array_access.check_writable(x)
+            array_access.check_place(NAMES[doing], xs[0], x)
+            array_access.check_writable(NAMES[doing], "out", x)
         for x in (*xs, *out):
             array_access.check_type(NAMES[doing], xs[0], x)
         flats = [array_access.contiguous(x) for x in out]

@@ -88,8 +88,8 @@ class Connections:
         """Return the error for a lost leader of that host."""
         rank = self.ranks[host]
         return MemberDied(
-            f"{call} failed: rank {rank}, which connects its host to the others, died, gave up, "
-            f"or is out of reach ({why})",
+            f"{call} failed: rank {rank}, which connects its host to the others, died, gave up, or is out "
+            f"of reach ({why})",
             (rank,),
             call,
         )
@@ -203,7 +203,7 @@ class ExchangeStep:
                 self._done(host)
             passed = time.monotonic() - self._begun
             if self._timeout is not None and passed > self._timeout:
-                raise TimeoutError(f"{self.call[0]} timed out: {self._absent()} has not arrived")
+                raise TimeoutError(f"{self.call[0]} timed out: {self._absent()} did not arrive")
             if passed > STALLED and not ready and not reported:
                 reported = True
                 log.warning("%s has waited %.0f s for %s", self.call[0], passed, self._absent())
@@ -283,7 +283,7 @@ class ExchangeStep:
 
     def _take(self, host: int, count: int) -> None:
         if not count:
-            raise self._death_error(host, "it ended the connection")
+            raise self._death_error(host, "the peer closed the connection")
         self.peers[host].got += count
         self._links.edges_by_host[host].received += count
 
@@ -315,7 +315,10 @@ class ExchangeStep:
     def _left_error(self, host: int) -> MemberLeft:
         rank, call = self._links.ranks[host], self.call[0]
         return MemberLeft(
-            f"{call} failed: rank {rank} and the other members of its host have left", (rank,), call
+            f"{call} failed: rank {rank} and the other members of its host have left; all members must "
+            "call the same operations",
+            (rank,),
+            call,
         )
 
     def _death_error(self, host: int, why: str) -> MemberDied:

@@ -281,7 +281,7 @@ class Group(GroupSteps):
             ...     list(threads.map(lambda g: g.reduce(g.rank + 1, root=1), members(2)))
             [None, 3]
         """
-        self._check_root(root)
+        self._check_root("reduce", root)
 
         def do(remaining: float | None) -> Any:
             result = self._reduced(REDUCE, x, op, out, root, remaining)
@@ -308,7 +308,7 @@ class Group(GroupSteps):
             ...     list(threads.map(lambda g: g.gather(g.rank), members(2)))
             [[0, 1], None]
         """
-        self._check_root(root)
+        self._check_root("gather", root)
         return self._do(lambda remaining: self._gather(x, root, remaining), timeout, wait, x)
 
     def scatter(
@@ -333,7 +333,7 @@ class Group(GroupSteps):
             ...     list(threads.map(lambda g: g.scatter(["a", "b"] if g.rank == 0 else None), members(2)))
             ['a', 'b']
         """
-        self._check_root(root)
+        self._check_root("scatter", root)
         parts = [b""] * self.size
         if self.rank == root:
             parts = [dumps(x) for x in parts_argument("scatter", "xs", xs, self.size)]
@@ -432,7 +432,7 @@ class Group(GroupSteps):
             ...     list(threads.map(work, members(2)))
             [None, 'hello']
         """
-        self._check_other("to", to)
+        self._check_other("send", "to", to)
         self._take_slot()
         self._messages.send(x, to, timeout)
 

@@ -110,7 +110,7 @@ class GroupSteps(Moving, Starting):
         array_argument("reduce_scatter", "x", x)
         if out is not None:
             array_argument("reduce_scatter", "out", out)
-        target = array_access.part_like(x, self.size) if out is None else out
+        target = array_access.part_like("reduce_scatter", x, self.size) if out is None else out
         return self._do(
             lambda remaining: self._part_reduced(x, target, op or "sum", remaining), timeout, wait, x
         )
@@ -128,8 +128,8 @@ class GroupSteps(Moving, Starting):
             flat = array_access.contiguous(target)
             source = flat if target is x else array_access.contiguous(x)
             if root in (-1, self.rank):
-                array_access.check_out(x, target)
-                array_access.check_overlap(source, flat)
+                array_access.check_out(NAMES[doing], x, target)
+                array_access.check_overlap(NAMES[doing], source, flat)
             by = self._by(doing, source)
             if by._reduce(doing, source, flat, op, root, timeout) is NotImplemented:
                 raise TypeError(wrong_device_message(NAMES[doing], x))
@@ -159,10 +159,10 @@ class GroupSteps(Moving, Starting):
         return array_access.fill(target, total) if array_access.is_array(target) else total
 
     def _spread_any(self, x: Any, root: int, timeout: float | None) -> Any:
-        self._check_root(root)
+        self._check_root("broadcast", root)
         if array_access.is_dense(x):
             if self.rank != root:
-                array_access.check_writable(x)
+                array_access.check_writable("broadcast", "x", x)
             flat = array_access.contiguous(x)
             if self._by(BROADCAST, flat)._spread(flat, root, timeout) is NotImplemented:
                 raise TypeError(wrong_device_message("broadcast", x))
@@ -196,26 +196,29 @@ class GroupSteps(Moving, Starting):
     def _gathered(self, value: Any, timeout: float | None) -> list[Any]:
         return [loads(part) for part in self._exchange(SPLIT, VALUES, dumps(value), -1, timeout, None, None)]
 
-    def _check_root(self, root: int) -> None:
+    def _check_root(self, call: str, root: int) -> None:
         if not is_whole(root) or not 0 <= root < self.size:
-            raise ValueError(f"root must be a rank of the group, from 0 to {self.size - 1}, not {root!r}")
+            raise ValueError(
+                f"{call}: root must be a rank of the group, from 0 to {self.size - 1}, got {root!r}"
+            )
 
-    def _check_other(self, argument: str, rank: int) -> None:
+    def _check_other(self, call: str, argument: str, rank: int) -> None:
         if not is_whole(rank) or not 0 <= rank < self.size or rank == self.rank:
             raise ValueError(
-                f"{argument} must be the rank of another member, below {self.size}, not {rank!r}"
+                f"{call}: {argument} must be the rank of another member, from 0 to {self.size - 1}, "
+                f"got {rank!r}"
             )
 
     def _check_receive(self, source: int, out: Any) -> None:
-        self._check_other("source", source)
+        self._check_other("receive", "source", source)
         if out is not None:
             array_argument("receive", "out", out)
-            array_access.check_writable(out)
+            array_access.check_writable("receive", "out", out)
 
     def _failed_before(self, call: str) -> BaseException:
         """Return the error for a call on a group that failed before."""
         assert self._failure is not None
-        again = type(self._failure)(f"{self!r} has failed before: {self._failure}")
+        again = type(self._failure)(f"{self!r} has failed before: {self._failure}; create a new group")
         if isinstance(self._failure, MemberDied) and isinstance(again, MemberDied):
             again.ranks, again.operation = self._failure.ranks, call
         return again

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flowchan.collective import array_access
 from flowchan.collective.deadline import countdown
+from flowchan.items.tracebacks import shortened
 from flowchan.transport.interrupts import unless_interrupted
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ class Later:
                 self._last.exception(timeout)
             except unless_interrupted(TimeoutError):
                 raise TimeoutError(
-                    "operations that were started with wait=False are not done in time"
+                    "close: operations that were started with wait=False did not end in time"
                 ) from None
             self._last = None
 
@@ -156,7 +157,11 @@ class Starting:
         ``call`` gets the remaining seconds; ``given`` are its arrays.
         """
         if wait is not False:
-            return call(self._settle(timeout))
+            try:
+                return call(self._settle(timeout))
+            except Exception as error:
+                error.__traceback__ = shortened(error.__traceback__)
+                raise
         remaining = countdown(timeout)
         return self._start(lambda: call(remaining()), *given)
 

@@ -243,7 +243,7 @@ class Links(Connections):
                 step.run()
             except Leaves:
                 self._partially_sent = {host for host, peer in step.peers.items() if peer.is_partially_sent}
-                raise GroupError(f"{step.call[0]} failed: this member has left") from None
+                raise GroupError(f"{step.call[0]} failed: this member has left the group") from None
             except MemberDied as error:
                 self._report_death(step, error)
                 raise

@@ -128,7 +128,7 @@ class LinkedGroup(Group):
         return {} if self._links is None else self._links.edges
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError(f"{self!r} cannot be sent, because it is in use on several hosts")
+        raise TypeError(f"{self!r} cannot be sent to another process, because it is in use on several hosts")
 
     # --- operations on which the others build ---
 
@@ -149,11 +149,11 @@ class LinkedGroup(Group):
     def _shrunk(self, name: str, give_up: float) -> Group:
         if self._meet_again is None:
             raise GroupError(
-                f"{self!r} cannot be shrunk: its members are on several hosts and did not meet at an address "
-                "(at=); make a new group, or run a graph with an elastic gang"
+                f"{self!r} cannot be shrunk: its members did not meet at an address (at=); create a "
+                "new group, or run a graph with an elastic gang"
             )
         if self._node._see(self._node.rank)[-1]:
-            raise GroupError(f"{self!r} was closed")
+            raise GroupError(f"{self!r} was closed; create a new group")
         try:
             self._let_go_of_all()
             return self._meet_again(self, name, give_up)
@@ -246,7 +246,7 @@ class LinkedGroup(Group):
         else:
             parts = self._exchange(doing, key, array_access.memory(x), -1, timeout, x, None)
         if parts:
-            self._fill(outs, parts)
+            self._fill(NAMES[doing], outs, parts)
 
     def _alltoall(
         self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None, more: Any
@@ -279,7 +279,7 @@ class LinkedGroup(Group):
             return pickle.dumps(found, 5)
 
         found = pickle.loads(self._over_links(call, swap, (ins, more), remaining))
-        self._fill(outs, [found[rank][self._node.rank] for rank in range(self.size)])
+        self._fill(NAMES[doing], outs, [found[rank][self._node.rank] for rank in range(self.size)])
 
     def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any:
         if not array_access.is_here(x):
@@ -317,7 +317,7 @@ class LinkedGroup(Group):
         whole = array_access.empty_like(x)
         if self._reduce(REDUCE_SCATTER, x, whole, op, -1, timeout) is NotImplemented:
             return NotImplemented
-        part = array_access.parts_of(whole, self.size)[self.rank]
+        part = array_access.parts_of("reduce_scatter", whole, self.size)[self.rank]
         return array_access.fill(out, part.reshape(out.shape))
 
     def _spread(self, x: Any, root: int, timeout: float | None) -> Any:
@@ -362,12 +362,12 @@ class LinkedGroup(Group):
                 parts[rank] = part
         return parts
 
-    def _fill(self, outs: Sequence[Any], parts: Sequence[bytes]) -> None:
+    def _fill(self, call: str, outs: Sequence[Any], parts: Sequence[bytes]) -> None:
         for rank, (out, part) in enumerate(zip(outs, parts, strict=True)):
             if out is None:
                 continue
             memory = array_access.memory(out)
-            array_access.check_size(rank, len(part), len(memory))
+            array_access.check_size(call, rank, len(part), len(memory))
             memory[:] = part
 
     def _on_node(self, call: Call, work: Callable[[], T], first: bool = False) -> T:

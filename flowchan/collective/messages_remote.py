@@ -101,10 +101,10 @@ class Connector:
                 is_quick = isinstance(error, Refused) and time.monotonic() - begun < REFUSED_QUICKLY_S
                 refused_since = min(refused_since, begun) if is_quick else math.inf
                 if time.monotonic() - refused_since > REJECTION_TIMEOUT_S:
-                    reason = f"another program listens at {address}: {error}"
+                    reason = f"another program listens at {address} ({error})"
                     raise ConnectionRefusedError(errno.ECONNREFUSED, reason) from error
             time.sleep(PAUSE_S)
-        raise TimeoutError(f"{address} has not answered in time")
+        raise TimeoutError(f"{address} did not answer in time")
 
 
 class RemotePeers:
@@ -166,7 +166,7 @@ class RemotePeers:
             if ended:
                 raise ended[0].death_error("connecting")
             if remaining <= 0:
-                raise TimeoutError(f"the leaders {missing} of other hosts have not connected in time")
+                raise TimeoutError(f"the leaders of other hosts, ranks {missing}, did not connect in time")
             if time.monotonic() > watch_at:
                 for peer in map(self.peer, missing):
                     peer.incoming()
@@ -458,7 +458,7 @@ class RemotePeer:
 
     def death_error(self, call: str) -> GroupError:
         if self._sends_no_more:
-            return GroupError(f"{call} failed: this member has left")
+            return GroupError(f"{call} failed: this member has left the group")
         has_left = self._ended == LEFT or (self._ended == UNKNOWN and call == "receive_any")
         kind, word = (
             (MemberLeft, "has left") if has_left else (MemberDied, "died, has left, or is out of reach")

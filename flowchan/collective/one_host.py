@@ -146,7 +146,7 @@ class SharedGroup(_core.Group, Group):
         return self._overseer().disband
 
     def _explain(self, operation: str, x: Any) -> str:
-        number = number_of(operation)
+        number = number_of("explain", operation)
         size = array_access.size_of(x)
         if size is None or operation not in (*COMBINING, *MOVING, NAMES[REDUCE_SCATTER]):
             how = _OF_VALUES.get(operation, _OF_ANY_VALUE)
@@ -194,12 +194,11 @@ class SharedGroup(_core.Group, Group):
         if end == TAKEN:
             raise GroupError(f"{self!r} is already used by another process; give each process its own member")
         if end == CLOSED:
-            raise GroupError(f"{self!r} was closed")
+            raise GroupError(f"{self!r} was closed; create a new group")
         if end == WITHIN:
             raise GroupError(
-                f"{call} was called by a signal handler during another operation of {self!r}; set "
-                "a flag in the "
-                f"handler, and call {call} later"
+                f"{call} was called by a signal handler during another operation of {self!r}; set a flag in "
+                f"the handler, and call {call} later"
             )
         if end == BUSY:
             raise TimeoutError(
@@ -291,9 +290,8 @@ class SharedGroup(_core.Group, Group):
             died = [rank for rank, s in seen.items() if s[1] != LEFT and not s[5]]
             states_text = "".join(f"; rank {self._ranks[rank]} {_state(*seen[rank][:6])}" for rank in died)
             return MemberDied(
-                f"{call} of {self._title()} failed: the group was ended, because a member on "
-                "another host died or "
-                f"the gang forms a new group{states_text}",
+                f"{call} of {self._title()} failed: the group was ended, because a member on another host "
+                f"died or the gang forms a new group{states_text}",
                 tuple(self._ranks[rank] for rank in died),
                 call,
             )
@@ -341,7 +339,7 @@ def _state(pid: int, status: int, operation: int, doing: int, inside: bool, aliv
     if not pid:
         return "has not joined" if alive else "ended before it joined"
     if status == LEFT:
-        return f"(process {pid}) has left; the last it did was {last}"
+        return f"(process {pid}) has left after {last}"
     if status != PRESENT:
         return f"(process {pid}) gave up in {last}"
     if not alive:

@@ -87,7 +87,7 @@ class Messages:
                 return peer.take(channel, timeout, use)
             return self._receive_first(peer, countdown(timeout), use)
         except Empty:
-            raise TimeoutError(f"rank {source} has sent nothing to rank {self._rank} in time") from None
+            raise TimeoutError(f"receive: rank {source} sent nothing to rank {self._rank} in time") from None
         except (Broken, Drained) as error:
             raise peer.death_error("receive") from error
 
@@ -118,7 +118,7 @@ class Messages:
             if over:
                 raise others[min(over)].death_error("receive_any")
             if remaining() == 0:
-                raise TimeoutError(f"rank {self._rank} has received nothing in time")
+                raise TimeoutError(f"receive_any: no member sent anything to rank {self._rank} in time")
 
     def _opened(self, peers: dict[int, Peer]) -> dict[int, Any]:
         """Return the channels of the peers that have one."""
@@ -323,7 +323,7 @@ class SameHostPeer:
 
     def death_error(self, call: str) -> GroupError:
         if self._member._see(self._member.rank)[-1]:
-            return GroupError(f"{call} failed: this member has left")
+            return GroupError(f"{call} failed: this member has left the group")
         kind, how = (MemberLeft, "has left") if self.has_left() else (MemberDied, "died")
         rank = self._member._ranks[self._index]
         return kind(f"{call} failed: rank {rank} {how}", (rank,), call)

@@ -74,7 +74,7 @@ class Shrinking(Generic[M]):
         old = self._old
         *_, over = old._see(old.rank)
         if over:
-            raise GroupError(f"{old!r} was closed")
+            raise GroupError(f"{old!r} was closed; create a new group")
         old._take_slot()
         try:
             old._give_up()  # members that still use the old group raise MemberDied
@@ -109,7 +109,7 @@ class Shrinking(Generic[M]):
         if time.monotonic() > self._give_up:
             absent = [self._old._ranks[member] for member in survivors if member in self._others]
             late = [rank for rank in absent if not self._has_come(rank)] or absent
-            raise TimeoutError(f"shrink of {self._old._title()} timed out: {late} have not arrived")
+            raise TimeoutError(f"shrink of {self._old._title()} timed out: {late} did not arrive")
         time.sleep(self._pause)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 

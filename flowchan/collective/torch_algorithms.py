@@ -63,7 +63,7 @@ def check(name: str) -> None:
         else "it needs a CUDA device that torch can see, and a torch that was built for CUDA",
     }
     if why := lacks.get(name, ""):
-        raise ValueError(f"{name} of torch.distributed is not available here: {why}; choose another one")
+        raise ValueError(f"set_algorithm: {name!r} is not available here: {why}; choose another algorithm")
 
 
 def _gloo(store: Any, rank: int, size: int, host: str, device: torch.device) -> Any:
@@ -78,7 +78,10 @@ def _gloo(store: Any, rank: int, size: int, host: str, device: torch.device) -> 
 def _mpi(store: Any, rank: int, size: int, host: str, device: torch.device) -> Any:
     backend = _dist.ProcessGroupMPI.create([])
     if (backend.rank(), backend.size()) != (rank, size):
-        raise GroupError("mpi: the group must have all processes that mpirun has started, in their order")
+        raise GroupError(
+            "mpi: the group must have all processes that mpirun started, in the same order; set another "
+            "algorithm"
+        )
     return backend
 
 
@@ -167,7 +170,7 @@ class TorchAlgorithm:
         self._do(doing, what, start, given.device, timeout, (own[0], None), len(given), sizes.extend)
         for rank, (destination, part, size) in enumerate(zip(destinations, found, sizes, strict=True)):
             if destination is not None:
-                array_access.check_size(rank, size, len(destination))
+                array_access.check_size(NAMES[doing], rank, size, len(destination))
                 destination.copy_(part[:size])
 
     def _alltoall(
@@ -194,7 +197,7 @@ class TorchAlgorithm:
         """Combine the whole arrays on all members, because some backends cannot combine parts."""
         whole = _tensor(x).clone()
         self._reduce(REDUCE_SCATTER, whole, whole, op, -1, timeout)
-        part = array_access.parts_of(whole, self._group.size)[self._group.rank]
+        part = array_access.parts_of("reduce_scatter", whole, self._group.size)[self._group.rank]
         _tensor(out).copy_(part.reshape(tuple(out.shape)))
         return out
 
@@ -268,7 +271,7 @@ class TorchAlgorithm:
             (rank, (differ, words)), *_ = failures.items()
             if differ:
                 raise Mismatch(f"the calls of {self._group._title()} do not match: {words}")
-            raise GroupError(f"{NAMES[doing]} by {self.name} has failed at rank {rank}: {words}") from failed
+            raise GroupError(f"{NAMES[doing]} by {self.name} failed at rank {rank}: {words}") from failed
 
     def _address(self) -> str | None:
         """Return the address where rank 0 serves the store of the backend, or None."""
@@ -334,7 +337,7 @@ class TorchAlgorithm:
         lost_since: float | None = None
         while not ended(POLL_INTERVAL_S):
             if remaining() == 0:
-                raise TimeoutError("the backend has not answered in time")
+                raise TimeoutError("the backend did not answer in time")
             now = time.monotonic()
             if not self._group._has_lost_any():
                 lost_since = None
@@ -375,7 +378,7 @@ def _bytes(x: Any) -> torch.Tensor:
 def _reduction(op: str, x: torch.Tensor) -> Any:
     floating = x.is_floating_point() or x.is_complex()
     if (op == "mean" and not floating) or (x.is_complex() and op not in ("sum", "mean")):
-        raise TypeError(f"elements of type {x.dtype} cannot be combined by {op}")
+        raise TypeError(f"elements of type {x.dtype} cannot be combined by {op!r}")
     names = {"mean": "SUM", "prod": "PRODUCT", "and": "BAND", "or": "BOR", "xor": "BXOR"}
     return getattr(_dist.ReduceOp, names.get(op, op.upper()))
 

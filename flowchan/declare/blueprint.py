@@ -16,10 +16,12 @@ from flowchan.declare.stream_handle import origins, streams_argument
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS
 from flowchan.items.arguments import known_options, no_misspelt_option, refuses_misspelt, text
 from flowchan.items.text import shown
+from flowchan.items.tracebacks import methods_end_at_caller
 
 T = TypeVar("T")
 
 
+@methods_end_at_caller
 class Blueprint(General):
     """Declared graph: its name, its stages in the order of declaration, and the channels between them.
 
@@ -85,16 +87,15 @@ class Blueprint(General):
         elif not isinstance(items, Iterable) and not hasattr(items, "__getitem__"):
             if isinstance(items, AsyncIterable):
                 raise TypeError(
-                    "source: give the function, to be called inside the run, and its arguments, "
-                    f"not {shown(items)}: "
-                    "graph.source(tail, path)"
+                    f"source: items must be an iterable or a callable, got {shown(items)}; pass the async "
+                    "generator function and its arguments: graph.source(tail, path)"
                 )
             raise TypeError(
-                f"source: items must be an iterable or a callable that gives one, not {shown(items)}"
+                f"source: items must be an iterable or a callable that returns one, got {shown(items)}"
             )
         elif args or kwargs:
             known_options("source", kwargs, SOURCE_OPTIONS)
-            raise TypeError(f"source: items is not callable, so it takes no more arguments: {shown(items)}")
+            raise TypeError(f"source: items must be a callable if it has arguments, got {shown(items)}")
         else:
             options, item = {"iterable": items}, element_type(type(items))
         stage = self._declare(
@@ -166,7 +167,7 @@ class Blueprint(General):
         """
         known_options("merge", options, PlainOptions.__annotations__)
         if not streams:
-            raise TypeError("merge: give at least one stream")
+            raise TypeError("merge: streams must have at least one stream, got none")
         items = [stream.item for stream in streams_argument("merge", streams)]
         stage = self._declare(
             "merge",

@@ -80,7 +80,10 @@ class Builder:
         try:
             return self._stages[self._by_name[name]]
         except KeyError:
-            raise KeyError(f"graph {self.name!r} has no stage named {name!r}") from None
+            names = ", ".join(map(repr, self._by_name)) or "none"
+            raise KeyError(
+                f"graph {self.name!r} has no stage named {name!r}; its stages are {names}"
+            ) from None
 
     @property
     def edges(self) -> tuple[Edge, ...]:

@@ -66,4 +66,6 @@ class Feedback(Stream[T]):
         self.graph._feed(self._origin, *origins(self.graph, stream))
 
     def _own(self, call: str) -> Origin:
-        raise ValueError(f"{call}: {self!r} has no stage; call {call} on the stream that feeds it")
+        raise ValueError(
+            f"{call}: {self!r} is a feedback without a stage; call {call} on the stream that feeds it"
+        )

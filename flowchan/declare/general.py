@@ -20,6 +20,7 @@ from flowchan.declare.stream_handle import origins, streams_argument
 from flowchan.declare.values import Gang
 from flowchan.items.arguments import callable_argument, flag, no_misspelt_option
 from flowchan.items.text import shown
+from flowchan.items.tracebacks import methods_end_at_caller
 
 STAGE_OPTIONS = tuple(PortOptions.__annotations__)
 
@@ -31,6 +32,7 @@ Q = TypeVar("Q")
 Others = TypeVarTuple("Others")
 
 
+@methods_end_at_caller
 class General(Builder):
     """Graph with :meth:`stage`."""
 
@@ -194,13 +196,13 @@ class General(Builder):
         group = group_parameter(function)
         if flag("stage", "elastic", settings.elastic) and group is None:
             raise ValueError(
-                "stage: elastic=True is for a gang, whose function has a parameter annotated "
-                "flowchan.collective.Group"
+                "stage: elastic=True needs a gang, whose function has a parameter annotated "
+                "flowchan.collective.Group; add it, or remove elastic=True"
             )
         restartable = settings.restartable or settings.elastic
         if restartable and not streams and settings.workers != 1:
             raise ValueError(
-                f"stage: a restartable stage without inputs has one worker, not workers={settings.workers!r}"
+                f"stage: workers must be 1 for a restartable stage without inputs, got {settings.workers!r}"
             )
         readers = [port.name for port in ports if port.reads][: len(streams)]
         addressed = _per_worker(settings.per_worker, readers)

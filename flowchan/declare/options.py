@@ -130,13 +130,13 @@ class StageSettings:
         limited = seconds(kind, "timeout", self.timeout) is not None
         if limited and not placement.own_process and not is_async(function):
             raise ValueError(
-                f"{kind}: timeout={self.timeout} needs on='process', a pool of flowchan.hosts or an async "
-                "def function: nothing can end a call on a thread from outside"
+                f"{kind}: timeout={self.timeout} needs on='process', a pool of flowchan.hosts or an "
+                "async def function, because a call on a thread cannot be ended"
             )
         if whole(kind, "gpus", self.gpus, 0) and not placement.own_process:
             raise ValueError(
-                f"{kind}: gpus={self.gpus} needs on='process' or a pool of flowchan.hosts: threads share the "
-                "program's devices"
+                f"{kind}: gpus={self.gpus} needs on='process' or a pool of flowchan.hosts, because threads "
+                "share the devices of the program"
             )
         if self.name is not None:
             text(kind, "name", self.name)

@@ -28,6 +28,7 @@ from flowchan.declare.values import Stage
 from flowchan.items.arguments import callable_argument, known_options, seconds, whole
 from flowchan.items.combining import Function, Named, Reduced
 from flowchan.items.failed import Failed
+from flowchan.items.tracebacks import methods_end_at_caller
 
 _MISSING: Any = object()
 
@@ -38,6 +39,7 @@ T_co = TypeVar("T_co", covariant=True)
 F_co = TypeVar("F_co", covariant=True)
 
 
+@methods_end_at_caller
 class Stream(StreamHandle[T_co]):
     """Output of a stage in a graph, on which you declare the next stage.
 

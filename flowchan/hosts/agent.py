@@ -83,8 +83,8 @@ class Orders:
             return cls(**orders)
         except (ValueError, KeyError, TypeError):
             raise ValueError(
-                "an agent gets its orders by its standard input, from a run that starts it: give a stage "
-                "on=pool (flowchan.hosts), or flowchan run --hosts"
+                "flowchan agents are started by a run, which sends their orders on standard input; "
+                "use on=pool (flowchan.hosts) for a stage, or flowchan run --hosts"
             ) from None
 
 
@@ -268,9 +268,11 @@ class Agent:
                     self._too_large(line, port, size)
                 case link_events.LinkBroken(why):
                     silent = self._link.state()["heard_ago"]
-                    self._link.attach(self._dial(f"lost the driver ({why})", silent).detach())
+                    self._link.attach(
+                        self._dial(f"lost the connection to the driver ({why})", silent).detach()
+                    )
                 case link_events.LinkIdle(silent=silent) if silent > peer_timeout:
-                    self._give_up(f"has not heard the driver for {silent:.1f} s")
+                    self._give_up(f"has received nothing from the driver for {silent:.1f} s")
 
     def _on_line(self, number: int) -> Iterator[_Worker]:
         return (worker for worker in list(self._workers.values()) if worker.start.line == number)
@@ -300,7 +302,7 @@ class Agent:
         except OSError as error:
             self._give_up(str(error))
         if answer.get("epochs", {}).get(str(orders.number), orders.epoch) != orders.epoch:
-            self._give_up("is not wanted any more: another agent has taken its place")
+            self._give_up("was replaced by another agent")
         return sock
 
     def _give_up(self, why: str) -> NoReturn:

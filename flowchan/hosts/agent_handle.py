@@ -179,8 +179,8 @@ class AgentHandle:
             return
         since = time.monotonic() + START
         why = (
-            f"its agent has not dialled {self._address} within {START:g} s; if that can't be reached from "
-            "there, say another address of this machine with address="
+            f"its agent did not connect to {self._address} within {START:g} s; open that address "
+            "for the host, or set address= to another address of this machine"
         )
         for event in link_events.watch(self.link, self._peer_timeout / 4, POLL_INTERVAL_S):
             if self.why or self._closed:
@@ -191,12 +191,12 @@ class AgentHandle:
                 case link_events.ItemRefused(line, port):
                     self._callbacks.refused(self, line, port)
                 case link_events.ItemTooLarge():
-                    self.end("it sent a larger item than the channel takes")
+                    self.end("it sent an item that is larger than the channel's max_bytes")
                 case link_events.LinkBroken(why):
                     since = time.monotonic() + 1.5 * self._peer_timeout
                 case link_events.LinkIdle(connected=True, silent=silent):
                     if silent > 1.5 * self._peer_timeout:
-                        self.end(f"nothing was heard of it for {silent:.1f} s")
+                        self.end(f"it sent nothing for {silent:.1f} s")
                 case link_events.LinkIdle():
                     ended = self._started.ended()
                     if not self.has_connected and self._started.waits():

@@ -160,14 +160,14 @@ AgentReport = Event | Lacking | PeerEnded | Echo | Waiting | Logged
 def refusal(channel: str, destination: str) -> TypeError:
     """Make the error that breaks a channel whose next item can't leave its machine."""
     return TypeError(
-        f"an item of channel {channel!r} can't go {destination}: it holds a channel or something else that "
-        "only processes of one machine can share"
+        f"an item of channel {channel!r} can't be sent {destination}, because it holds a channel or "
+        "shared tensor of one machine; send a channel across='hosts' or tensor.clone()"
     )
 
 
 def too_large(channel: str, host: str, size: int, most: int) -> MemoryError:
     """Make the error that breaks a channel whose next item does not fit into the memory of a host."""
     return MemoryError(
-        f"host {host!r} has no place for an item of channel {channel!r}: it has {size} bytes, and a channel "
-        f"there takes {most}, half of its memory; send smaller items, or name hosts with more memory"
+        f"an item of channel {channel!r} must have at most {most} bytes, half of the memory "
+        f"of host {host!r}, got {size}; send smaller items, or use hosts with more memory"
     )

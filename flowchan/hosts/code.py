@@ -136,8 +136,8 @@ class _Part(ModuleType):
         if name.startswith("__"):  # Python itself asks for such names
             raise AttributeError(name)
         raise AttributeError(
-            f"module {self.__name__!r} is {self.__file__}, but not {name!r}: import it outside of the "
-            "function that needs it, and it comes along as a whole"
+            f"module {self.__name__!r} was sent to this host without {name!r}; import the module "
+            "outside of the function that needs it"
         )
 
 

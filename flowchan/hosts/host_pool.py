@@ -60,9 +60,11 @@ class Pool(Placement):
         chosen = (hosts,) if isinstance(hosts, str) else tuple(hosts)
         for host in chosen:
             if host not in self.hosts:
-                raise KeyError(f"{self.name} has no host {shown(host)}; it has {', '.join(self.hosts)}")
+                raise KeyError(
+                    f"{self.name} has no host {shown(host)}; its hosts are {', '.join(self.hosts)}"
+                )
         if not chosen:
-            raise KeyError(f"{self.name}[…] needs a host; it has {', '.join(self.hosts)}")
+            raise KeyError(f"{self.name}[…] needs at least one host; its hosts are {', '.join(self.hosts)}")
         return dataclasses.replace(self, name=", ".join(chosen), hosts=chosen, shares=shares)
 
     def has_same_host(self, other: Placement) -> bool:

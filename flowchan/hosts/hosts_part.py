@@ -439,7 +439,7 @@ class HostsPart:
 
     def add(self, id: WorkerId) -> None:
         """See :class:`CrewPart`. Stages on hosts have a fixed number of workers."""
-        raise ValueError(f"stage {id.stage!r} runs on hosts, so its number of workers is fixed")
+        raise ValueError(f"run.scale: stage {id.stage!r} runs on hosts, so its number of workers is fixed")
 
     def remove(self, id: WorkerId) -> None:
         """See :meth:`add`."""

@@ -94,9 +94,8 @@ def check_hosts(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> lis
             del started[number]
         for number, one in started.items():
             late = (
-                f"did not dial {listener.address} within {host_timeout:g} s; if that can't be reached from "
-                f"there, "
-                "say another address of this machine with address="
+                f"did not connect to {listener.address} within {host_timeout:g} s; open that address for "
+                "the host, or set address= to another address of this machine"
             )
             found[number] = Facts(provider.hosts[number], one.ended() or f"{provider.hosts[number]} {late}")
     return [found[number] for number in range(len(provider.hosts))]
@@ -135,10 +134,21 @@ def _facts(host: str, hello: dict[str, Any]) -> Facts:
     facts = Facts(host, **{**hello, "gpus": tuple(hello["gpus"])})
     ours = platform.python_version()
     if facts.python.split(".")[:2] != ours.split(".")[:2]:
-        return replace(facts, problem=f"{host} has Python {facts.python}, and this program has {ours}")
+        return replace(
+            facts,
+            problem=(
+                f"{host} has Python {facts.python}, but this program has {ours}; install the same "
+                "minor version"
+            ),
+        )
     ours = VERSION
     if facts.flowchan != ours:
-        return replace(facts, problem=f"{host} has flowchan {facts.flowchan}, and this program has {ours}")
+        return replace(
+            facts,
+            problem=(
+                f"{host} has flowchan {facts.flowchan}, but this program has {ours}; install the same version"
+            ),
+        )
     return facts
 
 
@@ -150,7 +160,7 @@ def _measured(facts: Facts, sock: socket.socket) -> Facts:
         while (took := _transfer(sock, size)) < LONG_ENOUGH and size < MOST:
             size *= 2
     except OSError as error:
-        return replace(facts, problem=f"{facts.host} did not answer while it was measured: {error}")
+        return replace(facts, problem=f"{facts.host} did not answer during the measurement: {error}")
     return replace(facts, round_trip=statistics.median(trips), rate=size / took)
 
 
@@ -161,7 +171,7 @@ def _transfer(sock: socket.socket, size: int) -> float:
     for sent in range(0, size, len(PIECE)):
         sock.sendall(PIECE[: size - sent])
     if not sock.recv(1):
-        raise ConnectionError("it ended the connection")
+        raise ConnectionError("it closed the connection")
     return time.perf_counter() - begin
 
 

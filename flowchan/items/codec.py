@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
+import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from flowchan import _core
 from flowchan.items import shared_tensors
 from flowchan.items.arrays import reducers
 from flowchan.items.text import short
+from flowchan.items.tracebacks import shortened
 from flowchan.items.unpicklable import smallest
 from flowchan.transport import descriptors
 from flowchan.transport.device import transfer
@@ -159,7 +161,11 @@ def dumps(item: object, leaves: bool = False) -> Packed | Kept:
     Returns:
         The pickle and its buffers, or that tuple.
     """
-    packed, channels = _pack_with(item, descriptors.Leaving() if leaves else descriptors.Parcel())
+    try:
+        packed, channels = _pack_with(item, descriptors.Leaving() if leaves else descriptors.Parcel())
+    except TypeError as error:
+        error.__traceback__ = shortened(error.__traceback__)
+        raise
     on_device = None if isinstance(packed, bytes) else transfer.parcel(packed[1:])
     if on_device is None and not channels.id:
         return packed
@@ -192,9 +198,7 @@ def _dumps_by_value(item: object, aside: Any) -> bytes:
     try:
         _by_value_pickler()(out, protocol=5, buffer_callback=aside).dump(item)
     except unless_interrupted(Exception) as error:
-        raise TypeError(
-            f"can't send {short(item)} to another process: {_describe_culprit(item, error)}"
-        ) from error
+        raise TypeError(_refusal(item, error)) from (error if _is_of_user(error) else None)
     return out.getvalue()
 
 
@@ -306,11 +310,28 @@ class Unreadable:
         return f"<an item that can't be unpickled, {len(self.data)} bytes>"
 
 
-def _describe_culprit(item: object, error: BaseException) -> str:
+def _refusal(item: object, error: BaseException) -> str:
     """Describe the innermost attribute, element or key that cannot be pickled."""
     path, culprit, reason = smallest(item, str(error))
-    where = f"its {', '.join(path)} ({short(culprit)})" if path else "it"
-    return f"{where} can't be pickled ({reason})"
+    names_culprit = reason.startswith(short(culprit))  # as flowchan's own messages do
+    if path and names_culprit:
+        reason = f"its {', '.join(path)}: {reason}"
+    elif path:
+        reason = f"its {', '.join(path)} ({short(culprit)}) can't be pickled ({reason})"
+    elif names_culprit:
+        return reason
+    return f"can't send {short(item)} to another process: {reason}"
+
+
+_PICKLERS = {"flowchan", "cloudpickle", "pickle", "copyreg"}
+
+
+def _is_of_user(error: BaseException) -> bool:
+    """Return whether code outside the picklers took part in the error, such as a user's ``__reduce__``."""
+    return any(
+        frame.f_globals.get("__name__", "").partition(".")[0] not in _PICKLERS
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 _core._set_codec(dumps, loads, Unreadable, is_interrupt)

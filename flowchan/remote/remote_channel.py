@@ -191,7 +191,7 @@ class RemoteChannel(Channel[T]):
     def get_many(self, max: int, timeout: float | None = None) -> list[T]:
         """As every channel's."""
         if not is_whole(max) or max < 1:
-            raise ValueError(f"get_many: max must be a whole number >= 1, got {max!r}")
+            raise ValueError(f"get_many: max must be an int of at least 1, got {max!r}")
         wait = _seconds(timeout)
         return self._take("get_many", (max,), wait, self._open_all, self._return_many)  # type: ignore[no-any-return]
 
@@ -290,7 +290,7 @@ class RemoteChannel(Channel[T]):
     def abort(self, cause: BaseException | None = None) -> None:
         """As every channel's."""
         if cause is not None and not isinstance(cause, BaseException):
-            raise TypeError(f"abort: cause must be an exception or None, not {cause!r}")
+            raise TypeError(f"abort: cause must be an exception or None, got {cause!r}")
         if (hear := hears_aborts.get()) is not None:
             hear(self, cause)
         with contextlib.suppress(Broken):  # home is lost
@@ -462,7 +462,7 @@ def open_channel(
         'a'
     """
     place, number = place_in(address), number_in(address)
-    secret_bytes("open_channel", secret, "it is what channel.secret says")
+    secret_bytes("open_channel", secret, "pass the secret of the owner, channel.secret")
     flag("open_channel", "tls", tls)
     wait = _seconds(timeout)
     here = home_at(place, secret)
@@ -485,4 +485,4 @@ def _seconds(timeout: Any) -> float | None:
         return None
     if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) and float(timeout) >= 0:
         return float(timeout) if float(timeout) < 1e9 else None
-    raise ValueError(f"timeout must be None (no limit) or a number of seconds >= 0, got {timeout!r}")
+    raise ValueError(f"timeout must be None or a number of at least 0 seconds, got {timeout!r}")

@@ -232,7 +232,7 @@ def select(gets: list[Any], puts: list[Any], timeout: float | None, ready: list[
     by_kind = (GET, gets), (PUT, puts), (LOOK, ready)
     operations = [(kind, one) for kind, these in by_kind for one in these]
     if len(operations) > MOST:
-        raise ValueError(f"select takes 1 to {MOST} operations, not {len(operations)}")
+        raise ValueError(f"select takes 1 to {MOST} operations, got {len(operations)}")
     here, there, is_done = _Here(), dict[Connection, _There](), False
     try:
         for place, (kind, one) in enumerate(operations):

@@ -51,8 +51,8 @@ class Results(Mapping[Stream[Any], Any]):
         except KeyError:
             known = ", ".join(sorted(known.name for known in self._values)) or "none"
             raise KeyError(
-                f"{stream!r} is not a result of graph {self._graph!r}; results are reduce and collect "
-                f"streams that run.iter() has not taken, here: {known}"
+                f"{stream!r} is not a result of graph {self._graph!r}; the results are {known} "
+                "(reduce and collect streams that run.iter() has not taken)"
             ) from None
 
     def __iter__(self) -> Iterator[Stream[Any]]:
@@ -342,7 +342,7 @@ class _GatheredResult:
             if isinstance(error, Broken) and port.channel.broken:
                 self.broken = error
             elif not (isinstance(error, ValueError) and reader_left()):  # its reader has closed the port
-                self.broken = Broken("not all items could be received")
+                self.broken = Broken("an item of the results could not be unpickled")
                 last = Failure(id, error, None, os.getpid())
         finally:
             if not self._handed_over:

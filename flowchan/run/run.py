@@ -17,6 +17,7 @@ from flowchan.declare.stream import Input, Stream
 from flowchan.errors import Broken, Interrupted, RunError
 from flowchan.items.arguments import finite_seconds, flag, refuses_misspelt, seconds, whole
 from flowchan.items.text import shown
+from flowchan.items.tracebacks import methods_end_at_caller
 from flowchan.run.crew.pool_processes import PooledProcesses
 from flowchan.run.crew.router import CrewRouter
 from flowchan.run.crew.run_ports import RunPorts
@@ -40,6 +41,7 @@ from flowchan.transport.interrupts import InterruptWatch, interrupts_deferred, s
 T = TypeVar("T")
 
 
+@methods_end_at_caller
 class Run:
     """A run that has started. ``run[stream]`` is the writing end of an ``input()`` stream.
 
@@ -102,7 +104,7 @@ class Run:
         """
         if not self._owns(stream) or stream.stage not in self._ports.inputs:
             raise KeyError(
-                f"{stream!r} is not an input of this run; run[…] takes the stream that graph.input() returned"
+                f"{stream!r} is not an input of this run; use the stream that graph.input() returned"
             )
         return cast(Out[T], self._ports.inputs[stream.stage])
 
@@ -170,9 +172,11 @@ class Run:
             raise ValueError(f"{stream!r} is not a stream of graph {self._plan.graph.name!r}")
         stage = self._plan.graph._stage_at(stream._origin)
         if not any(worker.gathers for worker in self._plan.workers if worker.stage is stage):
-            raise ValueError(f"{stream!r} does not leave the graph; iterate over what its collect() returns")
+            raise ValueError(
+                f"{stream!r} is not a result of the graph; iterate over the stream that its collect() returns"
+            )
         if not self._gathering.claim(stage.name):
-            raise ValueError(f"the items of {stream!r} are taken already: by wait(), or by another iter()")
+            raise ValueError(f"the items of {stream!r} were already taken by wait() or another iter()")
         return stage.name
 
     async def ask(self, stream: Input[T], item: T, timeout: float | None = None) -> Any:
@@ -312,7 +316,8 @@ class Run:
                 self._gathering.begin()
             if not self._supervisor.wait(timeout):
                 raise TimeoutError(
-                    f"the run of graph {self._plan.graph.name!r} still goes on after {timeout} s"
+                    f"the run of graph {self._plan.graph.name!r} has not ended after {timeout} s; wait "
+                    "again, or call stop()"
                 )
         except KeyboardInterrupt as interrupt:
             self._end_interrupted(signal_of(interrupt))
@@ -424,8 +429,8 @@ class Run:
         if why:
             allowed = ", ".join(operator.name for operator in OPERATORS.values() if operator.per_item)
             raise ValueError(
-                f"run.scale: stage must be one of {allowed} on threads or processes, got {name!r}, {why}; "
-                "declare it with workers= instead"
+                f"run.scale: stage must be one of {allowed} on threads or processes, got {name!r}, "
+                f"{why}; declare it with workers= instead"
             )
         self._supervisor.ask(Scale(name, workers))
 
@@ -455,7 +460,7 @@ class Run:
     ) -> Interrupted:
         how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
         message = f"the run of graph {self._plan.graph.name!r} was {how}"
-        return Interrupted(f"{message}; .results and .report hold what was finished", tell, number)
+        return Interrupted(f"{message}; .results and .report have the finished part", tell, number)
 
     def _tell(self, error: Interrupted) -> tuple[Results, str]:
         if self._results is None:
@@ -474,7 +479,7 @@ class Run:
         try:
             with interrupts_deferred():
                 if self._supervisor.state.phase == "running" and not again:
-                    _print_notice(f"stopping, what is in flight is being finished ({key} again to break off)")
+                    _print_notice(f"stopping: finishing the items in flight; press {key} again to discard them")
                 self.stop()
                 for out in self._ports.inputs.values():
                     out.close()
@@ -484,11 +489,11 @@ class Run:
                 raise KeyboardInterrupt
             self._supervisor.wait()
             if self._supervisor.state.aborted:
-                _print_notice("broken off, what was in flight is discarded")
+                _print_notice("aborted: items in flight were discarded")
         except KeyboardInterrupt:
             with contextlib.suppress(KeyboardInterrupt):
                 self.abort()
-                _print_notice("broken off, what was in flight is discarded")
+                _print_notice("aborted: items in flight were discarded")
                 self._supervisor.wait()
         ended = self._supervisor.ended.is_set()
         self._results = self._gathering.results() if ended else Results(self._plan.graph.name, {})

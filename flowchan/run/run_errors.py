@@ -19,7 +19,10 @@ def failure_of_run(
     ``crashed``: the defect of flowchan that ended it.
     """
     if crashed is not None:
-        error = RuntimeError(f"flowchan failed to supervise graph {plan.graph.name!r}")
+        error = RuntimeError(
+            f"flowchan failed to supervise graph {plan.graph.name!r}; this is a bug in flowchan, "
+            "please report it"
+        )
         error.__cause__ = crashed
         return error
     for failure in failures:
@@ -36,9 +39,7 @@ def stage_error(failure: Failure, plan: Plan) -> StageError:
     if isinstance(failure.error, StageError) and failure.error.stage == failure.worker.stage:
         return failure.error
     if isinstance(failure.error, Deadlock):
-        error = StageError(
-            "no worker can ever move again", stage=failure.worker.stage, worker=str(failure.worker)
-        )
+        error = StageError("no worker can continue", stage=failure.worker.stage, worker=str(failure.worker))
         error.__cause__ = failure.error
         return error
     if failure.channel is not None:

@@ -12,6 +12,7 @@ from flowchan.check.rules import raise_for
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import Interrupted
 from flowchan.items.arguments import flag, refuses_misspelt, whole
+from flowchan.items.tracebacks import methods_end_at_caller
 from flowchan.run.crew.main_guard import leave_if_unguarded
 from flowchan.run.crew.memory import budget
 from flowchan.run.policy.plan import Plan, plan
@@ -28,6 +29,7 @@ SHOWN_EVERY_S = 0.1
 """Seconds between two updates of the progress display."""
 
 
+@methods_end_at_caller
 class Runnable(ABC):
     """Object with a graph that can be started and run."""
 

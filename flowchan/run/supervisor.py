@@ -224,7 +224,7 @@ class Supervisor:
             self._close_crew(decisions.GRACE)
             self.crew.warn_of(self.state.abandoned)
         except Exception as error:
-            reason.add_note(f"and not all that had started could be ended: {text_of(error)}")
+            reason.add_note(f"also, some workers that had started could not be ended: {text_of(error)}")
 
     def report(self, event: Event) -> None:
         """Take an event of a worker. Raises ``Closed`` once the run is over."""

@@ -73,7 +73,7 @@ class WorkerPool(Runnable):
 
     def __enter__(self) -> Self:
         if self._pooled is not None:
-            raise RuntimeError(f"{self!r} is entered already; use another pool for another block")
+            raise RuntimeError(f"{self!r} must not be entered twice; use another pool for another block")
         self._pid = os.getpid()
         self._pooled = PooledProcesses(self._graph.name)
         self._leaving, self._stages = False, ()
@@ -116,14 +116,14 @@ class WorkerPool(Runnable):
             raise self._outside_error()
         if self._active_supervisor() is not None:
             raise RuntimeError(
-                f"{self!r} allows one run at a time, and the previous run has not ended; call run.wait(), "
-                "or use another pool"
+                f"{self!r} allows one run at a time, and the previous run has not ended; call "
+                "run.wait(), or use another pool"
             )
         stages = tuple(self._graph.stages)
         if self._stages and stages != self._stages:
             raise RuntimeError(
-                f"{self!r}: the graph was changed since the first run of its pool; declare all stages before "
-                "the first run, or use another pool"
+                f"{self!r}: the graph must not change after the pool's first run; declare all stages "
+                "before, or use another pool"
             )
         _refuse_hosts(self._graph)
         _refuse_ports(plan)
@@ -207,8 +207,8 @@ def _refuse_hosts(graph: Blueprint) -> None:
     remote = [stage for stage in graph.stages if stage.placement.is_remote]
     if remote:
         message = (
-            "a pool can't keep workers on hosts, which end with each run; run the graph with graph.run(), or "
-            "place the stage on='process'"
+            "a pool can't keep workers on hosts, because they end with each run; use "
+            "graph.run(), or place the stage on='process'"
         )
         raise GraphError(graph.name, [Problem("pool", stage.name, stage.where, message) for stage in remote])
 
@@ -219,8 +219,8 @@ def _refuse_ports(plan: Plan) -> None:
             "pool",
             worker.stage.name,
             worker.stage.where,
-            f"a worker of a pool must have at most {most} ports, got {ports}; run the graph with "
-            "graph.run(), or place the stage on='thread'",
+            f"a worker of a pool must have at most {most} ports, got {ports}; use graph.run(), or "
+            "place the stage on='thread'",
         )
         for worker in plan.workers
         if worker.stage.placement.own_process

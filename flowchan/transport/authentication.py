@@ -128,7 +128,7 @@ class PendingHandshake:
         self._proxy: TlsProxy | None = None
         self._last: Last | None = None
         self._sent: list[int] = []
-        self.peer = "a peer that has gone"
+        self.peer = "a peer that has left"
         with contextlib.suppress(OSError):
             self.peer = joined(sock.getpeername())
         sock.setblocking(False)
@@ -162,8 +162,8 @@ class PendingHandshake:
         if error:
             return f"the connection ended in the handshake ({error.strerror})"
         if self._expected == GREETING and not self._received:
-            return "it ended the connection and said nothing"
-        return "it ended the connection in the handshake. Perhaps its secret differs from ours"
+            return "it closed the connection without a message"
+        return "it closed the connection in the handshake; perhaps the secrets differ"
 
     def finish(self) -> tuple[socket.socket, Hello]:
         """Return the socket and the peer's hello, once the peer has proved the secret."""
@@ -183,7 +183,9 @@ class PendingHandshake:
         written_hello = (
             f"only {len(self._received)} of {self._expected} bytes" if self._received else "nothing"
         )
-        return f"it sent {written_hello} in this step of the handshake, which has {self._timeout:g} s in all"
+        return (
+            f"it sent {written_hello} in this step of the handshake, which has a limit of {self._timeout:g} s in total"
+        )
 
     def _proceed(self, message: bytes | None) -> None:
         try:
@@ -224,7 +226,7 @@ class PendingHandshake:
         except OSError as error:
             self._refuse(self._why_it_ended(error))
         if sent[0] < len(message):
-            self._refuse("it does not read its messages")
+            self._refuse("it does not read the messages of this side")
 
     def _encrypt(self, step: Encrypt) -> None:
         remaining = max(0.1, self.give_up - time.monotonic())
@@ -276,12 +278,14 @@ def greeting(role: bytes, tls: bool = False, fingerprint: bytes = NO_CERTIFICATE
 def check_greeting(peer_greeting: bytes, role: bytes, tls: bool) -> None:
     """Refuse a greeting that does not begin with our protocol, the right role and the same use of TLS."""
     if not peer_greeting.startswith(PREAMBLE):
-        raise Refused("it does not speak flowchan's protocol, or another version of it")
+        raise Refused("it does not use the protocol of this version of flowchan")
     rest = peer_greeting[len(PREAMBLE) :]
     if not rest.startswith(role):
-        raise Refused("it is on the same side of the connection as we are: both dialled, or both listen")
+        raise Refused("it has the same role as this side: both dialled, or both listen")
     if rest[len(role) : len(role) + 1] != (WITH_TLS if tls else PLAIN):
-        raise Refused(f"TLS is {'on' if tls else 'off'} here and not there: give tls=True on both sides")
+        raise Refused(
+            f"TLS is {'on here and off' if tls else 'off here and on'} there; pass tls=True on both sides"
+        )
 
 
 def proof(key: bytes, role: bytes, what: bytes, message: bytes = b"") -> bytes:

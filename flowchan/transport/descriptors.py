@@ -21,11 +21,14 @@ CHANNELS_IN_AN_ITEM = 253 // 2
 """The kernel passes 253 descriptors at once (SCM_MAX_FD), and a channel has two."""
 
 _REMEDIES = {
-    errno.EMFILE: "this process has reached its limit of open descriptors. Close some, or "
-    "allow more (ulimit -n)",
-    errno.ENFILE: "this machine has reached its limit of open descriptors. Close some, or allow more "
-    "(sysctl fs.file-max)",
-    errno.ENOMEM: "this process has reached its limit of memory. Free some, or allow more (ulimit -v)",
+    errno.EMFILE: (
+        "this process has reached its limit of open descriptors; close some, or raise the limit (ulimit -n)"
+    ),
+    errno.ENFILE: (
+        "this machine has reached its limit of open descriptors; close some, or raise the "
+        "limit (sysctl fs.file-max)"
+    ),
+    errno.ENOMEM: ("this process has reached its limit of memory; free some, or raise the limit (ulimit -v)"),
 }
 SHORTAGES = {*_REMEDIES, errno.ENOBUFS}
 
@@ -42,7 +45,7 @@ def shortage(what: str, error: OSError) -> OSError | None:
     """
     reason = _REMEDIES.get(error.errno or 0)
     return (
-        OSError(error.errno, f"{what} can't be received now, and stays where it is: {reason}")
+        OSError(error.errno, f"{what} can't be received now and stays in its channel: {reason}")
         if reason
         else None
     )
@@ -204,10 +207,10 @@ def take_over(handle: Inherited | Sent | Borrowed) -> tuple[int, int]:
         return int(handle.memory.detach()), -1 if handle.socket is None else int(handle.socket.detach())
     if isinstance(handle, Sent):
         if now.opened is None:
-            raise OSError(errno.EBADF, "it crosses only in its item, and not in bytes that an item carries")
+            raise OSError(errno.EBADF, "its item must be sent directly, not pickled inside another item")
         return now.opened.take(handle)
     memory = os.open(f"/proc/{handle.pid}/fd/{handle.memory}", os.O_RDWR | os.O_CLOEXEC)
     if os.fstat(memory).st_ino != handle.inode:
         os.close(memory)
-        raise OSError(f"descriptor {handle.memory} of process {handle.pid} is another file now")
+        raise OSError(f"descriptor {handle.memory} of process {handle.pid} was closed")
     return memory, _core._descriptor_of(handle.pid, handle.socket) if handle.socket >= 0 else -1

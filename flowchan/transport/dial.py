@@ -49,7 +49,8 @@ def reach(
     while True:
         remaining = give_up - time.monotonic()
         if remaining <= 0 or not wanted():
-            last = "" if failed is None else f": {failed.strerror or failed}"
+            reason = str("" if failed is None else failed.strerror or failed)
+            last = reason and ": " + reason.removeprefix(f"can't reach {address}: ")
             raise OSError(f"{why}{last} at {address} for {within:.3g} s") from failed
         try:
             sock = dial(address, remaining)

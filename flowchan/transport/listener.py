@@ -85,7 +85,9 @@ class AuthenticatedListener:
             now = time.monotonic()
             self._drop_late_peers(now)
             if give_up is not None and now >= give_up:
-                raise TimeoutError(f"no peer has proved the secret at {self.address} within {timeout:g} s")
+                raise TimeoutError(
+                    f"no peer with the right secret connected to {self.address} within {timeout:g} s"
+                )
 
     def _next_event(self, now: float, give_up: float | None) -> float | None:
         """Return the seconds until the next timer, or None if there is none."""
@@ -123,7 +125,7 @@ class AuthenticatedListener:
         self._ready.register(pending.sock, selectors.EVENT_READ, pending)
         self._pending.append(pending)
         if len(self._pending) > AT_ONCE:
-            self._drop_peer(self._pending[0], f"more than {AT_ONCE} handshakes were going on at once")
+            self._drop_peer(self._pending[0], f"there were more than {AT_ONCE} handshakes at the same time")
 
     def _continue(self, pending: PendingHandshake) -> bool:
         """Continue a handshake, and return whether the peer has proved the secret."""

@@ -22,7 +22,7 @@ AT_ONCE = 1 << 16
 SETTLED = b'"settled"\n'
 """Last line of a participant that stays: all have met, and a participant that leaves no longer ends the
 rendezvous."""
-LATE = "some other members have sent nothing in time while the members met"
+LATE = "some other members sent nothing in time during the rendezvous"
 Accept = Callable[[float], tuple[socket.socket, dict[str, Any]]]
 
 
@@ -84,7 +84,7 @@ class Coordinator:
             return b"" if self.over else self.add_line(rank, came)
         self.sockets.pop(rank).close()
         if not self.settled:
-            self.end(f"rank {rank} ended while the members met")
+            self.end(f"rank {rank} ended during the rendezvous")
         return b""
 
     def add_line(self, rank: int, words: bytes) -> bytes:
@@ -123,16 +123,19 @@ class Coordinator:
             try:
                 sock, hello = accept(max(0.0, self._give_up - time.monotonic()))
             except unless_interrupted(TimeoutError):
-                late = f"of {size} members, these have not come in time: {sorted(missing)}"
+                late = f"rank 0 of {size} timed out: ranks {sorted(missing)} have not arrived"
                 raise TimeoutError(late) from None
             rank, its_size = hello.get("rank", -1), hello.get("size")
             if rank in self.sockets and _has_ended(self.sockets[rank]):
                 self.sockets.pop(rank).close()  # the same rank connects again
             self.come(rank if 0 < rank < size and rank not in self.sockets else size, sock)
             if its_size != size:
-                self.end(f"rank 0 is one of {size} members, rank {rank} one of {its_size}", True)
+                self.end(
+                    f"all members must have one size, got {size} from rank 0 and {its_size} from rank {rank}",
+                    True,
+                )
             elif size in self.sockets:
-                self.end(f"two processes have come as rank {rank}", True)
+                self.end(f"each rank must be used once, got two processes with rank {rank}", True)
             if self.over:
                 while self.sockets:  # until they have received the reason
                     self._receive_ready()
@@ -219,7 +222,7 @@ class Participant:
                 raise TimeoutError(LATE) from None
             line = b""
         if not line:
-            raise RendezvousEnded(f"{self._coordinator} ended while the members met")
+            raise RendezvousEnded(f"{self._coordinator} ended during the rendezvous")
         message = json.loads(line)
         if isinstance(message, dict):
             raise RendezvousEnded(message["over"], message["refused"])

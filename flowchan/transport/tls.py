@@ -46,8 +46,8 @@ def certificate() -> Certificate:
         from cryptography.x509.oid import NameOID
     except ImportError as error:
         raise ImportError(
-            "tls=True needs the package cryptography on the listening side: "
-            f"pip install 'flowchan[tls]' ({error})"
+            f"tls=True needs the package cryptography on the listening side ({error}); pip "
+            "install 'flowchan[tls]'"
         ) from None
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "flowchan")])

@@ -75,16 +75,18 @@ class Encrypted:
                 if not wants:
                     return
                 if not (came := self.sock.recv(AT_ONCE)):
-                    raise ProxyFailed("it ended the connection while TLS began")
+                    raise ProxyFailed("it closed the connection at the start of TLS")
                 self._received.write(came)
         except OSError as error:
-            raise ProxyFailed(f"TLS did not begin ({error})") from None
+            raise ProxyFailed(f"TLS could not start ({error})") from None
 
     def check_certificate(self, fingerprint: bytes) -> None:
         """Raise :class:`ProxyFailed` unless the peer presents the certificate that it proved."""
         certificate = self._tls.getpeercert(binary_form=True) or b""
         if not hmac.compare_digest(hashlib.sha256(certificate).digest(), fingerprint):
-            raise ProxyFailed("its certificate is not the one that it proved: the connection is intercepted")
+            raise ProxyFailed(
+                "its certificate is not the one that it proved, so the connection is intercepted"
+            )
 
     def encrypt(self, plain: memoryview) -> bytes:
         while plain:

@@ -101,7 +101,7 @@ class _Workers:
         with self._lock:
             try:
                 if self.run.over.is_set():
-                    raise Closed("the run has ended")
+                    raise Closed("the run of the pipe has ended")
                 yield self.run
             except BaseException as error:
                 ended = isinstance(error, (Broken, Closed, Drained)) or self.run.closed

@@ -208,7 +208,7 @@ def check_choices(settings: SequentialSettings, counts: int | list[int]) -> None
     if param_scale != 1 and balance != "memory":
         raise ValueError(f'Sequential: balance must be "memory" with param_scale, got {shown(balance)}')
     if sample is not None:
-        batch_size(sample, "Sequential: sample", settings.dim)
+        batch_size(sample, "sample", settings.dim)
 
 
 def _check_placement(on: Any) -> None:
@@ -286,7 +286,7 @@ def _device(name: Any) -> torch.device:
         raise ValueError(
             f"Sequential: devices must contain usable devices ({', '.join(usable)}), got {short(name)} "
             f"({reason})"
-        ) from error
+        ) from None
     return device
 
 

@@ -212,9 +212,10 @@ class Cut:
         threads = torch.get_num_threads()
         with_threads = f"torch's {threads} compute threads" if threads > 1 else "one compute thread"
         warnings.warn(
-            f"Sequential: in {len(self.parts)} parts, the module will not be faster than the plain module "
-            f"with {with_threads}: {samples} samples take at least {expected * 1e3:.2g} ms instead of "
-            f"{plain * 1e3:.2g} ms; use larger batches or fewer chunks",
+            f"Sequential: with {len(self.parts)} parts, the module will not be faster than the "
+            f"plain module with {with_threads}: {samples} samples take at least "
+            f"{expected * 1e3:.2g} ms instead of {plain * 1e3:.2g} ms; use larger batches or "
+            "fewer chunks",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -90,8 +90,8 @@ class PartWorker:
     def _raise_if_changed(self) -> None:
         if self.state.changed():
             raise ValueError(
-                "Sequential: a layer has changed its buffers on another host, invisibly to the program; "
-                "call eval() on the pipe, or use on='process'"
+                "Sequential: a layer changed its buffers on another host, and the program does not "
+                "see that; call eval() on the pipe, or use on='process'"
             )
 
 
@@ -214,7 +214,7 @@ class InferenceRun(PipelineRun):
     def _take_in(self, gets: list[Any], puts: list[Any]) -> Any:
         """Read outputs of all batches until one of the other operations succeeds, and return its item."""
         if not self.ports and self.opened.wait() and not self.ports:
-            raise Closed("the run has ended")
+            raise Closed("the run of the pipe has ended")
         operations = [self.ports[0], *gets], puts, None
         results: deque[tuple[int, Any]] = deque()
         try:

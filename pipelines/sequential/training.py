@@ -113,7 +113,9 @@ class Training:
 
     def __enter__(self) -> Training:
         if self._begun:
-            raise RuntimeError("training: it has begun already; create another with pipe.trainer(...)")
+            raise RuntimeError(
+                "training: this training has already begun; create another with pipe.trainer(...)"
+            )
         self._begun = True
         if not self._open:
             self._start()
@@ -324,10 +326,11 @@ class Training:
         An interruption ends the training. The exception of a failure names its place.
         """
         if self._over:
-            raise RuntimeError("training: it is over; create another with pipe.trainer(...)")
+            raise RuntimeError("training: this training is over; create another with pipe.trainer(...)")
         if not self._begun:
             raise RuntimeError(
-                "training: it has not begun; enter its block, `with pipe.trainer(...) as training:`"
+                "training: this training has not begun; enter its block, `with pipe.trainer(...) as "
+                "training:`"
             )
         try:
             yield self._run
@@ -346,7 +349,7 @@ class Training:
         """Return the failure of the run, with the place of the first failure in its message."""
         self._run.end(at_once=True)
         if (error := self._run.failure) is None:
-            return RuntimeError("training: its run was stopped from outside; create another training")
+            return RuntimeError("training: the run was stopped from outside; create another training")
         failures = [failure for failure in error.exceptions if isinstance(failure, StageError)]
         failure = failures[0]
         cause = failure.__cause__ or failure
@@ -373,7 +376,7 @@ class Training:
                 unsent[side] -= 1
                 done = step
         if done is None:
-            return "before any step known to be complete"
+            return "before any step that is known to be complete"
         name = text([done]) if len(job.parts) == 1 else str(done)
         return f"after {name} (micro-batch {done.chunk} of {chunks})"
 

@@ -70,8 +70,8 @@ def _check_tensors(parts: Sequence[Part]) -> None:
             owner = owners.setdefault(id(tensor), part)
             if owner is not part:
                 raise ValueError(
-                    f"training: {part} shares {kind} {name!r} with {owner}; put the layers that share it "
-                    "into one part"
+                    f"training: each {kind} must be in one part, got {name!r} in {owner} and in {part}; "
+                    "put the layers that share it into one part"
                 )
             if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
                 raise ValueError(
@@ -100,7 +100,7 @@ def _check_optimizer(parts: Sequence[Part], optimizer: Any) -> None:
     for part in parts:
         parameters = list(part.module.parameters())
         if parameters:
-            with at(part, "making its optimizer"):
+            with at(part, "creating its optimizer"):
                 made = optimizer(parameters)
             if not callable(getattr(made, "step", None)):
                 raise TypeError(

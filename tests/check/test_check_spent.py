@@ -18,7 +18,7 @@ def numbers() -> Iterator[int]:
 
 def spent(graph: Graph) -> str:
     """Return the error message of the second run."""
-    with pytest.raises(GraphError, match="give a callable") as caught:
+    with pytest.raises(GraphError, match="pass a callable") as caught:
         graph.run()
     (problem,) = caught.value.problems
     assert problem.rule == "spent"

@@ -29,8 +29,8 @@ def test_items_of_the_wrong_type_are_reported_with_both_types(graph: Blueprint) 
     problem = only(graph)
     assert (problem.rule, problem.stage) == ("type", "to_int")
     assert problem.message == (
-        "'item' of 'to_int' takes str, but stream 'batch' gives list[int]; "
-        "put a map between them that converts, or correct one of the annotations"
+        "'item' of 'to_int' takes str, but stream 'batch' has items of type list[int]; add a "
+        "map between them that converts, or correct one of the annotations"
     )
 
 
@@ -40,9 +40,9 @@ def test_ports_of_the_wrong_type_are_reported(graph: Blueprint) -> None:
     texts, numbers = graph.source(range(3)).map(to_text), graph.source(range(3))
     graph.stage(joins, texts, numbers).map(to_text).sink(print)
     assert [problem.message.partition(";")[0] for problem in check(graph)] == [
-        "'numbers' of 'joins' takes int, but stream 'to_text' gives str",
-        "'texts' of 'joins' takes str, but stream 'source-2' gives int",
-        "'item' of 'to_text' takes int, but stream 'joins' gives str",
+        "'numbers' of 'joins' takes int, but stream 'to_text' has items of type str",
+        "'texts' of 'joins' takes str, but stream 'source-2' has items of type int",
+        "'item' of 'to_text' takes int, but stream 'joins' has items of type str",
     ]
 
 
@@ -65,8 +65,8 @@ def test_result_that_is_not_iterable_is_reported(graph: Blueprint) -> None:
     begin: Any = graph.source
     begin(one).flat_map(to_text).flat_map(maybe).flat_map(Path).sink(print)
     assert [problem.message for problem in check(graph)] == [
-        "source iterates over what 'one' returns, but that is int; return an iterable, or yield the items",
-        "flat_map iterates over what 'Path' returns, but that is Path; return an "
+        "source iterates over the result of 'one', but that is int; return an iterable, or yield the items",
+        "flat_map iterates over the result of 'Path', but that is Path; return an "
         "iterable, or yield the items",
     ]
 
@@ -226,7 +226,7 @@ def test_arguments_of_a_stage_must_be_picklable(graph: Blueprint) -> None:
 def test_generator_in_a_process_has_its_own_remedy(graph: Blueprint) -> None:
     graph.source((n for n in range(3)), on="process").sink(print)
     assert only(graph).message.startswith("source's iterable can't be sent to a process: it is a generator (")
-    assert only(graph).message.endswith("pass the function that makes it, and its arguments")
+    assert only(graph).message.endswith("pass the function that creates it, and its arguments")
 
 
 def test_stage_on_threads_accepts_unpicklable_values(graph: Blueprint) -> None:

@@ -148,7 +148,7 @@ def test_file_without_graph_is_reported_in_one_line() -> None:
 def test_file_with_several_graphs_lists_them() -> None:
     two = ONE + "\nother = declare('other')\nsame = other\ndef build() -> 'Graph':\n    return other\n"
     assert refused(call("check", "own.py", file=two)) == (
-        "flowchan: mine.py: several graphs found; choose one of mine.py:graph, mine.py:other, mine.py:build"
+        "flowchan: mine.py: has several graphs; choose one of mine.py:graph, mine.py:other, mine.py:build"
     )
     assert call("check", "mine.py:other").stdout.startswith("other: all clear")
     assert call("check", "mine.py:build").stdout.startswith("other: all clear")
@@ -181,9 +181,7 @@ def test_unknown_graph_name_is_reported_in_one_line() -> None:
     assert "must be a graph or a function that returns one, got int" in refused(
         call("check", "mine.py:x", file=ONE + "\nx = 1\n")
     )
-    assert "returned an object of type int" in refused(
-        call("check", "mine.py:f", file="def f():\n    return 1\n")
-    )
+    assert "got an object of type int" in refused(call("check", "mine.py:f", file="def f():\n    return 1\n"))
 
 
 def test_wrong_arguments_are_reported_in_one_line() -> None:

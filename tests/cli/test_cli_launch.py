@@ -114,8 +114,8 @@ def test_launch_accepts_nproc_per_node_like_torchrun(tmp_path: Path, spelled: li
         (["-n", "2", "--standalone"], "No such option:? '?--standalone"),
         (["-n", "2", "-m", "--lr"], "No such option:? '?--lr"),
         (["-n", "2", "nowhere.py"], "File 'nowhere.py' does not exist"),
-        ([], "give one of -n .* and --nproc-per-node"),
-        (["-n", "2", "--nproc-per-node", "2"], "give one of -n .* and --nproc-per-node"),
+        ([], "use either -n .* or --nproc-per-node"),
+        (["-n", "2", "--nproc-per-node", "2"], "use either -n .* or --nproc-per-node"),
     ],
 )
 def test_launch_rejects_unknown_option_before_script(tmp_path: Path, args: list[str], message: str) -> None:

@@ -106,9 +106,7 @@ def test_standard_input_is_a_target() -> None:
 def test_graph_of_standard_input_is_chosen_by_name() -> None:
     """The message about several graphs names the remedy."""
     two = f"{NUMBERS}\nother = Graph('other')\nother.source([1]).sink(print)\n"
-    assert (
-        "several graphs found; choose one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output
-    )
+    assert "has several graphs; choose one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output
     for arguments in (["-:other"], ["--debug", "-:other"], ["--", "-:other"]):
         result = flowchan("check", *arguments, stdin=two)
         assert result.output.startswith("other: all clear: 2 stages"), arguments
@@ -144,7 +142,9 @@ def test_argument_without_useful_annotation_stays_text(annotation: Any) -> None:
 
 @pytest.mark.parametrize("annotation", [list, list[str], list[int] | None, tuple[int, ...], set, dict])
 def test_argument_annotated_as_list_is_rejected(annotation: Any) -> None:
-    with pytest.raises(ValueError, match=r"^'ab' is one text, not a \w+; annotate the parameter as str"):
+    with pytest.raises(
+        ValueError, match=r"^'ab' is a single text, but a \w+ is needed; annotate the parameter as str"
+    ):
         converted("ab", annotation)
 
 

@@ -85,7 +85,7 @@ graph.source(itertools.count).sink(hold)
     assert set(states[states.index("stopping") :]) - {"stopped"} == {
         "stopping"
     }  # the last line is from the end
-    assert any(line.startswith("stopping: the sources have stopped") for line in written), written
+    assert any(line.startswith("stopping: finishing the items in flight") for line in written), written
 
 
 def test_results_are_shown_at_the_end(tmp_path: Path) -> None:

@@ -291,15 +291,16 @@ def test_plans_are_known_to_all_after_a_mismatch(run_on_one_host: Any) -> None:
 def test_set_algorithm_names_allowed_algorithms() -> None:
     (g,) = collective.members(1)
     with pytest.raises(
-        ValueError, match=r"allreduce: name must be 'exchange' or 'slices' or .*, got 'direct'"
+        ValueError, match=r"name must be None or one of 'exchange', 'slices', .* for allreduce, got 'direct'"
     ):
         g.set_algorithm("allreduce", "direct")
     g.set_algorithm("reduce_scatter", "chunks")
-    with pytest.raises(ValueError, match=r"reduce_scatter: name must be 'chunks' or .*, got 'slices'"):
+    expected = r"name must be None or one of 'chunks', .* for reduce_scatter, got 'slices'"
+    with pytest.raises(ValueError, match=expected):
         g.set_algorithm("reduce_scatter", "slices")
-    with pytest.raises(ValueError, match="barrier: name must be None, got 'direct'"):
+    with pytest.raises(ValueError, match="name must be None for barrier, got 'direct'"):
         g.set_algorithm("barrier", "direct")
-    with pytest.raises(ValueError, match="operation must be one of barrier"):
+    with pytest.raises(ValueError, match="operation must be one of 'barrier'"):
         g.set_algorithm("sum", None)
     g.set_algorithm("allreduce", "slices")
     assert "slices" in g.explain("allreduce", np.ones(1))

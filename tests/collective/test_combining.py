@@ -112,4 +112,4 @@ def test_values_of_different_shapes_raise_on_all_members() -> None:
     assert first == second
     assert "'c0'" in first[0]
     assert "'c1'" in first[0]
-    assert "of 1 and 2" in first[1]
+    assert "got 1 and 2" in first[1]

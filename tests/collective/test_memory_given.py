@@ -54,7 +54,7 @@ def test_out_that_overlaps_the_input_raises(run: Any, length: int) -> None:
             for call in (g.allreduce, lambda x, out: g.reduce(x, g.rank, out=out)):
                 with pytest.raises(
                     ValueError,
-                    match="x and out must not overlap, unless they begin at the same element; pass a copy",
+                    match="x and out must not overlap unless they begin at the same element; pass a copy",
                 ):
                     call(x, out=out)
         with pytest.raises(ValueError, match="x and out must not overlap"):
@@ -90,12 +90,12 @@ def shared(length: int) -> Any:
     ("call", "message"),
     [
         (lambda g: g.allreduce(np.ones(4, np.float32), out=np.ones(4)),
-         r"out must have the type of the input and 4 elements, got float64\[4\]"),
-        (lambda g: g.allreduce(read_only(4)), "got a read-only array"),
+         r"out must have the element type of the input and 4 elements, got float64\[4\]"),
+        (lambda g: g.allreduce(read_only(4)), "got a read-only float"),
         (lambda g: g.allreduce(np.ones(4), out=shared(4)), "whose elements share memory, as after expand"),
-        (lambda g: g.allgather(np.ones(2), out=read_only(4)), "got a read-only array"),
-        (lambda g: g.allgather(np.ones(2), out=[read_only(2), np.ones(2)]), "got a read-only array"),
-        (lambda g: g.alltoall([np.ones(2)] * 2, out=[read_only(2), np.ones(2)]), "got a read-only array"),
+        (lambda g: g.allgather(np.ones(2), out=read_only(4)), "got a read-only float"),
+        (lambda g: g.allgather(np.ones(2), out=[read_only(2), np.ones(2)]), "got a read-only float"),
+        (lambda g: g.alltoall([np.ones(2)] * 2, out=[read_only(2), np.ones(2)]), "got a read-only float"),
         (lambda g: g.reduce_scatter(np.ones(3), out=np.ones(1)),
          r"x must have a number of elements that is divisible by 2, got float64\[3\]; pad it"),
     ],

@@ -180,7 +180,7 @@ def test_invalid_ranks_and_timeouts_raise() -> None:
         for wrong in (g.rank, 2, -1, True):
             with pytest.raises(ValueError, match="rank of another member"):
                 g.send(1, wrong)
-        with pytest.raises(TimeoutError, match="has sent nothing"):
+        with pytest.raises(TimeoutError, match="sent nothing"):
             g.receive(1 - g.rank, timeout=0.01)
         g.barrier()
 
@@ -241,7 +241,7 @@ def test_receive_any_loses_no_message_after_a_death() -> None:
 
 def test_receive_any_times_out() -> None:
     def body(g: Any) -> None:
-        with pytest.raises(TimeoutError, match=f"rank {g.rank} has received nothing"):
+        with pytest.raises(TimeoutError, match=f"no member sent anything to rank {g.rank}"):
             g.receive_any(timeout=0.01)
         g.barrier()
 
@@ -256,7 +256,7 @@ def test_message_errors_over_hosts_use_group_ranks() -> None:
             return None
         if g.rank == 0:
             assert g.receive(2) == "word"
-            with pytest.raises(TimeoutError, match="rank 2 has sent nothing to rank 0"):
+            with pytest.raises(TimeoutError, match="rank 2 sent nothing to rank 0"):
                 g.receive(2, timeout=0)
         g.barrier()
         if g.rank == 0:

@@ -173,7 +173,7 @@ def test_shrink_fails_without_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(MemberDied):
             work(g)
         with pytest.raises(
-            GroupError, match=r"rank 0, which decides who is left, is out of reach.*make a new group"
+            GroupError, match=r"rank 0, which decides about the members, has not answered.*create a new group"
         ):
             g.shrink()
         return True

@@ -199,14 +199,14 @@ def test_wrong_list_lengths_and_sparse_tensors_raise(
 ) -> None:
     program = torch_programs.popen("-W", "ignore", "-c", ODD, stdout=subprocess.PIPE, text=True)
     assert program.communicate(timeout=100)[0].splitlines() == [
-        "out must have one part for each of the 1 members, not 2",
+        "out must have one part for each of the 1 members, got 2",
         "gather: out must have one part for each of the 1 members, got 2",
         "scatter: xs must have one part for each of the 1 members, got 2",
         "reduce_scatter: input_list must have one part for each of the 1 members, got 2",
         "alltoall: xs must have one part for each of the 1 members, got 2",
         "alltoall: xs must have one part for each of the 1 members, got 2",
         "out must have room for the 12 bytes from rank 0, got room for 24",
-        "out must have the type of the input and 6 elements, got float32[3]",
+        "out must have the element type of the input and 6 elements, got float32[3]",
         "x must be a dense tensor, got float32[2, 2] in the layout sparse_coo; convert it, for example "
         "with .to_dense()",
     ]
@@ -253,7 +253,7 @@ def test_mismatched_torch_calls_raise_on_both_ranks(torch_programs: Template, tm
         "rank 0 called alltoall([float32[1], float32[1]]); rank 1 called alltoall([int32[1], int32[1]])",
         "allgather: inputs and outputs must have one element type, got float32 and int32; convert one of "
         "them",
-        "allgather_coalesced: output_tensor_lists[0] must have a tensor for each of the 2 inputs, not 1",
+        "allgather_coalesced: output_tensor_lists[0] must have a tensor for each of the 2 inputs, got 1",
     ]
 
 

@@ -203,7 +203,7 @@ def test_closing_a_port_ends_the_await_on_it(make):
         task = asyncio.create_task(reader.aget())
         await blocked(ch, readers=1)
         reader.close()
-        with pytest.raises(ValueError, match="this port was closed"):
+        with pytest.raises(ValueError, match=r"this port of .* was closed"):
             await task
         keep.close()
         return ch.stats().waiting_readers
@@ -217,7 +217,7 @@ def test_an_item_that_cannot_be_sent_raises_in_aput(make):
 
     async def main():
         ch = make()
-        with pytest.raises(TypeError, match="can't be pickled"):
+        with pytest.raises(TypeError, match="can't send"):
             await ch.aput(threading.Lock())
         return len(ch)
 

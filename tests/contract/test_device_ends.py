@@ -132,7 +132,7 @@ def test_exit_wait_ends_at_its_limit_and_reports_losses():
         "atexit.register(util._exit_function)\n"  # before the child is ended
     )
     ended = _script(more, FLOWCHAN_CUDA_EXIT_WAIT="0.5")
-    assert "contents of 1 items in <Channel(" in ended.stderr
+    assert "ends with 1 items in <Channel(" in ended.stderr
     assert "no process has read for 0.5 s (FLOWCHAN_CUDA_EXIT_WAIT)" in ended.stderr
     assert ended.returncode == 0
 

@@ -71,7 +71,7 @@ def test_receiver_with_fewer_devices_gets_a_remedy():
 
     def take():
         of_another_host("other-A")
-        with pytest.raises(ChannelError, match=r"was on fake:1 of another host.*1 fake dev.*tensor\.cpu\(\)"):
+        with pytest.raises(ChannelError, match=r"of fake:1 on another host.*1 fake dev.*tensor\.cpu\(\)"):
             ch.get()
 
     peer = HostPeer(take)

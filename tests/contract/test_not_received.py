@@ -196,7 +196,7 @@ def test_channel_is_received_after_a_shortage_of_descriptors(make, spawn_peer, t
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         taken = list(open_all())
         with pytest.raises(
-            OSError, match=r"can't be received now, and stays where it is.*ulimit -n"
+            OSError, match=r"can't be received now and stays in its channel.*ulimit -n"
         ) as caught:
             carrier.get()
         assert caught.value.errno == errno.EMFILE

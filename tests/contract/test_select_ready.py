@@ -90,5 +90,5 @@ def test_ready_accepts_only_a_list_of_channels(make):
     ch = make(1)
     with ch.reader() as reader:
         for wrong in (ch, [reader], reader, ["channel"]):
-            with pytest.raises(TypeError, match="ready takes a list of channels"):
+            with pytest.raises(TypeError, match="ready must be a list of channels"):
                 select(ready=wrong)

@@ -192,7 +192,7 @@ def test_tensors_do_not_match_group_size_or_are_not_the_same() -> None:
     def body(g: Any) -> None:
         with pytest.raises(ValueError, match="one part for each of the 3 members, got 2"):
             g.alltoall(np.zeros(2))
-        with pytest.raises(ValueError, match="one part for each of the 3 members, not 4"):
+        with pytest.raises(ValueError, match="one part for each of the 3 members, got 4"):
             g.allgather(np.zeros(2), out=[np.zeros(2)] * 4)
         with pytest.raises(
             ValueError, match="out must have room for the 8 bytes from rank 0, got room for 24"

@@ -93,7 +93,7 @@ def test_threads_share_the_devices_of_the_program() -> None:
     graph = Graph("gpus")
     with pytest.raises(ValueError, match="map: gpus=1 needs on='process' or a pool"):
         graph.source(range(8)).map(seen, gpus=1)
-    with pytest.raises(ValueError, match="gpus must be at least 0, not -1"):
+    with pytest.raises(ValueError, match="gpus must be at least 0, got -1"):
         graph.source(range(8)).map(seen, on="process", gpus=-1)
 
 

@@ -264,7 +264,7 @@ def test_output_beyond_the_drivers_memory_fails_in_its_stage() -> None:
         graph.run(memory=4_000_000)
     message = str(caught.value.exceptions[0].__cause__ or caught.value.exceptions[0])
     assert "'far'" in message
-    assert "takes items of at most max_bytes=4000000" in message
+    assert "item must have at most max_bytes=4000000" in message
 
 
 def test_item_beyond_the_hosts_memory_ends_the_run(
@@ -275,4 +275,4 @@ def test_item_beyond_the_hosts_memory_ends_the_run(
     graph.source([b"", bytes(2_000_000)]).map(len, on=local(1)).sink(abs)
     with pytest.raises(RunError) as caught:
         graph.run()
-    assert "host 'local-1' has no place for an item of channel" in str(caught.value.exceptions[0])
+    assert "half of the memory of host 'local-1', got 2" in str(caught.value.exceptions[0])

@@ -70,7 +70,7 @@ def test_item_that_kills_a_remote_worker_fails_its_ask() -> None:
         questions: Any = graph.input("questions")
         questions.map(lambda item: item, on=local(1), max_deaths=2).collect()
         with graph.start() as run:
-            with pytest.raises(WorkerDied, match="2 × exited with code 7"):
+            with pytest.raises(WorkerDied, match="each exited with code 7"):
                 await run.ask(questions, Bomb())
             assert await run.ask(questions, 4) == 4
 

@@ -70,7 +70,7 @@ def test_agent_that_does_not_dial_is_reported_with_the_address(monkeypatch: pyte
     monkeypatch.setattr(Queued, "waits", lambda self: False)
     graph = Graph("late")
     graph.source(range(3)).map(str, on=pool_of("late", Queue(monkeypatch)), restarts=0).collect()
-    with pytest.raises(HostError, match=r"has not dialled 127\.0\.0\.1:\d+ within 0\.2 s; .* address="):
+    with pytest.raises(HostError, match=r"did not connect to 127\.0\.0\.1:\d+ within 0\.2 s; .* address="):
         graph.run()
 
 

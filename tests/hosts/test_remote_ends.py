@@ -395,12 +395,12 @@ def test_server_says_goodbye_to_all_clients_concurrently():
 
 
 WRONG = [
-    ({"secret": "x" * 40}, TypeError, "serve: secret must be bytes, at least 16 of them, not str"),
-    ({"secret": b"x"}, ValueError, "serve: secret must have at least 16 bytes, not 1"),
+    ({"secret": "x" * 40}, TypeError, "serve: secret must be bytes, at least 16 of them, got str"),
+    ({"secret": b"x"}, ValueError, "serve: secret must have at least 16 bytes, got 1"),
     ({"peer_timeout": 0}, ValueError, "serve: peer_timeout must be greater than 0"),
     ({"peer_timeout": "3"}, TypeError, "serve: peer_timeout must be a number of seconds"),
-    ({"peer_timeout": None}, TypeError, "serve: peer_timeout must be a number of seconds, not None"),
-    ({"tls": "no"}, TypeError, "serve: tls must be True or False, not 'no'"),
+    ({"peer_timeout": None}, TypeError, "serve: peer_timeout must be a number of seconds, got None"),
+    ({"tls": "no"}, TypeError, "serve: tls must be True or False, got 'no'"),
 ]
 
 
@@ -412,7 +412,7 @@ def test_serve_refuses_invalid_options(options, error, message):
 
 
 def test_invalid_secret_is_refused_by_name():
-    with pytest.raises(ValueError, match="open_channel: secret must have at least 16 bytes, not 3"):
+    with pytest.raises(ValueError, match="open_channel: secret must have at least 16 bytes, got 3"):
         open_channel("127.0.0.1:1/1", b"abc")
     with pytest.raises(TypeError, match="Server: secret must be bytes"):
         Server(secret="x" * 40)

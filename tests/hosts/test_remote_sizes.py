@@ -55,7 +55,7 @@ def test_caller_gets_the_error_of_an_oversized_reply(monkeypatch):
     channel.put_many([b"x" * 20_000, "after"])
 
     def use():
-        with pytest.raises(ValueError, match="takes items of at most max_bytes=10000"):
+        with pytest.raises(ValueError, match="item must have at most max_bytes=10000"):
             channel.get(timeout=60)
         return channel.get()
 

@@ -27,16 +27,16 @@ def test_provider_compares_and_pickles_by_value():
 @pytest.mark.parametrize(
     ("hosts", "error", "message"),
     [
-        ((), ValueError, "ssh: it takes at least one host"),
+        ((), ValueError, "ssh: hosts must have at least one host"),
         (
             ("-oProxyCommand=reboot",),
             ValueError,
-            "ssh: a host is a name, an address or user@name, not '-oProxy",
+            "ssh: a host must be a name, an address or user@name, got '-oProxy",
         ),
-        (("a b",), ValueError, "not 'a b'"),
+        (("a b",), ValueError, "got 'a b'"),
         (("",), ValueError, "ssh: a host must not be empty"),
-        ((1,), TypeError, "ssh: a host must be a string, not 1"),
-        (("gpu1", "gpu2", "gpu1"), ValueError, "ssh: 'gpu1' is there twice"),
+        ((1,), TypeError, "ssh: a host must be a string, got 1"),
+        (("gpu1", "gpu2", "gpu1"), ValueError, "ssh: hosts must be different, got 'gpu1' twice"),
     ],
 )
 def test_invalid_host_is_refused(hosts, error, message):
@@ -128,7 +128,8 @@ def test_missing_common_address_names_the_remedy():
         towards("near", "here", "far")
     assert raised.value.host == ""
     with pytest.raises(
-        HostError, match=r"ssh: the address at which lost .*Name or service not known.*; set address="
+        HostError,
+        match=r"ssh: no address of this machine is known that lost .*not known.*; set address=",
     ):
         towards("near", "lost")
 

@@ -74,7 +74,7 @@ def node_killed() -> None:
         raylet_of(address).kill()
         assert driver.has_ended(lost)
         why = end_of(driver.started[lost])
-        assert re.fullmatch(rf"ray-{lost + 1} is lost, as Ray says: .*\bnode\b.*", why), why
+        assert re.fullmatch(rf"ray-{lost + 1} is lost: .*\bnode\b.* \(from Ray\)", why), why
         wait_until(lambda: not psutil.pid_exists(report[lost]["pid"]))
         driver.start(lost)
         again = driver.receive()

@@ -76,7 +76,7 @@ def test_graph_runs_over_slurm(tmp_path):
 def test_agent_is_replaced_when_its_job_step_is_cancelled(tmp_path):
     run = run_over(slurm(), tmp_path, cancel_step)
     (death,) = deaths(run)
-    assert "was ended by Slurm" in death
+    assert "Slurm ended the agent" in death
     assert sum(host.agents for host in run.stats().hosts) == 3
 
 

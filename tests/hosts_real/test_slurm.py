@@ -61,7 +61,7 @@ def test_killed_agent_ends_with_its_job_step(allocation):
         one = driver.start(0)
         agent = psutil.Process(driver.receive()["pid"])
         one.kill()
-        assert end_of(one).startswith("the agent node1 was ended by Slurm (")
+        assert end_of(one).startswith("Slurm ended the agent node1 (")
         assert driver.has_ended(0)
         wait_until(lambda: not agent.is_running() and steps(allocation) == [])
 
@@ -72,7 +72,7 @@ def test_agent_ends_when_its_job_step_is_cancelled(allocation):
         driver.receive()
         (step,) = (step for step in steps(allocation) if step.split(".")[1].isdigit())
         subprocess.run(("scancel", step), check=True)
-        assert end_of(one).startswith("the agent node1 was ended by Slurm (")
+        assert end_of(one).startswith("Slurm ended the agent node1 (")
         assert driver.has_ended(0)
 
 
@@ -89,7 +89,7 @@ def test_refusal_by_srun_is_reported_with_the_node():
     with Driver(slurm()) as driver:
         subprocess.run(("scancel", "--name=flowchan-test"), check=True)
         why = end_of(driver.start(1))
-        assert why.startswith("node2 could not start the agent: srun ended with code 1 before it (srun: ")
+        assert why.startswith("node2 could not start the agent: srun ended with code 1 first (srun: ")
 
 
 @pytest.mark.usefixtures("allocation")

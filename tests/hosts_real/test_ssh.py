@@ -94,10 +94,14 @@ def test_lost_ssh_connection_is_not_reported_as_the_agents_end():
 
 UNREACHED = {
     "down": "down can't be reached: connect to host 127.0.0.1 port {port}: Connection refused",
-    "wrongkey": "wrongkey lets nobody in without a password "
-    "(root@127.0.0.1: Permission denied (publickey).): 'ssh -oBatchMode=yes wrongkey true' must work",
-    "stranger": "stranger is not known to ssh, or is another machine than before "
-    "(Host key verification failed.): try 'ssh stranger' once",
+    "wrongkey": (
+        "wrongkey does not accept a login without a password (root@127.0.0.1: Permission "
+        "denied (publickey).); make 'ssh -oBatchMode=yes wrongkey true' work"
+    ),
+    "stranger": (
+        "stranger has no known or a changed host key (Host key verification failed.); run "
+        "'ssh stranger' once to check it"
+    ),
 }
 
 
@@ -113,7 +117,7 @@ def test_missing_python_is_named_with_its_host():
     with Driver(ssh("gpu1", python="/nowhere/python")) as driver:
         why = end_of(driver.start(0))
     assert why.startswith("gpu1 has no Python at /nowhere/python (")
-    assert why.endswith("not found): name one that has flowchan with python=")
+    assert why.endswith("not found): set python= to one that has flowchan")
 
 
 def test_python_without_flowchan_is_named_with_its_host():
@@ -121,7 +125,7 @@ def test_python_without_flowchan_is_named_with_its_host():
         launch = Launch(("-I", "-S", "-m", "flowchan.hosts.agent"), b"{}\n")
         driver.started[0] = one = driver.provider.start(0, launch)
         assert end_of(one) == (
-            "the Python at /usr/bin/python3 on gpu1 has no flowchan: name one that has flowchan with python="
+            "the Python at /usr/bin/python3 on gpu1 has no flowchan: set python= to one that has flowchan"
         )
 
 

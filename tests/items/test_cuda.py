@@ -314,7 +314,7 @@ def test_a_device_that_the_receiver_cannot_see_is_named(start, monkeypatch, swit
     start(_answer_with_the_error, ch, answers)
     message = answers.get()
     assert f"of process {os.getpid()}" in message
-    assert "can use none only" in message
+    assert "can use only none" in message
     assert "tensor.cpu()" in message
 
 

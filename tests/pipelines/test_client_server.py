@@ -356,7 +356,7 @@ def test_death_of_server_differs_from_its_close():
 
 @pytest.mark.parametrize("end", [Server, partial(Client, "127.0.0.1:1", bytes(32))])
 def test_tls_is_yes_or_no(end):
-    with pytest.raises(TypeError, match=r"(Server|Client): tls must be True or False, not 'x'"):
+    with pytest.raises(TypeError, match=r"(Server|Client): tls must be True or False, got 'x'"):
         end(tls="x")
 
 

@@ -159,5 +159,5 @@ def test_a_wrong_argument_is_named() -> None:
         dataset([1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="seed must be an int or None, got 'x'"):
         squares(seed="x")
-    with pytest.raises(TypeError, match="pin_memory must be True or False, not 'cuda'"):
+    with pytest.raises(TypeError, match="pin_memory must be True or False, got 'cuda'"):
         squares(pin_memory="cuda")

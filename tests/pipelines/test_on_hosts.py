@@ -62,7 +62,7 @@ def test_task_with_module_missing_on_host_names_both(tmp_path: Path, monkeypatch
         with pytest.raises(ModuleNotFoundError, match="No module named 'only_here'") as caught:
             task.result()
     note = caught.value.__notes__[0]
-    assert note.startswith("raised on host 'local-1': what a task uses must be importable there, or of")
+    assert note.startswith("raised on host 'local-1': the objects of a task must be importable there, or")
 
 
 def test_process_on_host_is_replaced_after_max_tasks() -> None:

@@ -234,8 +234,10 @@ def test_options_with_a_lock_inside_reach_every_worker(on: Any) -> None:
 def test_bad_input_raises_at_the_call() -> None:
     with pytest.raises(TypeError, match="fn must be callable"):
         map(2, 42)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="workers"):
+    with pytest.raises(ValueError, match="map: n must be at least 1, got 0"):
         map(0, print)
+    with pytest.raises(TypeError, match="map: n must be an int of at least 1, got '2'"):
+        map("2", print)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='"thread", "process"'):
         map(2, print, on="thraed")  # type: ignore[arg-type]
     with pytest.raises(GraphError, match="lock"):

@@ -299,13 +299,17 @@ def test_tasks_may_submit_tasks() -> None:
 def test_wrong_arguments_raise_at_the_call() -> None:
     with pytest.raises(TypeError, match="callable"):
         BackgroundTask(42)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="workers"):
+    with pytest.raises(ValueError, match="TaskPool: workers must be at least 1, got 0"):
         TaskPool(0)
+    with pytest.raises(TypeError, match="TaskPool: workers must be an int of at least 1, got '2'"):
+        TaskPool("2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='"thread", "process"'):
         TaskPool(1, on="processes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_tasks_per_child must be at least 1"):
         TaskPool(1, on="process", max_tasks_per_child=0)
-    with pytest.raises(ValueError, match="needs worker processes"):
+    with pytest.raises(
+        ValueError, match="max_tasks_per_child must be None with on='thread', got 1; use on='process'"
+    ):
         TaskPool(1, max_tasks_per_child=1)
     with TaskPool(1) as pool, pytest.raises(TypeError, match="callable"):
         pool.submit(42)  # type: ignore[arg-type]

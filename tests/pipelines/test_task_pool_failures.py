@@ -122,7 +122,7 @@ def test_callback_that_raises_system_exit_keeps_the_pool(on: Any, caplog: pytest
         start.put(2)
         assert future.result() == 2
         assert pool.submit(abs, -3).result() == 3
-    assert "asked to exit" in caplog.text
+    assert "asks to exit" in caplog.text
     caplog.clear()  # a traceback holds the frames of the pool
 
 
@@ -216,6 +216,7 @@ def test_submit_after_shutdown_raises_message_of_python(on: Any) -> None:
     with pytest.raises(RuntimeError, match=r"^cannot schedule new futures after shutdown$") as caught:
         pool.submit(abs, 1)
     assert not isinstance(caught.value, BrokenExecutor)
+    assert caught.value.__cause__ is None
 
 
 def test_failed_pool_breaks_futures_and_rejects_tasks(tmp_path: Path) -> None:

@@ -81,8 +81,8 @@ def test_tls_works_and_ends_with_its_process_without_pidfd_open(error: int) -> N
 def test_refused_system_call_of_process_channels_is_named(call: str, error: int) -> None:
     reason = (
         f"channels between processes need {call}, which is refused here, likely by the seccomp "
-        "filter of a container or "
-        f"of a service manager; allow {call} in it"
+        "filter of a container or service manager; "
+        f"allow {call} in it"
     )
     channel = message("channel", call, error)
     assert f"{error}, " in channel

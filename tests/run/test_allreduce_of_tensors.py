@@ -43,7 +43,7 @@ def test_arrays_of_different_shapes_are_not_broadcast(op: Any, other: Any) -> No
     with pytest.raises(RunError) as info:
         graph.run()
     (failed,) = info.value.exceptions
-    message = f"only arrays of the same shape can be combined, not of (3, 1) and {tuple(other.shape)}"
+    message = f"arrays must have the same shape, got (3, 1) and {tuple(other.shape)}"
     assert message in str(failed)
 
 

@@ -136,7 +136,7 @@ def test_caller_learns_that_unpickling_its_item_killed_the_worker(in_batches: bo
         asks = [run.ask(questions, Bomb()) for _ in range(2)]
         for error in await asyncio.gather(*asks, return_exceptions=True):
             assert isinstance(error, WorkerDied)
-            assert "2 × exited with code 7" in str(error)
+            assert "each exited with code 7" in str(error)
         assert await run.ask(questions, 4) == 4
 
     ask_in_graph(declare, use)
@@ -438,13 +438,13 @@ def test_run_ends_only_after_it_refuses_requests(monkeypatch: pytest.MonkeyPatch
     [
         (
             lambda s: s.flat_map(lambda n: [n]).collect(),
-            "reach 'flat_map', and flat_map does not work item by item",
+            "must not reach 'flat_map', because flat_map has no single output",
         ),
         (
             lambda s: s.reduce(max, 0).batch(3).sink(print),
-            "reach 'max', and reduce does not work item by item",
+            "must not reach 'max', because reduce has no single output",
         ),
-        (lambda s: s.collect().sink(print), "reach 'collect', and collect does not work item by item"),
+        (lambda s: s.collect().sink(print), "must not reach 'collect', because collect has no single output"),
     ],
 )
 def test_ask_refuses_streams_without_an_answer(declare: Any, message: str) -> None:

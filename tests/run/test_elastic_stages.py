@@ -351,7 +351,7 @@ def fixed() -> Iterator[tuple[str, Any]]:
     yield "a batch", lambda graph: graph.source(range(3)).batch(2, name="it").collect()
     yield "a stage", lambda graph: graph.stage(general, graph.source(range(3)), name="it").collect()
     yield "a map with an async def function", lambda graph: graph.source([1]).map(late, name="it").collect()
-    yield "a map whose workers are told apart", _per_worker
+    yield "a map with an output or input for each worker", _per_worker
 
 
 def _per_worker(graph: Graph) -> None:
@@ -393,7 +393,7 @@ def test_scale_reports_wrong_arguments() -> None:
             run.scale("other", 2)
         with pytest.raises(KeyError, match="is not a stage of graph 'fixed'"):
             run.scale(Graph("another").source([1]), 2)
-        with pytest.raises(ValueError, match="workers must be at least 1, not 0"):
+        with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
             run.scale(squares, 0)
 
 

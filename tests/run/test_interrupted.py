@@ -158,7 +158,7 @@ def test_sigterm_in_run_returns_the_finished_results(tmp_path: Path) -> None:
     with start(script(tmp_path, SUM.replace("WAY", "graph.run()").replace("ENOUGH", "500"))) as process:
         code, out, err = interrupted(process, signal.SIGTERM)
     assert (code, out) == (-signal.SIGTERM, "results\n"), err
-    assert "SIGTERM again to break off" in err
+    assert "press SIGTERM again to discard them" in err
     assert "flowchan.Interrupted: the run of graph 'sum' was ended by SIGTERM" in err
 
 
@@ -192,7 +192,7 @@ def test_second_ctrl_c_returns_partial_results_and_reports_the_loss(tmp_path: Pa
             process.send_signal(signal.SIGINT)
             assert "stopping" in process.stderr.readline()
             process.send_signal(signal.SIGINT)
-            assert process.stderr.readline() == "flowchan: broken off, what was in flight is discarded\n"
+            assert process.stderr.readline() == "flowchan: aborted: items in flight were discarded\n"
             out, err = process.communicate()
         assert (process.returncode, out) == (0, "3 aborted\n"), err
 

@@ -113,7 +113,7 @@ def test_deaths_restarts_and_blame_are_logged(caplog: pytest.LogCaptureFixture) 
     starts = [one for one in names(caplog, "flowchan.run", logging.DEBUG) if "crack 1 starts as pid" in one]
     assert len(starts) == 3
     first, second = names(caplog, "flowchan.run", logging.WARNING)
-    assert first.endswith("exited with code 7 without finishing, at work on an item; it is replaced")
+    assert first.endswith("exited with code 7 without finishing while it worked on an item; it is replaced")
     assert "as 1 before it over the same; it is replaced" in second
     (blame,) = names(caplog, "flowchan.run", logging.ERROR)
     assert blame.startswith("stage 'crack' gave up item 2: 2 workers died while they worked on this item")
@@ -145,7 +145,7 @@ def test_worker_that_does_not_end_is_logged(caplog: pytest.LogCaptureFixture) ->
     run.wait()
     reported = names(caplog, "flowchan.run", logging.WARNING)
     assert [text.rpartition(" ")[2] for text in reported] == ["terminated", "killed"]
-    assert all(text.startswith("worker slow 1 has not ended ") for text in reported)
+    assert all(text.startswith("worker slow 1 did not end within ") for text in reported)
 
 
 def test_program_without_logging_setup_shows_nothing(tmp_path: Path) -> None:

@@ -159,7 +159,10 @@ def test_annotation_of_an_async_generator_gives_the_item_type(annotation: Any) -
 def test_source_refuses_an_async_generator_that_was_called(log: Log) -> None:
     graph = Graph("polls")
     with pytest.raises(
-        TypeError, match=r"give the function, to be called inside the run, .*graph.source\(tail, path\)"
+        TypeError,
+        match=(
+            r"items must be an iterable or a callable, got .*; pass the async .*graph.source\(tail, path\)"
+        ),
     ):
         graph.source(log.tail(1))  # type: ignore[arg-type]
 

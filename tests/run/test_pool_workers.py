@@ -216,7 +216,7 @@ def test_pool_outside_its_block_is_refused() -> None:
     pool = graph.pool()
     with pytest.raises(RuntimeError, match=r"must be used in its block: with graph\.pool\(\) as pool"):
         pool.run()
-    with pool, pytest.raises(RuntimeError, match="entered already"):
+    with pool, pytest.raises(RuntimeError, match="must not be entered twice"):
         pool.__enter__()
     with pytest.raises(RuntimeError, match="in its block"):
         pool.start()
@@ -234,7 +234,7 @@ def test_graph_changed_after_the_first_run_is_refused() -> None:
     with graph.pool() as pool:
         pool.run()
         numbers.map(str).collect()
-        with pytest.raises(RuntimeError, match="was changed"):
+        with pytest.raises(RuntimeError, match="must not change after"):
             pool.run()
 
 

@@ -127,7 +127,7 @@ class Ending:
 
 
 FAILED = r"RunError: graph 'ways' failed \(1 sub-exception\)"
-STOPPING = "flowchan: stopping, what is in flight is being finished"
+STOPPING = "flowchan: stopping: finishing the items in flight"
 INT, TERM = signal.SIGINT, signal.SIGTERM
 ENDINGS = {
     "normal": Ending(0, out="done"),
@@ -280,7 +280,7 @@ def test_worker_that_dies_after_its_forkserver_is_replaced_or_reported(
         out, err = process.communicate()
     assert process.returncode == 0, err
     replaced = 1 if then == "killed" else 2
-    assert "forkserver had been" in out if restarts == 0 else out == f"True {replaced}\n", err
+    assert "forkserver was killed" in out if restarts == 0 else out == f"True {replaced}\n", err
     wait_until(lambda: not members(process.pid), 20, what=lambda: members(process.pid))
 
 

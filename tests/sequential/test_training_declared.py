@@ -47,8 +47,8 @@ from flowchan.viz import to_dot
         ),
         ({"workers": 2}, ValueError, "^training: .*use schedule='interleaved'"),
         ({"workers": 5, "schedule": "interleaved"}, ValueError, "^training: .*use fewer workers"),
-        ({"workers": 0}, ValueError, "^training: workers must be at least 1, not 0"),
-        ({"workers": 1.0}, TypeError, "^training: workers must be an int of at least 1, not 1.0"),
+        ({"workers": 0}, ValueError, "^training: workers must be at least 1, got 0"),
+        ({"workers": 1.0}, TypeError, "^training: workers must be an int of at least 1, got 1.0"),
         ({"recompute": 1}, TypeError, "recompute must be True or False, got 1"),
         ({"clip": 0.0}, ValueError, "clip must be the largest norm, greater than 0"),
         ({"clip": 1.0, "optimizer": None}, ValueError, "clip must be None without optimizer="),
@@ -101,7 +101,7 @@ def test_training_outside_its_block_raises() -> None:
         training.step(x, target)
     with training:
         training.step(x, target)
-        with pytest.raises(RuntimeError, match="has begun already"):
+        with pytest.raises(RuntimeError, match="has already begun"):
             training.__enter__()
     with pytest.raises(RuntimeError, match=r"is over; create another with pipe.trainer\(\.\.\.\)"):
         training.evaluate(x)

@@ -61,7 +61,7 @@ def test_later_bytes_of_the_peer_stay_in_the_socket() -> None:
 def test_a_wrong_secret_is_refused_on_both_sides() -> None:
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: refused(listens, dialled=False))
-        assert "Perhaps its secret differs" in refused(dialled, secret=OTHER)
+        assert "perhaps the secrets differ" in refused(dialled, secret=OTHER)
         assert "it does not know the secret" in peer.result()
 
 
@@ -101,7 +101,7 @@ def test_timeout_covers_the_whole_handshake() -> None:
         line = refused(listens, dialled=False, timeout=0.3)
         over.set()
         peer.join()
-        assert "in this step of the handshake, which has 0.3 s in all" in line
+        assert "in this step of the handshake, which has a limit of 0.3 s in total" in line
 
 
 @pytest.mark.parametrize("dialled", [True, False])
@@ -111,19 +111,21 @@ def test_timeout_covers_the_whole_handshake() -> None:
 def test_invalid_bytes_are_refused(dialled: bool, garbage: bytes) -> None:
     with connected() as ends:
         ends[dialled].sendall(garbage)
-        assert "does not speak flowchan's protocol" in refused(ends[not dialled], dialled=dialled)
+        assert "does not use the protocol of this version of flowchan" in refused(
+            ends[not dialled], dialled=dialled
+        )
 
 
 def test_a_peer_that_leaves_is_refused() -> None:
     with connected() as (dialled, listens):
         dialled.close()
-        assert "it ended the connection and said nothing" in refused(listens, dialled=False)
+        assert "it closed the connection without a message" in refused(listens, dialled=False)
 
 
 def test_a_peer_that_is_half_open_is_refused() -> None:
     with connected() as (dialled, listens):
         dialled.shutdown(socket.SHUT_WR)
-        assert "it ended the connection and said nothing" in refused(listens, dialled=False)
+        assert "it closed the connection without a message" in refused(listens, dialled=False)
 
 
 def test_a_reset_is_refused() -> None:
@@ -139,7 +141,7 @@ def test_connection_reset_before_the_handshake_is_refused() -> None:
     with connected() as (dialled, listens):
         dialled.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         dialled.close()
-        with pytest.raises(flowchan.Refused, match="a peer that has gone was refused: the connection ended"):
+        with pytest.raises(flowchan.Refused, match="a peer that has left was refused: the connection ended"):
             met(listens, dialled=False)
 
 
@@ -243,7 +245,7 @@ def test_reflected_messages_are_refused(dialled: bool, disguised: bool) -> None:
         proof = receive(his, PROOF) if dialled else bytes(PROOF)  # the listening end sends its proof later
         with contextlib.suppress(OSError):  # refused already
             his.sendall(proof)
-        expected = "it does not know the secret" if disguised else "on the same side of the connection"
+        expected = "it does not know the secret" if disguised else "the same role as this side"
         assert expected in peer.result()
 
 

@@ -48,13 +48,13 @@ def test_early_and_late_participants_learn_which_rank_left(
     late = participant(coordinator, 2, ends)
     for one in (first, late):
         assert not one.goes_on()
-        with pytest.raises(RendezvousEnded, match="rank 1 ended while the members met"):
+        with pytest.raises(RendezvousEnded, match="rank 1 ended during the rendezvous"):
             one.gather("never heard")
 
 
 def test_second_connection_of_a_rank_is_closed(ends: contextlib.ExitStack) -> None:
     coordinator = Coordinator(2)
     first, again = participant(coordinator, 0, ends), participant(coordinator, 0, ends)
-    with pytest.raises(RendezvousEnded, match="the driver ended while the members met"):
+    with pytest.raises(RendezvousEnded, match="the driver ended during the rendezvous"):
         again.gather(None)
     assert first.goes_on()

@@ -168,7 +168,7 @@ def test_secret_is_not_visible_to_other_processes() -> None:
 def test_a_wrong_secret_is_refused_before_tls_begins() -> None:
     with connected() as (dialled, listens):
         peer = meet_in_thread(listens, tls=True)
-        with pytest.raises(flowchan.Refused, match="Perhaps its secret differs"):
+        with pytest.raises(flowchan.Refused, match="perhaps the secrets differ"):
             met(dialled, OTHER, tls=True)
         assert "does not know the secret" in refusal(peer)
         assert not relays()
@@ -180,7 +180,7 @@ def test_tls_on_one_side_only_is_refused(here: bool) -> None:
         peer = meet_in_thread(listens, tls=not here)
         with pytest.raises(flowchan.Refused, match="TLS is on here" if here else "TLS is off here"):
             met(dialled, tls=here)
-        assert "give tls=True on both sides" in refusal(peer)
+        assert "pass tls=True on both sides" in refusal(peer)
 
 
 def passed_on(source: socket.socket, target: socket.socket, size: int) -> bytes:
@@ -234,7 +234,9 @@ def test_tls_interceptor_is_detected() -> None:
         to_dialled = tls.TlsProxy(his_listens, his, b"", 30)
         to_listens = tls.TlsProxy(his_dialled, None, right, 30)
         to_listens.end.sendall(bytes(9999))
-        assert "its certificate is not the one that it proved: the connection is intercepted" in refusal(one)
+        assert "its certificate is not the one that it proved, so the connection is intercepted" in refusal(
+            one
+        )
         assert "it does not know the secret" in refusal(two)
         for own_sock in (to_dialled, to_listens):
             own_sock.forget()
@@ -250,7 +252,7 @@ def test_changed_certificate_fingerprint_breaks_the_proofs() -> None:
         passed_on(his_listens, his_dialled, PROOF)
         assert "it does not know the secret" in refusal(two)
         his_listens.shutdown(socket.SHUT_WR)
-        assert "Perhaps its secret differs" in refusal(one)
+        assert "perhaps the secrets differ" in refusal(one)
 
 
 def test_changed_byte_ends_the_tls_connection() -> None:
@@ -263,9 +265,9 @@ def test_changed_byte_ends_the_tls_connection() -> None:
         passed_on(his_dialled, his_listens, PROOF)
         hello = his_listens.recv(99)
         his_dialled.sendall(hello[:-1] + bytes([hello[-1] ^ 1]) + bytes(9999))
-        assert "TLS did not begin" in refusal(two)
+        assert "TLS could not start" in refusal(two)
         his_listens.shutdown(socket.SHUT_WR)
-        assert "it ended the connection while TLS began" in refusal(one)
+        assert "it closed the connection at the start of TLS" in refusal(one)
 
 
 def test_silent_tls_peer_is_refused_after_the_timeout() -> None:

@@ -66,7 +66,7 @@ def test_failing_view_continues_with_plain_lines(terminal: bool, caplog: Any) ->
     assert captions == "stopping: Ctrl-C again breaks off"
     assert "source" in shown
     told = [record.getMessage() for record in caplog.records if record.name == "flowchan.viz"]
-    assert told == ["the live view could not be written: OSError: [Errno 28] no space left"]
+    assert told == ["the live view could not be shown: OSError: [Errno 28] no space left"]
 
 
 @pytest.mark.parametrize(("kind", "drawn"), [("xterm", True), ("dumb", False)])

@@ -326,7 +326,7 @@ def test_one_of_several_runs_draws_on_the_terminal(
 
 
 def test_progress_rejects_values_other_than_bool() -> None:
-    with pytest.raises(TypeError, match="run: progress must be True or False, not 'yes'"):
+    with pytest.raises(TypeError, match="run: progress must be True or False, got 'yes'"):
         Graph("far").run(progress="yes")  # type: ignore[arg-type]
 
 

@@ -316,7 +316,7 @@ class LiveView:
             self._live = None
             if not self._has_failed:
                 self._has_failed = True
-                log.warning("the live view could not be written: %s", text_of(error))
+                log.warning("the live view could not be shown: %s", text_of(error))
 
 
 def _bars(graph: Blueprint, stats: RunStats) -> RenderableType:

@@ -107,7 +107,7 @@ class Place:
         )
 
 
-REMEDY = "make a new group, or run a graph with an elastic gang"
+REMEDY = "create a new group, or run a graph with an elastic gang"
 
 
 def _lead(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: float) -> Group:
@@ -154,7 +154,7 @@ def _let_in(
             patient = time.monotonic() + REJOIN_TIMEOUT_S
         if (remaining := give_up - time.monotonic()) <= 0:
             late = sorted(expected - came.keys()) or "the members of other hosts"
-            raise TimeoutError(f"shrink of {old._title()} timed out: {late} have not arrived")
+            raise TimeoutError(f"shrink of {old._title()} timed out: {late} did not arrive")
         try:
             sock, hello = listener.accept(min(POLL_INTERVAL_S, remaining))
         except unless_interrupted(TimeoutError):
@@ -188,7 +188,10 @@ def _rejoin_timeout(give_up: float) -> float:
 
 def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: float) -> Group:
     hello = {"rank": old.rank, "alive": old._local_alive()}
-    why = f"rank {old.rank} cannot join the smaller group: rank 0, which decides who is left, is out of reach"
+    why = (
+        f"rank {old.rank} cannot join the smaller group: rank 0, which decides about the members, "
+        "cannot be reached"
+    )
     while True:
         within = _rejoin_timeout(give_up)
         try:

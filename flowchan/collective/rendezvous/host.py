@@ -54,7 +54,7 @@ def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> Shar
             if ended.refused:
                 raise GroupError(str(ended)) from None
         if time.monotonic() > give_up:
-            raise TimeoutError(f"rank {rank} of {size} timed out: rank 0 or other members have not arrived")
+            raise TimeoutError(f"rank {rank} of {size} timed out: rank 0 or other members did not arrive")
         time.sleep(PAUSE_S)
 
 
@@ -75,7 +75,7 @@ def _listen(listener: socket.socket, address: str, give_up: float) -> None:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > give_up:
                 raise GroupError(
-                    "another group of a job with the same name is meeting on this host; use another "
+                    "another group of a job with the same name is forming on this host; use another "
                     "MASTER_PORT or at= for this one"
                 ) from error
         time.sleep(PAUSE_S)
@@ -112,7 +112,7 @@ def _follow(address: str, rank: int, size: int, give_up: float, name: str) -> Sh
             return None
         if _user_of(sock) != os.getuid():
             raise GroupError(
-                "another user of this host uses the name of this job; use another MASTER_PORT or at="
+                "the name of this job is used by another user of this host; use another MASTER_PORT or at="
             )
         return share(Participant(sock, "rank 0").gather, rank, range(size), name)
 

@@ -134,7 +134,9 @@ class Receives:
         for x in tensors:
             source, found = self._next(source, tag)
             if found.dtype != x.dtype or found.numel() != x.numel():
-                raise Mismatch(f"rank {source} sent {described(found)}; there is room for {described(x)}")
+                raise Mismatch(
+                    f"rank {source} sent {described(found)}, but the tensor of the receiver is {described(x)}"
+                )
             with torch.no_grad():
                 x.copy_(found.reshape(x.shape))
 
@@ -296,7 +298,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
             if len(parts) != len(inputs):
                 raise ValueError(
                     f"allgather_coalesced: output_tensor_lists[{rank}] must have a tensor for each of the "
-                    f"{len(inputs)} inputs, not {len(parts)}"
+                    f"{len(inputs)} inputs, got {len(parts)}"
                 )
         self.allgather(list(zip(*outputs, strict=True)), inputs).wait()
         return _done([list(parts) for parts in outputs])
@@ -424,9 +426,9 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         others = [one for one in named.split(",") if one.partition(":")[2] not in ("", "flowchan")]
         if set(others) - {"cuda:nccl"}:
             raise ValueError(
-                f'the backend must be "flowchan" alone, got "{named}"; CUDA tensors use NCCL '
-                "without a second "
-                'backend, and dist.new_group(backend="gloo") makes a group with another one'
+                f'the backend must be "flowchan" alone, got "{named}"; CUDA tensors use NCCL without '
+                'a second backend, and dist.new_group(backend="gloo") creates a group with another '
+                "one"
             )
         self._is_alone = True
 

@@ -88,7 +88,7 @@ class TopK:
 
     def __init__(self, fraction: float = 0.01) -> None:
         if not 0 < fraction <= 1:
-            raise ValueError(f"TopK: fraction must be above 0 and at most 1, not {fraction!r}")
+            raise ValueError(f"TopK: fraction must be above 0 and at most 1, got {fraction!r}")
         self._fraction = fraction
         self._residual: Tensor | None = None
 
@@ -155,13 +155,15 @@ def mean_by(compress: str | Callable[[], Code] | None, dtype: torch.dtype) -> Me
     if isinstance(compress, str) and compress in _TYPES:
         if dtype.is_complex:
             raise ValueError(
-                f"compress={compress!r} must be None for complex parameters, got a parameter of {dtype}"
+                f"compress must be None for complex parameters, got {compress!r} and a parameter of {dtype}"
             )
         return lambda group, x: _rounded(group, x, _TYPES[compress])
     made = _CODES.get(compress) if isinstance(compress, str) else compress
     if not callable(made):
         names = ", ".join(map(repr, [*_TYPES, *_CODES]))
-        raise ValueError(f"compress must be {names} or a function that makes a Code, got {shown(compress)}")
+        raise ValueError(
+            f"compress must be None, {names} or a function that returns a Code, got {shown(compress)}"
+        )
     code = made()
     return lambda group, x: code.decode(group._values(code.encode(x), None), x)
 

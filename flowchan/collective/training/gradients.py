@@ -53,8 +53,8 @@ def synchronize(module: nn.Module, group: Group, root: int = 0) -> None:
         ...     synchronize(module, g)
         ...     check_equal(module, g)
     """
-    for _, x in _state(module):
-        check_writable(x)
+    for name, x in _state(module):
+        check_writable("synchronize", name, x)
     _raise_for_difference([(name, described(x)) for name, x in _state(module)], group)
     for _, x in _state(module):
         group.broadcast(x, root)
@@ -100,11 +100,14 @@ def _raise_for_difference(own: list[tuple[Any, ...]], group: Group) -> None:
         return
     place, rank = min(found)
     if place == min(len(first), len(others[rank - 1])):
-        counts = f"{len(first)} parameters and buffers, and that of rank {rank} has {len(others[rank - 1])}"
-        raise Mismatch(f"the module of rank 0 has {counts}")
+        counts = f"{len(first)} parameters and buffers, but that of rank {rank} has {len(others[rank - 1])}"
+        raise Mismatch(f"the module of rank 0 has {counts}; build the same module on all members")
     (name, kind, *_), (its_name, its_kind, *_) = first[place], others[rank - 1][place]
-    what = "has other values" if (name, kind) == (its_name, its_kind) else f"is {its_name!r}, {its_kind},"
-    raise Mismatch(f"{name!r}, {kind}, of rank 0 {what} at rank {rank}")
+    if (name, kind) == (its_name, its_kind):
+        what, remedy = "has other values", "call synchronize(module, group) first"
+    else:
+        what, remedy = f"is {its_name!r}, {its_kind},", "build the same module on all members"
+    raise Mismatch(f"{name!r}, {kind}, of rank 0 {what} at rank {rank}; {remedy}")
 
 
 def _first_difference(one: list[Any], other: list[Any]) -> int:
@@ -220,7 +223,8 @@ class Gradients:
             return
         if parameter not in buffer.missing:
             raise RuntimeError(
-                "backward was called twice without Gradients.wait() or accumulate() in between"
+                "backward was called twice; call Gradients.wait() after each backward, or accumulate() "
+                "before it"
             )
         buffer.missing.remove(parameter)
         while len(self._started) < len(self._buffers) and not self._buffers[len(self._started)].missing:
@@ -407,7 +411,7 @@ class ElasticAverage:
     def __init__(self, module: nn.Module, group: Group, *, every: int, strength: float = 0.9) -> None:
         self._every = whole("ElasticAverage", "every", every, 1)
         if not 0 < strength < 1:
-            raise ValueError(f"ElasticAverage: strength must be between 0 and 1, not {strength!r}")
+            raise ValueError(f"ElasticAverage: strength must be between 0 and 1, got {strength!r}")
         self._strength = strength / group.size
         self._group = group
         self._steps = 0

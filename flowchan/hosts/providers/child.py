@@ -17,7 +17,7 @@ Explain = Callable[[int, ProcessOutput], str | None]
 these do not show that it has ended."""
 
 GENTLY = 5.0  # seconds for a process that SIGKILL does not end, because it has remote processes to end
-UNKNOWN_EXIT = "ended, and nobody knows how, because the program ignores SIGCHLD or collects its children"
+UNKNOWN_EXIT = "ended with an unknown exit code, because the program ignores SIGCHLD or collects its children"
 
 
 class Child:

@@ -121,7 +121,7 @@ class _Seed:
         try:
             return exit_text(self._process.wait(GENTLY))
         except subprocess.TimeoutExpired:
-            return "has no descriptors free"
+            return "has no file descriptors left"
 
     def was_killed(self) -> bool:
         return (self._process.poll() or 0) < 0
@@ -211,7 +211,7 @@ class Forked:
         The kernel ends the agent and its workers with a dead server, but processes that the workers have
         started may survive.
         """
-        self._why = f"the agent {self._host} was lost with the process that forks agents here, which "
+        self._why = f"the agent {self._host} was lost with the server process that forks agents, which "
         self._why += self._seed.how_it_ended()
         if self._pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):

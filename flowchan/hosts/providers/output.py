@@ -24,7 +24,7 @@ class ProcessOutput:
     marks: tuple[str, ...] = ()
 
     def last(self) -> str:
-        return next((line.strip() for line in reversed(self.lines) if line.strip()), "it said nothing")
+        return next((line.strip() for line in reversed(self.lines) if line.strip()), "no output")
 
 
 class OutputRelay:

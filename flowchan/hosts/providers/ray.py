@@ -29,7 +29,7 @@ WARN_AFTER_S = 10.0
 """Seconds after which a warning says which resources are awaited: a cluster may have to grow, or other jobs
 may have to end."""
 
-REMEDY = "the environment of Ray's workers must bring it"
+REMEDY = "install the same environment for the workers of Ray"
 
 BOUND = """
 import ctypes, os, sys
@@ -100,13 +100,13 @@ class _Reservation:
         )
         infeasible = table.get("stats", {}).get("scheduling_state") == "INFEASIBLE"
         why = (
-            "Ray calls that infeasible: it waits for the cluster to grow"
+            "Ray calls this infeasible, and it waits for the cluster to grow"
             if infeasible
-            else "it waits until others give back what they have of it"
+            else "it waits until other jobs free their resources"
         )
         _log.warning(
-            "%r has no place yet: it asks for %s on each of %d different nodes, and of the %d in the cluster "
-            "%s; %s",
+            "%r is waiting for resources: it needs %s on each of %d different nodes; of the %d "
+            "nodes in the cluster %s; %s",
             *(provider, _amounts(provider.bundle), provider.count, len(nodes), capacities, why),
         )
 
@@ -183,9 +183,9 @@ class HeldByRay:
         except errors.RayTaskError as error:
             return f"{self._host} could not start the agent: {error.cause}"
         except errors.RayError as error:
-            return f"{self._host} is lost, as Ray says: {_gist(str(error))}"
+            return f"{self._host} is lost: {_gist(str(error))} (from Ray)"
         if result is None:
-            return f"{self._host} is lost: Ray's connection to it broke before the launch was there"
+            return f"{self._host} is lost: the connection to Ray ended before the agent was started"
         python, code, lines = result
         return how_it_ended(
             self._host, python, 128 - code if code < 0 else code, ProcessOutput(tuple(lines)), REMEDY
@@ -297,14 +297,14 @@ def _connected() -> Any:
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
-        raise HostError(f"ray: Ray can't be imported here ({error}): pip install ray") from error
+        raise HostError(f"ray: Ray can't be imported here ({error}); pip install 'flowchan[ray]'") from error
     if not ray.is_initialized():
         try:
             ray.init(address="auto")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise HostError(
-                f"ray: no cluster is reached from here ({str(error).splitlines()[0]}): start one with "
-                "'ray start --head', name one with RAY_ADDRESS, or call ray.init() beforehand"
+                f"ray: no cluster can be reached from here ({str(error).splitlines()[0]}); use 'ray "
+                "start --head', set RAY_ADDRESS, or call ray.init() first"
             ) from error
     return ray
 
@@ -328,6 +328,6 @@ def ray(count: int, *, resources: Mapping[str, float] | None = None, address: st
     for name, amount in (resources or {}).items():
         text("ray", "a resource", name)
         if isinstance(amount, bool) or not isinstance(amount, numbers.Real) or not amount >= 0:
-            raise ValueError(f"ray: resources[{name!r}] must be a number of at least 0, not {shown(amount)}")
+            raise ValueError(f"ray: resources[{name!r}] must be a number of at least 0, got {shown(amount)}")
     ordered = tuple(sorted((name, float(amount)) for name, amount in (resources or {}).items()))
     return Ray(count, ordered, None if address is None else text("ray", "address", address))

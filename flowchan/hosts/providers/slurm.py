@@ -28,7 +28,7 @@ OPTIONS = (
     "--ntasks-per-node=1",
     "--kill-on-bad-exit=0",
 )
-REMEDY = "the nodes must share the environment of this program, or have it at the same place"
+REMEDY = "install the environment of this program at the same path on all nodes"
 NODE = re.compile(r"NodeName=(\S+).*? NodeAddr=(\S+)")
 CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) .* CANCELLED ")
 OVER = re.compile(rf"{CANCELLED.pattern}|: task 0: ")
@@ -56,8 +56,8 @@ class Slurm:
         nodes = os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_NODELIST")
         if not os.environ.get("SLURM_JOB_ID") or not nodes:
             raise HostError(
-                "slurm: this program runs in no allocation of Slurm (SLURM_JOB_ID is not set): "
-                "start it with 'sbatch' or within 'salloc'"
+                "slurm: this program does not run in an allocation of Slurm (SLURM_JOB_ID is not "
+                "set); start it with 'sbatch' or within 'salloc'"
             )
         return _names(nodes)
 
@@ -89,12 +89,12 @@ def _scontrol(*arguments: str) -> str:
     except OSError as error:
         raise HostError(f"slurm: scontrol can't be started here: {error.strerror}") from error
     except subprocess.CalledProcessError as error:
-        raise HostError(f"slurm: 'scontrol {' '.join(arguments)}' fails: {error.stderr.strip()}") from error
+        raise HostError(f"slurm: 'scontrol {' '.join(arguments)}' failed: {error.stderr.strip()}") from error
 
 
 def _unstarted(host: str, code: int, output: ProcessOutput) -> str:
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
-    return f"{host} could not start the agent: srun {how} before it ({output.last()})"
+    return f"{host} could not start the agent: srun {how} first ({output.last()})"
 
 
 def _ended_by_slurm(host: str, output: ProcessOutput, has_ended: bool) -> str | None:
@@ -104,7 +104,7 @@ def _ended_by_slurm(host: str, output: ProcessOutput, has_ended: bool) -> str | 
     """
     over = CANCELLED if has_ended else OVER
     line = next((line.strip(" *") for line in output.lines if over.search(line)), None)
-    return line and f"the agent {host} was ended by Slurm ({line})"
+    return line and f"Slurm ended the agent {host} ({line})"
 
 
 def slurm(*, address: str | None = None) -> Slurm:

@@ -116,7 +116,7 @@ class DeathLog:
         """Return why the stage of a worker can't continue with a replacement; empty if it can."""
         stage, limit = worker.id.stage, self._limits.get(worker.id.stage, 0)
         if stage not in self._limits or (limit == 0 and worker.stage.restarts > 0):
-            return f"a {worker.stage.kind} stage keeps state of its own and is not declared restartable"
+            return "the stage keeps state and is not declared restartable"
         return ""
 
     def _count(self, worker: PlannedWorker, ended: ProcessExit) -> int:

@@ -328,8 +328,8 @@ class LocalPart:
             if not thread.is_alive():
                 continue
             warnings.warn(
-                f"worker {id} of graph {self.plan.graph.name!r} still runs code of yours that "
-                "nothing can interrupt from outside; its thread ends when that code returns",
+                f"worker {id} of graph {self.plan.graph.name!r} still runs code that cannot be "
+                "interrupted; its thread ends when that code returns",
                 RuntimeWarning,
                 stacklevel=2,
             )

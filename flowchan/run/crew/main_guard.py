@@ -64,12 +64,16 @@ class Unguarded(GraphError):
         return GraphError, (self.graph, self.problems)
 
 
+Unguarded.__module__, Unguarded.__qualname__ = "flowchan", "GraphError"  # shown in tracebacks
+
+
 def unguarded(graph: Blueprint) -> Unguarded:
     """Return the error for a main script that lacks its ``__main__`` guard."""
     method = multiprocessing.get_start_method()
     message = (
-        f"with the start method {method!r} a worker process imports the main script, which then runs the "
-        'graph, or sets the start method, once more; put that under `if __name__ == "__main__":`'
+        f"with the start method {method!r} a worker process imports the main script, which "
+        "then runs the graph, or sets the start method, a second time; put that under `if "
+        '__name__ == "__main__":`'
     )
     return Unguarded(graph.name, [Problem("main-guard", "", graph.where, message)])
 
@@ -83,8 +87,9 @@ def hint_at_import(exitcode: int | None) -> str:
     if exitcode != 1 or method == "fork":
         return ""
     return (
-        f", perhaps while it imports the main script, as each does with the start method {method!r}; put "
-        'what only the program shall run, `set_start_method` too, under `if __name__ == "__main__":`'
+        f", perhaps while it imports the main script, as with the start method {method!r}; "
+        "put code that only the program must run, and `set_start_method`, under `if __name__ "
+        '== "__main__":`'
     )
 
 

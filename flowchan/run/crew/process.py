@@ -133,17 +133,14 @@ class WorkerProcess:
         ``lack_of_memory``: the kernel has killed a process for lack of memory.
         """
         if self._lost:
-            return (
-                "was killed, because Python's forkserver had been, and without it nothing "
-                "is known of a process"
-            )
+            return "was killed or ended: its exit code is unknown, because Python's forkserver was killed"
         if self.exitcode == UNKNOWN and self._collected_elsewhere:
             return (
-                "ended, and its exit code is unknown, because the program ignores SIGCHLD or collects its "
-                "children"
+                "ended, and its exit code is unknown, because the program ignores SIGCHLD or "
+                "collects its children"
             )
         if self.exitcode == UNKNOWN and self._is_of_server and _has_ended(self._server) is not False:
-            return "ended, and its exit code is unknown, because Python's forkserver had been killed"
+            return "ended, and its exit code is unknown, because Python's forkserver was killed"
         return exit_text(self.exitcode, lack_of_memory)
 
     def _reap(self) -> None:

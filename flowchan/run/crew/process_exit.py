@@ -38,7 +38,10 @@ def exit_text(code: int, lack_of_memory: bool = False) -> str:
         return f"exited with code {code} without finishing"
     name = signal_name(-code)
     if -code == signal.SIGKILL and lack_of_memory:
-        return f"was killed by {name}, likely for lack of memory: the kernel has killed for that just now"
+        return (
+            f"was killed by {name}, likely for lack of memory, because the kernel killed a "
+            "process for that at this time"
+        )
     return f"was killed by {name}"
 
 

@@ -215,8 +215,8 @@ def _order(view: _View) -> Cause | None:
     return Cause(
         "order",
         worst.name,
-        f"workers of {worst.name!r} wait {_percent(worst.waiting_turn)} of the time until the items before "
-        "theirs are out; give it a larger buffer, or ordered=False",
+        f"workers of {worst.name!r} wait {_percent(worst.waiting_turn)} of the time until "
+        "earlier items are out; give it a larger buffer, or ordered=False",
     )
 
 

@@ -16,13 +16,13 @@ from flowchan.run.policy.stats import RunStats
 STILL = 0.5
 """Seconds without any movement after which a run counts as stuck."""
 REMEDY = (
-    "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read its "
-    "branches independently"
+    "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read "
+    "its branches independently"
 )
-NO_STAGE_PUTS = "no stage puts: let one stage of the loop put before it gets, or end by returning"
+NO_STAGE_PUTS = "no stage puts an item; let one stage of the loop put before it gets, or return"
 MORE_MEMORY = (
-    "give the run more memory (`graph.run(memory=…)`): a channel with a blocked writer "
-    "has places, but no bytes"
+    "give the run more memory (`graph.run(memory=…)`), because a channel with a blocked "
+    "writer has places but no memory"
 )
 """The remedies: when a worker waits to put, when all wait to get, and when bytes are short."""
 

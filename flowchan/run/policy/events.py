@@ -230,8 +230,8 @@ class Death:
             return ""
         if not self.over_item:
             return self.how
-        others = "" if self.over_item == 1 else f", as {self.over_item - 1} before it over the same"
-        return f"{self.how}, at work on an item{others}"
+        others = "" if self.over_item == 1 else f", like {self.over_item - 1} before it on the same item"
+        return f"{self.how} while it worked on an item{others}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,11 +75,12 @@ class Portable:
     """
 
     def __init__(self, error: BaseException, where: str = "") -> None:
-        text = "".join(traceback.format_exception(error)).rstrip()
         self._text = text_of(error)
         # Kept outside the pickle, because an exception's __reduce__ may omit its notes (json's does).
-        where = where or f"in {seeds.worker_text()}"
-        self._notes = [*getattr(error, "__notes__", ()), f"{where}:\n{text}"]
+        note = where or f"in {seeds.worker_text()}"
+        if error.__traceback__ or error.__cause__ or error.__context__:
+            note += ":\n" + "".join(traceback.format_exception(error)).rstrip()
+        self._notes = [*getattr(error, "__notes__", ()), note]
         self._data: bytes | None
         import cloudpickle  # slow to import
 

@@ -48,7 +48,7 @@ class Journal:
                 self._log(logging.WARNING, text, stage=stage)
             case RunEnded(state, seconds, stuck):
                 for worker in sorted(stuck, key=str):
-                    text = f"worker {worker} still runs code that nothing can interrupt"
+                    text = f"worker {worker} still runs code that cannot be interrupted"
                     self._log(logging.WARNING, text, worker)
                 self._log(logging.INFO, f"{self._graph} is {state} after {seconds:.2f} s")
 
@@ -57,12 +57,12 @@ class Journal:
         if isinstance(event, Death):
             self._died(event, decided)
         elif isinstance(event, StopRequested) and before.phase == "running":
-            kept = "what is in flight" if event.finish_queued else "what workers are processing"
-            self._log(logging.INFO, f"{self._graph} stops: {kept} is finished")
+            kept = "the items in flight" if event.finish_queued else "the items that workers process"
+            self._log(logging.INFO, f"{self._graph} stops: {kept} are being finished")
         elif isinstance(event, AbortRequested) and after.phase != before.phase:
-            self._log(logging.INFO, f"{self._graph} is broken off")
+            self._log(logging.INFO, f"{self._graph} is aborted")
         elif isinstance(event, Tick) and (before.phase, after.phase) == ("stopping", "aborting"):
-            text = "has not ended within the timeout of its stop and is broken off"
+            text = "has not ended within the timeout of its stop, so it is aborted"
             self._log(logging.WARNING, f"{self._graph} {text}")
         if not after.goes_on:
             for action in decided.actions:
@@ -87,7 +87,7 @@ class Journal:
         """Log that a process did not end in time."""
         how = "killed" if ended.force else "terminated"
         waited = decisions.GRACE * (1 + ended.force)
-        text = f"worker {ended.worker} has not ended {waited:g} s after it should have, and is {how}"
+        text = f"worker {ended.worker} did not end within {waited:g} s and is {how}"
         self._log(logging.WARNING, text, ended.worker)
 
     def _log(self, level: int, text: str, worker: WorkerId | None = None, stage: str = "") -> None:

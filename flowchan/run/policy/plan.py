@@ -134,7 +134,7 @@ class Plan:
             return f"a {stage.kind} on hosts"
         if stage.gpus:
             return f"a {stage.kind} with gpus={stage.gpus} for each worker"
-        return f"a {stage.kind} whose workers are told apart" if stage.output_per_worker else ""
+        return f"a {stage.kind} with an output or input for each worker" if stage.output_per_worker else ""
 
     @property
     def elastic(self) -> frozenset[str]:

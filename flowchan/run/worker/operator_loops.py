@@ -21,7 +21,7 @@ from flowchan.channel.channel import In, Out
 from flowchan.errors import Broken, ChannelError, Closed, Drained, Empty
 from flowchan.items.combining import Reduced, reduced
 from flowchan.items.failed import Failed
-from flowchan.items.text import short
+from flowchan.items.text import short, shown
 from flowchan.run.policy import journal
 from flowchan.run.policy.failures import ItemFailed, Portable, died_over, text_of
 from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare, has_requests
@@ -94,8 +94,8 @@ class OperatorJob:
             return results
         if not isinstance(results, list) or len(results) != len(items):
             error = TypeError(
-                "the function must return the exceptions of failed members in a list as long as the batch, "
-                f"got exceptions in a {type(results).__name__} of {len(results)} for a batch of {len(items)}"
+                f"the function must return a list of {len(items)} results for a batch with failed "
+                f"members, got a {type(results).__name__} of {len(results)}"
             )
             self.give_up(items, error)
             return SKIPPED
@@ -294,7 +294,7 @@ def put_or_end(out: Out[Any], output: Any) -> None:
 def _elements(function: Callable[[Any], Iterable[Any]], item: Any) -> Iterable[Any]:
     elements = function(item)
     if not isinstance(elements, Iterable):
-        raise TypeError(f"flat_map: function must return an iterable, got {elements!r}")
+        raise TypeError(f"flat_map: function must return an iterable, got {shown(elements)}")
     return elements
 
 
@@ -353,7 +353,7 @@ def reduce(job: OperatorJob, *, items: In[Any], out: Out[Any] | None = None) -> 
             result = job.recover(fold, item, error)
             total = total_so_far if result is SKIPPED else result
     if total is SKIPPED:
-        raise TypeError("reduce: initial must be given for a stream without items")
+        raise TypeError("reduce: initial must be passed for a stream without items")
     job.on_result(total)
     if out is not None:
         out.put(total)

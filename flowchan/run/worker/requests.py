@@ -369,8 +369,8 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
         readers = [edge.reader for edge in plan.edges if edge.writer == name and not edge.errors]
         if not operator.answers or (operator.gathers and readers):
             raise ValueError(
-                f"ask: the items of input {stage!r} reach {name!r}, and {operator.name} does not work item "
-                "by item, so no output is the answer to one item"
+                f"ask: the items of input {stage!r} must not reach {name!r}, because {operator.name} "
+                "has no single output per item; use other operators, or number the items"
             )
         if operator.gathers:
             found.append(name)

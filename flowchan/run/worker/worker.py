@@ -17,6 +17,7 @@ from flowchan.channel.channel import Channel, hears_aborts
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed
 from flowchan.items.text import short
+from flowchan.items.tracebacks import from_users_code
 from flowchan.run.policy import seeds
 from flowchan.run.policy.events import (
     Aborted,
@@ -101,7 +102,7 @@ def work(
             tell(Began(worker))
             run_body(job, stage, ports, membership)
     except BaseException as error:
-        ended_by = without_traceback(error, ports)
+        ended_by = with_short_traceback(error, ports)
     if sends and isinstance(ended_by, ItemFailed) and isinstance(ended_by.__cause__, Retires):
         for reader in ports.inputs.values():
             reader._leave_alone()
@@ -252,16 +253,18 @@ def end(
     return "failed" if failed else "done"
 
 
-def without_traceback(error: BaseException, ports: Ports) -> BaseException:
-    """Return ``error``, after a clean end without its traceback.
+def with_short_traceback(error: BaseException, ports: Ports) -> BaseException:
+    """Return ``error``, after a clean end without its traceback, else with that of the user's code.
 
-    Then the generator of a source is cleaned up at once.
+    After a clean end, the generator of a source is thus cleaned up at once.
     """
     if _clean_end(error, ports):
         if isinstance(error, ItemFailed) and error.__cause__:
             error = error.__cause__
         error.__cause__ = error.__context__ = None
         return error.with_traceback(None)
+    shown = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
+    shown.__traceback__ = from_users_code(shown.__traceback__)
     return error
 
 

@@ -148,7 +148,7 @@ class TorchDevice:
         if torch.version.hip is not None:
             raise OSError("torch was built for ROCm")
         if importlib.util.find_spec("numpy") is None:
-            raise OSError("torch can use memory of other processes only with NumPy")
+            raise OSError("torch needs NumPy to use the memory of other processes")
         return Driver()
 
     def visible(self) -> Sequence[str]:

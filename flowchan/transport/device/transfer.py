@@ -249,7 +249,9 @@ def arrivals(keep: Any, buffers: list[Any]) -> list[Any]:
 
 def _rebuild(buffer: Any, form: Any) -> Any:
     if not isinstance(buffer, Arrived):
-        raise TypeError("a tensor on a device crosses through a channel only; elsewhere pickle tensor.cpu()")
+        raise TypeError(
+            "a tensor on a device can be sent through a channel only; otherwise pickle tensor.cpu()"
+        )
     settle()
     place = DeviceKind(*pickle.loads(buffer[len(MAGIC) :]))
     device = _visible(place.kind, place.device, place.pid)
@@ -281,8 +283,8 @@ def _rebuild_from_host_memory(kind: str, identity: str, number: int, host: Any, 
     if number < len(seen):
         return device.from_host(host, seen[number], form)
     raise ChannelError(
-        f"the item holds a tensor that was on {kind}:{number} of another host; this process ({os.getpid()}) "
-        f"has {len(seen)} {kind} devices. Give the stage one (gpus=1), or put tensor.cpu()"
+        f"the item holds a tensor of {kind}:{number} on another host, but process "
+        f"{os.getpid()} here has {len(seen)} {kind} devices; use gpus=1, or put tensor.cpu()"
     )
 
 
@@ -291,10 +293,9 @@ def _visible(kind: str, identity: str, pid: int) -> Device:
     if identity in (seen := device.visible()):
         return device
     raise ChannelError(
-        f"the item holds a tensor on {kind} device {identity} of process {pid}; this process "
-        f"({os.getpid()}) can use "
-        f"{', '.join(seen) or 'none'} only. Let both see the same devices "
-        "(CUDA_VISIBLE_DEVICES), or put tensor.cpu()"
+        f"the item holds a tensor on {kind} device {identity} of process {pid}, but process "
+        f"{os.getpid()} can use only {', '.join(seen) or 'none'}; set one "
+        "CUDA_VISIBLE_DEVICES, or put tensor.cpu()"
     )
 
 
@@ -340,10 +341,8 @@ def _close_ended() -> None:
 def _contents_lost(place: DeviceKind, why: str) -> ChannelError:
     return ChannelError(
         f"the contents of a tensor that process {place.pid} put, on {place.kind} device "
-        f"{place.device}, can't be reached: "
-        f"{why}. Contents on a device end with the process that put them; with {SWITCH}=0 in "
-        "its environment they go "
-        "through host memory, and outlive it"
+        f"{place.device}, can't be reached, because {why}; keep that process alive, or set "
+        f"{SWITCH}=0 in its environment to send through host memory"
     )
 
 
@@ -412,10 +411,10 @@ def _wait_at_exit() -> None:
         pause = min(2 * pause, 0.05)
     for kept in _state.kept.values():
         print(
-            f"flowchan: process {os.getpid()} ends, and with it the contents of {len(kept.blocks)} items in "
-            f"{kept.channel!r}, tensors on a device that no process has read for {limit:g} s "
-            f"({EXIT_WAIT}). With {SWITCH}=0 "
-            "they go through host memory, and outlive it",
+            f"flowchan: process {os.getpid()} ends with {len(kept.blocks)} items in "
+            f"{kept.channel!r}, device tensors that no process has read for {limit:g} s "
+            f"({EXIT_WAIT}); their contents are lost. Set {SWITCH}=0 to send them through host "
+            "memory.",
             file=sys.stderr,
         )
 

@@ -187,7 +187,7 @@ class WorkersRun(PipelineRun):
         """Receive one answer from each worker, in order, and the items that the parts send to the program."""
         self.opened.wait()
         if not self.ports:
-            raise Closed("the run has ended")
+            raise Closed("the run of the pipe has ended")
         answers: dict[int, WorkerAnswer] = {}
         items: dict[Key, Any] = {}
         for port, count in zip(self.ports, (1, len(self.jobs) - 1), strict=False):

@@ -49,7 +49,7 @@ class TrainingWorker(PipelineWorker):
         super().begin(part)
         parameters = list(part.module.parameters())
         if self.job.optimizer is not None and parameters:
-            with at(part, "making its optimizer"):
+            with at(part, "creating its optimizer"):
                 self.optimizers.append((part, self.job.optimizer(parameters)))  # type: ignore[arg-type]
 
     def follow(self, command: Any) -> WorkerAnswer:
