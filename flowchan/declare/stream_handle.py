@@ -66,7 +66,7 @@ def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[StreamHandle[A
     for index, value in enumerate(values, 1):
         if not isinstance(value, StreamHandle):
             hint = f"; write {call}(*streams)" if isinstance(value, (list, tuple, set)) else ""
-            raise TypeError(f"{call}: argument {index} must be a stream, not {shown(value)}{hint}")
+            raise TypeError(f"{call}: argument {index} must be a stream, got {shown(value)}{hint}")
     return values
 
 

@@ -238,7 +238,7 @@ class HostsPart:
             case Ended() | PeerEnded() | Lacking():
                 self._receive_from_worker(agent, message)
             case TriesMember() | MembersTried():
-                self._deaths.tries_members(told)
+                self._deaths.tries_members(message)
             case Began(worker):
                 self._deaths.began(worker)
                 self._report(message)

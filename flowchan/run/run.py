@@ -479,7 +479,9 @@ class Run:
         try:
             with interrupts_deferred():
                 if self._supervisor.state.phase == "running" and not again:
-                    _print_notice(f"stopping: finishing the items in flight; press {key} again to discard them")
+                    _print_notice(
+                        f"stopping: finishing the items in flight; press {key} again to discard them"
+                    )
                 self.stop()
                 for out in self._ports.inputs.values():
                     out.close()

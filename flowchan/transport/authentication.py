@@ -183,9 +183,8 @@ class PendingHandshake:
         written_hello = (
             f"only {len(self._received)} of {self._expected} bytes" if self._received else "nothing"
         )
-        return (
-            f"it sent {written_hello} in this step of the handshake, which has a limit of {self._timeout:g} s in total"
-        )
+        limit = f"the handshake, which has a limit of {self._timeout:g} s in total"
+        return f"it sent {written_hello} in this step of {limit}"
 
     def _proceed(self, message: bytes | None) -> None:
         try:

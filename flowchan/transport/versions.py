@@ -24,7 +24,8 @@ def differs(peer_versions: Mapping[str, Any]) -> str:
     ours = versions()
     if all(peer_versions.get(word) == version for word, version in ours.items()):
         return ""
-    return f"it has {_listed(peer_versions)}, but this program has {_listed(ours)}; install the same versions on both"
+    both = f"it has {_listed(peer_versions)}, but this program has {_listed(ours)}"
+    return f"{both}; install the same versions on both"
 
 
 def _listed(versions: Mapping[str, Any]) -> str:

@@ -271,7 +271,7 @@ def test_stopped_run_is_aborted_after_its_timeout(caplog: pytest.LogCaptureFixtu
     run.supervisor.ask(StopRequested(timeout=0.01))
     assert ended(run.supervisor) == "aborted"
     assert (
-        "graph 'scripted' has not ended within the timeout of its stop and is broken off" in caplog.messages
+        "graph 'scripted' has not ended within the timeout of its stop, so it is aborted" in caplog.messages
     )
 
 

@@ -106,7 +106,7 @@ def test_first_signal_finishes_items_in_flight(signum: signal.Signals, tmp_path:
         code, out, err = ended(process)
     assert out == "interrupted after some\n", err
     assert code == -signum, err  # as a program that does not catch the signal
-    assert err.count("flowchan: stopping, what is in flight is being finished") == 1
+    assert err.count("flowchan: stopping: finishing the items in flight") == 1
 
 
 def test_ctrl_c_at_a_terminal_does_not_kill_the_workers(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_second_ctrl_c_while_the_run_starts_breaks_it_off(variant: str, tmp_path
     with start(script(tmp_path, text.replace("WAY", variant))) as process:
         code, out, err = ended(process)
     assert (code, out) == (0, "aborted\n"), err
-    assert err == "flowchan: broken off, what was in flight is discarded\n"
+    assert err == "flowchan: aborted: items in flight were discarded\n"
 
 
 def test_ctrl_c_while_the_run_is_being_started_stops_it(tmp_path: Path) -> None:

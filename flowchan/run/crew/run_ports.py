@@ -192,8 +192,10 @@ class RunPorts:
             self.ports.pop(id, None)
 
     def recover(self, id: WorkerId, blame: bool, alone: bool = False) -> None:
-        """Replace the ports of a dead worker by new ones, which take up its items. ``alone``: no other worker
-        may get them."""
+        """Replace the ports of a dead worker by new ones, which take up its items.
+
+        ``alone``: no other worker may get them.
+        """
         old, new = self.ports[id], self._open(id)
         take_up(old, new, alone or self._workers[id].stage.keeps_its_own, blame)
         self.ports[id] = new

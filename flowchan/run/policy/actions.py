@@ -71,8 +71,10 @@ class FormGroup:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Warn the user about a stage. A later warning about the same ``topic`` replaces this one in the
-    report."""
+    """Warn the user about a stage.
+
+    A later warning about the same ``topic`` replaces this one in the report.
+    """
 
     stage: str
     topic: str

@@ -281,8 +281,10 @@ def _is_replaceable(state: PolicyState, death: Death, now: float) -> bool:
 
 
 def _is_hopeless(state: PolicyState, death: Death) -> bool:
-    """Tell whether a worker has died too often before it began to work. That does not depend on the period,
-    because each start may take longer than a period."""
+    """Return whether a worker has died too often before it began to work.
+
+    That does not depend on the period, because each start may take longer than a period.
+    """
     if death.worker.stage in state.explicit:
         return death.unbegun > state.limits.get(death.worker.stage, 0)
     return death.unbegun >= HOPELESS

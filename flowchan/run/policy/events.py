@@ -96,8 +96,10 @@ class Met:
 
 @dataclass(frozen=True, slots=True)
 class TriesMember:
-    """The worker is about to call the function with one member of a batch over which workers have died, or
-    with several of them (None). Only the crew hears this event."""
+    """A worker is about to call the function with members of a batch over which workers have died.
+
+    The number of the member, or None for several of them. Only the crew receives this event.
+    """
 
     worker: WorkerId
     member: int | None
@@ -105,8 +107,10 @@ class TriesMember:
 
 @dataclass(frozen=True, slots=True)
 class MembersTried:
-    """The worker has tried all members of such a batch and is about to put its outputs. Only the crew hears
-    this event."""
+    """A worker has tried all members of such a batch and is about to put its outputs.
+
+    Only the crew receives this event.
+    """
 
     worker: WorkerId
 

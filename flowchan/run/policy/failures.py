@@ -61,7 +61,10 @@ UNSUSPECTED = Suspicion()
 def died_over(deaths: Sequence[str]) -> WorkerDied:
     """Return the error of an item over which workers died in these ways, one after the other."""
     ends = Counter(deaths)
-    how = "; ".join(f"{count} × {end}" if count > 1 else end for end, count in ends.items())
+    if len(ends) == 1 and len(deaths) > 1:
+        how = f"each {deaths[0]}"
+    else:
+        how = "; ".join(f"{end} ({count} times)" if count > 1 else end for end, count in ends.items())
     many = f"{len(deaths)} workers died while they worked on this item, one after the other"
     one = "1 worker died while it worked on this item"
     return WorkerDied(f"{one if len(deaths) == 1 else many}: {how}")
