@@ -1,4 +1,4 @@
-"""C2, C12: a channel between processes takes address space and memory only for the items inside."""
+"""C2, C12: a channel between processes takes address space and memory only for the items in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def address_space() -> int:
 
 
 def with_address_space(more: int, act: Callable[[], None]) -> None:
-    """Run ``act`` in a forked child that may map ``more`` bytes in addition to its present ones."""
+    """Run ``act`` in a forked child that may map ``more`` bytes in addition to what is mapped now."""
     pid = os.fork()
     if pid == 0:
         code = 1

@@ -1,4 +1,4 @@
-"""Examples in the docstrings of channels, ports, ``select``, ``pack`` and ``unpack``."""
+"""Run the examples in the docstrings of channels, ports, ``select``, ``pack`` and ``unpack``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.optional_packages import optional
 import flowchan
 from flowchan import Channel, In, Out
 
-np = optional("numpy")  # imported here, because its threads stay
+np = optional("numpy")  # imported here because the threads that it starts do not end
 
 EXAMPLES = {
     "Channel": Channel,

@@ -30,7 +30,7 @@ def numbers(ch):
 
 
 def test_closing_port_releases_its_items_before_their_destructors_run():
-    """A destructor may start the collector, which must not find items that are gone."""
+    """A destructor may run the garbage collector, which must not visit items that were already released."""
     found = []
 
     class Looks:
@@ -46,7 +46,7 @@ def test_closing_port_releases_its_items_before_their_destructors_run():
 
 
 class Stage:
-    """Object in a reference cycle, like objects with callbacks."""
+    """Object in a reference cycle, as objects with callbacks often are."""
 
     def __init__(self, ch):
         self.into = ch.reader()
@@ -55,7 +55,7 @@ class Stage:
 
 
 def test_leased_item_of_a_collected_port_returns_intact():
-    """C4: the item was not finished. The collector clears the objects that it finds, even a returned item."""
+    """C4: the item was not finished. The collector clears every object in the cycle, even a returned item."""
     ch = Channel(8)
     other = ch.reader()
     ch.put(Item(7))
@@ -88,7 +88,7 @@ def test_port_inside_its_own_leased_item_is_freed():
 
 
 def test_destructor_may_get_from_the_port_it_leaves():
-    """The call finishes the earlier items like each get, and its own item is leased."""
+    """As always, ``get`` finishes the earlier items, and its own item is leased."""
     got = []
 
     class GetsAnother(Item):
@@ -114,7 +114,7 @@ def test_destructor_may_get_from_the_port_it_leaves():
 
 
 def test_select_puts_the_original_item_of_a_changed_pair():
-    """The pairs are lists, which their owner may change."""
+    """The pairs are lists, so the caller may change them."""
     ch = Channel(1)
     ch.put("full")
     pair = [ch, Item(1)]

@@ -1,6 +1,6 @@
-"""Threads that share a port, an item or a loan, without the protection of a GIL.
+"""Threads share a port, an item or a loan without the protection of a GIL.
 
-Any Python runs these tests, but they show more on a free-threaded one (``make test-pythons``).
+Any Python can run these tests, but they show more on a free-threaded build (``make test-pythons``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ free_threaded = pytest.mark.skipif(
 
 
 def at_once(*functions: Callable[[], object]) -> None:
-    """Run each function in a thread, start all together, and raise their errors."""
+    """Run each function in a thread, start them at the same time, and raise their errors."""
     together = threading.Barrier(len(functions))
     errors: list[BaseException] = []
 
@@ -50,7 +50,7 @@ def at_once(*functions: Callable[[], object]) -> None:
 
 @free_threaded
 def test_importing_flowchan_leaves_the_gil_off() -> None:
-    """Importing and running a graph must leave it off: the core and all its imports declare support."""
+    """Importing and running a graph must not enable the GIL: the core and all its imports declare support."""
     code = """if True:
         import sys
         from flowchan import Graph
@@ -112,7 +112,8 @@ def test_port_closed_while_threads_read_takes_nothing_more() -> None:
 
 
 def test_an_item_may_be_changed_while_it_is_put() -> None:
-    """The put estimates its size for max_bytes, of a list, a dictionary and an object that others change."""
+    """For ``max_bytes``, put estimates the size of a list, a dict and an object while other threads change
+    them."""
 
     class Thing:
         pass

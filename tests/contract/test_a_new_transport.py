@@ -1,4 +1,4 @@
-"""A new transport is one entry of the factory, and the whole contract then runs on it."""
+"""A new transport needs one entry in the factory, and then the whole contract runs on it."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_capacity_none_is_refused_between_processes():
 
 
 def test_capacity_beyond_the_limit_is_refused(make):
-    """The message is the usual one, and not an OverflowError."""
+    """The message is the usual one; no OverflowError is raised."""
     with pytest.raises(ValueError, match="capacity"):
         make(1 << 70)
 
@@ -181,7 +181,7 @@ def test_an_unpicklable_item_raises_in_put_and_names_the_part(make, item, part):
 
 @pytest.mark.copying
 def test_unpicklable_item_among_many_spares_the_others(make):
-    """C13: the earlier items are inside, and the error counts them."""
+    """C13: the earlier items are in the channel, and the error counts them."""
     ch = make()
     with pytest.raises(UNPICKLABLE) as caught:
         ch.put_many([1, 2, threading.Lock(), 4])
@@ -206,7 +206,7 @@ def fail_to_build():
 
 @pytest.mark.copying
 def test_error_of_the_items_own_pickling_is_chained(make):
-    """C13: the put raises the user's exception, or another one from it."""
+    """C13: the put raises the user's exception, or another exception that is chained to it."""
     ch = make()
     with pytest.raises(Exception, match="no way to write me down"):
         ch.put(FailsToPickle())
@@ -216,7 +216,7 @@ def test_error_of_the_items_own_pickling_is_chained(make):
 
 @pytest.mark.copying
 def test_item_that_cannot_be_unpickled_raises_in_get_once(make):
-    """C13: the reader gets the user's exception, and then the next items."""
+    """C13: one call raises the user's exception, and later calls return the next items."""
     ch = make()
     ch.put_many([FailsToUnpickle(), "next"])
     with pytest.raises(Exception, match="no way to read me back"):
@@ -239,7 +239,7 @@ def test_failed_put_neither_wakes_nor_blocks_others(make, spawn_peer):
 
 
 def test_any_object_is_an_item_between_threads():
-    """C13: nothing is serialised, because the object itself crosses."""
+    """C13: nothing is serialised, because the object itself is passed."""
     ch = Channel(across="threads")
     lock = threading.Lock()
     ch.put(lock)

@@ -1,4 +1,4 @@
-"""C14: a channel can be put into a channel that spans at least as far.
+"""C14: a channel can be put into another channel that spans at most as far.
 
 Dropped channels and unread items are freed.
 """
@@ -97,8 +97,10 @@ def test_a_channel_sent_twice_arrives_twice(make):
 
 
 def test_channel_passes_through_many_processes(make, spawn_peer):
-    """C14: it goes through several channels and back to its maker. Each sender has ended before the next
-    receives."""
+    """C14: the channel passes through several channels and returns to the process that made it.
+
+    Each sender has ended before the next process receives.
+    """
     hops = [make(1) for _ in range(4)]
     sent = make()
     hops[0].put(sent)
@@ -110,7 +112,7 @@ def test_channel_passes_through_many_processes(make, spawn_peer):
 
 @pytest.mark.copying
 def test_a_threads_channel_cannot_leave_its_process(make):
-    """C14: a put into a channel that spans farther raises, names the item, and leaves the carrier
+    """C14: a put into a carrier that spans farther raises, names the item, and leaves the carrier
     unchanged."""
     carrier = make()
     for item in (Channel(across="threads"), {"reply": Channel(across="threads")}):
@@ -122,7 +124,7 @@ def test_a_threads_channel_cannot_leave_its_process(make):
 
 @pytest.mark.copying
 def test_a_processes_channel_goes_through_a_threads_channel(make):
-    """C14: the carrier spans less far, and carries the object itself."""
+    """C14: the carrier spans less far, and passes the object itself."""
     carrier, sent = Channel(across="threads"), make()
     carrier.put(sent)
     assert carrier.get() is sent
@@ -146,7 +148,7 @@ class Item:
 
 
 def test_dropped_items_of_this_process_are_freed():
-    """The items go with the last reference to the channel."""
+    """The items are freed with the last reference to the channel."""
     ch = Channel(across="threads")
     item = Item()
     gone = weakref.ref(item)
@@ -157,7 +159,7 @@ def test_dropped_items_of_this_process_are_freed():
 
 
 def test_channel_keeps_no_reference_to_a_received_item():
-    """Between threads, the channel keeps no reference to an item that has left it."""
+    """This holds for channels between threads."""
     ch = Channel(across="threads")
     item = Item()
     gone = weakref.ref(item)
@@ -179,7 +181,7 @@ def test_a_channel_that_holds_itself_is_collected():
 
 
 def test_channel_referenced_by_its_abort_cause_is_collected():
-    """An exception holds all objects of its traceback."""
+    """An exception refers to all objects in its traceback."""
     ch = Channel(across="threads")
     cause = Cause(ch)
     gone = weakref.ref(cause)
@@ -191,7 +193,7 @@ def test_channel_referenced_by_its_abort_cause_is_collected():
 
 @pytest.mark.not_hosts("a channel that is under way lasts at its home, whatever becomes of the item")
 def test_channels_dropped_unread_hold_no_descriptor(transport):
-    """C12: many channels are filled and dropped, with channels inside them."""
+    """C12: many channels are filled with other channels and dropped."""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         outer, inner = transport.make(4), transport.make(4)
@@ -203,7 +205,7 @@ def test_channels_dropped_unread_hold_no_descriptor(transport):
 
 
 def test_destroying_items_may_use_the_channel():
-    """Between threads, the destructor of a discarded item runs without a lock."""
+    """Between threads, no lock is held while the destructor of a discarded item runs."""
     ch = Channel(across="threads")
     seen = []
 

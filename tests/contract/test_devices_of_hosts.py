@@ -1,6 +1,6 @@
-"""C13: device tensors go to another host through host memory, on fake devices (``fake_device``).
+"""C13: device tensors are sent to another host through host memory, on fake devices (``fake_device``).
 
-They arrive on the device of the same number.
+They arrive on the device with the same number.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 def through_the_host():
-    """Return the copies to and from host memory in this process, and the device allocations."""
+    """Return the number of copies to and from host memory in this process, and of device allocations."""
     return FAKE.counts["to host"], FAKE.counts["from host"], FAKE.counts["allocate"]
 
 
 def of_another_host(*devices):
-    """Give this program the devices of another host."""
+    """Make this program see the devices of a different host."""
     transfer.use(FAKE)
     FAKE.seen = list(devices)
 
@@ -80,7 +80,7 @@ def test_receiver_with_fewer_devices_gets_a_remedy():
 
 
 class Doubled:
-    """Worker that has a device before its first item."""
+    """Worker that uses a device before its first item."""
 
     def __init__(self):
         of_another_host("other-A", "other-B")
@@ -91,7 +91,7 @@ class Doubled:
 
 
 def test_stages_on_hosts_pass_device_tensors_on(monkeypatch):
-    """Tensors go to an agent, from there to another one, and back."""
+    """Tensors go to an agent, from there to a second agent, and back."""
     monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if "/tests" in path))
     graph, pool = Graph("devices"), local(2)
     made = graph.source(range(1, 6)).map(lambda n: FakeTensor(np.arange(n * 10_000), "fake-B"))
@@ -103,7 +103,7 @@ def test_stages_on_hosts_pass_device_tensors_on(monkeypatch):
     assert through_the_host() == (5, 5, 0)
 
 
-# --- Servers and clients, like torch-ipc's with CUDA ---
+# --- Servers and clients, as in torch-ipc with CUDA ---
 
 VIEWS = {
     "whole": lambda: np.arange(12.0).reshape(3, 4),
@@ -116,7 +116,7 @@ VIEWS = {
 
 
 def elsewhere(server, function):
-    """Run a client on another host that has two devices."""
+    """Run a client on a host that has two devices."""
     address, secret = server.address, server.secret
 
     def work():

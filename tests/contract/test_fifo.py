@@ -43,7 +43,7 @@ def test_mixed_single_and_batch_calls_keep_the_order(make):
 
 
 def test_order_holds_while_the_ring_wraps_around(make):
-    """C1: sizes vary, so that the items use every place of the channel's memory."""
+    """C1: sizes vary, so that the items use every part of the channel's memory."""
     ch = make(3)
     sent = [bytes([i % 251]) * (i % 97) for i in range(2_000)]
     received = []
@@ -124,7 +124,7 @@ def test_across_names_the_transport(make, transport):
 
 
 def test_put_waits_while_the_channel_is_full(make, spawn_peer):
-    """C2: the put continues when, and only when, there is room."""
+    """C2: the put continues if, and only if, there is room."""
     ch = make(2)
     ch.put_many([0, 1])
     peer = spawn_peer(ch.put, 2)

@@ -1,6 +1,6 @@
 """Fork safety: a channel in a forked child works, or raises at once with the reason.
 
-This holds whatever other threads were doing with it at the moment of the fork.
+This holds whatever other threads were doing with the channel at the time of the fork.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORKS = 25
 
 
 def in_child(function: Callable[[], object]) -> int:
-    """Return the exit code of a forked child that calls the function: 0 if it returned true."""
+    """Return the exit code of a forked child that calls the function: 0 if the function returned true."""
     pid = os.fork()
     if pid == 0:
         code = 3
@@ -35,8 +35,10 @@ def in_child(function: Callable[[], object]) -> int:
 
 @pytest.mark.copying
 def test_fork_while_threads_use_the_channel_keeps_it_working(make):
-    """Parent threads put and get without a pause, so locks are held at most forks. No item is lost or
-    repeated."""
+    """Parent threads put and get without a pause, so locks are held at most forks.
+
+    No item is lost or repeated.
+    """
     ch, back, each = make(4), make(), 5
     stop = threading.Event()
 
@@ -69,7 +71,7 @@ def test_fork_while_threads_use_the_channel_keeps_it_working(make):
 
 
 def test_threads_channel_raises_at_once_in_a_forked_child():
-    """A thread that does not exist in the child may hold its lock, and no call waits for that."""
+    """The channel's lock may be held by a thread that does not exist in the child; no call waits for it."""
     ch: Channel[int] = Channel(4)
     reader, writer = ch.reader(), ch.writer()
     stop = threading.Event()
@@ -116,8 +118,10 @@ def test_threads_channel_raises_at_once_in_a_forked_child():
 
 
 def test_child_that_drops_inherited_objects_does_not_disturb_its_parent(make):
-    """The child's exit runs every destructor, with locks that other threads held at the fork. Ports and items
-    still belong to the parent."""
+    """The child's exit runs every destructor, with locks that other threads held at the fork.
+
+    Ports and items still belong to the parent.
+    """
     ch = make(2)
     kept = [ch.reader(), ch.writer()]
     stop = threading.Event()
@@ -153,7 +157,7 @@ def test_child_that_drops_inherited_objects_does_not_disturb_its_parent(make):
 
 @pytest.mark.copying
 def test_forked_child_waits_and_is_woken(make):
-    """The parent also has waiters at the moment of the fork."""
+    """The parent also has waiters at the time of the fork."""
     ch, answer = make(), make()
     waiting = ThreadPeer(ch.get)
     wait_blocked(ch, readers=1)

@@ -1,4 +1,4 @@
-"""Loans: a writer fills the channel's memory in place and puts it."""
+"""Loans: a writer fills the channel's memory in place and then puts it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_loan_that_was_put_belongs_to_the_channel(make):
 
 @pytest.mark.copying
 def test_several_loans_and_a_slice_of_a_loan_arrive(make):
-    """One loan of an item is used in place, and all other arrays in it are copied."""
+    """One loan per item is used in place, and all other arrays in the item are copied."""
     ch = make(2)
     first, second = ch.loan(LARGE, "uint8"), ch.loan(LARGE, "uint8")
     first[:], second[:] = 1, 2
@@ -115,7 +115,7 @@ def test_a_loan_that_is_dropped_returns_its_memory(make):
 
 
 def test_loan_takes_no_capacity_and_delays_no_end(make):
-    """C2, C3, C4: only the put counts; a loan that is not put does not make a reader wait."""
+    """C2, C3, C4: only the put counts; a loan that is never put does not keep a reader waiting."""
     ch = make(1)
     array = ch.loan(LARGE, "uint8")
     ch.put("first")
@@ -181,7 +181,7 @@ def test_c13_invalid_loan_is_refused(make, shape, dtype, error, said):
 
 @pytest.mark.copying
 def test_loan_put_by_a_port_with_counted_outputs_arrives(make):
-    """The output of a stage belongs to its leased item, so the loan is copied."""
+    """An output that is counted as part of a leased item is copied, so the loan stays on loan."""
     source, target = make(2), make(2)
     source.put(1)
     with source.reader() as reader, target.writer() as out:
@@ -189,7 +189,7 @@ def test_loan_put_by_a_port_with_counted_outputs_arrives(make):
         array = out.loan(LARGE, "uint8")
         array[:] = reader.get()
         out.put(array)
-        array[:] = 9  # it is still on loan
+        array[:] = 9  # the array is still on loan
         assert (target.get() == 1).all()
 
 

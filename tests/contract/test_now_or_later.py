@@ -47,7 +47,7 @@ def test_full_is_caught_as_the_standard_exceptions(make, standard):
 
 
 def test_empty_and_full_are_not_closed(make):
-    """C7: "nothing there now" differs from the end."""
+    """C7: "empty or full now" differs from closed."""
     with pytest.raises(Empty) as caught:
         make().get_nowait()
     assert not isinstance(caught.value, Closed)
@@ -78,7 +78,7 @@ def test_a_timeout_that_runs_out_raises_full_and_not_before(make, timeout):
 
 
 def test_put_many_that_times_out_reports_its_count(make):
-    """C7: the error counts the items, so that the caller can continue after them."""
+    """C7: the error counts the items that were put, so that the caller can continue with the next one."""
     ch = make(3)
     for put in (3, 0):
         with pytest.raises(Full) as caught:
@@ -97,7 +97,7 @@ def test_timeout_zero_still_does_a_possible_operation(make):
 
 
 def test_timeout_none_waits_without_limit(make, spawn_peer):
-    """C7: as without a timeout."""
+    """C7: the call behaves as without a timeout."""
     ch = make()
     peer = spawn_peer(lambda: ch.get(timeout=None))
     wait_blocked(ch, readers=1)
@@ -131,7 +131,7 @@ def test_an_item_that_comes_within_the_timeout_is_got(make, spawn_peer):
 
 
 def test_expired_timeout_leaves_no_waiter(make, spawn_peer):
-    """C7: a call that gave up no longer waits, and does not take the wake-up of the next item."""
+    """C7: a call that gave up is no longer waiting, and does not consume the wake-up of the next item."""
     ch = make(1)
 
     def give_up():

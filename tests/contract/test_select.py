@@ -21,7 +21,7 @@ FAR_MIXES = [[ELSEWHERE], [TRANSPORTS[0], ELSEWHERE]]
 
 
 def hold(told, over):
-    """Own channels in another process."""
+    """Own channels in this process, for a test in another process."""
     mine = Channel(across="hosts")
     told.put(mine)
     with contextlib.suppress(Drained):
@@ -30,7 +30,7 @@ def hold(told, over):
 
 @pytest.fixture(scope="module", autouse=True)
 def elsewhere():
-    """Yield a channel of another owner, which makes further ones.
+    """Yield a channel with a different owner, which makes further channels.
 
     The connection is open and has been used before a test counts processes or threads.
     """
@@ -52,7 +52,7 @@ def name(mix):
 
 @pytest.fixture(params=[*MIXES, *FAR_MIXES], ids=name)
 def several(request, elsewhere):
-    """Return ``several(n, capacity)``, which makes n channels of one transport, or of two in turn."""
+    """Return ``several(n, capacity)``, which makes n channels, all of one transport or of two in turn."""
 
     def make(n, capacity=64):
         transports = itertools.islice(itertools.cycle(request.param), n)
@@ -65,10 +65,9 @@ def several(request, elsewhere):
 
 @pytest.fixture(params=MIXES, ids=name)
 def several_here(request):
-    """Return the same without remote channels.
+    """Return the same function as ``several``, without remote channels.
 
-    Ports of remote channels are not tests of select, and a hundred of them make a connection take more
-    memory.
+    Ports of remote channels are tested elsewhere, and a hundred of them make a connection use more memory.
     """
 
     def make(n, capacity=64):
@@ -78,7 +77,7 @@ def several_here(request):
 
 
 def counts(channels):
-    """Return how many operations the channels have had. One select must add exactly one."""
+    """Return how many operations the channels have completed. One select must add exactly one."""
     return sum(ch.stats().items_in + ch.stats().items_out for ch in channels)
 
 
@@ -151,13 +150,13 @@ def test_select_raises_for_an_item_that_cannot_be_sent():
 
 @pytest.mark.parametrize("gets", [[3], [None], ["channel"]])
 def test_select_names_an_argument_of_another_type(gets):
-    """C10."""
+    """C10: the error names the argument."""
     with pytest.raises(TypeError, match="select gets from channels and In ports"):
         select(gets)
 
 
 def test_select_refuses_a_channel_in_place_of_a_list(several_here):
-    """C10: iterating over it would take its items."""
+    """C10: iterating over the channel would take its items."""
     (ch,) = several_here(1)
     check_that_no_list_is_refused(ch)
 
@@ -200,12 +199,12 @@ def test_select_waits_on_128_channels(several_here):
     assert nobody_waits(*channels)
 
 
-# now or later
+# now, and after a timeout
 
 
 @pytest.mark.parametrize("timeout", [0, 0.02])
 def test_select_that_times_out_does_nothing(several, timeout):
-    """C7, C10: the error is an Empty and a Full, so both ways of catching it work."""
+    """C7, C10: the error is both an Empty and a Full, so either ``except`` clause catches it."""
     a, b = several(2, capacity=1)
     b.put("old")
     for kind in (NothingReady, Empty, Full, TimeoutError):
@@ -265,7 +264,7 @@ def test_a_broken_channel_raises_broken_from_its_cause(several):
 
 @pytest.mark.parametrize(("end", "raised"), [("close", Drained), ("abort", Broken)])
 def test_close_or_abort_wakes_a_waiting_select(several, end, raised):
-    """C3, C6, C10: close ends it if no other operation is left, abort at once."""
+    """C3, C6, C10: close ends it only if no other operation is left; abort ends it at once."""
     a, b = several(2)
     a.close()
     waiting = ThreadPeer(select, [a, b])
@@ -319,7 +318,7 @@ def test_closing_a_port_ends_a_select_that_waits_on_it(several_here):
 
 
 def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
-    """C8, C10: a plain reader also waits, and must not sleep while the item that select did not take is
+    """C8, C10: a plain reader is also waiting, and must not sleep while an item that select left is
     available."""
     for _ in range(100):
         a, b = several(2)
@@ -341,7 +340,7 @@ def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
 
 
 def test_ready_channels_are_chosen_about_equally_often(several):
-    """C10: 900 choices among three; each share is 300 within eight standard deviations."""
+    """C10: 900 choices among three; each channel is chosen 300 times, within eight standard deviations."""
     channels = several(3, capacity=1_000)
     for ch in channels:
         ch.put_many(range(900))
@@ -353,7 +352,7 @@ def test_ready_channels_are_chosen_about_equally_often(several):
 @pytest.mark.each_value
 @pytest.mark.parametrize("before", [2, 8])
 def test_empty_channels_do_not_bias_the_choice(several, before):
-    """C10: two ready channels after empty ones have half of 900 choices each, within eight standard
+    """C10: two ready channels after empty ones get half of 900 choices each, within eight standard
     deviations."""
     channels = several(before + 2, capacity=1_000)
     for ch in channels[before:]:

@@ -13,7 +13,7 @@ from flowchan import ChannelError
 
 @pytest.mark.copying
 def test_threads_that_share_a_port_get_whole_items(make):
-    """Each get finishes the item of the one before, but no thread may read memory that is already reused."""
+    """Each get finishes the item before, but no thread may read memory that has been reused."""
     ch = make(4)
     reader = ch.reader()
     wrong, seen = [], []

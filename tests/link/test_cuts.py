@@ -22,8 +22,10 @@ LARGE = bytes(200_000)
 
 
 class Cut(Linked):
-    """Connections that are cut, one after the other, after the given numbers of bytes to the owner side. The
-    last one is not cut."""
+    """Connections that are cut one at a time, after the given numbers of bytes to the owner side.
+
+    The last connection is not cut.
+    """
 
     def __init__(self, *cuts: int) -> None:
         super().__init__()
@@ -42,7 +44,7 @@ class Cut(Linked):
         for cut in cuts:
             self._connect_through(cut)
             while not isinstance(said := next_event(self.owner_side, WAIT_LIMIT_S), LinkBroken):
-                if isinstance(said, LinkClosed):  # all came before the cut
+                if isinstance(said, LinkClosed):  # all bytes arrived before the cut
                     return
             for relay in self._relays:
                 relay.join(WAIT_LIMIT_S)
@@ -73,7 +75,7 @@ def pass_on(source: socket.socket, target: socket.socket, most: int | None) -> N
     for sock in (source, target):
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-    source.close()  # the other thread closes the target, which is its source
+    source.close()  # the other thread, whose source the target is, closes the target
 
 
 def large(item: int) -> list[tuple[int, Any]]:

@@ -1,4 +1,4 @@
-"""Only peers with the secret are accepted. Others are refused with one line that names their address."""
+"""Peers with the secret are accepted. Others are refused with a one-line error that has their address."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROLES = (authentication.DIALLED, authentication.LISTENS)
 
 
 def refused(sock: socket.socket, **more: Any) -> str:
-    """Return the one line of the error of ``meet``, which must contain the peer's address."""
+    """Return the one-line error of ``meet``, which must contain the peer's address."""
     peer = tcp.joined(sock.getpeername())
     with pytest.raises(flowchan.Refused) as raised:
         met(sock, **more)
@@ -72,7 +72,7 @@ def test_listener_with_a_wrong_secret_gets_no_hello() -> None:
         listens.sendall(authentication.greeting(authentication.LISTENS) + bytes(PROOF))
         assert "it does not know the secret" in peer.result()
         rest = receive(listens, 9999)
-        assert len(rest) == PROOF  # made for these two greetings, and useless with others
+        assert len(rest) == PROOF  # it was made for these two greetings, and is useless with others
 
 
 @pytest.mark.parametrize("dialled", [True, False])
@@ -89,7 +89,7 @@ def test_a_peer_that_falls_silent_half_way_is_refused(dialled: bool) -> None:
 
 
 def test_timeout_covers_the_whole_handshake() -> None:
-    """A byte now and then must not prolong it."""
+    """A peer that sends a byte now and then must not prolong the handshake."""
     with connected() as (dialled, listens):
         over = threading.Event()
 
@@ -164,7 +164,7 @@ def with_somebody_between(change: Callable[[bool, int, bytes], bytes]) -> dict[b
                 message = receive(source, size)
                 if len(message) < size:
                     break
-                with contextlib.suppress(OSError):  # it has refused us already
+                with contextlib.suppress(OSError):  # the peer has already refused us
                     target.sendall(change(from_dialled, number, message))
             with contextlib.suppress(OSError):
                 target.shutdown(socket.SHUT_WR)
@@ -190,7 +190,7 @@ PLACEMENTS = [(number, place) for number, size in enumerate(SIZES) for place in 
 
 
 def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]:
-    """Return all bytes of greetings and proofs, or some of them, and some of the hellos."""
+    """Return all bytes of greetings and proofs, or a sample of them, and a sample of the hellos."""
     return [(n, at) for n, at in places if (every and SIZES[n] < HELLO) or at % 37 == 5 or at > SIZES[n] - 2][
         : None if every else 24
     ]
@@ -198,7 +198,8 @@ def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]
 
 @pytest.mark.parametrize("from_dialled", [True, False])
 def test_changed_byte_of_the_handshake_is_detected(from_dialled: bool, long_walk: bool) -> None:
-    """The receiving end must detect it, or the end that receives next. No changed hello may be accepted."""
+    """The receiving end must detect the change, or the end that receives next. No changed hello is
+    accepted."""
     for number, place in some_of(PLACEMENTS, long_walk):
 
         def change(dialled: bool, n: int, message: bytes, number: int = number, place: int = place) -> bytes:
@@ -232,7 +233,7 @@ def test_replayed_handshake_is_refused(dialled: bool) -> None:
 @pytest.mark.parametrize("dialled", [True, False])
 @pytest.mark.parametrize("disguised", [True, False])
 def test_reflected_messages_are_refused(dialled: bool, disguised: bool) -> None:
-    """Also if the greeting names the other role."""
+    """This must also hold if the greeting names the other role."""
     with connected() as ends:
         ours, his = ends[not dialled], ends[dialled]
         peer = ThreadPeer(lambda: refused(ours, dialled=dialled))
@@ -240,8 +241,8 @@ def test_reflected_messages_are_refused(dialled: bool, disguised: bool) -> None:
         if disguised:
             mine = mine.replace(*ROLES[:: 1 if dialled else -1])
         his.sendall(mine)
-        proof = receive(his, PROOF) if dialled else bytes(PROOF)  # the listening end sends its proof later
-        with contextlib.suppress(OSError):  # refused already
+        proof = receive(his, PROOF) if dialled else bytes(PROOF)  # the listening end sends its proof second
+        with contextlib.suppress(OSError):  # the peer has already refused us
             his.sendall(proof)
         expected = "it does not know the secret" if disguised else "on the same side of the connection"
         assert expected in peer.result()
@@ -277,7 +278,7 @@ def test_invalid_hello_or_secret_is_refused() -> None:
 
 
 def test_a_booby_trapped_pickle_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send it as any message and at any offset."""
+    """Send the pickle as any message and at any offset."""
     sprung: list[bytes] = []
 
     class Trap:

@@ -1,4 +1,4 @@
-"""Dialling retries, and its error keeps the useful reason."""
+"""Dialling retries, and its error reports the most useful reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def test_last_attempt_cut_short_keeps_the_earlier_error(
     def meet(sock: Any, *args: Any, timeout: float, **options: Any) -> Any:
         tries.append(timeout)
         if len(tries) > 1:
-            return really_meet(sock, *args, timeout=timeout, **options)  # a peer that does not answer
+            # imitates a peer that does not answer
+            return really_meet(sock, *args, timeout=timeout, **options)
         sock.close()
         raise Refused("its secret is another one")
 

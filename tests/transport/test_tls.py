@@ -1,4 +1,4 @@
-"""``tls=True``: a separate process encrypts the connection, bound to the secret, and ends with it."""
+"""``tls=True``: a proxy process encrypts the connection, which is bound to the secret, and ends with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _certificates(request: pytest.FixtureRequest) -> None:
 
 @contextlib.contextmanager
 def encrypted() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield both plain ends."""
+    """Yield the plain sockets of both ends."""
     with connected() as (dialled, listens):
         peer = beside(listens, tls=True)
         mine, heard = met(dialled, tls=True)
@@ -45,7 +45,7 @@ def encrypted() -> Iterator[tuple[socket.socket, socket.socket]]:
 def relays() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # it has ended in the meantime
+        with contextlib.suppress(psutil.Error):  # the proxy has ended in the meantime
             found += [child] if str(tls.PROGRAM) in child.cmdline() else []
     return found
 
@@ -69,7 +69,7 @@ def test_bytes_cross_both_ways_at_once() -> None:
 
 @pytest.mark.parametrize("ending", [0, 1])
 def test_bytes_sent_before_the_end_arrive(ending: int) -> None:
-    """Also while the other end is sending."""
+    """This must hold even if the other end is still sending."""
     data = os.urandom(5_000_000)
     with encrypted() as ends:
         first, last = ends[ending], ends[1 - ending]
@@ -93,7 +93,7 @@ def test_end_of_one_side_ends_the_connection(ending: int) -> None:
 
 
 def test_proxy_ends_although_its_peer_stops_reading() -> None:
-    """Bytes for a peer that does not read must not delay the end for long."""
+    """Bytes for a peer that does not read must not delay the proxy's exit for long."""
     with encrypted() as (mine, theirs):
         mine.setblocking(False)
         with contextlib.suppress(BlockingIOError):
@@ -135,7 +135,7 @@ with test_tls.encrypted() as ends:
 
 
 def test_proxy_ends_when_its_parent_is_killed() -> None:
-    """Also while a child of that process still has the descriptors."""
+    """This must hold even while a child of the killed process still has the descriptors."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:
@@ -221,7 +221,7 @@ def test_observer_sees_only_encrypted_bytes() -> None:
 
 
 def test_tls_interceptor_is_detected() -> None:
-    """The interceptor passes the proofs on unchanged and then presents another certificate. Both ends must
+    """The interceptor forwards the proofs and then presents a different certificate. Both ends must
     refuse."""
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
         one = beside(dialled, dialled=True, tls=True)
@@ -302,7 +302,7 @@ def test_listener_drops_the_socket_of_a_tls_peer() -> None:
         theirs, _ = peer.result()
         with mine, theirs:
             seen = Path(f"/proc/self/fdinfo/{door.fileno()}").read_text()
-            assert seen.count("tfd:") == 1  # the dialling end
+            assert seen.count("tfd:") == 1  # only the dialling end's
 
 
 def test_missing_cryptography_package_raises_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
