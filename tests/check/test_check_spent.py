@@ -1,4 +1,4 @@
-"""An iterator can be read once: a source that has none left says so, and never passes for an empty one."""
+"""An iterator can be read once. A source whose iterator is exhausted raises, and never counts as empty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check of the values in a graph: item types, and values that must be picklable for a process."""
+"""Check the values in a graph: item types, and values that must be picklable for a process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flowchan.check.rules import check
 from flowchan.check.types import fits
 from flowchan.declare.blueprint import Blueprint
 
-# type
+# Problem: type
 
 
 def test_items_of_the_wrong_type_are_reported_with_both_types(graph: Blueprint) -> None:
@@ -131,14 +131,14 @@ def test_types_that_cannot_fit_are_reported(given: Any, asked: Any) -> None:
     assert not fits(given, asked)
 
 
-# pickle
+# Problem: pickle
 
 LOCK = threading.Lock()
 OWN_MODULE = {"__name__": "__main__", "LOCK": LOCK, "threading": threading}
 
 
 def made_in_main(source: str) -> Any:
-    """A function as a script's own: it travels by value, with the globals it uses."""
+    """Return a function as if a script had defined it: it is sent by value, with the globals that it uses."""
     namespace = dict(OWN_MODULE)
     exec(source, namespace)
     return namespace["f"]

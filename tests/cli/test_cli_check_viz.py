@@ -1,4 +1,4 @@
-"""``flowchan check`` and ``flowchan viz`` as a user calls them: what they say, and their exit codes."""
+"""``flowchan check`` and ``flowchan viz`` as a user calls them: their output and their exit codes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BUILDER = HEAD + "\ndef build(name: str, twice='no') -> Graph:\n    return decla
 
 @pytest.fixture(autouse=True)
 def _user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test stands in an empty folder, and what it imported from there is forgotten."""
+    """Run each test in an empty folder, and forget the modules that it imported from there."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     before = set(sys.modules)
@@ -48,7 +48,7 @@ def call(*words: str, file: str = "", name: str = "mine.py") -> Result:
 
 
 def refused(result: Result) -> str:
-    """The one line with which a call was refused."""
+    """Return the one line with which a call was rejected."""
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert line.startswith("flowchan: ")

@@ -1,4 +1,4 @@
-"""``flowchan launch``: ranks find each other, their lines have their number, and none is left."""
+"""``flowchan launch``: ranks form a group, their lines have their number, and no process is left over."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ print(json.dumps({name: value for name, value in os.environ.items() if name in N
 
 
 def test_ranks_have_the_variables_of_torchrun(tmp_path: Path) -> None:
-    """All that say which rank of how many it is, in which group, and at which start."""
+    """These variables contain the rank, the sizes, the group and the restart count."""
     expected = {
         "RANK": "RANK", "LOCAL_RANK": "RANK", "ROLE_RANK": "RANK", "GROUP_RANK": "0", "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2", "ROLE_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
@@ -135,7 +135,7 @@ def test_launch_rejects_unknown_option_before_script(tmp_path: Path, args: list[
     ],
 )
 def test_last_line_names_first_failure(tmp_path: Path, how: str, said: str) -> None:
-    """Not those that failed because of it."""
+    """The line does not name the ranks that failed as a consequence."""
     with started(tmp_path, FAILS.replace("HOW", how), "-n", "3") as launcher:
         _, errors = launcher.communicate(timeout=100)
     last = errors.splitlines()[-1]
@@ -153,7 +153,7 @@ print("an error", file=sys.stderr)
 
 @pytest.fixture
 def cores() -> Iterator[list[int]]:
-    """Few, whatever machine this is."""
+    """Use at most two cores on any machine."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(before)[:2])
     yield sorted(before)[:2]
@@ -190,7 +190,7 @@ def test_unwritable_log_dir_is_reported_in_one_line(tmp_path: Path, taken: str) 
 @pytest.mark.parametrize("where", [[], ["--hosts", "local:2"]], ids=["here", "on hosts"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_launcher_leaves_no_process(tmp_path: Path, number: int, where: list[str]) -> None:
-    """No rank and no child of a rank remains after Ctrl-C or SIGKILL."""
+    """After Ctrl-C or SIGKILL, no rank and no child of a rank is left."""
     with started(tmp_path, WAITS, "-n", "2", *where) as launcher:
         assert launcher.stdout is not None
         grandchildren = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
@@ -204,7 +204,7 @@ def test_launcher_leaves_no_process(tmp_path: Path, number: int, where: list[str
 def test_group_is_signalled_only_while_rank_owns_its_id(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Once a rank that has ended is collected, another process may have its number."""
+    """Once a rank that has ended is reaped, another process may get its pid."""
     found: list[bool] = []
     monkeypatch.setattr(os, "killpg", lambda pid, _: found.append(psutil.pid_exists(pid)))
     job = launch.LaunchJob(2, [sys.executable, "-c", ""], dict(os.environ), launch.show, False)
@@ -216,7 +216,7 @@ def test_group_is_signalled_only_while_rank_owns_its_id(
 
 
 def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
-    """The ranks have the numbers of torchrun: among all, on their host, and that of the host."""
+    """As with torchrun, ranks have a global number, a number on their host, and the host's number."""
     script = tmp_path / "script.py"
     script.write_text(SUMS + NUMBERS)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Scripts on torch.distributed that were written for torchrun run under ``flowchan launch``."""
+"""Scripts that use torch.distributed and were written for torchrun also work with ``flowchan launch``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""``flowchan run``: what it shows, and its exit codes: 0 done, 1 failed, 2 the graph or the call is wrong,
-130 interrupted."""
+"""``flowchan run``: its output and its exit codes.
+
+They are 0: done, 1: failed, 2: the graph or the call is wrong, 130: interrupted.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def test_an_item_that_failed_shows_its_traceback_with_debug(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_finishes_and_exits_with_the_signals_code(tmp_path: Path, number: int) -> None:
-    """R5, for the command."""
+    """R5 for the command."""
     with subprocess.Popen(
         command(tmp_path, ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -120,7 +122,7 @@ def test_sigquit_prints_waiting_stages(tmp_path: Path) -> None:
 
 
 def test_a_terminal_sees_a_live_table(tmp_path: Path) -> None:
-    """One row per stage while it runs: items, rate, busy, fill."""
+    """The table has one row per stage while the graph runs: items, rate, busy, fill."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
     with subprocess.Popen(

@@ -1,5 +1,7 @@
-"""Targets of ``flowchan run``, ``check`` and ``viz``: files, modules, standard input, and converted
-arguments."""
+"""Targets of ``flowchan run``, ``check`` and ``viz``: files, modules and standard input.
+
+Arguments are converted to the annotated types.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def made(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory, whose modules are forgotten afterwards."""
+    """Yield the working directory. Modules imported from it are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     before, path = set(sys.modules), list(sys.path)
     yield tmp_path
@@ -104,7 +106,7 @@ def test_standard_input_is_a_target() -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_graph_of_standard_input_is_chosen_by_name() -> None:
-    """The message about several graphs names the remedy."""
+    """If there are several graphs, the error names this remedy."""
     two = f"{NUMBERS}\nother = Graph('other')\nother.source([1]).sink(print)\n"
     assert (
         "several graphs found; choose one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output

@@ -1,5 +1,7 @@
-"""Calls with different operations or arguments raise ``Mismatch`` on all members, and the error names both
-calls."""
+"""Calls with different operations or arguments raise ``Mismatch`` on all members.
+
+The error names both calls.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,7 @@ def test_arrays_of_two_types_raise_mismatch(run_on_one_host: Any, call: str) -> 
 
 @pytest.mark.parametrize("way", ["at once", "by a handle", "not in one piece"])
 def test_receive_memory_has_the_type_of_the_sender(run: Any, way: str) -> None:
-    """Otherwise bytes of one type would be read as another type."""
+    """Otherwise the bytes would be read as a different type."""
 
     def numbers(count: int, dtype: str) -> Any:
         return np.zeros(2 * count, dtype)[::2] if way == "not in one piece" else np.zeros(count, dtype)

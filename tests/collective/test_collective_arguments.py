@@ -1,4 +1,4 @@
-"""Invalid arguments of a group's calls raise before anything is sent.
+"""Invalid arguments of group calls raise before anything is sent.
 
 The error names the argument, its value and the allowed values.
 """

@@ -1,7 +1,7 @@
-"""Problems that users of other libraries report, and the tests that show the behaviour of flowchan.
+"""Problems that users of other libraries report, and the tests that show how flowchan behaves.
 
-Each problem lists tests as ``file::name``; this file checks that they exist. The last test covers a problem
-that no other file tests.
+Each problem lists tests as ``file::name``; this file checks that the tests exist. The last test covers a
+problem that no other file tests.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ print(*sorted(found, key=str), sep="\\n")
     platform.machine() != "x86_64", reason="system calls are refused by their numbers on x86-64"
 )
 def test_all_members_raise_memory_error_and_continue() -> None:
-    """An allocation that does not fit is refused early, as in a container with 64 MB of shared memory."""
+    """An allocation that does not fit fails early, as in a container with 64 MB of shared memory."""
     command = [sys.executable, "-c", WITHOUT_MEMORY, str(TESTS / "refused")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     why = "allreduce of group 'full' failed: the system refused more shared memory"

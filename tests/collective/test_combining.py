@@ -1,4 +1,4 @@
-"""Members combine nested values by any function, even if some members have run out of values."""
+"""Members combine nested values with any function, even if some members have run out of values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def add(a: Any, b: Any) -> Any:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13])
 def test_members_agree_each_round_until_all_run_out(size: int) -> None:
-    """There are as many steps as the longest member has; the others follow with ``join``."""
+    """There are as many rounds as the longest member has values; the other members take part with
+    ``join``."""
 
     def body(g: Any) -> Any:
         weights, counts = np.zeros(3), []
@@ -55,7 +56,7 @@ def test_random_function_returns_one_result_on_all_members(run: Any) -> None:
 
 
 def test_function_error_is_raised_on_all_members(run: Any) -> None:
-    """Members that would not have raised also raise."""
+    """Members whose own call would have succeeded also raise."""
 
     def body(g: Any) -> Any:
         def broken(a: int, b: int) -> int:
@@ -85,7 +86,7 @@ def test_ctrl_c_in_function_ends_the_group(run: Any) -> None:
 
 
 def test_operator_and_function_do_not_match() -> None:
-    """All members run Python's operators themselves, in one step."""
+    """All members apply Python's operators themselves, in one step."""
 
     def body(g: Any) -> str:
         with pytest.raises(Mismatch) as info:

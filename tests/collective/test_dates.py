@@ -16,7 +16,7 @@ BY_NUMPY = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
 
 def given(rank: int, dtype: str, length: int) -> Any:
-    """Return dates with some before 1970 or negative; at each index but one, one member has NaT."""
+    """Return dates, some of them negative or before 1970; at all indexes but one, one member has NaT."""
     found = np.random.default_rng((rank, length)).integers(-(10**6), 10**6, length).astype(dtype)
     found[rank::4] = "NaT"
     return found
@@ -102,7 +102,7 @@ def test_meaningless_operation_on_dates_raises(run: Any, call: str, dtype: str, 
 
 
 def test_dates_of_two_units_do_not_match(run: Any) -> None:
-    """One second and one millisecond would otherwise add up to two."""
+    """Otherwise one second and one millisecond would add up to two."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch, match=r"timedelta64\[s\]\[2\].*timedelta64\[ms\]\[2\]"):

@@ -61,7 +61,7 @@ def test_first_messages_of_several_threads_arrive(pair: Callable[[], Pair]) -> N
 
 
 class Interrupted:
-    """A member whose first call to publish a channel is interrupted by Ctrl-C."""
+    """Member whose first call to publish a channel is interrupted by Ctrl-C."""
 
     def __init__(self, member: Any, when: str) -> None:
         self._member, self._when = member, when
@@ -126,7 +126,7 @@ def test_send_to_another_host_raises_after_close() -> None:
 
 @contextmanager
 def stranger() -> Iterator[AuthenticatedListener]:
-    """Run another program at a port of this host, with another secret."""
+    """Run another program, which has a different secret, on a port of this host."""
     over = threading.Event()
 
     def listen() -> None:
@@ -144,7 +144,7 @@ def stranger() -> Iterator[AuthenticatedListener]:
 
 
 def test_close_ignores_another_program_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program has the port of a member that is gone."""
+    """The program has the port of a member that has ended."""
     monkeypatch.setattr(messages_remote, "STRANGER_TIMEOUT_S", 0.0)
     with stranger() as there:
         mine = RemotePeers(0, WAY.door({}), ["", there.address], WAY)

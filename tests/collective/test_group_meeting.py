@@ -1,4 +1,4 @@
-"""Processes that know their ranks form a group, by the environment of a launcher or by an equal text."""
+"""Processes that know their ranks form a group, from a launcher's environment or from an equal ``at``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_group_forms_from_environment_of_each_launcher(launcher: str) -> None:
 
 
 def test_concurrent_jobs_form_separate_groups() -> None:
-    """A job that restarts at once with the same address does not mix with the old one either."""
+    """This also holds for a job that restarts at once with the same address."""
 
     def variables(port: str) -> Callable[[str, str], dict[str, str]]:
         return lambda r, n: LAUNCHERS["torchrun"](r, n) | {"MASTER_PORT": port}
@@ -96,7 +96,7 @@ def test_mpi_members_on_several_hosts_need_address_and_secret(
 
 @pytest.mark.parametrize("launcher", ["PMI", "torchrun"])
 def test_members_on_several_hosts_meet(launcher: str, torch_programs: Template) -> None:
-    """They meet by an address and a secret in the environment, or by torchrun's store."""
+    """They find each other by an address and a secret in the environment, or by torchrun's store."""
     if launcher == "torchrun" and importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed: pip install torch")
 
@@ -165,7 +165,7 @@ def test_processes_with_many_descriptors_form_a_group() -> None:
 
 
 def test_member_joins_next_group_if_rank_0_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a stage whose workers are replaced does not fail the run."""
+    """Therefore a stage whose workers are replaced does not fail the run."""
     take_seat, seen = SharedGroup._take_seat, []
 
     def be_killed() -> None:

@@ -1,4 +1,4 @@
-"""An exception from a signal handler leaves the waiting call of a group unchanged.
+"""An exception from a signal handler propagates unchanged from a group's waiting call.
 
 Even a ``TimeoutError`` is not treated as the call's own timeout or as a connection error.
 """
@@ -21,7 +21,7 @@ from flowchan.collective.rendezvous.address import meet_at
 
 
 class TimeIsUp(TimeoutError):
-    """Raised by a handler."""
+    """Exception that the handler raises."""
 
 
 def raises(*_: Any) -> None:
@@ -30,7 +30,7 @@ def raises(*_: Any) -> None:
 
 @pytest.fixture
 def interrupted() -> Iterator[Callable[..., None]]:
-    """Return a function that runs a waiting call, which only the handler interrupts a little later."""
+    """Return a function that makes a call, which waits until the handler interrupts it."""
 
     def run(call: Callable[..., Any], *arguments: Any) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -43,7 +43,8 @@ def interrupted() -> Iterator[Callable[..., None]]:
 
 
 def beside(hosts: str | None, others: Callable[[Any], Any]) -> tuple[Any, list[Any], Callable[[], None]]:
-    """Return rank 0 of a group, the results of ``others`` in threads, and a function that waits for these."""
+    """Return rank 0 of a group, the results of ``others`` in threads, and a function that joins the
+    threads."""
     size, found, at = len(hosts or "aa"), [None] * len(hosts or "aa"), free_address()
     here = collective.members(size) if hosts is None else None
 
@@ -104,7 +105,7 @@ def test_handler_exception_leaves_a_waiting_call(
 
 
 def test_handler_exception_is_a_death_for_other_members(interrupted: Any) -> None:
-    """The interrupted member is on the same host, between the hosts."""
+    """The interrupted member is on the same host as the member that gets the error."""
     over = threading.Event()
 
     def others(g: Any) -> Any:
@@ -145,7 +146,7 @@ def test_handler_exception_leaves_a_torch_backend(interrupted: Any, monkeypatch:
 
 
 class Interrupted:
-    """A connection that calls the handler in the middle of one of its methods."""
+    """Connection that raises the signal in the middle of one of its methods."""
 
     def __init__(self, sock: socket.socket, call: str) -> None:
         self._sock, self._call = sock, call

@@ -1,6 +1,6 @@
-"""Groups over several hosts: their formation, their errors, and the groups within them.
+"""Groups over several hosts: how they form, their errors, and the groups split from them.
 
-The other files of this folder test that their operations match those on one host.
+The other files in this folder check that their operations give the same results as on one host.
 """
 
 from __future__ import annotations
@@ -181,13 +181,13 @@ def test_parts_on_one_host_share_memory() -> None:
 
 
 def test_close_ends_started_operations() -> None:
-    """Operations that wait for another host end, on the leader and on other members.
+    """Operations that are waiting for another host end, on the leader and on other members.
 
-    A member that comes later may find its operation done, because all its data had arrived.
+    A member that calls later may find its operation completed, because all its data had arrived.
     """
 
     def body(g: Any) -> Any:
-        if g.rank == 0:  # it calls after the others have left
+        if g.rank == 0:  # rank 0 calls after the others have left
             with pytest.raises(MemberDied):
                 g.receive(2)
             g.barrier()
@@ -196,7 +196,7 @@ def test_close_ends_started_operations() -> None:
             return left.value.ranks
         handle = g.barrier(wait=False)
         if g.rank == 1:
-            wait_until(lambda: g.stats()[0].sent > 0)  # so rank 2 has also arrived
+            wait_until(lambda: g.stats()[0].sent > 0)  # so rank 2 has also called
             g.send("both wait", 2)
         else:
             g.receive(1)
@@ -225,7 +225,7 @@ def test_death_while_parts_connect_raises(victim: int, monkeypatch: pytest.Monke
 
 
 def test_death_on_another_host_loses_no_sent_message() -> None:
-    """A member that sent nothing and ended counts as left."""
+    """A member that ended without having sent anything counts as left."""
 
     def body(g: Any) -> Any:
         if g.rank == 0:
@@ -257,7 +257,7 @@ def send_for_ever(g: Any, to: int) -> None:
 
 
 def test_receive_from_another_host_raises_after_a_death() -> None:
-    """The sender has sent a message or none; earlier messages are received."""
+    """The sender has sent a message or none. A message that was sent earlier is received."""
 
     def body(g: Any) -> Any:
         if g.rank:
@@ -286,7 +286,7 @@ def test_message_waits_for_receiver_and_receive_can_time_out() -> None:
         if g.rank:
             x = np.arange(1_000_000)
             for _ in range(3):
-                g.send(x, 0)  # the receiver is late
+                g.send(x, 0)  # the receiver has not called yet
             g.barrier()
             return g.receive(0)
         g.barrier()
@@ -340,8 +340,10 @@ def test_explain_describes_operations_over_hosts() -> None:
 
 
 def test_stats_report_traffic_of_each_connection() -> None:
-    """Each side has received the bytes that the other sent. Only leaders have connections, one to each other
-    host."""
+    """Each side has received the bytes that the other side sent.
+
+    Only leaders have connections, one to each other host.
+    """
 
     def body(g: Any) -> Any:
         g.allreduce(np.ones(100_000))
@@ -389,7 +391,7 @@ def test_timeout_covers_all_blocks_of_an_operation(monkeypatch: pytest.MonkeyPat
     "error", [MemberDied("rank 3 died", (3,), "allreduce"), TimeoutError("it was not done in time")]
 )
 def test_ended_connection_reports_last_message(error: Exception) -> None:
-    """It does not report that the sender died."""
+    """The error is the sender's, not a report that the sender died."""
 
     def body(g: Any) -> Any:
         if g.rank:

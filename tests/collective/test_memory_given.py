@@ -1,5 +1,7 @@
-"""Calls read and write any memory layout of their arguments; impossible layouts raise before anything is
-sent."""
+"""Calls read and write arguments of any memory layout.
+
+Layouts that cannot work raise before anything is sent.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between hosts, as one member receives the bytes that the test sends."""
+"""Messages between hosts: one member receives bytes that the test sends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAY = Way(SECRET, "127.0.0.1")
 
 
 class Received:
-    """The messages of rank 0; the test sends for the other members, and one of them may be gone."""
+    """The messages of rank 0. The test sends for the other members, and one of them may have ended."""
 
     def __init__(self) -> None:
         addresses = ["", free_address(), free_address(), free_address()]
@@ -79,7 +79,7 @@ def test_receive_that_times_out_amid_a_message_gets_it_later(to_us: Received) ->
 
 
 def interrupted(after: int, call: Callable[[], Any]) -> Any:
-    """Return the result of the call, or whether Ctrl-C was raised at point number ``after``.
+    """Return the result of the call, or ``KeyboardInterrupt`` if it was raised at point ``after``.
 
     The points are the start of each Python function and the end of each system call.
     """
@@ -100,8 +100,10 @@ def interrupted(after: int, call: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("any_source", [False, True])
 def test_receive_continues_after_ctrl_c(to_us: Received, any_source: bool) -> None:
-    """The message that is being received may be lost, as between the return of a call and the use of its
-    result."""
+    """The message that is being received may be lost.
+
+    A message may also be lost between a call's return and the use of its result.
+    """
 
     def receive() -> Any:
         return to_us.receive_any(60.0)[0] if any_source else to_us.receive(1, 60.0)
@@ -127,7 +129,7 @@ def test_receive_continues_after_ctrl_c(to_us: Received, any_source: bool) -> No
 
 @pytest.mark.parametrize("any_source", [False, True])
 def test_first_message_arrives_after_ctrl_c_in_receive(any_source: bool) -> None:
-    """The interrupted receive starts to watch its sender."""
+    """The interrupted receive had begun to watch its sender."""
     for after in range(0, 60, 3):
         here, there = two()
         mine, other = Messages(0, 2, here.peer), Messages(1, 2, there.peer)
@@ -144,7 +146,7 @@ def test_first_message_arrives_after_ctrl_c_in_receive(any_source: bool) -> None
 
 
 class Now:
-    """An object that fails to unpickle now and succeeds later."""
+    """Object that fails to unpickle now and succeeds later."""
 
     error: BaseException | Callable[[], BaseException] | None = None
 
@@ -212,7 +214,7 @@ def test_missing_silent_peer_is_noticed(to_us: Received) -> None:
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_end_of_watched_peer_is_noticed(leaves: bool) -> None:
-    """The peer has left, or its connections have ended."""
+    """The peer has left, or its connections were closed."""
     here, there = two()
     found = ThreadPeer(Messages(0, 2, here.peer).receive_any, None)
     wait_until(lambda: bool(there._watchers))
@@ -249,7 +251,7 @@ def test_repr_hides_the_group_secret() -> None:
 
 
 def hosts_apart() -> tuple[str, str]:
-    """Return the identity of this host, and of a container that shares its network but not its processes."""
+    """Return the identity of this host, and that of a container that shares only its network."""
     alone, user = 0x20000000, 0x10000000  # CLONE_NEWPID, CLONE_NEWUSER
     if ctypes.CDLL(None).unshare(alone | (user if os.geteuid() else 0)):
         return "", ""
@@ -262,7 +264,7 @@ def hosts_apart() -> tuple[str, str]:
 
 
 def test_processes_in_different_namespaces_count_as_hosts() -> None:
-    """In the containers of one pod, a process id belongs to another process or to none."""
+    """In the containers of one pod, a pid may belong to another process or to none."""
     here, there = ProcessPeer(hosts_apart).result()
     if not here:
         pytest.skip("a process can't leave the namespace of its processes here")
@@ -273,7 +275,7 @@ def test_processes_in_different_namespaces_count_as_hosts() -> None:
 
 
 def test_members_of_two_users_count_as_two_hosts() -> None:
-    """No user can open the memory of another."""
+    """A user cannot open the memory of another user's process."""
     if os.geteuid():
         pytest.skip("only root can become another user: run it as root")
     at = free_address()
@@ -286,7 +288,7 @@ def test_members_of_two_users_count_as_two_hosts() -> None:
         with meet_at(at, SECRET, rank, 2, 60) as g:
             return work(g)
 
-    raised(over_hosts(2, work))  # imports modules that the other user may not be allowed to read
+    raised(over_hosts(2, work))  # imports modules that the other user may not be able to read
     peers = [ProcessPeer(member, rank, user) for rank, user in ((0, 0), (1, 65534))]
     assert [peer.result() for peer in peers] == [(3, "LinkedGroup")] * 2
 
@@ -326,7 +328,7 @@ def test_abandoned_messages_leave_no_thread_that_sends(lets_in: bool, tls: bool)
         doors = [way.door({"rank": rank}) for rank in range(2)]
         addresses = [doors[0].address, doors[1].address if lets_in else silent.address]
         here, there = (RemotePeers(rank, door, addresses, way) for rank, door in enumerate(doors))
-        for _ in range(20):  # more than its threads accept without a receiver
+        for _ in range(20):  # more than the peer's threads accept without a receiver
             here.peer(1).send(bytes(4 << 20), None)
         if lets_in:
             wait_until(lambda: there.peer(0).incoming().stats().inside == READ_AHEAD)

@@ -1,4 +1,4 @@
-"""Operations on tensors where they differ from arrays, which the files without torch test."""
+"""Operations on tensors, where they differ from arrays; the files without torch test arrays."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_tensors_of_every_type_can_be_moved(run: Any) -> None:
 
 
 def test_array_and_tensor_of_one_type_match() -> None:
-    """It also holds over hosts."""
+    """This also holds over hosts."""
 
     def body(g: Any) -> Any:
         x = torch.ones(2) if g.rank else np.ones(2, "f4")
@@ -94,7 +94,7 @@ def test_array_and_tensor_of_one_type_match() -> None:
 def odd_tensors() -> dict[str, Any]:
     dense = torch.eye(2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that some types are new or old
+        warnings.simplefilter("ignore")  # torch warns that some types are experimental or deprecated
         return {
             "sparse_coo; convert it, for example with .to_dense()": dense.to_sparse(),
             "sparse_csr; convert it, for example with .to_dense()": dense.to_sparse_csr(),

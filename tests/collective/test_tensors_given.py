@@ -1,4 +1,4 @@
-"""Memory of tensor arguments where it differs from arrays, which test_memory_given.py tests."""
+"""Memory of tensor arguments, where it differs from arrays; test_memory_given.py tests arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 
 def negated() -> Any:
-    """Return a tensor of -2 whose memory holds 2."""
+    """Return a tensor of -2 whose memory contains 2."""
     return torch.tensor([1 + 2j]).conj().imag
 
 
@@ -104,7 +104,7 @@ def nested(layout: Any) -> Any:
     ],
     ids=["freed", "masked", "faked", "jagged", "nested", "sparse"],
 )
-@pytest.mark.filterwarnings("ignore")  # torch's own warnings
+@pytest.mark.filterwarnings("ignore")  # for torch's own warnings
 def test_tensor_without_memory_raises(run: Any, call: str, make: Any, said: str) -> None:
     """No member reads at address zero."""
 

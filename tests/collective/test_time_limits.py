@@ -1,4 +1,4 @@
-"""A timeout covers all steps of a call; without one, no call ends for being slow."""
+"""A timeout covers all steps of a call; without a timeout, no call ends because it is slow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = ("_exchange", "_allgather_into", "_alltoall", "_reduce", "_spread", "sen
 
 
 def steps_of(g: Any, call: Calls) -> list[float]:
-    """Return the timeout of each step of a call with 60 seconds."""
+    """Return the timeout of each step of a call that has 60 seconds."""
     lefts: list[float] = []
 
     def noting(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +79,7 @@ def shared(found: list[Any]) -> None:
 def test_timeout_includes_wait_for_started_operations(run: Any) -> None:
     def body(g: Any) -> None:
         if g.rank == 0:
-            g.receive(1)  # once the other member has given up
+            g.receive(1)  # after the other member has given up
             g.barrier()
             return
         started = g.barrier(wait=False)
@@ -94,7 +94,7 @@ def test_timeout_includes_wait_for_started_operations(run: Any) -> None:
 
 
 def test_part_over_hosts_waits_without_limit() -> None:
-    """Only connecting, once all members have agreed, has a limit."""
+    """Only connecting has a limit, and it starts after all members have agreed."""
 
     def split(g: Any, _: float) -> None:
         g.split(0).close()

@@ -1,4 +1,4 @@
-"""torch knows the backend ``flowchan`` after its import, and imports it only on first use."""
+"""torch knows the backend ``flowchan`` as soon as torch is imported; first use imports flowchan."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every algorithm of an operation gives the same result, even without direct reads.
 
-``explain`` reports the algorithm, and ``set_algorithm`` selects one. Built-in types arrive unchanged without
-a pickle.
+``explain`` reports the algorithm, and ``set_algorithm`` selects one. Values of built-in types arrive
+unchanged without pickling.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def test_each_algorithm_gives_the_same_result(run: Any, operation: str) -> None:
 
 @pytest.mark.parametrize(("way", "times"), [("direct", 1), (None, 40)])
 def test_results_are_equal_without_direct_reads(way: str | None, times: int) -> None:
-    """Sandboxes and Yama may forbid direct reads. One is tried once: when selected, or in its first trial."""
+    """Sandboxes and Yama may forbid direct reads. A read is tried once: when selected, or in its first
+    trial."""
     if os.getuid():
         pytest.skip("only root can become somebody whose memory others may not read")
 
@@ -109,8 +110,10 @@ def test_large_and_small_arrays_are_gathered_together() -> None:
 
 @pytest.mark.parametrize("way", [None, *WAYS["alltoall"]])
 def test_alltoall_can_receive_into_its_input(way: str | None) -> None:
-    """Each array is received in its own place; or parts of one array with different sizes in other places.
-    Large and small arrays are mixed."""
+    """Each array is received in place, or parts of one array are received at other offsets.
+
+    Large and small arrays are mixed.
+    """
 
     def body(g: Any) -> None:
         g.set_algorithm("alltoall", way)
@@ -157,9 +160,9 @@ def test_fastest_plan_is_found_and_used_by_all(run_on_one_host: Any, operation: 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
         before = g.explain(operation, x)
-        for _ in range(80):  # some with each plan
+        for _ in range(80):  # so that each plan runs several times
             g.reduce_scatter(x) if operation == "reduce_scatter" else getattr(g, operation)(x)
-        for _ in range(2):  # rank 0 learns the times of the last operation with the first one
+        for _ in range(2):  # in the first barrier, rank 0 learns the times of the last operation
             g.barrier()
         found = g.explain(operation, x)
         g.barrier()
@@ -231,7 +234,7 @@ def test_fastest_other_plan_is_found_without_direct_reads() -> None:
 
 
 def test_time_before_a_failed_operation_is_not_counted(run_on_one_host: Any) -> None:
-    """Its time is published in the next matching call, which follows another operation."""
+    """The time is published in the next matching call, which follows a different operation."""
 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
@@ -354,8 +357,8 @@ def test_values_arrive_unchanged(value: Any) -> None:
 
 
 def test_only_built_in_types_avoid_pickle() -> None:
-    """Very large values are pickled. Without a GIL, so are lists and dictionaries, because other threads may
-    change them."""
+    """Very large values are pickled. So are lists and dicts without a GIL, as other threads may change
+    them."""
     fixed = [value for value in PLAIN if not isinstance(value, list | dict)]
     without_gil = sysconfig.get_config_var("Py_GIL_DISABLED")
     assert {dumps(value)[-1:] for value in (fixed if without_gil else PLAIN)} == {b"\2"}

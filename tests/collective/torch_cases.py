@@ -1,4 +1,4 @@
-"""One rank of a program on torch.distributed: it runs every case by the named backend and prints the results.
+"""One rank of a program that uses torch.distributed. It runs every case and prints the results.
 
 Arguments: backend or "over hosts", rank, size, a file for the store.
 """
@@ -75,7 +75,7 @@ def broadcast_and_reduce() -> Any:
 @case
 def all_gather() -> Any:
     parts = [mine_of(r, 10 + r) for r in range(size())]
-    if dist.get_backend() != "gloo":  # gloo lacks the uneven one
+    if dist.get_backend() != "gloo":  # gloo does not support uneven sizes
         parts = [torch.empty(10 + r) for r in range(size())]
         dist.all_gather(parts, mine(10 + rank()))
     whole = torch.empty(size() * 100_000)
@@ -85,7 +85,7 @@ def all_gather() -> Any:
 
 @case
 def coalesced() -> Any:
-    """Use as many tensors as ranks, so that a mix-up would show."""
+    """Use as many tensors as ranks, so that a mix-up would be visible."""
     given = [mine(5, seed=number) for number in range(size())]
     found = [[torch.empty(5) for _ in given] for _ in range(size())]
     dist.all_gather_coalesced(found, given)
@@ -235,7 +235,7 @@ def ddp_join_with_uneven_inputs() -> Any:
 
 @case
 def ddp_join_divided_by_who_is_left() -> Any:
-    """DDP waits in C++ for work that its Python code started and dropped."""
+    """DDP waits in C++ for work that its Python code has started and dropped."""
     net = DistributedDataParallel(nn.Linear(20, 5))
     with net.join(divide_by_initial_world_size=False):
         for step in range(1 + 2 * rank()):
@@ -338,7 +338,8 @@ def fsdp2_in_halves() -> Any:
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 CASES |= {"fsdp2": fsdp2} if VERSION >= (2, 6) else {}  # earlier versions require CUDA
-CASES |= {"fsdp2_in_halves": fsdp2_in_halves} if VERSION >= (2, 13) else {}  # its gloo gives the mean
+# from this version on, gloo supports the mean
+CASES |= {"fsdp2_in_halves": fsdp2_in_halves} if VERSION >= (2, 13) else {}
 
 
 @case
@@ -355,7 +356,7 @@ def tensor_parallel() -> Any:
 
 @case
 def tensor_parallel_of_sequences() -> Any:
-    """Embeddings, norms and a loss over parts of the classes, with backward."""
+    """Use embeddings, norms and a loss over parts of the classes, with a backward pass."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as tp
@@ -428,7 +429,7 @@ def state_of_rank_0() -> Any:
 
 @case
 def compiled() -> Any:
-    """Trace the operations with their collectives in the graph."""
+    """Trace the operations, with the collectives in the traced graph."""
     group = dist.group.WORLD
 
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -456,7 +457,7 @@ def receive_from_anybody() -> Any:
 
 @case
 def receive_from_anybody_while_one_member_is_waited_for() -> Any:
-    """Each receive gets the messages with its tag in order, from whichever receive took them."""
+    """Each receive gets the messages with its tag in order, even if another receive took them in."""
     tags = [7, 8, 8, 7, 7, 7, 8, 7, 8, 8] * 5
     if rank():
         for number, tag in enumerate(tags):

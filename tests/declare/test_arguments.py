@@ -1,4 +1,4 @@
-"""Wrong arguments of operators raise at once, with the allowed values."""
+"""Wrong arguments of operators raise at once. The errors name the allowed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Declaring a graph: what the operators leave in it, and what they refuse at once."""
+"""Declare a graph: what operators record in it, and what they reject at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-# named in annotations that are strings
+# used in annotations that are strings
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar  # noqa: F401
 
 import pytest
@@ -57,7 +57,7 @@ def stream(graph: Blueprint) -> Stream:
 
 
 def line() -> int:
-    """The line of the caller."""
+    """Return the line number of the caller."""
     frame = inspect.currentframe()
     assert frame is not None
     assert frame.f_back is not None
@@ -344,7 +344,7 @@ def test_unresolvable_annotation_leaves_item_type_unknown(stream: Stream) -> Non
     assert stream.map(function).item is None
 
 
-# Links
+# Edges
 
 
 def test_edges_name_both_ends_and_transport(graph: Blueprint, stream: Stream) -> None:
@@ -380,7 +380,7 @@ def test_each_reader_of_a_stream_has_an_edge(graph: Blueprint, stream: Stream) -
     assert [edge.reader for edge in graph.edges] == ["print", "print-2"]
 
 
-# The whole
+# The whole graph
 
 
 def test_a_thousand_stages_are_declared(graph: Blueprint) -> None:

@@ -1,4 +1,4 @@
-"""A misspelt option is refused where it stands, with the operator's name and the option that was meant."""
+"""A misspelt option raises at once, with the operator's name and the closest option."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ OPERATORS = [
     if inspect.isfunction(operator) and operator.__name__[0] != "_"
 ]
 SHARED = {setting.name: setting.default for setting in dataclasses.fields(StageSettings)}
-SHARED |= {"elastic": False, "per_worker": ()}  # those of stages alone
+SHARED |= {"elastic": False, "per_worker": ()}  # options that only stages have
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
-"""Executes the code blocks of Markdown files, in order, and compares what they print: ``python execute.py
-FILE.md …``.
+"""Execute the code blocks of Markdown files in order, and compare their output.
 
-- A ``python`` block runs in the namespace of its file, as part of ``__main__``. If ``<!-- file: NAME -->``
-  stands above it, it is also written to that file, for the commands that follow.
+Usage: ``python execute.py FILE.md …``.
+
+- A ``python`` block runs in the namespace of its file, as part of ``__main__``. If ``<!-- file: NAME -->`` is
+  above it, it is also written to that file, for later commands.
 - In an ``sh`` block, the lines that begin with ``flowchan`` are run.
-- ``# → text`` ending a Python line is a line that the block prints; with such comments, they are all its
-  output.
-- A ``text`` block directly below is the output of the block above it, exactly.
+- ``# → text`` at the end of a Python line is a line that the block prints. All these comments together are
+  the whole output.
+- A ``text`` block directly below another block is that block's exact output.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PRINTS = re.compile(r"# → (.*)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Fenced block of a page.
+    """Fenced block on a page.
 
     It has a language, a text, its first line, the file that it must be written to, and its expected output or
     ``None``.
@@ -61,7 +62,7 @@ def blocks(markdown: str) -> Iterator[Block]:
 def run_python(block: Block, path: str, main: ModuleType) -> None:
     if block.file:
         Path(block.file).write_text(block.text)
-    # Empty lines before it, so that a traceback shows the line of the Markdown file.
+    # Empty lines come first, so that a traceback shows the line in the Markdown file.
     exec(compile("\n" * block.line + block.text, path, "exec"), vars(main))
 
 
@@ -89,7 +90,7 @@ def printed_by(action: Callable[[], None]) -> str:
 
 def run_page(path: str) -> None:
     user = ModuleType("__main__")
-    # This module's own names must not be seen by the blocks; it stays alive in the variable.
+    # The blocks must not see this module's own names. The variable keeps the module alive.
     ours, sys.modules["__main__"] = sys.modules["__main__"], user
     for block in blocks(Path(path).read_text()):
         if block.language not in ("python", "sh"):

@@ -1,5 +1,7 @@
-"""Run every example like a user, in its own process, and compare its output with a plain sequential
-computation."""
+"""Run every example as a user would, in its own process.
+
+Its output is compared with a plain sequential computation.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,10 @@ def test_producer_consumer_graph_receives_all_source_items() -> None:
 
 
 def counted_words(directory: Path) -> list[str]:
-    """Return the output expected from wordcount, counted file by file. Words of equal count have any
-    order."""
+    """Return the expected output of wordcount, counted file by file.
+
+    Words with equal counts may be in any order.
+    """
     counts: Counter[str] = Counter()
     for file in directory.rglob("*.py"):
         counts.update(re.findall(r"\w+", file.read_text(encoding="utf-8", errors="replace").lower()))
@@ -110,7 +114,7 @@ def test_duplicates_equal_a_comparison_of_whole_contents(tmp_path: Path, real_fi
             (tmp_path / "a" / file.name).write_bytes(content)
         if number % 6 == 0:
             (tmp_path / "a" / "b" / f"copy of {number}").write_bytes(content)
-        if number % 5 == 0:  # equal in size, but not in content
+        if number % 5 == 0:  # the same size but different content
             (tmp_path / "a" / f"reversed {number}").write_bytes(content[::-1])
     (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
     expected = equal_files(tmp_path)

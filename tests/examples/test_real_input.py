@@ -1,4 +1,4 @@
-"""The examples over real input, run as a user runs them, each on a little of it."""
+"""Run the examples for real input as a user would, each on a small part of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def python(example: str, directory: Path, *args: object) -> list[str]:
-    """The lines that an example prints; it must succeed."""
+    """Return the lines that an example prints. It must succeed."""
     command = [sys.executable, str(EXAMPLES / example), *map(str, args)]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -26,7 +26,7 @@ def python(example: str, directory: Path, *args: object) -> list[str]:
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
-    """Read without threads of Arrow's, which would be left behind."""
+    """Read the rows without Arrow's threads, which would not end."""
     table = pq.ParquetFile(pa.BufferReader(file.read_bytes()), pre_buffer=False).read(use_threads=False)
     return list(table.to_pylist())
 

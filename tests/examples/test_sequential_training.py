@@ -1,5 +1,7 @@
-"""The example is run as a user runs it: both trainings learn along one curve, and know the digits that were
-held out."""
+"""Run the example as a user would.
+
+Both trainings learn along one curve, and the networks recognise digits that were held out.
+"""
 
 from __future__ import annotations
 

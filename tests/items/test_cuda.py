@@ -1,6 +1,6 @@
-"""Transfer of CUDA tensors on a real device. ``test_device_tensors.py`` tests the protocol without one.
+"""Send CUDA tensors on a real device. ``test_device_tensors.py`` tests the protocol without a device.
 
-Peers are spawned, because a forked process cannot use CUDA after its parent did.
+Peers are spawned, because a forked process cannot use CUDA if its parent has used it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ two = pytest.mark.skipif(
 
 SPAWN = multiprocessing.get_context("spawn")
 LARGE = 100_000
-A_WHILE = 500_000_000  # cycles that keep a stream of a device busy for some tenths of a second
+A_WHILE = 500_000_000  # cycles that keep a device's stream busy for a few tenths of a second
 
 
 @pytest.fixture(autouse=True)
 def no_leftovers() -> None:
-    """Replace the check for leftovers: the driver keeps threads and descriptors from its first use on."""
+    """Replace the check for leftovers: once the driver is used, it keeps threads and descriptors."""
 
 
 def channel(capacity: int = 64) -> Channel[Any]:
@@ -97,7 +97,7 @@ def _echo(ch: Channel, back: Channel) -> None:
 
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_every_kind_of_tensor_arrives_equal(start, monkeypatch, switch):
-    """Send to another process and back, within this process, and in the form for another host."""
+    """Send to another process and back, within this process, and in the form that is sent to another host."""
     monkeypatch.setenv(transfer.SWITCH, switch)
     there, back, here, far = channel(), channel(), channel(), Channel(across="hosts")
     start(_echo, there, back)
@@ -143,7 +143,7 @@ def test_writes_of_the_receiver_stay_with_it():
 
 def _put_late(ch: Channel) -> None:
     tensor = torch.zeros(LARGE, device="cuda")
-    ch.put(tensor.fill_(4))  # the first put of a process allocates memory, and so waits for the device
+    ch.put(tensor.fill_(4))  # the first put in a process allocates memory, and so waits for the device
     torch.cuda.synchronize()
     torch.cuda._sleep(A_WHILE)
     ch.put(tensor.fill_(5))
@@ -319,8 +319,10 @@ def test_a_device_that_the_receiver_cannot_see_is_named(start, monkeypatch, swit
 
 
 def test_a_put_while_a_graph_is_captured_is_refused():
-    """The capture must continue. The test pickles the tensor, because a put shows it, and this ends a
-    capture."""
+    """The capture must continue.
+
+    The test pickles the tensor, because a put formats the tensor for its error, which ends a capture.
+    """
     tensor = torch.ones(LARGE, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

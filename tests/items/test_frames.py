@@ -1,4 +1,4 @@
-"""Transfer of data frames and images by their memory: equal, in place, and without unrelated data."""
+"""Send the memory of data frames and images: equal, in place, and without unrelated data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS = pl.DataFrame(
 
 
 def sent(value: Any) -> tuple[Any, int]:
-    """Send a value, and return the received value and the bytes that it took in the channel."""
+    """Send a value, and return the received value and the number of bytes it used in the channel."""
     channel = Channel(across="processes", max_bytes=1 << 28)
     channel.put(value)
     return channel.get(), channel.stats().bytes_in
@@ -115,7 +115,7 @@ def test_an_image_arrives_equal(mode: str, size: tuple[int, int]) -> None:
 )
 @pytest.mark.parametrize("loaded", [False, True])
 def test_an_image_of_a_file_arrives_equal(kind: str, mode: str, loaded: bool, tmp_path: Path) -> None:
-    """Such an image crosses by Pillow's own pickling, which keeps its format."""
+    """Such an image is sent by Pillow's own pickling, which keeps its format."""
     path = tmp_path / f"image.{kind}"
     Image.linear_gradient("L").convert(mode).save(path)
     with Image.open(path) as image:

@@ -1,4 +1,4 @@
-"""After ``share_memory_()`` a tensor is one tensor in all processes that receive it."""
+"""After ``share_memory_()``, a tensor is the same tensor in all processes that receive it."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_packed_value_contains_the_shared_tensor() -> None:
 
 
 def test_batches_of_a_data_loader_cross_as_copies() -> None:
-    """These batches are also in shared memory, but only as a means of transfer."""
+    """These batches are also in shared memory, but only for their transfer."""
     data = torch.utils.data.TensorDataset(torch.arange(4.0))
     (batch,) = next(iter(torch.utils.data.DataLoader(data, 4, num_workers=1)))
     assert batch.is_shared()

@@ -1,4 +1,4 @@
-"""Output of any process during a drawing on the terminal, for every kind of end."""
+"""Output from any process while bars or a table are drawn on the terminal, however the drawing ends."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ ENDS = """
 
 
 def test_streams_are_restored_after_every_kind_of_end(tmp_path: Path) -> None:
-    """The table cannot begin or end, Ctrl-C ends it, or two are drawn at the same time."""
+    """Drawing a table fails at its start or end, Ctrl-C ends it, or two are drawn at the same time."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, ENDS))], tmp_path)
     assert (code, lines[-2:]) == (0, ["all as at first", ""]), lines
 
@@ -146,7 +146,7 @@ LATE = """
 
 
 def test_last_output_does_not_draw_bars_again(tmp_path: Path) -> None:
-    """They would stand on the line where the program writes on."""
+    """The bars would be on the line where the program continues to write."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, LATE))], tmp_path)
     assert code == 0, lines
     assert {"said last", "alone"} <= set(lines), lines

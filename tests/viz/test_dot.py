@@ -1,4 +1,4 @@
-"""The DOT text says what the picture promises."""
+"""The DOT text contains everything that a picture should show."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_stage_shows_its_unusual_settings(options: dict[str, Any], words: str) -
 def test_long_graph_is_broken_into_labelled_rows() -> None:
     dot = to_dot(chain(15, 7))
     assert dot.count("shape=point") == 3
-    rows = {0: "s4", 1: "s9"}  # the last of the row; rows are equally long
+    rows = {0: "s4", 1: "s9"}  # the last stage of each row; rows have equal lengths
     for row, last in rows.items():
         following = f"s{int(last[1:]) + 1}"
         assert f">→ {following}<" in dot, row

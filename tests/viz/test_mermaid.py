@@ -1,4 +1,4 @@
-"""The Mermaid text says the same as the picture."""
+"""The Mermaid text shows the same as the picture."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Pictures are made wherever the package is installed, a ``dot`` program or not, by the first renderer that
-can."""
+"""Pictures are drawn wherever the package is installed, even without ``dot``.
+
+The first renderer that works draws them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def test_draw_writes_the_format_of_the_suffix(suffix: str, tmp_path: Path) -> No
 
 
 def dot_program(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a shell script the machine's only ``dot``."""
+    """Make a shell script the only ``dot`` program on the machine."""
     program = folder / "dot"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -107,7 +109,7 @@ def test_the_svg_holds_every_stage_and_channel(tmp_path: Path) -> None:
 def test_a_thousand_stages_are_drawn_in_every_placement(tmp_path: Path) -> None:
     for every in (1, 7, 2000):
         path = draw(chain(1000, every), tmp_path / f"{every}.svg")
-        breaks = 999 // PER_ROW  # each is an arrow with two ends
+        breaks = 999 // PER_ROW  # each break is an arrow in two pieces
         assert path.read_text().count('class="edge"') == 999 + breaks
 
 
