@@ -23,7 +23,7 @@ def address_space() -> int:
 
 
 def with_address_space(more: int, act: Callable[[], None]) -> None:
-    """Run ``act`` in a forked child that may map ``more`` bytes in addition to what is mapped now."""
+    """Run ``act`` in a forked child that may map ``more`` bytes in addition to its present mappings."""
     pid = os.fork()
     if pid == 0:
         code = 1

@@ -88,7 +88,7 @@ def test_port_inside_its_own_leased_item_is_freed():
 
 
 def test_destructor_may_get_from_the_port_it_leaves():
-    """As always, ``get`` finishes the earlier items, and its own item is leased."""
+    """The destructor's ``get`` finishes the earlier items, as always, and its own item is leased."""
     got = []
 
     class GetsAnother(Item):

@@ -216,7 +216,7 @@ def test_group_is_signalled_only_while_rank_owns_its_id(
 
 
 def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
-    """As with torchrun, ranks have a global number, a number on their host, and the host's number."""
+    """Ranks have a global number, a number on their host, and the host's number, as with torchrun."""
     script = tmp_path / "script.py"
     script.write_text(SUMS + NUMBERS)
     done = subprocess.run(

@@ -36,7 +36,7 @@ def test_messages_of_all_types_arrive_in_order(run: Any) -> None:
 
 
 def test_receive_converts_between_array_and_tensor(run: Any) -> None:
-    """As in every operation, only the types and sizes must match."""
+    """The types and sizes must match, as in every operation."""
 
     def body(g: Any) -> Any:
         import torch

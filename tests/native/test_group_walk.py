@@ -1,8 +1,8 @@
 """Kill a member of a group at any point of any operation, and compare the survivors.
 
-All survivors have done the operation with the right result, or all have found that it is impossible. The same
-holds for two deaths at once, and for a member that another thread of its process closes there.
-``group_walk.cpp`` kills at every fault point with ``--long``, else at one of five.
+Either all survivors complete the operation with the right result, or all find that it is impossible. The same
+holds for two simultaneous deaths, and for a member that another thread of its process closes at the point.
+``group_walk.cpp`` kills at every fault point with ``--long``, otherwise at every fifth.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles for all of them
+pytestmark = pytest.mark.timeout(600)  # the first test compiles the program for all tests
 
 OPERATIONS = (
     "barrier",

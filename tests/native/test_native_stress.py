@@ -1,4 +1,4 @@
-"""Load the ring without Python, and expect exact totals, also under each sanitizer."""
+"""Load the ring without Python, also under each sanitizer, and expect exact totals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles for all of them
+pytestmark = pytest.mark.timeout(600)  # the first test compiles the program for all tests
 
 OPTIONS = {
     "address": {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
@@ -81,7 +81,7 @@ def test_stress_is_clean_under_each_sanitizer(sanitizer: str) -> None:
 
 @planted
 def test_each_sanitizer_finds_a_planted_fault(sanitizer: str, plant: str, report: str) -> None:
-    # the planted race needs two threads at one moment, which a busy machine may not provide at once
+    # the planted race needs two threads at the same moment, which a busy machine may not schedule at once
     for _ in range(10):
         ended = run(program(f"{sanitizer}/stress-{plant}"), "threads", "200", **OPTIONS[sanitizer])
         if ended.returncode != 0:
