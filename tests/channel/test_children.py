@@ -47,7 +47,7 @@ def end(process: Any) -> None:
     process.close()
 
 
-def test_a_channel_is_an_argument_of_a_process(context):
+def test_a_channel_can_be_an_argument_of_a_process(context):
     """Pass the channel by inheritance under fork, and by pickling under spawn and forkserver."""
     there, back = Channel(4, across="processes"), Channel(4, across="processes")
     process = context.Process(target=children.echo, args=(there, back))
@@ -83,7 +83,7 @@ def test_a_channel_made_in_a_child_reaches_its_parent(context):
     end(process)
 
 
-def test_a_counted_end_in_a_child_closes(context):
+def test_closing_a_writer_in_a_child_closes_the_channel(context):
     """C5 for every start method."""
     ch = Channel(4, across="processes")
     process = context.Process(target=children.write_by_port, args=(ch, [1, 2, 3]))
@@ -123,7 +123,7 @@ def test_grandchild_inherits_a_channel(method):
     end(child)
 
 
-def test_one_channel_pickled_twice_into_a_process_is_one_channel(context):
+def test_channel_sent_twice_to_a_process_is_one_object(context):
     """Both arguments must be the same channel in the child."""
     ch, result = Channel(1, across="processes"), Channel(1, across="processes")
     process = context.Process(target=children.put_and_take_back, args=(ch, ch, result))
@@ -185,7 +185,7 @@ def test_a_threads_channel_cannot_be_an_argument_of_another_process():
 
 
 @pytest.mark.parametrize("call", ["put", "get", "put_nowait", "get_nowait"])
-def test_using_a_threads_channel_in_a_forked_child_is_refused(call):
+def test_using_a_threads_channel_in_a_forked_child_raises(call):
     """The call would affect only the child's copy. The error must say so and name a suitable transport."""
     ch = Channel(across="threads")
     ch.put("in the parent")
@@ -207,7 +207,7 @@ def test_using_a_threads_channel_in_a_forked_child_is_refused(call):
     assert ch.get() == "in the parent"
 
 
-def test_fork_while_a_thread_waits_leaves_both_processes_working(context):
+def test_both_processes_work_after_a_fork_while_a_thread_waits(context):
     """A child may start at any time, and must be able to use the channel immediately."""
     ch, result = Channel(4, across="processes"), Channel(4, across="processes")
     waiting = ThreadPeer(ch.get)

@@ -338,7 +338,7 @@ def test_payload_outside_the_memory_breaks_the_channel(word: int, value: int) ->
 
 
 @pytest.mark.parametrize(("word", "value"), [(4, 77), (4, 2**31), (6, 0xFF)])
-def test_item_of_unknown_kind_raises_at_its_reader(word: int, value: int) -> None:
+def test_item_of_unknown_kind_raises_in_its_reader(word: int, value: int) -> None:
     ch = damaged(lambda memory: memory.set(memory.length - SLOT + 8 * word, value))
     with pytest.raises(Broken):
         ch.get()
@@ -383,7 +383,7 @@ def test_lock_with_a_false_owner_breaks_the_channel(owner: int) -> None:
         ch.put(1)
 
 
-def test_waiting_users_learn_of_the_damage() -> None:
+def test_waiting_call_raises_when_the_channel_is_damaged() -> None:
     """One user sleeps in the channel while another user detects the damage."""
     ch: Channel[int] = Channel(1, across="processes")
     ch.put(1)
@@ -412,7 +412,7 @@ CONSTANTS = ("magic", "version", "capacity", "max_bytes", "length", "groups", "g
 
 
 @pytest.mark.parametrize("word", range(8), ids=CONSTANTS)
-def test_invalid_header_is_refused(word: int) -> None:
+def test_invalid_header_is_rejected(word: int) -> None:
     ch = damaged(lambda memory: memory.set(8 * word, memory.word(8 * word) + 2**40))
     copy = os.dup(ch._fd)
     with pytest.raises(OSError, match="not the memory of a channel"):
@@ -421,7 +421,7 @@ def test_invalid_header_is_refused(word: int) -> None:
     assert ch.get() == 1  # a user that has mapped the memory keeps its own copy of the constants
 
 
-def test_file_of_another_type_is_refused() -> None:
+def test_file_of_a_different_type_is_rejected() -> None:
     fd = os.memfd_create("other")
     os.ftruncate(fd, 1 << 20)
     with pytest.raises(OSError, match="not the memory of a channel"):

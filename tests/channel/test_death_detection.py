@@ -59,7 +59,7 @@ def pidfds() -> int:
     return sum(os.path.lexists(link) and "pidfd" in os.readlink(link) for link in links)
 
 
-def test_waiter_checks_the_other_processes_without_system_reads() -> None:
+def test_waiter_checks_other_processes_without_read_system_calls() -> None:
     channel, leave, end = (Channel[Any](across="processes") for _ in range(3))
     process = ProcessPeer(take_part, [channel], leave, end)
     wait_until(lambda: channel.stats().writers == 1)
@@ -75,7 +75,7 @@ def test_waiter_checks_the_other_processes_without_system_reads() -> None:
     process.result()
 
 
-def test_one_descriptor_watches_a_process_while_it_takes_part() -> None:
+def test_one_descriptor_watches_each_process_that_uses_channels() -> None:
     channels = [Channel[Any](across="processes") for _ in range(2)]
     leave, end = Channel[Any](across="processes"), Channel[Any](across="processes")
     mine = [channel.writer() for channel in channels]

@@ -54,7 +54,7 @@ class Stage:
         self.item.owner = self
 
 
-def test_leased_item_of_a_collected_port_returns_intact():
+def test_item_leased_by_a_collected_port_returns_intact():
     """C4: the item was not finished. The collector clears every object in the cycle, even a returned item."""
     ch = Channel(8)
     other = ch.reader()
@@ -87,7 +87,7 @@ def test_port_inside_its_own_leased_item_is_freed():
     assert count(In) == before
 
 
-def test_destructor_may_get_from_the_port_it_leaves():
+def test_destructor_of_a_leased_item_may_use_its_port():
     """The destructor's ``get`` finishes the earlier items, as always, and its own item is leased."""
     got = []
 
@@ -113,7 +113,7 @@ def test_destructor_may_get_from_the_port_it_leaves():
     other.close()
 
 
-def test_select_puts_the_original_item_of_a_changed_pair():
+def test_select_puts_the_original_item_if_its_list_changes():
     """The pairs are lists, so the caller may change them."""
     ch = Channel(1)
     ch.put("full")

@@ -28,7 +28,7 @@ class Writable:
         return methodcaller("private"), (PickleBuffer(bytes(self.size)),)
 
 
-def test_channel_mappings_begin_at_pages_of_64_kb() -> None:
+def test_channel_mappings_are_aligned_to_64_kb() -> None:
     """Check slots and blocks that grow, and writable bytes."""
     channel: Channel[Any] = Channel(5000, across="processes")
     for count in (100, 1000, 4000):

@@ -59,7 +59,7 @@ def test_few_workers_hold_outputs_while_the_channel_is_full(capacity: int, singl
         thread.join()
 
 
-def test_worker_that_waits_for_room_learns_of_the_end() -> None:
+def test_worker_waiting_for_room_raises_when_the_channel_breaks() -> None:
     before: Channel[int] = Channel(200)
     after: Channel[int] = Channel(1)
     ports = [(before.reader(), after.writer()) for _ in range(WORKERS)]
@@ -92,7 +92,7 @@ def test_worker_that_waits_for_room_learns_of_the_end() -> None:
 
 @pytest.mark.parametrize("across", ["threads", "processes"])
 @pytest.mark.parametrize("stage", [True, False], ids=["stage", "plain"])
-def test_same_few_workers_of_a_stage_run_first(stage: bool, across: Any) -> None:
+def test_same_few_workers_of_a_stage_take_all_items(stage: bool, across: Any) -> None:
     """One worker takes all items if all workers are waiting at each item; in a ring, its rank is low.
 
     Plain readers take turns.

@@ -31,7 +31,7 @@ def test_wait_for_unreturned_memory_is_short_and_happens_once() -> None:
     assert 0 < first == second < third == fourth
 
 
-def test_nowait_put_takes_new_memory_at_once() -> None:
+def test_put_nowait_uses_new_memory_at_once() -> None:
     channel = Channel[np.ndarray](64, across="processes")
     channel.put(ITEM)
     kept = channel.get()

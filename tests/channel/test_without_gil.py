@@ -49,7 +49,7 @@ def at_once(*functions: Callable[[], object]) -> None:
 
 
 @free_threaded
-def test_importing_flowchan_leaves_the_gil_off() -> None:
+def test_importing_flowchan_keeps_the_gil_disabled() -> None:
     """Importing and running a graph must not enable the GIL: the core and all its imports declare support."""
     code = """if True:
         import sys
@@ -94,7 +94,7 @@ def test_port_closed_by_many_threads_closes_once(across: str) -> None:
         writer.close()
 
 
-def test_port_closed_while_threads_read_takes_nothing_more() -> None:
+def test_port_closed_while_threads_read_takes_no_more_items() -> None:
     for _ in range(100):
         channel = Channel[int]()
         channel.put_many(range(20))
@@ -111,7 +111,7 @@ def test_port_closed_while_threads_read_takes_nothing_more() -> None:
         assert left == list(range(20))[20 - len(left) :]
 
 
-def test_an_item_may_be_changed_while_it_is_put() -> None:
+def test_an_item_may_change_while_it_is_put() -> None:
     """For ``max_bytes``, put estimates the size of a list, a dict and an object while other threads change
     them."""
 
@@ -168,7 +168,7 @@ def test_loans_put_by_many_threads_arrive_intact() -> None:
     assert Counter(got) == dict.fromkeys(range(AT_ONCE), 50)
 
 
-def test_a_graph_of_threads_keeps_its_order_and_counts() -> None:
+def test_graph_on_threads_keeps_order_and_counts() -> None:
     graph = Graph("threads")
     for_squares, for_evens = graph.source(range(3000)).tee(2)
     squares = for_squares.map(lambda number: number * number, workers=4).collect()

@@ -128,7 +128,7 @@ def test_abort_without_a_cause_raises_plain_broken(make, spawn_peer):
     assert spawn_peer(cause_seen, CALLS["get"], ch).result() == (type(None), "None")
 
 
-def test_a_cause_that_cannot_be_serialised_still_breaks_the_channel(make, spawn_peer):
+def test_unpicklable_cause_still_breaks_the_channel(make, spawn_peer):
     """C6: abort never fails; at least the text of the cause reaches every user."""
     ch = make()
     ch.abort(ValueError("held a lock", threading.Lock()))
@@ -145,7 +145,7 @@ def test_a_cause_that_cannot_be_serialised_still_breaks_the_channel(make, spawn_
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("size", [100, 1 << 20, 17 << 20])
-def test_large_cause_arrives_itself_or_as_text(make, spawn_peer, size):
+def test_large_cause_arrives_as_exception_or_text(make, spawn_peer, size):
     """C6: the cause arrives as an exception, or as text if it is too large for the channel's memory."""
     ch = make(max_bytes=1 << 16)
     peer = spawn_peer(beginning_of_cause_seen, ch)
@@ -156,7 +156,7 @@ def test_large_cause_arrives_itself_or_as_text(make, spawn_peer, size):
     assert kind is ValueError or text.startswith("ValueError: ")
 
 
-def test_the_first_abort_names_the_cause(make):
+def test_the_first_abort_sets_the_cause(make):
     """C6: later aborts are consequences."""
     ch = make()
     ch.abort(ValueError("first"))
@@ -205,7 +205,7 @@ def test_close_after_abort_has_no_effect(make):
         ch.put(1)
 
 
-def test_iteration_does_not_end_quietly_on_a_broken_channel(make, spawn_peer):
+def test_iteration_raises_on_a_broken_channel(make, spawn_peer):
     """C6: a loop ends without an error only if the channel is drained."""
     ch = make()
     peer = spawn_peer(cause_seen, list, ch)
@@ -218,7 +218,7 @@ class Item:
     pass
 
 
-def test_abort_frees_the_items_of_this_process():
+def test_abort_frees_items_in_this_process():
     """C6, C12: discarded items are freed."""
     ch = Channel(across="threads")
     item = Item()

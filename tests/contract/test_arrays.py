@@ -55,7 +55,7 @@ ARRAYS = {
 
 @pytest.mark.copying
 @pytest.mark.parametrize("name", ARRAYS)
-def test_c13_every_kind_of_array_arrives_equal(make, name):
+def test_c13_arrays_of_every_kind_arrive_equal(make, name):
     ch, sent = make(1), ARRAYS[name]
     ch.put(sent)
     arrived = ch.get()
@@ -70,7 +70,7 @@ def test_c13_every_kind_of_array_arrives_equal(make, name):
 
 @pytest.mark.copying
 @pytest.mark.parametrize("name", TENSORS)
-def test_c13_every_kind_of_tensor_arrives_equal(make, name):
+def test_c13_tensors_of_every_kind_arrive_equal(make, name):
     ch, sent = make(1), TENSORS[name]
     ch.put(sent)
     arrived = ch.get()
@@ -84,7 +84,7 @@ def test_c13_every_kind_of_tensor_arrives_equal(make, name):
 
 
 @pytest.mark.copying
-def test_c13_a_tensor_within_an_autograd_graph_is_refused(make):
+def test_c13_a_tensor_within_an_autograd_graph_raises(make):
     """The graph cannot be sent. The error names the remedy, and the channel is unchanged."""
     ch = make(1)
     with pytest.raises(TypeError, match=r"autograd graph.*send tensor\.detach\(\)"):
@@ -142,7 +142,7 @@ def test_memory_views_arrive_with_their_format(make, name):
 
 @pytest.mark.copying
 @pytest.mark.parametrize("dtype", [">i4", "f2", "c16", [("a", "i4")]])
-def test_c13_memory_view_of_unsupported_format_is_refused(make, dtype):
+def test_c13_memory_view_with_unsupported_format_raises(make, dtype):
     ch = make(1)
     with pytest.raises(TypeError, match=r"memoryview of format .* send view\.cast\('B'\)"):
         ch.put(memoryview(np.zeros(3, dtype)))
@@ -150,7 +150,7 @@ def test_c13_memory_view_of_unsupported_format_is_refused(make, dtype):
 
 
 @pytest.mark.copying
-def test_c13_a_memory_view_of_pairs_is_refused(make):
+def test_c13_a_memory_view_of_pairs_raises(make):
     """Each letter of the format would be supported alone."""
     ch = make(1)
     pairs = pytest.importorskip("_testbuffer").ndarray([(1, 2), (3, 4)], shape=[2], format="bB")
@@ -169,7 +169,7 @@ def _freed() -> torch.Tensor:
 @pytest.mark.parametrize(
     "make_tensor", [_freed, lambda: torch._efficientzerotensor(LARGE)], ids=["freed", "never there"]
 )
-def test_tensor_without_memory_arrives_or_is_refused(make, make_tensor):
+def test_tensor_without_memory_arrives_or_raises(make, make_tensor):
     """The tensor must arrive as pickle makes it, or be refused."""
     ch = make(2)
     with contextlib.suppress(TypeError, NotImplementedError, RuntimeError):
@@ -180,7 +180,7 @@ def test_tensor_without_memory_arrives_or_is_refused(make, make_tensor):
 
 
 @pytest.mark.copying
-def test_one_object_twice_in_an_item_arrives_as_one(make):
+def test_array_or_tensor_twice_in_an_item_arrives_as_one(make):
     ch = make(1)
     array, tensor = np.arange(LARGE), torch.arange(LARGE)
     ch.put([array, array, tensor, tensor])
@@ -237,7 +237,7 @@ def test_a_block_returns_with_its_last_view(make):
 
 
 @pytest.mark.copying
-def test_blocks_are_used_again(make):
+def test_blocks_are_reused(make):
     """C2: a long stream of large items takes no more memory than a few of the items."""
     ch = make(1, max_bytes=3 * 8 * LARGE)
     for number in range(100):
@@ -277,7 +277,7 @@ def test_reader_that_keeps_all_arrays_blocks_no_writer(make):
 
 
 @pytest.mark.copying
-def test_items_of_other_sizes_fit_between_kept_blocks(make):
+def test_items_of_different_sizes_fit_between_kept_blocks(make):
     """Free blocks are divided again, even if blocks between them stay in use.
 
     Room is kept for the largest item.
@@ -313,7 +313,7 @@ def test_error_without_room_names_the_holders(make):
 @pytest.mark.other_process
 @pytest.mark.parametrize("port", [False, True])
 @pytest.mark.one_machine("blocks elsewhere are of rings there")
-def test_c11_blocks_of_a_killed_process_return(make, spawn_peer, port):
+def test_c11_blocks_held_by_a_killed_process_return(make, spawn_peer, port):
     ch, taken = make(4), make(4)
     ch.put_many([np.zeros(LARGE)] * 3)
     peer = spawn_peer(_keep_two, ch, taken, port)

@@ -125,7 +125,7 @@ def test_coroutines_pass_items_through_a_full_channel(make):
     assert run(main()) == list(range(300))
 
 
-def test_ports_wait_like_channels(make):
+def test_ports_can_be_awaited_like_channels(make):
     """C5, C9: the last writer's exit ends the loop, and an item is leased until the next one is requested."""
 
     async def main():
@@ -195,7 +195,7 @@ def test_close_or_abort_wakes_every_waiting_aput(make, end, raised):
     assert [type(error) for error in run(main())] == [raised] * 5
 
 
-def test_closing_a_port_ends_the_await_on_it(make):
+def test_closing_a_port_ends_an_await_on_the_port(make):
     """C5, C9."""
 
     async def main():
@@ -275,7 +275,7 @@ def test_a_timeout_around_aget_takes_nothing(make):
     assert run(main()) == "item"
 
 
-def test_a_call_cancelled_after_its_wake_up_passes_it_on(make):
+def test_call_cancelled_after_its_wake_up_wakes_the_next(make):
     """C8, C9: the item had woken the cancelled call, so the other reader must get the item."""
 
     async def main():
@@ -417,7 +417,7 @@ def test_two_loops_wait_in_the_same_channel(make):
     assert sorted(item for reader in readers for item in reader.result()) == list(range(items))
 
 
-def test_a_loop_may_be_closed_while_something_waits(make):
+def test_event_loop_may_be_closed_while_a_call_waits(make):
     """C8, C9: the loop's thread ends, its waiters are no longer counted, and other readers can get the
     item."""
     ch = make()
@@ -432,7 +432,7 @@ def test_a_loop_may_be_closed_while_something_waits(make):
     assert ch.get() == "item"
 
 
-def test_closed_loop_is_freed(make):
+def test_closed_event_loop_is_freed(make):
     """C9, C12: flowchan keeps no reference to a closed loop, whatever was waiting in it."""
     ch = make()
 

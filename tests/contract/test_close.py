@@ -178,7 +178,7 @@ def test_get_on_a_drained_channel_always_raises_at_once(make, get):
     assert ch.drained
 
 
-def test_the_read_of_the_last_item_succeeds(make):
+def test_reading_the_last_item_succeeds(make):
     """C4: only the next read raises."""
     ch = make()
     ch.put("last")
@@ -190,7 +190,7 @@ def test_the_read_of_the_last_item_succeeds(make):
         ch.get()
 
 
-def test_get_many_returns_the_rest_before_drained(make):
+def test_get_many_returns_the_last_items_before_drained(make):
     """C4: it raises Drained only if no item is left to return."""
     ch = make()
     ch.put_many([1, 2])
@@ -210,7 +210,7 @@ def test_iteration_ends_when_drained(make):
     assert next(iter(ch), "end") == "end"
 
 
-def test_a_channel_closed_empty_is_drained_at_once(make):
+def test_closing_an_empty_channel_drains_it(make):
     """C4."""
     ch = make()
     ch.close()
@@ -228,7 +228,7 @@ def test_an_open_empty_channel_is_not_drained(make):
     assert not ch.drained
 
 
-def test_readers_that_race_for_the_end_get_each_item_once(make, spawn_peer):
+def test_readers_racing_to_the_end_get_each_item_once(make, spawn_peer):
     """C4: each of many readers ends, and together they get each item once."""
     ch = make(4)
     peers = [spawn_peer(list, ch) for _ in range(4)]

@@ -120,7 +120,7 @@ def test_exit_does_not_wait_for_tensors_without_readers():
     assert (ended.stdout, ended.stderr, ended.returncode) == ("put\n", "", 0)
 
 
-def test_exit_wait_ends_at_its_limit_and_reports_losses():
+def test_exit_stops_waiting_at_its_limit_and_reports_losses():
     """Another process has the channel but does not read."""
     more = (
         "import os, signal, threading, time\n"
@@ -159,7 +159,7 @@ def _killing(tensor: FakeTensor) -> Any:
     return number
 
 
-def test_stages_in_processes_pass_tensors_on(tmp_path, monkeypatch):
+def test_stages_in_processes_forward_tensors(tmp_path, monkeypatch):
     marker = tmp_path / "marker"
     marker.touch()
     monkeypatch.setenv("MARKER", str(marker))
@@ -172,7 +172,7 @@ def test_stages_in_processes_pass_tensors_on(tmp_path, monkeypatch):
     assert not marker.exists()
 
 
-def test_early_end_of_a_run_needs_no_exit_wait(monkeypatch, capfd):
+def test_workers_of_a_stopped_run_exit_without_waiting(monkeypatch, capfd):
     """Tensors without a reader need no memory, even if other processes have the channel."""
     monkeypatch.setenv("FLOWCHAN_CUDA_EXIT_WAIT", "1")
     graph = Graph("early")
@@ -202,7 +202,7 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])
-def test_killed_worker_loses_device_tensors_unless_in_host_memory(tmp_path, monkeypatch, switch):
+def test_device_tensors_of_killed_worker_survive_only_in_host_memory(tmp_path, monkeypatch, switch):
     """The run must report the loss, and never continue without the tensors."""
     monkeypatch.setenv("MARKER", str(tmp_path / "marker"))
     monkeypatch.setenv("FLOWCHAN_CUDA_IPC", switch)
@@ -289,7 +289,7 @@ def _use_and_return(ch: Channel, back: Channel) -> int:
 
 
 @pytest.mark.other_process
-def test_forked_child_has_separate_arenas_and_opens_its_parents(make, spawn_peer):
+def test_forked_child_has_own_arenas_and_opens_its_parents(make, spawn_peer):
     ch, back = make(2), make(2)
     ch.put(FakeTensor(np.zeros(10)))
     peer = spawn_peer(_use_and_return, ch, back)  # the parent's arena exists already

@@ -48,7 +48,7 @@ def _echo(ch: Channel, back: Channel) -> None:
 
 
 @pytest.mark.other_process
-def test_nested_tensors_of_two_devices_cross(make, spawn_peer):
+def test_nested_tensors_from_two_devices_are_transferred(make, spawn_peer):
     ch, back = make(4), make(4)
     peer = spawn_peer(_echo, ch, back)
     one = FakeTensor(np.arange(1000), "fake-A")
@@ -88,7 +88,7 @@ def test_tensor_larger_than_an_arena_gets_a_new_arena(make, monkeypatch):
         assert (arrived == 7).all()
 
 
-def test_writes_after_the_put_stay_with_the_sender(make):
+def test_receiver_does_not_see_writes_after_the_put(make):
     ch = make(1)
     tensor = FakeTensor(np.zeros(1000))
     ch.put(tensor)
@@ -96,7 +96,7 @@ def test_writes_after_the_put_stay_with_the_sender(make):
     assert (ch.get().numpy() == 0).all()
 
 
-def test_c11_writes_of_the_receiver_stay_with_it(make):
+def test_c11_sender_does_not_see_writes_by_the_receiver(make):
     """If a leased item was changed and returned, the next reader gets it intact."""
     ch = make(2)
     ch.put(FakeTensor(np.zeros(1000)))
@@ -144,7 +144,7 @@ def _count_sum(ch: Channel, answers: Channel) -> None:
 
 
 @pytest.mark.other_process
-def test_long_stream_opens_the_memory_once_without_waiting(make, spawn_peer):
+def test_receiver_opens_memory_once_for_many_tensors_without_waiting(make, spawn_peer):
     ch, answers = make(8), make(1)
     peer = spawn_peer(_count_sum, ch, answers)
     for number in range(1000):
@@ -163,7 +163,7 @@ def test_long_stream_opens_the_memory_once_without_waiting(make, spawn_peer):
     assert kept() == 0
 
 
-def test_writer_waits_for_the_device_without_free_events(make, monkeypatch):
+def test_writer_without_free_events_waits_for_the_device(make, monkeypatch):
     monkeypatch.setattr(pool, "EVENTS", 2)
     ch = make(8)
     for number in range(5):
@@ -175,7 +175,7 @@ def test_writer_waits_for_the_device_without_free_events(make, monkeypatch):
 # --- Lifetime of a block ---
 
 
-def test_blocks_are_kept_while_their_items_exist_and_used_again(make):
+def test_blocks_are_reused_once_their_items_are_gone(make):
     ch = make(100)
     for _ in range(40):
         ch.put(FakeTensor(np.ones(10)))
@@ -327,7 +327,7 @@ def test_c11_item_or_block_of_a_killed_receiver_returns(make, spawn_peer, port, 
 # --- Host memory ---
 
 
-def test_the_off_switch_goes_through_host_memory(make, monkeypatch):
+def test_tensors_go_through_host_memory_when_ipc_is_off(make, monkeypatch):
     monkeypatch.setenv("FLOWCHAN_CUDA_IPC", "0")
     ch = make(1)
     ch.put(FakeTensor(np.arange(100_000), "fake-B"))

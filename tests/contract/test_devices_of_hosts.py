@@ -42,7 +42,7 @@ def test_tensor_arrives_on_its_device_if_visible():
 
 
 @pytest.mark.parametrize("ports", [False, True])
-def test_tensor_arrives_on_the_device_of_the_same_number(ports):
+def test_tensor_arrives_on_the_device_with_the_same_number(ports):
     there, back = Channel(across="hosts"), Channel(across="hosts")
 
     def move():
@@ -66,7 +66,7 @@ def test_tensor_arrives_on_the_device_of_the_same_number(ports):
     assert through_the_host() == (3, 3, 0)
 
 
-def test_receiver_with_fewer_devices_gets_a_remedy():
+def test_error_of_receiver_with_fewer_devices_names_the_remedy():
     ch = Channel(across="hosts")
 
     def take():
@@ -90,7 +90,7 @@ class Doubled:
         return FakeTensor(2 * tensor.numpy(), tensor.device)
 
 
-def test_stages_on_hosts_pass_device_tensors_on(monkeypatch):
+def test_stages_on_hosts_forward_device_tensors(monkeypatch):
     """Tensors go to an agent, from there to a second agent, and back."""
     monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if "/tests" in path))
     graph, pool = Graph("devices"), local(2)
@@ -127,7 +127,7 @@ def elsewhere(server, function):
     return HostPeer(work)
 
 
-def test_device_bytes_go_to_a_server_and_back():
+def test_device_bytes_are_sent_to_a_server_and_back():
     """Corresponds to testCUDAStoragePingPong."""
 
     def echo(client):
@@ -148,7 +148,7 @@ def test_device_bytes_go_to_a_server_and_back():
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_device_tensors_go_to_a_server_and_its_clients(view):
+def test_device_tensors_are_sent_to_a_server_and_its_clients(view):
     """Corresponds to testCUDATensor and testNoncontiguousCUDATensor. A broadcast copies to host memory
     once."""
     there = VIEWS[view]()

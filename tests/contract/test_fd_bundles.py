@@ -28,7 +28,7 @@ def put_new(carrier, make, *more):
     carrier.put((sent, *more) if more else sent)
 
 
-def test_a_channel_that_its_sender_has_dropped_is_received(make, transport):
+def test_a_channel_dropped_by_its_sender_is_received(make, transport):
     """C14: the sender itself can also receive it."""
     carrier = make()
     put_new(carrier, transport.make)
@@ -106,7 +106,7 @@ def dies_with_it_in_hand(make, spawn_peer, transport, keeps):
 
 
 @pytest.mark.other_process
-def test_channels_in_channels_pass_through_several_receivers(make, spawn_peer, transport):
+def test_nested_channels_pass_through_several_receivers(make, spawn_peer, transport):
     """C14: each receiver can send the channel on, also through the channel that it has received."""
     hops = [make() for _ in range(3)]
     outer = transport.make(2)
@@ -134,7 +134,7 @@ def test_item_with_many_channels_arrives(make, transport):
 
 
 @pytest.mark.not_hosts("an item carries addresses, and no descriptors")
-def test_channels_beyond_the_kernel_limit_are_refused(make, transport):
+def test_put_of_channels_beyond_the_kernel_limit_raises(make, transport):
     """C14: the kernel keeps a limited number per channel; the put raises, and the channel still works."""
     carrier, sent = make(100_000), transport.make(2)
     with pytest.raises(ChannelError, match="receive some first") as caught:
@@ -203,7 +203,7 @@ def test_stage_port_receives_channels(make, transport):
         assert [channel.get() for channel in port.get_many(3)] == ["inside"] * 3
 
 
-def test_a_receiver_without_descriptors_leaves_the_item(make, transport):
+def test_receiver_without_free_descriptors_leaves_the_item_in_place(make, transport):
     """C14: the receiver gets the item once it has free descriptors."""
     carrier = make()
     put_new(carrier, transport.make)
@@ -224,7 +224,7 @@ def test_a_receiver_without_descriptors_leaves_the_item(make, transport):
     assert carrier.get().get_many(4) == ["inside", 2]
 
 
-def test_channels_in_packed_bytes_cross_while_referenced(make, transport):
+def test_channels_in_packed_bytes_arrive_while_referenced(make, transport):
     """C14: bytes do not carry descriptors."""
     carrier, sent = make(), transport.make(2)
     carrier.put([pack(sent), pickle.dumps(sent)])
@@ -235,7 +235,7 @@ def test_channels_in_packed_bytes_cross_while_referenced(make, transport):
 
 @pytest.mark.other_process
 @pytest.mark.not_hosts("its address is sent, and no descriptor")
-def test_channel_without_a_socket_raises_with_the_reason(make, spawn_peer):
+def test_putting_a_channel_without_a_socket_raises_the_reason(make, spawn_peer):
     """C14: if a system cannot make such sockets, everything else works."""
     carrier = make()
 

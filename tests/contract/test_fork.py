@@ -34,7 +34,7 @@ def in_child(function: Callable[[], object]) -> int:
 
 
 @pytest.mark.copying
-def test_fork_while_threads_use_the_channel_keeps_it_working(make):
+def test_channel_works_after_forks_while_threads_use_it(make):
     """Parent threads put and get without a pause, so locks are held at most forks.
 
     No item is lost or repeated.
@@ -156,7 +156,7 @@ def test_child_that_drops_inherited_objects_does_not_disturb_its_parent(make):
 
 
 @pytest.mark.copying
-def test_forked_child_waits_and_is_woken(make):
+def test_waiting_forked_child_is_woken(make):
     """The parent also has waiters at the time of the fork."""
     ch, answer = make(), make()
     waiting = ThreadPeer(ch.get)
@@ -169,7 +169,7 @@ def test_forked_child_waits_and_is_woken(make):
 
 
 @pytest.mark.copying
-def test_port_used_in_a_forked_child_moves_there(make):
+def test_port_used_in_a_forked_child_moves_to_the_child(make):
     """The port then belongs to the child, whose death returns its leased items."""
     ch = make()
     ch.put("item")
@@ -194,7 +194,7 @@ def test_grandchild_uses_the_channel(make):
     assert sorted(ch.get_many(2)) == ["child", "grandchild"]
 
 
-def test_fork_during_a_run_leaves_the_run_to_the_parent():
+def test_child_forked_during_a_run_does_not_affect_the_run():
     """The child neither delays nor ends the run, and can run other graphs."""
     numbers: Channel[int] = Channel(across="processes")
     graph = Graph("forked")

@@ -90,7 +90,7 @@ def test_interrupted_get_takes_nothing(make, handler, port):
     assert end.get_many(2) == ["first", "behind"]
 
 
-def test_interrupted_get_many_returns_the_items_so_far(make, handler):
+def test_interrupted_get_many_returns_the_items_already_taken(make, handler):
     ch = make()
     ch.put_many([1, Received(2), 3])
     with pytest.raises(TimeIsUp) as caught:
@@ -108,7 +108,7 @@ def test_interrupted_put_puts_nothing(make, handler):
     assert ch.get_many(2) == [1]
 
 
-def test_error_of_the_item_differs_from_a_handlers(make, handler):
+def test_item_error_is_not_mistaken_for_a_handler_exception(make, handler):
     """The item's error has the same type, and a handler is installed."""
 
     def fails():

@@ -94,7 +94,7 @@ def test_handler_may_close_the_channel_of_the_waiting_call(transport):
     assert answer_after(script, signal.SIGUSR1) == "ended with []\n"
 
 
-def test_exception_of_a_handler_leaves_the_call(transport):
+def test_handler_exception_propagates_from_the_call(transport):
     """C9: the call behaves like any blocked call in Python."""
     prepare = "ch.put(1)\nsignal.signal(signal.SIGUSR1, lambda *_: 1 / 0)"
     call = "[error for error in [None] if catch(lambda: ch.put(2))]"

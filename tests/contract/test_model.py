@@ -220,7 +220,7 @@ class Machine(RuleBasedStateMachine):
             port.close()
 
 
-def test_a_channel_answers_like_its_model(transport, long_walk):
+def test_channel_behaves_like_its_model(transport, long_walk):
     """C1 to C7, C15, with many random histories of one user."""
     run_state_machine_as_test(
         lambda: Machine(transport.make),

@@ -100,7 +100,7 @@ NOT_NOW += [(OSError, number, "") for number in (errno.EMFILE, errno.ENFILE, err
 @pytest.mark.parametrize("error", NOT_NOW, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("port", [False, True])
-def test_an_item_that_cannot_be_received_now_is_put_back(make, error, kind, port):
+def test_item_that_cannot_be_received_now_is_put_back(make, error, kind, port):
     """C9: it becomes the next item again, for any reader, even in a full channel."""
     ch = make(3)
     size, buffer = KINDS[kind]
@@ -116,7 +116,7 @@ def test_an_item_that_cannot_be_received_now_is_put_back(make, error, kind, port
     assert end.get_many(3) == ["behind", "last"]
 
 
-def test_item_put_back_comes_before_later_items(make, spawn_peer):
+def test_item_that_was_put_back_precedes_later_items(make, spawn_peer):
     """C1, C2: the channel may exceed its capacity; the writer that used the free slot does not wait."""
     ch = make(1)
     ch.put(Once())
@@ -129,7 +129,7 @@ def test_item_put_back_comes_before_later_items(make, spawn_peer):
     writer.result()
 
 
-def test_only_the_last_item_of_a_batch_goes_back(make):
+def test_only_the_failed_item_of_a_batch_is_put_back(make):
     """C1: a batch in progress returns its earlier items."""
     ch = make(8)
     ch.put_many([1, 2, Once(), 4])
@@ -144,7 +144,7 @@ def test_only_the_last_item_of_a_batch_goes_back(make):
     assert ch.stats().leased == 0
 
 
-def test_ctrl_c_in_get_many_carries_the_items_so_far(make):
+def test_ctrl_c_in_get_many_reports_the_items_already_taken(make):
     """C9: the call ends at once, and its exception carries the items."""
     ch = make(8)
     ch.put_many([1, Once(), 3])
@@ -187,7 +187,7 @@ def open_all():
 
 @pytest.mark.other_process
 @pytest.mark.not_hosts("it takes a connection there, which is tried again for a while")
-def test_channel_is_received_after_a_shortage_of_descriptors(make, spawn_peer, transport):
+def test_channel_can_be_received_after_a_shortage_of_descriptors(make, spawn_peer, transport):
     """C14: the error names the shortage and a remedy, and the item stays in its channel."""
     carrier = make()
 

@@ -18,13 +18,13 @@ COUNTS = (
 )
 
 
-def test_a_new_channel_counts_nothing(make):
+def test_counts_of_a_new_channel_are_zero(make):
     """C15."""
     stats = make().stats()
     assert {name: getattr(stats, name) for name in COUNTS} == dict.fromkeys(COUNTS, 0)
 
 
-def test_len_counts_items_from_none_to_capacity(make):
+def test_len_counts_items_from_zero_to_capacity(make):
     """C15: len is the number of items inside, from 0 to capacity."""
     ch = make(3)
     for count in range(3):
@@ -121,7 +121,7 @@ def test_stats_can_be_read_while_a_call_waits(make, spawn_peer):
     peer.result()
 
 
-def test_stats_is_a_frozen_value(make):
+def test_stats_returns_a_frozen_value(make):
     """C15: the value does not follow the channel, and cannot be changed."""
     ch = make()
     stats = ch.stats()

@@ -37,7 +37,7 @@ def test_parked_items_can_be_read_after_close(make):
 
 
 @pytest.mark.not_hosts("the workers of a graph have channels of their own there")
-def test_waiting_reader_gets_parked_items_when_the_last_writer_leaves(make, spawn_peer):
+def test_waiting_reader_gets_parked_items_when_the_last_writer_closes(make, spawn_peer):
     readers, writers = workers(make(), results := make())
     writers[1].put("one")
     peer = spawn_peer(list, results)
@@ -47,7 +47,7 @@ def test_waiting_reader_gets_parked_items_when_the_last_writer_leaves(make, spaw
 
 
 @pytest.mark.parametrize("place", ["thread", "process"])
-def test_stage_may_close_the_input_from_an_ordered_stage(place):
+def test_stage_may_close_its_input_from_an_ordered_stage(place):
     """The stage gets the items that are inside, and the graph ends."""
     late, got = (Channel(8, across="processes") for _ in range(2))
 

@@ -96,7 +96,7 @@ def test_os_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_kill_of_the_last_writer_breaks_the_channel(make, spawn_peer):
+def test_killing_the_last_writer_breaks_the_channel(make, spawn_peer):
     """C5: SIGKILL before the process is reaped; every later call raises the same error."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
@@ -123,7 +123,7 @@ def test_kill_of_the_last_writer_breaks_the_channel(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_kill_of_the_last_writer_wakes_waiting_readers(make, spawn_peer):
+def test_killing_the_last_writer_wakes_waiting_readers(make, spawn_peer):
     """C5: the reader is already waiting when the writer dies."""
     ch = make()
     writer = spawn_peer(open_writer_and_stay, ch)
@@ -175,7 +175,7 @@ def test_close_after_a_writers_death_still_ends_broken(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_writer_that_dies_after_the_close_leaves_a_clean_end(make, spawn_peer):
+def test_writer_that_dies_after_close_does_not_break_the_channel(make, spawn_peer):
     """C4, C5: the writer could not have put any more items."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
@@ -204,7 +204,7 @@ def test_abort_after_a_writers_death_keeps_the_first_cause(make, spawn_peer):
 
 @pytest.mark.other_process
 @pytest.mark.one_machine("a port is handed to processes of its machine only")
-def test_port_used_in_a_child_belongs_to_it(make, spawn_peer):
+def test_port_used_in_a_child_belongs_to_the_child(make, spawn_peer):
     """C5: the port stays one port, and only the child may close it."""
     ch = make()
     out = ch.writer()
@@ -288,7 +288,7 @@ def test_await_on_several_channels_learns_of_a_writers_death(make, spawn_peer):
 
 @pytest.mark.other_process
 @pytest.mark.one_machine("it polls for as long as the peer_timeout")
-def test_nowait_put_learns_of_the_last_readers_death(make, spawn_peer):
+def test_put_nowait_learns_of_the_last_readers_death(make, spawn_peer):
     """C5: its items would never be read."""
     ch = make(10**6)
     peer = spawn_peer(open_reader_and_stay, ch)
@@ -300,7 +300,7 @@ def test_nowait_put_learns_of_the_last_readers_death(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_kill_of_the_last_reader_closes_the_channel(make, spawn_peer):
+def test_killing_the_last_reader_closes_the_channel(make, spawn_peer):
     """C5: a writer that fills the channel gets Closed instead of waiting forever."""
     ch = make(2)
     peer = spawn_peer(open_reader_and_stay, ch)
@@ -311,7 +311,7 @@ def test_kill_of_the_last_reader_closes_the_channel(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_kill_of_the_last_reader_wakes_waiting_writers(make, spawn_peer):
+def test_killing_the_last_reader_wakes_waiting_writers(make, spawn_peer):
     """C5."""
     ch = make(1)
     reader = spawn_peer(open_reader_and_stay, ch)
@@ -327,7 +327,7 @@ def test_kill_of_the_last_reader_wakes_waiting_writers(make, spawn_peer):
 
 @pytest.mark.other_process
 @pytest.mark.one_machine("elsewhere one item is in hand at first")
-def test_items_of_a_killed_reader_return(make, spawn_peer):
+def test_items_leased_by_a_killed_reader_return(make, spawn_peer):
     """C4, C5: they return to the front, in order, as if the reader had never existed."""
     ch = make()
     ch.put_many(range(4))

@@ -46,7 +46,7 @@ def test_ports_put_and_get_like_the_channel(make):
     into.close()
 
 
-def test_the_last_writer_closes(make):
+def test_closing_the_last_writer_closes_the_channel(make):
     """C5: when earlier writers close, the channel stays open."""
     ch = make()
     first, second = ch.writer(), ch.writer()
@@ -59,7 +59,7 @@ def test_the_last_writer_closes(make):
     assert list(ch) == [1, 2]
 
 
-def test_last_reader_that_leaves_closes_the_channel(make):
+def test_closing_the_last_reader_closes_the_channel(make):
     """C5: after that, puts raise Closed; the exits of earlier readers have no effect."""
     ch = make()
     first, second = ch.reader(), ch.reader()
@@ -84,7 +84,7 @@ def test_closing_a_port_twice_counts_once(make):
     assert ch.closed
 
 
-def test_closed_port_of_an_open_channel_refuses_calls(make):
+def test_closed_port_of_an_open_channel_rejects_calls(make):
     """C5: a closed port cannot put or get; the error reports misuse, not the state of the channel."""
     ch = make()
     out, other_out, into, other_in = ch.writer(), ch.writer(), ch.reader(), ch.reader()
@@ -176,7 +176,7 @@ def test_the_last_readers_exit_wakes_waiting_writers(make, spawn_peer):
             peer.result()
 
 
-def test_writers_that_come_and_go_close_at_the_last_exit(make, spawn_peer, make_gate):
+def test_channel_closes_when_the_last_of_several_writers_exits(make, spawn_peer, make_gate):
     """C5: the writers are in several peers."""
     ch = make()
     gate = make_gate(3)
@@ -196,7 +196,7 @@ def test_writers_that_come_and_go_close_at_the_last_exit(make, spawn_peer, make_
 
 
 @pytest.mark.one_machine("what was on its way to a reader that leaves may come after later items")
-def test_readers_that_want_no_more_stop_the_writer(make, spawn_peer, make_gate):
+def test_writer_stops_when_all_readers_have_closed(make, spawn_peer, make_gate):
     """C5: the writer's endless loop ends with Closed after the last reader has closed."""
     ch = make(4)
     gate = make_gate(2)
@@ -267,7 +267,7 @@ def test_iteration_over_a_reading_port_ends_when_drained(make):
         assert list(into) == [0, 1, 2, 3, 4]
 
 
-def test_reader_that_leaves_by_an_exception_returns_its_items(make):
+def test_reader_closed_by_an_exception_returns_its_items(make):
     """C4, C5: the reader had not finished them."""
     ch = make()
     ch.put_many([1, 2, 3])

@@ -149,13 +149,13 @@ def test_select_raises_for_an_item_that_cannot_be_sent():
 
 
 @pytest.mark.parametrize("gets", [[3], [None], ["channel"]])
-def test_select_names_an_argument_of_another_type(gets):
+def test_select_names_an_argument_of_the_wrong_type(gets):
     """C10: the error names the argument."""
     with pytest.raises(TypeError, match="select gets from channels and In ports"):
         select(gets)
 
 
-def test_select_refuses_a_channel_in_place_of_a_list(several_here):
+def test_select_rejects_a_channel_instead_of_a_list(several_here):
     """C10: iterating over the channel would take its items."""
     (ch,) = several_here(1)
     check_that_no_list_is_refused(ch)
@@ -169,7 +169,7 @@ def check_that_no_list_is_refused(ch):
     assert len(ch) == 1
 
 
-def test_select_refuses_ports_of_the_wrong_side(several_here):
+def test_select_rejects_ports_of_the_wrong_side(several_here):
     """C10."""
     (ch,) = several_here(1)
     check_that_ends_are_not_mixed_up(ch)
@@ -183,7 +183,7 @@ def check_that_ends_are_not_mixed_up(ch):
 
 
 @pytest.mark.parametrize("number", [0, 129])
-def test_select_takes_1_to_128_operations(several_here, number):
+def test_select_accepts_1_to_128_operations(several_here, number):
     """C10."""
     with pytest.raises(ValueError, match="1 to 128 operations"):
         select(several_here(number), timeout=0)
@@ -215,7 +215,7 @@ def test_select_that_times_out_does_nothing(several, timeout):
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "1", True])
-def test_invalid_select_timeout_is_refused(several, timeout):
+def test_invalid_select_timeout_raises(several, timeout):
     """C7, C10."""
     with pytest.raises(ValueError, match="timeout must be"):
         select(several(2), timeout=timeout)
@@ -224,7 +224,7 @@ def test_invalid_select_timeout_is_refused(several, timeout):
 # ends
 
 
-def test_drained_channels_are_left_out(several):
+def test_select_skips_drained_channels(several):
     """C4, C10."""
     a, b = several(2)
     a.close()
@@ -235,7 +235,7 @@ def test_drained_channels_are_left_out(several):
         select([a, b])
 
 
-def test_a_closed_channel_that_still_holds_items_is_read(several):
+def test_select_gets_items_left_in_a_closed_channel(several):
     """C3, C10."""
     a, b = several(2)
     a.put_many([1, 2])
@@ -245,7 +245,7 @@ def test_a_closed_channel_that_still_holds_items_is_read(several):
         select([a, b], timeout=0)
 
 
-def test_a_put_into_a_closed_channel_raises_closed(several):
+def test_select_to_put_into_a_closed_channel_raises_closed(several):
     """C3, C10: this is the caller's mistake, even if other operations may become possible later."""
     a, b = several(2)
     b.close()
@@ -253,7 +253,7 @@ def test_a_put_into_a_closed_channel_raises_closed(several):
         select([a], puts=[(b, 1)])
 
 
-def test_a_broken_channel_raises_broken_from_its_cause(several):
+def test_select_on_a_broken_channel_raises_broken_from_its_cause(several):
     """C6, C10."""
     a, b = several(2)
     b.abort(LookupError("gone"))
@@ -275,7 +275,7 @@ def test_close_or_abort_wakes_a_waiting_select(several, end, raised):
     assert nobody_waits(a, b)
 
 
-def test_a_closed_port_is_refused(several_here):
+def test_select_rejects_a_closed_port(several_here):
     """C5, C10."""
     (ch,) = several_here(1)
     check_that_a_closed_port_is_refused(ch)
@@ -295,7 +295,7 @@ def check_that_a_closed_port_is_refused(ch):
     "check",
     [check_that_no_list_is_refused, check_that_ends_are_not_mixed_up, check_that_a_closed_port_is_refused],
 )
-def test_select_refuses_the_same_mistakes_with_remote_ports(check):
+def test_select_rejects_the_same_mistakes_with_remote_ports(check):
     """C5, C10."""
     ch = Channel(across="hosts")
     HostPeer(check, ch).result()
@@ -361,7 +361,7 @@ def test_empty_channels_do_not_bias_the_choice(several, before):
     assert 330 < chosen[before] < 570, chosen
 
 
-def test_select_without_waiting_does_not_miss_a_moving_item(several, make_gate):
+def test_select_without_waiting_finds_an_item_that_moves(several, make_gate):
     """C10: one of two channels has an item at every moment; checking them in turn must not miss it."""
     here, there = channels = several(2)
     here.put("item")

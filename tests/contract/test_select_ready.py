@@ -15,7 +15,7 @@ def moved(channel):
     return stats.items_in, stats.items_out
 
 
-def test_ready_channel_keeps_its_item(make):
+def test_select_ready_leaves_the_item_in_the_channel(make):
     """C10."""
     a, b = make(1), make(1)
     with pytest.raises(NothingReady, match="none of 2 operations"):

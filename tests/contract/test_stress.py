@@ -60,7 +60,7 @@ def into_batches(into):
 @pytest.mark.parametrize("how", ["single", "many"])
 @pytest.mark.parametrize("capacity", [1, 3, 1_000])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_item_is_got_once_and_in_its_writers_order(
+def test_every_item_is_received_once_in_its_writers_order(
     make, spawn_peer, make_gate, peer_kind, shape, capacity, how, long_walk
 ):
     """C1, C4, C5, C8: channels of capacity 1 wake a user for each item, and large channels rarely.
@@ -144,7 +144,7 @@ def test_many_channels_pass_through_channels(make, spawn_peer, make_gate, transp
     assert sum(server.result() for server in servers) == rounds
 
 
-def test_chain_of_stages_drains_from_its_first_channel(make, spawn_peer):
+def test_chain_of_channels_drains_after_its_first_one_closes(make, spawn_peer):
     """C1, C4, C5: a chain of small channels drains when its first one closes."""
     stages, items = 5, 1_000
     chain = [make(2) for _ in range(stages + 1)]

@@ -163,7 +163,7 @@ def test_values_arrive_as_they_were_sent(make, group):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("group", GROUPS)
-def test_values_go_through_a_peer_and_back(make, spawn_peer, group):
+def test_values_sent_to_a_peer_and_back_are_equal(make, spawn_peer, group):
     """Values go in both directions, in a row and in batches."""
     there, back = make(8), make(8)
 
@@ -191,13 +191,13 @@ def test_singletons_keep_their_identity(make):
         assert ch.get()[0] is value
 
 
-def test_a_bool_is_not_an_int(make):
+def test_bools_and_ints_arrive_with_their_types(make):
     ch = make()
     ch.put((True, 1, False, 0))
     assert [type(value) for value in ch.get()] == [bool, int, bool, int]
 
 
-def test_object_twice_in_an_item_arrives_as_one_object(make):
+def test_object_used_twice_in_an_item_arrives_as_one(make):
     """Identity inside one item is kept for the objects for which pickle keeps it: the mutable ones."""
     shared = [1]
     ch = make()
@@ -227,7 +227,7 @@ def test_tuple_that_contains_itself_through_a_list_arrives(make):
 
 
 @pytest.mark.copying
-def test_excessively_nested_tuple_raises_a_readable_error(make):
+def test_too_deeply_nested_tuple_raises_a_readable_error(make):
     """The put must raise a readable error without putting anything, and never crash."""
     deep: Any = ()
     for _ in range(100_000):
@@ -293,7 +293,7 @@ def test_received_array_stays_unchanged(make):
         arrived[0] = 99
 
 
-def test_the_object_itself_crosses_between_threads(transport):
+def test_the_object_itself_is_passed_between_threads(transport):
     """Nothing is copied where a copy is not needed."""
     ch = transport.make()
     sent = [object()] if not transport.copies else [1]

@@ -23,7 +23,7 @@ def test_each_item_wakes_one_reader(make, spawn_peer):
         peer.result()
 
 
-def test_k_items_at_once_wake_k_readers(make, spawn_peer):
+def test_k_puts_in_a_row_wake_k_readers(make, spawn_peer):
     """C8: the puts are single puts in a row, and no reader runs in between."""
     ch = make()
     peers = [spawn_peer(ch.get) for _ in range(K)]
@@ -160,7 +160,7 @@ def test_no_writer_starves(make, spawn_peer):
         writer.result()
 
 
-def test_get_after_an_own_put_never_blocks(make, spawn_peer, make_gate):
+def test_get_after_a_users_own_put_never_blocks(make, spawn_peer, make_gate):
     """C1, C8: after its own put, a peer always finds an item, so no call ever waits for another peer."""
     peers, rounds = 4, 300
     ch = make(peers)
@@ -192,7 +192,7 @@ def test_reader_does_not_sleep_while_an_item_is_available(make, spawn_peer, make
         writer.result()
 
 
-def test_counts_of_waiting_parties_return_to_zero(make, spawn_peer):
+def test_counts_of_waiting_users_return_to_zero(make, spawn_peer):
     """C8, C15."""
     ch = make(1)
     reader = spawn_peer(ch.get)

@@ -85,7 +85,7 @@ def test_driver_calls_get_their_arguments(driver):
         (lambda driver: driver.allocate(7, 1), r"cuDeviceGet: CUDA_ERROR_INVALID_DEVICE \(101\)"),
     ],
 )
-def test_the_drivers_errors_say_which_call_failed(driver, call, said):
+def test_driver_errors_name_the_failed_call(driver, call, said):
     with pytest.raises(OSError, match=said):
         call(driver)
     assert driver.allocate(0, 1)[0] == 0x7F1234000064  # the context was restored
@@ -235,7 +235,7 @@ def test_torch_device_without_room_uses_host_memory(host_as_device):
         TorchDevice().allocate("GPU-1234", 2 << 40)
 
 
-def test_put_during_a_graph_capture_is_refused(host_as_device):
+def test_put_during_a_graph_capture_raises(host_as_device):
     tensor = SimpleNamespace(device=SimpleNamespace(index=0))
     assert TorchDevice().identity(tensor) == "GPU-1234"
     host_as_device.is_current_stream_capturing = lambda: True

@@ -91,7 +91,7 @@ CUTS = [100_000, 150_000, 300_000, 1_000_000]
 
 
 @pytest.mark.parametrize("times", range(5))
-def test_outputs_cut_in_the_middle_arrive_once(times: int) -> None:
+def test_outputs_arrive_once_if_the_connection_breaks_inside(times: int) -> None:
     with Cut(*CUTS) as linked:
         source, results = channel(4), channel(1000)
         thread = RemoteWorker(linked, 1, source, results).start(large)
@@ -101,7 +101,7 @@ def test_outputs_cut_in_the_middle_arrive_once(times: int) -> None:
 
 
 @pytest.mark.parametrize("times", range(5))
-def test_outputs_cut_while_skipped_are_skipped_once(times: int) -> None:
+def test_outputs_are_skipped_once_if_the_connection_breaks_inside(times: int) -> None:
     source, results = channel(4), channel(1000)
     with Linked() as first:
         remote = RemoteWorker(first, 1, source, results)

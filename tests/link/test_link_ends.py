@@ -101,7 +101,7 @@ def test_link_of_many_workers_sleeps_while_idle() -> None:
     assert threads() <= before
 
 
-def test_stopped_process_does_not_count_the_stop_as_silence() -> None:
+def test_stopped_process_does_not_blame_the_peer_for_silence() -> None:
     """R11: a program that was stopped handles received frames before it decides that the other side is
     silent."""
     own_end, silent = socket.socketpair()
@@ -134,7 +134,7 @@ def test_stopped_process_does_not_count_the_stop_as_silence() -> None:
     silent.close()
 
 
-def test_two_threads_close_a_link_at_once() -> None:
+def test_two_threads_can_close_a_link_at_once() -> None:
     """Both calls return once the link is closed."""
     for _ in range(50):
         with Linked() as linked:

@@ -188,7 +188,7 @@ def test_items_are_recalled_each_time_other_readers_wait(linked: Linked) -> None
     thread.join()
 
 
-def test_broken_input_breaks_for_the_remote_worker_with_its_cause(linked: Linked) -> None:
+def test_broken_input_raises_its_cause_in_the_remote_worker(linked: Linked) -> None:
     source, results = channel(), channel()
     remote = RemoteWorker(linked, 1, source, results)
     source.abort(ValueError("no more"))
@@ -197,7 +197,7 @@ def test_broken_input_breaks_for_the_remote_worker_with_its_cause(linked: Linked
     assert repr(caught.value.__cause__) == "ValueError('no more')"
 
 
-def test_remote_worker_breaks_its_output_for_all_with_its_cause(linked: Linked) -> None:
+def test_remote_abort_reaches_all_users_of_the_output(linked: Linked) -> None:
     source, results = channel(), channel()
     remote = RemoteWorker(linked, 1, source, results)
     remote.outside[0].channel.abort(ValueError("no more"))
@@ -229,7 +229,7 @@ def test_remote_writer_learns_that_the_last_reader_closed(linked: Linked) -> Non
         remote.outside[0].put(1)
 
 
-def test_remote_reader_that_closes_gives_back_untaken_items(linked: Linked) -> None:
+def test_remote_reader_that_closes_returns_items_not_taken(linked: Linked) -> None:
     source, results = channel(), channel()
     remote = RemoteWorker(linked, 1, source, results)
     other = source.reader()
@@ -244,7 +244,7 @@ def test_remote_reader_that_closes_gives_back_untaken_items(linked: Linked) -> N
 
 
 @pytest.mark.parametrize("size", [40, 3_000])
-def test_remote_worker_that_gathers_gets_all_items_it_needs(linked: Linked, size: int) -> None:
+def test_remote_worker_can_gather_any_number_of_items(linked: Linked, size: int) -> None:
     """The link must deliver any number of items to it."""
     source, results = channel(), channel()
     remote = RemoteWorker(linked, 1, source, results)
@@ -295,7 +295,7 @@ def test_outputs_of_a_dead_host_are_not_repeated() -> None:
     assert sorted(outputs) == [(item, k) for item in range(3) for k in range(8)]
 
 
-def test_item_stays_leased_while_an_output_of_several_inputs_waits(linked: Linked) -> None:
+def test_item_stays_leased_while_output_from_several_inputs_waits(linked: Linked) -> None:
     """R4: an output waiting on the owner side does not finish its item, and is lost if its host dies."""
     sources, results = [channel(), channel()], channel(1)
     readers, writer = [source.reader() for source in sources], results.writer()
@@ -330,7 +330,7 @@ def test_item_stays_leased_while_an_output_of_several_inputs_waits(linked: Linke
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["", "ordered"])
-def test_deaths_of_workers_lose_and_repeat_no_items(linked: Linked, ordered: bool) -> None:
+def test_no_item_is_lost_or_repeated_when_workers_die(linked: Linked, ordered: bool) -> None:
     """R4: also if outputs must be put in order, and lower items return to workers that hold higher ones."""
     source, results = channel(500), channel(32)
     remote = [

@@ -37,7 +37,7 @@ def refused(sock: socket.socket, **more: Any) -> str:
     return line
 
 
-def test_both_ends_get_a_hello_and_a_plain_socket() -> None:
+def test_handshake_gives_both_ends_a_hello_and_plain_socket() -> None:
     with connected() as (dialled, listens):
         peer = beside(listens)
         mine, heard = met(dialled)
@@ -50,7 +50,7 @@ def test_both_ends_get_a_hello_and_a_plain_socket() -> None:
         assert (receive(theirs, 3), receive(mine, 3)) == (b"one", b"two")
 
 
-def test_later_bytes_of_the_peer_stay_in_the_socket() -> None:
+def test_bytes_sent_after_the_handshake_stay_in_the_socket() -> None:
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: met(listens, dialled=False)[0].sendall(b"x" * 9999))
         mine, _ = met(dialled)
@@ -82,7 +82,7 @@ def test_silent_peer_is_refused_after_the_timeout(dialled: bool) -> None:
 
 
 @pytest.mark.parametrize("dialled", [True, False])
-def test_a_peer_that_falls_silent_half_way_is_refused(dialled: bool) -> None:
+def test_a_peer_that_stops_during_the_handshake_is_refused(dialled: bool) -> None:
     with connected() as ends:
         ends[dialled].sendall(authentication.SPOKEN)
         assert f"only 16 of {GREETING} bytes" in refused(ends[not dialled], dialled=dialled, timeout=0.05)
@@ -114,19 +114,19 @@ def test_invalid_bytes_are_refused(dialled: bool, rubbish: bytes) -> None:
         assert "does not speak flowchan's protocol" in refused(ends[not dialled], dialled=dialled)
 
 
-def test_a_peer_that_leaves_is_refused() -> None:
+def test_a_peer_that_closes_the_connection_is_refused() -> None:
     with connected() as (dialled, listens):
         dialled.close()
         assert "it ended the connection and said nothing" in refused(listens, dialled=False)
 
 
-def test_a_peer_that_is_half_open_is_refused() -> None:
+def test_a_peer_that_stops_sending_is_refused() -> None:
     with connected() as (dialled, listens):
         dialled.shutdown(socket.SHUT_WR)
         assert "it ended the connection and said nothing" in refused(listens, dialled=False)
 
 
-def test_a_reset_is_refused() -> None:
+def test_connection_reset_during_the_handshake_is_refused() -> None:
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: refused(listens, dialled=False))
         receive(dialled, GREETING)
@@ -182,7 +182,7 @@ def with_somebody_between(change: Callable[[bool, int, bytes], bytes]) -> dict[b
         return said
 
 
-def test_passive_observer_changes_nothing() -> None:
+def test_handshake_succeeds_through_a_passive_proxy() -> None:
     assert with_somebody_between(lambda _dialled, _number, message: message) == {True: "met", False: "met"}
 
 
@@ -248,7 +248,7 @@ def test_reflected_messages_are_refused(dialled: bool, disguised: bool) -> None:
         assert expected in peer.result()
 
 
-def test_two_dialling_ends_are_refused_with_the_reason() -> None:
+def test_two_dialling_ends_refuse_each_other_with_the_reason() -> None:
     with connected() as (one, other):
         peer = ThreadPeer(lambda: refused(other, dialled=True))
         assert "both dialled, or both listen" in refused(one, dialled=True)
@@ -296,7 +296,7 @@ def test_a_booby_trapped_pickle_is_never_loaded(monkeypatch: pytest.MonkeyPatch)
     assert not sprung
 
 
-def test_ctrl_c_ends_the_wait() -> None:
+def test_ctrl_c_ends_a_waiting_handshake() -> None:
     with connected() as (_, listens):
         with ctrl_c():
             met(listens, dialled=False, timeout=600)

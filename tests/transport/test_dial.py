@@ -11,7 +11,7 @@ from flowchan.errors import Refused
 from flowchan.transport import dial, tcp
 
 
-def test_last_attempt_cut_short_keeps_the_earlier_error(
+def test_dial_reports_earlier_error_if_last_attempt_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tries: list[float] = []

@@ -111,7 +111,7 @@ def test_silent_peers_do_not_block_a_peer_with_the_secret() -> None:
                 one.close()
 
 
-def test_oldest_peer_is_refused_although_readable() -> None:
+def test_oldest_pending_peer_is_refused_even_if_readable() -> None:
     with opened() as door, contextlib.ExitStack() as open_ones:
         silent = []
         for _ in range(AT_ONCE):

@@ -23,14 +23,14 @@ from flowchan.transport import tcp
         ("[::1]:4711", ("::1", 4711)),
     ],
 )
-def test_an_address_is_a_host_and_a_port(address: str, parts: tuple[str, int]) -> None:
+def test_address_consists_of_a_host_and_a_port(address: str, parts: tuple[str, int]) -> None:
     assert tcp.split(address) == parts
 
 
 @pytest.mark.parametrize(
     "address", ["", "4711", ":4711", "host", "host:", "::1:4711", "a:65536", "a:-1", "a:²"]
 )
-def test_invalid_address_is_refused(address: str) -> None:
+def test_invalid_address_raises(address: str) -> None:
     with pytest.raises(ValueError, match="is not an address: "):
         tcp.split(address)
 
@@ -53,7 +53,7 @@ def listening() -> set[str]:
     return found
 
 
-def test_listening_on_loopback_opens_no_other_address() -> None:
+def test_listener_on_loopback_uses_no_other_address() -> None:
     before = listening()
     with tcp.listen("127.0.0.1:0") as listener:
         assert listener.address.startswith("127.0.0.1:")
@@ -131,7 +131,7 @@ def test_accept_without_a_connection_times_out() -> None:
         listener.accept(0.01)
 
 
-def test_connection_has_the_options_of_a_link() -> None:
+def test_connection_has_the_socket_options_of_a_link() -> None:
     with connected() as ends:
         for sock in ends:
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -152,7 +152,7 @@ def test_send_buffer_may_grow_between_hosts(peer: str, is_here: bool) -> None:
         assert (sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == tcp.UNSENT) != is_here
 
 
-def test_socket_that_connects_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_connected_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a program dials a free port, it may get that port as its own, and connects to itself."""
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     with tcp.listen("127.0.0.1:0") as listener:

@@ -56,7 +56,7 @@ def refusal(peer: ThreadPeer) -> str:
     return str(raised.value)
 
 
-def test_bytes_cross_both_ways_at_once() -> None:
+def test_bytes_are_sent_in_both_directions_at_once() -> None:
     data = os.urandom(3_000_000)
     with encrypted() as (mine, theirs):
         there, back = ThreadPeer(mine.sendall, data), ThreadPeer(theirs.sendall, data[::-1])
@@ -68,7 +68,7 @@ def test_bytes_cross_both_ways_at_once() -> None:
 
 
 @pytest.mark.parametrize("ending", [0, 1])
-def test_bytes_sent_before_the_end_arrive(ending: int) -> None:
+def test_bytes_sent_before_close_arrive(ending: int) -> None:
     """This must hold even if the other end is still sending."""
     data = os.urandom(5_000_000)
     with encrypted() as ends:
@@ -83,7 +83,7 @@ def test_bytes_sent_before_the_end_arrive(ending: int) -> None:
 
 
 @pytest.mark.parametrize("ending", [0, 1])
-def test_end_of_one_side_ends_the_connection(ending: int) -> None:
+def test_closing_one_side_ends_the_connection(ending: int) -> None:
     with encrypted() as ends:
         processes = relays()
         assert len(processes) == 2
@@ -92,7 +92,7 @@ def test_end_of_one_side_ends_the_connection(ending: int) -> None:
         wait_until(lambda: not relays())
 
 
-def test_proxy_ends_although_its_peer_stops_reading() -> None:
+def test_proxy_exits_even_if_its_peer_stops_reading() -> None:
     """Bytes for a peer that does not read must not delay the proxy's exit for long."""
     with encrypted() as (mine, theirs):
         mine.setblocking(False)
@@ -134,7 +134,7 @@ with test_tls.encrypted() as ends:
 """
 
 
-def test_proxy_ends_when_its_parent_is_killed() -> None:
+def test_proxy_exits_when_its_parent_is_killed() -> None:
     """This must hold even while a child of the killed process still has the descriptors."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -241,7 +241,7 @@ def test_tls_interceptor_is_detected() -> None:
             mine.end.close()
 
 
-def test_changed_certificate_fingerprint_breaks_the_proofs() -> None:
+def test_changed_certificate_fingerprint_invalidates_the_proofs() -> None:
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
         one = beside(dialled, dialled=True, tls=True)
         two = beside(listens, tls=True)
