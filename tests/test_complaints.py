@@ -238,9 +238,9 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     36: (
         "shared-memory allreduce: memory order, threads, groups",
         (
-            "native/test_group_walk.py::test_death_at_any_point_gives_all_survivors_one_outcome",
-            "model/test_protocol_model.py::test_model_holds_in_the_whole_search",
-            "collective/test_group_failures.py::test_groups_leave_no_resources_in_any_close_order",
+            "native/test_group_walk.py::test_survivors_agree_after_a_death_at_any_point",
+            "model/test_protocol_model.py::test_model_holds_in_an_exhaustive_search",
+            "collective/test_group_failures.py::test_groups_free_all_resources_in_any_close_order",
         ),
     ),
     37: (
@@ -249,7 +249,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     ),
     38: (
         "a launcher hides the real cause",
-        ("cli/test_cli_launch.py::test_last_line_names_first_failure",),
+        ("cli/test_cli_launch.py::test_last_line_names_the_rank_that_failed_first",),
     ),
 }
 

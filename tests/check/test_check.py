@@ -95,7 +95,7 @@ def test_duplicate_name_causes_no_other_problem(graph: Blueprint) -> None:
     assert rules(graph) == ["duplicate"]
 
 
-def test_channels_of_one_name_are_reported(graph: Blueprint) -> None:
+def test_channels_with_one_name_are_reported(graph: Blueprint) -> None:
     left, right = graph.source(range(3)).tee(2)
     left.batch(3, name="tee.1").sink(print)
     right.sink(print)
@@ -105,7 +105,7 @@ def test_channels_of_one_name_are_reported(graph: Blueprint) -> None:
     )
 
 
-def test_stream_of_another_graph_is_reported_with_that_graph(graph: Blueprint) -> None:
+def test_stream_from_another_graph_is_reported_with_that_graph(graph: Blueprint) -> None:
     other = Blueprint("other")
     strange = other.source("abc", name="letters")
     graph.source(range(3)).zip(strange).sink(print)
@@ -386,7 +386,7 @@ def test_more_workers_than_a_channel_has_ports_are_reported(graph: Blueprint, on
     )
 
 
-def test_each_stream_of_a_merge_is_one_writer(graph: Blueprint) -> None:
+def test_each_stream_of_a_merge_counts_as_one_writer(graph: Blueprint) -> None:
     streams = [graph.source(range(3), name=f"source{number}") for number in range(4_096)]
     graph.merge(*streams).sink(print, on="process")
     assert rules(graph) == ["limit"]

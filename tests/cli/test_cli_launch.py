@@ -56,7 +56,7 @@ def started(tmp_path: Path, text: str, *args: str) -> subprocess.Popen[str]:
     )
 
 
-def test_ranks_form_a_group_and_their_lines_have_their_number(tmp_path: Path) -> None:
+def test_ranks_form_a_group_and_their_lines_are_numbered(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SUMS)
     done = subprocess.run(
@@ -72,7 +72,7 @@ print(json.dumps({name: value for name, value in os.environ.items() if name in N
 """
 
 
-def test_ranks_have_the_variables_of_torchrun(tmp_path: Path) -> None:
+def test_ranks_get_the_environment_variables_of_torchrun(tmp_path: Path) -> None:
     """These variables contain the rank, the sizes, the group and the restart count."""
     expected = {
         "RANK": "RANK", "LOCAL_RANK": "RANK", "ROLE_RANK": "RANK", "GROUP_RANK": "0", "WORLD_SIZE": "2",
@@ -86,7 +86,7 @@ def test_ranks_have_the_variables_of_torchrun(tmp_path: Path) -> None:
         assert found[rank] == {name: value.replace("RANK", rank) for name, value in expected.items()}
 
 
-def test_launch_runs_a_module_like_python(tmp_path: Path) -> None:
+def test_launch_runs_a_module_as_python_does(tmp_path: Path) -> None:
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps" / "train.py").write_text("import sys; print(__name__, __package__, *sys.argv[1:])")
     done = subprocess.run(
@@ -134,7 +134,7 @@ def test_launch_rejects_unknown_option_before_script(tmp_path: Path, args: list[
         ("sys.exit(7)", "ended with exit code 7"),
     ],
 )
-def test_last_line_names_first_failure(tmp_path: Path, how: str, said: str) -> None:
+def test_last_line_names_the_rank_that_failed_first(tmp_path: Path, how: str, said: str) -> None:
     """The line does not name the ranks that failed as a consequence."""
     with started(tmp_path, FAILS.replace("HOW", how), "-n", "3") as launcher:
         _, errors = launcher.communicate(timeout=100)
@@ -189,7 +189,7 @@ def test_unwritable_log_dir_is_reported_in_one_line(tmp_path: Path, taken: str) 
 
 @pytest.mark.parametrize("where", [[], ["--hosts", "local:2"]], ids=["here", "on hosts"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_launcher_leaves_no_process(tmp_path: Path, number: int, where: list[str]) -> None:
+def test_launcher_leaves_no_process_behind(tmp_path: Path, number: int, where: list[str]) -> None:
     """After Ctrl-C or SIGKILL, no rank and no child of a rank is left."""
     with started(tmp_path, WAITS, "-n", "2", *where) as launcher:
         assert launcher.stdout is not None
@@ -201,7 +201,7 @@ def test_launcher_leaves_no_process(tmp_path: Path, number: int, where: list[str
         wait_until(lambda: not any(map(psutil.pid_exists, grandchildren)))
 
 
-def test_group_is_signalled_only_while_rank_owns_its_id(
+def test_process_group_is_not_signalled_after_its_rank_is_reaped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once a rank that has ended is reaped, another process may get its pid."""
@@ -228,7 +228,7 @@ def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == sorted(expected)
 
 
-def test_torchruns_name_counts_the_ranks_of_each_host(tmp_path: Path) -> None:
+def test_nproc_per_node_sets_the_number_of_ranks_per_host(tmp_path: Path) -> None:
     with started(tmp_path, NUMBERS, "--nproc-per-node", "2", "--hosts", "local:2") as launcher:
         lines = launcher.communicate(timeout=100)[0].splitlines()
     expected = [f"[{rank}] numbers 4 {rank % 2} 2 {rank // 2} 2" for rank in range(4)]

@@ -32,7 +32,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("backend", ["gloo", "flowchan"])
-def test_ranks_find_each_other(tmp_path: Path, backend: str) -> None:
+def test_ranks_form_a_torch_process_group(tmp_path: Path, backend: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(

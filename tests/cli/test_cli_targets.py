@@ -60,7 +60,7 @@ def flowchan(*args: str, stdin: str | None = None) -> Result:
 
 
 @pytest.mark.parametrize("target", ["shop.parts:numbers", "shop.parts", "shop"])
-def test_a_module_is_a_target(folder: Path, target: str) -> None:
+def test_a_module_can_be_a_target(folder: Path, target: str) -> None:
     (folder / "shop").mkdir()
     (folder / "shop" / "__init__.py").write_text("from shop.parts import numbers")
     (folder / "shop" / "parts.py").write_text(NUMBERS)
@@ -84,7 +84,7 @@ def test_a_module_is_a_target(folder: Path, target: str) -> None:
         ("shop.bad", "bad.py: ModuleNotFoundError: No module named 'not_there' (line 1)"),
     ],
 )
-def test_wrong_module_is_reported_in_one_line(folder: Path, target: str, said: str) -> None:
+def test_missing_module_is_reported_in_one_line(folder: Path, target: str, said: str) -> None:
     (folder / "shop").mkdir()
     (folder / "shop" / "__init__.py").touch()
     (folder / "shop" / "bad.py").write_text("import not_there")
@@ -95,7 +95,7 @@ def test_wrong_module_is_reported_in_one_line(folder: Path, target: str, said: s
 
 
 @pytest.mark.usefixtures("folder")
-def test_standard_input_is_a_target() -> None:
+def test_standard_input_can_be_a_target() -> None:
     result = flowchan("run", "-", stdin=NUMBERS)
     assert result.exit_code == 0, result.output
     assert "100 = 100 out" in result.output
@@ -105,7 +105,7 @@ def test_standard_input_is_a_target() -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_graph_of_standard_input_is_chosen_by_name() -> None:
+def test_graph_in_standard_input_is_chosen_by_name() -> None:
     """If there are several graphs, the error names this remedy."""
     two = f"{NUMBERS}\nother = Graph('other')\nother.source([1]).sink(print)\n"
     assert (
@@ -132,7 +132,9 @@ def test_arguments_are_converted_to_annotated_types(folder: Path) -> None:
         (["3", ".", "slow", "c"], "typed.py:made: mode: 'c' must be one of a, b"),
     ],
 )
-def test_an_argument_that_does_not_fit_is_named(folder: Path, arguments: list[str], said: str) -> None:
+def test_error_names_an_argument_that_cannot_be_converted(
+    folder: Path, arguments: list[str], said: str
+) -> None:
     (folder / "typed.py").write_text(TYPED)
     result = flowchan("check", "typed.py", "--", *arguments)
     assert result.exit_code == 2
@@ -140,7 +142,7 @@ def test_an_argument_that_does_not_fit_is_named(folder: Path, arguments: list[st
 
 
 @pytest.mark.parametrize("annotation", [Any, object, Sequence, Iterable, Sequence[str]])
-def test_argument_without_useful_annotation_stays_text(annotation: Any) -> None:
+def test_argument_without_useful_annotation_stays_a_string(annotation: Any) -> None:
     assert converted("a text", annotation) == "a text"
 
 
@@ -156,5 +158,5 @@ def test_argument_annotated_as_bool_rejects_other_words() -> None:
         converted("maybe", bool)
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_version_option_prints_the_version_of_the_package() -> None:
     assert flowchan("--version").output == f"flowchan {importlib.metadata.version('flowchan')}\n"

@@ -65,7 +65,7 @@ def test_output_appears_above_a_table_that_fits(tmp_path: Path) -> None:
     assert any("loud · running · " in line for line in written)
 
 
-def test_stopped_run_is_shown_as_stopping_until_its_end(tmp_path: Path) -> None:
+def test_stopped_run_is_shown_as_stopping_until_it_ends(tmp_path: Path) -> None:
     text = """
 import itertools, os, threading
 from flowchan import Graph
@@ -104,7 +104,7 @@ high.collect(name="all")
     assert len(after[2]) == 80
 
 
-def test_a_single_large_item_is_one_item() -> None:
+def test_single_large_item_is_shown_as_one_item() -> None:
     graph = Graph("r")
     one, many = graph.source([]).tee(2)
     lines = list(result_lines({one.collect(name="one"): ["x" * 100], many.collect(name="text"): "y" * 1000}))

@@ -80,7 +80,7 @@ def test_engine_with_two_replicas_matches_one_replica(batches: Batches) -> None:
     assert one.losses[-1] < one.losses[0] / 4
 
 
-def test_hooks_run_in_order_on_replicas_with_fewer_samples(batches: Batches) -> None:
+def test_hooks_run_in_order_on_a_replica_with_fewer_samples(batches: Batches) -> None:
     def train(g: Any) -> list[str]:
         told: list[str] = []
         hook = SimpleNamespace(
@@ -158,7 +158,7 @@ def test_hook_with_unknown_method_raises() -> None:
         engine(hooks=[SimpleNamespace(on_updat=print)])
 
 
-def test_mean_is_weighted_and_nan_without_values() -> None:
+def test_mean_is_weighted_and_is_nan_without_values() -> None:
     mean = Mean()
     assert mean.over() != mean.over()
     mean.add(2.0, 3)

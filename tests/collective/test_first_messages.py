@@ -78,7 +78,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_messages_arrive_after_ctrl_c_in_the_first_one(when: str) -> None:
+def test_messages_arrive_after_ctrl_c_during_the_first(when: str) -> None:
     with ExitStack() as stack:
         mine, other = near(stack)
         peer = mine.peer(1)
@@ -89,7 +89,7 @@ def test_messages_arrive_after_ctrl_c_in_the_first_one(when: str) -> None:
         assert other.receive(0, 20.0) == "next"
 
 
-def test_remote_messages_arrive_after_ctrl_c_in_the_first_one(
+def test_remote_messages_arrive_after_ctrl_c_during_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There must be no second connection, because the receiver might read only that one."""

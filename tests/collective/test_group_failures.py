@@ -158,7 +158,7 @@ def test_dropped_member_counts_as_left() -> None:
         (lambda g: g.allreduce(1), lambda g: g.allgather(1), "allgather(int)"),
     ],
 )  # fmt: skip
-def test_mismatch_names_the_calls_of_all_members(first: Any, second: Any, said: str) -> None:
+def test_mismatch_lists_the_calls_of_all_members(first: Any, second: Any, said: str) -> None:
     """The group can still be used."""
 
     def body(g: Any) -> Any:
@@ -229,7 +229,7 @@ first._stalled(1, 10.0)
 """
 
 
-def test_stall_is_shown_without_logging_configuration() -> None:
+def test_stall_is_printed_if_logging_is_not_configured() -> None:
     """Otherwise a user would not see why the program is waiting."""
     ended = subprocess.run([sys.executable, "-c", STALL], capture_output=True, text=True, timeout=300)
     assert ended.stderr.startswith("barrier of a group of 2 has waited 10 s for these members: ")
@@ -268,7 +268,7 @@ def test_ctrl_c_interrupts_every_waiting_call(call: str) -> None:
     assert (done.stdout, done.returncode) == ("interrupted\n", 0), done.stderr
 
 
-def test_member_belongs_to_one_process() -> None:
+def test_member_used_in_a_second_process_raises() -> None:
     first, second = collective.members(2)
     first._take_seat()
     pid = os.fork()
@@ -285,7 +285,7 @@ def test_member_belongs_to_one_process() -> None:
     second.close()
 
 
-def test_invalid_argument_raises_on_one_member_only() -> None:
+def test_invalid_argument_raises_only_on_the_calling_member() -> None:
     (g,) = collective.members(1)
     with g:
         for call in (
@@ -307,7 +307,7 @@ def test_invalid_argument_raises_on_one_member_only() -> None:
             g.allreduce(frozen)
 
 
-def test_groups_leave_no_resources_in_any_close_order() -> None:
+def test_groups_free_all_resources_in_any_close_order() -> None:
     """The leftover check covers descriptors, mappings and threads."""
     groups = [collective.members(3) for _ in range(20)]
     for number, made in enumerate(groups):

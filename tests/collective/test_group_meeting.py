@@ -79,7 +79,7 @@ def test_invalid_rank_and_size_in_environment_raise() -> None:
 
 
 @pytest.mark.parametrize(("tasks", "node", "here"), [("2(x3),1", "0", 2), ("2(x3),1", "3", 1), ("7", "0", 7)])
-def test_slurm_task_counts_give_members_on_this_node(tasks: str, node: str, here: int) -> None:
+def test_members_on_this_node_follow_from_slurm_task_counts(tasks: str, node: str, here: int) -> None:
     step = {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}
     assert place(LAUNCHERS["Slurm"]("0", "7") | step).here == here
 
@@ -95,7 +95,7 @@ def test_mpi_members_on_several_hosts_need_address_and_secret(
 
 
 @pytest.mark.parametrize("launcher", ["PMI", "torchrun"])
-def test_members_on_several_hosts_meet(launcher: str, torch_programs: Template) -> None:
+def test_members_on_several_hosts_form_a_group(launcher: str, torch_programs: Template) -> None:
     """They find each other by an address and a secret in the environment, or by torchrun's store."""
     if launcher == "torchrun" and importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed: pip install torch")
@@ -127,7 +127,7 @@ def start(found: list[Any], at: str, rank: int, size: int, timeout: float = 60) 
     return thread
 
 
-def test_members_with_equal_at_meet_in_any_order() -> None:
+def test_members_with_equal_at_form_a_group_in_any_order() -> None:
     found: list[Any] = []
     for thread in [start(found, "any order", rank, 3) for rank in (2, 0, 1)]:
         thread.join()

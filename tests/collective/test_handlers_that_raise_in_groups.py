@@ -90,7 +90,7 @@ def after_what_was_started(g: Any) -> None:
     ],
     ids=range(8),
 )
-def test_handler_exception_leaves_a_waiting_call(
+def test_handler_exception_propagates_from_a_waiting_call(
     interrupted: Any, hosts: str | None, call: Callable[[Any], Any]
 ) -> None:
     over = threading.Event()
@@ -104,7 +104,7 @@ def test_handler_exception_leaves_a_waiting_call(
         g._abandon()
 
 
-def test_handler_exception_is_a_death_for_other_members(interrupted: Any) -> None:
+def test_other_members_raise_member_died_after_a_handler_exception(interrupted: Any) -> None:
     """The interrupted member is on the same host as the member that gets the error."""
     over = threading.Event()
 
@@ -125,14 +125,16 @@ def test_handler_exception_is_a_death_for_other_members(interrupted: Any) -> Non
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_handler_exception_leaves_a_rendezvous(interrupted: Any, rank: int) -> None:
+def test_handler_exception_propagates_from_a_rendezvous(interrupted: Any, rank: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         at = free_address() if rank == 0 else f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(TimeIsUp):
             interrupted(lambda: collective.group(rank=rank, size=2, at=at, secret=SECRET))
 
 
-def test_handler_exception_leaves_a_torch_backend(interrupted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handler_exception_propagates_from_a_torch_backend(
+    interrupted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("torch")
     from flowchan.collective.torch_algorithms import TorchAlgorithm
 

@@ -25,7 +25,7 @@ from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abb", "abcabc", "aaaab"])
-def test_members_get_equal_bits_on_any_hosts(hosts: str) -> None:
+def test_results_have_equal_bits_on_any_number_of_hosts(hosts: str) -> None:
     def body(g: Any) -> Any:
         chance = np.random.default_rng(g.rank)
         small, large = (chance.standard_normal(n, np.float32) for n in (100, 200_000))
@@ -40,7 +40,7 @@ def test_members_get_equal_bits_on_any_hosts(hosts: str) -> None:
 
 @pytest.mark.parametrize("hosts", ["ab", "abc"])
 @pytest.mark.parametrize(("whole", "block"), [(1 << 20, 1 << 20), (0, 1 << 20), (0, 1 << 16)])
-def test_sum_is_equal_whole_sliced_and_in_blocks(
+def test_sum_is_equal_for_whole_sliced_and_blocked_sending(
     hosts: str, whole: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, size in (("WHOLE", whole), ("WHOLE_OF_TWO", whole), ("BLOCK", block)):
@@ -75,7 +75,7 @@ def test_death_raises_on_all_hosts(victim: int) -> None:
     assert set(found.values()) == {((victim,), (victim,), "barrier")}
 
 
-def test_error_of_another_host_arrives_after_it_stops_reading() -> None:
+def test_error_arrives_from_a_host_that_stopped_reading() -> None:
     here, there = socket.socketpair()
     ours, theirs = Links({1: here}, {1: 1}, 0), Links({0: there}, {0: 0}, 1)
     call = ("allreduce", 4, 0)
@@ -150,7 +150,7 @@ def test_mismatch_on_one_host_raises_on_all_hosts() -> None:
         assert total == 4
 
 
-def test_only_a_given_timeout_ends_a_wait() -> None:
+def test_waiting_call_ends_only_by_its_own_timeout() -> None:
     def body(g: Any) -> Any:
         if g.rank == 0:
             with pytest.raises(MemberDied):
@@ -165,7 +165,7 @@ def test_only_a_given_timeout_ends_a_wait() -> None:
     OverHosts("aab", body).results(3)
 
 
-def test_parts_on_one_host_share_memory() -> None:
+def test_subgroup_on_one_host_uses_shared_memory() -> None:
     def body(g: Any) -> Any:
         with g.split(g.rank % 2) as pair:
             most = g.split("all" if g.rank else None)
@@ -209,7 +209,7 @@ def test_close_ends_started_operations() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 2, 3])
-def test_death_while_parts_connect_raises(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_death_while_subgroups_connect_raises(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The victim is a leader that others dial or wait for, or another member."""
 
     def body(g: Any) -> Any:

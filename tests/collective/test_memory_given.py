@@ -32,7 +32,7 @@ def test_result_fills_noncontiguous_out(run: Any, length: int) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("listed", [True, False])
-def test_input_inside_out_reaches_other_members_unchanged(run: Any, length: int, listed: bool) -> None:
+def test_input_that_is_part_of_out_is_sent_unchanged(run: Any, length: int, listed: bool) -> None:
     """Each member's own part of ``out`` may be its input."""
 
     def body(g: Any, own: int) -> Any:

@@ -63,7 +63,7 @@ def two() -> tuple[RemotePeers, RemotePeers]:
     return here, there
 
 
-def test_receive_that_times_out_amid_a_message_gets_it_later(to_us: Received) -> None:
+def test_message_is_received_after_a_timeout_in_its_middle(to_us: Received) -> None:
     message = dumps(x := bytes(range(256)) * 400)
     whole = SIZE.pack(len(message)) + message
     with sender(to_us, 1) as there:
@@ -194,7 +194,7 @@ def test_handler_exception_loses_no_message(to_us: Received) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_message_that_never_unpickles_is_skipped(to_us: Received) -> None:
+def test_message_that_can_never_be_unpickled_is_skipped(to_us: Received) -> None:
     with sender(to_us, 1) as there:
         for message in (dumps(Now()), dumps("next")):
             there.sendall(SIZE.pack(len(message)) + message)
@@ -204,7 +204,7 @@ def test_message_that_never_unpickles_is_skipped(to_us: Received) -> None:
         assert to_us.receive(1, 60.0) == "next"
 
 
-def test_missing_silent_peer_is_noticed(to_us: Received) -> None:
+def test_end_of_a_peer_that_never_sent_is_noticed(to_us: Received) -> None:
     with pytest.raises(MemberDied) as died:
         to_us.receive(1, None)
     assert died.value.ranks == (1,)
@@ -274,7 +274,7 @@ def test_processes_in_different_namespaces_count_as_hosts() -> None:
     assert pid != pid_there
 
 
-def test_members_of_two_users_count_as_two_hosts() -> None:
+def test_processes_of_two_users_count_as_two_hosts() -> None:
     """A user cannot open the memory of another user's process."""
     if os.geteuid():
         pytest.skip("only root can become another user: run it as root")

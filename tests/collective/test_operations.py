@@ -75,7 +75,7 @@ def test_allreduce_supports_each_type_and_op(run: Any, dtype: str, length: int) 
             np.testing.assert_array_equal(found[op], right, err_msg=op)
 
 
-def test_halves_are_converted_as_in_numpy(run: Any) -> None:
+def test_float16_values_are_converted_like_in_numpy(run: Any) -> None:
     """All values are tested, including infinities and subnormals; NaN stays NaN."""
     every = np.arange(65536, dtype=np.uint16).view(np.float16)
 
@@ -136,7 +136,7 @@ def test_reduce_returns_the_result_on_root_only(run: Any, size: int) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcast_copies_the_value_of_root(run: Any, size: int) -> None:
+def test_broadcast_sends_the_value_of_root(run: Any, size: int) -> None:
     def body(g: Any) -> bool:
         for length in LENGTHS:
             for root in range(size):

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-def test_halves_are_summed_in_float32_and_rounded_once(run: Any) -> None:
+def test_float16_values_are_summed_in_float32_and_rounded_once(run: Any) -> None:
 
     def normal(rank: int, length: int, dtype: Any) -> Any:
         return torch.randn(length, generator=torch.Generator().manual_seed(rank)).to(dtype)
@@ -57,7 +57,7 @@ def test_noncontiguous_tensors_are_reduced_in_place(run: Any) -> None:
         assert row == [0.0, 2.0, 2.0, 3.0, 4.0]
 
 
-def test_tensors_of_every_type_can_be_moved(run: Any) -> None:
+def test_tensors_of_every_type_can_be_gathered_and_broadcast(run: Any) -> None:
     dtypes = [
         dtype
         for dtype in vars(torch).values()
@@ -80,7 +80,7 @@ def test_tensors_of_every_type_can_be_moved(run: Any) -> None:
     assert all(run(2, body))
 
 
-def test_array_and_tensor_of_one_type_match() -> None:
+def test_array_and_tensor_of_one_type_can_be_combined() -> None:
     """This also holds over hosts."""
 
     def body(g: Any) -> Any:

@@ -143,7 +143,7 @@ def test_accumulate_blocks_can_be_nested() -> None:
     assert ok(in_threads(2, train)) == [3.0, 3.0]
 
 
-def test_gradient_buffers_start_in_one_order_for_all_losses() -> None:
+def test_gradient_buffers_start_in_equal_order_on_all_replicas() -> None:
     """A parameter without a gradient counts as zero."""
 
     def train(g: Any) -> tuple[int, list[float]]:
@@ -187,7 +187,7 @@ def test_compressed_gradients_train_equal_replicas(compress: Any, digits: Any) -
     assert min(ok(in_threads(2, train))) > 0.9
 
 
-def test_user_code_decodes_values_of_all_members() -> None:
+def test_user_defined_code_decodes_values_from_all_members() -> None:
     class Signs:
         def encode(self, x: Tensor) -> bytes:
             return bytes((x > 0).tolist())
@@ -207,7 +207,7 @@ def test_user_code_decodes_values_of_all_members() -> None:
         Gradients(nn.Linear(2, 1), None, compress="zip")  # type: ignore[arg-type]
 
 
-def test_topk_sends_left_out_elements_later() -> None:
+def test_topk_sends_omitted_elements_later() -> None:
     code, total = TopK(0.25), torch.zeros(8)
     x, out = torch.arange(8.0), torch.zeros(8)
     for _ in range(8):
@@ -220,7 +220,7 @@ def test_topk_sends_left_out_elements_later() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, float("nan")])
-def test_topk_checks_its_fraction(fraction: float) -> None:
+def test_topk_rejects_an_invalid_fraction(fraction: float) -> None:
     with pytest.raises(ValueError, match="fraction must be above 0 and at most 1"):
         TopK(fraction)
 
@@ -295,7 +295,7 @@ def test_mean_gradients_use_one_buffer_per_type() -> None:
 
 
 @pytest.mark.parametrize("run", [in_threads, over_hosts], ids=["one host", "two hosts"])
-def test_elastic_average_trains_one_shared_centre(run: Any, digits: Any) -> None:
+def test_elastic_averages_share_one_centre(run: Any, digits: Any) -> None:
     """The centre equals consecutive averages over all members, even with unequal numbers of batches."""
 
     def train(g: Any) -> tuple[float, list[Tensor]]:
@@ -342,7 +342,7 @@ def test_elastic_average_follows_its_formula() -> None:
         ElasticAverage(nn.Linear(1, 1), None, every=1, strength=1.5)  # type: ignore[arg-type]
 
 
-def test_elastic_average_changes_nothing_after_a_death() -> None:
+def test_elastic_average_keeps_parameters_if_the_group_has_ended() -> None:
     def train(g: Any) -> list[float]:
         net, average = pulled(g, to=5.0)
         g.close()

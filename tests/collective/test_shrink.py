@@ -73,7 +73,7 @@ def test_shrink_survives_a_death_during_the_call(
     assert found == {old: (new, 2, 2, left) for new, old in enumerate(left)}
 
 
-def test_shrink_ignores_left_members_and_interrupts_others() -> None:
+def test_shrink_ignores_members_that_left_and_interrupts_others() -> None:
     """The member left before the shrink, or after it gave up."""
     left = threading.Event()
 
@@ -154,7 +154,7 @@ def test_shrink_ends_started_operations_first() -> None:
     raised(in_threads(2, body))
 
 
-def test_interrupted_shrink_releases_members_that_joined(
+def test_interrupted_shrink_releases_members_that_have_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     interrupted, done = threading.Event(), threading.Event()
@@ -188,7 +188,7 @@ def test_interrupted_shrink_releases_members_that_joined(
     assert in_threads(3, body) == [None, [1, 2], [1, 2]]
 
 
-def test_shrink_raises_only_where_descriptors_are_missing(
+def test_shrink_raises_only_on_the_member_without_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     take_over, at_their_limit = shrink.take_over, set()

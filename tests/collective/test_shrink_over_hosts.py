@@ -107,7 +107,7 @@ def test_shrink_waits_for_late_members(late: int, hosts: str, monkeypatch: pytes
     assert OverHosts(hosts, body).results(len(left)) == expected
 
 
-def test_shrink_retries_with_member_that_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shrink_retries_with_a_member_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a timeout, no TimeoutError is raised."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
     was_late: Channel[None] = Channel(across="processes")
@@ -179,7 +179,7 @@ def test_shrink_fails_without_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     assert OverHosts("aab", body).results(2) == {1: True, 2: True}
 
 
-def test_shrink_fails_only_for_members_without_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shrink_fails_only_on_members_cut_off_from_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Therefore only one part of a partitioned network continues."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
 

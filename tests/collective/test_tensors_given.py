@@ -19,7 +19,7 @@ def negated() -> Any:
     return torch.tensor([1 + 2j]).conj().imag
 
 
-def test_lazily_negated_tensor_is_resolved(run: Any) -> None:
+def test_lazily_negated_tensor_is_sent_with_its_values(run: Any) -> None:
     def body(g: Any) -> Any:
         spread = g.broadcast(negated() if g.rank == 0 else torch.zeros(1)).item()
         return g.allreduce(negated(), out=torch.zeros(1)).item(), g.allreduce(negated()).item(), spread

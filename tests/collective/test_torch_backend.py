@@ -91,7 +91,7 @@ def test_death_in_ddp_raises_on_the_other_rank(torch_programs: Template, tmp_pat
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_groups_leave_no_keys_in_the_store(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_remove_their_keys_from_the_store(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the next group in the same store would read the values of the last group.
 
     Under torchrun, groups share one store.

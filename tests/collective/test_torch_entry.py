@@ -47,5 +47,5 @@ def test_backend_name_needs_no_import() -> None:
     assert output(USE) == ["[]", "flowchan.collective.torch.backend [2.0, 2.0, 2.0]"]
 
 
-def test_torch_with_another_registry_still_imports() -> None:
+def test_torch_imports_if_the_backend_registry_has_changed() -> None:
     assert output(REFUSED) == ["imported"]

@@ -106,7 +106,7 @@ def test_gloo_matches_native_algorithms(run: Any) -> None:
         assert later == [3.0] * 3
 
 
-def test_gloo_checks_out_before_it_starts(run: Any) -> None:
+def test_gloo_algorithm_checks_out_before_the_operation(run: Any) -> None:
     """All algorithms check ``out`` in the same way."""
 
     def body(g: Any) -> Any:
@@ -285,7 +285,7 @@ def test_death_in_backend_raises_on_all_members(step: str) -> None:
     assert found == dict.fromkeys((0, 2), ((1,), "allreduce", [2.0, 2.0]))
 
 
-def test_interrupted_member_in_backend_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_interrupted_in_a_backend_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C interrupts the member. Its connections stay open, so the other members' backends notice
     nothing."""
     monkeypatch.setattr(torch_algorithms, "GRACE", 0.05)

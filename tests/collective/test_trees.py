@@ -72,7 +72,7 @@ def test_tree_avoids_a_slow_connection(small: bool) -> None:
             assert not {(host, other) for host, other in parent.items() if {host, other} == set(slow)}
 
 
-def test_tree_joins_two_sites_by_one_connection() -> None:
+def test_tree_joins_two_sites_with_one_connection() -> None:
     site = "aabba"
     between = Times(FAR.delay, 1.0)
     table = {pair: NEAR if site[pair[0]] == site[pair[1]] else between for pair in all_alike(5, NEAR)}
@@ -93,7 +93,7 @@ def test_noise_does_not_change_the_tree() -> None:
 
 
 @pytest.mark.parametrize("hosts", range(2, 10))
-def test_measurements_pair_all_hosts_once(hosts: int) -> None:
+def test_each_pair_of_hosts_is_measured_once(hosts: int) -> None:
     lists = [list(meetings(hosts, host)) for host in range(hosts)]
     assert all(sorted(met) == [x for x in range(hosts) if x != host] for host, met in enumerate(lists))
     # two hosts measure if each is the other's next; without such a pair, all would wait forever
@@ -168,7 +168,7 @@ def test_large_messages_avoid_a_slow_connection(links: list[Links]) -> None:
     assert links[0].edges[3].sent + links[0].edges[3].received < EMPTY
 
 
-def test_delay_to_late_host_is_measured_fully() -> None:
+def test_delay_to_a_late_host_is_not_underestimated() -> None:
     """In every second exchange, the other host's data has already arrived."""
     delay = 0.03
     wire = Wire(delay)

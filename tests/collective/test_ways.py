@@ -136,7 +136,7 @@ def test_alltoall_can_receive_into_its_input(way: str | None) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("way", [None, *WAYS["alltoall"]])
 @pytest.mark.parametrize("others", [0, 5, 6000])
-def test_alltoall_accepts_a_large_part_for_itself(way: str | None, others: int) -> None:
+def test_alltoall_accepts_a_large_part_for_the_sender_itself(way: str | None, others: int) -> None:
     def body(g: Any) -> None:
         g.set_algorithm("alltoall", way)
         for _ in range(3):
@@ -215,7 +215,7 @@ def test_chosen_algorithm_uses_its_fastest_plan(run_on_one_host: Any) -> None:
     run_on_one_host(3, body)
 
 
-def test_fastest_other_plan_is_found_without_direct_reads() -> None:
+def test_fastest_plan_is_found_without_direct_reads() -> None:
     if os.getuid():
         pytest.skip("only root can become somebody whose memory others may not read")
 
@@ -233,7 +233,7 @@ def test_fastest_other_plan_is_found_without_direct_reads() -> None:
         assert "as measured: " in said
 
 
-def test_time_before_a_failed_operation_is_not_counted(run_on_one_host: Any) -> None:
+def test_time_of_an_operation_before_a_failure_is_ignored(run_on_one_host: Any) -> None:
     """The time is published in the next matching call, which follows a different operation."""
 
     def body(g: Any) -> Any:
@@ -248,7 +248,7 @@ def test_time_before_a_failed_operation_is_not_counted(run_on_one_host: Any) -> 
     run_on_one_host(3, body)
 
 
-def test_late_members_use_the_same_plans(run_on_one_host: Any) -> None:
+def test_late_members_use_the_same_plans_as_others(run_on_one_host: Any) -> None:
     def body(g: Any) -> None:
         sizes, mine = random.Random(1), random.Random(g.rank)
         for turn in range(300):
@@ -260,7 +260,7 @@ def test_late_members_use_the_same_plans(run_on_one_host: Any) -> None:
     run_on_one_host(3, body)
 
 
-def test_different_algorithms_do_not_match() -> None:
+def test_different_algorithms_raise_mismatch() -> None:
     def body(g: Any) -> Any:
         if g.rank:
             g.set_algorithm("allreduce", "slices")
@@ -272,7 +272,7 @@ def test_different_algorithms_do_not_match() -> None:
     assert in_threads(2, body) == [2, 2]
 
 
-def test_plans_are_known_to_all_after_a_mismatch(run_on_one_host: Any) -> None:
+def test_all_members_know_the_plans_after_a_mismatch(run_on_one_host: Any) -> None:
     def body(g: Any) -> None:
         lengths = (5_000, 30_000, 300_000, 700_000)
         for turn in range(120):
@@ -291,7 +291,7 @@ def test_plans_are_known_to_all_after_a_mismatch(run_on_one_host: Any) -> None:
         run_on_one_host(size, body)
 
 
-def test_set_algorithm_names_allowed_algorithms() -> None:
+def test_set_algorithm_error_lists_allowed_algorithms() -> None:
     (g,) = collective.members(1)
     with pytest.raises(
         ValueError, match=r"allreduce: name must be 'exchange' or 'slices' or .*, got 'direct'"
@@ -309,7 +309,7 @@ def test_set_algorithm_names_allowed_algorithms() -> None:
     g.close()
 
 
-def test_gathers_run_while_their_caller_works() -> None:
+def test_started_gathers_run_in_the_background() -> None:
     """The arrays have unknown sizes, or the inputs are values."""
 
     def body(g: Any) -> Any:

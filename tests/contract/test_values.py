@@ -227,7 +227,7 @@ def test_tuple_that_contains_itself_through_a_list_arrives(make):
 
 
 @pytest.mark.copying
-def test_too_deeply_nested_tuple_raises_a_readable_error(make):
+def test_deeply_nested_tuple_raises_a_readable_error(make):
     """The put must raise a readable error without putting anything, and never crash."""
     deep: Any = ()
     for _ in range(100_000):

@@ -75,7 +75,7 @@ def test_a_page_with_a_false_statement_fails(torch_programs: Template, page: str
 
 
 @pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
-def test_every_link_and_picture_of_a_page_leads_somewhere(page: Path) -> None:
+def test_every_link_and_picture_on_a_page_exists(page: Path) -> None:
     text = FENCE.sub("", page.read_text())
     for left, right in re.findall(r"\]\(([^)\s]+)|src=\"([^\"]+)\"", text):
         target, _, anchor = (left or right).partition("#")
@@ -249,6 +249,6 @@ def labels(picture: Path) -> list[str]:
     return sorted(re.findall(r"<text[^>]*>([^<]*)", picture.read_text()))
 
 
-def test_picture_of_the_layers_has_every_layer() -> None:
+def test_picture_of_the_layers_shows_every_layer() -> None:
     shown = labels(DOCS / "images" / "layers.svg")
     assert {part for parts in LAYERS for part in parts} <= set(shown)

@@ -92,7 +92,7 @@ def test_wordcount_takes_its_directory_from_the_command_line(real_files: Path) -
     assert counted_words(real_files)[0] in run(FLOWCHAN, "run", EXAMPLES / "wordcount.py", "--", real_files)
 
 
-def test_wordcount_of_no_files_is_zero(tmp_path: Path) -> None:
+def test_wordcount_without_files_is_zero(tmp_path: Path) -> None:
     assert python("wordcount.py", tmp_path).startswith("0 words, 0 different ones")
 
 
@@ -129,7 +129,7 @@ def test_duplicates_equal_a_comparison_of_whole_contents(tmp_path: Path, real_fi
     assert head == f"{len(expected):,} groups of equal files, {wasted:,} bytes could be saved"
 
 
-def test_duplicates_finds_those_of_the_standard_library(real_files: Path) -> None:
+def test_duplicates_finds_duplicates_in_the_standard_library(real_files: Path) -> None:
     expected = equal_files(real_files.parent / "encodings")
     output = run(FLOWCHAN, "run", EXAMPLES / "duplicates.py", "--", real_files.parent / "encodings")
     assert f"{len(expected):,} groups of equal files" in output
@@ -162,7 +162,7 @@ PICTURES = [(example, ("svg", "mmd", "dot")[number % 3]) for number, example in 
 
 
 @pytest.mark.parametrize(("example", "kind"), PICTURES)
-def test_every_example_passes_the_check_and_is_drawn_without_running(
+def test_every_example_can_be_checked_and_drawn_without_running(
     torch_programs: Template, example: str, kind: str, tmp_path: Path
 ) -> None:
     picture = tmp_path / f"picture.{kind}"
@@ -175,7 +175,7 @@ def test_every_example_passes_the_check_and_is_drawn_without_running(
 
 
 @pytest.mark.parametrize("example", ["wordcount.py", "duplicates.py"])
-def test_a_directory_that_is_not_there_is_one_clear_line(example: str, tmp_path: Path) -> None:
+def test_missing_directory_is_reported_in_one_line(example: str, tmp_path: Path) -> None:
     command = [FLOWCHAN, "run", EXAMPLES / example, "--", tmp_path / "nowhere"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2

@@ -52,7 +52,7 @@ def test_map_over_files_counts_every_line_once(on: str) -> None:
     ]
 
 
-def test_map_over_files_reads_the_standard_library_by_itself() -> None:
+def test_map_over_files_reads_the_standard_library_by_default() -> None:
     assert python("map_files.py")[-1].startswith("together: ")
 
 
@@ -93,7 +93,7 @@ def test_a_background_task_packs_every_file(on: str, tmp_path: Path) -> None:
         }
 
 
-def test_a_background_task_that_fails_raises_to_the_program(tmp_path: Path) -> None:
+def test_failed_background_task_raises_in_the_program(tmp_path: Path) -> None:
     code, _, err = ended("background_task.py", "-o", tmp_path / "nowhere" / "packed.zip")
     assert code == 1
     assert "FileNotFoundError" in err

@@ -27,7 +27,7 @@ def plain_share(one_compute_thread: None) -> str:
 
 
 @pytest.mark.parametrize(("on", "parts"), [("process", 2), ("thread", 3)])
-def test_sequential_inference_gives_the_answers_of_the_plain_network(
+def test_sequential_inference_matches_the_plain_network(
     torch_programs: Template, on: str, parts: int, plain_share: str
 ) -> None:
     done = torch_programs.run(EXAMPLE, "--batches", 3, "--on", on, "--parts", parts)

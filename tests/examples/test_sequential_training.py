@@ -20,7 +20,7 @@ def lines_of(programs: Template, *arguments: object) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_both_trainings_follow_one_curve_and_generalise(torch_programs: Template, tmp_path: Path) -> None:
+def test_plain_and_pipelined_training_have_equal_losses(torch_programs: Template, tmp_path: Path) -> None:
     head, *epochs, plain, in_parts, same, picture = lines_of(
         torch_programs, "--epochs", 8, "--picture", tmp_path / "steps.json"
     )
@@ -39,7 +39,7 @@ def test_both_trainings_follow_one_curve_and_generalise(torch_programs: Template
     assert {"F 0", "B 3", "update"} <= names
 
 
-def test_another_pipe_learns_along_the_same_curve(torch_programs: Template) -> None:
+def test_pipe_with_other_options_has_equal_losses(torch_programs: Template) -> None:
     arguments = ("--epochs", 1, "--on", "thread", "--parts", 3, "--schedule", "gpipe")
     _, *rows, _, _, same = lines_of(torch_programs, *arguments)
     assert [one == other for _, one, other in map(str.split, rows)] == [True]

@@ -178,7 +178,7 @@ def test_c11_walk_covers_every_operation(walked: Walked, walk: Path) -> None:
     print(f"{points} fault points walked, and {recoveries} with a second death in the recovery")
 
 
-def test_c11_walk_finds_a_put_without_a_record(walk: Path) -> None:
+def test_c11_walk_detects_a_put_without_a_redo_record(walk: Path) -> None:
     planted = run(walk, "planted")
     assert planted.returncode == 2
     assert (

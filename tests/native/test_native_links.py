@@ -39,7 +39,7 @@ def test_link_is_clean_under_each_sanitizer(sanitizer: str) -> None:
 
 
 @planted
-def test_each_sanitizer_finds_a_fault_planted_into_a_link(sanitizer: str, plant: str, report: str) -> None:
+def test_each_sanitizer_finds_a_fault_planted_in_a_link(sanitizer: str, plant: str, report: str) -> None:
     harmed = program(f"{sanitizer}/links-{plant}")
     # the planted race needs two threads at the same moment, which a busy machine may not schedule at once
     for _ in range(10):
@@ -60,7 +60,7 @@ def test_link_frees_sent_bytes_while_more_are_queued(copied: int) -> None:
 
 @pytest.mark.timeout(3 * 3600)  # ``--frames`` may ask for any number
 @pytest.mark.parametrize("world", ["model", "owner", "worker"])
-def test_link_puts_valid_frames_and_disconnects_on_invalid_ones(
+def test_link_puts_valid_frames_and_disconnects_after_invalid_frames(
     pytestconfig: pytest.Config, long_walk: bool, world: str
 ) -> None:
     """C1, C4: no invalid frame is put, no valid one is lost, and nothing crashes or hangs."""

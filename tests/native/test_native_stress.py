@@ -42,7 +42,7 @@ def test_c1_c4_c5_c8_ring_totals_are_exact_under_load(who: str) -> None:
 
 
 @seeds(3)
-def test_c11_random_kills_lose_and_repeat_no_items(seed: int) -> None:
+def test_c11_no_item_is_lost_or_repeated_by_random_kills(seed: int) -> None:
     ended = run(program("plain/kills"), str(seed), "2000")
     assert ended.returncode == 0, ended.stderr
     found = re.findall(r"^(ordered|unordered): (\d+) passed, (\d+) kills$", ended.stdout, re.MULTILINE)
@@ -52,7 +52,7 @@ def test_c11_random_kills_lose_and_repeat_no_items(seed: int) -> None:
 
 
 @seeds(4)
-def test_c11_random_kills_overwrite_no_viewed_or_lent_memory(seed: int) -> None:
+def test_c11_random_kills_do_not_overwrite_viewed_or_lent_memory(seed: int) -> None:
     ended = run(program("plain/kills_views"), str(seed), "2000")
     assert ended.returncode == 0, ended.stderr
     found = re.findall(r"^(ordered|unordered): (\d+) passed, (\d+) kills$", ended.stdout, re.MULTILINE)
@@ -62,7 +62,7 @@ def test_c11_random_kills_overwrite_no_viewed_or_lent_memory(seed: int) -> None:
 
 
 @seeds(5)
-def test_c2_free_memory_is_found_however_it_was_cut(seed: int) -> None:
+def test_c2_free_memory_is_found_however_it_is_divided(seed: int) -> None:
     ended = run(program("plain/memory"), str(seed), "5000")
     assert ended.returncode == 0, ended.stderr
     found, not_found = map(int, re.findall(r"\d+", ended.stdout)[:2])

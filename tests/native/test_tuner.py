@@ -33,17 +33,17 @@ def shares(before: tuple[int, ...], after: tuple[int, ...]) -> list[list[float]]
         ((100, 101, 102), (102, 101, 100)),
     ],
 )
-def test_nearly_all_operations_use_the_quickest_plan(before: tuple[int, ...], after: tuple[int, ...]) -> None:
+def test_nearly_all_operations_use_the_fastest_plan(before: tuple[int, ...], after: tuple[int, ...]) -> None:
     for times, found in zip((before, after), shares(before, after), strict=True):
         assert found[times.index(min(times))] > 0.85
 
 
-def test_every_plan_is_tried_however_clear_the_result() -> None:
+def test_every_plan_is_tried_even_if_one_is_much_faster() -> None:
     for found in shares((1, 10**6, 10**6), (1, 10**6, 10**6)):
         assert all(0 < share < 0.01 for share in found[1:])
 
 
-def test_every_plan_is_tried_when_the_quickest_becomes_slow() -> None:
+def test_every_plan_is_tried_when_the_fastest_becomes_slow() -> None:
     """They are tried long before their regular turn."""
     _, after = shares((100, 500, 500, 500), (400, 500, 100, 500))
     assert after[2] > 0.99

@@ -79,7 +79,7 @@ def held(_: Any) -> None:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_total_comes_from_nearest_stage_that_knows_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_total_comes_from_the_nearest_known_total(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     declare, expected = GRAPHS[name]
     monkeypatch.setitem(globals(), "gate", Gate())
     graph = Graph("far")

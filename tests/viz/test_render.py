@@ -44,20 +44,20 @@ def dot_program(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/bin")
 
 
-def test_the_dot_program_draws_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dot_program_draws_if_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dot_program(tmp_path, 'echo "drawn by dot $1"', monkeypatch)
     assert render("digraph { counts }", "png") == b"drawn by dot -Tpng\n"
 
 
 @pytest.mark.parametrize("script", ["exit 1", "kill -SEGV $$", ""], ids=["fails", "crashes", "draws nothing"])
-def test_next_renderer_draws_after_a_failure(
+def test_next_renderer_is_used_if_one_fails(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dot_program(tmp_path, script, monkeypatch)
     assert b"counts" in render("digraph { counts }", "svg")
 
 
-def test_graphviz_pure_draws_without_dot_in_usual_fonts(
+def test_graphviz_pure_draws_without_dot_using_common_fonts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -72,7 +72,7 @@ def test_graphviz_pure_draws_without_dot_in_usual_fonts(
     not PYGRAPHVIZ,
     reason="pygraphviz or its system libraries are missing: apt-get install graphviz, pip install pygraphviz",
 )
-def test_pygraphviz_draws_where_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pygraphviz_draws_if_no_other_renderer_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     assert render("digraph { counts }", "pdf").startswith(HEADS["pdf"])
 
@@ -80,7 +80,7 @@ def test_pygraphviz_draws_where_nothing_else_does(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("picture", "install"), [("svg", "pip install graphviz-pure"), ("pdf", "apt install graphviz")]
 )
-def test_missing_renderer_error_names_install_command(
+def test_error_without_renderer_names_install_command(
     picture: str, install: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
@@ -90,7 +90,7 @@ def test_missing_renderer_error_names_install_command(
     assert draw(wordcount(), tmp_path / "graph.mmd").exists()
 
 
-def test_the_svg_holds_every_stage_and_channel(tmp_path: Path) -> None:
+def test_svg_contains_every_stage_and_channel(tmp_path: Path) -> None:
     root = ElementTree.parse(draw(wordcount(), tmp_path / "graph.svg")).getroot()
     text = " ".join(root.itertext())
     for word in (
@@ -119,7 +119,7 @@ def test_a_cycle_and_names_with_markup_are_drawn(tmp_path: Path) -> None:
     assert draw(declared("loop", stages, edges), tmp_path / "loop.svg").read_text().count('class="edge"') == 4
 
 
-def test_an_unknown_suffix_is_refused_by_name(tmp_path: Path) -> None:
+def test_error_for_an_unknown_suffix_names_the_suffix(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"graph\.gif.*\.svg, \.png"):
         draw(wordcount(), tmp_path / "graph.gif")
 
@@ -129,7 +129,7 @@ def test_invalid_dot_raises_with_graphviz_message() -> None:
         render("digraph { a -> ", "svg")
 
 
-def test_crash_of_graphviz_raises_render_error(
+def test_graphviz_crash_raises_render_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     crash = subprocess.CompletedProcess([], -11, b"", b"")
