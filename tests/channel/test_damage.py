@@ -49,7 +49,7 @@ ERRORS = (
     RuntimeError,
     pickle.PickleError,
 )
-"""Errors that a call may raise: the channel's own ones, and those of unpickling damaged content."""
+"""Errors that a call may raise: the channel's own errors, and errors from unpickling damaged content."""
 
 
 class Memory:

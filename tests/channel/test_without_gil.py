@@ -23,7 +23,7 @@ from flowchan.run.worker.async_worker import StageLoop, only_wait_for
 AT_ONCE = 6
 free_threaded = pytest.mark.skipif(
     not sysconfig.get_config_var("Py_GIL_DISABLED"),
-    reason="this Python has a GIL: run it with a free-threaded one (python3.14t)",
+    reason="this Python has a GIL: run the tests with a free-threaded build (python3.14t)",
 )
 
 

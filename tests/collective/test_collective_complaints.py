@@ -110,7 +110,7 @@ print(*sorted(found, key=str), sep="\\n")
 
 
 @pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="system calls are refused by their numbers on x86-64"
+    platform.machine() != "x86_64", reason="the test blocks system calls by their x86-64 numbers"
 )
 def test_all_members_raise_memory_error_and_continue() -> None:
     """An allocation that does not fit fails early, as in a container with 64 MB of shared memory."""

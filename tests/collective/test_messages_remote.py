@@ -267,7 +267,7 @@ def test_processes_in_different_namespaces_count_as_hosts() -> None:
     """In the containers of one pod, a pid may belong to another process or to none."""
     here, there = ProcessPeer(hosts_apart).result()
     if not here:
-        pytest.skip("a process can't leave the namespace of its processes here")
+        pytest.skip("this system does not allow new PID namespaces")
     assert here == this_host()
     (boot, net, pid, *_), (boot_there, net_there, pid_there, *_) = here.split("/"), there.split("/")
     assert (boot, net) == (boot_there, net_there)
@@ -277,7 +277,7 @@ def test_processes_in_different_namespaces_count_as_hosts() -> None:
 def test_processes_of_two_users_count_as_two_hosts() -> None:
     """A user cannot open the memory of another user's process."""
     if os.geteuid():
-        pytest.skip("only root can become another user: run it as root")
+        pytest.skip("only root can become another user: run the test as root")
     at = free_address()
 
     def work(g: Any) -> Any:

@@ -55,7 +55,7 @@ def found(torch_programs: Template, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize("backend", ["flowchan", "over hosts"])
 def test_results_match_gloo(found: dict[str, list[Any]], backend: str, name: str) -> None:
     if found["gloo"][0][name] == LACKS:
-        pytest.skip("gloo of this torch lacks it: install a newer torch")
+        pytest.skip("this torch's gloo does not support the case: install a newer torch")
     as_in_gloo = "ddp" if name == "fsdp2" else name  # torch 2.7's gloo sums where FSDP2 requests the mean
     for rank in range(2):
         assert found[backend][rank][name] == found["gloo"][rank][as_in_gloo]

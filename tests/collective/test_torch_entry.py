@@ -10,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(torch, "_import_device_backends"), reason="torch loads no backends: install 2.5 or newer"
+    not hasattr(torch, "_import_device_backends"),
+    reason="this torch does not load backends: install 2.5 or newer",
 )
 
 USE = """

@@ -30,7 +30,7 @@ from flowchan.collective import torch_algorithms  # noqa: E402
 
 OPERATIONS = ["allreduce", "reduce", "broadcast", "allgather", "gather", "reduce_scatter", "alltoall"]
 DEVICES = torch.cuda.device_count()
-needs_cuda = pytest.mark.skipif(not DEVICES, reason="no CUDA device: run it where there are some")
+needs_cuda = pytest.mark.skipif(not DEVICES, reason="no CUDA device: run the test on a machine that has one")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -84,7 +84,7 @@ class Noted:
 
 
 def fail() -> None:
-    raise RuntimeError("it fails for this member")
+    raise RuntimeError("the backend fails on this member")
 
 
 def in_place_of(g: Any, backend: Noted) -> None:

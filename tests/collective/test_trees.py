@@ -29,7 +29,7 @@ from flowchan.transport.tcp import dial
 
 NEAR, FAR = Times(3e-5, 2e-4), Times(1e-2, 2e-4)
 EMPTY = 20 * HEADER.size
-"""More bytes than the messages without data in these tests."""
+"""More bytes than all messages without data in these tests."""
 
 
 def all_alike(hosts: int, times: Times) -> Table:

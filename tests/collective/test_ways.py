@@ -74,7 +74,7 @@ def test_results_are_equal_without_direct_reads(way: str | None, times: int) -> 
     """Sandboxes and Yama may forbid direct reads. A read is tried once: when selected, or in its first
     trial."""
     if os.getuid():
-        pytest.skip("only root can become somebody whose memory others may not read")
+        pytest.skip("only root can become a user whose memory others may not read")
 
     def body(g: Any) -> Any:
         for operation in ("broadcast", "allgather", "alltoall"):
@@ -179,7 +179,7 @@ def test_fastest_plan_is_found_and_used_by_all(run_on_one_host: Any, operation: 
 
 
 @pytest.mark.each_value
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="who has one core does not try two threads")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="with one core, two threads are not tried")
 @pytest.mark.parametrize("operation", ["broadcast", "allgather", "alltoall"])
 def test_direct_read_by_two_threads_is_complete(run_on_one_host: Any, operation: str) -> None:
     def given(rank: int, turn: int) -> Any:
@@ -217,7 +217,7 @@ def test_chosen_algorithm_uses_its_fastest_plan(run_on_one_host: Any) -> None:
 
 def test_fastest_plan_is_found_without_direct_reads() -> None:
     if os.getuid():
-        pytest.skip("only root can become somebody whose memory others may not read")
+        pytest.skip("only root can become a user whose memory others may not read")
 
     def body(g: Any) -> Any:
         g.set_algorithm("broadcast", "direct")

@@ -23,7 +23,7 @@ torch = optional("torch")
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 BLOCK = 16_384
-"""Least size in bytes of an item that is read in place."""
+"""Minimum size of an item that is read in place, in bytes."""
 
 
 @dataclasses.dataclass
@@ -312,7 +312,7 @@ def test_error_without_room_names_the_holders(make):
 
 @pytest.mark.other_process
 @pytest.mark.parametrize("port", [False, True])
-@pytest.mark.one_machine("blocks elsewhere are of rings there")
+@pytest.mark.one_machine("a remote process has its own rings, and their blocks")
 def test_c11_blocks_held_by_a_killed_process_return(make, spawn_peer, port):
     ch, taken = make(4), make(4)
     ch.put_many([np.zeros(LARGE)] * 3)

@@ -41,7 +41,7 @@ def test_a_channel_dropped_by_its_sender_is_received(make, transport):
 
 @pytest.mark.parametrize("size", [0, 50_000])
 @pytest.mark.other_process
-@pytest.mark.not_hosts("a channel ends with the process that made it, its home")
+@pytest.mark.not_hosts("a channel ends with the process that made it, its owner")
 def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, transport, size):
     """C14: the item contains small or large contents in addition to the channel."""
     carrier = make()
@@ -68,7 +68,7 @@ def test_any_later_receiver_gets_the_channel(make, spawn_peer, transport):
 
 
 @pytest.mark.other_process
-@pytest.mark.not_hosts("home hears that a channel has come, and not that its item is finished")
+@pytest.mark.not_hosts("the owner learns that a channel has arrived, but not that its item is finished")
 def test_later_receiver_gets_an_item_that_the_first_dropped(make, spawn_peer, transport):
     """C14: the first receiver had not finished the item."""
     dies_with_it_in_hand(make, spawn_peer, transport, keeps=False)
@@ -118,7 +118,7 @@ def test_nested_channels_pass_through_several_receivers(make, spawn_peer, transp
     assert hops[-1].get().get().get_many(4) == ["inside", 2]
 
 
-@pytest.mark.not_hosts("an item carries addresses, and no descriptors")
+@pytest.mark.not_hosts("an item carries addresses instead of descriptors")
 def test_item_with_many_channels_arrives(make, transport):
     """C14: one kernel message limits the number; a put of more raises with the limit, and puts nothing."""
     carrier = make()
@@ -133,7 +133,7 @@ def test_item_with_many_channels_arrives(make, transport):
     assert len(carrier) == 0
 
 
-@pytest.mark.not_hosts("an item carries addresses, and no descriptors")
+@pytest.mark.not_hosts("an item carries addresses instead of descriptors")
 def test_put_of_channels_beyond_the_kernel_limit_raises(make, transport):
     """C14: the kernel keeps a limited number per channel; the put raises, and the channel still works."""
     carrier, sent = make(100_000), transport.make(2)
@@ -158,7 +158,7 @@ def parcels(channel):
 
 
 @pytest.mark.parametrize("port", [False, True])
-@pytest.mark.not_hosts("no descriptors travel")
+@pytest.mark.not_hosts("no descriptors are sent")
 def test_kernel_releases_descriptors_with_the_received_item(make, transport, port):
     """C12: the kernel drops its copies of the descriptors once the item is received.
 
@@ -180,7 +180,7 @@ def test_kernel_releases_descriptors_with_the_received_item(make, transport, por
     assert not parcels(carrier)
 
 
-@pytest.mark.not_hosts("an item carries addresses, and no descriptors")
+@pytest.mark.not_hosts("an item carries addresses instead of descriptors")
 def test_descriptors_of_an_unfinished_put_are_released(make, transport):
     """C12: the descriptors were sent just before a put that was never done, so they have no item."""
     carrier = make()
@@ -234,7 +234,7 @@ def test_channels_in_packed_bytes_arrive_while_referenced(make, transport):
 
 
 @pytest.mark.other_process
-@pytest.mark.not_hosts("its address is sent, and no descriptor")
+@pytest.mark.not_hosts("its address is sent instead of a descriptor")
 def test_putting_a_channel_without_a_socket_raises_the_reason(make, spawn_peer):
     """C14: if a system cannot make such sockets, everything else works."""
     carrier = make()

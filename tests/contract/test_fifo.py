@@ -147,7 +147,7 @@ def test_put_many_beyond_the_capacity_waits_for_room(make, spawn_peer):
     peer.result()
 
 
-@pytest.mark.one_machine("a program apart counts in a copy")
+@pytest.mark.one_machine("a remote program counts in its own copy")
 def test_put_many_draws_only_items_that_fit(make, spawn_peer):
     """C2: the iterable may be endless; at most one more item is drawn, which then waits for room."""
     ch = make(3)

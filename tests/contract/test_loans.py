@@ -205,7 +205,7 @@ def test_two_views_of_one_array_arrive_as_two_arrays(make):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("memory of the channel is not lent elsewhere")
+@pytest.mark.one_machine("a remote process does not borrow the channel's memory")
 def test_c11_memory_lent_to_a_killed_process_returns(make, spawn_peer):
     ch, taken = make(4), make(4)
     peer = spawn_peer(_borrow, ch, taken)

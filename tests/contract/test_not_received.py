@@ -186,7 +186,7 @@ def open_all():
 
 
 @pytest.mark.other_process
-@pytest.mark.not_hosts("it takes a connection there, which is tried again for a while")
+@pytest.mark.not_hosts("receiving needs a connection, which is retried for a while")
 def test_channel_can_be_received_after_a_shortage_of_descriptors(make, spawn_peer, transport):
     """C14: the error names the shortage and a remedy, and the item stays in its channel."""
     carrier = make()

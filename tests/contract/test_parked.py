@@ -18,7 +18,7 @@ def workers(items, results):
     return readers, writers
 
 
-@pytest.mark.not_hosts("the workers of a graph have channels of their own there")
+@pytest.mark.not_hosts("across hosts, the workers of a graph use their own channels")
 def test_parked_items_can_be_read_after_close(make):
     """C3, C4: they are read in order, and then the channel is drained."""
     readers, writers = workers(make(), results := make())
@@ -36,7 +36,7 @@ def test_parked_items_can_be_read_after_close(make):
         port.close()
 
 
-@pytest.mark.not_hosts("the workers of a graph have channels of their own there")
+@pytest.mark.not_hosts("across hosts, the workers of a graph use their own channels")
 def test_waiting_reader_gets_parked_items_when_the_last_writer_closes(make, spawn_peer):
     readers, writers = workers(make(), results := make())
     writers[1].put("one")

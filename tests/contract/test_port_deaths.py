@@ -77,7 +77,7 @@ def test_process_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("what a port has put and is under way is lost with its process")
+@pytest.mark.one_machine("items still on their way are lost with the process")
 def test_os_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
     """C5: ``os._exit`` runs no cleanup."""
     ch = make()
@@ -160,7 +160,7 @@ def test_other_writers_continue_after_the_death_of_one(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("before the peer_timeout is over nobody knows of the death")
+@pytest.mark.one_machine("the death is unknown until the peer timeout expires")
 def test_close_after_a_writers_death_still_ends_broken(make, spawn_peer):
     """C5: this holds although no call had detected the death."""
     ch = make()
@@ -203,7 +203,7 @@ def test_abort_after_a_writers_death_keeps_the_first_cause(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("a port is handed to processes of its machine only")
+@pytest.mark.one_machine("a port can be passed only to processes on its machine")
 def test_port_used_in_a_child_belongs_to_the_child(make, spawn_peer):
     """C5: the port stays one port, and only the child may close it."""
     ch = make()
@@ -287,7 +287,7 @@ def test_await_on_several_channels_learns_of_a_writers_death(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("it polls for as long as the peer_timeout")
+@pytest.mark.one_machine("it would poll until the peer timeout expires")
 def test_put_nowait_learns_of_the_last_readers_death(make, spawn_peer):
     """C5: its items would never be read."""
     ch = make(10**6)
@@ -326,7 +326,7 @@ def test_killing_the_last_reader_wakes_waiting_writers(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("elsewhere one item is in hand at first")
+@pytest.mark.one_machine("a remote reader has one item in advance")
 def test_items_leased_by_a_killed_reader_return(make, spawn_peer):
     """C4, C5: they return to the front, in order, as if the reader had never existed."""
     ch = make()

@@ -179,7 +179,7 @@ def test_get_after_a_users_own_put_never_blocks(make, spawn_peer, make_gate):
     assert len(ch) == 0
 
 
-@pytest.mark.one_machine("it would start forty programs")
+@pytest.mark.one_machine("the test would start forty programs")
 def test_reader_does_not_sleep_while_an_item_is_available(make, spawn_peer, make_gate):
     """C8: this holds for items from any writer, and in whatever order the wake-ups arrive."""
     ch = make(1)

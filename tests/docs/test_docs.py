@@ -202,7 +202,7 @@ def messages_of_the_core() -> Iterator[tuple[str, str]]:
 
 
 NEVER_SHOWN = {"unknown port number ", "the run is over"}
-"""A mistake of the core's own, and a sign from one thread of flowchan to another."""
+"""Messages for a bug in the core, and for a signal between two of flowchan's threads."""
 
 
 def says(one: str, other: str) -> bool:

@@ -155,10 +155,10 @@ for command in (["check", file], ["viz", file, "-o", picture]):
     except SystemExit as end:
         assert not end.code, command
 """
-"""Both commands, by one program."""
+"""A program that runs both commands."""
 
 PICTURES = [(example, ("svg", "mmd", "dot")[number % 3]) for number, example in enumerate(ALL)]
-"""One of each; every format of every graph is a matter of tests/viz."""
+"""One example per format; tests/viz tests every format."""
 
 
 @pytest.mark.parametrize(("example", "kind"), PICTURES)

@@ -24,10 +24,10 @@ from flowchan.transport.device import transfer  # noqa: E402
 from flowchan.transport.device.cuda import Driver  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no CUDA device: run these on a machine that has one"
+    not torch.cuda.is_available(), reason="no CUDA device: run the tests on a machine that has one"
 )
 two = pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="no second CUDA device: run these on a machine that has two"
+    torch.cuda.device_count() < 2, reason="no second CUDA device: run the tests on a machine that has two"
 )
 
 SPAWN = multiprocessing.get_context("spawn")

@@ -97,7 +97,7 @@ def test_missing_driver_raises_an_error():
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available(), reason="there is a CUDA device: run this on a machine that has none"
+    torch.cuda.is_available(), reason="there is a CUDA device: run the test on a machine without one"
 )
 def test_torch_device_without_devices_lists_none():
     assert TorchDevice().visible() == []

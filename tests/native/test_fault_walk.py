@@ -114,7 +114,7 @@ ONCE |= {
 """Operations whose recovery another operation walks, so that only one process dies in them."""
 
 Points = tuple[int, int]
-"""The number of points at which a process died in an operation, and a second one in the recovery."""
+"""Points at which a process died in an operation, and points at which a second one died in the recovery."""
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ OPTIONS = {
 }
 """Options by folder of build/native-tests; ``address`` includes the sanitizer of undefined behaviour."""
 SANITIZERS = [pytest.param(name, marks=pytest.mark.long) for name in OPTIONS]
-"""Only long runs compile the core for each, because the result for an unchanged core is known."""
+"""Only long runs compile the core for each sanitizer, as an unchanged core gives the same result."""
 REPORTS = [
     ("address", "PLANT_ASAN", "heap-buffer-overflow"),
     ("address", "PLANT_UBSAN", "runtime error: shift exponent"),

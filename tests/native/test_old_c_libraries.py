@@ -28,7 +28,7 @@ def test_core_needs_no_symbol_newer_than_manylinux_2_28() -> None:
     maps = Path("/proc/self/maps").read_text()
     libraries = set(re.findall(r"/\S+/lib(?:c|m)\.so\.6", maps))
     if not libraries:
-        pytest.skip("this C library is not glibc: run it on a Python that was built with glibc")
+        pytest.skip("this C library is not glibc: run the test on a Python built with glibc")
     first: dict[str, tuple[int, ...]] = {}
     for library in libraries:
         for name, version in symbols(Path(library), "--defined-only"):

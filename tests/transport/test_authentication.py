@@ -21,7 +21,7 @@ from flowchan.transport import authentication, tcp
 from flowchan.transport.authentication import GREETING, HELLO, PROOF
 
 SIZES = [GREETING, PROOF, HELLO + PROOF]
-"""Sizes of the messages of either side."""
+"""Sizes of the messages from each side."""
 ROLES = (authentication.DIALLED, authentication.LISTENS)
 
 

@@ -23,12 +23,12 @@ def test_dial_reports_earlier_error_if_last_attempt_times_out(
             # imitates a peer that does not answer
             return really_meet(sock, *args, timeout=timeout, **options)
         sock.close()
-        raise Refused("its secret is another one")
+        raise Refused("its secret is different")
 
     monkeypatch.setattr(dial, "meet", meet)
     with (
         tcp.listen("127.0.0.1:0") as listener,
-        pytest.raises(OSError, match=r"no way: its secret is another one at 127\.0\.0\.1"),
+        pytest.raises(OSError, match=r"no way: its secret is different at 127\.0\.0\.1"),
     ):
         dial.reach(listener.address, SECRET, {}, why="no way", within=0.3, tls=False)
     assert len(tries) > 1

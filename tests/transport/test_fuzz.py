@@ -21,7 +21,7 @@ from flowchan.transport.authentication import DIALLED, GREETING, HELLO, LISTENS,
 INPUTS = 100_000
 MUCH_TIME = pytest.mark.timeout(3600)
 TRAP = b"\x80\x04c_pickle\nloads\n(S'x'\ntR."
-"""Unpickles an object, if it is ever unpickled."""
+"""A pickle that would load another pickle if it were ever loaded."""
 
 Change = Callable[[random.Random, bytes], bytes]
 

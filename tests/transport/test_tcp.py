@@ -210,7 +210,7 @@ def test_address_comes_from_the_route_not_the_hostname(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if "ready" not in done.stdout:
-        pytest.skip(f"this system allows no network namespaces: {done.stderr.strip()}")
+        pytest.skip(f"this system does not allow network namespaces: {done.stderr.strip()}")
     assert done.stdout.splitlines()[1:] == [
         "127.0.1.1 10.11.0.1 10.12.0.1",
         "10.12.0.1",

@@ -31,7 +31,7 @@ PYGRAPHVIZ = not subprocess.run(
 @pytest.mark.parametrize("suffix", HEADS)
 def test_draw_writes_the_format_of_the_suffix(suffix: str, tmp_path: Path) -> None:
     if suffix == "pdf" and not (PYGRAPHVIZ or shutil.which("dot")):
-        pytest.skip("neither dot nor pygraphviz is here to draw a .pdf: apt-get install graphviz")
+        pytest.skip("neither dot nor pygraphviz is installed to draw a .pdf: apt-get install graphviz")
     path = draw(wordcount(), tmp_path / f"graph.{suffix}")
     assert path.read_bytes().startswith(HEADS[suffix])
 
