@@ -1,5 +1,7 @@
-"""Servers and clients: what torch-ipc's client and server promise, each of its tests by its counterpart; and
-what becomes of those that die. Clients are threads here, and programs apart where they die."""
+"""Servers and clients: the promises of torch-ipc's client and server, and deaths.
+
+Each of torch-ipc's tests has a counterpart. Clients are threads here, or separate programs if they die.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def server():
 
 
 def beside(server, function, tag=""):
-    """A client in a thread, for as long as the function takes."""
+    """Run a client in a thread until the function returns."""
 
     def work():
         with Client(server.address, server.secret, tag=tag) as client:
@@ -44,7 +46,7 @@ def free_address():
         return f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-# --- as torch-ipc ---
+# --- tests of torch-ipc ---
 
 
 def test_listen_and_connect(server):
@@ -60,7 +62,7 @@ def test_listen_and_connect(server):
 
 
 def test_slow_start():
-    """testSlowStart: the client comes before its server."""
+    """testSlowStart: the client starts before its server."""
     address = free_address()
 
     def early():
@@ -69,7 +71,7 @@ def test_slow_start():
 
     peer = ThreadPeer(early)
     with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as wrong:
-        wrong.accept()[0].close()  # it has dialled in vain
+        wrong.accept()[0].close()  # the client has dialled the wrong server
     with Server(address, secret=SECRET) as server:
         server.clients(1)[0].send("late")
         assert peer.result() == "late"
@@ -90,7 +92,7 @@ def test_ping_pong(server):
 
 
 def test_ping_pong_without_waiting(server):
-    """testPingPongAsync: there is nothing at first."""
+    """testPingPongAsync: at first, nothing has arrived."""
 
     def ping(client):
         with pytest.raises(Empty):
@@ -116,7 +118,7 @@ def test_ping_pong_without_waiting(server):
 
 
 def test_broadcast(server):
-    """testBroadcast: to those with a tag, then to all."""
+    """testBroadcast: first to clients with a tag, then to all."""
     peers = [
         beside(server, lambda client: [client.recv() for _ in range(1 + (client.tag == "odd"))], tag)
         for tag in ["even", "odd"] * 5
@@ -129,7 +131,7 @@ def test_broadcast(server):
 
 
 def test_broadcast_encodes_once(server):
-    """And arrays in it arrive whole."""
+    """Arrays in the message arrive unchanged."""
     counted = []
 
     class Counts:
@@ -147,7 +149,7 @@ def test_broadcast_encodes_once(server):
 
 
 def test_recv_any(server):
-    """testRecvAny: one message of each client."""
+    """testRecvAny: one message from each client."""
     peers = [beside(server, lambda client: client.send(client.id)) for _ in range(10)]
     found = [server.recv_any() for _ in range(10)]
     assert all(message == client.id for message, client in found)
@@ -221,7 +223,10 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_tensors(server, view):
-    """testTensor, testNoncontiguousTensorEasy, Transport and Hard, testTensorZeroSized: also into views."""
+    """testTensor, testNoncontiguousTensorEasy, Transport and Hard, testTensorZeroSized.
+
+    Tensors are also received into views.
+    """
     peer = beside(server, lambda client: client.send(VIEWS[view]()))
     (client,) = server.clients(1)
     into = torch.full_like(VIEWS[view](), -1)
@@ -256,7 +261,7 @@ def test_net_stats(server):
     def work(client):
         client.send(bytes(100_000))
         client.recv()
-        # The thread that sends counts when its call has returned, perhaps after the answer has come.
+        # The sending thread counts after its call has returned, perhaps after the answer has arrived.
         wait_until(lambda: client.stats().sent > 100_000)
 
     peer = beside(server, work)
@@ -269,7 +274,7 @@ def test_net_stats(server):
     peer.join()
 
 
-# --- and what it lacks ---
+# --- tests that torch-ipc does not have ---
 
 
 def test_a_clients_farewell_is_the_clean_end(server):
@@ -315,7 +320,7 @@ ImpatientHome = partial(ChannelServer, peer_timeout=2)
 
 
 def test_death_of_client_differs_from_its_close(monkeypatch):
-    """All that it had sent is received first."""
+    """Everything that the client had sent is received first."""
     monkeypatch.setattr(joining, "ChannelServer", ImpatientHome)
 
     def work(address, secret):

@@ -1,4 +1,4 @@
-"""A graph as the data of a training loop: epochs, seeds, leaving early, failures, and torch's DataLoader."""
+"""A graph as the data of a training loop: epochs, seeds, early exits, failures, and torch's DataLoader."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""``Lock`` and ``Semaphore``: between the threads of one process and of several, on one machine and on
-several."""
+"""``Lock`` and ``Semaphore``, shared by the threads of one or several processes.
+
+The processes are on one machine or on several.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def fork(work: Callable[[], object]) -> Any:
 
 @everywhere
 def test_one_at_a_time_is_inside(across: Any, on: Any, tmp_path: Path) -> None:
-    """A file read and written again in two steps loses nothing."""
+    """If a file is read and then written in a second step, no change is lost."""
     counter = tmp_path / "counter"
     counter.write_text("0")
 
@@ -170,7 +172,7 @@ def test_forked_child_does_not_hold_its_parents_lock(across: Any) -> None:
 
 
 def take(lock: Lock, inside: Any) -> None:
-    """Runs in a spawned process."""
+    """Take the lock in a spawned process."""
     with lock:
         inside.put("inside")
 
@@ -190,7 +192,7 @@ def test_a_lock_is_an_argument_of_a_spawned_process() -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_silent_process_loses_the_lock_after_peer_timeout() -> None:
-    """C11: as one whose host is lost, though it lives; and when it is heard of again it has nothing."""
+    """C11: a silent process is treated as if its host were lost; if it returns, it holds nothing."""
     lock, silence = Lock(across="hosts"), Channel[None](across="hosts")
 
     def hold() -> None:
@@ -212,7 +214,7 @@ def test_silent_process_loses_the_lock_after_peer_timeout() -> None:
 
 @everywhere
 def test_no_more_are_inside_than_a_semaphore_lets_in(across: Any, on: Any) -> None:
-    inside = Channel[int](2, across=across)  # a third one would find it full
+    inside = Channel[int](2, across=across)  # with a third user inside, the channel would be full
 
     def enter(semaphore: Semaphore, inside: Channel[int], worker: int) -> None:
         for _ in range(20):
@@ -239,7 +241,7 @@ def test_a_semaphore_may_be_tried_and_waited_for(across: Any) -> None:
 
 
 def test_a_process_releases_no_more_than_it_has_acquired() -> None:
-    """Whichever of its threads do."""
+    """This holds for all threads of the process together."""
     semaphore = Semaphore(2)
     semaphore.acquire()
     map(1, lambda worker: semaphore.release()).join()
@@ -265,7 +267,7 @@ def test_permits_of_a_dead_process_are_free_again(across: Any, end: str) -> None
         others.get()
         assert semaphore.acquire()
         assert semaphore.acquire()
-        assert not semaphore.acquire(blocking=False)  # ours are not free
+        assert not semaphore.acquire(blocking=False)  # this process's permits are not free
         for _ in range(2):
             semaphore.release()
         child.join()

@@ -1,5 +1,4 @@
-"""``map``: n workers run one function; ``join`` returns the results in worker order or raises the
-failures."""
+"""``map``: n workers run one function. ``join`` returns the results in worker order or raises the errors."""
 
 from __future__ import annotations
 
@@ -154,7 +153,7 @@ def test_check_errors_raises_early_and_join_returns_other_results(on: Any) -> No
         return False
 
     wait_until(failed)
-    workers.check_errors()  # says it once
+    workers.check_errors()  # raises each error only once
     gate.close()
     assert workers.join() == [42]
 
@@ -246,7 +245,7 @@ def test_bad_input_raises_at_the_call() -> None:
 
 @everywhere
 def test_the_channels_of_workers_go_with_their_handle(on: Any) -> None:
-    """R6: at once, not when Python next looks for cycles."""
+    """R6: they are closed at once, not when Python next collects cycles."""
     gc.disable()
     try:
         workers = map(2, str, on=on)

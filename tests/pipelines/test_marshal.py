@@ -1,4 +1,4 @@
-"""``marshal``: serialised once, read many times, by many workers."""
+"""``marshal``: an object is serialised once and read many times, by many workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 
 class Counted:
-    """Counts how often it is pickled."""
+    """Object that counts how often it is pickled."""
 
     pickled = 0
 
@@ -138,7 +138,7 @@ def test_a_killed_reader_has_not_taken_it_away() -> None:
 
 
 def test_channels_in_marshalled_object_outlive_their_creator() -> None:
-    """C14: each reader gets them, though the process has been killed."""
+    """C14: each reader gets the channels, although the process was killed."""
     handles: Channel[Any] = Channel(across="processes")
 
     def make() -> None:

@@ -1,4 +1,4 @@
-"""The name of a work queue holds in all processes of a program."""
+"""The name of a work queue is known in all processes of a program."""
 
 from __future__ import annotations
 

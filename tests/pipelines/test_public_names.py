@@ -12,7 +12,7 @@ from support.optional_packages import optional
 import flowchan
 from flowchan import pipelines
 
-optional("torch")  # its threads begin here, not in a test
+optional("torch")  # torch's threads start here, not in a test
 
 SOURCES = sorted((Path(__file__).parents[2] / "pipelines").rglob("*.py"))
 
@@ -51,7 +51,7 @@ NATIVE = {"inference.py": {"_core"}, "wire_format.py": {"View"}}
 
 
 def imported(source: Path) -> dict[str, set[str]]:
-    """The names that a file imports of flowchan, by module."""
+    """Return the names that a file imports from flowchan, by module."""
     found: dict[str, set[str]] = {}
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flowchan":

@@ -1,5 +1,4 @@
-"""``SharedDict``: a mapping between processes, of one machine and of several; every operation is done as a
-whole."""
+"""``SharedDict``: a mapping between processes on one or several machines; each operation is atomic."""
 
 from __future__ import annotations
 
@@ -127,7 +126,7 @@ def test_a_change_that_raises_changes_nothing() -> None:
 
 
 def test_shared_dict_over_hosts_rejects_local_values() -> None:
-    """C13: and nothing is changed."""
+    """C13: the mapping is unchanged."""
     shared: SharedDict[str, Any] = SharedDict({"a": 1}, across="hosts")
 
     def assign() -> None:
@@ -171,7 +170,7 @@ def test_it_outlives_the_processes_that_come_and_go(across: Any) -> None:
 
 @everywhere
 def test_a_mapping_that_only_another_one_holds_can_be_changed(across: Any, on: Any) -> None:
-    """No process has an object of the inner mapping between two accesses."""
+    """Between two accesses, no process has an object for the inner mapping."""
     outer = SharedDict({"inner": SharedDict[int, int](across=across)}, across=across)
 
     def change(outer: SharedDict[str, SharedDict[int, int]], worker: int) -> None:

@@ -1,5 +1,4 @@
-"""``TaskPool`` and ``BackgroundTask``: tasks as ``concurrent.futures`` knows them, on threads and on
-processes."""
+"""``TaskPool`` and ``BackgroundTask``: tasks as in ``concurrent.futures``, on threads and on processes."""
 
 from __future__ import annotations
 
@@ -178,7 +177,7 @@ def test_a_task_that_has_not_begun_can_be_cancelled(on: Any) -> None:
     with TaskPool(1, on=on) as pool:
         held = pool.submit(gate.wait)
         gate.wait_held()
-        if on == "process":  # the next one counts as begun while it waits for a worker
+        if on == "process":  # the next task counts as started while it waits for a worker
             following = pool.submit(abs, 0)
             wait_until(following.running)
         waiting = [pool.submit(called.put, number) for number in range(3)]
@@ -231,8 +230,10 @@ def test_pool_without_references_finishes_its_tasks(on: Any) -> None:
 
 
 def test_process_is_replaced_after_max_tasks() -> None:
-    """No task is lost or done twice by it, none is held up by the pauses after deaths, and the initializer is
-    called in each."""
+    """No task is lost, done twice, or delayed by the pauses after deaths.
+
+    The initializer is called in each process.
+    """
     begun = Channel[int](across="processes")
     with TaskPool(1, on="process", initializer=lambda: begun.put(os.getpid()), max_tasks_per_child=2) as pool:
         where = [future.result() for future in [pool.submit(os.getpid) for _ in range(7)]]

@@ -35,7 +35,7 @@ def echo(queue: WorkQueue, worker: int) -> None:
 
 @contextmanager
 def echoed(across: Across, workers: int = 1, capacity: int = 64) -> Iterator[WorkQueue]:
-    """A work queue with workers that put back what they get."""
+    """Yield a work queue with workers that put back what they get."""
     queue = workqueue(capacity=capacity, across=across)
     running = start(workers, echo, queue, on=on(across))
     yield queue
@@ -219,7 +219,8 @@ def test_workers_with_many_answers_do_not_block_on_owner(
     queue, told = workqueue(capacity=1, across=across), workqueue(across=across)
     running = start(2, repeat, queue, told, on=on(across))
     queue.put_many([1, 2, 3])
-    assert [told.get() for _ in range(3)] == ["done"] * 3  # it may wait for anything, and put again
+    # the worker may now wait for anything, and put again
+    assert [told.get() for _ in range(3)] == ["done"] * 3
     queue.put(4)
     queue.close()
     running.join()
@@ -246,7 +247,7 @@ def test_queue_and_lock_reach_worker_after_owner_closed() -> None:
 
     running = start(1, write, queue, lock)
     queue.close()
-    queue.close()  # twice is fine
+    queue.close()  # closing twice has no effect
     closed.set()
     running.join()
     assert queue.get() == "late"
@@ -299,7 +300,7 @@ def test_a_forked_worker_opens_a_queue_by_its_name() -> None:
 
 
 def echo_by_name(queue: WorkQueue, answer: Any) -> None:
-    """Runs in a spawned process."""
+    """Echo items in a spawned process."""
     answer.put((queue.creator, queue.is_owner, workqueue("spawned").creator))
     echo(workqueue("spawned"), 1)
 
