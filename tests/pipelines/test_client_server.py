@@ -200,7 +200,7 @@ def test_bytes_go_both_ways(server):
     ],
     ids=["size", "dimensions", "number of dimensions", "type", "array"],
 )
-def test_message_that_does_not_fit_stays_the_next_one(server, wrong):
+def test_message_that_does_not_fit_can_be_received_again(server, wrong):
     """testStorageSizeMismatch, testTensorNumDimensionsMismatch, testTensorDimensionSizeMismatch."""
     peer = beside(server, lambda client: client.send(torch.ones(2, 3)))
     (client,) = server.clients(1)
@@ -238,7 +238,7 @@ def test_tensors(server, view):
     not torch.cuda.is_available(), reason="no CUDA device: run these on a machine that has one"
 )
 @pytest.mark.parametrize("view", VIEWS)
-def test_tensors_of_the_host_into_those_of_a_device(server, view):
+def test_host_tensors_can_be_received_into_device_tensors(server, view):
     """testCUDAStoragePingPong, testCUDATensor, testNoncontiguousCUDATensor."""
     peer = beside(server, lambda client: client.send(VIEWS[view]()))
     (client,) = server.clients(1)
@@ -247,7 +247,7 @@ def test_tensors_of_the_host_into_those_of_a_device(server, view):
     peer.result()
 
 
-def test_a_client_moves_from_thread_to_thread(server):
+def test_a_client_can_be_passed_between_threads(server):
     """testSerialize."""
     client = ThreadPeer(lambda: Client(server.address, server.secret)).result()
     with client:
@@ -277,7 +277,7 @@ def test_net_stats(server):
 # --- tests that torch-ipc does not have ---
 
 
-def test_a_clients_farewell_is_the_clean_end(server):
+def test_client_that_closes_ends_the_connection_cleanly(server):
     peer = beside(server, lambda client: client.send("last"))
     (client,) = server.clients(1)
     peer.join()
@@ -289,7 +289,7 @@ def test_a_clients_farewell_is_the_clean_end(server):
     assert server.clients() == []
 
 
-def test_a_servers_farewell_is_the_clean_end():
+def test_server_that_closes_ends_the_connection_cleanly():
     server = Server()
 
     def read(client):
@@ -360,7 +360,7 @@ def test_death_of_server_differs_from_its_close():
 
 
 @pytest.mark.parametrize("end", [Server, partial(Client, "127.0.0.1:1", bytes(32))])
-def test_tls_is_yes_or_no(end):
+def test_tls_accepts_only_bools(end):
     with pytest.raises(TypeError, match=r"(Server|Client): tls must be True or False, not 'x'"):
         end(tls="x")
 

@@ -62,7 +62,7 @@ def imported(source: Path) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_of_flowchan_only_public_names_are_imported(source: Path) -> None:
+def test_patterns_import_only_public_names_of_flowchan(source: Path) -> None:
     native = NATIVE.get(source.name, set())
     for module, names in imported(source).items():
         if module in ("flowchan", "flowchan._core"):

@@ -27,7 +27,7 @@ def test_shared_dict_copies_its_initial_items() -> None:
 
 
 @between
-def test_it_is_a_mutable_mapping(across: Any) -> None:
+def test_shared_dict_is_a_mutable_mapping(across: Any) -> None:
     shared: SharedDict[Any, Any] = SharedDict({"a": 1}, across=across)
     shared["b"] = [2]
     assert shared["b"] == [2]
@@ -161,7 +161,7 @@ def test_death_during_change_leaves_it_complete_or_absent(across: Any, done: boo
 
 
 @between
-def test_it_outlives_the_processes_that_come_and_go(across: Any) -> None:
+def test_shared_dict_outlives_processes_that_use_it(across: Any) -> None:
     shared: SharedDict[int, int] = SharedDict(across=across)
     for number in range(3):
         PEERS[across](shared.update, {number: 1}).result()
@@ -169,7 +169,7 @@ def test_it_outlives_the_processes_that_come_and_go(across: Any) -> None:
 
 
 @everywhere
-def test_a_mapping_that_only_another_one_holds_can_be_changed(across: Any, on: Any) -> None:
+def test_mapping_held_only_by_another_mapping_can_be_changed(across: Any, on: Any) -> None:
     """Between two accesses, no process has an object for the inner mapping."""
     outer = SharedDict({"inner": SharedDict[int, int](across=across)}, across=across)
 

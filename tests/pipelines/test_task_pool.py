@@ -122,7 +122,7 @@ def test_more_tasks_than_workers_can_be_polled(on: Any) -> None:
 
 
 @everywhere
-def test_a_task_that_fails_raises_for_itself_only(on: Any) -> None:
+def test_failed_task_does_not_affect_other_tasks(on: Any) -> None:
     def eighth_fails(number: int) -> int:
         return fail(number) or 0 if number % 8 == 0 else number
 
@@ -155,7 +155,7 @@ def test_map_keeps_the_order(on: Any) -> None:
 
 
 @everywhere
-def test_callbacks_hear_of_the_end(on: Any) -> None:
+def test_callbacks_run_when_a_task_ends(on: Any) -> None:
     heard = Channel[Any]()
     with TaskPool(1, on=on) as pool:
         pool.submit(abs, -3).add_done_callback(lambda future: heard.put(future.result()))
@@ -286,7 +286,7 @@ def test_a_task_that_asks_to_exit_ends_no_worker(on: Any) -> None:
 
 
 @everywhere
-def test_arrays_go_there_and_back(on: Any) -> None:
+def test_arrays_can_be_arguments_and_results(on: Any) -> None:
     array = np.arange(300_000.0)
     with TaskPool(1, on=on) as pool:
         assert np.array_equal(pool.submit(np.negative, array).result(), -array)
