@@ -1,4 +1,4 @@
-"""The check of a declared graph: each rule finds what it is for, says it well, and raises no false alarm."""
+"""Test graph checks: each rule catches what it should, reports it clearly, and raises no false alarm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowchan.check.rules import check, raise_for
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import GraphError
 
-# The whole
+# The whole check
 
 
 def test_a_graph_that_can_run_has_no_problem(graph: Blueprint) -> None:
@@ -67,7 +67,7 @@ def test_a_thousand_stages_are_checked(graph: Blueprint) -> None:
     assert check(graph) == ()
 
 
-# empty, duplicate, foreign
+# Problems: empty, duplicate, foreign
 
 
 def test_a_graph_without_stages_is_empty(graph: Blueprint) -> None:
@@ -95,7 +95,7 @@ def test_duplicate_name_causes_no_other_problem(graph: Blueprint) -> None:
     assert rules(graph) == ["duplicate"]
 
 
-def test_channels_of_one_name_are_reported(graph: Blueprint) -> None:
+def test_channels_with_one_name_are_reported(graph: Blueprint) -> None:
     left, right = graph.source(range(3)).tee(2)
     left.batch(3, name="tee.1").sink(print)
     right.sink(print)
@@ -105,7 +105,7 @@ def test_channels_of_one_name_are_reported(graph: Blueprint) -> None:
     )
 
 
-def test_stream_of_another_graph_is_reported_with_that_graph(graph: Blueprint) -> None:
+def test_stream_from_another_graph_is_reported_with_that_graph(graph: Blueprint) -> None:
     other = Blueprint("other")
     unusual = other.source("abc", name="letters")
     graph.source(range(3)).zip(unusual).sink(print)
@@ -122,7 +122,7 @@ def test_stream_without_writer_is_reported(graph: Blueprint) -> None:
     )
 
 
-# cycle
+# Problem: cycle
 
 
 def test_a_cycle_is_reported_as_its_loop(graph: Blueprint) -> None:
@@ -160,7 +160,7 @@ def test_branches_that_meet_again_are_not_a_cycle(graph: Blueprint) -> None:
     assert check(graph) == ()
 
 
-# unread, read-twice
+# Problems: unread, read-twice
 
 
 def test_an_unread_output_is_reported_with_the_remedy(graph: Blueprint) -> None:
@@ -201,7 +201,7 @@ def test_an_error_stream_read_twice_is_reported(graph: Blueprint) -> None:
     assert rules(graph) == ["read-twice"]
 
 
-# ports
+# Problem: ports
 
 
 def test_a_general_stage_takes_one_stream_per_in_parameter(graph: Blueprint) -> None:
@@ -334,7 +334,7 @@ def test_arguments_that_a_source_cannot_take_are_reported(graph: Blueprint) -> N
     ]
 
 
-# capacity, memory, limit
+# Problems: capacity, memory, limit
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1.5, True, None])
@@ -388,7 +388,7 @@ def test_more_workers_than_a_channel_has_ports_are_reported(graph: Blueprint, on
     )
 
 
-def test_each_stream_of_a_merge_is_one_writer(graph: Blueprint) -> None:
+def test_each_stream_of_a_merge_counts_as_one_writer(graph: Blueprint) -> None:
     streams = [graph.source(range(3), name=f"source{number}") for number in range(4_096)]
     graph.merge(*streams).sink(print, on="process")
     assert rules(graph) == ["limit"]

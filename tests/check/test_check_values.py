@@ -1,4 +1,4 @@
-"""Check of the values in a graph: item types, and values that must be picklable for a process."""
+"""Check the values in a graph: item types, and values that must be picklable for a process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flowchan.check.rules import check
 from flowchan.check.types import fits
 from flowchan.declare.blueprint import Blueprint
 
-# type
+# Problem: type
 
 
 def test_items_of_the_wrong_type_are_reported_with_both_types(graph: Blueprint) -> None:
@@ -107,7 +107,7 @@ def test_result_that_is_not_iterable_is_reported(graph: Blueprint) -> None:
         (int, None),
     ],
 )
-def test_types_that_may_fit_are_not_reported(given: Any, wanted: Any) -> None:
+def test_types_that_may_be_compatible_are_not_reported(given: Any, wanted: Any) -> None:
     assert fits(given, wanted)
 
 
@@ -127,18 +127,18 @@ def test_types_that_may_fit_are_not_reported(given: Any, wanted: Any) -> None:
         (tuple[int, str], dict),
     ],
 )
-def test_types_that_cannot_fit_are_reported(given: Any, wanted: Any) -> None:
+def test_incompatible_types_are_reported(given: Any, wanted: Any) -> None:
     assert not fits(given, wanted)
 
 
-# pickle
+# Problem: pickle
 
 LOCK = threading.Lock()
 OWN_MODULE = {"__name__": "__main__", "LOCK": LOCK, "threading": threading}
 
 
 def made_in_main(source: str) -> Any:
-    """A function as a script's own: it travels by value, with the globals it uses."""
+    """Return a function as if a script had defined it: it is sent by value, with the globals that it uses."""
     namespace = dict(OWN_MODULE)
     exec(source, namespace)
     return namespace["f"]
@@ -223,7 +223,7 @@ def test_arguments_of_a_stage_must_be_picklable(graph: Blueprint) -> None:
     assert only(other).message.startswith("argument 1 can't be sent to a process: it is a _thread.lock (")
 
 
-def test_generator_in_a_process_has_its_own_remedy(graph: Blueprint) -> None:
+def test_error_for_a_generator_in_a_process_names_a_remedy(graph: Blueprint) -> None:
     graph.source((n for n in range(3)), on="process").sink(print)
     assert only(graph).message.startswith("source's iterable can't be sent to a process: it is a generator (")
     assert only(graph).message.endswith("pass the function that creates it, and its arguments")
@@ -234,7 +234,7 @@ def test_stage_on_threads_accepts_unpicklable_values(graph: Blueprint) -> None:
     assert check(graph) == ()
 
 
-def test_lambdas_closures_and_functions_of_main_can_be_sent(graph: Blueprint) -> None:
+def test_lambdas_closures_and_functions_from_main_can_be_sent(graph: Blueprint) -> None:
     stream = graph.source(range(3), on="process").map(lambda item: item, on="process")
     stream = stream.map(local([1, 2]), on="process").map(
         made_in_main("def f(item): return threading"), on="process"

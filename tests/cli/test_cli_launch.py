@@ -1,4 +1,4 @@
-"""``flowchan launch``: ranks find each other, their lines have their number, and none is left."""
+"""``flowchan launch``: ranks form a group, their lines have their number, and no process is left over."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def started(tmp_path: Path, text: str, *args: str) -> subprocess.Popen[str]:
     )
 
 
-def test_ranks_form_a_group_and_their_lines_have_their_number(tmp_path: Path) -> None:
+def test_ranks_form_a_group_and_their_lines_are_numbered(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SUMS)
     done = subprocess.run(
@@ -72,8 +72,8 @@ print(json.dumps({name: value for name, value in os.environ.items() if name in N
 """
 
 
-def test_ranks_have_the_variables_of_torchrun(tmp_path: Path) -> None:
-    """All that say which rank of how many it is, in which group, and at which start."""
+def test_ranks_get_the_environment_variables_of_torchrun(tmp_path: Path) -> None:
+    """These variables contain the rank, the sizes, the group and the restart count."""
     expected = {
         "RANK": "RANK", "LOCAL_RANK": "RANK", "ROLE_RANK": "RANK", "GROUP_RANK": "0", "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2", "ROLE_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
@@ -86,7 +86,7 @@ def test_ranks_have_the_variables_of_torchrun(tmp_path: Path) -> None:
         assert found[rank] == {name: value.replace("RANK", rank) for name, value in expected.items()}
 
 
-def test_launch_runs_a_module_like_python(tmp_path: Path) -> None:
+def test_launch_runs_a_module_as_python_does(tmp_path: Path) -> None:
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps" / "train.py").write_text("import sys; print(__name__, __package__, *sys.argv[1:])")
     done = subprocess.run(
@@ -134,8 +134,8 @@ def test_launch_rejects_unknown_option_before_script(tmp_path: Path, args: list[
         ("sys.exit(7)", "ended with exit code 7"),
     ],
 )
-def test_last_line_names_first_failure(tmp_path: Path, how: str, message: str) -> None:
-    """Not those that failed because of it."""
+def test_last_line_names_the_rank_that_failed_first(tmp_path: Path, how: str, message: str) -> None:
+    """The line does not name the ranks that failed as a consequence."""
     with started(tmp_path, FAILS.replace("HOW", how), "-n", "3") as launcher:
         _, errors = launcher.communicate(timeout=100)
     last = errors.splitlines()[-1]
@@ -153,7 +153,7 @@ print("an error", file=sys.stderr)
 
 @pytest.fixture
 def cores() -> Iterator[list[int]]:
-    """Few, whatever machine this is."""
+    """Use at most two cores on any machine."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(before)[:2])
     yield sorted(before)[:2]
@@ -189,8 +189,8 @@ def test_unwritable_log_dir_is_reported_in_one_line(tmp_path: Path, taken: str) 
 
 @pytest.mark.parametrize("where", [[], ["--hosts", "local:2"]], ids=["here", "on hosts"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_launcher_leaves_no_process(tmp_path: Path, number: int, where: list[str]) -> None:
-    """No rank and no child of a rank remains after Ctrl-C or SIGKILL."""
+def test_launcher_leaves_no_process_behind(tmp_path: Path, number: int, where: list[str]) -> None:
+    """After Ctrl-C or SIGKILL, no rank and no child of a rank is left."""
     with started(tmp_path, WAITS, "-n", "2", *where) as launcher:
         assert launcher.stdout is not None
         grandchildren = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
@@ -201,10 +201,10 @@ def test_launcher_leaves_no_process(tmp_path: Path, number: int, where: list[str
         wait_until(lambda: not any(map(psutil.pid_exists, grandchildren)))
 
 
-def test_group_is_signalled_only_while_rank_owns_its_id(
+def test_process_group_is_not_signalled_after_its_rank_is_reaped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Once a rank that has ended is collected, another process may have its number."""
+    """Once a rank that has ended is reaped, another process may get its pid."""
     found: list[bool] = []
     monkeypatch.setattr(os, "killpg", lambda pid, _: found.append(psutil.pid_exists(pid)))
     job = launch.LaunchJob(2, [sys.executable, "-c", ""], dict(os.environ), launch.show, False)
@@ -216,7 +216,7 @@ def test_group_is_signalled_only_while_rank_owns_its_id(
 
 
 def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
-    """The ranks have the numbers of torchrun: among all, on their host, and that of the host."""
+    """Ranks have a global number, a number on their host, and the host's number, as with torchrun."""
     script = tmp_path / "script.py"
     script.write_text(SUMS + NUMBERS)
     done = subprocess.run(
@@ -228,7 +228,7 @@ def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == sorted(expected)
 
 
-def test_torchruns_name_counts_the_ranks_of_each_host(tmp_path: Path) -> None:
+def test_nproc_per_node_sets_the_number_of_ranks_per_host(tmp_path: Path) -> None:
     with started(tmp_path, NUMBERS, "--nproc-per-node", "2", "--hosts", "local:2") as launcher:
         lines = launcher.communicate(timeout=100)[0].splitlines()
     expected = [f"[{rank}] numbers 4 {rank % 2} 2 {rank // 2} 2" for rank in range(4)]

@@ -1,7 +1,7 @@
 """Every algorithm of an operation gives the same result, even without direct reads.
 
-``explain`` reports the algorithm, and ``set_algorithm`` selects one. Built-in types arrive unchanged without
-a pickle.
+``explain`` reports the algorithm, and ``set_algorithm`` selects one. Values of built-in types arrive
+unchanged without pickling.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ def test_each_algorithm_gives_the_same_result(run: Any, operation: str) -> None:
 
 @pytest.mark.parametrize(("algorithm", "times"), [("direct", 1), (None, 40)])
 def test_results_are_equal_without_direct_reads(algorithm: str | None, times: int) -> None:
-    """Sandboxes and Yama may forbid direct reads. One is tried once: when selected, or in its first trial."""
+    """Sandboxes and Yama may forbid direct reads. A read is tried once: when selected, or in its first
+    trial."""
     if os.getuid():
-        pytest.skip("only root can become somebody whose memory others may not read")
+        pytest.skip("only root can become a user whose memory others may not read")
 
     def body(g: Any) -> Any:
         for operation in ("broadcast", "allgather", "alltoall"):
@@ -109,8 +110,10 @@ def test_large_and_small_arrays_are_gathered_together() -> None:
 
 @pytest.mark.parametrize("algorithm", [None, *ALGORITHMS["alltoall"]])
 def test_alltoall_can_receive_into_its_input(algorithm: str | None) -> None:
-    """Each array is received in its own place; or parts of one array with different sizes in other places.
-    Large and small arrays are mixed."""
+    """Each array is received in place, or parts of one array are received at other offsets.
+
+    Large and small arrays are mixed.
+    """
 
     def body(g: Any) -> None:
         g.set_algorithm("alltoall", algorithm)
@@ -133,7 +136,7 @@ def test_alltoall_can_receive_into_its_input(algorithm: str | None) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("algorithm", [None, *ALGORITHMS["alltoall"]])
 @pytest.mark.parametrize("others", [0, 5, 6000])
-def test_alltoall_accepts_a_large_part_for_itself(algorithm: str | None, others: int) -> None:
+def test_alltoall_accepts_a_large_part_for_the_sender_itself(algorithm: str | None, others: int) -> None:
     def body(g: Any) -> None:
         g.set_algorithm("alltoall", algorithm)
         for _ in range(3):
@@ -157,9 +160,9 @@ def test_fastest_plan_is_found_and_used_by_all(run_on_one_host: Any, operation: 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
         before = g.explain(operation, x)
-        for _ in range(80):  # some with each plan
+        for _ in range(80):  # so that each plan runs several times
             g.reduce_scatter(x) if operation == "reduce_scatter" else getattr(g, operation)(x)
-        for _ in range(2):  # rank 0 learns the times of the last operation with the first one
+        for _ in range(2):  # in the first barrier, rank 0 learns the times of the last operation
             g.barrier()
         found = g.explain(operation, x)
         g.barrier()
@@ -176,7 +179,7 @@ def test_fastest_plan_is_found_and_used_by_all(run_on_one_host: Any, operation: 
 
 
 @pytest.mark.each_value
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="who has one core does not try two threads")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="with one core, two threads are not tried")
 @pytest.mark.parametrize("operation", ["broadcast", "allgather", "alltoall"])
 def test_direct_read_by_two_threads_is_complete(run_on_one_host: Any, operation: str) -> None:
     def given(rank: int, turn: int) -> Any:
@@ -212,9 +215,9 @@ def test_chosen_algorithm_uses_its_fastest_plan(run_on_one_host: Any) -> None:
     run_on_one_host(3, body)
 
 
-def test_fastest_other_plan_is_found_without_direct_reads() -> None:
+def test_fastest_plan_is_found_without_direct_reads() -> None:
     if os.getuid():
-        pytest.skip("only root can become somebody whose memory others may not read")
+        pytest.skip("only root can become a user whose memory others may not read")
 
     def body(g: Any) -> Any:
         g.set_algorithm("broadcast", "direct")
@@ -230,8 +233,8 @@ def test_fastest_other_plan_is_found_without_direct_reads() -> None:
         assert "as measured: " in explanation
 
 
-def test_time_before_a_failed_operation_is_not_counted(run_on_one_host: Any) -> None:
-    """Its time is published in the next matching call, which follows another operation."""
+def test_time_of_an_operation_before_a_failure_is_ignored(run_on_one_host: Any) -> None:
+    """The time is published in the next matching call, which follows a different operation."""
 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
@@ -245,7 +248,7 @@ def test_time_before_a_failed_operation_is_not_counted(run_on_one_host: Any) -> 
     run_on_one_host(3, body)
 
 
-def test_late_members_use_the_same_plans(run_on_one_host: Any) -> None:
+def test_late_members_use_the_same_plans_as_others(run_on_one_host: Any) -> None:
     def body(g: Any) -> None:
         sizes, own = random.Random(1), random.Random(g.rank)
         for turn in range(300):
@@ -257,7 +260,7 @@ def test_late_members_use_the_same_plans(run_on_one_host: Any) -> None:
     run_on_one_host(3, body)
 
 
-def test_different_algorithms_do_not_match() -> None:
+def test_different_algorithms_raise_mismatch() -> None:
     def body(g: Any) -> Any:
         if g.rank:
             g.set_algorithm("allreduce", "slices")
@@ -269,7 +272,7 @@ def test_different_algorithms_do_not_match() -> None:
     assert in_threads(2, body) == [2, 2]
 
 
-def test_plans_are_known_to_all_after_a_mismatch(run_on_one_host: Any) -> None:
+def test_all_members_know_the_plans_after_a_mismatch(run_on_one_host: Any) -> None:
     def body(g: Any) -> None:
         lengths = (5_000, 30_000, 300_000, 700_000)
         for turn in range(120):
@@ -288,7 +291,7 @@ def test_plans_are_known_to_all_after_a_mismatch(run_on_one_host: Any) -> None:
         run_on_one_host(size, body)
 
 
-def test_set_algorithm_names_allowed_algorithms() -> None:
+def test_set_algorithm_error_lists_allowed_algorithms() -> None:
     (g,) = collective.members(1)
     with pytest.raises(
         ValueError, match=r"name must be None or one of 'exchange', 'slices', .* for allreduce, got 'direct'"
@@ -307,7 +310,7 @@ def test_set_algorithm_names_allowed_algorithms() -> None:
     g.close()
 
 
-def test_gathers_run_while_their_caller_works() -> None:
+def test_started_gathers_run_in_the_background() -> None:
     """The arrays have unknown sizes, or the inputs are values."""
 
     def body(g: Any) -> Any:
@@ -355,8 +358,8 @@ def test_values_arrive_unchanged(value: Any) -> None:
 
 
 def test_only_built_in_types_avoid_pickle() -> None:
-    """Very large values are pickled. Without a GIL, so are lists and dictionaries, because other threads may
-    change them."""
+    """Very large values are pickled. So are lists and dicts without a GIL, as other threads may change
+    them."""
     fixed = [value for value in PLAIN if not isinstance(value, list | dict)]
     without_gil = sysconfig.get_config_var("Py_GIL_DISABLED")
     assert {dumps(value)[-1:] for value in (fixed if without_gil else PLAIN)} == {b"\2"}

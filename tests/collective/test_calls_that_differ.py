@@ -1,5 +1,7 @@
-"""Calls with different operations or arguments raise ``Mismatch`` on all members, and the error names both
-calls."""
+"""Calls with different operations or arguments raise ``Mismatch`` on all members.
+
+The error names both calls.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def test_different_operations_or_roots_raise_mismatch(
         assert total == 2
 
 
-def test_mismatch_names_both_roots_on_one_of_two_hosts() -> None:
+def test_mismatch_between_members_on_one_host_names_both_roots() -> None:
     def body(g: Any) -> str:
         with pytest.raises(Mismatch) as info:
             g.reduce(np.ones(2), int(g.rank == 1))
@@ -76,7 +78,7 @@ def test_mismatch_names_both_roots_on_one_of_two_hosts() -> None:
     assert found[0] == found[1]
 
 
-def test_mismatch_names_array_and_root_on_one_of_two_hosts() -> None:
+def test_mismatch_between_members_on_one_host_names_array_and_root() -> None:
     def body(g: Any) -> str:
         with pytest.raises(Mismatch) as info:
             g.reduce(np.ones(2 + (g.rank == 1)), 1, "mean")
@@ -97,7 +99,7 @@ MOVED = [*TYPES, "S4", "U1", "V4", ">f", ">i", "M8[s]", "m8[s]", "m8[ms]", [("x"
 
 
 @pytest.mark.parametrize("call", ["allreduce", "reduce", "reduce_scatter", "broadcast"])
-def test_arrays_of_two_types_raise_mismatch(run_on_one_host: Any, call: str) -> None:
+def test_arrays_of_different_types_raise_mismatch(run_on_one_host: Any, call: str) -> None:
     """The two arrays may have the same number of bytes."""
     pairs = list(itertools.combinations(map(np.dtype, MOVED if call == "broadcast" else TYPES), 2))
 
@@ -114,8 +116,8 @@ def test_arrays_of_two_types_raise_mismatch(run_on_one_host: Any, call: str) -> 
 
 
 @pytest.mark.parametrize("algorithm", ["at once", "by a handle", "not in one piece"])
-def test_receive_memory_has_the_type_of_the_sender(run: Any, algorithm: str) -> None:
-    """Otherwise bytes of one type would be read as another type."""
+def test_receive_array_must_have_the_type_of_the_sender(run: Any, algorithm: str) -> None:
+    """Otherwise the bytes would be read as a different type."""
 
     def numbers(count: int, dtype: str) -> Any:
         return np.zeros(2 * count, dtype)[::2] if algorithm == "not in one piece" else np.zeros(count, dtype)
@@ -162,5 +164,5 @@ def test_receive_memory_has_the_type_of_the_sender(run: Any, algorithm: str) -> 
         (lambda g, x, y: g.alltoall([x, x], out=[x.copy(), y]), "element type, got float32 and int32"),
     ],
 )
-def test_out_of_another_type_than_the_input_raises(run: Any, call: Any, explanation: str) -> None:
+def test_out_with_a_different_type_than_the_input_raises(run: Any, call: Any, explanation: str) -> None:
     refused(run, lambda g: call(g, np.zeros(2, "f4"), np.zeros(2, "i4")), explanation)

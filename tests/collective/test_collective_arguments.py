@@ -1,4 +1,4 @@
-"""Invalid arguments of a group's calls raise before anything is sent.
+"""Invalid arguments of group calls raise before anything is sent.
 
 The error names the argument, its value and the allowed values.
 """
@@ -136,7 +136,7 @@ def test_group_times_out_without_rank_0() -> None:
         collective.group(**GIVEN | {"at": free_address(), "timeout": 0.1})
 
 
-def test_members_checks_its_size() -> None:
+def test_members_rejects_an_invalid_size() -> None:
     with pytest.raises(TypeError, match=r"members: size must be an int of at least 1, got 'two' \(str\)"):
         collective.members("two")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="members: size must be at most 1,024, got 2000"):

@@ -16,7 +16,7 @@ BY_NUMPY = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
 
 def given(rank: int, dtype: str, length: int) -> Any:
-    """Return dates with some before 1970 or negative; at each index but one, one member has NaT."""
+    """Return dates, some of them negative or before 1970; at all indexes but one, one member has NaT."""
     found = np.random.default_rng((rank, length)).integers(-(10**6), 10**6, length).astype(dtype)
     found[rank::4] = "NaT"
     return found
@@ -30,7 +30,7 @@ def by_numpy(op: str, parts: list[Any]) -> Any:
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", MEANT)
 @pytest.mark.parametrize("length", [8, 120_000])
-def test_dates_are_combined_as_in_numpy(run: Any, dtype: str, length: int) -> None:
+def test_dates_are_combined_like_numpy_dates(run: Any, dtype: str, length: int) -> None:
     def body(g: Any) -> Any:
         found = {}
         for op in MEANT[dtype]:
@@ -50,7 +50,7 @@ def test_dates_are_combined_as_in_numpy(run: Any, dtype: str, length: int) -> No
 
 
 @pytest.mark.parametrize("dtype", ["M8[D]", "m8[ms]", ">M8[s]"])
-def test_dates_can_be_moved(run: Any, dtype: str) -> None:
+def test_dates_can_be_gathered_and_broadcast(run: Any, dtype: str) -> None:
     def body(g: Any) -> Any:
         x = given(g.rank, dtype, 8)
         out = [np.zeros(8, dtype) for _ in range(2)]
@@ -103,8 +103,8 @@ def test_meaningless_operation_on_dates_raises(
     assert run(2, body) == [2, 2]
 
 
-def test_dates_of_two_units_do_not_match(run: Any) -> None:
-    """One second and one millisecond would otherwise add up to two."""
+def test_dates_with_different_units_raise_mismatch(run: Any) -> None:
+    """Otherwise one second and one millisecond would add up to two."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch, match=r"timedelta64\[s\]\[2\].*timedelta64\[ms\]\[2\]"):

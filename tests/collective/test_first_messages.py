@@ -64,7 +64,7 @@ def test_first_messages_of_several_threads_arrive(pair: Callable[[], Pair]) -> N
 
 
 class Interrupted:
-    """A member whose first call to publish a channel is interrupted by Ctrl-C."""
+    """Member whose first call to publish a channel is interrupted by Ctrl-C."""
 
     def __init__(self, member: Any, when: str) -> None:
         self._member, self._when = member, when
@@ -81,7 +81,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_messages_arrive_after_ctrl_c_in_the_first_one(when: str) -> None:
+def test_messages_arrive_after_ctrl_c_during_the_first(when: str) -> None:
     with ExitStack() as stack:
         own, other = near(stack)
         peer = own.peer(1)
@@ -92,7 +92,7 @@ def test_messages_arrive_after_ctrl_c_in_the_first_one(when: str) -> None:
         assert other.receive(0, 20.0) == "next"
 
 
-def test_remote_messages_arrive_after_ctrl_c_in_the_first_one(
+def test_remote_messages_arrive_after_ctrl_c_during_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There must be no second connection, because the receiver might read only that one."""
@@ -129,7 +129,7 @@ def test_send_to_another_host_raises_after_close() -> None:
 
 @contextmanager
 def foreign_peer() -> Iterator[AuthenticatedListener]:
-    """Run another program at a port of this host, with another secret."""
+    """Run another program, which has a different secret, on a port of this host."""
     over = threading.Event()
 
     def listen() -> None:
@@ -147,7 +147,7 @@ def foreign_peer() -> Iterator[AuthenticatedListener]:
 
 
 def test_close_ignores_another_program_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program has the port of a member that is gone."""
+    """The program has the port of a member that has ended."""
     monkeypatch.setattr(messages_remote, "REJECTION_TIMEOUT_S", 0.0)
     with foreign_peer() as remote:
         own = RemotePeers(0, CONNECTOR.listen({}), ["", remote.address], CONNECTOR)

@@ -1,5 +1,7 @@
-"""Calls read and write any memory layout of their arguments; impossible layouts raise before anything is
-sent."""
+"""Calls read and write arguments of any memory layout.
+
+Layouts that cannot work raise before anything is sent.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def test_result_fills_noncontiguous_out(run: Any, length: int) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("listed", [True, False])
-def test_input_inside_out_reaches_other_members_unchanged(run: Any, length: int, listed: bool) -> None:
+def test_input_that_is_part_of_out_is_sent_unchanged(run: Any, length: int, listed: bool) -> None:
     """Each member's own part of ``out`` may be its input."""
 
     def body(g: Any, own: int) -> Any:

@@ -1,4 +1,4 @@
-"""Messages between two members arrive in order and complete, without a waiting receiver."""
+"""Messages between two members arrive complete and in order, without a waiting receiver."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_messages_of_all_types_arrive_in_order(run: Any) -> None:
 
 
 def test_receive_converts_between_array_and_tensor(run: Any) -> None:
-    """Only the types and sizes must match, as in every operation."""
+    """The types and sizes must match, as in every operation."""
 
     def body(g: Any) -> Any:
         import torch
@@ -140,7 +140,7 @@ class Counted:
 
 
 def test_waiting_message_is_serialized_once() -> None:
-    """Its receiver has not opened the channel."""
+    """The receiver has not opened the channel."""
     own, other = members(2)
     item = Counted()
     with own, other:
@@ -211,8 +211,10 @@ def test_receive_any_returns_sender_and_keeps_its_order(
 
 
 def test_receive_any_loses_no_message_after_a_death() -> None:
-    """All messages are received before the death is raised, because the caller might wait for the dead
-    member."""
+    """All messages are received before the death is raised.
+
+    The caller might otherwise wait for a message that is there.
+    """
 
     def body(g: Any) -> Any:
         if g.rank == 1:

@@ -1,4 +1,4 @@
-"""Messages between hosts, as one member receives the bytes that the test sends."""
+"""Messages between hosts: one member receives bytes that the test sends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONNECTOR = Connector(SECRET, "127.0.0.1")
 
 
 class Received:
-    """The messages of rank 0; the test sends for the other members, and one of them may be gone."""
+    """The messages of rank 0. The test sends for the other members, and one of them may have ended."""
 
     def __init__(self) -> None:
         addresses = ["", free_address(), free_address(), free_address()]
@@ -65,7 +65,7 @@ def two() -> tuple[RemotePeers, RemotePeers]:
     return local, remote
 
 
-def test_receive_that_times_out_amid_a_message_gets_it_later(to_us: Received) -> None:
+def test_message_is_received_after_a_timeout_in_its_middle(to_us: Received) -> None:
     message = dumps(x := bytes(range(256)) * 400)
     whole = SIZE.pack(len(message)) + message
     with sender(to_us, 1) as remote:
@@ -81,7 +81,7 @@ def test_receive_that_times_out_amid_a_message_gets_it_later(to_us: Received) ->
 
 
 def interrupted(after: int, call: Callable[[], Any]) -> Any:
-    """Return the result of the call, or whether Ctrl-C was raised at point number ``after``.
+    """Return the result of the call, or ``KeyboardInterrupt`` if it was raised at point ``after``.
 
     The points are the start of each Python function and the end of each system call.
     """
@@ -133,7 +133,7 @@ def test_receive_loses_no_message_to_ctrl_c(where: Any, how: str) -> None:
 
 @pytest.mark.parametrize("any_source", [False, True])
 def test_first_message_arrives_after_ctrl_c_in_receive(any_source: bool) -> None:
-    """The interrupted receive starts to watch its sender."""
+    """The interrupted receive had begun to watch its sender."""
     for after in range(0, 60, 3):
         local, remote = two()
         own, other = Messages(0, 2, local.peer), Messages(1, 2, remote.peer)
@@ -150,7 +150,7 @@ def test_first_message_arrives_after_ctrl_c_in_receive(any_source: bool) -> None
 
 
 class Now:
-    """An object that fails to unpickle now and succeeds later."""
+    """Object that fails to unpickle now and succeeds later."""
 
     error: BaseException | Callable[[], BaseException] | None = None
 
@@ -198,7 +198,7 @@ def test_handler_exception_loses_no_message(to_us: Received) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_message_that_never_unpickles_is_skipped(to_us: Received) -> None:
+def test_message_that_can_never_be_unpickled_is_skipped(to_us: Received) -> None:
     with sender(to_us, 1) as remote:
         for message in (dumps(Now()), dumps("next")):
             remote.sendall(SIZE.pack(len(message)) + message)
@@ -208,7 +208,7 @@ def test_message_that_never_unpickles_is_skipped(to_us: Received) -> None:
         assert to_us.receive(1, 60.0) == "next"
 
 
-def test_missing_silent_peer_is_noticed(to_us: Received) -> None:
+def test_end_of_a_peer_that_never_sent_is_noticed(to_us: Received) -> None:
     with pytest.raises(MemberDied) as died:
         to_us.receive(1, None)
     assert died.value.ranks == (1,)
@@ -218,7 +218,7 @@ def test_missing_silent_peer_is_noticed(to_us: Received) -> None:
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_end_of_watched_peer_is_noticed(leaves: bool) -> None:
-    """The peer has left, or its connections have ended."""
+    """The peer has left, or its connections were closed."""
     local, remote = two()
     found = ThreadPeer(Messages(0, 2, local.peer).receive_any, None)
     wait_until(lambda: bool(remote._watchers))
@@ -255,7 +255,7 @@ def test_repr_hides_the_group_secret() -> None:
 
 
 def separate_hosts() -> tuple[str, str]:
-    """Return the identity of this host, and of a container that shares its network but not its processes."""
+    """Return the identity of this host, and that of a container that shares only its network."""
     alone, user = 0x20000000, 0x10000000  # CLONE_NEWPID, CLONE_NEWUSER
     if ctypes.CDLL(None).unshare(alone | (user if os.geteuid() else 0)):
         return "", ""
@@ -268,20 +268,20 @@ def separate_hosts() -> tuple[str, str]:
 
 
 def test_processes_in_different_namespaces_count_as_hosts() -> None:
-    """In the containers of one pod, a process id belongs to another process or to none."""
+    """In the containers of one pod, a pid may belong to another process or to none."""
     local, remote = ProcessPeer(separate_hosts).result()
     if not local:
-        pytest.skip("a process can't leave the namespace of its processes here")
+        pytest.skip("this system does not allow new PID namespaces")
     assert local == this_host()
     (boot, net, pid, *_), (remote_boot, remote_network, remote_pid, *_) = local.split("/"), remote.split("/")
     assert (boot, net) == (remote_boot, remote_network)
     assert pid != remote_pid
 
 
-def test_members_of_two_users_count_as_two_hosts() -> None:
-    """No user can open the memory of another."""
+def test_processes_of_two_users_count_as_two_hosts() -> None:
+    """A user cannot open the memory of another user's process."""
     if os.geteuid():
-        pytest.skip("only root can become another user: run it as root")
+        pytest.skip("only root can become another user: run the test as root")
     at = free_address()
 
     def work(g: Any) -> Any:
@@ -292,7 +292,7 @@ def test_members_of_two_users_count_as_two_hosts() -> None:
         with meet_at(at, SECRET, rank, 2, 60) as g:
             return work(g)
 
-    raised(over_hosts(2, work))  # imports modules that the other user may not be allowed to read
+    raised(over_hosts(2, work))  # imports modules that the other user may not be able to read
     peers = [ProcessPeer(member, rank, user) for rank, user in ((0, 0), (1, 65534))]
     assert [peer.result() for peer in peers] == [(3, "LinkedGroup")] * 2
 
@@ -334,7 +334,7 @@ def test_abandoned_messages_leave_no_thread_that_sends(lets_in: bool, tls: bool)
         local, remote = (
             RemotePeers(rank, listener, addresses, connector) for rank, listener in enumerate(listeners)
         )
-        for _ in range(20):  # more than its threads accept without a receiver
+        for _ in range(20):  # more than the peer's threads accept without a receiver
             local.peer(1).send(bytes(4 << 20), None)
         if lets_in:
             wait_until(lambda: remote.peer(0).incoming().stats().inside == READ_AHEAD)

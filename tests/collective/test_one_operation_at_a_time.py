@@ -23,7 +23,7 @@ def members() -> Iterator[Any]:
     yield made
     for member in made:
         member.close()
-    made.clear()  # the list outlives the test
+    made.clear()  # the list exists after the test
     del member
 
 
@@ -33,7 +33,7 @@ def is_inside(member: Any) -> bool:
 
 @contextlib.contextmanager
 def inside(members: Any) -> Iterator[Any]:
-    """Yield one of the members while its other thread is in an operation."""
+    """Yield one of the members while another of its threads is in an operation."""
     thread = threading.Thread(target=members[0].barrier)
     thread.start()
     wait_until(lambda: is_inside(members[0]))

@@ -1,4 +1,4 @@
-"""Replicas that the members of a group train stay equal, and learn like one module."""
+"""Replicas that are trained by a group's members stay equal, and learn like one module."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def accuracy(net: Any, digits: Any) -> float:
 
 @pytest.mark.parametrize("run", [in_threads, in_processes], ids=["threads", "processes"])
 def test_gradients_of_two_replicas_match_one_module(run: Any, digits: Any) -> None:
-    """In float64 the mean of two halves differs from the mean of the whole only by rounding."""
+    """In float64, the mean of two halves differs from the mean of the whole only by rounding."""
 
     def train(g: Any) -> tuple[list[float], float]:
         net = model(seed=g.rank)
@@ -143,7 +143,7 @@ def test_accumulate_blocks_can_be_nested() -> None:
     assert ok(in_threads(2, train)) == [3.0, 3.0]
 
 
-def test_gradient_buffers_start_in_one_order_for_all_losses() -> None:
+def test_gradient_buffers_start_in_equal_order_on_all_replicas() -> None:
     """A parameter without a gradient counts as zero."""
 
     def train(g: Any) -> tuple[int, list[float]]:
@@ -187,7 +187,7 @@ def test_compressed_gradients_train_equal_replicas(compress: Any, digits: Any) -
     assert min(ok(in_threads(2, train))) > 0.9
 
 
-def test_user_code_decodes_values_of_all_members() -> None:
+def test_user_defined_code_decodes_values_from_all_members() -> None:
     class Signs:
         def encode(self, x: Tensor) -> bytes:
             return bytes((x > 0).tolist())
@@ -207,7 +207,7 @@ def test_user_code_decodes_values_of_all_members() -> None:
         Gradients(nn.Linear(2, 1), None, compress="zip")  # type: ignore[arg-type]
 
 
-def test_topk_sends_left_out_elements_later() -> None:
+def test_topk_sends_omitted_elements_later() -> None:
     code, total = TopK(0.25), torch.zeros(8)
     x, out = torch.arange(8.0), torch.zeros(8)
     for _ in range(8):
@@ -220,7 +220,7 @@ def test_topk_sends_left_out_elements_later() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, float("nan")])
-def test_topk_checks_its_fraction(fraction: float) -> None:
+def test_topk_rejects_an_invalid_fraction(fraction: float) -> None:
     with pytest.raises(ValueError, match="fraction must be above 0 and at most 1"):
         TopK(fraction)
 
@@ -269,8 +269,10 @@ def test_replicas_stay_equal_with_unequal_batch_counts(run: Any, size: int, digi
 
 
 def test_mean_gradients_use_one_buffer_per_type() -> None:
-    """Parameters may have any type, no gradient, or a sparse one. Members without a batch also have the
-    buffers."""
+    """A parameter may have any type, no gradient, or a sparse one.
+
+    Members without a batch also have the buffers.
+    """
 
     def train(g: Any) -> tuple[int, list[list[float]]]:
         table = nn.Embedding(2, 2, sparse=True)
@@ -293,8 +295,8 @@ def test_mean_gradients_use_one_buffer_per_type() -> None:
 
 
 @pytest.mark.parametrize("run", [in_threads, over_hosts], ids=["one host", "two hosts"])
-def test_elastic_average_trains_one_shared_centre(run: Any, digits: Any) -> None:
-    """It matches consecutive averages of all members, with unequal numbers of batches."""
+def test_elastic_averages_share_one_centre(run: Any, digits: Any) -> None:
+    """The centre equals consecutive averages over all members, even with unequal numbers of batches."""
 
     def train(g: Any) -> tuple[float, list[Tensor]]:
         net = model(seed=g.rank)
@@ -335,12 +337,12 @@ def test_elastic_average_follows_its_formula() -> None:
         average.to_centre()
         return [own_rows, net.weight.item()]
 
-    assert ok(in_threads(2, train)) == [[4.0, 4.0], [7.0, 4.0]]  # pulls of 1 and 2 on a centre of 1
+    assert ok(in_threads(2, train)) == [[4.0, 4.0], [7.0, 4.0]]  # moved by 1 and by 2 towards a centre of 1
     with pytest.raises(ValueError, match="strength must be between 0 and 1"):
         ElasticAverage(nn.Linear(1, 1), None, every=1, strength=1.5)  # type: ignore[arg-type]
 
 
-def test_elastic_average_changes_nothing_after_a_death() -> None:
+def test_elastic_average_keeps_parameters_if_the_group_has_ended() -> None:
     def train(g: Any) -> list[float]:
         net, average = pulled(g, to=5.0)
         g.close()
@@ -385,7 +387,7 @@ def test_synchronize_rejects_buffer_with_shared_elements() -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_check_equal_names_first_difference_and_rank(change: str) -> None:
-    """Modules that cannot be made equal raise before anything is written."""
+    """Modules that differ in structure raise before anything is written."""
     function, message = CHANGES[change]
 
     def build_module(g: Any) -> None:
@@ -405,7 +407,7 @@ def test_check_equal_names_first_difference_and_rank(change: str) -> None:
 
 
 class Nothing:
-    """A code for a device without memory, which reads and writes nothing."""
+    """Code for a device without memory; it reads and writes nothing."""
 
     def encode(self, x: Tensor) -> Any:
         return str(x.device), x.numel()
@@ -415,7 +417,7 @@ class Nothing:
 
 
 def test_gradient_buffers_use_the_device_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer is on one device, and the device finishes its work before other members read the buffer."""
+    """Each buffer is on one device, which finishes its work before other members read the buffer."""
     finished: list[str] = []
     monkeypatch.setattr(array_access, "finish", lambda x: finished.append(str(x.device)))
 
@@ -428,4 +430,4 @@ def test_gradient_buffers_use_the_device_of_their_parameters(monkeypatch: pytest
         return [str(p.grad.device) for net in (on_meta, on_cpu) for p in net.parameters()]
 
     assert ok(in_threads(2, body)) == [["meta", "meta", "cpu", "cpu"]] * 2
-    assert finished == ["meta"] * 4  # of two members, before and after
+    assert finished == ["meta"] * 4  # two members, each before and after

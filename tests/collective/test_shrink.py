@@ -1,5 +1,7 @@
-"""``shrink``: the survivors of a group agree on who is left and form a new group, even if more members
-die."""
+"""``shrink``: the survivors of a group agree on who is left and form a new group.
+
+More members may die during the call.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,10 @@ def test_shrink_keeps_the_order_of_the_survivors(victims: set[int]) -> None:
 def test_shrink_survives_a_death_during_the_call(
     victim: int, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The victim is the first survivor, which makes the group, or another. It dies before the offer, before
-    it joins, or before all have met."""
+    """The victim is the first survivor, which makes the group, or another survivor.
+
+    It dies before the offer, before it joins, or before all have joined.
+    """
 
     def body(g: Any) -> Any:
         g.barrier()
@@ -60,7 +64,7 @@ def test_shrink_survives_a_death_during_the_call(
     before = getattr(SharedGroup, at, None)
 
     def dies(self: Any, *arguments: Any) -> Any:
-        """Die in a call of the new group."""
+        """Die when the new group is called."""
         if isinstance(self, SharedGroup) and self.size == 4:
             assert before is not None
             return before(self, *arguments)
@@ -71,8 +75,8 @@ def test_shrink_survives_a_death_during_the_call(
     assert found == {old: (new, 2, 2, survivors) for new, old in enumerate(survivors)}
 
 
-def test_shrink_ignores_left_members_and_interrupts_others() -> None:
-    """The member left before, or after it gave up."""
+def test_shrink_ignores_members_that_left_and_interrupts_others() -> None:
+    """The member left before the shrink, or after it gave up."""
     survivors = threading.Event()
 
     def body(g: Any) -> Any:
@@ -105,11 +109,11 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("call", WAITS)
 def test_shrink_interrupts_a_waiting_receive(call: str) -> None:
-    """Messages were exchanged before, and all members are alive."""
+    """Messages were exchanged earlier, and all members are alive."""
 
     def body(g: Any) -> Any:
         assert g.sendreceive(g.rank, to=1 - g.rank, source=1 - g.rank) == 1 - g.rank
-        g.barrier()  # else rank 1 may still be about to receive it
+        g.barrier()  # otherwise rank 1 may still be receiving it
         if g.rank == 1:
             with pytest.raises(MemberDied):
                 WAITS[call](g)
@@ -134,7 +138,7 @@ def test_shrink_does_not_wait_for_unread_messages() -> None:
 
 
 def test_shrink_ends_started_operations_first() -> None:
-    """They publish nothing more."""
+    """After that, they publish nothing more."""
     gave_up = threading.Event()
 
     def body(g: Any) -> None:
@@ -152,7 +156,7 @@ def test_shrink_ends_started_operations_first() -> None:
     raised(in_threads(2, body))
 
 
-def test_interrupted_shrink_releases_members_that_joined(
+def test_interrupted_shrink_releases_members_that_have_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     interrupted, done = threading.Event(), threading.Event()
@@ -177,7 +181,7 @@ def test_interrupted_shrink_releases_members_that_joined(
                 g.shrink()
             interrupted.set()
             done.wait()
-            del caught  # it kept everything that the leader made
+            del caught  # the exception kept everything that the leader had made
             return None
         found = g.shrink().allgather(g.rank)
         done.set()
@@ -186,7 +190,7 @@ def test_interrupted_shrink_releases_members_that_joined(
     assert in_threads(3, body) == [None, [1, 2], [1, 2]]
 
 
-def test_shrink_raises_only_where_descriptors_are_missing(
+def test_shrink_raises_only_on_the_member_without_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     take_over, at_their_limit = shrink.take_over, set()
@@ -210,7 +214,7 @@ def test_shrink_raises_only_where_descriptors_are_missing(
 
 
 def test_shrink_timeout_names_missing_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A waiting member looks less and less often for the others."""
+    """A waiting member polls the others at growing intervals."""
     late = threading.Event()
     checks: list[tuple[int, int]] = []
     is_left = Shrinking._is_survivor

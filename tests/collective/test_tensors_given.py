@@ -1,4 +1,4 @@
-"""Memory of tensor arguments where it differs from arrays, which test_memory_given.py tests."""
+"""Memory of tensor arguments, where it differs from arrays; test_memory_given.py tests arrays."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 
 def negated() -> Any:
-    """Return a tensor of -2 whose memory holds 2."""
+    """Return a tensor of -2 whose memory contains 2."""
     return torch.tensor([1 + 2j]).conj().imag
 
 
-def test_lazily_negated_tensor_is_resolved(run: Any) -> None:
+def test_lazily_negated_tensor_is_sent_with_its_values(run: Any) -> None:
     def body(g: Any) -> Any:
         spread = g.broadcast(negated() if g.rank == 0 else torch.zeros(1)).item()
         return g.allreduce(negated(), out=torch.zeros(1)).item(), g.allreduce(negated()).item(), spread
@@ -104,7 +104,7 @@ def nested(layout: Any) -> Any:
     ],
     ids=["freed", "masked", "faked", "jagged", "nested", "sparse"],
 )
-@pytest.mark.filterwarnings("ignore")  # torch's own warnings
+@pytest.mark.filterwarnings("ignore")  # for torch's own warnings
 def test_tensor_without_memory_raises(run: Any, call: str, make: Any, message: str) -> None:
     """No member reads at address zero."""
 

@@ -1,8 +1,8 @@
 """Backends of torch.distributed as algorithms of a group.
 
-They match the native algorithms, and a death in them raises as anywhere. CUDA tensors use NCCL, which needs
-devices. Without devices, the choice of the backend is tested with a dummy backend and with tensors without
-memory.
+They give the same results as the native algorithms, and a death in them raises the usual error. CUDA tensors
+use NCCL, which needs devices. Without devices, the choice of the backend is tested with a dummy backend and
+with tensors that have no memory.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from flowchan.collective import torch_algorithms  # noqa: E402
 
 OPERATIONS = ["allreduce", "reduce", "broadcast", "allgather", "gather", "reduce_scatter", "alltoall"]
 DEVICES = torch.cuda.device_count()
-needs_cuda = pytest.mark.skipif(not DEVICES, reason="no CUDA device: run it where there are some")
+needs_cuda = pytest.mark.skipif(not DEVICES, reason="no CUDA device: run the test on a machine that has one")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def used_before(one_compute_thread: None) -> None:
-    """Create a store first, so that the resources that torch keeps do not count as leaks."""
+    """Create a store first, so that the resources that torch keeps do not look like leaks."""
     in_threads(2, lambda g: (by(g, "gloo"), g.allreduce(torch.ones(1))))
 
 
@@ -61,7 +61,7 @@ def all_results(g: Any, make: Callable[[Any], Any]) -> list[Any]:
 
 
 class RecordingBackend:
-    """A backend that records its calls and completes them at once; ``first`` is called before."""
+    """Backend that records its calls and completes them at once, after calling ``first``."""
 
     def __init__(self, first: Callable[[], Any] = lambda: None) -> None:
         self.calls: list[str] = []
@@ -84,11 +84,11 @@ class RecordingBackend:
 
 
 def fail() -> None:
-    raise RuntimeError("it fails for this member")
+    raise RuntimeError("the backend fails on this member")
 
 
 def replace_backend(g: Any, backend: RecordingBackend) -> None:
-    """Replace the member's gloo by ``backend``, which keeps its connections."""
+    """Replace the member's gloo by ``backend``, and keep gloo's connections open."""
     backend.before, g._backends["gloo"]._backend = g._backends["gloo"]._backend, backend
 
 
@@ -106,8 +106,8 @@ def test_gloo_matches_native_algorithms(run: Any) -> None:
         assert later == [3.0] * 3
 
 
-def test_gloo_checks_out_before_it_starts(run: Any) -> None:
-    """All algorithms behave alike."""
+def test_gloo_algorithm_checks_out_before_the_operation(run: Any) -> None:
+    """All algorithms check ``out`` in the same way."""
 
     def body(g: Any) -> Any:
         x = np.full(4, 1.5)
@@ -222,12 +222,12 @@ def test_mismatched_gloo_calls_raise_on_all_members(run: Any) -> None:
 
 
 def test_backend_failure_raises_on_all_members(run: Any) -> None:
-    """The backend may fail on one member only, for which the others wait."""
+    """The backend may fail on one member only, while the others are waiting for that member."""
 
     def body(g: Any) -> Any:
         by(g, "gloo")
         with pytest.raises(GroupError, match=r"allreduce by gloo failed at rank \d: "):
-            g.allreduce(torch.zeros(3, dtype=torch.uint32))  # a type that gloo lacks
+            g.allreduce(torch.zeros(3, dtype=torch.uint32))  # a type that gloo does not support
         before = g.allreduce(torch.ones(3)).tolist()
         if g.rank == 1:
             replace_backend(g, RecordingBackend(fail))
@@ -285,8 +285,9 @@ def test_death_in_backend_raises_on_all_members(step: str) -> None:
     assert found == dict.fromkeys((0, 2), ((1,), "allreduce", [2.0, 2.0]))
 
 
-def test_interrupted_member_in_backend_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C interrupts it. Its connections stay, so the backends of the others notice nothing."""
+def test_member_interrupted_in_a_backend_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C interrupts the member. Its connections stay open, so the other members' backends notice
+    nothing."""
     monkeypatch.setattr(torch_algorithms, "GRACE", 0.05)
     read, write = os.pipe()
 
@@ -368,7 +369,7 @@ def test_unavailable_algorithm_raises_with_remedy(monkeypatch: pytest.MonkeyPatc
 
 
 def test_device_tensors_use_the_backend_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is used without being selected, but not for tensors in this machine's memory."""
+    """The backend is used without being selected, but not for tensors in host memory."""
     made: list[RecordingBackend] = []
 
     def make(*_: Any) -> RecordingBackend:
@@ -400,7 +401,7 @@ def test_device_tensors_use_the_backend_of_the_device(monkeypatch: pytest.Monkey
 
 
 class Mpi(RecordingBackend):
-    """A backend like that of an mpirun with one process."""
+    """Backend that imitates one under mpirun with one process."""
 
     def rank(self) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""One rank of a program on torch.distributed: it runs every case by the named backend and prints the results.
+"""One rank of a program that uses torch.distributed. It runs every case and prints the results.
 
 Arguments: backend or "over hosts", rank, size, a file for the store.
 """
@@ -60,7 +60,7 @@ def broadcast_and_reduce() -> Any:
 @case
 def all_gather() -> Any:
     parts = [random_tensor_of(r, 10 + r) for r in range(size())]
-    if dist.get_backend() != "gloo":  # gloo lacks the uneven one
+    if dist.get_backend() != "gloo":  # gloo does not support uneven sizes
         parts = [torch.empty(10 + r) for r in range(size())]
         dist.all_gather(parts, random_tensor(10 + rank()))
     whole = torch.empty(size() * 100_000)
@@ -70,7 +70,7 @@ def all_gather() -> Any:
 
 @case
 def coalesced() -> Any:
-    """Use as many tensors as ranks, so that a mix-up would show."""
+    """Use as many tensors as ranks, so that a mix-up would be visible."""
     given = [random_tensor(5, seed=number) for number in range(size())]
     found = [[torch.empty(5) for _ in given] for _ in range(size())]
     dist.all_gather_coalesced(found, given)
@@ -190,7 +190,7 @@ def receive_from_anybody() -> Any:
 
 @case
 def receive_from_anybody_while_one_member_is_waited_for() -> Any:
-    """Each receive gets the messages with its tag in order, from whichever receive took them."""
+    """Each receive gets the messages with its tag in order, even if another receive took them in."""
     tags = [7, 8, 8, 7, 7, 7, 8, 7, 8, 8] * 5
     if rank():
         for number, tag in enumerate(tags):

@@ -1,6 +1,6 @@
-"""C13: device tensors go to another host through host memory, on fake devices (``fake_device``).
+"""C13: device tensors are sent to another host through host memory, on fake devices (``fake_device``).
 
-They arrive on the device of the same number.
+They arrive on the device with the same number.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 def through_the_host():
-    """Return the copies to and from host memory in this process, and the device allocations."""
+    """Return the number of copies to and from host memory in this process, and of device allocations."""
     return FAKE.counts["to host"], FAKE.counts["from host"], FAKE.counts["allocate"]
 
 
 def of_another_host(*devices):
-    """Give this program the devices of another host."""
+    """Make this program see the devices of a different host."""
     transfer.use(FAKE)
     FAKE.seen = list(devices)
 
@@ -42,7 +42,7 @@ def test_tensor_arrives_on_its_device_if_visible():
 
 
 @pytest.mark.parametrize("ports", [False, True])
-def test_tensor_arrives_on_the_device_of_the_same_number(ports):
+def test_tensor_arrives_on_the_device_with_the_same_number(ports):
     outward, inward = Channel(across="hosts"), Channel(across="hosts")
 
     def move():
@@ -66,7 +66,7 @@ def test_tensor_arrives_on_the_device_of_the_same_number(ports):
     assert through_the_host() == (3, 3, 0)
 
 
-def test_receiver_with_fewer_devices_gets_a_remedy():
+def test_error_of_receiver_with_fewer_devices_names_the_remedy():
     ch = Channel(across="hosts")
 
     def take():
@@ -80,7 +80,7 @@ def test_receiver_with_fewer_devices_gets_a_remedy():
 
 
 class Doubled:
-    """Worker that has a device before its first item."""
+    """Worker that uses a device before its first item."""
 
     def __init__(self):
         of_another_host("other-A", "other-B")
@@ -90,8 +90,8 @@ class Doubled:
         return FakeTensor(2 * tensor.numpy(), tensor.device)
 
 
-def test_stages_on_hosts_pass_device_tensors_on(monkeypatch):
-    """Tensors go to an agent, from there to another one, and back."""
+def test_stages_on_hosts_forward_device_tensors(monkeypatch):
+    """Tensors go to an agent, from there to a second agent, and back."""
     monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if "/tests" in path))
     graph, pool = Graph("devices"), local(2)
     made = graph.source(range(1, 6)).map(lambda n: FakeTensor(np.arange(n * 10_000), "fake-B"))
@@ -103,7 +103,7 @@ def test_stages_on_hosts_pass_device_tensors_on(monkeypatch):
     assert through_the_host() == (5, 5, 0)
 
 
-# --- Servers and clients, like torch-ipc's with CUDA ---
+# --- Servers and clients, as in torch-ipc with CUDA ---
 
 VIEWS = {
     "whole": lambda: np.arange(12.0).reshape(3, 4),
@@ -116,7 +116,7 @@ VIEWS = {
 
 
 def remote_channel(server, function):
-    """Run a client on another host that has two devices."""
+    """Run a client on a host that has two devices."""
     address, secret = server.address, server.secret
 
     def work():
@@ -127,7 +127,7 @@ def remote_channel(server, function):
     return HostPeer(work)
 
 
-def test_device_bytes_go_to_a_server_and_back():
+def test_device_bytes_are_sent_to_a_server_and_back():
     """Corresponds to testCUDAStoragePingPong."""
 
     def echo(client):
@@ -148,7 +148,7 @@ def test_device_bytes_go_to_a_server_and_back():
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_device_tensors_go_to_a_server_and_its_clients(view):
+def test_device_tensors_are_sent_to_a_server_and_its_clients(view):
     """Corresponds to testCUDATensor and testNoncontiguousCUDATensor. A broadcast copies to host memory
     once."""
     outward = VIEWS[view]()

@@ -21,7 +21,7 @@ REMOTE_MIXES = [[REMOTE], [TRANSPORTS[0], REMOTE]]
 
 
 def hold(reply, over):
-    """Own channels in another process."""
+    """Own channels in this process, for a test in another process."""
     own = Channel(across="hosts")
     reply.put(own)
     with contextlib.suppress(Drained):
@@ -30,7 +30,7 @@ def hold(reply, over):
 
 @pytest.fixture(scope="module", autouse=True)
 def remote_channel():
-    """Yield a channel of another owner, which makes further ones.
+    """Yield a channel with a different owner, which makes further channels.
 
     The connection is open and has been used before a test counts processes or threads.
     """
@@ -52,7 +52,7 @@ def name(mix):
 
 @pytest.fixture(params=[*MIXES, *REMOTE_MIXES], ids=name)
 def several(request, remote_channel):
-    """Return ``several(n, capacity)``, which makes n channels of one transport, or of two in turn."""
+    """Return ``several(n, capacity)``, which makes n channels, all of one transport or of two in turn."""
 
     def make(n, capacity=64):
         transports = itertools.islice(itertools.cycle(request.param), n)
@@ -65,10 +65,9 @@ def several(request, remote_channel):
 
 @pytest.fixture(params=MIXES, ids=name)
 def several_local(request):
-    """Return the same without remote channels.
+    """Return the same function as ``several``, without remote channels.
 
-    Ports of remote channels are not tests of select, and a hundred of them make a connection take more
-    memory.
+    Ports of remote channels are tested elsewhere, and a hundred of them make a connection use more memory.
     """
 
     def make(n, capacity=64):
@@ -78,7 +77,7 @@ def several_local(request):
 
 
 def counts(channels):
-    """Return how many operations the channels have had. One select must add exactly one."""
+    """Return how many operations the channels have completed. One select must add exactly one."""
     return sum(ch.stats().items_in + ch.stats().items_out for ch in channels)
 
 
@@ -150,8 +149,8 @@ def test_select_raises_for_an_item_that_cannot_be_sent():
 
 
 @pytest.mark.parametrize("gets", [[3], [None], ["channel"]])
-def test_select_names_an_argument_of_another_type(gets):
-    """C10."""
+def test_select_names_an_argument_of_the_wrong_type(gets):
+    """C10: the error names the argument."""
     with pytest.raises(TypeError, match="select: gets must be channels and In ports"):
         select(gets)
 
@@ -165,8 +164,8 @@ def test_select_refuses_puts_that_are_not_pairs():
     assert ch.get() == 1
 
 
-def test_select_refuses_a_channel_in_place_of_a_list(several_local):
-    """C10: iterating over it would take its items."""
+def test_select_rejects_a_channel_instead_of_a_list(several_local):
+    """C10: iterating over the channel would take its items."""
     (ch,) = several_local(1)
     check_that_no_list_is_refused(ch)
 
@@ -179,7 +178,7 @@ def check_that_no_list_is_refused(ch):
     assert len(ch) == 1
 
 
-def test_select_refuses_ports_of_the_wrong_side(several_local):
+def test_select_rejects_ports_of_the_wrong_side(several_local):
     """C10."""
     (ch,) = several_local(1)
     check_that_ends_are_not_mixed_up(ch)
@@ -193,7 +192,7 @@ def check_that_ends_are_not_mixed_up(ch):
 
 
 @pytest.mark.parametrize("number", [0, 129])
-def test_select_takes_1_to_128_operations(several_local, number):
+def test_select_accepts_1_to_128_operations(several_local, number):
     """C10."""
     with pytest.raises(ValueError, match="1 to 128 operations"):
         select(several_local(number), timeout=0)
@@ -209,12 +208,12 @@ def test_select_waits_on_128_channels(several_local):
     assert no_waiters(*channels)
 
 
-# now or later
+# now, and after a timeout
 
 
 @pytest.mark.parametrize("timeout", [0, 0.02])
 def test_select_that_times_out_does_nothing(several, timeout):
-    """C7, C10: the error is an Empty and a Full, so both ways of catching it work."""
+    """C7, C10: the error is both an Empty and a Full, so either ``except`` clause catches it."""
     a, b = several(2, capacity=1)
     b.put("old")
     for kind in (NothingReady, Empty, Full, TimeoutError):
@@ -225,7 +224,7 @@ def test_select_that_times_out_does_nothing(several, timeout):
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "1", True])
-def test_invalid_select_timeout_is_refused(several, timeout):
+def test_invalid_select_timeout_raises(several, timeout):
     """C7, C10."""
     with pytest.raises(ValueError, match="timeout must be"):
         select(several(2), timeout=timeout)
@@ -234,7 +233,7 @@ def test_invalid_select_timeout_is_refused(several, timeout):
 # ends
 
 
-def test_drained_channels_are_left_out(several):
+def test_select_skips_drained_channels(several):
     """C4, C10."""
     a, b = several(2)
     a.close()
@@ -245,7 +244,7 @@ def test_drained_channels_are_left_out(several):
         select([a, b])
 
 
-def test_a_closed_channel_that_still_holds_items_is_read(several):
+def test_select_gets_items_left_in_a_closed_channel(several):
     """C3, C10."""
     a, b = several(2)
     a.put_many([1, 2])
@@ -255,7 +254,7 @@ def test_a_closed_channel_that_still_holds_items_is_read(several):
         select([a, b], timeout=0)
 
 
-def test_a_put_into_a_closed_channel_raises_closed(several):
+def test_select_to_put_into_a_closed_channel_raises_closed(several):
     """C3, C10: this is the caller's mistake, even if other operations may become possible later."""
     a, b = several(2)
     b.close()
@@ -263,7 +262,7 @@ def test_a_put_into_a_closed_channel_raises_closed(several):
         select([a], puts=[(b, 1)])
 
 
-def test_a_broken_channel_raises_broken_from_its_cause(several):
+def test_select_on_a_broken_channel_raises_broken_from_its_cause(several):
     """C6, C10."""
     a, b = several(2)
     b.abort(LookupError("gone"))
@@ -274,7 +273,7 @@ def test_a_broken_channel_raises_broken_from_its_cause(several):
 
 @pytest.mark.parametrize(("end", "raised"), [("close", Drained), ("abort", Broken)])
 def test_close_or_abort_wakes_a_waiting_select(several, end, raised):
-    """C3, C6, C10: close ends it if no other operation is left, abort at once."""
+    """C3, C6, C10: close ends it only if no other operation is left; abort ends it at once."""
     a, b = several(2)
     a.close()
     waiting = ThreadPeer(select, [a, b])
@@ -285,7 +284,7 @@ def test_close_or_abort_wakes_a_waiting_select(several, end, raised):
     assert no_waiters(a, b)
 
 
-def test_a_closed_port_is_refused(several_local):
+def test_select_rejects_a_closed_port(several_local):
     """C5, C10."""
     (ch,) = several_local(1)
     check_that_a_closed_port_is_refused(ch)
@@ -305,7 +304,7 @@ def check_that_a_closed_port_is_refused(ch):
     "check",
     [check_that_no_list_is_refused, check_that_ends_are_not_mixed_up, check_that_a_closed_port_is_refused],
 )
-def test_select_refuses_the_same_mistakes_with_remote_ports(check):
+def test_select_rejects_the_same_mistakes_with_remote_ports(check):
     """C5, C10."""
     ch = Channel(across="hosts")
     HostPeer(check, ch).result()
@@ -328,7 +327,7 @@ def test_closing_a_port_ends_a_select_that_waits_on_it(several_local):
 
 
 def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
-    """C8, C10: a plain reader also waits, and must not sleep while the item that select did not take is
+    """C8, C10: a plain reader is also waiting, and must not sleep while an item that select left is
     available."""
     for _ in range(100):
         a, b = several(2)
@@ -350,7 +349,7 @@ def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
 
 
 def test_ready_channels_are_chosen_about_equally_often(several):
-    """C10: 900 choices among three; each share is 300 within eight standard deviations."""
+    """C10: 900 choices among three; each channel is chosen 300 times, within eight standard deviations."""
     channels = several(3, capacity=1_000)
     for ch in channels:
         ch.put_many(range(900))
@@ -362,7 +361,7 @@ def test_ready_channels_are_chosen_about_equally_often(several):
 @pytest.mark.each_value
 @pytest.mark.parametrize("before", [2, 8])
 def test_empty_channels_do_not_bias_the_choice(several, before):
-    """C10: two ready channels after empty ones have half of 900 choices each, within eight standard
+    """C10: two ready channels after empty ones get half of 900 choices each, within eight standard
     deviations."""
     channels = several(before + 2, capacity=1_000)
     for ch in channels[before:]:
@@ -371,7 +370,7 @@ def test_empty_channels_do_not_bias_the_choice(several, before):
     assert 330 < chosen[before] < 570, chosen
 
 
-def test_select_without_waiting_does_not_miss_a_moving_item(several, make_gate):
+def test_select_without_waiting_finds_an_item_that_moves(several, make_gate):
     """C10: one of two channels has an item at every moment; checking them in turn must not miss it."""
     first, second = channels = several(2)
     first.put("item")

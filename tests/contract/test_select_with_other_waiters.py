@@ -1,4 +1,5 @@
-"""C8 to C11: ``select`` with other threads and processes that wake, interrupt, compete with or kill it."""
+"""C8 to C11: ``select`` while other threads and processes wake it, interrupt it, compete with it or kill
+it."""
 
 from __future__ import annotations
 
@@ -21,8 +22,7 @@ from flowchan import Channel, Drained, NothingReady, Selected, select
 @pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])
 @pytest.mark.parametrize("chosen", [0, 1])
 def test_put_by_another_thread_or_process_wakes_a_select(kind, chosen):
-    """C8, C10: from another thread for each transport, and from another process if the transport reaches
-    it."""
+    """C8, C10: another thread puts for each transport; another process puts if the transport allows it."""
     channels = [Channel(across="processes"), Channel(across="threads" if kind is ThreadPeer else "processes")]
     waiting = ThreadPeer(select, channels)
     for ch in channels:
@@ -52,7 +52,7 @@ def test_get_by_another_thread_wakes_a_select_to_put(kind):
 
 @pytest.mark.parametrize("across", [pytest.param(one.across, id=one.name) for one in TRANSPORTS])
 def test_ctrl_c_interrupts_a_waiting_select(across):
-    """C9, C10: nothing was done, no call waits, and the channels work as before."""
+    """C9, C10: no operation was done, no call is waiting, and the channels work as before."""
     text = f"""
 import threading
 from support.waiting import no_waiters, wait_blocked
@@ -113,7 +113,7 @@ def test_selects_share_items_with_plain_calls_and_processes():
 
 
 def test_process_killed_in_select_leaves_no_waiter():
-    """C10, C11: it takes no wake-up with it, and no longer counts as a waiter."""
+    """C10, C11: the killed process consumes no wake-up, and no longer counts as a waiter."""
     a, b = Channel(across="processes"), Channel(across="processes")
     peer = ProcessPeer(select, [a, b])
     wait_blocked(a, readers=1)

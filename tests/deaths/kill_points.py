@@ -31,5 +31,5 @@ class Deaths:
 
 
 def stage_of(run: Run, name: str) -> StageStats:
-    """Return the present statistics of one stage."""
+    """Return the current statistics of one stage."""
     return next(stage for stage in run.stats().stages if stage.name == name)

@@ -63,7 +63,7 @@ def test_random_kills_of_cheap_maps_blame_no_item() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("by_fork")
 def test_1_000_random_kills_of_cheap_maps_blame_no_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use all defaults except the limits on restarts of a worker that dies all the time."""
+    """All defaults apply, except the limits on restarts of a worker that keeps dying."""
     kills, ended = 1_000, threading.Event()
     monkeypatch.setattr(decisions, "LONGEST_PAUSE", 0.01)
     monkeypatch.setattr(decisions, "HOPELESS", kills)  # a worker may be killed before it begins
@@ -136,7 +136,7 @@ def test_suspect_item_is_retried_by_one_worker_alone(ordered: bool) -> None:
     def work(item: int) -> int:
         if item == 0:
             pids.put(os.getpid())
-            if len(others) < 40:  # not before the other worker has done all other items
+            if len(others) < 40:  # not before the other worker has finished all other items
                 wait_until(lambda: len(others) >= 40)
             os.kill(os.getpid(), signal.SIGKILL)
         others.put(item)

@@ -1,4 +1,4 @@
-"""C11, R4: workers killed by SIGKILL at a chosen point lose and repeat nothing, and keep the order."""
+"""C11, R4: if workers are killed by SIGKILL at a chosen point, no item is lost, repeated or reordered."""
 
 from __future__ import annotations
 
@@ -337,7 +337,7 @@ def kill_one(run: Run, name: str) -> None:
     """Kill the process of the first worker of a stage, once it exists, and wait until this is noticed."""
 
     def running() -> list[WorkerProcess]:
-        with contextlib.suppress(RuntimeError, ValueError):  # one is being replaced just now
+        with contextlib.suppress(RuntimeError, ValueError):  # a worker is being replaced just now
             processes = run._crew.local.processes.items()
             return [p for id, p in processes if (id.stage, id.number) == (name, 1) and not p.ended()]
         return []
@@ -375,7 +375,7 @@ def test_c11_worker_killed_while_it_waits_for_room() -> None:
 
 
 def test_r4_idle_worker_may_use_all_its_restarts() -> None:
-    """A death without a leased item does not show that a worker cannot begin."""
+    """A death without a leased item does not show that a worker cannot start."""
     graph = Graph("idle")
     numbers = graph.input()
     out = numbers.map(abs, on="process", name="work").collect()

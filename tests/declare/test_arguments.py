@@ -1,4 +1,4 @@
-"""Wrong arguments of operators raise at once, with the allowed values."""
+"""Wrong arguments of operators raise at once. The errors name the allowed values."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def stream(graph: Blueprint) -> Stream:
         (lambda s: Blueprint(""), ValueError, "Graph: name must not be empty"),
     ],
 )
-def test_a_wrong_argument_is_refused_at_once(stream: Stream, call: Any, error: Any, message: str) -> None:
+def test_wrong_argument_raises_at_once(stream: Stream, call: Any, error: Any, message: str) -> None:
     with pytest.raises(error) as raised:
         call(stream)
     assert message in str(raised.value)

@@ -52,7 +52,7 @@ def test_stage_with_unpicklable_item_type_can_be_pickled() -> None:
         (PROCESS, PROCESS, PROCESSES),
     ],
 )
-def test_two_placements_decide_the_transport(one: Placement, other: Placement, transport: Any) -> None:
+def test_transport_follows_from_the_two_placements(one: Placement, other: Placement, transport: Any) -> None:
     assert one.transport_to(other) is transport
 
 

@@ -3,9 +3,9 @@
 - A ``python`` block runs alone, as ``__main__``: it has everything that a reader needs to paste. If
   ``<!-- file: NAME -->`` is above it, it is also written to that file, which later blocks can import or run.
 - In an ``sh`` block, the lines that begin with ``flowchan`` are run.
-- ``# → text`` ending a Python line is a line that the block prints; with such comments, they are all its
-  output.
-- A ``text`` block directly below is the output of the block above it, exactly.
+- ``# → text`` at the end of a Python line is a line that the block prints. All these comments together are
+  the whole output.
+- A ``text`` block directly below another block is that block's exact output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PRINTS = re.compile(r"# → (.*)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Fenced block of a page.
+    """Fenced block on a page.
 
     It has a language, a text, its first line, the file that it must be written to, and its expected output or
     ``None``.
@@ -60,7 +60,7 @@ def blocks(markdown: str) -> Iterator[Block]:
 def run_python(block: Block, path: str, main: ModuleType) -> None:
     if block.file:
         Path(block.file).write_text(block.text)
-    # Empty lines before it, so that a traceback shows the line of the Markdown file.
+    # Empty lines come first, so that a traceback shows the line in the Markdown file.
     exec(compile("\n" * block.line + block.text, path, "exec"), vars(main))
 
 

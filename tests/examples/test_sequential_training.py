@@ -1,5 +1,7 @@
-"""The example is run as a user runs it: both trainings learn along one curve, and know the digits that were
-held out."""
+"""Run the example as a user would.
+
+Both trainings learn along one curve, and the networks recognise digits that were held out.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def lines_of(programs: Template, *arguments: object) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_both_trainings_follow_one_curve_and_generalise(
+def test_plain_and_pipelined_training_have_equal_losses(
     torch_programs: Template, tmp_path: Path, long_walk: bool
 ) -> None:
     number, loss, share = (8, 0.1, 95) if long_walk else (5, 0.5, 85)
@@ -40,7 +42,7 @@ def test_both_trainings_follow_one_curve_and_generalise(
     assert {"F 0", "B 3", "update"} <= names
 
 
-def test_another_pipe_learns_along_the_same_curve(torch_programs: Template) -> None:
+def test_pipe_with_other_options_has_equal_losses(torch_programs: Template) -> None:
     arguments = ("--epochs", 1, "--on", "thread", "--parts", 3, "--schedule", "gpipe")
     _, *rows, _, _, same = lines_of(torch_programs, *arguments)
     assert [one == other for _, one, other in map(str.split, rows)] == [True]

@@ -37,7 +37,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "pytorch#173909": (
         "asked for loopback, it listens everywhere",
-        ("transport/test_tcp.py::test_listening_on_loopback_opens_no_other_address",),
+        ("transport/test_tcp.py::test_listener_on_loopback_uses_no_other_address",),
     ),
     "vllm#17197, LightLLM#1413": (
         "a port unpickles what anybody sends",
@@ -72,7 +72,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "a killed reader's items come again late; lost acknowledgements stall the others",
         (
             "hosts/test_host_deaths.py::test_killed_agent_is_replaced_with_its_workers",
-            "link/test_cuts.py::test_outputs_cut_in_the_middle_arrive_once",
+            "link/test_cuts.py::test_outputs_arrive_once_if_the_connection_breaks_inside",
         ),
     ),
     "akka-core#24576, sparkrun#240": (

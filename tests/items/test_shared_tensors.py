@@ -1,4 +1,4 @@
-"""After ``share_memory_()`` a tensor is one tensor in all processes that receive it."""
+"""After ``share_memory_()``, a tensor is the same tensor in all processes that receive it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_map_workers_write_into_one_tensor_and_return_it() -> None:
     assert own[0] == results[1][0] == 8
 
 
-def test_tasks_of_a_pool_write_into_one_tensor() -> None:
+def test_tasks_in_a_pool_write_into_one_tensor() -> None:
     own = shared(3)
     with TaskPool(2, on="process") as pool:
         futures = [pool.submit(fill, own, number) for number in (1, 2)]
@@ -132,8 +132,8 @@ def test_packed_value_contains_the_shared_tensor() -> None:
     assert (own[0].item(), found["more"].sum().item()) == (6, 20_000)
 
 
-def test_batches_of_a_data_loader_cross_as_copies() -> None:
-    """These batches are also in shared memory, but only as a means of transfer."""
+def test_data_loader_batches_are_sent_as_copies() -> None:
+    """These batches are also in shared memory, but only for their transfer."""
     data = torch.utils.data.TensorDataset(torch.arange(4.0))
     (batch,) = next(iter(torch.utils.data.DataLoader(data, 4, num_workers=1)))
     assert batch.is_shared()
@@ -142,7 +142,7 @@ def test_batches_of_a_data_loader_cross_as_copies() -> None:
     assert batch.tolist() == [0, 1, 2, 3]
 
 
-def test_mapped_file_crosses_as_a_copy(tmp_path: Any) -> None:
+def test_mapped_file_is_sent_as_a_copy(tmp_path: Any) -> None:
     path = tmp_path / "numbers"
     own = torch.from_file(str(path), shared=True, size=4)
     own.fill_(2)

@@ -1,8 +1,7 @@
-"""Random use of arrays in a channel's memory, with a check that their contents never change.
+"""Use arrays in a channel's memory at random, and check that their contents never change.
 
-One process does all operations, with little memory and sizes that never fit twice. So memory is cut again and
-again around the arrays in use. Every array is filled with its number, and all arrays are read after each
-step.
+One process does all operations, with little memory and varying sizes. So memory is divided again and again
+around the arrays in use. Every array is filled with its number, and all arrays are read after each step.
 """
 
 from __future__ import annotations
@@ -37,15 +36,16 @@ def check(array: Any, number: int) -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """One user with a channel, its ports, and the arrays that it received, has on loan, or has put."""
+    """One user with a channel, its ports, and the arrays that were received, lent, or put."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside: deque[tuple[int, int, int]] = deque()  # numbers, sizes, and the number of the put
+        # number of the first array, size, and number of the put
+        self.inside: deque[tuple[int, int, int]] = deque()
         self.held: list[tuple[Any, int]] = []
         self.lent: list[tuple[Any, int]] = []
         self.released: list[Any] = []  # former loans that have been put
-        self.readers: list[tuple[Any, list[tuple[int, int, int]]]] = []  # each with its leased items
+        self.readers: list[tuple[Any, list[tuple[int, int, int]]]] = []  # each reader with its leased items
         self.writers: list[Any] = []
         self.number = self.puts = 0
 
@@ -53,7 +53,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, capacity: int) -> None:
         self.capacity = capacity
         self.channel: Any = Channel(capacity, across="processes", max_bytes=MAX_BYTES)
-        # Ports that stay open to the end, because the last one to leave would close the channel.
+        # Ports that stay open to the end, because closing the last one would close the channel.
         self.remain = self.channel.reader(), self.channel.writer()
 
     def new(self) -> int:

@@ -22,8 +22,10 @@ LARGE = bytes(200_000)
 
 
 class Cut(Linked):
-    """Connections that are cut, one after the other, after the given numbers of bytes to the owner side. The
-    last one is not cut."""
+    """Connections that are cut one at a time, after the given numbers of bytes to the owner side.
+
+    The last connection is not cut.
+    """
 
     def __init__(self, *cuts: int) -> None:
         super().__init__()
@@ -42,7 +44,7 @@ class Cut(Linked):
         for cut in cuts:
             self._connect_through(cut)
             while not isinstance(event := next_event(self.owner_side, WAIT_LIMIT_S), LinkBroken):
-                if isinstance(event, LinkClosed):  # all came before the cut
+                if isinstance(event, LinkClosed):  # all bytes arrived before the cut
                     return
             for relay in self._relays:
                 relay.join(WAIT_LIMIT_S)
@@ -73,7 +75,7 @@ def pass_on(source: socket.socket, target: socket.socket, most: int | None) -> N
     for sock in (source, target):
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-    source.close()  # the other thread closes the target, which is its source
+    source.close()  # the other thread, whose source the target is, closes the target
 
 
 def large(item: int) -> list[tuple[int, Any]]:
@@ -89,7 +91,7 @@ CUTS = [100_000, 150_000, 300_000, 1_000_000]
 
 
 @pytest.mark.parametrize("times", range(5))
-def test_outputs_cut_in_the_middle_arrive_once(times: int) -> None:
+def test_outputs_arrive_once_if_the_connection_breaks_inside(times: int) -> None:
     with Cut(*CUTS) as linked:
         source, results = channel(4), channel(1000)
         thread = RemoteWorker(linked, 1, source, results).start(large)
@@ -99,7 +101,7 @@ def test_outputs_cut_in_the_middle_arrive_once(times: int) -> None:
 
 
 @pytest.mark.parametrize("times", range(5))
-def test_outputs_cut_while_skipped_are_skipped_once(times: int) -> None:
+def test_outputs_are_skipped_once_if_the_connection_breaks_inside(times: int) -> None:
     source, results = channel(4), channel(1000)
     with Linked() as first:
         remote = RemoteWorker(first, 1, source, results)

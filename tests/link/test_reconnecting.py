@@ -1,5 +1,7 @@
-"""Reconnect a link after breaks: Python dials and proves the secret again, and the link continues (R10,
-C11)."""
+"""Reconnect a link after breaks: Python dials and proves the secret again, and the link continues.
+
+Clauses R10 and C11.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +65,11 @@ class Returning(Linked):
     def _reconnect(self) -> None:
         for event in link_events.watch(self.worker_side, WAIT_LIMIT_S):
             if isinstance(event, link_events.LinkBroken) and not self.over.is_set():
-                with contextlib.suppress(OSError):  # the test ends
+                with contextlib.suppress(OSError):  # the test is ending
                     self.connect()
 
     def break_(self) -> None:
-        """End the connection, in whichever process it is."""
+        """Break the connection, whichever process holds it."""
         kill_tls_proxies() if self.tls else cut()
 
     def are_connected(self) -> bool:

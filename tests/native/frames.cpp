@@ -1,11 +1,11 @@
-// Arbitrary data over a connection, from a peer that has proved the secret. It sends frames as agents do. It
-// also sends frames that are changed, repeated, left out, of absurd sizes or cut, and other bytes, in pieces
-// of any size. Arguments: `model`, `owner` or `worker`, a seed, and how many frames.
+// Arbitrary data over a connection, from a peer that has proved the secret. The peer sends frames as agents do. It also
+// sends frames that are changed, repeated, left out, cut or of absurd sizes, and other bytes, in pieces of any size.
+// Arguments: `model`, `owner` or `worker`, a seed, and the number of frames.
 //
-// `model`: items come to workers, and the test knows which frames are valid. Valid ones are put, once and in
-// order, also over the next connection. An invalid one ends the connection and leaves no trace. `home` and
-// `away`: the states of ports in both directions, where validity depends on the progress of the link's
-// threads. Received items are complete, and the rings are consistent.
+// `model`: items are sent to workers, and the test knows which frames are valid. Valid frames are put, once and in
+// order, also over the next connection. An invalid frame ends the connection and has no other effect. `home` and
+// `away`: the states of ports in both directions, where validity depends on the progress of the link's threads.
+// Received items are complete, and the rings are consistent.
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -22,7 +22,7 @@ namespace testing {
 
 namespace {
 
-constexpr unsigned HANG_LIMIT_S = 120;  // seconds until a connection that does not end is a failure
+constexpr unsigned HANG_LIMIT_S = 120;  // seconds after which a connection that does not end counts as a failure
 constexpr uint64_t BYTES_INSIDE = 1 << 20, CAPACITY = 4;
 constexpr uint32_t STREAMS = 3;
 constexpr uint16_t PORTS = 2;
@@ -40,7 +40,7 @@ class Draw {
     T of(const T (&choices)[N]) {
         return choices[below(N)];
     }
-    // Return a number with a chance to be at a limit.
+    // Return a number that may be at or near a limit.
     uint64_t number() {
         const uint64_t near[] = {
             0, 1, 2, 63, 1 << 16, UINT32_MAX, uint64_t(1) << 46, uint64_t(1) << 63, UINT64_MAX};
@@ -80,7 +80,7 @@ class Peer {
     void cut() {
         if (!unsent_.empty()) unsent_.resize(draw_.below(unsent_.size()));
     }
-    // Send in pieces of any size. The link may end the connection at any of them.
+    // Send in pieces of any size. The link may end the connection during any of them.
     void send() {
         for (uint64_t at = 0; at < unsent_.size();) {
             const uint64_t most = draw_.one_in(3) ? 1 + draw_.below(64) : unsent_.size();
@@ -91,7 +91,7 @@ class Peer {
         }
         unsent_.clear();
     }
-    // Return the next frame; none when the connection has ended.
+    // Return the next frame, or nothing if the connection has ended.
     std::optional<Head> next_frame() {
         Head head{};
         if (!receive(&head, Head::SHORT)) return {};
@@ -116,7 +116,7 @@ class Peer {
     }
     static inline uint64_t sent_count = 0;  // frames, over all connections
 
-    // End the sending direction and wait until the link has noticed it.
+    // Close the sending direction and wait until the link has noticed.
     void end() {
         shutdown(fd_, SHUT_WR);
         while (next_frame()) {}
@@ -153,14 +153,14 @@ void sound(Ring& ring) {
 
 // --- the model ---
 
-// A port of a stream as its worker uses it, and the items expected from it.
+// A port of a stream as its worker uses it, and the items that it expects.
 struct Port {
     std::shared_ptr<Ring> ring = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     const uint32_t feed = open_session(*ring, Session::WRITER);
     User reads = open(*ring, Session::READER);
     std::vector<uint64_t> expected;
     uint64_t got = 0;      // frames
-    bool refuses = false;  // one was too large: no more is put
+    bool refuses = false;  // an item was too large: no more are put
 
     void expect(uint64_t value) {
         got += 1;
@@ -169,7 +169,7 @@ struct Port {
     void take_all() {
         uint64_t value = 0;
         for (uint64_t right : expected) {
-            // Items that waited for room when one was too large are dropped with it: the channel breaks.
+            // If an item is too large, the channel breaks, and items waiting for room are dropped as well.
             const Step step = reads.get(value, Deadline{refuses ? 0 : now_ns() + EVENT_LIMIT_NS});
             if (refuses && step == Step::NotNow) break;
             must(step == Step::Done && value == right, "an item is wrong or out of order");
@@ -286,8 +286,8 @@ class Model {
         if (head.type == FrameType::PING) return true;
         if (head.type == FrameType::PONG) return int64_t(head.n) >= 0 && int64_t(head.n) < now_ns();
         if (head.type != FrameType::ITEM && head.type != FrameType::OUTPUT) return false;
-        if (head.stream >= STREAMS) return true;           // its stream was dropped here, or is not open yet
-        if (head.type == FrameType::OUTPUT) return false;  // these streams have none
+        if (head.stream >= STREAMS) return true;  // the stream was dropped here, or is not open yet
+        if (head.type == FrameType::OUTPUT) return false;  // these streams have no outputs
         if (head.port >= PORTS) return false;
         const Port& port = ports_[head.stream][head.port];
         return port.refuses || head.n == port.got;
@@ -301,7 +301,7 @@ class Model {
 
 // --- anything ---
 
-// A stream: the ring that the link takes from, and the one that it puts into.
+// A stream: the ring from which the link takes, and the ring into which it puts.
 struct Ends {
     std::shared_ptr<Ring> from = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     std::shared_ptr<Ring> to = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
@@ -346,7 +346,7 @@ class Anything {
     }
 
   private:
-    // Put an item in on one side, and read items from the other.
+    // Put an item on one side, and read items from the other.
     void move() {
         Ends& ends = ends_[draw_.below(STREAMS)];
         if (draw_.one_in(3)) ends.feeds.put(Message(draw_.any(), draw_.of(SIZES)), Deadline{0});
@@ -359,8 +359,7 @@ class Anything {
         return head.has_value();
     }
 
-    // Return false if the bytes were not a frame, or one without its end, so that the link handles nothing
-    // after it.
+    // Return false if the bytes were not a complete frame, so that the link handles nothing after them.
     bool send_something(Peer& peer) {
         if (draw_.one_in(100)) return peer.add_frame(draw_.bytes(draw_.below(200))), false;
         const uint32_t stream = uint32_t(draw_.below(STREAMS));

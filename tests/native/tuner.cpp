@@ -1,6 +1,6 @@
-// The tuner over several plans with given times. Arguments: the number of operations in each half, the number
-// of plans, the ns of each plan in the first half, and those in the second half. Prints how many operations
-// of each half used each plan. The time of an operation is known when the next one is done.
+// Simulate the tuner over several plans with given times. Arguments: the number of operations in each half, the number
+// of plans, and the ns of each plan in the first half and in the second half. Prints how many operations in each half
+// used each plan. The time of an operation is known when the next operation has finished.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>

@@ -1,5 +1,5 @@
-// Helpers of the native test programs: messages whose every byte can be verified, and users of a ring. The
-// users put and take like puts.cpp and gets.cpp, with the core's own waiting loop.
+// Helpers of the native test programs: messages whose every byte can be verified, and users of a ring. The users put
+// and take like puts.cpp and gets.cpp, with the core's own waiting loop.
 #pragma once
 
 #include <array>
@@ -28,8 +28,8 @@ inline void must(bool holds, const char* what) {
     if (!holds) die(what);
 }
 
-// A number and, up to `size` bytes, data that follows from it. Sizes above 256 are sent as BYTES or as the
-// given `kind`, sizes above Taken::LOCAL as a large put.
+// A number and, up to `size` bytes, data that is derived from it. Sizes above 256 are sent as BYTES or as the given
+// `kind`, sizes above Taken::LOCAL as a large put.
 struct Message {
     static constexpr uint64_t LEAST = sizeof(uint64_t), CYCLE = 256;
     std::vector<char> bytes;
@@ -75,7 +75,7 @@ struct Message {
     }
 };
 
-// Run one operation that needs no waiting, with the lock around it.
+// Run one operation that does not need to wait, while holding the lock.
 template <class Op>
 auto locked(Ring& ring, Op&& op) {
     Wakes wakes;
@@ -104,7 +104,7 @@ struct HeldView {
     }
 };
 
-// A port or plain user. `in` numbers the items to which this one's outputs belong.
+// A port of a ring, or a plain user.
 struct User {
     Ring& ring;
     uint32_t session = 0;
@@ -112,7 +112,7 @@ struct User {
     ReaderState reader{};
     WriterState writer{};
     Taken taken{};
-    bool keeps = false;  // keeps views of the items that it got
+    bool keeps = false;  // whether it keeps views of the items that it got
     std::vector<HeldView> held_views;
 
     User(Ring& ring, uint32_t session, Session::Role role) : ring(ring), session(session) {
@@ -122,12 +122,11 @@ struct User {
     }
     ReaderState* as_reader() { return is_reader ? &reader : nullptr; }
     WriterState* as_writer() { return is_writer ? &writer : nullptr; }
-    Caller as_caller() const {  // like `writing` of puts.cpp
+    Caller as_caller() const {  // like `writing` in puts.cpp
         return {Side::Writer, this, session, 0, is_writer && writer.ordered && writer.keyed, writer.number};
     }
 
-    // Put like put_frame and put_large of puts.cpp. `item`: the number of the input item that the output
-    // belongs to.
+    // Put like put_frame and put_large in puts.cpp. `item`: the number of the input item to which the output belongs.
     Step put(const Message& message, Deadline deadline = {}, const uint64_t* item = nullptr) {
         Frame frame;
         message.fill(frame);
@@ -150,7 +149,7 @@ struct User {
         locked.unlock(wakes);
         return step;
     }
-    // Get like get_step of gets.cpp. `more`: leased items stay on lease.
+    // Get like get_step in gets.cpp. `more`: leased items stay on lease.
     Step get(uint64_t& value, Deadline deadline = {}, bool more = false) {
         Step step = perform(
             ring, [&](bool) { return Caller{Side::Reader, this, session}; },
@@ -187,7 +186,7 @@ struct User {
         Message::lay(value, held_views.back().at, size);
         return step;
     }
-    // Put the oldest loan of `lender`, like put_loaned of puts.cpp.
+    // Put the oldest loan of `lender`, like put_loaned in puts.cpp.
     Step put_loan(User& lender, Deadline deadline = {}, const uint64_t* item = nullptr) {
         HeldView& view = lender.held_views.front();
         Frame frame;
@@ -208,7 +207,7 @@ struct User {
             lender.held_views.erase(lender.held_views.begin());
         return step;
     }
-    // Finish an item like done_with of ports.cpp.
+    // Finish an item like done_with in ports.cpp.
     Step done_with(uint64_t number) {
         Step step = Step::Done;
         if (!writer.ordered) {
@@ -250,7 +249,7 @@ inline uint32_t open_session(Ring& ring, Session::Role role) {
 }
 inline User open(Ring& ring, Session::Role role) { return {ring, open_session(ring, role), role}; }
 
-// Map the same ring once more.
+// Map the same ring again.
 inline std::unique_ptr<Ring> attach(Ring& ring) {
     int fd = dup(ring.fd());
     must(fd >= 0, "dup");

@@ -1,5 +1,7 @@
-"""``Barrier``, ``Event`` and ``Condition``: between the threads of one process and of several, on one machine
-and on several."""
+"""``Barrier``, ``Event`` and ``Condition``, shared by the threads of one or several processes.
+
+The processes are on one machine or on several.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from flowchan.pipelines import Barrier, Condition, Event, Lock, Semaphore, Share
 
 
 def test_barrier_releases_no_thread_before_all_arrive() -> None:
-    """A shared array is unchanged before and changed after a meeting, as in torch-ipc's only mutex test."""
+    """A shared array changes only after all have arrived, as in torch-ipc's only mutex test."""
     lock, barrier, shared = Lock(), Barrier(4), np.zeros(10_000)
 
     def work(worker: int) -> bool:
@@ -65,7 +67,7 @@ def test_a_barrier_is_used_again_and_again(across: Any, on: Any) -> None:
 
 
 @between
-def test_threads_and_processes_meet_at_one_barrier(across: Any) -> None:
+def test_threads_and_processes_can_share_one_barrier(across: Any) -> None:
     barrier = Barrier(4, across=across)
     meet: Callable[..., int] = lambda barrier, worker: barrier.wait()  # noqa: E731
     here, there = map(2, meet, barrier), [PEERS[across](meet, barrier, worker) for worker in (1, 2)]
@@ -77,7 +79,7 @@ def test_a_barrier_of_one_never_waits() -> None:
 
 
 @everywhere
-def test_a_timeout_breaks_it_for_all(across: Any, on: Any) -> None:
+def test_timeout_breaks_the_barrier_for_all(across: Any, on: Any) -> None:
     barrier = Barrier(3, across=across)
 
     def meet(barrier: Barrier, worker: int) -> str:
@@ -102,11 +104,11 @@ def test_death_of_participant_lets_no_other_pass_early(across: Any) -> None:
     barrier = Barrier(2, across=across)
     first = PEERS[across](barrier.wait)
     wait_blocked(barrier._generation.gates[0], readers=1)
-    os.kill(first.pid(), signal.SIGSTOP)  # it will not take its leave of the first meeting
+    os.kill(first.pid(), signal.SIGSTOP)  # it will not finish leaving the first barrier wait
     assert barrier.wait() == 1
     first.kill()
     first.join()
-    for _ in range(2):  # its successor takes part in the second meeting and the third
+    for _ in range(2):  # its replacement takes part in the second and third waits
         other = PEERS[across](barrier.wait)
         assert barrier.wait() in (0, 1)
         other.join()
@@ -124,7 +126,7 @@ def test_wrong_parties_raise_at_the_call() -> None:
 
 
 @everywhere
-def test_the_last_one_does_the_action_before_anybody_leaves(across: Any, on: Any) -> None:
+def test_barrier_action_runs_before_any_thread_is_released(across: Any, on: Any) -> None:
     done = Channel[int](across=across)
 
     def meet(barrier: Barrier, done: Channel[int], worker: int) -> bool:
@@ -156,7 +158,7 @@ def outcome(wait: Callable[[], object]) -> object:
 
 
 @everywhere
-def test_reset_breaks_current_wait_and_later_waits_meet(across: Any, on: Any) -> None:
+def test_reset_breaks_current_wait_but_not_later_waits(across: Any, on: Any) -> None:
     barrier = Barrier(3, across=across)
 
     def meet(barrier: Barrier, worker: int) -> object:
@@ -212,7 +214,7 @@ def test_set_event_releases_current_and_later_waiters(across: Any, on: Any) -> N
 
 
 @between
-def test_an_event_that_was_cleared_is_waited_for_again(across: Any) -> None:
+def test_wait_blocks_after_the_event_is_cleared(across: Any) -> None:
     event = Event(across=across)
     for _ in range(3):
         waiting = PEERS[across](event.wait)
@@ -236,7 +238,7 @@ def test_waiter_of_set_event_continues_after_immediate_clear(across: Any) -> Non
 
 @between
 def test_death_of_a_process_does_not_change_the_event(across: Any) -> None:
-    """Neither one that waits, nor one that has set it."""
+    """The process was waiting for the event, or had set it."""
     event = Event(across=across)
     waiting = PEERS[across](event.wait)
     wait_blocked(event._gates["now"], readers=1)
@@ -273,8 +275,8 @@ def waiters(condition: Condition) -> int:
 
 
 @everywhere
-def test_items_of_a_shared_list_are_taken_one_for_one(across: Any, on: Any) -> None:
-    """A waiter holds the lock when it tests the predicate, as with every condition."""
+def test_condition_waiters_take_one_shared_item_each(across: Any, on: Any) -> None:
+    """A waiter holds the lock while it tests the predicate, as with every condition."""
     condition, store = Condition(across=across), SharedDict[str, Any]({"items": []}, across=across)
 
     def take(condition: Condition, store: SharedDict[str, Any], worker: int) -> list[int]:
@@ -296,7 +298,7 @@ def test_items_of_a_shared_list_are_taken_one_for_one(across: Any, on: Any) -> N
 
 
 @everywhere
-def test_notify_wakes_as_many_as_it_says_the_first_first(across: Any, on: Any) -> None:
+def test_notify_wakes_n_waiters_in_fifo_order(across: Any, on: Any) -> None:
     condition, woken = Condition(across=across), Channel[int](across=across)
 
     def wait(condition: Condition, woken: Channel[int], worker: int) -> None:
@@ -324,9 +326,9 @@ def test_notify_wakes_as_many_as_it_says_the_first_first(across: Any, on: Any) -
 
 
 @between
-def test_expired_wait_holds_the_lock_and_leaves_no_trace(across: Any) -> None:
+def test_expired_wait_holds_the_lock_and_leaves_no_waiter(across: Any) -> None:
     condition = Condition(across=across)
-    with condition, condition:  # given up as a whole, however often it was taken
+    with condition, condition:  # released completely, however often it was acquired
         assert condition.wait(timeout=0.01) is False
         assert condition.wait_for(lambda: 0, timeout=0.01) == 0
         assert PEERS[across](condition.acquire, False).result() is False
@@ -363,8 +365,8 @@ def wait_in(condition: Condition) -> bool:
 
 
 @between
-def test_a_waiter_that_was_killed_takes_no_notification_with_it(across: Any) -> None:
-    """The next one is woken, once the death is seen."""
+def test_killed_waiter_does_not_consume_a_notification(across: Any) -> None:
+    """The next waiter is woken after the death is noticed."""
     condition = Condition(across=across)
     first = PEERS[across](wait_in, condition)
     wait_until(lambda: waiters(condition) == 1)
@@ -405,7 +407,7 @@ def test_killed_notifier_releases_lock_and_keeps_waiters(across: Any) -> None:
 
 
 def owner_of_all(reported: Channel[Any]) -> None:
-    """Runs on another host: what it makes lasts as long as it lives."""
+    """Run on another host. The objects that this makes exist as long as this process."""
     serve(peer_timeout=2)
     condition = Condition(across="hosts")
     reported.put([Barrier(2, across="hosts"), Event(across="hosts"), condition, SharedDict(across="hosts")])
@@ -414,7 +416,7 @@ def owner_of_all(reported: Channel[Any]) -> None:
 
 
 def test_waiters_end_after_death_of_creating_process() -> None:
-    """C11: as at its channels."""
+    """C11: the calls end like calls on a channel whose owner has died."""
     reported: Channel[Any] = Channel(across="hosts")
     owner = PEERS["hosts"](owner_of_all, reported)
     barrier, event, condition, shared = reported.get()
@@ -436,8 +438,8 @@ def test_waiters_end_after_death_of_creating_process() -> None:
 
 
 @everywhere
-def test_gates_that_are_not_used_any_more_leave_nothing(across: Any, on: Any) -> None:
-    """C12, for gates of every process."""
+def test_unused_wait_queues_are_freed(across: Any, on: Any) -> None:
+    """C12: this holds for wait queues in every process."""
     event, barrier = Event(across=across), Barrier(1, across=across)
 
     def use(event: Event, barrier: Barrier, worker: int) -> None:

@@ -1,5 +1,7 @@
-"""Servers and clients: what torch-ipc's client and server promise, each of its tests by its counterpart; and
-what becomes of those that die. Clients are threads here, and programs apart where they die."""
+"""Servers and clients: the promises of torch-ipc's client and server, and deaths.
+
+Each of torch-ipc's tests has a counterpart. Clients are threads here, or separate programs if they die.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def server():
 
 
 def with_helper(server, function, tag=""):
-    """A client in a thread, for as long as the function takes."""
+    """Run a client in a thread until the function returns."""
 
     def work():
         with Client(server.address, server.secret, tag=tag) as client:
@@ -44,7 +46,7 @@ def free_address():
         return f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-# --- as torch-ipc ---
+# --- tests of torch-ipc ---
 
 
 def test_listen_and_connect(server):
@@ -60,7 +62,7 @@ def test_listen_and_connect(server):
 
 
 def test_slow_start():
-    """testSlowStart: the client comes before its server."""
+    """testSlowStart: the client starts before its server."""
     address = free_address()
 
     def early():
@@ -69,7 +71,7 @@ def test_slow_start():
 
     peer = ThreadPeer(early)
     with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as wrong:
-        wrong.accept()[0].close()  # it has dialled in vain
+        wrong.accept()[0].close()  # the client has dialled the wrong server
     with Server(address, secret=SECRET) as server:
         server.clients(1)[0].send("late")
         assert peer.result() == "late"
@@ -90,7 +92,7 @@ def test_ping_pong(server):
 
 
 def test_ping_pong_without_waiting(server):
-    """testPingPongAsync: there is nothing at first."""
+    """testPingPongAsync: at first, nothing has arrived."""
 
     def ping(client):
         with pytest.raises(Empty):
@@ -116,7 +118,7 @@ def test_ping_pong_without_waiting(server):
 
 
 def test_broadcast(server):
-    """testBroadcast: to those with a tag, then to all."""
+    """testBroadcast: first to clients with a tag, then to all."""
     peers = [
         with_helper(server, lambda client: [client.recv() for _ in range(1 + (client.tag == "odd"))], tag)
         for tag in ["even", "odd"] * 5
@@ -129,7 +131,7 @@ def test_broadcast(server):
 
 
 def test_broadcast_encodes_once(server):
-    """And arrays in it arrive whole."""
+    """Arrays in the message arrive unchanged."""
     counted = []
 
     class Counts:
@@ -147,7 +149,7 @@ def test_broadcast_encodes_once(server):
 
 
 def test_recv_any(server):
-    """testRecvAny: one message of each client."""
+    """testRecvAny: one message from each client."""
     peers = [with_helper(server, lambda client: client.send(client.id)) for _ in range(10)]
     found = [server.recv_any() for _ in range(10)]
     assert all(message == client.id for message, client in found)
@@ -198,7 +200,7 @@ def test_bytes_go_both_ways(server):
     ],
     ids=["size", "dimensions", "number of dimensions", "type", "array"],
 )
-def test_message_that_does_not_fit_stays_the_next_one(server, wrong):
+def test_message_that_does_not_fit_can_be_received_again(server, wrong):
     """testStorageSizeMismatch, testTensorNumDimensionsMismatch, testTensorDimensionSizeMismatch."""
     peer = with_helper(server, lambda client: client.send(torch.ones(2, 3)))
     (client,) = server.clients(1)
@@ -221,7 +223,10 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_tensors(server, view):
-    """testTensor, testNoncontiguousTensorEasy, Transport and Hard, testTensorZeroSized: also into views."""
+    """testTensor, testNoncontiguousTensorEasy, Transport and Hard, testTensorZeroSized.
+
+    Tensors are also received into views.
+    """
     peer = with_helper(server, lambda client: client.send(VIEWS[view]()))
     (client,) = server.clients(1)
     into = torch.full_like(VIEWS[view](), -1)
@@ -233,7 +238,7 @@ def test_tensors(server, view):
     not torch.cuda.is_available(), reason="no CUDA device: run these on a machine that has one"
 )
 @pytest.mark.parametrize("view", VIEWS)
-def test_tensors_of_the_host_into_those_of_a_device(server, view):
+def test_host_tensors_can_be_received_into_device_tensors(server, view):
     """testCUDAStoragePingPong, testCUDATensor, testNoncontiguousCUDATensor."""
     peer = with_helper(server, lambda client: client.send(VIEWS[view]()))
     (client,) = server.clients(1)
@@ -242,7 +247,7 @@ def test_tensors_of_the_host_into_those_of_a_device(server, view):
     peer.result()
 
 
-def test_a_client_moves_from_thread_to_thread(server):
+def test_a_client_can_be_passed_between_threads(server):
     """testSerialize."""
     client = ThreadPeer(lambda: Client(server.address, server.secret)).result()
     with client:
@@ -256,7 +261,7 @@ def test_net_stats(server):
     def work(client):
         client.send(bytes(100_000))
         client.recv()
-        # The thread that sends counts when its call has returned, perhaps after the answer has come.
+        # The sending thread counts after its call has returned, perhaps after the answer has arrived.
         wait_until(lambda: client.stats().sent > 100_000)
 
     peer = with_helper(server, work)
@@ -269,10 +274,10 @@ def test_net_stats(server):
     peer.join()
 
 
-# --- and what it lacks ---
+# --- tests that torch-ipc does not have ---
 
 
-def test_a_clients_farewell_is_the_clean_end(server):
+def test_client_that_closes_ends_the_connection_cleanly(server):
     peer = with_helper(server, lambda client: client.send("last"))
     (client,) = server.clients(1)
     peer.join()
@@ -284,7 +289,7 @@ def test_a_clients_farewell_is_the_clean_end(server):
     assert server.clients() == []
 
 
-def test_a_servers_farewell_is_the_clean_end():
+def test_server_that_closes_ends_the_connection_cleanly():
     server = Server()
 
     def read(client):
@@ -315,7 +320,7 @@ ImpatientOwner = partial(ChannelServer, peer_timeout=2)
 
 
 def test_death_of_client_differs_from_its_close(monkeypatch):
-    """All that it had sent is received first."""
+    """Everything that the client had sent is received first."""
     monkeypatch.setattr(joining, "ChannelServer", ImpatientOwner)
 
     def work(address, secret):
@@ -355,7 +360,7 @@ def test_death_of_server_differs_from_its_close():
 
 
 @pytest.mark.parametrize("end", [Server, partial(Client, "127.0.0.1:1", bytes(32))])
-def test_tls_is_yes_or_no(end):
+def test_tls_accepts_only_bools(end):
     with pytest.raises(TypeError, match=r"(Server|Client): tls must be True or False, got 'x'"):
         end(tls="x")
 

@@ -1,4 +1,4 @@
-"""``marshal``: serialised once, read many times, by many workers."""
+"""``marshal``: an object is serialised once and read many times, by many workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 
 class Counted:
-    """Counts how often it is pickled."""
+    """Object that counts how often it is pickled."""
 
     pickled = 0
 
@@ -28,12 +28,12 @@ class Counted:
         return Counted, ()
 
 
-def test_it_is_read_any_number_of_times() -> None:
+def test_marshalled_object_can_be_read_many_times() -> None:
     handle = marshal(23)
     assert [handle.read() for _ in range(3)] == [23, 23, 23]
 
 
-def test_it_is_serialised_once() -> None:
+def test_marshalled_object_is_serialised_once() -> None:
     Counted.pickled = 0
     handle = marshal([Counted()])
     for _ in range(5):
@@ -41,7 +41,7 @@ def test_it_is_serialised_once() -> None:
     assert Counted.pickled == 1
 
 
-def test_every_read_gives_an_object_of_its_own() -> None:
+def test_every_read_returns_a_new_object() -> None:
     handle = marshal({"list": [1], "array": np.zeros(10_000)})
     first = handle.read()
     first["list"].append(2)
@@ -51,7 +51,7 @@ def test_every_read_gives_an_object_of_its_own() -> None:
 
 
 @everywhere
-def test_several_workers_read_it_and_give_it_back(on: Any) -> None:
+def test_several_workers_can_read_and_return_a_marshalled_object(on: Any) -> None:
     def read(handle: Marshalled[Any], worker: int) -> tuple[Any, Marshalled[Any]]:
         return handle.read(), handle
 
@@ -62,7 +62,7 @@ def test_several_workers_read_it_and_give_it_back(on: Any) -> None:
 
 
 @everywhere
-def test_one_handle_goes_many_times_through_a_work_queue(on: Any) -> None:
+def test_one_handle_can_be_sent_many_times(on: Any) -> None:
     queue = workqueue(across="processes")
 
     def work(queue: Any, worker: int) -> None:
@@ -116,7 +116,7 @@ def test_marshal_of_unpicklable_object_raises_at_the_call() -> None:
         marshal({"fine": 1, "lock": threading.Lock()})
 
 
-def test_a_killed_reader_has_not_taken_it_away() -> None:
+def test_marshalled_object_can_be_read_after_a_reader_is_killed() -> None:
     handle = marshal("still here")
     held = Channel[None](1, across="processes")
 
@@ -138,7 +138,7 @@ def test_a_killed_reader_has_not_taken_it_away() -> None:
 
 
 def test_channels_in_marshalled_object_outlive_their_creator() -> None:
-    """C14: each reader gets them, though the process has been killed."""
+    """C14: each reader gets the channels, although the process was killed."""
     handles: Channel[Any] = Channel(across="processes")
 
     def make() -> None:

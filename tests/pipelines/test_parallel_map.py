@@ -1,5 +1,4 @@
-"""``map``: n workers run one function; ``join`` returns the results in worker order or raises the
-failures."""
+"""``map``: n workers run one function. ``join`` returns the results in worker order or raises the errors."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def test_one_worker_gives_one_result(on: Any) -> None:
 
 
 @everywhere
-def test_arguments_and_results_may_be_several_and_nested(on: Any) -> None:
+def test_map_accepts_several_nested_arguments_and_results(on: Any) -> None:
     given = ("a", 3.5, {"b": [1, 2, {"c": None}]})
     assert map(1, lambda *values: values[:-1], *given, on=on).join() == [given]
 
@@ -47,7 +46,7 @@ def test_results_come_in_worker_order_regardless_of_finish(on: Any) -> None:
 
 
 @everywhere
-def test_none_keeps_its_place(on: Any) -> None:
+def test_none_result_keeps_its_position(on: Any) -> None:
     assert map(3, lambda value, worker: value if worker == 2 else None, 7, on=on).join() == [None, 7, None]
     assert map(2, lambda value, worker: value, None, on=on).join() == [None, None]
 
@@ -83,7 +82,7 @@ def test_each_call_has_a_process_of_its_own() -> None:
 
 
 @everywhere
-def test_an_error_of_a_worker_is_raised_by_join(on: Any) -> None:
+def test_join_raises_the_error_of_a_worker(on: Any) -> None:
     def fail(worker: int) -> None:
         raise LookupError(f"in {worker}")
 
@@ -152,7 +151,7 @@ def test_check_errors_raises_early_and_join_returns_other_results(on: Any) -> No
         return False
 
     wait_until(failed)
-    workers.check_errors()  # says it once
+    workers.check_errors()  # raises each error only once
     gate.close()
     assert workers.join() == [42]
 
@@ -245,8 +244,8 @@ def test_bad_input_raises_at_the_call() -> None:
 
 
 @everywhere
-def test_the_channels_of_workers_go_with_their_handle(on: Any) -> None:
-    """R6: at once, not when Python next looks for cycles."""
+def test_dropping_the_handle_frees_the_workers_channels(on: Any) -> None:
+    """R6: they are closed at once, not when Python next collects cycles."""
     gc.disable()
     try:
         workers = map(2, str, on=on)

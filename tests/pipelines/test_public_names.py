@@ -12,7 +12,7 @@ from support.optional_packages import optional
 import flowchan
 from flowchan import pipelines
 
-optional("torch")  # its threads begin here, not in a test
+optional("torch")  # torch's threads start here, not in a test
 
 SOURCES = sorted((Path(__file__).parents[2] / "pipelines").rglob("*.py"))
 
@@ -51,7 +51,7 @@ NATIVE = {"inference.py": {"_core"}, "wire_format.py": {"View"}}
 
 
 def imported(source: Path) -> dict[str, set[str]]:
-    """The names that a file imports of flowchan, by module."""
+    """Return the names that a file imports from flowchan, by module."""
     found: dict[str, set[str]] = {}
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flowchan":
@@ -62,7 +62,7 @@ def imported(source: Path) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_of_flowchan_only_public_names_are_imported(source: Path) -> None:
+def test_patterns_import_only_public_names_of_flowchan(source: Path) -> None:
     native = NATIVE.get(source.name, set())
     for module, names in imported(source).items():
         if module in ("flowchan", "flowchan._core"):

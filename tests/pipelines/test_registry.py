@@ -1,4 +1,4 @@
-"""The name of a work queue holds in all processes of a program."""
+"""The name of a work queue is known in all processes of a program."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_name_is_free_after_owner_drops_the_queue() -> None:
     assert not taken("given up")
 
 
-def test_late_worker_finds_the_end() -> None:
+def test_late_worker_sees_that_the_queue_is_closed() -> None:
     queue, reported = workqueue("late", across="processes"), Channel[object](across="processes")
     queue.close()
     assert list(queue) == []
@@ -249,7 +249,7 @@ def test_creator_killed_during_claim_does_not_keep_the_name() -> None:
     assert workqueue("middle", across="processes").creator
 
 
-def test_a_creator_stopped_in_the_middle_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_wait_for_a_creator_stopped_during_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_queue, "OWNER_TIMEOUT_S", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stopped:
         stopped.bind("\0" + registry._address("stopped"))
@@ -330,7 +330,7 @@ def test_entry_without_valid_signature_is_ignored() -> None:
         assert registry.find("forged") is None
 
 
-def test_opened_closed_queue_is_at_its_end() -> None:
+def test_closed_queue_opened_by_name_has_ended() -> None:
     queue = workqueue("closed", across="processes")
     queue.put("last")
     queue.close()

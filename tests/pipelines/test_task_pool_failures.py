@@ -1,4 +1,4 @@
-"""``TaskPool``: an error of a task stays with its future, and a failed pool reports its cause.
+"""``TaskPool``: an error in a task only affects its future, and a failed pool reports its cause.
 
 Idle workers keep no object alive.
 """
@@ -41,7 +41,7 @@ def refuse(error: type[Exception]) -> None:
 
 
 class Pickles:
-    """Pickling it calls ``there``; unpickling it calls ``here``."""
+    """Object that calls ``there`` when it is pickled and ``here`` when it is unpickled."""
 
     def __init__(self, there: Callable[[], object] = int, here: Callable[[], object] = int) -> None:
         self.there, self.here = there, here
@@ -123,7 +123,7 @@ def test_callback_that_raises_system_exit_keeps_the_pool(on: Any, caplog: pytest
         assert future.result() == 2
         assert pool.submit(abs, -3).result() == 3
     assert "asks to exit" in caplog.text
-    caplog.clear()  # a traceback holds the frames of the pool
+    caplog.clear()  # a traceback would keep the frames of the pool alive
 
 
 @everywhere
@@ -141,7 +141,7 @@ def test_externally_finished_future_keeps_the_pool(on: Any) -> None:
 
 
 class ReportsItsEnd:
-    """Says when it goes, in the process where it was made or in another."""
+    """Object that reports when it is freed, in any process."""
 
     def __init__(self, reported: Channel[str], word: str) -> None:
         self.reported, self.word = reported, word
@@ -220,7 +220,7 @@ def test_submit_after_shutdown_raises_message_of_python(on: Any) -> None:
 
 
 def test_failed_pool_breaks_futures_and_rejects_tasks(tmp_path: Path) -> None:
-    """Its workers can't start: they import the program, which makes a pool."""
+    """Its workers cannot start: they import the program, which makes another pool."""
     program = tmp_path / "program.py"
     program.write_text(
         """

@@ -35,7 +35,7 @@ def echo(queue: WorkQueue, worker: int) -> None:
 
 @contextmanager
 def echoed(across: Across, workers: int = 1, capacity: int = 64) -> Iterator[WorkQueue]:
-    """A work queue with workers that put back what they get."""
+    """Yield a work queue with workers that put back what they get."""
     queue = workqueue(capacity=capacity, across=across)
     running = start(workers, echo, queue, on=on(across))
     yield queue
@@ -160,7 +160,7 @@ def test_drain_counts_questions_that_a_worker_holds(across: Across) -> None:
     running.join()
 
 
-def test_only_the_owner_drains() -> None:
+def test_only_the_owner_can_drain() -> None:
     queue = workqueue()
     with pytest.raises(Exception, match="1 of 1 workers") as caught:
         start(1, lambda worker: queue.drain()).join()
@@ -176,7 +176,7 @@ def test_many_items_come_in_order(across: Across) -> None:
 
 @everywhere
 @pytest.mark.parametrize("workers", [1, 3])
-def test_both_directions_full_is_no_standstill(across: Across, workers: int) -> None:
+def test_queue_full_in_both_directions_does_not_deadlock(across: Across, workers: int) -> None:
     with echoed(across, workers, capacity=1) as queue:
         for number in range(100):
             queue.put(number)  # no thread reads the answers yet
@@ -219,7 +219,8 @@ def test_workers_with_many_answers_do_not_block_on_owner(
     queue, reported = workqueue(capacity=1, across=across), workqueue(across=across)
     running = start(2, repeat, queue, reported, on=on(across))
     queue.put_many([1, 2, 3])
-    assert [reported.get() for _ in range(3)] == ["done"] * 3  # it may wait for anything, and put again
+    # the worker may now wait for anything, and put again
+    assert [reported.get() for _ in range(3)] == ["done"] * 3
     queue.put(4)
     queue.close()
     running.join()
@@ -227,7 +228,7 @@ def test_workers_with_many_answers_do_not_block_on_owner(
 
 
 @everywhere
-def test_a_put_that_cannot_go_on_ends_with_its_timeout(across: Across) -> None:
+def test_blocked_put_ends_with_its_timeout(across: Across) -> None:
     queue = workqueue(capacity=1, across=across)
     queue.put(1)
     with pytest.raises(Full):
@@ -246,7 +247,7 @@ def test_queue_and_lock_reach_worker_after_owner_closed() -> None:
 
     running = start(1, write, queue, lock)
     queue.close()
-    queue.close()  # twice is fine
+    queue.close()  # closing twice has no effect
     closed.set()
     running.join()
     assert queue.get() == "late"
@@ -299,7 +300,7 @@ def test_a_forked_worker_opens_a_queue_by_its_name() -> None:
 
 
 def echo_by_name(queue: WorkQueue, answer: Any) -> None:
-    """Runs in a spawned process."""
+    """Echo items in a spawned process."""
     answer.put((queue.creator, queue.is_owner, workqueue("spawned").creator))
     echo(workqueue("spawned"), 1)
 
@@ -437,7 +438,7 @@ def test_waiting_owner_ends_after_silent_exit_of_last_worker() -> None:
     running.join()
 
 
-def test_workers_that_wait_hear_the_end() -> None:
+def test_waiting_workers_learn_that_the_queue_is_closed() -> None:
     queue = workqueue()
     running = start(5, echo, queue)
     wait_blocked(queue._sides.channels[0], readers=5)

@@ -1,6 +1,6 @@
 """Kernels that lack a system call (ENOSYS), and filters that refuse it (EPERM or ENOSYS).
 
-flowchan uses another way, or raises an error that names the call. The refusals are real ones, in separate
+flowchan works without the call, or raises an error that names it. The calls are really refused, in separate
 processes.
 """
 
@@ -61,7 +61,8 @@ def test_c12_workers_end_with_their_killed_parent_without_pidfd_open(error: int)
         assert parent.stdout is not None
         assert [parent.stdout.readline() for _ in range(2)] == ["at work\n"] * 2
         parent.send_signal(signal.SIGKILL)
-        assert parent.stdout.read() == ""  # its end comes when the workers, who have it too, are gone
+        # standard output ends after the workers, which also have it, have ended
+        assert parent.stdout.read() == ""
 
 
 @both_errors
@@ -107,5 +108,5 @@ def test_process_channels_without_proc_name_the_missing_mount() -> None:
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed: pip install torch")
 def test_parts_in_processes_work_without_sched_setaffinity() -> None:
-    """One error is enough: the code does not distinguish them, and torch takes long to import."""
+    """One error is enough: the code does not distinguish the errors, and torch takes long to import."""
     assert message("parts", "sched_setaffinity", errno.EPERM) == "(4, 3)"

@@ -1,4 +1,4 @@
-"""Two ends of a connection over loopback, for tests of handshakes."""
+"""Two ends of a connection over loopback, for handshake tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
 def met(
     sock: socket.socket, secret: bytes = SECRET, *, dialled: bool = True, timeout: float = 30, **more: Any
 ) -> tuple[socket.socket, Any]:
-    """Call ``meet`` for one end, whose hello names its role."""
+    """Call ``meet`` for one end, whose hello states its role."""
     results = {"dialled": dialled}
     return authentication.meet(sock, secret, dialled=dialled, hello=results, timeout=timeout, **more)
 
@@ -43,7 +43,7 @@ def meet_in_thread(
 
 @contextlib.contextmanager
 def ctrl_c() -> Iterator[None]:
-    """Raise soon in a signal handler, and require that the block ends with this exception."""
+    """Raise an exception from a signal handler soon, and require that it ends the block."""
 
     class Stop(Exception):
         pass

@@ -1,4 +1,4 @@
-"""Only peers with the secret are accepted. Others are refused with one line that names their address."""
+"""Peers with the secret are accepted. Others are refused with a one-line error that has their address."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from flowchan.transport import authentication, tcp
 from flowchan.transport.authentication import GREETING, HELLO, PROOF
 
 SIZES = [GREETING, PROOF, HELLO + PROOF]
-"""Sizes of the messages of either side."""
+"""Sizes of the messages from each side."""
 ROLES = (authentication.DIALLED, authentication.LISTENS)
 
 
 def refused(sock: socket.socket, **more: Any) -> str:
-    """Return the one line of the error of ``meet``, which must contain the peer's address."""
+    """Return the one-line error of ``meet``, which must contain the peer's address."""
     peer = tcp.joined(sock.getpeername())
     with pytest.raises(flowchan.Refused) as raised:
         met(sock, **more)
@@ -37,7 +37,7 @@ def refused(sock: socket.socket, **more: Any) -> str:
     return line
 
 
-def test_both_ends_get_a_hello_and_a_plain_socket() -> None:
+def test_handshake_gives_both_ends_a_hello_and_plain_socket() -> None:
     with connected() as (dialled, listens):
         peer = meet_in_thread(listens)
         own_sock, hello = met(dialled)
@@ -50,7 +50,7 @@ def test_both_ends_get_a_hello_and_a_plain_socket() -> None:
         assert (receive(peer_sock, 3), receive(own_sock, 3)) == (b"one", b"two")
 
 
-def test_later_bytes_of_the_peer_stay_in_the_socket() -> None:
+def test_bytes_sent_after_the_handshake_stay_in_the_socket() -> None:
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: met(listens, dialled=False)[0].sendall(b"x" * 9999))
         own_sock, _ = met(dialled)
@@ -72,7 +72,7 @@ def test_listener_with_a_wrong_secret_gets_no_hello() -> None:
         listens.sendall(authentication.greeting(authentication.LISTENS) + bytes(PROOF))
         assert "it does not know the secret" in peer.result()
         rest = receive(listens, 9999)
-        assert len(rest) == PROOF  # made for these two greetings, and useless with others
+        assert len(rest) == PROOF  # it was made for these two greetings, and is useless with others
 
 
 @pytest.mark.parametrize("dialled", [True, False])
@@ -82,14 +82,14 @@ def test_silent_peer_is_refused_after_the_timeout(dialled: bool) -> None:
 
 
 @pytest.mark.parametrize("dialled", [True, False])
-def test_a_peer_that_falls_silent_half_way_is_refused(dialled: bool) -> None:
+def test_a_peer_that_stops_during_the_handshake_is_refused(dialled: bool) -> None:
     with connected() as ends:
         ends[dialled].sendall(authentication.PREAMBLE)
         assert f"only 16 of {GREETING} bytes" in refused(ends[not dialled], dialled=dialled, timeout=0.05)
 
 
 def test_timeout_covers_the_whole_handshake() -> None:
-    """A byte now and then must not prolong it."""
+    """A peer that sends a byte now and then must not prolong the handshake."""
     with connected() as (dialled, listens):
         over = threading.Event()
 
@@ -116,19 +116,19 @@ def test_invalid_bytes_are_refused(dialled: bool, garbage: bytes) -> None:
         )
 
 
-def test_a_peer_that_leaves_is_refused() -> None:
+def test_a_peer_that_closes_the_connection_is_refused() -> None:
     with connected() as (dialled, listens):
         dialled.close()
         assert "it closed the connection without a message" in refused(listens, dialled=False)
 
 
-def test_a_peer_that_is_half_open_is_refused() -> None:
+def test_a_peer_that_stops_sending_is_refused() -> None:
     with connected() as (dialled, listens):
         dialled.shutdown(socket.SHUT_WR)
         assert "it closed the connection without a message" in refused(listens, dialled=False)
 
 
-def test_a_reset_is_refused() -> None:
+def test_connection_reset_during_the_handshake_is_refused() -> None:
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: refused(listens, dialled=False))
         receive(dialled, GREETING)
@@ -166,7 +166,7 @@ def with_relay(change: Callable[[bool, int, bytes], bytes]) -> dict[bool, str]:
                 message = receive(source, size)
                 if len(message) < size:
                     break
-                with contextlib.suppress(OSError):  # it has refused us already
+                with contextlib.suppress(OSError):  # the peer has already refused us
                     target.sendall(change(from_dialled, number, message))
             with contextlib.suppress(OSError):
                 target.shutdown(socket.SHUT_WR)
@@ -184,7 +184,7 @@ def with_relay(change: Callable[[bool, int, bytes], bytes]) -> dict[bool, str]:
         return results
 
 
-def test_passive_observer_changes_nothing() -> None:
+def test_handshake_succeeds_through_a_passive_proxy() -> None:
     assert with_relay(lambda _dialled, _number, message: message) == {True: "met", False: "met"}
 
 
@@ -192,7 +192,7 @@ PLACEMENTS = [(number, place) for number, size in enumerate(SIZES) for place in 
 
 
 def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]:
-    """Return all bytes of greetings and proofs, or some of them, and some of the hellos."""
+    """Return all bytes of greetings and proofs, or a sample of them, and a sample of the hellos."""
     return [(n, at) for n, at in places if (every and SIZES[n] < HELLO) or at % 37 == 5 or at > SIZES[n] - 2][
         : None if every else 24
     ]
@@ -200,7 +200,8 @@ def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]
 
 @pytest.mark.parametrize("from_dialled", [True, False])
 def test_changed_byte_of_the_handshake_is_detected(from_dialled: bool, long_walk: bool) -> None:
-    """The receiving end must detect it, or the end that receives next. No changed hello may be accepted."""
+    """The receiving end must detect the change, or the end that receives next. No changed hello is
+    accepted."""
     for number, place in some_of(PLACEMENTS, long_walk):
 
         def change(dialled: bool, n: int, message: bytes, number: int = number, place: int = place) -> bytes:
@@ -234,7 +235,7 @@ def test_replayed_handshake_is_refused(dialled: bool) -> None:
 @pytest.mark.parametrize("dialled", [True, False])
 @pytest.mark.parametrize("disguised", [True, False])
 def test_reflected_messages_are_refused(dialled: bool, disguised: bool) -> None:
-    """Also if the greeting names the other role."""
+    """This must also hold if the greeting names the other role."""
     with connected() as ends:
         ours, his = ends[not dialled], ends[dialled]
         peer = ThreadPeer(lambda: refused(ours, dialled=dialled))
@@ -242,14 +243,14 @@ def test_reflected_messages_are_refused(dialled: bool, disguised: bool) -> None:
         if disguised:
             own_sock = own_sock.replace(*ROLES[:: 1 if dialled else -1])
         his.sendall(own_sock)
-        proof = receive(his, PROOF) if dialled else bytes(PROOF)  # the listening end sends its proof later
-        with contextlib.suppress(OSError):  # refused already
+        proof = receive(his, PROOF) if dialled else bytes(PROOF)  # the listening end sends its proof second
+        with contextlib.suppress(OSError):  # the peer has already refused us
             his.sendall(proof)
         expected = "it does not know the secret" if disguised else "the same role as this side"
         assert expected in peer.result()
 
 
-def test_two_dialling_ends_are_refused_with_the_reason() -> None:
+def test_two_dialling_ends_refuse_each_other_with_the_reason() -> None:
     with connected() as (one, other):
         peer = ThreadPeer(lambda: refused(other, dialled=True))
         assert "both dialled, or both listen" in refused(one, dialled=True)
@@ -281,7 +282,7 @@ def test_invalid_hello_or_secret_is_refused() -> None:
 
 
 def test_a_booby_trapped_pickle_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send it as any message and at any offset."""
+    """Send the pickle as any message and at any offset."""
     unpickled: list[bytes] = []
 
     class Trap:
@@ -299,7 +300,7 @@ def test_a_booby_trapped_pickle_is_never_loaded(monkeypatch: pytest.MonkeyPatch)
     assert not unpickled
 
 
-def test_ctrl_c_ends_the_wait() -> None:
+def test_ctrl_c_ends_a_waiting_handshake() -> None:
     with connected() as (_, listens):
         with ctrl_c():
             met(listens, dialled=False, timeout=600)

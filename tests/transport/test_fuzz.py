@@ -1,4 +1,4 @@
-"""Random bytes in handshakes: each is refused with a reason or was valid.
+"""Random bytes in handshakes: each handshake is refused with a reason, or its bytes were valid.
 
 Nothing is unpickled, and no other error is raised.
 """
@@ -21,7 +21,7 @@ from flowchan.transport.authentication import DIALLED, GREETING, HELLO, LISTENS,
 INPUTS = 100_000
 MUCH_TIME = pytest.mark.timeout(3600)
 TRAP = b"\x80\x04c_pickle\nloads\n(S'x'\ntR."
-"""Unpickles an object, if it is ever unpickled."""
+"""A pickle that would load another pickle if it were ever loaded."""
 
 Change = Callable[[random.Random, bytes], bytes]
 
@@ -32,7 +32,7 @@ def flip(chance: random.Random, message: bytes) -> bytes:
 
 
 def noise(chance: random.Random, message: bytes) -> bytes:
-    """Replace the bytes from a random offset on."""
+    """Replace the bytes from a random offset to the end."""
     place = chance.randrange(len(message)) if chance.random() < 0.5 else 0
     return message[:place] + chance.randbytes(len(message) - place)
 
@@ -84,7 +84,7 @@ class End:
 def meeting(chance: random.Random, seen: list[bytes]) -> int:
     """Run two ends, and return how many messages were delivered.
 
-    Messages of one end may be changed, or be replayed from an earlier handshake.
+    Messages from one end may be changed, or replaced by messages from an earlier handshake.
     """
     other = SECRET if chance.random() < 0.95 else OTHER
     ends = [
@@ -114,13 +114,13 @@ def meeting(chance: random.Random, seen: list[bytes]) -> int:
 
 
 def some_refused(ends: list[End]) -> bool:
-    """Return whether at least one end refused with a reason; the other must have a genuine hello."""
+    """Return whether at least one end refused with a reason. The other end must have a genuine hello."""
     assert all(end.received_hello in (None, {"end": 1 - number}) for number, end in enumerate(ends))
     return any(end.refused for end in ends)
 
 
 def tampered(chance: random.Random, message: bytes, seen: list[bytes]) -> bytes:
-    """Return the message changed in some way, or an earlier one of its size, and keep this one for later."""
+    """Return a changed message, or an earlier one of the same size, and keep this one for later."""
     earlier = [one for one in seen if len(one) == len(message)]
     put = chance.choice(earlier) if earlier and chance.random() < 0.2 else message
     seen[chance.randrange(len(seen))] = message
@@ -136,7 +136,7 @@ def absurd_hello(chance: random.Random) -> bytes:
 
 
 def from_one_that_knows(chance: random.Random) -> int:
-    """Run an end against a peer with the secret and an arbitrary hello."""
+    """Run an end against a peer that knows the secret and sends an arbitrary hello."""
     end = End(authentication.handshake(SECRET, {}, dialled=False))
     own = authentication.greeting(DIALLED)
     key = hmac.digest(SECRET, own + end.sent.pop(), "sha256")
@@ -150,7 +150,7 @@ def from_one_that_knows(chance: random.Random) -> int:
 
 
 def from_a_foreign_peer(chance: random.Random) -> int:
-    """Send arbitrary bytes to either end, as long as it receives."""
+    """Send arbitrary bytes to one end for as long as it receives them."""
     dialled = chance.random() < 0.5
     end = End(authentication.handshake(SECRET, {}, dialled=dialled))
     greeting = authentication.greeting(LISTENS if dialled else DIALLED)

@@ -1,4 +1,4 @@
-"""The listener accepts peers that know the secret, however many others connect."""
+"""The listener accepts peers that know the secret, no matter how many others connect."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ def test_listener_accept_without_a_peer_times_out() -> None:
 
 
 def test_proved_peer_is_accepted_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer waits for the last message and sends nothing, so a program that polls the listener must ask
-    it."""
+    """The peer sends nothing while it waits for the last message, so a polling program asks the listener."""
     end = authentication.PendingHandshake._end
     with opened() as listener:
 
@@ -93,7 +92,7 @@ def test_refused_peer_is_counted_and_named() -> None:
 
 
 def test_silent_peers_do_not_block_a_peer_with_the_secret() -> None:
-    """Open more connections than may be pending, and more than the backlog holds."""
+    """Open more connections than may be pending, and more than fit in the backlog."""
     with opened() as listener:
         silent: list[socket.socket] = []
         outside = ThreadPeer(lambda: listener.accept(60))
@@ -112,7 +111,7 @@ def test_silent_peers_do_not_block_a_peer_with_the_secret() -> None:
                 one.close()
 
 
-def test_oldest_peer_is_refused_although_readable() -> None:
+def test_oldest_pending_peer_is_refused_even_if_readable() -> None:
     with opened() as listener, contextlib.ExitStack() as open_ones:
         silent = []
         for _ in range(AT_ONCE):
@@ -131,7 +130,7 @@ def test_silent_peers_are_refused_after_the_timeout() -> None:
     with opened(handshake_timeout=0.05) as listener, tcp.dial(listener.address, 30) as silent:
         serve_until_one_is_refused(listener)
         assert "it sent nothing" in listener.last_refused
-        assert len(receive(silent, 9999)) == authentication.GREETING  # and then the end of the connection
+        assert len(receive(silent, 9999)) == authentication.GREETING  # after that, the connection ends
 
 
 HOSTILE = [
@@ -146,7 +145,7 @@ HOSTILE = [
 
 
 def test_listener_survives_thousands_of_hostile_connections(long_walk: bool) -> None:
-    """Reset or close them at any message; then a peer with the secret must be accepted."""
+    """Connections are reset or closed at any message; afterwards a peer with the secret must be accepted."""
     number = 30_000 if long_walk else 600
     with opened(handshake_timeout=1) as listener:
 
@@ -168,7 +167,7 @@ def test_listener_survives_thousands_of_hostile_connections(long_walk: bool) -> 
 
 
 def test_listener_recovers_from_a_shortage_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shortage must not be an error of the listener; the peer waits in the backlog."""
+    """The listener must not fail because of the shortage; the peer waits in the backlog."""
     with opened() as listener:
         tried: list[int] = []
         accept = tcp.Listener.accept_now
@@ -201,7 +200,7 @@ def test_close_refuses_pending_handshakes() -> None:
         with pytest.raises(TimeoutError):
             listener.accept(0.05)
         listener.close()
-        receive(waiting, 9999)  # the end of the connection
+        receive(waiting, 9999)  # the connection has ended
         with pytest.raises(ConnectionRefusedError):
             tcp.dial(listener.address, 30)
 

@@ -38,7 +38,7 @@ def test_each_participant_gets_all_values_of_a_round(ends: contextlib.ExitStack)
     assert all(one.goes_on() for one in participants)
 
 
-def test_early_and_late_participants_learn_which_rank_left(
+def test_all_participants_learn_which_rank_ended(
     ends: contextlib.ExitStack,
 ) -> None:
     coordinator = Coordinator(3)

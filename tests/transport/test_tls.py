@@ -1,4 +1,4 @@
-"""``tls=True``: a separate process encrypts the connection, bound to the secret, and ends with it."""
+"""``tls=True``: a proxy process encrypts the connection, which is bound to the secret, and ends with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _certificates(request: pytest.FixtureRequest) -> None:
 
 @contextlib.contextmanager
 def encrypted() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield both plain ends."""
+    """Yield the plain sockets of both ends."""
     with connected() as (dialled, listens):
         peer = meet_in_thread(listens, tls=True)
         own_sock, hello = met(dialled, tls=True)
@@ -45,7 +45,7 @@ def encrypted() -> Iterator[tuple[socket.socket, socket.socket]]:
 def relays() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # it has ended in the meantime
+        with contextlib.suppress(psutil.Error):  # the proxy has ended in the meantime
             found += [child] if str(tls.PROGRAM) in child.cmdline() else []
     return found
 
@@ -56,7 +56,7 @@ def refusal(peer: ThreadPeer) -> str:
     return str(raised.value)
 
 
-def test_bytes_cross_both_ways_at_once() -> None:
+def test_bytes_are_sent_in_both_directions_at_once() -> None:
     data = os.urandom(3_000_000)
     with encrypted() as (own_sock, peer_sock):
         outgoing, back = ThreadPeer(own_sock.sendall, data), ThreadPeer(peer_sock.sendall, data[::-1])
@@ -68,8 +68,8 @@ def test_bytes_cross_both_ways_at_once() -> None:
 
 
 @pytest.mark.parametrize("ending", [0, 1])
-def test_bytes_sent_before_the_end_arrive(ending: int) -> None:
-    """Also while the other end is sending."""
+def test_bytes_sent_before_close_arrive(ending: int) -> None:
+    """This must hold even if the other end is still sending."""
     data = os.urandom(5_000_000)
     with encrypted() as ends:
         first, last = ends[ending], ends[1 - ending]
@@ -83,7 +83,7 @@ def test_bytes_sent_before_the_end_arrive(ending: int) -> None:
 
 
 @pytest.mark.parametrize("ending", [0, 1])
-def test_end_of_one_side_ends_the_connection(ending: int) -> None:
+def test_closing_one_side_ends_the_connection(ending: int) -> None:
     with encrypted() as ends:
         processes = relays()
         assert len(processes) == 2
@@ -92,8 +92,8 @@ def test_end_of_one_side_ends_the_connection(ending: int) -> None:
         wait_until(lambda: not relays())
 
 
-def test_proxy_ends_although_its_peer_stops_reading() -> None:
-    """Bytes for a peer that does not read must not delay the end for long."""
+def test_proxy_exits_even_if_its_peer_stops_reading() -> None:
+    """Bytes for a peer that does not read must not delay the proxy's exit for long."""
     with encrypted() as (own_sock, peer_sock):
         own_sock.setblocking(False)
         with contextlib.suppress(BlockingIOError):
@@ -134,8 +134,8 @@ with test_tls.encrypted() as ends:
 """
 
 
-def test_proxy_ends_when_its_parent_is_killed() -> None:
-    """Also while a child of that process still has the descriptors."""
+def test_proxy_exits_when_its_parent_is_killed() -> None:
+    """This must hold even while a child of the killed process still has the descriptors."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:
@@ -221,7 +221,7 @@ def test_observer_sees_only_encrypted_bytes() -> None:
 
 
 def test_tls_interceptor_is_detected() -> None:
-    """The interceptor passes the proofs on unchanged and then presents another certificate. Both ends must
+    """The interceptor forwards the proofs and then presents a different certificate. Both ends must
     refuse."""
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
         one = meet_in_thread(dialled, dialled=True, tls=True)
@@ -243,7 +243,7 @@ def test_tls_interceptor_is_detected() -> None:
             own_sock.end.close()
 
 
-def test_changed_certificate_fingerprint_breaks_the_proofs() -> None:
+def test_changed_certificate_fingerprint_invalidates_the_proofs() -> None:
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
         one = meet_in_thread(dialled, dialled=True, tls=True)
         two = meet_in_thread(listens, tls=True)
@@ -304,7 +304,7 @@ def test_listener_drops_the_socket_of_a_tls_peer() -> None:
         peer_sock, _ = peer.result()
         with own_sock, peer_sock:
             seen = Path(f"/proc/self/fdinfo/{listener.fileno()}").read_text()
-            assert seen.count("tfd:") == 1  # the dialling end
+            assert seen.count("tfd:") == 1  # only the dialling end's
 
 
 def test_missing_cryptography_package_raises_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

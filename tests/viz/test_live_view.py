@@ -31,7 +31,7 @@ class Stream(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_failing_view_does_not_end_the_run(terminal: bool) -> None:
+def test_failing_live_view_does_not_end_the_run(terminal: bool) -> None:
     graph = Graph("shown")
     numbers = graph.source(range(3)).map(abs).collect()
     stream = Stream(terminal, takes=10**6)
@@ -48,7 +48,7 @@ def test_failing_view_does_not_end_the_run(terminal: bool) -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_failing_view_continues_with_plain_lines(terminal: bool, caplog: Any) -> None:
+def test_plain_lines_replace_a_failing_live_view(terminal: bool, caplog: Any) -> None:
     graph = Graph("shown")
     graph.source(range(3)).map(abs).sink(abs)
     stream = Stream(terminal, takes=10**6)
@@ -70,7 +70,7 @@ def test_failing_view_continues_with_plain_lines(terminal: bool, caplog: Any) ->
 
 
 @pytest.mark.parametrize(("kind", "drawn"), [("xterm", True), ("dumb", False)])
-def test_dumb_terminal_gets_plain_lines(kind: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dumb_terminal_shows_plain_lines(kind: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", kind)
     graph = Graph("shown")
     graph.source(range(3)).map(abs).sink(abs)
