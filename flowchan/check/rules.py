@@ -226,8 +226,8 @@ def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             if len(reading) > 1:
                 readers_text = " and ".join(f"{reader.name!r} ({reader.where})" for reader in reading)
                 message = (
-                    f"its output {output.name!r} has {len(reading)} readers, {readers_text}, but a stream has "
-                    f"one reader; give each its own stream with .tee({len(reading)})"
+                    f"its output {output.name!r} has {len(reading)} readers, {readers_text}, but a stream "
+                    f"has one reader; give each its own stream with .tee({len(reading)})"
                 )
                 yield index, Problem("read-twice", stage.name, stage.where, message)
 
