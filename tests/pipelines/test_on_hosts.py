@@ -159,7 +159,7 @@ def test_ctrl_c_ends_program_that_waits_for_remote_calls(tmp_path: Path) -> None
         wait_until(lambda: len([*tmp_path.glob("held *")]) == 2)
         others = psutil.Process(process.pid).children(recursive=True)
         assert len(others) == 5  # one fork server, two agents, two workers
-        for line in ("flowchan: stopping", "flowchan: broken off"):
+        for line in ("flowchan: stopping", "flowchan: aborted"):
             process.send_signal(signal.SIGINT)
             while line not in (said := process.stderr.readline()):
                 assert said, line
