@@ -335,7 +335,9 @@ class Overseer:
 
 
 def _state(pid: int, status: int, operation: int, doing: int, inside: bool, alive: bool) -> str:
-    last = f"{NAMES[doing]}, its operation {operation}" if doing < len(NAMES) and operation else "nothing"
+    last = (
+        f"{NAMES[doing]}, its operation {operation}" if doing < len(NAMES) and operation else "no operation"
+    )
     if not pid:
         return "has not joined" if alive else "ended before it joined"
     if status == LEFT:
@@ -343,8 +345,8 @@ def _state(pid: int, status: int, operation: int, doing: int, inside: bool, aliv
     if status != PRESENT:
         return f"(process {pid}) gave up in {last}"
     if not alive:
-        return f"(process {pid}) died; the last it {'was in' if inside else 'did'} was {last}"
-    return f"(process {pid}) {'is in' if inside else 'is elsewhere; the last it did was'} {last}"
+        return f"(process {pid}) died {'in' if inside else 'after'} {last}"
+    return f"(process {pid}) {'is in' if inside else 'is outside an operation, after'} {last}"
 
 
 def _arrive(handle: Inherited | Sent | Borrowed, rank: int, name: str) -> SharedGroup:

@@ -317,7 +317,7 @@ def test_error_names_missing_and_duplicate_members() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert errors == ["got two processes with rank 1"] * 3
+    assert errors == ["each rank must be used once, got two processes with rank 1"] * 3
 
 
 def test_explain_describes_operations_over_hosts() -> None:

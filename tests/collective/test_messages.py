@@ -171,7 +171,7 @@ def test_send_on_closed_group_raises() -> None:
         own.close()
         sender.join()
     assert [(type(error), str(error)) for error in reported] == [
-        (GroupError, "send failed: this member has left")
+        (GroupError, "send failed: this member has left the group")
     ]
 
 

@@ -314,7 +314,7 @@ def test_close_ends_the_receive_of_another_thread(to_us: Received) -> None:
         to_us.peers.close()
         thread.join()
     assert type(found[0]) is GroupError
-    assert str(found[0]) == "receive failed: this member has left"
+    assert str(found[0]) == "receive failed: this member has left the group"
 
 
 def sending() -> list[threading.Thread]:

@@ -64,7 +64,9 @@ def test_trainer_rejects_a_wrong_argument_at_once(options: dict[str, Any], error
 def test_training_rejects_a_parameter_in_two_parts() -> None:
     module = perceptron()
     module[2] = module[4] = nn.Linear(16, 16)
-    with pytest.raises(ValueError, match=r"part 2 .* shares parameter '4.weight' with part 1"):
+    with pytest.raises(
+        ValueError, match=r"each parameter must be in one part, got '4.weight' in part 1 .* and in part 2"
+    ):
         in_parts(module, 5)
 
 

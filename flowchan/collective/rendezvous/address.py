@@ -190,7 +190,7 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
     hello = {"rank": old.rank, "alive": old._local_alive()}
     why = (
         f"rank {old.rank} cannot join the smaller group: rank 0, which decides about the members, "
-        "cannot be reached"
+        "has not answered"
     )
     while True:
         within = _rejoin_timeout(give_up)
