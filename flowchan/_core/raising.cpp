@@ -223,7 +223,7 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
             break;
         case Step::PortClosed:
             PyErr_SetString(PyExc_ValueError,
-                            ("this port of " + who + " was closed; open another one").c_str());
+                            ("this port of " + description + " was closed; open another one").c_str());
             break;
         default:
             break;  // Interrupted: the error is set already
