@@ -1,5 +1,8 @@
-"""Gathers the results of a run. The program takes them item by item, or threads of the run do once a caller
-waits for the end, or the run itself if a result is full before the program reads it."""
+"""Gather the results of a run.
+
+The program takes them item by item, or threads of the run take them once a caller waits for the end. The run
+also takes in a result that is full before the program reads it.
+"""
 
 from __future__ import annotations
 
