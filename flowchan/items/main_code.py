@@ -122,9 +122,8 @@ def _reduce_class(cls: Any, reduction: Any) -> Any:
 def _make_class(module: str, named: str | None, mark: str | None, maker: Any, *arguments: Any) -> Any:
     known = by_value._DYNAMIC_CLASS_TRACKER_BY_ID.get(arguments[-2])
     own = lookup(own_names(module), named) if named is not None else None
-    for candidate in (known, own):
-        if isinstance(candidate, type) and candidate is own and fingerprint(candidate) == mark:
-            return candidate
+    if isinstance(own, type) and known in (None, own) and fingerprint(own) == mark:
+        return own
     made = maker(*arguments)
     _without_state[made] = False
     return made

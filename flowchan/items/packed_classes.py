@@ -1,7 +1,7 @@
 """Keep the pickles of classes that are sent by value with many items.
 
-A class is kept if its pickle depends on nothing that can change unseen: its methods use no globals of the
-script except classes and functions of importable modules, and its attributes are constants.
+A class is kept if its pickle depends on nothing that can change unseen. Its attributes are constants, and
+the only globals that its methods use are importable.
 """
 
 from __future__ import annotations

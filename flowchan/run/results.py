@@ -1,7 +1,7 @@
-"""Gathers the results of a run.
+"""Gather the results of a run.
 
-The program takes them item by item. Once a caller waits for the end, threads of the run take them. The run
-itself takes them if a result is full before the program reads it.
+The program takes them item by item, or threads of the run take them once a caller waits for the end. The run
+also takes in a result that is full before the program reads it.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def test_c11_put_without_address_space_raises_though_places_are_free() -> None:
     with_address_space(256 * MB, put)
 
 
-def test_c11_put_without_address_space_waits_for_a_reader_with_a_port() -> None:
+def test_c11_put_without_address_space_waits_for_port_of_reader() -> None:
     array = np.zeros(64 * MB, dtype=np.uint8)
 
     def put() -> None:

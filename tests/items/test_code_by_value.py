@@ -129,7 +129,7 @@ def test_value_of_worker_stays_until_the_program_changes_its_own() -> None:
     assert names == {"state": "set by the program", "cache": {"key": 1}}
 
 
-def test_value_that_cannot_be_compared_comes_from_the_program_each_time() -> None:
+def test_value_without_digest_comes_from_the_program_each_time() -> None:
     shared, names = WorkerGlobals(), {"state": None}
     for _ in range(2):
         value: Any = (part for part in ())

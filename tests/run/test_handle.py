@@ -445,7 +445,7 @@ def test_program_may_put_more_than_the_channels_hold_before_reading() -> None:
 
 
 @pytest.mark.usefixtures("looks")
-def test_collect_takes_in_its_items_while_the_program_does_not_wait() -> None:
+def test_collect_takes_in_items_while_the_program_does_nothing() -> None:
     graph = Graph("collected")
     numbers = graph.source(range(500)).collect()
     run = graph.start()
