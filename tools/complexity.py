@@ -1,6 +1,6 @@
 """Check that no function of the product is too complex or takes too many parameters.
 
-``*args``, ``**kwargs``, ``self`` and ``cls`` do not count as parameters. There are no exceptions: a function
+``*args``, ``**kwargs``, ``self`` and ``cls`` do not count as parameters. A function
 with many options takes them as ``**options: Unpack[...]``.
 """
 

@@ -173,9 +173,8 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
     switch (step) {
         case Step::NotNow:
             if (side == Side::Writer)
-                raise("Full",
-                      description + " is full; no item could be put " + seconds(deadline) + ": " + fill(ch) +
-                                  address_space_note(ch, size));
+                raise("Full", description + " is full; no item could be put " + seconds(deadline) + ": " +
+                                  fill(ch) + address_space_note(ch, size));
             else
                 raise("Empty", description + " is empty; no item could be got " + seconds(deadline) +
                                    "; the channel is " +
@@ -202,10 +201,10 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
             break;
         }
         case Step::TooLarge:
-            PyErr_SetString(PyExc_ValueError,
-                            (description + ": item must have at most max_bytes=" +
-                             std::to_string(ch.max_bytes) + " bytes, got " + std::to_string(size) + "; use a larger max_bytes")
-                                .c_str());
+            PyErr_SetString(PyExc_ValueError, (description + ": item must have at most max_bytes=" +
+                                               std::to_string(ch.max_bytes) + " bytes, got " +
+                                               std::to_string(size) + "; use a larger max_bytes")
+                                                  .c_str());
             break;
         case Step::NoMemory:
             if (fault(ch).map_incomplete) {

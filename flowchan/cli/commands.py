@@ -1,7 +1,7 @@
 """Define the ``flowchan`` command: run, check and draw graphs in Python files, and launch group members.
 
-Exit codes: 0 done, 1 the run failed, 2 the graph or the call is wrong, 130 interrupted, 141 the
-reader of the output has ended (as with SIGPIPE), 143 ended by SIGTERM.
+Exit codes: 0 done, 1 the run failed, 2 the graph or the call is wrong, 130 interrupted, 143 ended by SIGTERM.
+The code is 141 if the reader of the output has ended (as with SIGPIPE).
 """
 
 from __future__ import annotations

@@ -163,6 +163,9 @@ def shows(
         options: The options, a ``TypedDict``.
         settings: Class with the defaults of the options.
         rest: Name under which ``help`` shows other keyword arguments; None if there are none.
+
+    Returns:
+        The decorator.
     """
     shared = inspect.signature(settings).parameters
     by_name = [shared[name] for name in options.__annotations__]

@@ -22,7 +22,8 @@ namespace testing {
 
 namespace {
 
-constexpr unsigned HANG_LIMIT_S = 120;  // seconds after which a connection that does not end counts as a failure
+constexpr unsigned HANG_LIMIT_S =
+    120;  // seconds after which a connection that does not end counts as a failure
 constexpr uint64_t BYTES_INSIDE = 1 << 20, CAPACITY = 4;
 constexpr uint32_t STREAMS = 3;
 constexpr uint16_t PORTS = 2;
@@ -286,7 +287,7 @@ class Model {
         if (head.type == FrameType::PING) return true;
         if (head.type == FrameType::PONG) return int64_t(head.n) >= 0 && int64_t(head.n) < now_ns();
         if (head.type != FrameType::ITEM && head.type != FrameType::OUTPUT) return false;
-        if (head.stream >= STREAMS) return true;  // the stream was dropped here, or is not open yet
+        if (head.stream >= STREAMS) return true;           // the stream was dropped here, or is not open yet
         if (head.type == FrameType::OUTPUT) return false;  // these streams have no outputs
         if (head.port >= PORTS) return false;
         const Port& port = ports_[head.stream][head.port];

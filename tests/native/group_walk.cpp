@@ -155,7 +155,8 @@ void live(int fd, uint32_t rank, uint32_t slow, int operation, bool closes_inste
     Walk walk{member};
     Outcome& own = shared.of[rank];
     for (int i = 0; i < TIMES; ++i) {
-        if (i && rank == slow) usleep(50'000);  // the others wait for this member while another has died after its part
+        if (i && rank == slow)
+            usleep(50'000);  // the others wait for this member while another has died after its part
         bool right = true;
         member.in_use().lock();
         const End end = walk.run(operation, right);

@@ -55,7 +55,8 @@ class Kills {
             if (step == Step::Done && until_next-- == 0) {
                 until_next = random() % 12;
                 Worker& worker = workers[random() % 8 ? 1 + random() % (workers.size() - 1) : 0];
-                for (uint64_t n = random() % 2000; n; --n) cpu_relax();  // so that the kill may come at any instruction
+                for (uint64_t n = random() % 2000; n; --n)
+                    cpu_relax();  // so that the kill may come at any instruction
                 if (worker.pid) kill(worker.pid, SIGKILL);
             }
             check_for_dead();

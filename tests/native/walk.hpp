@@ -41,13 +41,15 @@ struct Scenario {
     bool twice = true;
     Tolerance tolerance{};
     std::function<void(Scene&)> prepare = [](Scene&) {};
-    std::function<void(Scene&)> act;                        // run by the process that dies
-    std::function<void(Scene&)> take_over = [](Scene&) {};  // what a supervisor does after the death; may run twice
+    std::function<void(Scene&)> act;  // run by the process that dies
+    std::function<void(Scene&)> take_over = [](Scene&) {
+    };  // what a supervisor does after the death; may run twice
     // the possible contents of `in` after the death
     std::function<Lists(int done)> allowed = [](int) { return Lists{}; };
     std::function<void(Scene&, int done)> look = [](Scene&, int) {};  // further checks
     std::function<void(Scene&)> finish;                               // instead of reading `in` to its end
-    std::function<void(Scene&)> last = [](Scene&) {};  // runs at the end, when the remaining views are dropped
+    std::function<void(Scene&)> last = [](Scene&) {
+    };  // runs at the end, when the remaining views are dropped
 };
 
 struct Walked {

@@ -29,7 +29,7 @@ class CrewRouter:
 
     Args:
         ports: Channels and ports of the run.
-        lasting: The processes of a pool, or None.
+        pooled: The processes of a pool, or None.
 
     Attributes:
         local: The part of this machine.
