@@ -162,6 +162,9 @@ def take(again: list[Any], channel: Any, timeout: float | None, use: Use) -> Any
         channel: A channel or port.
         timeout: Seconds; None means no limit.
         use: Called with the message.
+
+    Returns:
+        The result of ``use``.
     """
     taken: list[Any] = []
     try:

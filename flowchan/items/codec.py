@@ -4,7 +4,8 @@ It is pickle protocol 5. The contents of arrays and tensors travel next to the p
 (``arrays.py``), so they are written once and read in place.
 
 Functions and classes of ``__main__``, and of a file that ``flowchan run`` has loaded, are pickled by value
-with cloudpickle (``main_code.py``). Another process may have another ``__main__``. Everything importable is pickled by reference. cloudpickle also takes over where plain pickle fails.
+with cloudpickle (``main_code.py``). Another process may have another ``__main__``. Everything importable is
+pickled by reference. cloudpickle also takes over where plain pickle fails.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from test_native_stress import OPTIONS, SANITIZERS, planted
 
 pytestmark = pytest.mark.timeout(600)  # the first test compiles the program for all tests
 
-# The thread sanitizer records sent memory at the end of the call, when the data may have arrived and its memory
-# may be in use again.
+# The thread sanitizer records sent memory at the end of the call, when the data may have arrived and its
+# memory may be in use again.
 ENVIRONMENTS = OPTIONS | {"thread": {"TSAN_OPTIONS": OPTIONS["thread"]["TSAN_OPTIONS"] + ":intercept_send=0"}}
 WALKS = [
     ("2", "unordered", "100"),

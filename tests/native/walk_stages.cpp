@@ -47,7 +47,7 @@ void expect_out(Scene& scene, Values expected, bool ordered) {
 }
 
 // One writer of an ordered stage processes the items mine[0], mine[1], … Other writers process the items before and
-// after those. users: 0 the one that dies, 1 its replacement, 2 the others. The leased items are the first writer's
+// after those. User 0 is the one that dies, 1 its replacement, 2 the others. The leased items are the first writer's
 // unfinished items.
 Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Values mine, Values last) {
     Scenario s{name};
@@ -152,8 +152,8 @@ Scenario resuming(const char* name, Kind kind) {
     return s;
 }
 
-// Run a whole worker: lease, outputs, acknowledge. users: 0 and 1 are the reader and writer of the worker that dies, 2
-// and 3 those of its replacement. `again`: at the first output of this item, the worker starts the item again, once,
+// Run a whole worker: lease, outputs, acknowledge. Users 0 and 1 are the reader and writer of the worker that dies.
+// Users 2 and 3 are those of its replacement. `again`: at the first output of this item, the worker starts the item again, once,
 // and does not die.
 void work(Scene& scene, User& reader, User& writer, const Kind& kind, const Outputs& outputs,
           int again = -1) {
@@ -237,7 +237,7 @@ void reserve_for(User& from, User& to, bool all = false) {
 }
 
 // A reader has died in user code while it leased items 1 and 2. Only its replacement gets them, in their order, and no
-// other reader waits for them. users: 0 is the dead reader, 1 and 2 are its replacements, 3 is another reader. `tried`:
+// other reader waits for them. User 0 is the dead reader, 1 and 2 are its replacements, 3 is another reader. `tried`:
 // the first replacement works on one item and also dies, outside user code, so only its untouched items stay reserved
 // for the next replacement. `all`: the reader died outside user code, and all its leased items are reserved.
 Scenario handing_on(const char* name, bool tried, bool all = false) {
