@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import sys
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -30,6 +31,7 @@ from flowchan.run.policy.explain import explain
 from flowchan.run.policy.plan import Plan
 from flowchan.run.policy.scaling import Scale
 from flowchan.run.policy.stats import RunState, RunStats
+from flowchan.run.result_iterator import ResultIterator
 from flowchan.run.results import ResultGathering, Results
 from flowchan.run.run_errors import failure_of_run
 from flowchan.run.supervisor import Supervisor
@@ -162,7 +164,8 @@ class Run:
             >>> asyncio.run(main())
             [0, 1, 4]
         """
-        return _Coming(self, self._claimed(stream))
+        stage = self._claimed(stream)
+        return ResultIterator(self._items_later(stage), functools.partial(self._leave, stage))
 
     def _claimed(self, stream: Stream[list[T]]) -> str:
         """Claim the items of a stream for the program. Return the name of the stage that gathers them."""
@@ -652,27 +655,6 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<Run of {self._plan.graph.name!r}: {self.stats().state}>"
-
-
-class _Coming(AsyncIterator[Any]):
-    """The iterator that ``aiter`` returns.
-
-    Dropping it leaves the loop, even if the event loop no longer runs.
-    """
-
-    def __init__(self, run: Run, stage: str) -> None:
-        self._run = run
-        self._stage = stage
-        self._items = run._items_later(stage)
-
-    def __anext__(self) -> Awaitable[Any]:
-        return self._items.__anext__()
-
-    def aclose(self) -> Awaitable[None]:
-        return self._items.aclose()
-
-    def __del__(self) -> None:
-        self._run._leave(self._stage)
 
 
 def _print_notice(text: str) -> None:

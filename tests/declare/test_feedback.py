@@ -173,9 +173,9 @@ def test_feed_accepts_only_a_stream_of_a_stage(graph: Blueprint) -> None:
 
 def test_feedback_cannot_be_buffered_and_has_no_errors(graph: Blueprint) -> None:
     again = graph.feedback("again")
-    with pytest.raises(ValueError, match=r"'again'.* has no stage"):
+    with pytest.raises(ValueError, match=r"'again'.* is a feedback without a stage"):
         again.buffer(3)
-    with pytest.raises(ValueError, match=r"'again'.* has no stage"):
+    with pytest.raises(ValueError, match=r"'again'.* is a feedback without a stage"):
         _ = again.errors
 
 

@@ -166,7 +166,7 @@ class ScriptedChannels(RunChannels):
         self._crew.record("stop sources")
 
     def drop_queued(self) -> None:
-        self._crew.note("drop queued")
+        self._crew.record("drop queued")
 
     def close_unwanted(self) -> None:
         """Do nothing, and note nothing: the supervisor calls this from time to time."""

@@ -131,10 +131,7 @@ def _none_moves(seen: Observation) -> bool:
 
 
 def _full(seen: Observation) -> frozenset[WorkerId]:
-    """Return the unread results that are full.
-
-    There are none unless the program waits to put into an input or for an item of another result.
-    """
+    """Return the unread results that are full."""
     stages = {id.stage for id in seen.unread}
     full = {edge.reader for edge in seen.stats.edges if edge.reader in stages and edge.waiting_writers}
     return frozenset(id for id in seen.unread if id.stage in full)
