@@ -34,7 +34,7 @@ def pack_stage(stage: Any, by_value: Iterable[str]) -> bytes:
     with _by_value(modules):
         classes = {module.__name__: _classes(module) for module in (*modules, sys.modules["__main__"])}
         out = io.BytesIO()
-        ByValuePickler(out, protocol=5).dump(_Bundle(classes, stage))
+        _StagePickler(out, protocol=5).dump(_Bundle(classes, stage))
         return out.getvalue()
 
 
@@ -42,6 +42,10 @@ def own_modules(packed: bytes) -> tuple[str, ...]:
     """Return the user's own modules that a pickle may refer to: every string in it that names one."""
     texts = {argument for _, argument, _ in pickletools.genops(packed) if isinstance(argument, str)}
     return tuple(sorted(name for name in texts & sys.modules.keys() if _is_own(sys.modules[name])))
+
+
+class _StagePickler(ByValuePickler):
+    keeps_classes = False  # `own_modules` finds all names in the pickle
 
 
 class PackedStages:

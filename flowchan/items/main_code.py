@@ -32,14 +32,23 @@ def unpack_class(packed: bytes) -> type:
 
 
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """cloudpickle's pickler, whose functions and classes are received as described above."""
+    """cloudpickle's pickler, whose functions and classes are received as described above.
+
+    Attributes:
+        keeps_classes: Whether classes may be pickled once for many objects. The pickle of such a class is
+            nested, so it hides the names of the modules that it refers to.
+    """
+
+    keeps_classes = True
 
     def reducer_override(self, obj: object) -> Any:
         """Reduce a function, a class or ``object()``. Other objects have pickle's reduction."""
         if not isinstance(obj, (type, types.FunctionType)):
             return _reduce_sentinel(obj) if type(obj) is object else NotImplemented
-        if isinstance(obj, type) and (packed := packed_classes.get(obj, type(self))) is not None:
-            return unpack_class, (packed,)
+        if isinstance(obj, type) and self.keeps_classes:
+            packed = packed_classes.get(obj, type(self))
+            if packed is not None:
+                return unpack_class, (packed,)
         reduction = super().reducer_override(obj)
         if not isinstance(reduction, tuple):
             return reduction

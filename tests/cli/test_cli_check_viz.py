@@ -41,7 +41,7 @@ def _user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
             del sys.modules[name]
 
 
-def call(*words: str, file: str = "", name: str = "own.py") -> Result:
+def call(*words: str, file: str = "", name: str = "mine.py") -> Result:
     if file:
         Path(name).write_text(file)
     return CliRunner().invoke(main, list(words))
@@ -56,7 +56,7 @@ def refused(result: Result) -> str:
 
 
 def test_check_prints_counts_if_there_are_no_problems() -> None:
-    result = call("check", "own.py", file=ONE)
+    result = call("check", "mine.py", file=ONE)
     assert result.exit_code == 0
     assert result.stdout == "halves: all clear: 3 stages, 2 channels, 4 workers, 2 of them in processes\n"
 
@@ -66,7 +66,7 @@ def test_check_lists_all_problems_with_the_users_file_and_line() -> None:
         HEAD
         + "\ngraph = Graph('wrong')\na = graph.source(never, name='a')\nb = graph.source(never, name='b')\n"
     )
-    result = call("check", "own.py", file=wrong)
+    result = call("check", "mine.py", file=wrong)
     line = 1 + wrong.splitlines().index("a = graph.source(never, name='a')")
     assert result.exit_code == 2
     assert [message.partition(": ")[0] for message in result.stdout.splitlines()] == [
@@ -77,38 +77,38 @@ def test_check_lists_all_problems_with_the_users_file_and_line() -> None:
 
 
 def test_check_calls_a_graph_function_with_string_arguments() -> None:
-    result = call("check", "own.py", "--", "5", "-x", file=BUILDER)
+    result = call("check", "mine.py", "--", "5", "-x", file=BUILDER)
     assert result.stdout.startswith("5-x: all clear")
 
 
 def test_viz_draws_to_working_directory_without_starting_the_graph() -> None:
-    result = call("viz", "own.py", file=ONE)
+    result = call("viz", "mine.py", file=ONE)
     assert result.exit_code == 0
     assert result.stdout == "mine.svg: 3 stages, 2 channels, 4 workers, 2 of them in processes\n"
-    assert "halves" in Path("own.svg").read_text()
+    assert "halves" in Path("mine.svg").read_text()
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "dot", "mmd"])
 def test_viz_writes_the_format_of_the_output_suffix(suffix: str) -> None:
-    assert call("viz", "own.py", "-o", f"out.{suffix}", file=ONE).exit_code == 0
+    assert call("viz", "mine.py", "-o", f"out.{suffix}", file=ONE).exit_code == 0
     assert Path(f"out.{suffix}").stat().st_size > 0
 
 
 def test_viz_draws_a_graph_that_has_problems() -> None:
-    result = call("viz", "own.py", "-o", "out.dot", file=HEAD + "\ngraph = Graph('g')\ngraph.source(never)\n")
+    result = call("viz", "mine.py", "-o", "out.dot", file=HEAD + "\ngraph = Graph('g')\ngraph.source(never)\n")
     assert result.exit_code == 0
     assert "not read" in Path("out.dot").read_text()
 
 
 def test_viz_rejects_unknown_format() -> None:
-    result = call("viz", "own.py", "-o", "out.gif", file=ONE)
+    result = call("viz", "mine.py", "-o", "out.gif", file=ONE)
     assert result.exit_code == 2
     assert "'out.gif': the name must end in .svg, .png, .pdf, .dot, .mmd" in result.stderr
 
 
 def test_viz_rejects_an_output_that_cannot_be_written() -> None:
     assert "can't write nowhere/out.dot: No such file" in refused(
-        call("viz", "own.py", "-o", "nowhere/out.dot", file=ONE)
+        call("viz", "mine.py", "-o", "nowhere/out.dot", file=ONE)
     )
 
 
@@ -118,36 +118,36 @@ def test_missing_file_is_reported_in_one_line() -> None:
 
 @pytest.mark.parametrize("content", [b"\0\1\2", b"\xff\xfe", b"def (", b"plain words here"])
 def test_invalid_python_is_reported_in_one_line(content: bytes) -> None:
-    Path("own.py").write_bytes(content)
-    assert "own.py" in refused(call("check", "own.py"))
-    assert "not valid Python" in refused(call("check", "own.py"))
+    Path("mine.py").write_bytes(content)
+    assert "mine.py" in refused(call("check", "mine.py"))
+    assert "not valid Python" in refused(call("check", "mine.py"))
 
 
 def test_error_in_file_is_reported_in_one_line() -> None:
-    line = refused(call("check", "own.py", file="import os\nimport no_such_module\n"))
+    line = refused(call("check", "mine.py", file="import os\nimport no_such_module\n"))
     assert line.startswith(
         "flowchan: mine.py: ModuleNotFoundError: No module named 'no_such_module' (line 2)"
     )
 
 
 def test_debug_shows_the_traceback() -> None:
-    result = call("check", "own.py", "--debug", file="1 / 0\n")
+    result = call("check", "mine.py", "--debug", file="1 / 0\n")
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
     assert "ZeroDivisionError" in result.stderr
 
 
 def test_error_for_file_that_exits_on_import_names_main_guard() -> None:
-    assert "__main__" in refused(call("check", "own.py", file="raise SystemExit(0)\n"))
+    assert "__main__" in refused(call("check", "mine.py", file="raise SystemExit(0)\n"))
 
 
 def test_file_without_graph_is_reported_in_one_line() -> None:
-    assert "no graph found" in refused(call("check", "own.py", file="x = 1\n"))
+    assert "no graph found" in refused(call("check", "mine.py", file="x = 1\n"))
 
 
 def test_file_with_several_graphs_lists_them() -> None:
     two = ONE + "\nother = declare('other')\nsame = other\ndef build() -> 'Graph':\n    return other\n"
-    assert refused(call("check", "own.py", file=two)) == (
+    assert refused(call("check", "mine.py", file=two)) == (
         "flowchan: mine.py: has several graphs; choose one of mine.py:graph, mine.py:other, mine.py:build"
     )
     assert call("check", "mine.py:other").stdout.startswith("other: all clear")
@@ -167,9 +167,9 @@ class Pipe:
 """
     one = head + "pipe = Pipe()\ngraph = pipe.graph\n"
     builder = head + "def make(name: str) -> Pipe:\n    return Pipe(name)\n"
-    assert call("check", "own.py", file=one).stdout.startswith("within: all clear")
-    assert call("check", "own.py", "other", file=builder).stdout.startswith("other: all clear")
-    assert "takes no arguments, got a" in refused(call("check", "own.py", "a", file=one))
+    assert call("check", "mine.py", file=one).stdout.startswith("within: all clear")
+    assert call("check", "mine.py", "other", file=builder).stdout.startswith("other: all clear")
+    assert "takes no arguments, got a" in refused(call("check", "mine.py", "a", file=one))
 
 
 def test_function_named_on_the_command_line_needs_no_annotation() -> None:
@@ -186,9 +186,9 @@ def test_unknown_graph_name_is_reported_in_one_line() -> None:
 
 def test_wrong_arguments_are_reported_in_one_line() -> None:
     assert "(name: str, twice='no'), got 3 arguments" in refused(
-        call("check", "own.py", "a", "b", "c", file=BUILDER)
+        call("check", "mine.py", "a", "b", "c", file=BUILDER)
     )
-    assert "takes no arguments, got a" in refused(call("check", "own.py", "a", file=ONE))
+    assert "takes no arguments, got a" in refused(call("check", "mine.py", "a", file=ONE))
 
 
 def test_file_named_like_standard_module_does_not_replace_it() -> None:
@@ -200,15 +200,15 @@ def test_file_named_like_standard_module_does_not_replace_it() -> None:
 
 def test_modules_next_to_the_file_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("neighbour_of_mine.py").write_text(ONE)
-    Path("own.py").write_text("from neighbour_of_mine import graph\n")
+    Path("mine.py").write_text("from neighbour_of_mine import graph\n")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert call("check", "../mine.py").stdout.startswith("halves: all clear")
 
 
 def test_load_writes_no_cache_next_to_the_file() -> None:
-    assert call("check", "own.py", file=ONE).exit_code == 0
-    assert os.listdir() == ["own.py"]
+    assert call("check", "mine.py", file=ONE).exit_code == 0
+    assert os.listdir() == ["mine.py"]
 
 
 def test_help_loads_nothing_heavy() -> None:

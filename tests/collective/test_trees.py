@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.group_members import OverHosts
 from support.network_proxy import Wire
@@ -40,6 +40,7 @@ def depth(tree: Tree, host: int) -> int:
     return 0 if host == tree.root else 1 + depth(tree, tree.parent[host])
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # it depends on the machine, not on the test
 @given(st.data(), st.integers(2, 9), st.booleans())
 def test_tree_connects_all_hosts_to_its_root(data: Any, hosts: int, small: bool) -> None:
     seconds = st.floats(1e-6, 10)

@@ -66,14 +66,14 @@ def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
 def test_only_the_dead_remote_worker_of_a_gang_blames_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor ends the other workers, so their items are not blamed."""
     recovered: dict[int, bool] = {}
-    usual = AgentHandle.report
+    usual = HostsPart._receive
 
-    def report(self: AgentHandle, message: Any) -> None:
+    def receive(self: HostsPart, agent: AgentHandle, message: Any) -> None:
         if isinstance(message, Recover):
             recovered[message.worker.number] = message.blame
-        usual(self, message)
+        usual(self, agent, message)
 
-    monkeypatch.setattr(AgentHandle, "report", report)
+    monkeypatch.setattr(HostsPart, "_receive", receive)
 
     def die_once(numbers: In[int], group: Group, out: Out[int]) -> None:
         if worker().number == 2 and worker().incarnation == 0:

@@ -247,7 +247,7 @@ def test_item_that_cannot_leave_the_driver_ends_the_run() -> None:
     items.map(abs, on=local(1), name="far").sink(abs)
     with pytest.raises(RunError) as caught:
         graph.run()
-    assert "channel 'items' can't go to host 'local-1'" in str(caught.value.exceptions[0])
+    assert "channel 'items' can't be sent to host 'local-1'" in str(caught.value.exceptions[0])
 
 
 def test_result_that_cannot_leave_its_host_ends_the_run() -> None:
@@ -256,7 +256,7 @@ def test_result_that_cannot_leave_its_host_ends_the_run() -> None:
     made.sink(abs)
     with pytest.raises(RunError) as caught:
         graph.run()
-    assert "channel 'made' can't go from host 'local-1'" in str(caught.value.exceptions[0])
+    assert "channel 'made' can't be sent from host 'local-1'" in str(caught.value.exceptions[0])
 
 
 def test_greeting_lists_only_hosts_that_had_an_agent_before(monkeypatch: Any) -> None:

@@ -106,7 +106,7 @@ def test_stages_that_deadlock_on_hosts_are_reported(questioner: str) -> None:
     left, right = graph.stage(read_left_only, name="giver", on=POOL["local-1"])
     graph.stage(ask_right_only, left, right, name="questioner", on=POOL[questioner]).sink(same)
     _, text = deadlock_of(graph.start())
-    assert f"'asker' on {questioner} waits for an item from 'giver.right' (0 of 64)" in text
+    assert f"'questioner' on {questioner} waits for an item from 'giver.right' (0 of 64)" in text
     assert "'giver' on local-1 waits to put into 'giver.left' (64 of 64)" in text
 
 

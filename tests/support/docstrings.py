@@ -33,7 +33,7 @@ INDIRECT = {
     "derive": "except* calls it",
     "extra_repr": "repr() calls it",
     "forward": "a call of the module calls it",
-    "is_beside": "a run calls it",
+    "has_same_host": "a run calls it",
     "open_part": "a run calls it",
     "transport_to": "a declaration calls it",
     **dict.fromkeys(("encode", "decode"), "Gradients calls it"),

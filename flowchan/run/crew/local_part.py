@@ -240,10 +240,10 @@ class LocalPart:
 
     def add(self, id: WorkerId) -> None:
         """See :class:`CrewPart`."""
-        for id in self._ports.ended_workers():
-            thread = self.threads.get(id)
+        for ended in self._ports.ended_workers():
+            thread = self.threads.get(ended)
             if thread is not None and not thread.is_alive():
-                self.forget(id)
+                self.forget(ended)
         try:
             worker = self._ports.add(id)
             if worker.stage.placement.own_process:
