@@ -175,7 +175,7 @@ def test_allgather_with_wrong_out_raises_and_writes_nothing(run: Any) -> None:
             g.allgather(np.ones(3 + g.rank, np.float32), out=room)
         except ValueError as error:
             assert (room[0] == before).all()
-            return str(error)
+            return str(error).removeprefix("allgather: ")  # without it on one host
         assert g.rank == 1
         return f"{g.allreduce(1)}"
 

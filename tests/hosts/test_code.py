@@ -54,7 +54,7 @@ def test_missing_attribute_of_a_sent_module_is_named(what: str, own_module: str,
     folder.mkdir()
     packed = pack_stage(sys.modules[own_module].Number, [own_module])
     call = f"exec({what!r})"
-    with pytest.raises(AssertionError, match=r"'only_mine' was sent to this host without \\?'use|without 'use'"):
+    with pytest.raises(AssertionError, match=r"without 'use'|'use' from 'only_mine' .not on this host; its"):
         other_folder(packed, folder, call)
 
 

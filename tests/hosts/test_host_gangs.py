@@ -66,14 +66,14 @@ def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
 def test_only_the_dead_remote_worker_of_a_gang_blames_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor ends the other workers, so their items are not blamed."""
     recovered: dict[int, bool] = {}
-    usual = HostsPart._receive
+    usual = AgentHandle.send
 
-    def receive(self: HostsPart, agent: AgentHandle, message: Any) -> None:
+    def send(self: AgentHandle, message: Any) -> None:
         if isinstance(message, Recover):
             recovered[message.worker.number] = message.blame
-        usual(self, agent, message)
+        usual(self, message)
 
-    monkeypatch.setattr(HostsPart, "_receive", receive)
+    monkeypatch.setattr(AgentHandle, "send", send)
 
     def die_once(numbers: In[int], group: Group, out: Out[int]) -> None:
         if worker().number == 2 and worker().incarnation == 0:

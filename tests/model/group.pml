@@ -16,7 +16,7 @@
    -----------------------------------   ------------------------------------------------------------------
    write()                               group_ops.cpp: Member::show, Member::exchange, Member::slices
    publish()                             group.cpp: Member::publish
-   is_here()                             group.cpp: Member::is_here, Member::await_all, Member::await
+   is_here()                             group.cpp: Member::has_arrived, Member::await_all, Member::await
    is_lost()                             group.cpp: Member::any_is_lost, Member::see
    another round                         group_ops.cpp: Member::next
    giving up                             group.cpp: Member::finish, Member::give_up

@@ -190,7 +190,7 @@ def main() -> dict[str, Any]:
     texts, total = stages(graph)
     reduced = graph.source([1, 2]).allreduce("max")
     assert_type(reduced, Stream[Reduced[int]])
-    assert_type(graph.source([1]).allreduce(to_workers=True), Stream[tuple[int, Reduced[Any]]])
+    assert_type(Graph("unread").source([1]).allreduce(to_workers=True), Stream[tuple[int, Reduced[Any]]])
     largest = reduced.map(lambda one: one.value).collect()
     lower, upper = graph.source("abc").partition(str.isupper, 2)
     both = graph.merge(lower, upper).batch(2)
