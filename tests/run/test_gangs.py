@@ -93,9 +93,9 @@ def test_only_the_dead_worker_of_a_gang_blames_its_item(monkeypatch: pytest.Monk
     recovered: dict[int, bool] = {}
     usual = RunPorts.recover
 
-    def recover(self: RunPorts, id: WorkerId, blame: bool) -> None:
+    def recover(self: RunPorts, id: WorkerId, blame: bool, alone: bool = False) -> None:
         recovered[id.number] = blame
-        usual(self, id, blame)
+        usual(self, id, blame, alone)
 
     monkeypatch.setattr(RunPorts, "recover", recover)
 

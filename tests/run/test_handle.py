@@ -434,7 +434,7 @@ def service() -> tuple[Graph, Stream, Stream]:
     return graph, questions, questions.map(str).collect()
 
 
-@pytest.mark.usefixtures("looks")
+@pytest.mark.usefixtures("checks")
 def test_program_may_put_more_than_the_channels_hold_before_reading() -> None:
     """The program waits in its put, so the run gathers the unread result."""
     graph, questions, answers = service()
@@ -444,7 +444,7 @@ def test_program_may_put_more_than_the_channels_hold_before_reading() -> None:
     assert run.wait()[answers] == [str(number) for number in range(1000)]
 
 
-@pytest.mark.usefixtures("looks")
+@pytest.mark.usefixtures("checks")
 def test_collect_takes_in_items_while_the_program_does_nothing() -> None:
     graph = Graph("collected")
     numbers = graph.source(range(500)).collect()
@@ -453,7 +453,7 @@ def test_collect_takes_in_items_while_the_program_does_nothing() -> None:
     assert run.wait()[numbers] == list(range(500))
 
 
-@pytest.mark.usefixtures("looks")
+@pytest.mark.usefixtures("checks")
 def test_reader_of_a_gathered_result_bounds_the_channels_again() -> None:
     graph = Graph("endless")
     numbers = graph.source(itertools.count).collect()
@@ -468,7 +468,7 @@ def test_reader_of_a_gathered_result_bounds_the_channels_again() -> None:
         items.close()
 
 
-@pytest.mark.usefixtures("looks")
+@pytest.mark.usefixtures("checks")
 def test_gathered_result_can_still_be_iterated() -> None:
     graph, questions, answers = service()
     with graph.start() as run:
@@ -482,7 +482,7 @@ def test_gathered_result_can_still_be_iterated() -> None:
     assert answers not in run.wait()
 
 
-@pytest.mark.usefixtures("looks")
+@pytest.mark.usefixtures("checks")
 def test_loop_over_one_branch_needs_no_reader_of_another() -> None:
     graph = Graph("branches")
     left, right = (branch.collect() for branch in graph.source(range(500)).tee(2))
@@ -491,7 +491,7 @@ def test_loop_over_one_branch_needs_no_reader_of_another() -> None:
     assert run.wait()[right] == list(range(500))
 
 
-@pytest.mark.usefixtures("looks")
+@pytest.mark.usefixtures("checks")
 def test_leaving_a_gathered_result_early_stops_earlier_stages() -> None:
     graph, questions, answers = service()
     with graph.start() as run:

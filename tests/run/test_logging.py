@@ -114,7 +114,7 @@ def test_deaths_restarts_and_blame_are_logged(caplog: pytest.LogCaptureFixture) 
     assert len(starts) == 3
     first, second = names(caplog, "flowchan.run", logging.WARNING)
     assert first.endswith("exited with code 7 without finishing while it worked on an item; it is replaced")
-    assert "as 1 before it over the same; it is replaced" in second
+    assert "like 1 before it on the same item; it is replaced" in second
     (blame,) = names(caplog, "flowchan.run", logging.ERROR)
     assert blame.startswith("stage 'crack' gave up item 2: 2 workers died while they worked on this item")
 

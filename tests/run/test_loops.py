@@ -158,7 +158,7 @@ def test_killed_worker_in_a_loop_loses_nothing(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-@pytest.mark.usefixtures("looks")
+@pytest.mark.usefixtures("checks")
 @everywhere
 def test_loop_in_which_all_stages_wait_is_a_deadlock(on: Any) -> None:
     """The stage waits for the feedback before it has sent anything."""

@@ -87,7 +87,7 @@ def test_small_items_fill_all_places(on: Any) -> None:
     run.wait()
 
 
-@pytest.mark.usefixtures("looks")
+@pytest.mark.usefixtures("checks")
 def test_deadlock_for_lack_of_bytes_is_described() -> None:
     """The zip needs a batch of 20 from one branch; the other branch cannot hold 20 of these items."""
     graph = Graph("stuck")
