@@ -95,7 +95,9 @@ def test_viz_writes_the_format_of_the_output_suffix(suffix: str) -> None:
 
 
 def test_viz_draws_a_graph_that_has_problems() -> None:
-    result = call("viz", "mine.py", "-o", "out.dot", file=HEAD + "\ngraph = Graph('g')\ngraph.source(never)\n")
+    result = call(
+        "viz", "mine.py", "-o", "out.dot", file=HEAD + "\ngraph = Graph('g')\ngraph.source(never)\n"
+    )
     assert result.exit_code == 0
     assert "not read" in Path("out.dot").read_text()
 

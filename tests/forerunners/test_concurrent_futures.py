@@ -378,7 +378,9 @@ def test_traceback(pool: TaskPool) -> None:
     error = pool.submit(fails).exception()
     assert type(error) is RuntimeError
     assert error.args == (123,)
-    assert "raise RuntimeError(123)  # the traceback shows this line" in "".join(traceback.format_exception(error))
+    assert "raise RuntimeError(123)  # the traceback shows this line" in "".join(
+        traceback.format_exception(error)
+    )
 
 
 class Told:

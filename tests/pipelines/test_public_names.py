@@ -33,13 +33,16 @@ def test_every_public_name_and_method_has_a_docstring(name: str) -> None:
         assert not bare
 
 
-# Modules that patterns may use besides the public names: placements, argument checks, refusals and failures.
+# Modules that patterns may use besides the public names: options, placements, argument checks, the globals of
+# the main script, refusals and failures.
 SHARED = {
     "flowchan.channel.transports",
     "flowchan.items.arguments",
     "flowchan.declare.callables",
+    "flowchan.declare.options",
     "flowchan.declare.placements",
     "flowchan.items.unpicklable",
+    "flowchan.items.worker_globals",
     "flowchan.remote.joining",
     "flowchan.items.text",
     "flowchan.run.policy.failures",
