@@ -179,7 +179,7 @@ class Machine(RuleBasedStateMachine):
         if again:
             port.close()
         self.model.leave_writer()
-        with pytest.raises(ValueError, match="port .*was closed"):
+        with pytest.raises(ValueError, match=r"port .*was closed"):
             port.put_nowait("late")
 
     @precondition(lambda self: self.readers)
@@ -188,7 +188,7 @@ class Machine(RuleBasedStateMachine):
         port = self.readers.pop()
         port.close()
         self.model.leave_reader()
-        with pytest.raises(ValueError, match="port .*was closed"):
+        with pytest.raises(ValueError, match=r"port .*was closed"):
             port.get_nowait()
 
     @precondition(lambda self: self.writers)

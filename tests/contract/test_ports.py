@@ -91,9 +91,9 @@ def test_closed_port_of_an_open_channel_rejects_calls(make):
     ch.put(1)
     out.close()
     into.close()
-    with pytest.raises(ValueError, match="port .*was closed"):
+    with pytest.raises(ValueError, match=r"port .*was closed"):
         out.put(2)
-    with pytest.raises(ValueError, match="port .*was closed"):
+    with pytest.raises(ValueError, match=r"port .*was closed"):
         into.get()
     other_out.put(2)
     assert other_in.get_many(5) == [1, 2]
