@@ -84,6 +84,7 @@ void Ring::map_growth() {
 // Return a slot with room for `size` bytes of payload. Return null, with nothing changed, when memory is
 // exhausted now.
 Slot* Ring::take_slot(uint64_t size, Change& change) {
+    unmapped = false;
     const uint32_t cls = class_of(size);
     if (h_->slots_used == 0 && h_->free_slots[cls] == 0 && h_->blocks_top - blocks_at_ > max_bytes_)
         rebuild_lists(cls);
