@@ -55,9 +55,9 @@ LOADS = re.compile(
 )
 """Lines by which a file loads a large library into the process that runs it."""
 PROGRAM = re.compile(r'"""(?:[^"\\]|"(?!"")|\\.)*"""', re.DOTALL)
-"""A string of several lines. What a program in a string imports is loaded by other processes."""
+"""A string of several lines. It may be a program, whose imports happen in another process."""
 ENDING = ("thread ", "process ")
-"""What ends by itself a moment after a test has seen the last of it; descriptors and mappings have owners."""
+"""Kinds of leftovers that may end a moment after a test; descriptors and mappings have owners."""
 PASSED = pytest.StashKey[bool]()
 STDERR = pytest.StashKey[int]()
 SHARED = pytest.StashKey[SharedTemplate]()

@@ -216,7 +216,7 @@ class Arrays : public Member::Place {
     bool check() const {
         if (misfit_ >= 0)
             PyErr_Format(PyExc_ValueError,
-                         "out must have room for the %llu bytes from rank %d, got room for %zu",
+                         "allgather: out must have room for the %llu bytes from rank %d, got room for %zu",
                          static_cast<unsigned long long>(has_), misfit_, many_[size_t(misfit_)].bytes);
         return misfit_ < 0;
     }

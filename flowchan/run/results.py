@@ -7,7 +7,6 @@ also takes in a result that is full before the program reads it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -290,24 +289,16 @@ class _GatheredResult:
         self.items: Channel[Any] = Channel(10**15)
         self.broken: Broken | None = None  # the run broke off, and these are not all of them
         self._read = self._handed_over = False
-        self._begin = functools.partial(self._start, ports, local, supervisor, id, reader_left)
-        self._begin()
+        self._ports, self._local, self._supervisor = ports, local, supervisor
+        self._id, self._reader_left = id, reader_left
+        self._start()
 
-    def _start(
-        self,
-        ports: RunPorts,
-        local: LocalPart,
-        supervisor: Supervisor,
-        id: WorkerId,
-        reader_left: Callable[[], bool],
-    ) -> None:
-        name, arguments = (
-            f"flowchan {ports.plan.graph.name}/{id}",
-            (ports.gathering_port(id), supervisor, id, reader_left),
-        )
-        self.thread = threading.Thread(target=self._pour, args=arguments, name=name, daemon=True)
+    def _start(self) -> None:
+        name = f"flowchan {self._ports.plan.graph.name}/{self._id}"
+        port = self._ports.gathering_port(self._id)
+        self.thread = threading.Thread(target=self._pour, args=(port,), name=name, daemon=True)
         self.thread.start()
-        local.add_thread(id, self.thread)
+        self._local.add_thread(self._id, self.thread)
 
     def hand_over(self) -> None:
         """Let the reader take the items from the port, after those that were taken in."""
@@ -318,21 +309,19 @@ class _GatheredResult:
         self._read = False
         if self._handed_over:
             self._handed_over = False
-            self._begin()
+            self._start()
 
     def rest(self) -> list[Any]:
         """Return the items that no reader has taken, once the thread has ended."""
         return [item for item in self.items if item is not _HANDED_OVER]
 
-    def _pour(
-        self, port: In[Any], supervisor: Supervisor, id: WorkerId, reader_left: Callable[[], bool]
-    ) -> None:
-        last: Event = Ended(id)
+    def _pour(self, port: In[Any]) -> None:
+        last: Event = Ended(self._id)
         with contextlib.suppress(Closed):  # the run may be over
-            supervisor.report(Began(id))
+            self._supervisor.report(Began(self._id))
         try:
             for item in port:
-                if (rest := supervisor.settle_answers(item)) is not NOTHING:
+                if (rest := self._supervisor.settle_answers(item)) is not NOTHING:
                     self.items.put(rest)
                 if self._read:
                     self._handed_over = True
@@ -341,12 +330,14 @@ class _GatheredResult:
         except BaseException as error:  # also an error of an item's unpickling
             if isinstance(error, Broken) and port.channel.broken:
                 self.broken = error
-            elif not (isinstance(error, ValueError) and reader_left()):  # its reader has closed the port
+            elif not (
+                isinstance(error, ValueError) and self._reader_left()
+            ):  # its reader has closed the port
                 self.broken = Broken("an item of the results could not be unpickled")
-                last = Failure(id, error, None, os.getpid())
+                last = Failure(self._id, error, None, os.getpid())
         finally:
             if not self._handed_over:
                 with contextlib.suppress(Closed):
-                    supervisor.report(last)  # first, or the reader of the items may report a clean end
+                    self._supervisor.report(last)  # first, or the reader of the items may report a clean end
                 self.items.close()
                 port.close()

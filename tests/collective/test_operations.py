@@ -175,7 +175,7 @@ def test_allgather_with_wrong_out_raises_and_writes_nothing(run: Any) -> None:
             g.allgather(np.ones(3 + g.rank, np.float32), out=room)
         except ValueError as error:
             assert (room[0] == before).all()
-            return str(error).removeprefix("allgather: ")  # without it on one host
+            return str(error)
         assert g.rank == 1
         return f"{g.allreduce(1)}"
 
@@ -183,7 +183,10 @@ def test_allgather_with_wrong_out_raises_and_writes_nothing(run: Any) -> None:
         found = body(g)
         return found if g.rank else f"{found} {g.allreduce(1)}"
 
-    assert run(2, both) == ["out must have room for the 12 bytes from rank 0, got room for 8 2", "2"]
+    assert run(2, both) == [
+        "allgather: out must have room for the 12 bytes from rank 0, got room for 8 2",
+        "2",
+    ]
 
 
 @pytest.mark.each_value

@@ -131,7 +131,7 @@ def test_item_that_arrives_within_the_timeout_is_returned(make, spawn_peer):
 
 
 def test_expired_timeout_leaves_no_waiter(make, spawn_peer):
-    """C7: a call that gave up is no longer waiting, and does not consume the wake-up of the next item."""
+    """C7: a call that timed out does not take the wake-up of the next item from another reader."""
     ch = make(1)
 
     def give_up():
